@@ -1,24 +1,36 @@
-"""Warn of layers of the method that the network does not call."""
+"""Warn of layers of the method that the network does not call: in training, or in the statistics passes of all clients."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from fl_bn.layers import OwnBatchNorm
+from fl_bn.methods import Phase, StatisticsReport
 from fl_bn.roles import batch_norms
 
 if TYPE_CHECKING:
     from fl_bn.federation.client import LocalRound
+    from fl_bn.federation.shared_model import SharedModel
 
 LOGGER = logging.getLogger("flwr")
-_CHECKED: set[tuple[str, str, bool]] = set()
-"""The networks whose calls were checked in this process: signature, method, whether the layers are frozen."""
+_CHECKED: dict[tuple[str, str, bool], Sequence[str]] = {}
+"""The networks whose calls were checked in this process: signature, method, whether the layers are frozen -> uncalled layers."""
+
+NEVER = (
+    "So {method} normalises their training batches with the statistics that the network had before round 1 (mean 0, variance 1 in a new "
+    "one). Train without this part of the network (aux_logits=False, say), or take a method whose statistics come from training batches "
+    "(fedavg; fbn by default)"
+)
+FROM_BATCHES = (
+    "So training began with the statistics that the network had there (mean 0, variance 1 in a new one), and they follow the training "
+    "batches from now on. If the loss is high, train without this part of the network (aux_logits=False, say)"
+)
 
 
 def _compiled_anything() -> bool:
@@ -49,7 +61,7 @@ def watching_calls(round: LocalRound) -> Iterator[None]:
     key = (round.network.signature, round.method.name, round.freezes)
     layers: dict[str, nn.Module] = {}
     if key not in _CHECKED:
-        _CHECKED.add(key)
+        _CHECKED[key] = ()
         layers = {name: layer for name, layer in batch_norms(round.model).items() if isinstance(layer, OwnBatchNorm)}
     if not layers:
         yield
@@ -61,8 +73,9 @@ def watching_calls(round: LocalRound) -> Iterator[None]:
         yield
     uncalled = [name for name in layers if name not in ran]
     if not ran or (len(uncalled) == len(layers) and _compiled_anything()):
-        _CHECKED.discard(key)
+        del _CHECKED[key]
     elif uncalled:
+        _CHECKED[key] = uncalled
         LOGGER.warning(
             "round %s: the network did not call %s of its %s BatchNorm layers (%s), so %s does nothing there. If the network asks "
             "type(layer) is nn.BatchNorm2d, let it ask isinstance(layer, nn.BatchNorm2d). If it calls F.batch_norm with a layer's tensors, "
@@ -70,6 +83,44 @@ def watching_calls(round: LocalRound) -> Iterator[None]:
             round.instruction.round,
             len(uncalled),
             len(layers),
-            ", ".join(uncalled[:3]) + (", ..." if len(uncalled) > 3 else ""),
+            _first(uncalled),
             round.method.name,
         )
+
+
+def say_unmeasured(shared: SharedModel, round: int, rounds: int, phase: Phase) -> None:
+    """Warn, once per run, of BatchNorm layers that no statistics pass has reached, if training normalises with measured statistics.
+
+    A statistics pass runs the network in evaluation mode, so it misses an auxiliary head that runs in training mode alone.
+    Call this after the training of a round: the layers that ``watching_calls`` has named in this process are left out, since
+    the network never calls these.
+
+    Args:
+        shared: The server's model.
+        round: The round.
+        rounds: The number of rounds of the run.
+        phase: The phase of the round.
+    """
+    method = shared.method
+    uses = method.uses_shared(rounds) or method.freezes_statistics(method.phase(rounds, rounds))
+    if shared.reached is None or shared.said_unmeasured or not uses:
+        return
+    layers, key = list(shared.statistics()), (shared.signature, method.name)
+    known = {name for (*network, _), uncalled in _CHECKED.items() if tuple(network) == key for name in uncalled}
+    if not (missed := [name for name in layers if name not in shared.reached | known]):
+        return
+    shared.said_unmeasured = True
+    follows = method.reports(phase) not in (StatisticsReport.NOTHING, StatisticsReport.PASS)
+    LOGGER.warning(
+        "round %s: statistics passes have not reached %s of the %s BatchNorm layers (%s): such a pass runs the network in evaluation mode, "
+        "which leaves these layers out, as those of an auxiliary head. %s",
+        round,
+        len(missed),
+        len(layers),
+        _first(missed),
+        FROM_BATCHES if follows else NEVER.format(method=method.name),
+    )
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

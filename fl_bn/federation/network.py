@@ -153,7 +153,7 @@ class _Pristine:
         self._modes = [(m, m.training) for m in modules]
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._hooked = list(map(len, self._hooks))
-        own = [(vars(m), _own_state(m)) for m in modules]
+        own = [(vars(m), own_state(m)) for m in modules]
         self.knows_all = all(_plain(value) for _, values in own for value in values.values())
         self._own = [(now, copy.deepcopy(then), len(now)) for now, then in own] if self.knows_all else []
 
@@ -181,7 +181,7 @@ class _Pristine:
         return True
 
 
-def _own_state(module: nn.Module) -> dict[str, Any]:
+def own_state(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of ``module``, without those that torch sets and those that a hook sets in forward passes."""
     others = _TORCHS | results(module)
     return {name: value for name, value in vars(module).items() if name not in others}

@@ -20,6 +20,7 @@ from fl_bn.federation.blocks import sizes
 from fl_bn.federation.bounds import bounds_of
 from fl_bn.federation.composition import check_learns, check_weights
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
+from fl_bn.federation.layer_calls import say_unmeasured
 from fl_bn.federation.left_out import far_replies, taking_part, without_far, without_overflow
 from fl_bn.federation.narrow import PayloadDtype, check_payload
 from fl_bn.federation.norm_layers import check_layers, say_absent
@@ -140,6 +141,7 @@ class Server:
             aggregated=True,
             drift=Drift.between(before, shared.statistics()) or merge_drifts(drift for drift in drifts if drift is not None),
         )
+        say_unmeasured(shared, self.round, self.rounds, phase)
         return True
 
     def _step(self, parts: list[Reply], overflowing: int, replies: RoundReplies) -> list[float]:

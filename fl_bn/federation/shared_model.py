@@ -116,6 +116,8 @@ class SharedModel:
         scales: Layer -> the standard deviation that the server gave the layer's input before round 1, by rescaling
             weights. A layer without an entry has 1.
         reported: The statistics that ``Method.renew`` made from the last round's replies. Only for ``Refresh.REPORTED``.
+        reached: The layers that statistics passes have reached at some client. None: no pass was made yet.
+        said_unmeasured: Whether this run has warned of layers that no statistics pass has reached.
     """
 
     def __init__(self, model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = (), clients: int = 1) -> None:
@@ -131,6 +133,8 @@ class SharedModel:
         self._learnable = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
         self.scales: dict[str, float] = {}
         self.reported: dict[str, Running] = {}
+        self.reached: set[str] | None = None
+        self.said_unmeasured = False
         self._moderate = min((bounds(p.dtype)[0] for p in self.model.parameters() if p.is_floating_point()), default=math.inf)
         role = roles(self.model)
         self.buffers = {name for name, r in role.items() if r is Role.BUFFER}
@@ -369,6 +373,8 @@ class SharedModel:
             reports = [self._running(part.sections.get("statistics", {}), part.weight) for part in parts]
         else:
             reports = [decode_moments(part.sections["moments"]) for part in parts]
+        if report is StatisticsReport.PASS:
+            self._note_reached(parts, reports)
         steps = [part.steps for part in parts]
         if self.method.refresh is Refresh.REPORTED:
             self.reported = combine(self.method.renew, shared, reports, steps, self.layers, defence)
@@ -389,7 +395,13 @@ class SharedModel:
         """
         rule = replace_by_pooled if what == INPUTS else self.method.renew
         reports = [decode_moments(part.sections["moments"]) for part in parts]
+        self._note_reached(parts, reports)
         return combine(rule, self.statistics(), reports, [1] * len(parts), self.layers, defence)
+
+    def _note_reached(self, parts: Sequence[Reply], reports: Sequence[Mapping[str, Moments]]) -> None:
+        if any(part.samples for part in parts):
+            now = {layer for report in reports for layer, moments in report.items() if moments.count}
+            self.reached = now | (self.reached or set())
 
     def _running(self, statistics: Mapping[str, Tensor], weight: int) -> dict[str, Moments]:
         return {

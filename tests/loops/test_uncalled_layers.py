@@ -1,4 +1,4 @@
-"""Networks that do not call the method's layers, because they ask for torch's class or compute with a layer's tensors."""
+"""Networks that do not call the method's layers: they ask for torch's class, use a layer's tensors, or call it in training alone."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_bn import Federation, convert, local_round, methods, server_state
+from fl_bn import Federation, SeededBatches, convert, local_round, methods, server_round, server_state
 from fl_bn.federation import layer_calls
+from fl_bn.federation.values import NOTHING
+from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, training
+from fl_bn.flower.log import LOGGER
 
 OWN_LAYERS = ("fixbn", "fedtan", "fedtan2", "fbn", "hbn", "static-bn")
 BATCHES = [(torch.randn(16, 4, generator=torch.Generator().manual_seed(k)) * 3 + 5, torch.arange(16) % 2) for k in range(4)]
@@ -50,7 +55,7 @@ def by_call(layer: nn.BatchNorm1d, h: Tensor, training: bool) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_calls, "_CHECKED", set())
+    monkeypatch.setattr(layer_calls, "_CHECKED", {})
 
 
 def method(name: str) -> Any:
@@ -156,3 +161,126 @@ def test_it_is_said_once_for_each_network(caplog: pytest.LogCaptureFixture) -> N
     assert len(words(caplog)) == 1
     own_loop(Net(by_type), "fbn")
     assert len(words(caplog)) == 2
+
+
+class Auxiliary(nn.Module):
+    """An auxiliary head with BatchNorm, which runs in training mode alone, unless ``always``."""
+
+    def __init__(self, always: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.bn, self.head = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        self.aux = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+        self.always = always
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.bn(self.body(x)).relu()
+        answer = self.head(features)
+        return answer + 0.3 * self.aux(features) if self.training or self.always else answer
+
+
+def steps(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in BATCHES:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def in_federation(net: nn.Module, method: Any, **options: Any) -> None:
+    list(Federation(net, method, [BATCHES] * 2, progress=False, **options).run(3))
+
+
+def in_loops(net: nn.Module, method: Any) -> None:
+    state, model, kept = server_state(net, method, rounds=3, clients=2), convert(net, method), [NOTHING, NOTHING]
+    for _ in range(3):
+        replies = []
+        for client in range(2):
+            with local_round(model, method, state.instruction(), kept[client]) as round:
+                round.measure(BATCHES)
+                steps(model)
+            reply, kept[client] = round.reply(64, 1.0, client=client)
+            replies.append(reply)
+        state, _ = server_round(state, replies)
+
+
+def in_flower(net: nn.Module, method: Any) -> None:
+    app = ClientApp()
+    answer(app, lambda: copy.deepcopy(net), method, lambda context: BATCHES)
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        with training(msg, context, copy.deepcopy(net), method, BATCHES) as round:
+            steps(round.model)
+        return round.message(64, 1.0)
+
+    OwnAppStrategy(net, method, fraction_evaluate=0).start(InProcessGrid(app, 2, {}), num_rounds=3)
+
+
+DOORS: dict[str, tuple[Any, Any]] = {
+    "Federation, HBN": (in_federation, methods.hbn()),
+    "Federation, FixBN": (in_federation, methods.fixbn(freeze_after=0)),
+    "Federation, FedTAN-II": (in_federation, methods.fedtan2(freeze_after=0)),
+    "loops, HBN": (in_loops, methods.hbn()),
+    "Flower, HBN": (in_flower, methods.hbn()),
+    "Flower, FixBN": (in_flower, methods.fixbn(freeze_after=0)),
+}
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """Capture the messages of Flower's logger, too."""
+    monkeypatch.setattr(LOGGER, "propagate", True)
+    return caplog
+
+
+def unmeasured(log: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in log.records if "statistics passes have not reached" in record.getMessage()]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_layer_that_no_statistics_pass_reaches_is_named_once(door: str, log: pytest.LogCaptureFixture) -> None:
+    run, method = DOORS[door]
+    run(Auxiliary(), method)
+    (said,) = unmeasured(log)
+    assert "round 1: statistics passes have not reached 1 of the 2 BatchNorm layers (aux.1)" in said
+    assert f"So {method.name} normalises their training batches with the statistics that the network had before round 1" in said
+    assert not words(log)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_control_nothing_is_said_where_passes_reach_all_layers(door: str, log: pytest.LogCaptureFixture) -> None:
+    run, method = DOORS[door]
+    run(Auxiliary(always=True), method)
+    assert not unmeasured(log)
+
+
+def test_fbn_s_statistics_follow_the_training_batches(log: pytest.LogCaptureFixture) -> None:
+    in_federation(Auxiliary(), methods.fbn())
+    (said,) = unmeasured(log)
+    assert "they follow the training batches from now on" in said
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedbn", "static-bn", "fedtan"])
+def test_methods_that_do_not_train_with_measured_statistics_are_silent(name: str, log: pytest.LogCaptureFixture) -> None:
+    """Static BN measures for evaluations, in which such a layer does not run."""
+    in_federation(Auxiliary(), method(name))
+    assert not unmeasured(log)
+
+
+@pytest.mark.parametrize("name", ["hbn", "fbn", "fixbn", "fedtan2"])
+def test_a_layer_that_is_never_called_is_named_by_one_warning(name: str, log: pytest.LogCaptureFixture) -> None:
+    in_federation(Net(by_type), method(name))
+    assert len(words(log)) == 1
+    in_federation(Net(by_type), method(name))  # the process has been told
+    assert len(words(log)) == 1
+    assert not unmeasured(log)
+
+
+def test_clients_in_one_program_and_in_workers(log: pytest.LogCaptureFixture) -> None:
+    in_federation(Auxiliary(), methods.hbn(), workers=2)
+    assert len(unmeasured(log)) == 1
+    x, y = (torch.cat(part) for part in zip(*BATCHES, strict=True))
+    list(Federation(Auxiliary(), methods.hbn(), [SeededBatches(x, y, 16)] * 2, engine="vectorised", progress=False).run(1))
+    assert len(unmeasured(log)) == 2
+    assert "one by one" not in log.text

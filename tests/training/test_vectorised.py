@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import random
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -269,13 +271,15 @@ def test_no_clients() -> None:
     assert as_one_program([], [], 0, []) == []
 
 
-def through_federation(method: Method, engine: str, sizes: Sequence[int] = (16, 14, 20), **options: Any) -> list[float]:
+def through_federation(
+    method: Method, engine: str, sizes: Sequence[int] = (16, 14, 20), network: Callable[[], nn.Module] = resnet, **options: Any
+) -> list[float]:
     """Every number of the model, the clients' own tensors, and the losses after two rounds."""
     samples = [random_samples(n, seed=client) for client, n in enumerate(sizes)]
     pairs = [(own.x.double() / 128 - 1, own.y) for own in samples]
     clients = [SeededBatches(x, y, 6) for x, y in pairs]
     settings = {"local_epochs": 2, "test": [pairs[0]], "progress": False, "device": "cpu", **options}
-    federation = Federation(resnet(), method, clients, engine=engine, **settings)
+    federation = Federation(network(), method, clients, engine=engine, **settings)
     records = list(federation.run(2))
     losses = [loss for record in records for loss in (record.loss, record.evaluation["loss"], float(record.aggregated))]
     models = [federation.client_model(client).state_dict() for client in range(len(sizes))]
@@ -358,6 +362,107 @@ def test_falls_back_and_says_so(case: str, caplog: pytest.LogCaptureFixture) -> 
     said = [record.message for record in caplog.records if "one by one" in record.message]
     assert len(said) == 1
     assert reason in said[0]
+
+
+class Effects(nn.Module):
+    """Two blocks, of which the second one runs as ``share`` says: 0 to 1."""
+
+    def __init__(self, share: Callable[[Effects, Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.norm, self.second, self.head = nn.Linear(192, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.register_buffer("batches", torch.zeros((), dtype=torch.float64))
+        self.share, self.seen, self.sizes, self.own = share, 0, [0], random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.norm(self.first(x.flatten(1))).relu()
+        share = self.share(self, x) if self.training else 1.0
+        return self.head(features if isinstance(share, float) and share == 0 else features + share * self.second(features))
+
+
+def counted(net: Effects, x: Tensor) -> float:
+    net.seen += 1
+    return 1 / (1 + net.seen)
+
+
+def counted_rarely(net: Effects, x: Tensor) -> float:
+    net.seen += len(x) < 3
+    return 1 / (1 + net.seen)
+
+
+def collected(net: Effects, x: Tensor) -> float:
+    net.sizes.append(len(x))
+    return 1 / len(net.sizes)
+
+
+def counted_in_a_buffer(net: Effects, x: Tensor) -> Tensor:
+    net.batches += 1
+    return 1 / (1 + net.batches)
+
+
+PARTLY = "parameter second.bias gets a gradient from some clients' batches"
+CHANGES = "the forward pass changes attribute {!r} of the network"
+EFFECTS: dict[str, tuple[Callable[[Effects, Tensor], Any], str]] = {
+    "a layer for large batches": (lambda net, x: float(len(x) > 4), PARTLY),
+    "an attribute": (counted, CHANGES.format("seen")),
+    "an attribute, from the third step on": (counted_rarely, CHANGES.format("seen")),
+    "a list": (collected, CHANGES.format("sizes")),
+    "a generator of its own": (lambda net, x: net.own.random(), CHANGES.format("own")),
+    "Python's random numbers": (lambda net, x: random.random(), "Python's random would draw other random numbers"),
+    "NumPy's random numbers": (lambda net, x: float(np.random.rand()), "numpy.random would draw other random numbers"),
+    "NumPy's, from the third step on": (lambda net, x: float(np.random.rand()) if len(x) < 6 else 0.5, "numpy.random would draw"),
+    "both kinds": (lambda net, x: random.random() * float(torch.rand(())), "torch cannot batch this network"),
+}
+NO_EFFECTS: dict[str, Callable[[Effects, Tensor], Any]] = {
+    "a constant": lambda net, x: 0.5,
+    "the size of the batch": lambda net, x: 1 / len(x),
+    "a layer that never runs": lambda net, x: 0.0,
+    "a buffer": counted_in_a_buffer,
+}
+
+
+def with_effects(share: Callable[[Effects, Tensor], Any], engine: str) -> list[float]:
+    def network() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return Effects(share).double()
+
+    random.seed(0)
+    np.random.seed(0)
+    optimizer = partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+    return through_federation(fedavg(), engine, network=network, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("case", EFFECTS)
+def test_side_effects_fall_back(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What each client would do for itself. The numbers are those of the sequential engine, to the bit."""
+    share, reason = EFFECTS[case]
+    assert with_effects(share, "vectorised") == with_effects(share, "sequential")
+    said = [record.message for record in caplog.records if "one by one" in record.message]
+    assert len(said) == 1
+    assert reason in said[0]
+
+
+@pytest.mark.parametrize("case", NO_EFFECTS)
+def test_control_without_side_effects_it_is_one_program(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    """And what is different per client, in a buffer, is so here."""
+    share = NO_EFFECTS[case]
+    expected = with_effects(share, "sequential")
+    assert apart(with_effects(share, "vectorised"), expected) < EQUAL
+    assert apart(with_effects(lambda net, x: 0.7, "vectorised"), expected) > DIFFERENT
+    assert "one by one" not in caplog.text
+
+
+def test_a_statistics_pass_with_side_effects_falls_back() -> None:
+    """Its network draws in evaluation mode, too."""
+    cohort = Cohort(hbn(), STEPS, UNEQUAL, phase=Phase.MEASURE, network=lambda: Draws().double())
+    with pytest.raises(CannotVectorise, match=r"Python's random"):
+        as_one_program(cohort.rounds(), cohort.samples(), 0, range(3))
+    replace(cohort, network=resnet).together()
+
+
+class Draws(ResNet):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.random()
 
 
 def test_loaders_of_other_kinds_fall_back(caplog: pytest.LogCaptureFixture) -> None:

@@ -31,6 +31,7 @@ from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import loss_of
 from fl_bn.federation.clipping import clip_rows
 from fl_bn.federation.engines.engine import Member
+from fl_bn.federation.engines.side_effects import SideEffects
 from fl_bn.federation.engines.stack import Seen, Stack, groups
 from fl_bn.federation.local import Samples
 from fl_bn.federation.measuring import measuring
@@ -184,7 +185,7 @@ def measure_together(
         device: The device of the stack. Default: the device of the networks.
 
     Raises:
-        CannotVectorise: torch cannot batch the network.
+        CannotVectorise: torch cannot batch the network, or the passes have side effects.
     """
     first, by_client = rounds[0], [dict[str, list[Moments]]() for _ in rounds]
     template = _template(first, device)
@@ -194,12 +195,14 @@ def measure_together(
         forward(model, x)
         return x.new_zeros(())
 
-    with _refused(), torch.no_grad(), measuring(template, first.statistics_pass.how) as observed:
+    with _refused() as effects, torch.no_grad(), measuring(template, first.statistics_pass.how) as observed:
         stack = Stack([round.model for round in rounds], template)
+        effects.watch(template)
         while batches := {row: (x,) for row, own in iterators.items() if (x := next(own, None)) is not None}:
             for rows, (x,) in groups(batches):
                 _, seen = stack.run(rows, answer, (x.to(on),), observed)
                 _add(by_client, rows, seen)
+        _check(effects)
     for round, own in zip(rounds, by_client, strict=True):
         round.statistics_pass.moments = {layer: moments.to(inputs_like(round.model).device) for layer, moments in pooled(own).items()}
 
@@ -231,16 +234,20 @@ def train_together(
 
     Raises:
         CannotVectorise: torch cannot batch the network or the task, the optimiser is not in ``ELEMENTWISE``, or first
-            batches differ in size with FedTAN.
+            batches differ in size with FedTAN. Or the program has side effects, or only some clients' batches lead to a parameter.
     """
-    with ExitStack() as opened, _refused():
+    with ExitStack() as opened, _refused() as effects:
         for round in rounds:
             opened.enter_context(round.open())
         order = sorted(range(len(rounds)), key=lambda place: -len(batches[place]))  # clients that finish first are the last rows
         training = _Training([rounds[place] for place in order], [batches[place] for place in order], task, optimizer, scheduler, device)
         opened.enter_context(Centring(training.trained, rounds[0].centred, stacked=True))
-        for _ in range(len(batches[order[0]])):
+        effects.watch(training.stack.template)
+        for number in range(len(batches[order[0]])):
             training.step()
+            if number == 0:  # most side effects show in the first step, and some only in later ones
+                _check(effects)
+        _check(effects)
         losses = training.total.tolist()
     training.write_back()
     counts = [sum(map(len, own.indices)) for own in batches]
@@ -302,6 +309,10 @@ class _Training:
         forward = partial(self._forward, now)
         with self._exchanging(now):
             self.objective.gradient(Step(torch.empty(0), forward, forward))
+        if partly := self.stack.partly_reached():
+            raise CannotVectorise(
+                f"parameter {partly[0]} gets a gradient from some clients' batches and none from others, and one optimiser steps it for all"
+            )
         if self.clip != "none":
             clip_rows(self.trained.values(), self.clip, self.limits, self.head)
         if self.settings.update == "weights":
@@ -407,16 +418,24 @@ def _add(by_client: Sequence[dict[str, list[Moments]]], rows: Sequence[int], see
             by_client[row].setdefault(layer, []).extend(moments)
 
 
+def _check(effects: SideEffects) -> None:
+    if reason := effects.found():
+        raise CannotVectorise(reason)
+
+
 @contextmanager
-def _refused() -> Iterator[None]:
-    """Raise CannotVectorise for any error inside the ``with`` block.
+def _refused() -> Iterator[SideEffects]:
+    """Raise CannotVectorise for any error inside the ``with`` block, and undo its random draws. Yield an observer of side effects.
 
     The clients are then computed one by one. In that computation, a mistake in the user's own code raises its own error.
     """
+    effects = SideEffects()
     try:
-        yield
+        yield effects
     except CannotVectorise:
+        effects.undo()
         raise
     except Exception as error:
+        effects.undo()
         line = (str(error).strip().splitlines() or [""])[0]
         raise CannotVectorise(f"torch cannot batch this network or task over clients ({type(error).__name__}: {line})") from error
