@@ -43,7 +43,7 @@ class Server:
         method: The method. It decides what is shared, and how statistics are combined.
         policy: The options of the server's rounds.
         rounds: The number of rounds of the run. The phases and the learning rates depend on it.
-        optimizer: Steps along the pseudo-gradient of the shared weights. Default: the new weights are the clients' average.
+        optimizer: Steps along the pseudo-gradient of the weights. The run takes a fresh copy. Default: the clients' average.
         defence: Rules against Byzantine clients. Default: none.
 
     Raises:
@@ -67,7 +67,7 @@ class Server:
         self.shared = SharedModel(model, method, policy.auxiliary, policy.clients)
         say_absent(model, method)
         self.rounding = PayloadDtype.of(policy.payload, self.shared.model)
-        self.optimizer = optimizer or server_optimizer("fedavg")
+        self.optimizer = (optimizer or server_optimizer("fedavg")).fresh()
         self.record = RoundRecord(0, Phase.TRAIN.value, 0.0)
         self.round = 0
         self._bounds: dict[str, float] = {}  # section -> the largest allowed value in replies of this round
