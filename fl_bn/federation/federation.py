@@ -48,6 +48,7 @@ from fl_bn.federation.per_client import (
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.run import FROM_THE_START, Diverged, Round, Start, run
+from fl_bn.federation.same_run import CALENDAR, check_same, of_method, of_optimizer
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
 from fl_bn.federation.step_rates import check_optimizer
@@ -228,6 +229,7 @@ class Federation:
             check_parameters(example, trial.parameters())
             check_optimizer(objective, example)
             check_optimizer_steps(example, trial)
+        given = method
         method, by_kind = bounded(method, clip, examples, settings)
         rates = {key: rate_of(example) for key, example in examples.items()}
         base = max((rate for rate in rates.values() if rate), default=None)
@@ -264,14 +266,15 @@ class Federation:
         self._present = object()  # the call of ``run`` that made the last round
         self._last: Round | None = None  # the last finished round, of this run or an earlier one
         self._resumed: FederationState | None = None
+        self._optimizers = ", ".join(dict.fromkeys(of_optimizer(examples[id(make)]) for make in makers))
         self._decides = {
             "method": method.name,
+            **of_method(given),
             "the network": self.server.shared.signature,
             "the number of clients": str(count),
             "local_epochs": str(local_epochs),
             "objective": repr(objective),
             "fraction": repr(fraction),
-            "server_optimizer": type(self.server.optimizer).__name__,
             "defence": repr(defence),
             "evaluate_every": str(evaluate_every),
             "calibrate": str(calibrate),
@@ -377,7 +380,7 @@ class Federation:
             self._last.record.round,
             rounds,
             self._last.failed,
-            self._decides | {"calendar": self._calendar(rounds)},
+            self._decided(rounds),
             self._last.tensors,
             self._evaluated,
             server.optimizer.buffers(),
@@ -402,19 +405,12 @@ class Federation:
             path: The file.
 
         Raises:
-            ValueError: The file is damaged, or was saved with another network, method, number of clients, or other
-                settings.
+            ValueError: The file is damaged, or was saved with another network, method, number of clients, optimizer, or other
+                options. Functions, such as a loss, are not compared.
             OSError: The file cannot be read.
         """
         state, server = FederationState.load(Path(path)), self.server
-        mine = self._decides | {"calendar": self._calendar(state.rounds)}
-        if other := [name for name in mine if state.decides.get(name) != mine[name]]:
-            theirs, ours = state.decides.get(other[0], "nothing"), mine[other[0]]
-            what = "calendar (a hash of all phases and learning rates)" if other[0] == "calendar" else other[0]
-            raise ValueError(
-                f"{path} is of another federation: {what} was {theirs} there, but is {ours} here: make the federation with the same "
-                "arguments"
-            )
+        check_same(path, state.decides, self._decided(state.rounds))
         own = [generators(loader) for loader in self.clients]
         if [len(of) for of in own] != [len(of) for of in state.loaders]:
             raise ValueError(
@@ -457,6 +453,13 @@ class Federation:
             self.server.shared.was_at_unit_scale()
         set_generators(state.generators)
         return Start(state.round + 1, state.failed)
+
+    def _decided(self, rounds: int) -> dict[str, str]:
+        """Return name -> text of every setting that decides the results of a run of ``rounds`` rounds."""
+        weights = [p for p in self.server.model.parameters() if p.requires_grad]
+        stepping = of_optimizer(self.server.optimizer.example(weights)) if weights else ""
+        own = {"the server optimizer": stepping, "the clients' optimizer": self._optimizers}
+        return self._decides | {CALENDAR: self._calendar(rounds)} | own
 
     def _calendar(self, rounds: int) -> str:
         """Return a short hash of the phases and the learning rates of all rounds, in a run of ``rounds`` rounds."""

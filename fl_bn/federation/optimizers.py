@@ -11,7 +11,7 @@ rule combines the statistics instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -120,6 +120,10 @@ class ServerOptimizer:
         own = copy(self)
         own._parameters, own._optimizer = {}, None
         return own
+
+    def example(self, weights: Iterable[Tensor]) -> Optimizer:
+        """Return a torch optimiser as this one makes it, for tensors in the shapes of ``weights``. It has no memory of their size."""
+        return self._make([nn.Parameter(_without_memory(weight)) for weight in weights])
 
     def step(self, weights: Named, gradient: Named, learning_rate_factor: float = 1.0) -> dict[str, Tensor]:
         """Return the weights after one step, in float64.
