@@ -28,7 +28,8 @@ from fl_bn.federation.engines.clients import Clients, Own
 from fl_bn.federation.engines.local import LocalTransport
 from fl_bn.federation.engines.vectorised import ENGINES, VECTORISED
 from fl_bn.federation.engines.workers import MOST_WORKERS
-from fl_bn.federation.loaders import Loader, check_clients, check_loader, check_not_one_batch, generators
+from fl_bn.federation.loader_generators import generators
+from fl_bn.federation.loaders import Loader, check_clients, check_loader, check_not_one_batch
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Passes
 from fl_bn.federation.payload import Named

@@ -134,9 +134,3 @@ class SeededBatches:
         drawn = draw_batches(n, self.batch_size, rng, epochs=epochs, least=1) if n else iter(())
         like = torch.zeros(0, dtype=self.samples.x.dtype if self.samples.x.is_floating_point() else torch.get_default_dtype())
         return IndexBatches(self.samples, list(drawn), like)
-
-
-def generators(loader: Loader) -> list[torch.Generator]:
-    """Return the ``torch.Generator`` objects of a DataLoader and its sampler, whose states a checkpoint stores."""
-    candidates = [getattr(part, "generator", None) for part in (loader, getattr(loader, "sampler", None))]
-    return list({id(one): one for one in candidates if isinstance(one, torch.Generator)}.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, TensorDataset
 
 from fl_bn import Callback, Federation, SeededBatches, methods
 from fl_bn.federation.checkpoint import FederationState
+from fl_bn.federation.loader_generators import generators
 from fl_bn.federation.optimizers import server_optimizer
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.same_run import described, of_method
@@ -97,11 +99,31 @@ def test_one_program(tmp_path: Path) -> None:
     assert_resumes(tmp_path / "state.safetensors", "hbn", engine="vectorised", model=plain)
 
 
-def test_loaders_go_on_with_the_state_of_their_generators(tmp_path: Path) -> None:
+class Drawn(Sampler[list[int]]):
+    """Draws batches from a sampler of its own, which is no ``BatchSampler``."""
+
+    def __init__(self, data: TensorDataset, seed: int) -> None:
+        self.sampler = RandomSampler(data, generator=torch.Generator().manual_seed(seed))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([list(batch) for batch in np.array_split(list(self.sampler), 3)])
+
+
+def shuffled(kind: str, client: int) -> DataLoader[Any]:
+    data, own = TensorDataset(*made(client)), torch.Generator().manual_seed(client)
+    if kind == "loader":
+        return DataLoader(data, 8, shuffle=True, generator=own)
+    if kind == "sampler":
+        return DataLoader(data, 8, sampler=RandomSampler(data, generator=own))
+    if kind == "batch_sampler":
+        return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data, generator=own), 8, drop_last=False))
+    return DataLoader(data, batch_sampler=Drawn(data, client))
+
+
+@pytest.mark.parametrize("kind", ["loader", "sampler", "batch_sampler", "one's own"])
+def test_loaders_go_on_with_the_state_of_their_generators(kind: str, tmp_path: Path) -> None:
     def loaders() -> list[DataLoader[Any]]:
-        return [
-            DataLoader(TensorDataset(*made(i)), 8, shuffle=True, generator=torch.Generator().manual_seed(i)) for i in range(3)
-        ]
+        return [shuffled(kind, client) for client in range(3)]
 
     path = tmp_path / "state.safetensors"
     whole, first, second, fresh = (federation(clients=loaders(), fraction=1.0) for _ in range(4))
@@ -113,8 +135,8 @@ def test_loaders_go_on_with_the_state_of_their_generators(tmp_path: Path) -> Non
     list(second.run(4))
     assert all(torch.equal(tensor, state(whole)[name]) for name, tensor in state(second).items())
     fresh.resume(path)
-    for loader in fresh.clients:
-        loader.generator.manual_seed(5)
+    for one in (one for loader in fresh.clients for one in generators(loader)):
+        one.manual_seed(5)
     list(fresh.run(4))
     assert not all(torch.equal(tensor, state(whole)[name]) for name, tensor in state(fresh).items())  # control
 
