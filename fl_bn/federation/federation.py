@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from fl_bn.conversion import check_complete, hooked_parameters
 from fl_bn.derived import copied
 from fl_bn.federation.auxiliary import auxiliary
-from fl_bn.federation.callbacks import Callback, Callbacks, Running
+from fl_bn.federation.callbacks import Callback, Callbacks, Running, checked_callbacks
 from fl_bn.federation.checkpoint import FederationState, set_generators
 from fl_bn.federation.checkpoint import generators as global_generators
 from fl_bn.federation.clipping import bounded
@@ -178,10 +179,12 @@ class Federation:
                 f"workers must be 0..{MOST_WORKERS}; with engine='vectorised' it must be 0 or 1, since one process computes the cohort; "
                 f"but got workers={workers} and engine={engine!r}"
             )
-        if not clients or local_epochs < 1 or evaluate_every < 1:
+        check_clients(clients)
+        wrong = [one for one in (local_epochs, evaluate_every) if isinstance(one, bool) or not isinstance(one, int) or one < 1]
+        if not len(clients) or wrong:
             raise ValueError(
-                f"a federation needs at least 1 client, and local_epochs and evaluate_every >= 1, but got {len(clients)} clients, "
-                f"local_epochs={local_epochs} and evaluate_every={evaluate_every}"
+                f"a federation needs at least 1 client, and whole numbers >= 1 as local_epochs and evaluate_every, but got {len(clients)} "
+                f"clients, local_epochs={local_epochs!r} and evaluate_every={evaluate_every!r}"
             )
         for argument, value, kind, such in (
             ("model", model, nn.Module, "a torch network"),
@@ -192,14 +195,13 @@ class Federation:
         ):
             if not isinstance(value, kind):
                 raise ValueError(f"{argument} must be an object such as {such}, but got {value!r}")
-        if wrong := [one for one in callbacks if not isinstance(one, Callback)]:
-            raise ValueError(f"callbacks must be objects of subclasses of Callback, but got {wrong[0]!r}")
-        check_clients(clients)
+        if not callable(schedule):
+            raise ValueError(f"schedule must be a function of (round, rounds) that returns a factor, but got {schedule!r}")
         for number, loader in enumerate(clients):
             check_loader(f"client {number}", loader)
         count = len(clients)
         self.clients, self.tests = clients, own_tests(test, count)
-        self.progress, self.callbacks = progress, tuple(callbacks)
+        self.progress, self.callbacks = progress, checked_callbacks(callbacks)
         if local_evaluation and test is None:
             raise ValueError("local_evaluation needs the clients' test batches, but test is None: give test=per_client(...) or one loader")
         settings = LocalTraining(batch_size=2, epochs=local_epochs, objective=objective, local_evaluation=local_evaluation)
@@ -212,7 +214,7 @@ class Federation:
             if self.tests is not None:
                 check_not_one_batch(f"test of client {number}", self.tests[number], own_task)
         check_complete(model)
-        if empty := [name for name, tensor in model.state_dict().items() if tensor.is_meta]:
+        if empty := [name for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor) and tensor.is_meta]:
             raise ValueError(
                 f"{empty[0]} is on the meta device, so it has a shape, but no values: give the network values first, by "
                 "model.to_empty(device='cpu') and model.load_state_dict(...)"
@@ -302,7 +304,12 @@ class Federation:
 
         Args:
             client: The client's number, from 0.
+
+        Raises:
+            ValueError: There is no client of this number.
         """
+        if isinstance(client, bool) or not isinstance(client, Integral) or not 0 <= client < len(self.clients):
+            raise ValueError(f"client must be a client's number, 0..{len(self.clients) - 1}, but got client_model({client!r})")
         return self._transport.with_own(self.model, client)
 
     def save(self, path: str | Path) -> None:

@@ -18,7 +18,7 @@ from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift, merge_drifts
 from fl_bn.federation.blocks import sizes
 from fl_bn.federation.bounds import bounds_of
-from fl_bn.federation.composition import check_learns, check_weights
+from fl_bn.federation.composition import check_weights
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.federation.left_out import far_replies, taking_part, without_far, without_overflow
 from fl_bn.federation.narrow import PayloadDtype, check_payload
@@ -97,7 +97,7 @@ class Server:
         Raises:
             ValueError: The model has no parameter that can be trained.
         """
-        check_learns(self.source)
+        self.shared.check_learns()
         phase, scheduled = self.method.phase(round, self.rounds), self.policy.rate(round, self.rounds)
         rate = self.method.learning_rate(self.policy.rate, round, self.rounds)
         share = 1.0 if rate == scheduled else rate / scheduled

@@ -16,7 +16,7 @@ from torch import nn
 
 from fl_bn.conversion import convert
 from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.federation.callbacks import Callback
+from fl_bn.federation.callbacks import Callback, checked_callbacks
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.narrow import AS_THE_MODEL
 from fl_bn.federation.optimizers import ServerOptimizer
@@ -145,8 +145,8 @@ class OwnAppStrategy(OwnNames):
         if type(num_rounds) is not int or num_rounds < 0:
             raise ValueError(f"num_rounds must be the number of rounds of your own loop, or 0 (unknown), as an int, but got {num_rounds!r}")
         self._given = Given(
-            model, method, seed, rate, calibrate, unit_scale, exchange, payload, optimizer, defence, objective, tuple(callbacks),
-            client_weights, clients, dict(ranges),
+            model, method, seed, rate, calibrate, unit_scale, exchange, payload, optimizer, defence, objective,
+            checked_callbacks(callbacks), client_weights, clients, dict(ranges),
         )  # fmt: skip
         self.fraction_train, self.fraction_evaluate = fraction_train, fraction_evaluate  # by Flower's names, as its FedAvg has them
         self.min_train_nodes, self.min_evaluate_nodes = min_train_nodes, min_evaluate_nodes if fraction_evaluate else 0
