@@ -122,7 +122,7 @@ class Federation:
         evaluate_every: Rounds between evaluations, at least 1; the last round is always evaluated.
         fraction: The share of the clients that train in a round, in (0, 1].
         server_optimizer: Steps along the pseudo-gradient of the weights. Default: the new weights are the clients'
-            average.
+            average. A federation takes a copy without the momentum of earlier runs.
         defence: Rules against Byzantine clients. Default: none.
         calibrate: The number of statistics-only exchanges before round 1. -1: as many as make the statistics of
             all layers exact. -2: like -1 if the method needs it, otherwise none.

@@ -89,7 +89,8 @@ class OwnAppStrategy(OwnNames):
         exchange: the settings of FedTAN's layer-wise exchange.
         payload: the dtype in which weights are sent while clients train: ``float32``, ``bfloat16`` or ``float16``.
             Default: the model's dtype.
-        optimizer: steps on the pseudo-gradient at the server. Default: the average becomes the new model.
+        optimizer: steps on the pseudo-gradient at the server. Every ``start`` takes a copy without earlier momentum. Default: the
+            average becomes the new model.
         defence: the robust rules against Byzantine clients.
         objective: the objective that your ``training`` uses. SCAFFOLD needs it here, too, because the server sends control
             variates. If it is given, clients with another one raise an error.
@@ -101,7 +102,7 @@ class OwnAppStrategy(OwnNames):
             without ``freeze_after`` needs it, and so does a ``rate``. ``start`` has its own argument.
 
     Raises:
-        ValueError: an argument is out of its range, or arguments contradict each other.
+        ValueError: an argument is out of its range, ``callbacks`` is no list of callbacks, or arguments contradict each other.
         TypeError: ``model``, ``method``, ``optimizer``, ``defence``, ``objective`` or ``exchange`` is of another type.
     """
 
