@@ -17,7 +17,7 @@ from fl_bn.kinds import is_plain, kind_of
 from fl_bn.layers import OwnBatchNorm, followed, freeze_statistics
 from fl_bn.methods.method import Method
 from fl_bn.modes import MARK, remember_modes
-from fl_bn.roles import BUFFER_ROLES, observes, roles, state_constants
+from fl_bn.roles import BUFFER_ROLES, batch_norms, observes, roles, state_constants
 
 LOGGER = logging.getLogger("flwr")
 STATES = ("frozen", "held", "observation", "refills")
@@ -78,6 +78,7 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
     if method.prepare is not None:
         model = method.prepare(model)
     state_constants(model)
+    _check_state(model)
     _check_tensors(model, method)
     return model
 
@@ -137,6 +138,24 @@ def _check_methods(model: nn.Module, replaced: Mapping[int, str]) -> None:
                         f"attribute {attribute!r} of {type(owner).__name__} stores the method {one.__name__} of layer "
                         f"{replaced[id(one.__self__)]!r}, but the conversion replaces this layer: store the layer itself, and call it"
                     )
+
+
+def _check_state(model: nn.Module) -> None:
+    """Check that the state_dict, which a network may override, has all parameters to train and BatchNorm's running statistics.
+
+    Raises:
+        Unconvertible: one of them is missing.
+    """
+    names = set(model.state_dict())
+    trained = [name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
+    norms = [(f"{name}." if name else "", layer) for name, layer in batch_norms(model).items()]
+    running = [f"{prefix}{key}" for prefix, layer in norms for key in ("running_mean", "running_var") if getattr(layer, key) is not None]
+    for what, needed in (("a parameter to train", trained), ("a running statistic of BatchNorm", running)):
+        if missing := [name for name in needed if name not in names]:
+            raise Unconvertible(
+                f"the state_dict of {type(model).__name__} must have every tensor that changes in training, but leaves out {missing[0]}, "
+                f"{what}: let state_dict() return it, and leave it out of your files where you save them"
+            )
 
 
 def _check_tensors(model: nn.Module, method: Method) -> None:

@@ -87,6 +87,26 @@ class Callback:
         """
 
 
+def checked_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
+    """Return the ``callbacks`` of a run as a tuple.
+
+    Raises:
+        ValueError: ``callbacks`` is a single callback or no list, or an element is no callback.
+    """
+    if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
+        raise ValueError(f"callbacks must be a list of callbacks, but got {_in_words(callbacks)}: give callbacks=[EarlyStop(3)], say")
+    given = tuple(callbacks)  # a generator, too, has them once only
+    if wrong := [one for one in given if not isinstance(one, Callback)]:
+        raise ValueError(f"callbacks must be objects of subclasses of Callback, but got {wrong[0]!r}")
+    return given
+
+
+def _in_words(value: object) -> str:
+    if value is None:
+        return "None"
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a single {type(value).__name__}"
+
+
 class Callbacks(Callback):
     """Combine several callbacks into one, which calls each of them in order.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from fl_bn.federation.finite_inputs import InputWatch
 from fl_bn.federation.first_batch import Connect
 from fl_bn.federation.layer_by_layer import Forward, Inputs, LayerOrder, called, layer_by_layer
+from fl_bn.federation.loader_generators import unmoved
 from fl_bn.federation.measuring import measured
 from fl_bn.federation.values import Instruction
 from fl_bn.methods import Method, StatisticsPass
@@ -52,6 +54,9 @@ class ClientPass:
     def run(self, batches: Iterable[Any], task: Task) -> None:
         """Measure ``batches``, and store the moments.
 
+        In a statistics-only exchange, the generators of a DataLoader are restored afterwards. So it does not change which
+        batches the next training round draws.
+
         Args:
             batches: Batches, in a form that ``task`` reads.
             task: Reads the inputs of a batch.
@@ -66,7 +71,8 @@ class ClientPass:
             )
         if self._connect is not None and isinstance(batches, Iterator):
             batches = list(batches)  # an exchange goes through them more than once
-        self.moments = self.measure(partial(self.inputs, batches, task), task.forward)
+        with nullcontext() if self._instruction.trains else unmoved([batches]):
+            self.moments = self.measure(partial(self.inputs, batches, task), task.forward)
 
     def measure(self, inputs: Inputs, forward: Forward = called) -> dict[str, Moments]:
         """Measure the moments of each BatchNorm layer over all batches of ``inputs()``, and return layer -> moments.

@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from fl_bn.conversion import check_complete, hooked_parameters
 from fl_bn.copying import copied
 from fl_bn.federation.auxiliary import auxiliary
-from fl_bn.federation.callbacks import Callback, Callbacks, Running
+from fl_bn.federation.callbacks import Callback, Callbacks, Running, checked_callbacks
 from fl_bn.federation.checkpoint import FederationState, set_generators
 from fl_bn.federation.checkpoint import generators as global_generators
 from fl_bn.federation.clipping import bounded
@@ -28,7 +29,8 @@ from fl_bn.federation.engines.clients import Clients, Own
 from fl_bn.federation.engines.local import LocalTransport
 from fl_bn.federation.engines.vectorised import ENGINES, VECTORISED
 from fl_bn.federation.engines.workers import MOST_WORKERS
-from fl_bn.federation.loaders import Loader, check_clients, check_loader, check_not_one_batch, generators
+from fl_bn.federation.loader_generators import generators
+from fl_bn.federation.loaders import Loader, check_clients, check_loader, check_not_one_batch
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Passes
 from fl_bn.federation.payload import Named
@@ -48,6 +50,7 @@ from fl_bn.federation.per_client import (
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.run import FROM_THE_START, Diverged, Round, Start, run
+from fl_bn.federation.same_run import CALENDAR, check_same, of_method, of_optimizer
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
 from fl_bn.federation.step_rates import check_optimizer
@@ -123,7 +126,7 @@ class Federation:
         evaluate_every: Rounds between evaluations, at least 1; the last round is always evaluated.
         fraction: The share of the clients that train in a round, in (0, 1].
         server_optimizer: Steps along the pseudo-gradient of the weights. Default: the new weights are the clients'
-            average.
+            average. A federation takes a copy without the momentum of earlier runs.
         defence: Rules against Byzantine clients. Default: none.
         calibrate: The number of statistics-only exchanges before round 1. -1: as many as make the statistics of
             all layers exact. -2: like -1 if the method needs it, otherwise none.
@@ -180,10 +183,12 @@ class Federation:
                 f"workers must be 0..{MOST_WORKERS}; with engine='vectorised' it must be 0 or 1, since one process computes the cohort; "
                 f"but got workers={workers} and engine={engine!r}"
             )
-        if not clients or local_epochs < 1 or evaluate_every < 1:
+        check_clients(clients)
+        wrong = [one for one in (local_epochs, evaluate_every) if isinstance(one, bool) or not isinstance(one, int) or one < 1]
+        if not len(clients) or wrong:
             raise ValueError(
-                f"a federation needs at least 1 client, and local_epochs and evaluate_every >= 1, but got {len(clients)} clients, "
-                f"local_epochs={local_epochs} and evaluate_every={evaluate_every}"
+                f"a federation needs at least 1 client, and whole numbers >= 1 as local_epochs and evaluate_every, but got {len(clients)} "
+                f"clients, local_epochs={local_epochs!r} and evaluate_every={evaluate_every!r}"
             )
         for argument, value, kind, such in (
             ("model", model, nn.Module, "a torch network"),
@@ -194,14 +199,13 @@ class Federation:
         ):
             if not isinstance(value, kind):
                 raise ValueError(f"{argument} must be an object such as {such}, but got {value!r}")
-        if wrong := [one for one in callbacks if not isinstance(one, Callback)]:
-            raise ValueError(f"callbacks must be objects of subclasses of Callback, but got {wrong[0]!r}")
-        check_clients(clients)
+        if not callable(schedule):
+            raise ValueError(f"schedule must be a function of (round, rounds) that returns a factor, but got {schedule!r}")
         for number, loader in enumerate(clients):
             check_loader(f"client {number}", loader)
         count = len(clients)
         self.clients, self.tests = clients, own_tests(test, count)
-        self.progress, self.callbacks = progress, tuple(callbacks)
+        self.progress, self.callbacks = progress, checked_callbacks(callbacks)
         if local_evaluation and test is None:
             raise ValueError("local_evaluation needs the clients' test batches, but test is None: give test=per_client(...) or one loader")
         settings = LocalTraining(batch_size=2, epochs=local_epochs, objective=objective, local_evaluation=local_evaluation)
@@ -214,7 +218,7 @@ class Federation:
             if self.tests is not None:
                 check_not_one_batch(f"test of client {number}", self.tests[number], own_task)
         check_complete(model)
-        if empty := [name for name, tensor in model.state_dict().items() if tensor.is_meta]:
+        if empty := [name for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor) and tensor.is_meta]:
             raise ValueError(
                 f"{empty[0]} is on the meta device, so it has a shape, but no values: give the network values first, by "
                 "model.to_empty(device='cpu') and model.load_state_dict(...)"
@@ -232,6 +236,7 @@ class Federation:
             check_parameters(example, trial.parameters())
             check_optimizer(objective, example)
             check_optimizer_steps(example, trial)
+        given = method
         method, by_kind = bounded(method, clip, examples, settings)
         rates = {key: rate_of(example) for key, example in examples.items()}
         base = max((rate for rate in rates.values() if rate), default=None)
@@ -268,14 +273,15 @@ class Federation:
         self._present = object()  # the call of ``run`` that made the last round
         self._last: Round | None = None  # the last finished round, of this run or an earlier one
         self._resumed: FederationState | None = None
+        self._optimizers = ", ".join(dict.fromkeys(of_optimizer(examples[id(make)]) for make in makers))
         self._decides = {
             "method": method.name,
+            **of_method(given),
             "the network": self.server.shared.signature,
             "the number of clients": str(count),
             "local_epochs": str(local_epochs),
             "objective": repr(objective),
             "fraction": repr(fraction),
-            "server_optimizer": type(self.server.optimizer).__name__,
             "defence": repr(defence),
             "evaluate_every": str(evaluate_every),
             "calibrate": str(calibrate),
@@ -302,7 +308,12 @@ class Federation:
 
         Args:
             client: The client's number, from 0.
+
+        Raises:
+            ValueError: There is no client of this number.
         """
+        if isinstance(client, bool) or not isinstance(client, Integral) or not 0 <= client < len(self.clients):
+            raise ValueError(f"client must be a client's number, 0..{len(self.clients) - 1}, but got client_model({client!r})")
         return self._transport.with_own(self.model, client)
 
     def save(self, path: str | Path) -> None:
@@ -383,7 +394,7 @@ class Federation:
             self._last.record.round,
             rounds,
             self._last.failed,
-            self._decides | {"calendar": self._calendar(rounds)},
+            self._decided(rounds),
             self._last.tensors,
             self._evaluated,
             server.optimizer.buffers(),
@@ -408,19 +419,12 @@ class Federation:
             path: The file.
 
         Raises:
-            ValueError: The file is damaged, or was saved with another network, method, number of clients, or other
-                settings.
+            ValueError: The file is damaged, or was saved with another network, method, number of clients, optimizer, or other
+                options. Functions, such as a loss, are not compared.
             OSError: The file cannot be read.
         """
         state, server = FederationState.load(Path(path)), self.server
-        mine = self._decides | {"calendar": self._calendar(state.rounds)}
-        if other := [name for name in mine if state.decides.get(name) != mine[name]]:
-            theirs, ours = state.decides.get(other[0], "nothing"), mine[other[0]]
-            what = "calendar (a hash of all phases and learning rates)" if other[0] == "calendar" else other[0]
-            raise ValueError(
-                f"{path} is of another federation: {what} was {theirs} there, but is {ours} here: make the federation with the same "
-                "arguments"
-            )
+        check_same(path, state.decides, self._decided(state.rounds))
         own = [generators(loader) for loader in self.clients]
         if [len(of) for of in own] != [len(of) for of in state.loaders]:
             raise ValueError(
@@ -465,6 +469,13 @@ class Federation:
             self.server.shared.was_at_unit_scale()
         set_generators(state.generators)
         return Start(state.round + 1, state.failed)
+
+    def _decided(self, rounds: int) -> dict[str, str]:
+        """Return name -> text of every setting that decides the results of a run of ``rounds`` rounds."""
+        weights = [p for p in self.server.model.parameters() if p.requires_grad]
+        stepping = of_optimizer(self.server.optimizer.example(weights)) if weights else ""
+        own = {"the server optimizer": stepping, "the clients' optimizer": self._optimizers}
+        return self._decides | {CALENDAR: self._calendar(rounds)} | own
 
     def _calendar(self, rounds: int) -> str:
         """Return a short hash of the phases and the learning rates of all rounds, in a run of ``rounds`` rounds."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from fl_bn.data.batches import cuts, draw_batches
 from fl_bn.federation.local import Samples
@@ -23,6 +23,10 @@ REITERABLE = (
     "Every round iterates over the batches, and a generator is empty after its first pass: give a list of batches, a DataLoader or "
     "SeededBatches"
 )
+
+
+SAMPLES = (TensorDataset, Subset, ConcatDataset)
+"""Torch's datasets of single samples."""
 
 
 def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
@@ -50,7 +54,9 @@ def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
 
 
 def check_not_one_batch(whose: str, loader: Loader, task: Task) -> None:
-    """Check that ``loader`` is not a single batch. For a task that overrides ``read``, check nothing: it may take any batches.
+    """Check that ``loader`` has batches: it is neither a single batch nor has single samples, as a torch dataset has.
+
+    For a task that overrides ``read``, check nothing: it may take any batches.
 
     Args:
         whose: The start of the error message, such as ``client 3``.
@@ -58,24 +64,44 @@ def check_not_one_batch(whose: str, loader: Loader, task: Task) -> None:
         task: Reads the batches.
 
     Raises:
-        ValueError: ``loader`` is a tensor or a dict, or its first element is a tensor.
+        ValueError: ``loader`` is a tensor, a dict or a dataset of single samples, or its first element is a tensor.
     """
     first = loader[0] if isinstance(loader, list | tuple) and loader else None
-    if type(task).read is Task.read and (isinstance(loader, Mapping | torch.Tensor) or isinstance(first, torch.Tensor)):
+    if type(task).read is not Task.read:
+        return
+    if isinstance(loader, Mapping | torch.Tensor) or isinstance(first, torch.Tensor):
         raise ValueError(f"{whose}: expected batches, but got a single one: give a list of batches, [(inputs, targets)]")
+    if _has_samples(loader):
+        raise ValueError(
+            f"{whose}: expected batches, but got a {type(loader).__name__} of single samples: give DataLoader(samples, batch_size=32, "
+            "shuffle=True)"
+        )
+
+
+def _has_samples(loader: Loader) -> bool:
+    """Tell whether ``loader`` is a torch dataset of single samples: one of ``SAMPLES``, or one whose first target is a number."""
+    if isinstance(loader, SAMPLES) or not isinstance(loader, Dataset) or isinstance(loader, IterableDataset):
+        return isinstance(loader, SAMPLES)
+    first = loader[0] if isinstance(loader, Sized) and len(loader) else None
+    target = first[1] if isinstance(first, list | tuple) and len(first) == 2 else None
+    return isinstance(target, int | float | np.number) or (isinstance(target, torch.Tensor) and target.dim() == 0)
 
 
 def check_clients(clients: Any) -> None:
     """Check that ``clients`` has a loader for each client.
 
     Raises:
-        ValueError: ``clients`` is a single loader.
+        ValueError: ``clients`` is a single loader, a generator, a dict, or something else that is no list of loaders.
     """
     if isinstance(clients, DataLoader | SeededBatches):
         raise ValueError(
             f"clients: expected a loader for each client, but got a single {type(clients).__name__}: give a list of loaders, one for each "
             "client"
         )
+    if isinstance(clients, Mapping) or not (hasattr(clients, "__len__") and hasattr(clients, "__iter__")):
+        what = "None" if clients is None else f"a {type(clients).__name__}"
+        how = ", list(clients.values())" if isinstance(clients, Mapping) else ", list(clients)" if isinstance(clients, Iterator) else ""
+        raise ValueError(f"clients: expected a list of loaders, one for each client, but got {what}: give such a list{how}")
 
 
 class SeededBatches:
@@ -134,9 +160,3 @@ class SeededBatches:
         drawn = draw_batches(n, self.batch_size, rng, epochs=epochs, least=1) if n else iter(())
         like = torch.zeros(0, dtype=self.samples.x.dtype if self.samples.x.is_floating_point() else torch.get_default_dtype())
         return IndexBatches(self.samples, list(drawn), like)
-
-
-def generators(loader: Loader) -> list[torch.Generator]:
-    """Return the ``torch.Generator`` objects of a DataLoader and its sampler, whose states a checkpoint stores."""
-    candidates = [getattr(part, "generator", None) for part in (loader, getattr(loader, "sampler", None))]
-    return list({id(one): one for one in candidates if isinstance(one, torch.Generator)}.values())

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fl_bn.data.augment import Augment
 from fl_bn.data.dataset import to_input
 from fl_bn.federation.layer_by_layer import Inputs
+from fl_bn.federation.loader_generators import unmoved
 from fl_bn.federation.measuring import measured
 from fl_bn.federation.pooling import quick_pooling
 from fl_bn.methods import NORMALISERS, StatisticsPass
@@ -159,7 +160,7 @@ def tested(round: LocalRound, source: Source) -> float | None:
     """Evaluate a client's network as it is now on the client's own test data, by the task's metric.
 
     The network and the modes of its modules stay unchanged. So do torch's random generators of the CPU and of the network's
-    device.
+    device, and those of the test data's loader.
 
     Returns:
         The value of the metric. None without test data or ``local_evaluation``, or if the value is not finite.
@@ -168,7 +169,8 @@ def tested(round: LocalRound, source: Source) -> float | None:
         return None
     modes = {module: module.training for module in round.model.modules()}
     try:
-        with torch.random.fork_rng(devices=[device] if (device := inputs_like(round.model).device).type == "cuda" else []):
+        cuda = [device] if (device := inputs_like(round.model).device).type == "cuda" else []
+        with torch.random.fork_rng(devices=cuda), unmoved([source.test]):
             state = evaluate(round.model, source.test, task=source.task)
     finally:
         for module, mode in modes.items():

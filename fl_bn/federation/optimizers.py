@@ -11,10 +11,11 @@ rule combines the statistics instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +111,19 @@ class ServerOptimizer:
         self._make = make
         self._parameters: dict[str, nn.Parameter] = {}
         self._optimizer: Optimizer | None = None
+
+    def fresh(self) -> Self:
+        """Return a copy of this optimiser without buffers, as before its first step. Every run takes such a copy.
+
+        So one object can be given to several runs, and none of them continues another one's momentum.
+        """
+        own = copy(self)
+        own._parameters, own._optimizer = {}, None
+        return own
+
+    def example(self, weights: Iterable[Tensor]) -> Optimizer:
+        """Return a torch optimiser as this one makes it, for tensors in the shapes of ``weights``. It has no memory of their size."""
+        return self._make([nn.Parameter(_without_memory(weight)) for weight in weights])
 
     def step(self, weights: Named, gradient: Named, learning_rate_factor: float = 1.0) -> dict[str, Tensor]:
         """Return the weights after one step, in float64.

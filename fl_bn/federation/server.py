@@ -18,7 +18,7 @@ from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift, merge_drifts
 from fl_bn.federation.blocks import sizes
 from fl_bn.federation.bounds import bounds_of
-from fl_bn.federation.composition import check_learns, check_weights
+from fl_bn.federation.composition import check_weights
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.federation.layer_calls import say_unmeasured
 from fl_bn.federation.left_out import far_replies, taking_part, without_far, without_overflow
@@ -44,7 +44,7 @@ class Server:
         method: The method. It decides what is shared, and how statistics are combined.
         policy: The options of the server's rounds.
         rounds: The number of rounds of the run. The phases and the learning rates depend on it.
-        optimizer: Steps along the pseudo-gradient of the shared weights. Default: the new weights are the clients' average.
+        optimizer: Steps along the pseudo-gradient of the weights. The run takes a fresh copy. Default: the clients' average.
         defence: Rules against Byzantine clients. Default: none.
 
     Raises:
@@ -68,7 +68,7 @@ class Server:
         self.shared = SharedModel(model, method, policy.auxiliary, policy.clients)
         say_absent(model, method)
         self.rounding = PayloadDtype.of(policy.payload, self.shared.model)
-        self.optimizer = optimizer or server_optimizer("fedavg")
+        self.optimizer = (optimizer or server_optimizer("fedavg")).fresh()
         self.record = RoundRecord(0, Phase.TRAIN.value, 0.0)
         self.round = 0
         self._bounds: dict[str, float] = {}  # section -> the largest allowed value in replies of this round
@@ -98,7 +98,7 @@ class Server:
         Raises:
             ValueError: The model has no parameter that can be trained.
         """
-        check_learns(self.source)
+        self.shared.check_learns()
         phase, scheduled = self.method.phase(round, self.rounds), self.policy.rate(round, self.rounds)
         rate = self.method.learning_rate(self.policy.rate, round, self.rounds)
         share = 1.0 if rate == scheduled else rate / scheduled

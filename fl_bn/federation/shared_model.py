@@ -21,6 +21,7 @@ from fl_bn.federation import schema
 from fl_bn.federation.aggregation import average, combine, difference, running_statistics
 from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
 from fl_bn.federation.blocks import fits
+from fl_bn.federation.composition import check_learns, learns
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.intake import PartialAverage
 from fl_bn.federation.network import Copy
@@ -122,7 +123,8 @@ class SharedModel:
 
     def __init__(self, model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = (), clients: int = 1) -> None:
         self.method, self._auxiliary_kinds, self._clients = method, auxiliary, clients
-        self._source, self.model = model, convert(model, method).cpu()
+        self._source, self._learns = model, learns(model)
+        self.model = convert(model, method).cpu()
         self._copy = Copy.of(self.model, method)
         self.signature = self._copy.network.signature
         layers, state = self.model.named_modules(remove_duplicate=False), model.state_dict()
@@ -144,6 +146,14 @@ class SharedModel:
         self._shares_statistics = method.shares(Role.STATISTIC)
         like = has_auxiliary(self.model, method)
         self.auxiliary = {c.section: {name: c.like(p.detach()) for name, p in like.items()} for c in auxiliary}
+
+    def check_learns(self) -> None:
+        """Check that the network had a parameter to train when it was given. What its owner freezes later concerns no copy.
+
+        Raises:
+            ValueError: No parameter had ``requires_grad=True``.
+        """
+        check_learns(self._source, self._learns)
 
     def expected(self, phase: Phase, update: str) -> schema.Schema:
         """Return the schema of a client's reply in ``phase``, with ``update``: ``weights`` or ``gradients``."""

@@ -101,11 +101,21 @@ def compute(objects: Mapping[str, MetricObject]) -> dict[str, float]:
     """
     values = {}
     for name, metric in objects.items():
-        value = torch.as_tensor(metric.compute())
+        computed = metric.compute()
+        try:
+            value = torch.as_tensor(computed)
+        except (RuntimeError, TypeError, ValueError) as error:
+            what = "None" if computed is None else f"a {type(computed).__name__}"
+            raise ValueError(
+                f"metric {name!r} must compute one number, but computed {what}: return one number, such as math.nan where there is none, "
+                "and give several numbers as several metrics"
+            ) from error
         if value.numel() != 1:
             raise ValueError(
                 f"metric {name!r} must compute one number, but computed a tensor of shape {tuple(value.shape)}: choose an average over "
                 "classes"
             )
+        if value.is_complex():
+            raise ValueError(f"metric {name!r} must compute one real number, but computed {computed}: return its real part or its size")
         values[name] = float(value)
     return values

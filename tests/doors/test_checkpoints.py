@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.optim import SGD
-from torch.utils.data import DataLoader, TensorDataset
+from torch.optim import SGD, Adam
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, TensorDataset
 
 from fl_bn import Callback, Federation, SeededBatches, methods
+from fl_bn.federation.checkpoint import FederationState
+from fl_bn.federation.loader_generators import generators
 from fl_bn.federation.optimizers import server_optimizer
 from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.same_run import described, of_method
 from fl_bn.objectives import Moon, Scaffold
 from fl_bn.support.durable import Damaged
 
@@ -39,7 +44,7 @@ TEST = [made(9, 30)]
 def federation(method: str = "fedavg", **options: Any) -> Federation:
     given = {"clients": CLIENTS, "test": TEST, "fraction": 0.75, "model": net(), **options}
     if name := given.get("server_optimizer"):
-        given["server_optimizer"] = server_optimizer(name, learning_rate=0.01)  # it has a memory: one for each federation
+        given["server_optimizer"] = server_optimizer(name, learning_rate=0.01)
     return Federation(given.pop("model"), methods.METHODS[method](), given.pop("clients"), progress=False, **given)
 
 
@@ -94,11 +99,31 @@ def test_one_program(tmp_path: Path) -> None:
     assert_resumes(tmp_path / "state.safetensors", "hbn", engine="vectorised", model=plain)
 
 
-def test_loaders_go_on_with_the_state_of_their_generators(tmp_path: Path) -> None:
+class Drawn(Sampler[list[int]]):
+    """Draws batches from a sampler of its own, which is no ``BatchSampler``."""
+
+    def __init__(self, data: TensorDataset, seed: int) -> None:
+        self.sampler = RandomSampler(data, generator=torch.Generator().manual_seed(seed))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([list(batch) for batch in np.array_split(list(self.sampler), 3)])
+
+
+def shuffled(kind: str, client: int) -> DataLoader[Any]:
+    data, own = TensorDataset(*made(client)), torch.Generator().manual_seed(client)
+    if kind == "loader":
+        return DataLoader(data, 8, shuffle=True, generator=own)
+    if kind == "sampler":
+        return DataLoader(data, 8, sampler=RandomSampler(data, generator=own))
+    if kind == "batch_sampler":
+        return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data, generator=own), 8, drop_last=False))
+    return DataLoader(data, batch_sampler=Drawn(data, client))
+
+
+@pytest.mark.parametrize("kind", ["loader", "sampler", "batch_sampler", "one's own"])
+def test_loaders_go_on_with_the_state_of_their_generators(kind: str, tmp_path: Path) -> None:
     def loaders() -> list[DataLoader[Any]]:
-        return [
-            DataLoader(TensorDataset(*made(i)), 8, shuffle=True, generator=torch.Generator().manual_seed(i)) for i in range(3)
-        ]
+        return [shuffled(kind, client) for client in range(3)]
 
     path = tmp_path / "state.safetensors"
     whole, first, second, fresh = (federation(clients=loaders(), fraction=1.0) for _ in range(4))
@@ -110,8 +135,8 @@ def test_loaders_go_on_with_the_state_of_their_generators(tmp_path: Path) -> Non
     list(second.run(4))
     assert all(torch.equal(tensor, state(whole)[name]) for name, tensor in state(second).items())
     fresh.resume(path)
-    for loader in fresh.clients:
-        loader.generator.manual_seed(5)
+    for one in (one for loader in fresh.clients for one in generators(loader)):
+        one.manual_seed(5)
     list(fresh.run(4))
     assert not all(torch.equal(tensor, state(whole)[name]) for name, tensor in state(fresh).items())  # control
 
@@ -146,12 +171,20 @@ def test_from_a_callback_and_after_the_end(tmp_path: Path) -> None:
     assert math.isfinite(again.history[-1].loss)
 
 
+SERVER = "the server optimizer was"
 OTHER: dict[str, tuple[str, dict[str, Any], str]] = {
     "method": ("fedbn", {}, "method was fixbn there, but is fedbn here"),
     "network": ("fixbn", {"model": net(9)}, "the network was .* there, but is"),
     "clients": ("fixbn", {"clients": CLIENTS[:3]}, "the number of clients was 4 there, but is 3 here"),
     "seed": ("fixbn", {"seed": 1}, "seed was 0 there, but is 1 here"),
     "rate": ("fixbn", {"optimizer": lambda parameters: SGD(parameters, lr=0.1)}, r"calendar \(a hash of .*\) was"),
+    "server optimizer": (
+        "fixbn",
+        {"server_optimizer": "fedadam"},
+        rf"{SERVER} SGD\(.*lr=1, .*\) there, but is FedOpt\(.*, lr=0.01, .*\) here",
+    ),
+    "its step size": ("fixbn", {"server_optimizer": "fedavg"}, rf"{SERVER} SGD\(.*lr=1, .*\) there, but is SGD\(.*lr=0.01, .*\) here"),
+    "optimizer": ("fixbn", {"optimizer": lambda own: Adam(own, lr=0.05)}, r"the clients' optimizer was SGD\(.*\) there, but is Adam\("),
 }
 
 
@@ -172,6 +205,53 @@ def test_what_is_of_another_federation_is_refused_in_one_sentence(tmp_path: Path
     with pytest.raises(ValueError, match=r"round 1 of 4, and .*: expected run\(4\), but got run\(5\)"):
         next(same.run(5))
     assert [record.round for record in same.run(4)] == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("made_with", "others", "what"),
+    [
+        (
+            methods.fbn,
+            {"tracking": 0.9},
+            r"the method's combine was combine\(.*tracking=0.02\) there, but is combine\(.*tracking=0.9\) here",
+        ),
+        (methods.fixbn, {"freeze_after": 3}, r"the method's phase was .*None\) there, but is .*3\) here"),
+        (methods.gn, {"groups": 4}, r"the method's layer was .*groups=2\) there, but is .*groups=4\) here"),
+    ],
+)
+def test_another_option_of_the_method_is_refused(made_with: Any, others: dict[str, Any], what: str, tmp_path: Path) -> None:
+    path, usual = tmp_path / "state.safetensors", {"groups": 2} if made_with is methods.gn else {}
+    fed, same, other = (Federation(net(), made_with(**own), CLIENTS, progress=False) for own in (usual, usual, usual | others))
+    next(fed.run(4))
+    fed.checkpoint(path)
+    with pytest.raises(ValueError, match=f"is of another federation: {what}: make the federation"):
+        other.resume(path)
+    same.resume(path)  # control
+
+
+def test_a_checkpoint_of_an_older_version_says_less_and_is_taken(tmp_path: Path) -> None:
+    path, fed = tmp_path / "state.safetensors", federation(server_optimizer="fedadam")
+    next(fed.run(4))
+    fed.checkpoint(path)
+    saved = FederationState.load(path)
+    old = {name: text for name, text in saved.decides.items() if not name.startswith(("the method's", "the server opt", "the clients'"))}
+    assert len(old) < len(saved.decides) - 10
+    replace(saved, decides={**old, "server_optimizer": "ServerOptimizer"}).save(path)
+    again = federation(server_optimizer="fedadam")
+    again.resume(path)
+    assert [record.round for record in again.run(4)] == [2, 3, 4]
+    with pytest.raises(ValueError, match="seed was 0 there"):  # control
+        federation(server_optimizer="fedadam", seed=1).resume(path)
+
+
+def test_settings_have_the_same_text_in_every_process() -> None:
+    for name, make in methods.METHODS.items():
+        texts = of_method(make())
+        assert texts == of_method(make())
+        assert " at 0x" not in "".join(texts.values()), name
+    assert described(1.0) == described(1) != described(True)
+    assert described(np.float64(0.1)) == described(0.1) == described(torch.tensor(0.1, dtype=torch.float64))
+    assert described(frozenset({"b", "a"})) == described({"a", "b"}) == "['a', 'b']"
 
 
 def test_a_file_that_is_damaged_or_another_is_refused_and_runs_no_code(tmp_path: Path) -> None:

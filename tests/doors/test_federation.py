@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from fl_bn import Federation, Regression, SeededBatches, Task, methods
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.federation import Diverged
-from fl_bn.federation.optimizers import server_optimizer
+from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
 from fl_bn.objectives import Moon, Scaffold
 from tests.doors.doors import ALL, DOORS, apart, through, wide
 from tests.federation import random_samples
@@ -219,6 +219,26 @@ def test_server_optimizer_and_defence_are_used() -> None:
         ends[name] = fed.model.state_dict()["0.weight"]
     assert not torch.equal(ends["plain"], ends["adam"])
     assert not torch.equal(ends["plain"], ends["median"])
+
+
+def of_two_runs(optimizer: ServerOptimizer, width: int = 16) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3))
+    fed, ends = Federation(model, methods.fbn(), SEEDED, progress=False, server_optimizer=optimizer), []
+    for _ in range(2):
+        list(fed.run(2))
+        ends.append(fed.model.state_dict()["0.weight"])
+    return ends
+
+
+@pytest.mark.parametrize("name", ["fedavgm", "fedadam", "fedacg"])
+def test_a_server_optimizer_for_two_federations_has_a_memory_for_each(name: str) -> None:
+    one = server_optimizer(name)
+    first, again, fresh = of_two_runs(one), of_two_runs(one), of_two_runs(server_optimizer(name))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(first, again, fresh, strict=True))
+    assert of_two_runs(one, width=5)[0].shape == (5, 6)  # torch cannot add the buffers of another network
+    forgetting = of_two_runs(server_optimizer("fedavg"))
+    assert not torch.equal(first[1], forgetting[1])  # control: within a federation it has a memory
 
 
 def test_what_does_not_go_together_is_refused_at_once() -> None:

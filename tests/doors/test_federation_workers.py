@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from fl_bn import Federation, SeededBatches, methods
 from fl_bn.federation.engines.processes import can_move
@@ -31,6 +31,12 @@ def with_generators() -> list[Any]:
     """Of which each pass depends on those before."""
     made = [torch.Generator().manual_seed(7 + i) for i in range(len(CLIENTS))]
     return [DataLoader(TensorDataset(*c), batch_size=16, shuffle=True, generator=g) for c, g in zip(CLIENTS, made, strict=True)]
+
+
+def with_batch_samplers() -> list[Any]:
+    data = [TensorDataset(*client) for client in CLIENTS]
+    drawn = [RandomSampler(own, generator=torch.Generator().manual_seed(7 + i)) for i, own in enumerate(data)]
+    return [DataLoader(own, batch_sampler=BatchSampler(by, 16, drop_last=False)) for own, by in zip(data, drawn, strict=True)]
 
 
 def seeded() -> list[Any]:
@@ -60,7 +66,15 @@ def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("method", "loaders"),
-    [("fbn", seeded), ("fedbn", shuffled), ("hbn", shuffled), ("fixbn", with_generators), ("hbn", with_generators), ("fedtan", seeded)],
+    [
+        ("fbn", seeded),
+        ("fedbn", shuffled),
+        ("hbn", shuffled),
+        ("fixbn", with_generators),
+        ("hbn", with_generators),
+        ("fixbn", with_batch_samplers),
+        ("fedtan", seeded),
+    ],
 )
 def test_workers_give_the_bits_of_one_after_the_other(method: str, loaders: Make) -> None:
     (one, records), (two, again) = (trained(method, loaders, workers) for workers in (1, 2))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset
 
-from fl_bn import Federation, SeededBatches, methods
+from fl_bn import Federation, SeededBatches, methods, per_client
 from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.loader_generators import generators, unmoved
 from fl_bn.federation.record import RoundRecord
 from tests.doors.test_federation import TEST, made, net
 
@@ -88,3 +91,54 @@ def test_a_client_that_drew_no_batch_has_no_vote_and_leaves_the_liars_as_many() 
     assert not torch.equal(with_empty["0.weight"], round_of(*full, [made(4)], defence=defence)[1]["0.weight"])  # control
     few, _ = round_of(*full[:2], [], defence=defence)
     assert not few.aggregated  # two, of whom one may lie
+
+
+def own_order(kind: str, seed: int = 0) -> list[Any]:
+    """Loaders whose every pass depends on the passes before."""
+    loaders: list[Any] = []
+    shared = torch.Generator().manual_seed(seed)
+    for client in range(3):
+        data, own = TensorDataset(*made(client)), torch.Generator().manual_seed(seed + client)
+        if kind == "batch_sampler":
+            loaders.append(DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data, generator=own), 16, drop_last=False)))
+        else:
+            loaders.append(DataLoader(data, 16, shuffle=True, generator=shared if kind == "one for all" else own))
+    return loaders
+
+
+def weights_after(method: str, kind: str, *, seed: int = 0, on_training_batches: bool = False, **options: Any) -> Tensor:
+    loaders = own_order(kind, seed)
+    test = per_client(loaders) if on_training_batches else TEST
+    fed = Federation(net(), methods.METHODS[method](), loaders, test=test, progress=False, **options)
+    list(fed.run(4))
+    return fed.model.state_dict()["0.weight"]
+
+
+@pytest.mark.parametrize("kind", ["generator", "batch_sampler", "one for all"])
+@pytest.mark.parametrize("method", ["hbn", "static-bn"])
+def test_how_often_is_evaluated_does_not_change_what_is_trained(method: str, kind: str) -> None:
+    often, seldom = (weights_after(method, kind, evaluate_every=every) for every in (1, 4))
+    assert torch.equal(often, seldom)
+    assert not torch.equal(often, weights_after(method, kind, seed=9))  # control: the order counts
+
+
+@pytest.mark.parametrize("options", [{"evaluate_every": 2}, {"local_evaluation": True}])
+def test_an_evaluation_on_the_training_batches_does_not_change_what_is_trained(options: dict[str, Any]) -> None:
+    usual = weights_after("fedavg", "generator", on_training_batches=True)
+    assert torch.equal(weights_after("fedavg", "generator", on_training_batches=True, **options), usual)
+    assert torch.equal(weights_after("fedavg", "generator", evaluate_every=4), usual)
+
+
+def read_until_the_disk_is_gone(loader: Any) -> None:
+    list(loader)
+    raise OSError("the disk is gone")
+
+
+def test_generators_that_are_kept_are_as_before_even_after_an_error() -> None:
+    (loader, *_) = own_order("batch_sampler")
+    (before,) = [one.get_state() for one in generators(loader)]
+    with pytest.raises(OSError, match="disk"), unmoved([loader]):
+        read_until_the_disk_is_gone(loader)
+    assert torch.equal(generators(loader)[0].get_state(), before)
+    list(loader)
+    assert not torch.equal(generators(loader)[0].get_state(), before)  # control

@@ -7,13 +7,15 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from fl_bn import Federation, Regression, SeededBatches, convert, local_round, methods, per_client, server_state
+from fl_bn import Callback, EarlyStop, Federation, Regression, SeededBatches, convert, local_round, methods, per_client, server_state
+from fl_bn.federation.record import RoundRecord
 from fl_bn.methods import Method
 
 KINDS = ("fedavg", "fedbn", "fixbn", "fbn", "hbn", "fedtan")
@@ -130,6 +132,28 @@ def test_no_test_batch_at_all_is_said(test: Any) -> None:
         list(fed(test=test).run(1))
 
 
+class Pictures(Dataset[tuple[Tensor, int]]):
+    """As torchvision's: each element is a picture and its class."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.ones(5), index % 3
+
+
+class WholeBatches(Dataset[tuple[Tensor, Tensor]]):
+    """A dataset of one's own, whose elements are batches."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index >= len(self):
+            raise IndexError
+        return batches(seed=index)[0]
+
+
 def loader() -> DataLoader[tuple[Tensor, ...]]:
     return DataLoader(TensorDataset(*batches()[0]), batch_size=4)
 
@@ -145,11 +169,22 @@ def loader() -> DataLoader[tuple[Tensor, ...]]:
         (lambda: fed(test=[loader(), loader(), loader()]), r"test: expected batches, but got a list of DataLoader objects.*per_client"),
         (lambda: fed(clients=[[loader()]]), "client 0: expected batches, but got a list of DataLoader objects"),
         (lambda: fed(test=batches()[0]), "test of client 0: expected batches, but got a single one"),
+        (lambda: fed(clients=[loader().dataset]), "client 0: expected batches, but got a TensorDataset of single samples: give DataLoader"),
+        (lambda: fed(clients=[Pictures()]), "client 0: expected batches, but got a Pictures of single samples"),
+        (lambda: fed(test=Subset(Pictures(), [1])), "test of client 0: expected batches, but got a Subset of single samples"),
+        (lambda: fed(clients=(batches() for _ in range(3))), r"clients: expected a list .*, but got a generator: .*, list\(clients\)$"),
+        (lambda: fed(clients={"a": batches()}), r"clients: expected a list .*, but got a dict: .*, list\(clients.values\(\)\)$"),
+        (lambda: fed(clients=7), "clients: expected a list of loaders, one for each client, but got a int: give such a list$"),
     ],
 )
 def test_what_is_no_loader_is_refused_before_round_1(give: Callable[[], Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         give()
+
+
+def test_control_a_dataset_of_batches_is_trained_on() -> None:
+    (record,) = fed(clients=[WholeBatches(), WholeBatches()]).run(1)
+    assert [client.samples for client in record.clients] == [16, 16]
 
 
 class Itself(Regression):
@@ -172,6 +207,45 @@ def test_an_error_of_torch_s_names_client_and_round() -> None:
     with pytest.raises(RuntimeError, match="dtype") as raised:
         list(fed(clients=[batches(), double]).run(1))
     assert raised.value.__notes__ == ["at client 1, in round 1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"callbacks": EarlyStop(2)}, r"callbacks must be a list of callbacks, but got a single EarlyStop: give callbacks=\["),
+        ({"callbacks": EarlyStop}, "callbacks must be a list of callbacks, but got the class EarlyStop"),
+        ({"callbacks": None}, "callbacks must be a list of callbacks, but got None"),
+        ({"callbacks": [EarlyStop]}, "callbacks must be objects of subclasses of Callback, but got <class"),
+        ({"local_epochs": "2"}, "whole numbers >= 1 as local_epochs and evaluate_every, but got 3 clients, local_epochs='2'"),
+        ({"local_epochs": True}, "whole numbers >= 1 as .*, local_epochs=True"),
+        ({"evaluate_every": 1.5}, "whole numbers >= 1 as .* and evaluate_every=1.5"),
+        ({"schedule": 0.5}, r"schedule must be a function of \(round, rounds\) that returns a factor, but got 0.5"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_in_one_sentence(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        fed(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_callbacks_from_a_generator_are_called() -> None:
+    seen: list[int] = []
+
+    class Seen(Callback):
+        def on_round(self, record: RoundRecord, rounds: int) -> None:
+            seen.append(record.round)
+
+    list(fed(callbacks=(Seen() for _ in range(2))).run(2))
+    assert seen == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("client", [3, -1, "0", 1.0, True, None])
+def test_the_network_of_no_client_is_refused(client: Any) -> None:
+    federation = fed(methods.fedbn())
+    list(federation.run(1))
+    with pytest.raises(ValueError, match=rf"client must be a client's number, 0..2, but got client_model\({client!r}\)"):
+        federation.client_model(client)
+    assert not torch.equal(federation.client_model(0)[1].weight, federation.client_model(np.int64(2))[1].weight)  # control
 
 
 # Rounds
@@ -227,6 +301,72 @@ def test_a_network_without_values_is_refused() -> None:
         empty = net()
     with pytest.raises(ValueError, match=r"is on the meta device, so it has a shape, but no values"):
         fed(model=empty)
+
+
+class Small(nn.Module):
+    """A network of which ``less`` names what its state_dict leaves out, to keep files small."""
+
+    less = "none"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+    def state_dict(self, *args: Any, **named: Any) -> dict[str, Any]:
+        return {name: value for name, value in super().state_dict(*args, **named).items() if not name.startswith(self.less)}
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state, False, assign)
+
+
+class WithExtra(Small):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 3}
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+@pytest.mark.parametrize("method", [methods.fedavg(), methods.fedbn()], ids=lambda method: method.name)
+@pytest.mark.parametrize("door", ["federation", "state"])
+def test_a_state_dict_that_lacks_what_is_trained_is_refused(door: str, method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    def given(model: nn.Module) -> None:
+        if door == "federation":
+            list(fed(method, model).run(1))
+        else:
+            server_state(model, method, rounds=1)
+
+    given(Small())  # control
+    leaves = r"the state_dict of Small must have .*, but leaves out {}, {}: let state_dict\(\) return it"
+    for less, what in (("body.0.weight", "a parameter to train"), ("body.1.running_mean", "a running statistic of BatchNorm")):
+        monkeypatch.setattr(Small, "less", less)
+        with pytest.raises(ValueError, match=leaves.format(less, what)):
+            given(Small())
+    monkeypatch.setattr(Small, "less", "body.0")
+    frozen = Small()
+    frozen.body[0].requires_grad_(False)
+    given(frozen)  # control: what does not change need not travel
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="every entry of the state_dict must be a parameter or a buffer, but .*_extra_state"):
+        given(WithExtra())
+
+
+@pytest.mark.parametrize("name", ["fedavg", "hbn"])
+def test_a_network_that_is_frozen_later_concerns_no_copy(name: str) -> None:
+    method, given = getattr(methods, name)(), net()
+    later, usual = fed(method, given), fed(method)
+    state = server_state(given, method, rounds=1)
+    given.requires_grad_(False)
+    list(later.run(1))
+    list(usual.run(1))
+    assert all(torch.equal(own, other) for own, other in zip(later.model.parameters(), usual.model.parameters(), strict=True))
+    assert state.instruction().round == 1
+    with pytest.raises(ValueError, match="has no parameter with requires_grad=True"):  # control
+        fed(method, given)
+    with pytest.raises(ValueError, match="has no parameter with requires_grad=True"):
+        server_state(given, method, rounds=1).instruction()
 
 
 # Loops of one's own

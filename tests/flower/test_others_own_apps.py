@@ -14,7 +14,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch.nn import functional as F
 
-from fl_bn import Federation, convert, flower, methods
+from fl_bn import EarlyStop, Federation, convert, flower, methods
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation import momentum
 from fl_bn.federation.best import KeepBest
@@ -381,6 +381,12 @@ def test_an_argument_of_another_kind_is_refused_in_words(name: str) -> None:
     with pytest.raises(TypeError) as caught:
         make()
     assert words in str(caught.value)
+
+
+def test_a_single_callback_is_refused_in_words() -> None:
+    with pytest.raises(ValueError, match=r"callbacks must be a list of callbacks, but got a single EarlyStop: give callbacks=\["):
+        FBN(net(), callbacks=EarlyStop(2))  # type: ignore[arg-type]
+    FBN(net(), callbacks=[EarlyStop(2)])  # control
 
 
 # The strategy

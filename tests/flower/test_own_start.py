@@ -54,6 +54,13 @@ def test_an_optimiser_of_the_server_keeps_its_memory() -> None:
     )  # control
 
 
+def test_a_second_start_begins_without_that_memory() -> None:
+    strategy = FedAvgBN(net(), fraction_evaluate=0, optimizer=server_optimizer("fedavgm"))
+    one, two = (strategy.start(grid("fedavg"), begin(), num_rounds=2).arrays for _ in range(2))
+    assert equal(one, two)
+    assert not equal(FedAvgBN(net(), fraction_evaluate=0).start(grid("fedavg"), begin(), num_rounds=2).arrays, one)  # control
+
+
 def test_any_grid_carries_it() -> None:
     result = Strategy.start(HBN(net()), OtherGrid(grid("hbn")), begin(), num_rounds=2)
     assert equal(result.arrays, HBN(net()).start(grid("hbn"), begin(), num_rounds=2).arrays)

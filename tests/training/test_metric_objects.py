@@ -107,7 +107,7 @@ class Vector:
         self.seen = []
 
 
-def test_one_of_your_own_needs_no_torchmetrics_and_one_number() -> None:
+def test_one_of_your_own_needs_no_torchmetrics_and_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
     class Count(Vector):
         def compute(self) -> Tensor:
             return super().compute().sum()
@@ -116,6 +116,13 @@ def test_one_of_your_own_needs_no_torchmetrics_and_one_number() -> None:
     assert batches((output, targets), task=extended(Classification(), metrics={"n": Count()}))["n"] == 5
     with pytest.raises(ValueError, match=r"metric 'n' must compute one number, but computed a tensor of shape \(3,\): choose an average"):
         batches((output, targets), task=extended(Classification(), metrics={"n": Vector()})).result()
+    for value, what in ((None, "None"), ({"a": 1.0}, "a dict"), ("0.5", "a str")):
+        monkeypatch.setattr(Count, "compute", lambda self, value=value: value)
+        with pytest.raises(ValueError, match=f"metric 'n' must compute one number, but computed {what}: return one number"):
+            batches((output, targets), task=extended(Classification(), metrics={"n": Count()})).result()
+    monkeypatch.setattr(Count, "compute", lambda self: 1 + 2j)
+    with pytest.raises(ValueError, match="metric 'n' must compute one real number"):
+        batches((output, targets), task=extended(Classification(), metrics={"n": Count()})).result()
     with pytest.raises(RuntimeError, match="expected to have the same shape") as caught:
         batches((output, targets), task=extended(Classification(), metrics={"auc": torchmetrics.MultilabelAUROC(3)}))
     assert "in metric 'auc', a MultilabelAUROC" in caught.value.__notes__

@@ -26,6 +26,7 @@ from fl_bn.federation.engines.pace import Pace
 from fl_bn.federation.engines.processes import InWorkers, can_move, check_loaders, in_workers
 from fl_bn.federation.engines.vectorised import AT_ONCE, AsOneProgram, CannotVectorise, Fallback, unneeded
 from fl_bn.federation.engines.workers import cores
+from fl_bn.federation.loader_generators import unmoved
 from fl_bn.federation.loaders import REITERABLE, Loader, SeededBatches
 from fl_bn.federation.local import evaluate
 from fl_bn.federation.metrics import over_samples
@@ -120,7 +121,8 @@ class LocalTransport(Transport):
         if self._one_program or turns.too_many(len(everyone), self.clients.model):
             return None  # the vectorised program measures all clients at once
         try:
-            replies, session = self._exchange(replace(instruction, memory=self.server.policy.memory // len(everyone)), everyone)
+            with unmoved(self.clients.own[client].loader for client in everyone):  # clients may share one, and they take turns
+                replies, session = self._exchange(replace(instruction, memory=self.server.policy.memory // len(everyone)), everyone)
         except ExchangeFailed as error:
             LOGGER.warning("%s. Statistics are measured by one pass per layer instead", error)
             return None
@@ -165,6 +167,10 @@ class LocalTransport(Transport):
         Raises:
             ValueError: No client has a test batch.
         """
+        with unmoved(tests):  # they may be the training batches, too
+            return self._evaluate_on(tests, model)
+
+    def _evaluate_on(self, tests: Sequence[Loader], model: nn.Module) -> tuple[dict[str, float], dict[int, dict[str, float]]]:
         device, personal = self.clients.device, self.server.shared.personal
         trained = [client for client, kept in enumerate(self.kept) if kept.get("local")]
         personal &= bool(trained)

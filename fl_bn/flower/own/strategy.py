@@ -16,7 +16,7 @@ from torch import nn
 
 from fl_bn.conversion import convert
 from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.federation.callbacks import Callback
+from fl_bn.federation.callbacks import Callback, checked_callbacks
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.narrow import AS_THE_MODEL
 from fl_bn.federation.optimizers import ServerOptimizer
@@ -89,7 +89,8 @@ class OwnAppStrategy(OwnNames):
         exchange: the settings of FedTAN's layer-wise exchange.
         payload: the dtype in which weights are sent while clients train: ``float32``, ``bfloat16`` or ``float16``.
             Default: the model's dtype.
-        optimizer: steps on the pseudo-gradient at the server. Default: the average becomes the new model.
+        optimizer: steps on the pseudo-gradient at the server. Every ``start`` takes a copy without earlier momentum. Default: the
+            average becomes the new model.
         defence: the robust rules against Byzantine clients.
         objective: the objective that your ``training`` uses. SCAFFOLD needs it here, too, because the server sends control
             variates. If it is given, clients with another one raise an error.
@@ -101,7 +102,7 @@ class OwnAppStrategy(OwnNames):
             without ``freeze_after`` needs it, and so does a ``rate``. ``start`` has its own argument.
 
     Raises:
-        ValueError: an argument is out of its range, or arguments contradict each other.
+        ValueError: an argument is out of its range, ``callbacks`` is no list of callbacks, or arguments contradict each other.
         TypeError: ``model``, ``method``, ``optimizer``, ``defence``, ``objective`` or ``exchange`` is of another type.
     """
 
@@ -145,8 +146,8 @@ class OwnAppStrategy(OwnNames):
         if type(num_rounds) is not int or num_rounds < 0:
             raise ValueError(f"num_rounds must be the number of rounds of your own loop, or 0 (unknown), as an int, but got {num_rounds!r}")
         self._given = Given(
-            model, method, seed, rate, calibrate, unit_scale, exchange, payload, optimizer, defence, objective, tuple(callbacks),
-            client_weights, clients, dict(ranges),
+            model, method, seed, rate, calibrate, unit_scale, exchange, payload, optimizer, defence, objective,
+            checked_callbacks(callbacks), client_weights, clients, dict(ranges),
         )  # fmt: skip
         self.fraction_train, self.fraction_evaluate = fraction_train, fraction_evaluate  # by Flower's names, as its FedAvg has them
         self.min_train_nodes, self.min_evaluate_nodes = min_train_nodes, min_evaluate_nodes if fraction_evaluate else 0
