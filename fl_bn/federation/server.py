@@ -173,7 +173,7 @@ class Server:
         believed = not defence.active and (policy.client_weights == "samples" or phase is Phase.EXCHANGE)
         weights = [float(part.weight) if believed else 1.0 for part in parts]
         statistics = self.shared.combined(parts, phase, defence, self.pace())
-        step = ServerStep(parts, weights, self.optimizer, self.record.learning_rate, defence, replies.partial)
+        step = ServerStep(parts, weights, self.optimizer, self.record.learning_rate, defence, replies.partial, phase, self.rounding)
         return self.shared.change(step, statistics)
 
     def pace(self) -> float:

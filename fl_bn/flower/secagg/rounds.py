@@ -196,7 +196,7 @@ class SecureRounds:
         steps = median_steps(p.plan.steps for p in total.parts)
         together = Reply(who[0], sections, sum(p.plan.samples for p in total.parts), 1, {"steps": float(steps)})
         try:
-            shared.change(ServerStep([together], [1.0], server.optimizer, record.learning_rate), after)
+            shared.change(ServerStep([together], [1.0], server.optimizer, record.learning_rate, phase=phase), after)
         except NotFinite as error:
             log(logging.WARNING, "round %s: nothing changes, since %s", record.round, error)
             return False, parts
