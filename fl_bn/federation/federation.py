@@ -461,7 +461,7 @@ class Federation:
     def _calendar(self, rounds: int) -> str:
         """Return a short hash of the phases and the learning rates of all rounds, in a run of ``rounds`` rounds."""
         method, policy = self.server.method, self.server.policy
-        every = [(method.phase(n, rounds).value, policy.rate(n, rounds)) for n in range(1, rounds + 1)]
+        every = [(method.phase(n, rounds).value, policy.scheduled(n, rounds)) for n in range(1, rounds + 1)]
         return hashlib.sha256(repr(every).encode()).hexdigest()[:16]
 
     def _of_clients(self) -> dict[int, dict[str, torch.Tensor]]:

@@ -95,11 +95,11 @@ class Server:
             round: The round, from 1.
 
         Raises:
-            ValueError: The model has no parameter that can be trained.
+            ValueError: The model has no parameter that can be trained, or the learning rate is no finite number >= 0.
         """
         check_learns(self.source)
-        phase, scheduled = self.method.phase(round, self.rounds), self.policy.rate(round, self.rounds)
-        rate = self.method.learning_rate(self.policy.rate, round, self.rounds)
+        phase, scheduled = self.method.phase(round, self.rounds), self.policy.scheduled(round, self.rounds)
+        rate = self.method.learning_rate(self.policy.scheduled, round, self.rounds)
         share = 1.0 if rate == scheduled else rate / scheduled
         instruction = self.shared.instruction_to_train(round, phase, self.optimizer, rate, share, self.policy.objective)
         down = instruction.sections
