@@ -20,10 +20,12 @@ def named_rate(config: Mapping[str, Any]) -> float | None:
         RunFailed: The number is negative or not finite.
     """
     for name in RATES:
-        if is_number(value := config.get(name)):
-            if not 0 <= value < math.inf:
-                raise RunFailed(f"{name} in the train config must be a finite number >= 0 (the learning rate), but is {value}")
-            return float(value)
+        value: Any = config.get(name)
+        if not is_number(value):
+            continue
+        if not 0 <= value < math.inf:
+            raise RunFailed(f"{name} in the train config must be a finite number >= 0 (the learning rate), but is {value}")
+        return float(value)
     return None
 
 
