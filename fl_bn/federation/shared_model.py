@@ -151,6 +151,10 @@ class SharedModel:
         """Return the names of the parameters that may change in ``phase``: those that learn and that the method does not freeze."""
         return self._learnable - self._frozen if phase is Phase.FROZEN else self._learnable
 
+    def held(self, phase: Phase) -> set[str]:
+        """Return the names of the parameters that do not learn in ``phase``: frozen by the method, or by the model's owner."""
+        return {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - self.learnable(phase)
+
     def unmoved(self, phase: Phase, optimizer: ServerOptimizer, rounding: PayloadDtype) -> Unmoved:
         """Return the comparison of the clients' weights with those that they received.
 
