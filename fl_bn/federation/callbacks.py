@@ -23,8 +23,9 @@ class Running:
     Attributes:
         task: The task whose metrics are evaluated.
         arrays: A function that returns a copy of the shared tensors as evaluated last, by their names in your
-            network's state_dict. Load the copy with ``load_state_dict``. Tensors that clients keep are missing. If there
-            are such tensors, load with ``strict=False``.
+            network's state_dict. In a round without an evaluation, they are those of the round, except under HBN and static BN.
+            Load the copy with ``load_state_dict``. Tensors that clients keep are missing. If there are such tensors, load with
+            ``strict=False``.
         clients: A function that returns client -> all tensors of its own network, if clients keep tensors and are
             in this process. Otherwise it returns an empty dict. Clients of a Flower app do not send their own tensors.
         history: The records of earlier rounds, if the run continues an earlier one.
@@ -38,7 +39,10 @@ class Running:
     reason: str = ""
 
     def stop(self, reason: str) -> None:
-        """End the run after this round. The run's results are those of the last evaluation.
+        """End the run after this round. The run's metrics are those of the last evaluation.
+
+        The model is that of this round. But under HBN and static BN, which measure statistics only before an evaluation, it is
+        the model as evaluated last.
 
         Args:
             reason: The reason, for the log. If there are several, the first one is kept.

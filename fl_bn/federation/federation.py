@@ -31,9 +31,9 @@ from fl_bn.federation.engines.vectorised import ENGINES, VECTORISED
 from fl_bn.federation.engines.workers import MOST_WORKERS
 from fl_bn.federation.loader_generators import generators
 from fl_bn.federation.loaders import Loader, check_clients, check_loader, check_not_one_batch
+from fl_bn.federation.newest import Newest
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Passes
-from fl_bn.federation.payload import Named
 from fl_bn.federation.per_client import (
     Loss,
     MakeOptimizer,
@@ -269,7 +269,7 @@ class Federation:
         own = [Own(*one) for one in every]
         common = Clients(pristine, method, where, own, schedule, seed)
         self._transport = LocalTransport(self.server, common, self.tests, workers, engine == VECTORISED)
-        self._evaluated: Named = self.server.shared.tensors()
+        self._newest = Newest(self.server.shared.tensors())
         self._present = object()  # the call of ``run`` that made the last round
         self._last: Round | None = None  # the last finished round, of this run or an earlier one
         self._resumed: FederationState | None = None
@@ -299,9 +299,12 @@ class Federation:
     def model(self) -> nn.Module:
         """Return a copy of the shared network as evaluated last, in evaluation mode.
 
+        In a round without an evaluation, it is the network after this round. But under HBN and static BN, which measure
+        statistics only before an evaluation, it stays the one that was evaluated last, or the one before round 1.
+
         Its layers are those that the method trains. With the method gn, for example, they are group normalisation.
         """
-        return self._transport.model(self._evaluated, batches_trained(self.history))
+        return self._transport.model(self._newest.tensors, batches_trained(self.history))
 
     def client_model(self, client: int) -> nn.Module:
         """Return the network of one client: the shared tensors as evaluated last, and the client's own tensors.
@@ -325,7 +328,7 @@ class Federation:
         Args:
             path: The file.
         """
-        save_file(self.server.shared.whole(self._evaluated, batches_trained(self.history)), str(path))
+        save_file(self.server.shared.whole(self._newest.tensors, batches_trained(self.history)), str(path))
 
     def run(self, rounds: int) -> Iterator[RoundRecord]:
         """Train for ``rounds`` rounds, and yield each round's record: loss, evaluation, drift of the statistics.
@@ -350,13 +353,16 @@ class Federation:
         if self._last is not None and start.round == 1:
             shared.load(self._last.tensors)  # the server may hold the statistics of the last evaluation
         self._present = present = object()
-        running = Running(self.task, lambda: shared.whole(self._evaluated, batches_trained(self.history)), self._of_clients)
+        running = Running(self.task, lambda: shared.whole(self._newest.tensors, batches_trained(self.history)), self._of_clients)
+        if start.round == 1:
+            self._newest = Newest(self._newest.tensors)
         running.history = tuple(self.history[-(start.round - 1) :]) if start.round > 1 else ()
         try:
             callbacks.on_start(running)
             with self._transport.serving(rounds, start):
                 for one in run(self.server, self._transport, rounds, start=start):
-                    self._evaluated, self._last = one.evaluated, one
+                    self._newest.take(one.record.round, one.evaluated)
+                    self._last = one
                     self.history.append(one.record)
                     callbacks.on_round(one.record, rounds)
                     yield one.record
@@ -367,8 +373,10 @@ class Federation:
                         )
                     if running.reason:
                         LOGGER.info("the run ends after round %s of %s: %s", one.record.round, rounds, running.reason)
+                        self._newest.say(self.method)
                         break
         except BaseException as error:
+            self._newest.say(self.method)
             callbacks.on_end(None if isinstance(error, GeneratorExit) else error)  # the caller stopped iterating
             raise
         callbacks.on_end(None)
@@ -396,7 +404,7 @@ class Federation:
             self._last.failed,
             self._decided(rounds),
             self._last.tensors,
-            self._evaluated,
+            self._newest.tensors,
             server.optimizer.buffers(),
             server.shared.auxiliary_tensors(),
             self._transport.kept,
@@ -437,7 +445,9 @@ class Federation:
         for of, states in zip(own, state.loaders, strict=True):
             for one, saved in zip(of, states, strict=True):
                 one.set_state(saved)
-        self._transport.kept, self._evaluated, self.history = list(state.clients), state.evaluated, list(state.history)
+        self._transport.kept, self.history = list(state.clients), list(state.history)
+        at = state.round if state.round == state.rounds else state.round - state.round % server.policy.evaluate_every
+        self._newest = Newest(state.evaluated, at, state.round)
         self._last = Round(self.history[-1], state.arrays, state.evaluated, state.failed)
         self._resumed = state
 
@@ -480,7 +490,7 @@ class Federation:
     def _calendar(self, rounds: int) -> str:
         """Return a short hash of the phases and the learning rates of all rounds, in a run of ``rounds`` rounds."""
         method, policy = self.server.method, self.server.policy
-        every = [(method.phase(n, rounds).value, policy.rate(n, rounds)) for n in range(1, rounds + 1)]
+        every = [(method.phase(n, rounds).value, policy.scheduled(n, rounds)) for n in range(1, rounds + 1)]
         return hashlib.sha256(repr(every).encode()).hexdigest()[:16]
 
     def _of_clients(self) -> dict[int, dict[str, torch.Tensor]]:

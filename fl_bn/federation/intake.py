@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from fl_bn.federation.blocks import WeightedSum
+from fl_bn.federation.unmoved import Unmoved
 from fl_bn.federation.values import Reply
 from fl_bn.methods import Phase, StatisticsReport
 from fl_bn.support.stated_sizes import FEWEST
@@ -46,10 +47,12 @@ class PartialAverage:
     Attributes:
         planned: The planned total weight of the cohort.
         sum: The sum of the added clients' tensors, each times its weight / ``planned``.
+        unmoved: Compares the added clients' weights with those that they received.
     """
 
     planned: float
     sum: WeightedSum = field(default_factory=WeightedSum)
+    unmoved: Unmoved = field(default_factory=Unmoved)
 
     def mean(self, parts: Sequence[Reply], section: str, weights: Sequence[float]) -> dict[str, Tensor]:
         """Return the average of all replies: those in the sum, and those that are added now.
@@ -80,6 +83,7 @@ class StreamingAverage:
         waits: ``waits(reply, others)`` tells whether the server may still refuse ``reply``, given some of the replies
             that have arrived. If so, this reply and all after it are not added before ``end``.
         least: The number of replies that must have arrived before the first reply is added.
+        unmoved: Compares the clients' weights with those that they received. Default: nothing is compared.
     """
 
     def __init__(
@@ -88,11 +92,12 @@ class StreamingAverage:
         weigh: Callable[[Reply], float],
         waits: Callable[[Reply, Collection[Reply]], bool],
         least: int = 1,
+        unmoved: Unmoved | None = None,
     ) -> None:
         self._turns, self._weigh, self._waits, self._least = deque(sorted(planned)), weigh, waits, least
         self._replies: dict[int, Reply] = {}
         self._absent, self._next = set[int](), list[Reply]()
-        self._folded = PartialAverage(float(sum(planned.values())) or 1.0)
+        self._folded = PartialAverage(float(sum(planned.values())) or 1.0, unmoved=unmoved or Unmoved())
 
     def take(self, reply: Reply) -> None:
         """Store a checked reply. Add it to the sum as soon as the replies before it are added. Call this once per client."""
@@ -134,6 +139,7 @@ class StreamingAverage:
         (section,) = (section for section in FOLDED if section in replies[0].sections)
         self._folded.sum.add([r.sections[section] for r in replies], [self._weigh(r) / self._folded.planned for r in replies])
         for reply in replies:
+            self._folded.unmoved.add(reply.sections[section])
             gone = {name: torch.empty_like(tensor, device="meta") for name, tensor in reply.sections[section].items()}
             self._replies[reply.client] = replace(reply, sections={**reply.sections, section: gone}, folded=True)
 
@@ -159,4 +165,5 @@ def streaming(server: Server, samples: Mapping[int, int]) -> StreamingAverage | 
         lambda reply: float(reply.weight) if by_samples else 1.0,
         lambda reply, others: server.shared.may_be_refused(reply) or reply.client in server.far([*others, reply], phase),
         FEWEST if compares else 1,
+        server.shared.unmoved(phase, server.optimizer, server.rounding) if policy.update == "weights" else None,
     )

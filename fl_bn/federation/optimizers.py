@@ -152,6 +152,9 @@ class ServerOptimizer:
         if not tensors:  # nothing is shared
             return
         optimizer = self._optimizer or self._start({name: weights[name] for name in tensors})
+        for name in [name for name in tensors if name not in self._parameters]:  # frozen until now
+            self._parameters[name] = nn.Parameter(_without_memory(weights[name]))
+            optimizer.param_groups[0]["params"].append(self._parameters[name])
         for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * learning_rate_factor
         forgets = isinstance(optimizer, SGD) and not any(group["momentum"] for group in optimizer.param_groups)
@@ -169,12 +172,21 @@ class ServerOptimizer:
                 parameter.grad = None
             parameter.data = _without_memory(tensor)
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Tell whether clients start with other weights than the server's (FedACG)."""
+        return self._optimizer is not None and bool(self._optimizer.param_groups[0].get("lookahead", 0.0))
+
     def lookahead(self, weights: Named) -> dict[str, Tensor]:
-        """Return name -> the weight with which clients start (FedACG), in float64. Empty: they start with ``weights``."""
-        if self._optimizer is None or not (momentum := self._optimizer.param_groups[0].get("lookahead", 0.0)):
+        """Return name -> the weight with which clients start (FedACG), in float64. Empty: they start with ``weights``.
+
+        Weights that never made a step are left out.
+        """
+        if self._optimizer is None or not self.looks_ahead:
             return {}
-        state = self._optimizer.state
-        return {name: weights[name].double() + momentum * state[p]["movement"] for name, p in self._parameters.items() if state[p]}
+        state, momentum = self._optimizer.state, self._optimizer.param_groups[0]["lookahead"]
+        moved = [(name, p) for name, p in self._parameters.items() if name in weights and state[p]]
+        return {name: weights[name].double() + momentum * state[p]["movement"] for name, p in moved}
 
     def _start(self, weights: Named) -> Optimizer:
         self._parameters = {name: nn.Parameter(_without_memory(weight)) for name, weight in weights.items()}

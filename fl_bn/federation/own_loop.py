@@ -166,24 +166,29 @@ def server_state(
     Args:
         model: The unconverted network. The run starts with its tensors.
         method: The method. It decides what is shared, and how statistics are combined.
-        rounds: The number of rounds of the run.
+        rounds: The number of rounds of the run, at least 1. Phases and learning rates depend on it.
         clients: The number of all clients.
         optimizer: Steps along the pseudo-gradient of the shared weights. Default: the new weights are the clients'
             average.
         defence: Rules against Byzantine clients. Default: none.
         objective: The clients' local objective. Default: the loss alone.
-        rate: ``rate(round, rounds)`` returns the learning rate for the instructions. A loop of your own may
-            ignore it. Default: 0.05 in all rounds.
+        rate: ``rate(round, rounds)`` returns the learning rate for the instructions, a finite number >= 0. A loop of your own
+            may ignore it. To pickle the state, give a function of a module, no ``lambda``. Default: 0.05 in all rounds.
 
     Returns:
         The state. Its ``instruction()`` is for the clients of the next round.
 
     Raises:
-        ValueError: Method, objective and defence do not fit together. Or the method needs BatchNorm, and ``model`` has none.
+        ValueError: Method, objective and defence do not fit together. Or the method needs BatchNorm, and ``model`` has none. Or
+            ``rounds`` is no whole number >= 1, or ``rate`` gives a wrong rate for the first or the last round.
     """
+    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
+        raise ValueError(f"rounds must be a whole number >= 1 (the number of rounds of the run), but got {rounds!r}")
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings, robust=defence.active)
     policy = Rounds(clients=clients, rate=rate, auxiliary=auxiliary(settings), objective=objective.described)
+    for number in (1, rounds):
+        policy.scheduled(number, rounds)
     server = Server(model, method, policy, rounds, optimizer=optimizer, defence=defence)
     if buffers := buffers_in_words(server.model):
         LOGGER.info("%s", buffers)
@@ -209,7 +214,14 @@ def server_round(state: Server, replies: Sequence[Reply], exchange: Session | No
 
     Returns:
         The state after the round, and the round's record. The record names refused replies with the reasons.
+
+    Raises:
+        ValueError: The last round of the run is over, or ``rate`` gives a wrong learning rate for the round.
     """
+    if state.round >= state.rounds:
+        raise ValueError(
+            f"the run of {state.rounds} rounds is over: make the state with the number of all rounds, server_state(..., rounds=...)"
+        )
     new = copied(state)
     instruction = new.begin(state.round + 1)
     new.conclude(checked(replies, new.expects(instruction.round, instruction.phase), new.policy.clients, exchange))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar
 
 from fl_bn.exchange.settings import ExchangeSettings
@@ -158,7 +160,7 @@ class Rounds(Options):
         seed: Decides the cohorts.
         calibrate: The number of statistics-only exchanges before round 1, see ``UNTIL_STILL`` and ``AS_METHOD``.
         unit_scale: Whether weights are rescaled after the calibration (``federation.unit_scale``).
-        rate: ``rate(round, rounds)`` returns the learning rate. Default: 0.05 in all rounds.
+        rate: ``rate(round, rounds)`` returns the learning rate, a finite number >= 0. Default: 0.05 in all rounds.
         exchange: The settings of the layer-wise exchange.
         max_steps: The number of local steps that the server asks for. No client may claim more. 0: unknown.
         planned_steps: ``planned_steps(samples)`` returns the largest number of local steps of a client with so many
@@ -339,6 +341,8 @@ class Rounds(Options):
             raise ValueError(f"min_cohort must be 1..{self.clients}, the number of clients, but got {self.min_cohort}")
         if self.memory < 0:
             raise ValueError(f"memory must be >= 0 bytes, but got {self.memory}")
+        if not callable(self.rate):
+            raise ValueError(f"rate must be a function of (round, rounds) that returns the learning rate, but got {self.rate!r}")
         check_name("client_weights", self.client_weights, ("samples", "uniform"))
         if strangers := sorted(client for client in self.joining if not 0 <= client < self.clients):
             raise ValueError(f"joining (join-rounds) must name clients 0..{self.clients - 1}, but got {strangers}")
@@ -360,6 +364,24 @@ class Rounds(Options):
         """Return the names of the clients and of their nodes."""
         return ClientNames(self.names, self.nodes, self.registered)
 
+    def scheduled(self, round: int, rounds: int) -> float:
+        """Return the learning rate that ``rate`` gives for ``round``. After the last round, it is that of the last round.
+
+        Args:
+            round: The round, from 1.
+            rounds: The number of rounds of the run.
+
+        Raises:
+            ValueError: ``rate`` returned no finite number >= 0.
+        """
+        round = min(round, max(rounds, 1))
+        value = self.rate(round, rounds)
+        if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < math.inf:
+            raise ValueError(
+                f"rate must return a finite number >= 0 (the learning rate), but for round {round} of {rounds} returned {value!r}"
+            )
+        return float(value)
+
     def pace(self, learning_rate: float, rounds: int) -> float:
         """Return ``learning_rate`` divided by the rate of round 1, but at most 1 (in a warm-up, rates rise).
 
@@ -367,7 +389,7 @@ class Rounds(Options):
             learning_rate: The rate of a round.
             rounds: The number of rounds of the run.
         """
-        first = self.rate(1, rounds)
+        first = self.scheduled(1, rounds)
         return 1.0 if learning_rate >= first else learning_rate / first
 
     def starting(self, round: int) -> set[int]:

@@ -49,7 +49,7 @@ class Round:
     Attributes:
         record: The record of the round.
         tensors: Name -> shared tensor after the round.
-        evaluated: Name -> shared tensor of the model that was evaluated. Its statistics may differ from those of ``tensors``.
+        evaluated: Name -> shared tensor for an evaluation. Empty: the statistics were not measured, since none was due (hbn, static-bn).
         failed: The number of failed rounds in a row, including this one; 0 if this round changed the model.
     """
 
@@ -97,12 +97,12 @@ def run(
         changed = transport.round(number)
         failed = 0 if changed else failed + 1
         tensors = server.shared.tensors()
-        evaluated: Named = tensors
-        evaluation: dict[str, float] = {}
-        if (number == rounds or number % policy.evaluate_every == 0) and failed < policy.max_failed:
-            if server.method.refresh is not Refresh.NOTHING and server.record.phase != Phase.FROZEN.value:
-                evaluated = passes.refreshed(transport, number, tensors)
-            evaluation = transport.evaluate(number, evaluated)
+        due = (number == rounds or number % policy.evaluate_every == 0) and failed < policy.max_failed
+        measures = server.method.refresh is not Refresh.NOTHING and server.record.phase != Phase.FROZEN.value
+        evaluated: Named = {} if measures else tensors
+        if due and measures:
+            evaluated = passes.refreshed(transport, number, tensors)
+        evaluation = transport.evaluate(number, evaluated) if due else {}
         transport.finish_round(number, changed)
         server.record = replace(server.record, evaluation=evaluation, seconds=time.perf_counter() - begin)
         first_loss = server.record.loss if math.isnan(first_loss) else first_loss

@@ -96,11 +96,11 @@ class Server:
             round: The round, from 1.
 
         Raises:
-            ValueError: The model has no parameter that can be trained.
+            ValueError: The model has no parameter that can be trained, or the learning rate is no finite number >= 0.
         """
         self.shared.check_learns()
-        phase, scheduled = self.method.phase(round, self.rounds), self.policy.rate(round, self.rounds)
-        rate = self.method.learning_rate(self.policy.rate, round, self.rounds)
+        phase, scheduled = self.method.phase(round, self.rounds), self.policy.scheduled(round, self.rounds)
+        rate = self.method.learning_rate(self.policy.scheduled, round, self.rounds)
         share = 1.0 if rate == scheduled else rate / scheduled
         instruction = self.shared.instruction_to_train(round, phase, self.optimizer, rate, share, self.policy.objective)
         down = instruction.sections
@@ -175,7 +175,7 @@ class Server:
         believed = not defence.active and (policy.client_weights == "samples" or phase is Phase.EXCHANGE)
         weights = [float(part.weight) if believed else 1.0 for part in parts]
         statistics = self.shared.combined(parts, phase, defence, self.pace())
-        step = ServerStep(parts, weights, self.optimizer, self.record.learning_rate, defence, replies.partial)
+        step = ServerStep(parts, weights, self.optimizer, self.record.learning_rate, defence, replies.partial, phase, self.rounding)
         return self.shared.change(step, statistics)
 
     def pace(self) -> float:

@@ -24,11 +24,13 @@ from fl_bn.federation.blocks import fits
 from fl_bn.federation.composition import check_learns, learns
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.intake import PartialAverage
+from fl_bn.federation.narrow import EXACT, PayloadDtype
 from fl_bn.federation.network import Copy
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.payload import Named, Sections, decode_moments, tensor_name
 from fl_bn.federation.recalibration import epsilons
 from fl_bn.federation.unit_scale import producers, rescaled
+from fl_bn.federation.unmoved import Unmoved
 from fl_bn.federation.values import Instruction, Reply
 from fl_bn.methods import INPUTS, Method, Phase, Refresh, StatisticsReport, replace_by_pooled
 from fl_bn.modes import held_layers
@@ -85,6 +87,8 @@ class ServerStep:
         rate: The clients' learning rate. If clients send gradients, it multiplies the server's step.
         defence: The defence against Byzantine clients.
         folded: The sum of the replies that were added while others had not yet arrived. None: no reply was added.
+        phase: The phase of the round. It decides which parameters are frozen.
+        rounding: The rounding of the weights that clients received.
     """
 
     parts: Sequence[Reply]
@@ -93,6 +97,8 @@ class ServerStep:
     rate: float
     defence: Defence = NO_DEFENCE
     folded: PartialAverage | None = None
+    phase: Phase = Phase.TRAIN
+    rounding: PayloadDtype = EXACT
 
 
 def median_steps(steps: Iterable[int]) -> int:
@@ -139,6 +145,7 @@ class SharedModel:
         self.said_unmeasured = False
         self._moderate = min((bounds(p.dtype)[0] for p in self.model.parameters() if p.is_floating_point()), default=math.inf)
         role = roles(self.model)
+        self._frozen = {name for name in self._learnable if role[name] in method.frozen}
         self.buffers = {name for name, r in role.items() if r is Role.BUFFER}
         self._cumulative = [name for name, r in role.items() if r is Role.BATCHES and method.sends_down(r)]
         self._recomputes = any(r is Role.RECOMPUTED and method.sends_down(r) for r in role.values())
@@ -154,6 +161,27 @@ class SharedModel:
             ValueError: No parameter had ``requires_grad=True``.
         """
         check_learns(self._source, self._learns)
+
+    def learnable(self, phase: Phase) -> set[str]:
+        """Return the names of the parameters that may change in ``phase``: those that learn and that the method does not freeze."""
+        return self._learnable - self._frozen if phase is Phase.FROZEN else self._learnable
+
+    def held(self, phase: Phase) -> set[str]:
+        """Return the names of the parameters that do not learn in ``phase``: frozen by the method, or by the model's owner."""
+        return {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - self.learnable(phase)
+
+    def unmoved(self, phase: Phase, optimizer: ServerOptimizer, rounding: PayloadDtype) -> Unmoved:
+        """Return the comparison of the clients' weights with those that they received.
+
+        Parameters that clients received ahead of the server's weights (FedACG) are left out.
+
+        Args:
+            phase: The phase of the round.
+            optimizer: The server's optimiser.
+            rounding: The rounding of the weights that clients received.
+        """
+        state, ahead = self._copy.state, self.learnable(phase) if optimizer.looks_ahead else set()
+        return Unmoved({name: tensor for name, tensor in state.items() if name not in ahead}, rounding)
 
     def expected(self, phase: Phase, update: str) -> schema.Schema:
         """Return the schema of a client's reply in ``phase``, with ``update``: ``weights`` or ``gradients``."""
@@ -193,7 +221,7 @@ class SharedModel:
             objective: The objective that the clients must have, as text; empty: not checked.
         """
         sections, state = self.sections(), self._copy.state
-        ahead = optimizer.lookahead({name: state[name] for name in self._learnable})
+        ahead = optimizer.lookahead({name: state[name] for name in self.learnable(phase)})
         sections["weights"] |= {name: tensor.to(state[name].dtype) for name, tensor in ahead.items()}
         if ahead and self._recomputes:
             other = copied(self.model)
@@ -320,7 +348,7 @@ class SharedModel:
         try:
             new, distances = self._stepped(step)
             auxiliary = self._auxiliary(step.parts, step.weights)
-            ahead = step.optimizer.lookahead({name: new.get(name, state[name]) for name in self._learnable})
+            ahead = step.optimizer.lookahead({name: new.get(name, state[name]) for name in self.learnable(step.phase)})
             for name, tensor in [*ahead.items(), *((f"{k}/{n}", t) for k, section in auxiliary.items() for n, t in section.items())]:
                 if not fits(tensor, state[name].dtype if name in state else tensor.dtype):
                     raise NotFinite(name)
@@ -345,20 +373,30 @@ class SharedModel:
         state, tensors = self._copy.state, [part.sections[section] for part in parts]
         if not tensors[0]:
             return {}, distances  # clients keep all weights
+        names = self.learnable(step.phase)
+        still = set[str]() if section == "gradients" else self._still(step, tensors[0])
         if step.folded is not None:
             mean = step.folded.mean(parts, section, weights)
         elif defence.updates == "mean":
             mean = average(tensors, weights)
         else:
-            tensors = self._without_infinite(tensors)
+            tensors = self._without_infinite([{name: state[name] if name in still else t for name, t in one.items()} for one in tensors])
             mean, report = defence.update(tensors, None if section == "gradients" else state)
             distances = [float(distance) for distance in report.distances]
-        learnable = {name: tensor for name, tensor in mean.items() if name in self._learnable}
+        for name in still & mean.keys():
+            mean[name].copy_(state[name])
+        learnable = {name: tensor for name, tensor in mean.items() if name in names}
         if section == "gradients":
             step.optimizer.step_within(state, learnable, None, step.rate)
             return learnable, distances
         step.optimizer.step_within(state, learnable, difference)
         return mean, distances
+
+    def _still(self, step: ServerStep, names: Iterable[str]) -> set[str]:
+        """Return those of ``names`` that keep the server's values: no client moved them, or the method freezes them in this phase."""
+        unmoved = self.unmoved(step.phase, step.optimizer, step.rounding) if step.folded is None else step.folded.unmoved
+        same = unmoved.after([part.sections["weights"] for part in step.parts if not part.folded])
+        return {name for name in names if name in same or name in self._learnable - self.learnable(step.phase)}
 
     def _without_infinite(self, tensors: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Return ``tensors`` without buffers that have NaN or Inf at some client, since robust rules compute distances."""

@@ -19,6 +19,7 @@ from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.divergence import why_failed
 from fl_bn.federation.intake import streaming
 from fl_bn.federation.narrow import EXACT, Overflow
+from fl_bn.federation.newest import Newest
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Measured, Passes, TooFewMeasured
 from fl_bn.federation.payload import Named, Payload, to_numpy
@@ -120,7 +121,7 @@ class BatchNormStrategy(OwnNames):
         self.sent, self._down = list[Message](), Payload()
         self.starts = Starts(self.shared)
         self.batches_trained = 0  # the number of batches that a client has trained on
-        self._evaluated: Named = self.shared.tensors()
+        self._newest: Newest | None = None  # None before ``start``
         self._rounding = EXACT  # the rounding of the messages that were sent last
         self.defence, self.at_clients = defence, self.shared.personal or rounds.at_clients
         self.exchanges = Exchanges(rounds.exchange, self.shared.model, defence.average, not defence.active, rounds.called)
@@ -295,6 +296,11 @@ class BatchNormStrategy(OwnNames):
         """Return the tensors of the shared model that was evaluated last, for callbacks."""
         return self.shared.whole(self._evaluated, self.batches_trained + batches_trained(self.running.history))
 
+    @property
+    def _evaluated(self) -> Named:
+        """Return name -> shared tensor of the model as evaluated last. Before ``start``, and in a loop of your own: as it is now."""
+        return self.shared.tensors() if self._newest is None else self._newest.tensors
+
     def summary(self) -> None:
         """Log what the method does with every normalisation layer."""
         say_layers(self.server.source, self.shared.model, self.method)
@@ -307,7 +313,7 @@ class BatchNormStrategy(OwnNames):
         Args:
             path: the path of the file.
         """
-        save_file(self.shared.whole(self.shared.tensors(), self.batches_trained), str(path))
+        save_file(self.shared.whole(self._evaluated, self.batches_trained), str(path))
 
     # The loop
 
@@ -376,12 +382,13 @@ class BatchNormStrategy(OwnNames):
         begin = Start() if resume is None else Start(resume.round + 1, resume.failed)
         configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         transport = GridTransport(self, grid, self.rounds.timeout if timeout is None else timeout, *configs, evaluate_fn, hooks)
-        self._evaluated = self.shared.tensors()
+        self._newest = Newest(self.shared.tensors(), begin.round - 1, begin.round - 1)
         try:
             self.callbacks.on_start(self.running)
             self._run(transport, num_rounds, begin)
         except BaseException as error:
             self.exchanges.stop()
+            self._newest.say(self.method)
             self.callbacks.on_end(error)
             raise
         self.exchanges.stop()
@@ -391,11 +398,13 @@ class BatchNormStrategy(OwnNames):
     def _run(self, transport: GridTransport, rounds: int, begin: Start) -> None:
         """Run all rounds (``federation.run``), and report every round at its end."""
         server, result, failed = self.server, transport.result, begin.failed
+        assert self._newest is not None
+        newest = self._newest
 
         def show(measured: Measured) -> None:
             """Evaluate after a statistics-only exchange, and report it like a round. Called only in a run of 0 rounds."""
             server.record, result.arrays, number = measured.record, self.outward(measured.tensors), measured.record.round
-            self._evaluated = measured.tensors
+            newest.take(0, measured.tensors)
             if measured.last or number % self.rounds.evaluate_every == 0:
                 evaluation = transport.evaluate(number, measured.tensors)
                 server.record = replace(server.record, evaluation=evaluation)
@@ -407,12 +416,13 @@ class BatchNormStrategy(OwnNames):
             transport.evaluate_here(0, self.shared.tensors())
         try:
             for one in run(server, transport, rounds, self.statistics, begin, show):
-                self._evaluated = one.evaluated  # for the callbacks, which get this round next
+                newest.take(one.record.round, one.evaluated)  # for the callbacks, which get this round next
                 result.records.append(self._tell(one.record))
-                result.arrays, failed = self.outward(one.evaluated), one.failed
+                result.arrays, failed = self.outward(newest.tensors), one.failed
                 if self.running.reason and one.record.round < rounds:
                     log(logging.INFO, "the run ends after round %s of %s: %s", one.record.round, rounds, self.running.reason)
-                    transport.end_early(one.record.round, one.evaluated)
+                    newest.say(self.method)
+                    transport.end_early(one.record.round, newest.tensors)
                     break
                 state = arrays_of(one.tensors)
                 self.recovery.after_round(one.record.round, rounds, state, self.shared, server.optimizer, failed)

@@ -283,7 +283,7 @@ class Method:
 
         It is the rate of the schedule. While the statistics are frozen, it is at most ``frozen_rate`` times the highest
         rate of the rounds before the freeze. A schedule that has itself dropped to this limit is not reduced further.
-        If the statistics are frozen from round 1 on, there is no limit.
+        If the statistics are frozen from round 1 on, or all rates before the freeze are 0, there is no limit.
 
         Args:
             schedule: ``(round, rounds) -> learning rate``.
@@ -294,7 +294,8 @@ class Method:
         if self.frozen_rate == 1 or not self.freezes_statistics(self.phase(round, rounds)):
             return rate
         before = [schedule(earlier, rounds) for earlier in range(1, round) if not self.freezes_statistics(self.phase(earlier, rounds))]
-        return min(rate, self.frozen_rate * max(before)) if before else rate
+        highest = max(before, default=0.0)
+        return min(rate, self.frozen_rate * highest) if highest else rate
 
     def starts_constant(self, rounds: int) -> bool:
         """Return whether the first training batch of the run is normalised with the shared statistics alone."""

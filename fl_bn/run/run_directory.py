@@ -19,7 +19,7 @@ from safetensors.torch import save
 from fl_bn.derived import plain_names
 from fl_bn.federation.callbacks import Callback, Running
 from fl_bn.federation.recalibration import Pass
-from fl_bn.federation.record import RoundRecord, batches_trained
+from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import RunFailed
 from fl_bn.flower.app.checkpoint import Checkpoint
 from fl_bn.flower.log import LOGGER
@@ -303,7 +303,7 @@ class RunDirectory(Callback):
         """
         assert self.path is not None
         metadata = {"method": self.config.method, "model": self.config.model, "rounds": str(min(len(self.records), self.config.rounds))}
-        tensors = strategy.shared.whole(strategy.shared.tensors(), batches_trained(self.records))
+        tensors = dict(strategy.running.arrays())
         durable.write(self.path / "model.safetensors", durable.in_order(save(tensors, metadata)), mode=0o666)
 
         if strategy.unseen:

@@ -18,10 +18,12 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from fl_bn import Federation, Regression, SeededBatches, Task, methods
+from fl_bn import Callback, Federation, Regression, SeededBatches, Task, methods
+from fl_bn.federation.callbacks import Running
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.federation import Diverged
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
+from fl_bn.federation.record import RoundRecord
 from fl_bn.objectives import Moon, Scaffold
 from tests.doors.doors import ALL, DOORS, apart, through, wide
 from tests.federation import random_samples
@@ -141,6 +143,73 @@ def test_history_has_every_round() -> None:
     assert [len(record.clients) for record in seen] == [2, 2, 2]
     assert [record.phase for record in seen] == ["train", "frozen", "frozen"]
     assert all(client.samples == 48 and client.steps == 3 for record in seen for client in record.clients)
+
+
+class Ends(Callback):
+    """Notes the model of each evaluation, and ends the run after round 5: by ``stop`` or by an error."""
+
+    def __init__(self, by: str) -> None:
+        self.by, self.evaluated = by, dict[int, dict[str, Tensor]]()
+
+    def on_start(self, running: Running) -> None:
+        self.running = running
+
+    def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
+        self.evaluated[record.round] = dict(self.running.arrays())
+
+    def on_round(self, record: RoundRecord, rounds: int) -> None:
+        if record.round == 5 and self.by == "stop":
+            self.running.stop("time is up")
+        if record.round == 5 and self.by == "error":
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("by", ["stop", "error", "break", "a look"])
+@pytest.mark.parametrize("name", ["static-bn", "hbn", "fbn", "fixbn"])
+def test_the_model_is_one_that_was_evaluated_where_statistics_are_measured(name: str, by: str, log: pytest.LogCaptureFixture) -> None:
+    """Else static BN's would have mean 0 and variance 1, and HBN's the statistics of another exchange."""
+    notes, method = Ends(by), methods.METHODS[name]()
+    fed = Federation(net(), method, SEEDED, test=TEST, evaluate_every=2, callbacks=[notes], progress=False)
+    going = fed.run(8)
+    with pytest.raises(KeyboardInterrupt) if by == "error" else nullcontext():
+        for record in going:
+            if record.round == 5 and by in ("break", "a look"):
+                break
+    if by == "break":
+        going.close()  # type: ignore[attr-defined]
+    found, measures = fed.model.state_dict(), name in ("static-bn", "hbn")
+    same = [key for key, tensor in notes.evaluated[4].items() if "tracked" not in key and torch.equal(found[key], tensor)]
+    assert (len(same) > 4) == measures  # control: the others' weights are those of round 5
+    assert not torch.equal(found["1.running_mean"], torch.zeros(16))
+    last = fed.history[3].evaluation["loss"]
+    assert (fed.evaluate()["loss"] == pytest.approx(last, abs=1e-6)) == measures
+    said = f"the run ends after round 5, but its model is that of round 4, the last evaluation: {name} measures statistics"
+    assert (said in log.text) == (measures and by != "a look")
+
+
+@pytest.mark.parametrize("name", ["static-bn", "hbn"])
+def test_without_an_evaluation_it_is_the_one_before_round_1(name: str, log: pytest.LogCaptureFixture) -> None:
+    notes = Ends("stop")
+    fed = Federation(net(), methods.METHODS[name](), SEEDED, test=TEST, evaluate_every=6, callbacks=[notes], progress=False)
+    list(fed.run(8))
+    assert torch.equal(fed.model.state_dict()["3.weight"], net().state_dict()["3.weight"])
+    assert "the run ends after round 5, but its model is that before round 1, since no round was evaluated" in log.text
+
+
+@pytest.mark.parametrize("name", ["static-bn", "hbn", "fbn"])
+def test_a_resumed_run_has_the_model_of_the_last_evaluation(name: str, tmp_path: Path) -> None:
+    def made(by: str) -> Federation:
+        return Federation(net(), methods.METHODS[name](), SEEDED, test=TEST, evaluate_every=2, callbacks=[Ends(by)], progress=False)
+
+    whole, saved, resumed = made("stop"), made(""), made("stop")
+    list(whole.run(8))
+    for record in saved.run(8):
+        if record.round == 4:
+            saved.checkpoint(tmp_path / "state")
+            break
+    resumed.resume(tmp_path / "state")
+    list(resumed.run(8))
+    assert apart([dict(resumed.model.state_dict())], [dict(whole.model.state_dict())]) == 0
 
 
 @pytest.mark.parametrize("method", ["fixbn", "fbn", "hbn", "fedtan"])

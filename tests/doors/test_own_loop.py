@@ -15,6 +15,8 @@ from fl_bn import convert, local_round, methods, server_round, server_state
 from fl_bn.exchange import local
 from fl_bn.exchange.local import LocalExchange, Turns
 from fl_bn.federation.client import LocalRound
+from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.server import Server
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
 from fl_bn.methods import Method
 from fl_bn.moments import channel_moments
@@ -230,6 +232,66 @@ def test_a_refused_reply_is_named_and_the_state_before_is_untouched() -> None:
     assert apart([after.shared.tensors()], [before]) > 1e-6
     again, _ = server_round(state, replies)  # a pure function
     assert apart([again.shared.tensors()], [after.shared.tensors()]) == 0
+
+
+@pytest.mark.parametrize("wrong", [0, -3, 2.0, True, None], ids=str)
+def test_a_number_of_rounds_that_is_none_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"rounds must be a whole number >= 1 .*, but got "):
+        server_state(rough_network("plain"), FBN, rounds=wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, "0.1", True, -0.1, float("nan"), float("inf"), 1j], ids=str)
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_rate_that_is_none_is_refused(wrong: Any, at: int) -> None:
+    """Of the first and the last round at once, of others as soon as the round begins."""
+
+    def trained() -> None:
+        state = server_state(rough_network("plain"), FBN, rounds=3, rate=lambda round, rounds: wrong if round == at else 0.1)
+        assert at == 2
+        one_round(state)[0].instruction()
+
+    with pytest.raises(ValueError, match=rf"rate must return a finite number >= 0 .*, but for round {at} of 3 returned"):
+        trained()
+    with pytest.raises(ValueError, match="rate must be a function"):
+        server_state(rough_network("plain"), FBN, rounds=3, rate=0.1)
+
+
+def one_round(state: Server) -> tuple[Server, RoundRecord]:
+    model, asked = convert(rough_network("plain"), FBN), state.instruction()
+    with local_round(model, FBN, asked) as round:
+        F.cross_entropy(round.model(CLIENTS[0].x), CLIENTS[0].y).backward()
+        torch.optim.SGD(model.parameters(), lr=asked.learning_rate).step()
+    return server_round(state, [round.reply(8)[0]])
+
+
+def test_the_run_ends_after_its_last_round() -> None:
+    """After it a falling rate would be negative, and FBN's statistics would move away from the data."""
+    asked = list[int]()
+
+    def falling(round: int, rounds: int) -> float:
+        asked.append(round)
+        return 0.1 * (1 - (round - 1) / rounds)
+
+    state = server_state(rough_network("plain"), FBN, rounds=2, rate=falling)
+    replies: list[Reply] = []
+    for _ in range(2):
+        state, record = one_round(state)
+        assert record.aggregated
+    assert record.learning_rate == pytest.approx(0.05)
+    assert state.instruction().learning_rate == record.learning_rate  # of the model at the end, for client_model
+    assert max(asked) == 2
+    with pytest.raises(ValueError, match=r"the run of 2 rounds is over: .*server_state\(\.\.\., rounds=\.\.\.\)"):
+        server_round(state, replies)
+
+
+def test_a_rate_of_0_moves_nothing() -> None:
+    state = server_state(rough_network("plain"), FBN, rounds=3, rate=lambda round, rounds: 0.1 if round < 3 else 0)
+    found = [state.shared.tensors()]
+    for _ in range(3):
+        state, _ = one_round(state)
+        found.append(state.shared.tensors())
+    assert apart(found[2:3], found[3:]) == 0
+    assert apart(found[1:2], found[2:3]) > 1e-6  # control
 
 
 def test_a_round_of_too_few_changes_nothing_and_says_so() -> None:

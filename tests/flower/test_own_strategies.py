@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -38,11 +39,13 @@ from fl_bn.flower import (
     SiloBN,
     SiloBNStrategy,
 )
+from fl_bn.flower.own.rates import RATES
 from fl_bn.methods import METHODS
 from fl_bn.secure.settings import SecureAggregation
 from tests.flower.own_apps import CLIENTS, config, data, net, own_app
 from tests.in_process import client_app
 from tests.listed import listed
+from tests.noted import noted
 
 HOOKS = ("start", "summary", "configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate")
 OWN: dict[str, type[OwnAppStrategy]] = {
@@ -163,6 +166,52 @@ def test_a_rate_that_a_hook_halves_is_halved_at_the_clients_and_in_the_records()
     result = strategy.start(InProcessGrid(app, CLIENTS, {}), num_rounds=4, train_config=config(lr=0.1))
     assert rates[::CLIENTS] == pytest.approx([0.1, 0.05, 0.05, 0.01])  # round 4 is frozen: no more than .1 of the rate before
     assert [record.learning_rate for record in result.records] == pytest.approx([0.1, 0.05, 0.05, 0.01])
+
+
+@pytest.mark.parametrize("name", RATES)
+@pytest.mark.parametrize("last", [0.0, 0, 0.05])
+def test_a_rate_of_0_is_a_rate(name: str, last: float) -> None:
+    """It is the round's rate at clients and in the records, and FBN's statistics rest with the weights."""
+    seen: list[float] = []
+
+    class Falls(FBN):
+        def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Any:
+            if server_round == 3:
+                config[name] = last
+            return super().configure_train(server_round, arrays, config, grid)
+
+    def rate(message: Message) -> float:
+        seen.append(float(message.content["config"][name]))  # type: ignore[arg-type,call-overload,index]
+        return seen[-1]
+
+    strategy = Falls(net(), fraction_evaluate=0)
+    found = noted(strategy)
+    result = strategy.start(InProcessGrid(own_app("fbn", rate=rate), CLIENTS, {}), num_rounds=3, train_config=ConfigRecord({name: 0.1}))
+    assert [record.learning_rate for record in result.records] == seen[::CLIENTS] == [0.1, 0.1, last]
+    rests = all(np.array_equal(found[2][key], found[3][key]) for key in found[3])
+    assert rests == (not last)  # control: at another rate, they move
+    assert not np.array_equal(found[1]["1.running_mean"], found[2]["1.running_mean"])
+
+
+@pytest.mark.parametrize("wrong", [-0.1, float("inf"), float("nan")])
+@pytest.mark.parametrize("round", [1, 2])
+def test_a_rate_that_is_none_is_refused(wrong: float, round: int) -> None:
+    class Wrong(FixBN):
+        def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Any:
+            if server_round == round:
+                config["lr"] = wrong
+            return super().configure_train(server_round, arrays, config, grid)
+
+    with pytest.raises(RunFailed, match=r"lr in the train config must be a finite number >= 0 \(the learning rate\), but is "):
+        ran(Wrong(net()), own_app("fixbn"))
+
+
+@pytest.mark.parametrize("wrong", [None, "0.1", True, -0.1, float("nan"), float("inf")], ids=str)
+def test_so_is_one_of_the_argument_rate(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"rate must return a finite number >= 0 .*, but for round 1 of 2 returned "):
+        ran(FBN(net(), rate=lambda round, rounds: wrong, num_rounds=2), own_app("fbn"))
+    with pytest.raises(ValueError, match="rate must be a function"):
+        ran(FBN(net(), rate=0.1, num_rounds=2), own_app("fbn"))
 
 
 def test_a_hook_may_leave_clients_out_and_change_what_is_aggregated() -> None:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, Context, Message
+from flwr.clientapp import ClientApp
 from torch import nn
+from torch.nn import functional as F
 
+from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.optimizers import fedavgm
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.flower import FBN, InProcessGrid, RunFailed
+from fl_bn.flower import FBN, FixBN, InProcessGrid, OwnAppStrategy, RunFailed, answer, training
 from fl_bn.flower.wire.codec import to_record
 from fl_bn.methods import METHODS, attacked
 from fl_bn.secure.settings import SecureAggregation
 from tests.doors.test_flower import make_net, my_app
 from tests.flower.byzantine import equal_clients
+from tests.flower.own_apps import client_of, data, net, own_app
 from tests.in_process import TWO_STEPS, Run, WatchedGrid, client_app, run
 from tests.networks import seeded_network
 from tests.noted import noted
@@ -205,3 +210,64 @@ def test_an_app_of_ones_own_answers_in_the_type_that_it_was_asked_in() -> None:
     half = trained("bfloat16")[-1]
     assert found == {"uint16"}
     assert 0 < max(float(np.abs(exact[k] - half[k]).max()) for k in exact) < 0.05
+
+
+def pretrained() -> nn.Sequential:
+    model = net()
+    model[0].requires_grad_(False)
+    return model
+
+
+def frozen_start(payload: str, thaws: int = 0, **options: Any) -> dict[str, np.ndarray]:
+    """Train two rounds of an app whose first layer is frozen; the first ``thaws`` clients let it learn. Return the tensors after them."""
+    method, app = METHODS["fedavg"](), ClientApp()
+    answer(app, pretrained, method, lambda context: data(client_of(context)))
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        client = client_of(context)
+        with training(message, context, pretrained(), method, data(client)) as round:
+            if client < thaws:
+                round.model[0].requires_grad_(True)
+            for x, y in data(client):
+                optimizer = torch.optim.SGD([p for p in round.model.parameters() if p.requires_grad], 0.1)
+                F.cross_entropy(round.model(x), y).backward()
+                optimizer.step()
+        return round.message(16)
+
+    strategy = OwnAppStrategy(pretrained(), method, fraction_evaluate=0, payload=payload, **options)
+    found = noted(strategy)
+    strategy.start(InProcessGrid(app, 3, {}), num_rounds=2)
+    return cast(dict[str, np.ndarray], found[2])
+
+
+@pytest.mark.parametrize("payload", ["float32", *NARROW])
+@pytest.mark.parametrize("defence", [NO_DEFENCE, Defence(1, "median", "median")], ids=["mean", "median"])
+def test_the_server_keeps_pretrained_weights_that_nobody_trains(payload: str, defence: Defence) -> None:
+    """The clients' rounded copies do not replace them. With FedAvgM, the weights that learn have momentum."""
+    after, before = frozen_start(payload, defence=defence, optimizer=fedavgm(learning_rate=0.5)), pretrained().state_dict()
+    for name, tensor in before.items():
+        if name.startswith("0."):
+            assert np.array_equal(after[name], tensor.numpy())
+            rounded = tensor.bfloat16() if payload == "bfloat16" else tensor.half()
+            assert not torch.equal(rounded.float(), tensor)  # control: rounding would change it
+    assert not np.array_equal(after["3.weight"], before["3.weight"].numpy())
+
+
+@pytest.mark.parametrize("payload", ["float32", *NARROW])
+@pytest.mark.parametrize("thaws", [1, 3])
+def test_weights_that_some_loop_lets_learn_are_averaged(payload: str, thaws: int) -> None:
+    after, exact, before = frozen_start(payload, thaws), frozen_start("float32", thaws), pretrained().state_dict()["0.weight"].numpy()
+    moved = np.abs(exact["0.weight"] - before).max()
+    assert moved > 0.01
+    assert np.abs(after["0.weight"] - exact["0.weight"]).max() < moved / 4
+
+
+@pytest.mark.parametrize("what", ["affine", "both", "statistics"])
+def test_a_frozen_scale_stays_as_it_was_at_the_freeze(what: str) -> None:
+    strategy = FixBN(net(), freeze_after=1, freeze_what=what, payload="bfloat16", fraction_evaluate=0)
+    found = noted(strategy)
+    strategy.start(InProcessGrid(own_app(METHODS["fixbn"](freeze_after=1, freeze_what=what)), 3, {}), num_rounds=3)
+    first, last = found[1]["1.weight"], found[3]["1.weight"]
+    assert np.array_equal(first, last) == (what != "statistics")
+    assert not np.array_equal(torch.from_numpy(first).bfloat16().float().numpy(), first)  # control: rounding would change it

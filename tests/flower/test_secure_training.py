@@ -188,6 +188,19 @@ def test_privacy_is_accounted_and_its_noise_is_not_the_seed_s(clients: list[Samp
     assert identical(without[0].trajectory[2], without[1].trajectory[2])  # control
 
 
+@pytest.mark.parametrize("privacy", [None, PRIVACY], ids=["exact", "noisy"])
+def test_noise_moves_no_weight_that_is_frozen(privacy: Privacy | None, clients: list[Samples]) -> None:
+    """Neither one that the model's owner froze, nor the scale after FixBN's freeze."""
+    model, method = seeded_network("cnn"), METHODS["fixbn"](freeze_after=1, freeze_what="both")
+    first, scale = "0.weight", "1.weight"
+    model[0].weight.requires_grad_(False)
+    ran = run(method, clients, 2, model=model, policy={"client_weights": "uniform"}, secure=SecureAggregation(privacy=privacy))
+    assert np.array_equal(ran.trajectory[2][first], model[0].weight.numpy())
+    assert np.array_equal(ran.trajectory[1][scale], ran.trajectory[2][scale])
+    assert not np.array_equal(ran.trajectory[1][scale], model[1].weight.detach().numpy())  # control: before the freeze it moves
+    assert not np.array_equal(ran.trajectory[1]["4.weight"], ran.trajectory[2]["4.weight"])
+
+
 def test_clips_of_update_and_statistics_are_two(clients: list[Samples]) -> None:
     """Nearly without noise: the mean update is no longer than its clip, and the statistics move only as far as theirs lets them."""
     still = replace(PRIVACY, noise=1e-9)

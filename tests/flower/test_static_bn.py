@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+from fl_bn import Callback
 from fl_bn.conversion import convert
+from fl_bn.federation.callbacks import Running
 from fl_bn.federation.local import Samples
+from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.rounds import Rounds
+from fl_bn.flower import BatchNormStrategy, run_in_process
+from fl_bn.flower.hooks import RunResult
 from fl_bn.methods import METHODS, Refresh, freeze
 from fl_bn.methods.static_bn import StaticBatchNorm
 from fl_bn.roles import batch_norms
 from tests.federation import union
-from tests.in_process import Run, identical, run
+from tests.in_process import TWO_STEPS, Run, WatchedGrid, client_app, identical, run
 from tests.networks import seeded_network
 
 Clients = Callable[..., list[Samples]]
@@ -64,6 +74,62 @@ def test_the_statistics_of_the_evaluation_are_the_unions(network: str, fraction:
     assert min(wrong.values()) > EXACT  # control: one client's data are missing
     fedavg = run(METHODS["fedavg"](), clients, 2, model=seeded_network(network, dtype=torch.float64), policy={"fraction": fraction})
     assert min(largest(fedavg.trajectory[2], of_the_union(fedavg, network, clients, 2)).values()) > 1e-3  # control: averaged ones
+
+
+class StopsAt5(Callback):
+    """Ends a run after round 5, as a run config names it; and notes the model of each evaluation."""
+
+    evaluated: ClassVar[dict[int, dict[str, torch.Tensor]]] = {}
+
+    def __init__(self, config: object = None, folder: object = None) -> None:
+        self.evaluated.clear()
+
+    def on_start(self, running: Running) -> None:
+        self.running = running
+
+    def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
+        self.evaluated[record.round] = dict(self.running.arrays())
+
+    def on_round(self, record: RoundRecord, rounds: int) -> None:
+        if record.round == 5:
+            self.end()
+
+    def end(self) -> None:
+        self.running.stop("time is up")
+
+
+class InterruptsAt5(StopsAt5):
+    def end(self) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", [StopsAt5, InterruptsAt5])
+@pytest.mark.parametrize("name", ["static-bn", "hbn", "fedavg"])
+def test_a_run_that_ends_early_has_the_model_of_its_last_evaluation(name: str, kind: type[StopsAt5], tmp_path: Path) -> None:
+    """Else static BN's would have mean 0 and variance 1. Control: other methods need no measurement, and have round 5's."""
+    of = {"method": name, "rounds": 8, "evaluate-every": 2, "clients": 2, "model": "mlp", "pictures": False, "local-steps": 2}
+    interrupted = pytest.raises(KeyboardInterrupt) if kind is InterruptsAt5 else nullcontext()
+    with interrupted:
+        run_in_process({**of, "output": str(tmp_path), "name": "run", "callbacks": f"{__name__}:{kind.__name__}"})
+    found, want = load_file(tmp_path / "run" / "model.safetensors"), StopsAt5.evaluated[4]
+    differ = [key for key, tensor in want.items() if "tracked" not in key and not torch.equal(found[key], tensor)]
+    assert (differ == []) == (name != "fedavg")
+    assert not any((tensor == 0).all() for key, tensor in found.items() if key.endswith("running_mean"))
+
+
+@pytest.mark.parametrize("kind", [StopsAt5, InterruptsAt5])
+@pytest.mark.parametrize("name", ["static-bn", "hbn", "fedavg"])
+def test_so_has_a_strategy(name: str, kind: type[StopsAt5], clients: list[Samples], tmp_path: Path) -> None:
+    method, policy = METHODS[name](), Rounds(len(clients), evaluate_every=2, wait=0.0)
+    strategy = BatchNormStrategy(seeded_network("cnn"), method, policy, callbacks=[kind()], evaluate=lambda model: {"loss": 1.0})
+    grid = WatchedGrid(client_app(method, clients, TWO_STEPS), len(clients))
+    results: list[RunResult] = []
+    with pytest.raises(KeyboardInterrupt) if kind is InterruptsAt5 else nullcontext():
+        results.append(strategy.start(grid, num_rounds=8))
+    strategy.save(tmp_path / "model")
+    for one in [load_file(tmp_path / "model"), *(result.arrays.to_torch_state_dict() for result in results)]:
+        differ = [key for key in one if "tracked" not in key and not torch.equal(one[key], StopsAt5.evaluated[4][key])]
+        assert (differ == []) == (name != "fedavg")
 
 
 def test_one_exchange_per_layer_and_no_fewer(clients: list[Samples]) -> None:

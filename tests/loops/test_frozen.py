@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn import Federation, convert, local_round, methods, server_round, server_state
+from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, server_optimizer
 from fl_bn.federation.values import NOTHING
 from fl_bn.methods import Method, freeze
 from fl_bn.roles import batch_norms
@@ -84,6 +85,33 @@ def test_a_loop_cannot_thaw(method: str, loop: Any, door: str) -> None:
         assert torch.equal(found[1][name], found[2][name])
         assert method == "hbn" or torch.equal(found[0][name], found[1][name])  # HBN's are measured anew before an evaluation
     assert apart(found[1:], want[:-1]) > 1e-6  # the weights do learn
+
+
+SCALE = ("1.weight", "1.bias", "4.weight", "4.bias")
+
+
+@pytest.mark.parametrize("door", ["own loop", "federation"])
+@pytest.mark.parametrize("what", ["affine", "both", "statistics"])
+@pytest.mark.parametrize("optimizer", [name for name in SERVER_OPTIMIZERS if name != "fedavg"])
+def test_no_server_optimizer_moves_a_frozen_scale(optimizer: str, what: str, door: str) -> None:
+    """Momentum would step along a pseudo-gradient of 0, and FedACG would send the scale ahead of itself."""
+    method, sent = methods.fixbn(freeze_after=2, freeze_what=what), list[dict[str, Tensor]]()
+    made = server_optimizer(optimizer, **({} if optimizer == "fedacg" else {"learning_rate": 0.1}))
+    if door == "own loop":
+
+        def note(state: Any) -> Any:
+            sent.append(state.instruction().sections["weights"])
+            return state
+
+        found = DOORS[door](net(), method, clients(), plain, 4, optimizer=made, between=note)
+    else:
+        federation = Federation(net(), method, [[batch] for batch in clients()], server_optimizer=made, progress=False)
+        found = [copy.deepcopy(federation.server.shared.tensors()) for _ in federation.run(4)]
+    for one in [*found[2:], *(sent[1:] if what != "statistics" else [])]:
+        for name in SCALE:
+            assert torch.equal(one[name], found[1][name]) == (what != "statistics"), name  # control: else it moves
+        assert not torch.equal(found[0]["1.weight"], found[1]["1.weight"])  # control: it learned before
+    assert not torch.equal(found[2]["0.weight"], found[1]["0.weight"])
 
 
 def test_eval_alone_would_thaw() -> None:

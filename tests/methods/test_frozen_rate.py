@@ -83,6 +83,12 @@ def test_where_the_schedule_alone_decides(method: Method, schedule: str) -> None
     assert rates(method, SCHEDULES[schedule]) == [SCHEDULES[schedule](round, ROUNDS) for round in range(1, ROUNDS + 1)]
 
 
+def test_a_share_of_nothing_is_no_limit() -> None:
+    """All rates before the freeze are 0. Without this, the rates after it would be 0, too."""
+    late = [0.0] * (ROUNDS // 2) + [BASE] * (ROUNDS - ROUNDS // 2)
+    assert rates(METHODS["fixbn"](), lambda round, rounds: late[round - 1]) == late
+
+
 def test_the_share_is_one() -> None:
     for wrong in (0.0, -0.1, 1.5):
         with pytest.raises(ValueError, match=r"frozen_rate must be in \(0, 1\], but got"):

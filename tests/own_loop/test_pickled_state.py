@@ -59,6 +59,18 @@ def test_so_do_the_server_s_optimizers(name: str) -> None:
     assert (apart(forgotten, want) > 0) is (name != "fedavg")  # control: FedAvg alone has no buffers
 
 
+def falling(round: int, rounds: int) -> float:
+    return 0.1 / round
+
+
+def test_a_rate_of_a_module_is_pickled_with_the_state() -> None:
+    """As docs/how-to/loop.md says. Python itself pickles no lambda."""
+    state = server_state(net(), methods.fbn(), rounds=3, rate=falling)
+    assert pickled(state).instruction().learning_rate == state.instruction().learning_rate == 0.1
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        pickled(server_state(net(), methods.fbn(), rounds=3, rate=lambda round, rounds: 0.1))
+
+
 @pytest.mark.parametrize("objective", [Scaffold(), FedProx(0.1)], ids=lambda objective: str(objective.name))
 def test_so_do_tensors_that_accompany_the_weights(objective: Objective) -> None:
     state = server_state(net(), methods.fedavg(), rounds=2, objective=objective)

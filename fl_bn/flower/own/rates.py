@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from fl_bn.federation.rounds import constant_rate
+from fl_bn.flower.population import RunFailed
 
 RATES = ("lr", "learning_rate", "learning-rate")
 """The names by which a ``train_config`` may give the clients' learning rate, as in Flower's own examples."""
 
 
 def named_rate(config: Mapping[str, Any]) -> float | None:
-    """Return the first positive number in ``config`` under one of the names ``RATES``; None if there is none."""
-    values = [config[name] for name in RATES if name in config]
-    return next((float(value) for value in values if is_number(value) and value > 0), None)
+    """Return the first number in ``config`` under one of the names ``RATES``; None if there is none.
+
+    Raises:
+        RunFailed: The number is negative or not finite.
+    """
+    for name in RATES:
+        value: Any = config.get(name)
+        if not is_number(value):
+            continue
+        if not 0 <= value < math.inf:
+            raise RunFailed(f"{name} in the train config must be a finite number >= 0 (the learning rate), but is {value}")
+        return float(value)
+    return None
 
 
 def is_number(value: Any) -> bool:
@@ -29,7 +41,11 @@ class NamedRates:
         self._rates: dict[int, float] = {}
 
     def note(self, round: int, config: Mapping[str, Any]) -> None:
-        """Store the learning rate in the train config of ``round``, if it has one."""
+        """Store the learning rate in the train config of ``round``, if it has one.
+
+        Raises:
+            RunFailed: The rate is negative or not finite.
+        """
         if (rate := named_rate(config)) is not None:
             self._rates[round] = rate
 

@@ -192,11 +192,14 @@ class SecureRounds:
         self._report_cut(record.round, total, average)
         before, after = shared.statistics(), self._combined(total, moments, server.pace())
         sent, _ = from_records(messages[0].content)
-        sections = update_of(average, to_tensors(sent.get("weights", {}))) or {"weights": {}}
+        weights = to_tensors(sent.get("weights", {}))
+        sections = update_of(average, weights) or {"weights": {}}
+        if "weights" in sections:  # the noise of differential privacy moves nothing that no client trains
+            sections["weights"] |= {name: weights[name] for name in shared.held(phase) if name in sections["weights"]}
         steps = median_steps(p.plan.steps for p in total.parts)
         together = Reply(who[0], sections, sum(p.plan.samples for p in total.parts), 1, {"steps": float(steps)})
         try:
-            shared.change(ServerStep([together], [1.0], server.optimizer, record.learning_rate), after)
+            shared.change(ServerStep([together], [1.0], server.optimizer, record.learning_rate, phase=phase), after)
         except NotFinite as error:
             log(logging.WARNING, "round %s: nothing changes, since %s", record.round, error)
             return False, parts
