@@ -209,7 +209,7 @@ def relabelled(folder: Path, labels: dict[int, int]) -> str:
 def test_labels_that_count_from_one_are_refused(tmp_path: Path) -> None:
     """They made a class too many, of which nobody has a sample."""
     path = relabelled(tmp_path, {0: 4})
-    with pytest.raises(ConfigError, match="no sample has label 0; the labels span 1..4, which would make 5 classes. Count classes from"):
+    with pytest.raises(ConfigError, match="no sample has label 0; the labels span 1..4, which would make 5 classes. If the labels count"):
         start(tmp_path, data_path=path)
 
 
