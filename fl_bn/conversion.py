@@ -77,8 +77,8 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
     _check_methods(model, replaced)
     if method.prepare is not None:
         model = method.prepare(model)
-    state_constants(model)
     _check_state(model)
+    state_constants(model)
     _check_tensors(model, method)
     return model
 
@@ -144,9 +144,15 @@ def _check_state(model: nn.Module) -> None:
     """Check that the state_dict, which a network may override, has all parameters to train and BatchNorm's running statistics.
 
     Raises:
-        Unconvertible: one of them is missing.
+        Unconvertible: one of them is missing, or a tensor is sparse.
     """
-    names = set(model.state_dict())
+    state = model.state_dict()
+    if sparse := [name for name, tensor in state.items() if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided]:
+        raise Unconvertible(
+            f"{sparse[0]} is sparse, and messages hold dense tensors only: register a buffer with persistent=False, or keep it dense and "
+            "call to_sparse() in forward"
+        )
+    names = set(state)
     trained = [name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
     norms = [(f"{name}." if name else "", layer) for name, layer in batch_norms(model).items()]
     running = [f"{prefix}{key}" for prefix, layer in norms for key in ("running_mean", "running_var") if getattr(layer, key) is not None]
@@ -178,6 +184,12 @@ def _check_tensors(model: nn.Module, method: Method) -> None:
                 f"{name} is {state[name].dtype}, a dtype that NumPy lacks, so messages cannot hold it: keep the network in float32 "
                 "(net.float()) and train it under torch.autocast (in the run config: precision='mixed'). For messages of half the size, "
                 "set payload-dtype"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not (parameter.requires_grad or parameter.is_meta or bool(parameter.isfinite().all())):
+            raise Unconvertible(
+                f"{name} is a parameter that does not learn and holds infinite numbers or NaN, which clients may not send: make it a "
+                "buffer (register_buffer), which is then a constant"
             )
     for name, module in model.named_modules():
         extremes = getattr(module, "min_val", None)

@@ -140,6 +140,16 @@ def _iterate(weight: Tensor, u: Tensor, v: Tensor, eps: float) -> None:
             return
 
 
+def quantise(model: nn.Module) -> None:
+    """Compute scale and zero point of every FakeQuantize anew, in place, from the minimum and maximum that its observer has seen.
+
+    A client loads the server's minimum, maximum and scale. The zero point is a whole number, which is never sent.
+    """
+    for module in model.modules():
+        if fake_quantizes(module):
+            _quantise(module)
+
+
 def _quantise(module: Any) -> None:
     """Compute, in place, scale and zero point of a FakeQuantize from the minimum and maximum that its observer has seen.
 

@@ -27,6 +27,7 @@ from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.auxiliary import auxiliary as auxiliary_of
 from fl_bn.federation.centring import Centring
 from fl_bn.federation.client_checks import (
+    check_dtypes,
     check_layers,
     check_objective,
     check_reply,
@@ -163,6 +164,7 @@ class LocalRound:
         check_objective(self)
         self.set_modes(self.model)
         frozen = self._fixed = frozen_statistics(self.model)
+        dtypes = {name: p.dtype for name, p in self.model.named_parameters()}
         control, full = self.instruction.sections.get(CONTROL, {}), full_gradient or _no_full_gradient
         start = Start(self.model, self.parameters, self.shared, self.kept.get("objective"), control, self.kept.counted, full)
         self._objective = self.settings.objective.begin(start)
@@ -184,6 +186,7 @@ class LocalRound:
             self._observing.close()
             self._objective.close()
             freeze_statistics(self.model, False)
+        check_dtypes(self, dtypes)
         check_layers(self, frozen)
 
     @property

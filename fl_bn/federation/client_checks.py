@@ -59,6 +59,25 @@ def check_objective(round: LocalRound) -> None:
         )
 
 
+def check_dtypes(round: LocalRound, before: Mapping[str, torch.dtype]) -> None:
+    """Check that the training loop left the parameters in their dtypes.
+
+    Args:
+        round: The client's round.
+        before: Name -> the dtype of each parameter at the beginning of training.
+
+    Raises:
+        ValueError: A parameter has another dtype, as after ``model.double()`` or with Lightning's ``precision="bf16-true"``.
+    """
+    for name, parameter in round.model.named_parameters():
+        if (was := before.get(name, parameter.dtype)) is not parameter.dtype:
+            raise ValueError(
+                f"the training loop converted {name} from {was} to {parameter.dtype} in round {round.instruction.round}, but the server's "
+                f"network has {was}: leave the dtype as it is, use torch.autocast for mixed precision (Lightning: precision='bf16-mixed'), "
+                "or give server and clients a network of the other dtype"
+            )
+
+
 def check_layers(round: LocalRound, frozen: Mapping[str, Running]) -> None:
     """Check that the training loop did not change frozen statistics, and that the layers ran on the training batches.
 

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from fl_bn.derived import quantise
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.auxiliary import Auxiliary
@@ -84,6 +85,8 @@ def load(copy: Copy, instruction: Instruction, kept: ClientState, auxiliary: Seq
     beside = {extra.section for extra in auxiliary}
     tensors = {name: t for key in instruction.sections.keys() - beside for name, t in instruction.sections[key].items()}
     copy.load(_starts(copy) | _unmixed(copy, instruction.phase) | tensors | kept.get("local"))
+    if Role.RECOMPUTED in network.role.values():
+        quantise(copy.model)
     number = _NEWEST[copy.model] = next(_NUMBERS)
     return Loaded(copy.model, number, {} if method.shares(Role.STATISTIC) else running_statistics(copy.model))
 

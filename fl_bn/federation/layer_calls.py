@@ -12,6 +12,7 @@ from torch import nn
 
 from fl_bn.layers import OwnBatchNorm
 from fl_bn.methods import Phase, StatisticsReport
+from fl_bn.modes import held_layers
 from fl_bn.roles import batch_norms
 
 if TYPE_CHECKING:
@@ -72,6 +73,17 @@ def watching_calls(round: LocalRound) -> Iterator[None]:
             stack.callback(module.register_forward_pre_hook(_Call(name, ran)).remove)
         yield
     uncalled = [name for name in layers if name not in ran]
+    observed = round.passes.observed
+    if round.observes and any(observed.values()) and (blind := [name for name in ran if name in observed and not observed[name]]):
+        LOGGER.warning(
+            "round %s: %s of the %s BatchNorm layers (%s) ran without gradients only, and such passes are no training batches. So under "
+            "%s their statistics stay as they are. To let them follow, call these layers with gradients, and detach their output",
+            round.instruction.round,
+            len(blind),
+            len(layers),
+            _first(sorted(blind)),
+            round.method.name,
+        )
     if not ran or (len(uncalled) == len(layers) and _compiled_anything()):
         del _CHECKED[key]
     elif uncalled:
@@ -107,7 +119,7 @@ def say_unmeasured(shared: SharedModel, round: int, rounds: int, phase: Phase) -
         return
     layers, key = list(shared.statistics()), (shared.signature, method.name)
     known = {name for (*network, _), uncalled in _CHECKED.items() if tuple(network) == key for name in uncalled}
-    if not (missed := [name for name in layers if name not in shared.reached | known]):
+    if not (missed := [name for name in layers if name not in shared.reached | known | held_layers(shared.model)]):
         return
     shared.said_unmeasured = True
     follows = method.reports(phase) not in (StatisticsReport.NOTHING, StatisticsReport.PASS)

@@ -19,6 +19,7 @@ from fl_bn.federation.client import LocalRound
 from fl_bn.federation.finite_inputs import Hook
 from fl_bn.layers import mixes_samples
 from fl_bn.methods import MOMENTS, Phase
+from fl_bn.methods.fedtan import WITHOUT_GRADIENTS
 from fl_bn.objectives import PLAIN
 from fl_bn.observation import learns_from_pass, observe
 from fl_bn.roles import batch_norms
@@ -321,6 +322,7 @@ class _FirstBatch:
         self._passes = 0
         self._backward_seen = False  # whether a gradient of a parameter was computed
         self.came = False  # whether a training batch came after the last step
+        self._blind = False  # whether a layer ran in training mode without gradients, in the present pass of the network
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -341,7 +343,7 @@ class _FirstBatch:
         self._backward_seen = True
 
     def _forward(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        round = self._round
+        round, self._blind = self._round, False
         if not learns_from_pass(model):
             return
         self.came = True
@@ -376,11 +378,16 @@ class _FirstBatch:
 
         Raises:
             ValueError: The batch size is unclear, because the network's inputs or layers have different numbers of rows. Or
-                the loop accumulates gradients.
+                the loop accumulates gradients. Or a layer ran before, in training mode without gradients.
         """
         round, rows = self._round, len(x)
-        if round.steps or not learns_from_pass(layer):
+        if round.steps:
             return False
+        if not learns_from_pass(layer):
+            self._blind |= layer.training and not torch.is_grad_enabled()
+            return False
+        if self._blind:
+            raise ValueError(WITHOUT_GRADIENTS)
         if self._backward_seen:
             self._refuse()
         if not round.begun:

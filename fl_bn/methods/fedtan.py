@@ -83,6 +83,12 @@ class OverRows(torch.autograd.Function):
         return x.mean(in_dims[0]), None  # autograd differentiates this mean, so ``backward`` is not used
 
 
+WITHOUT_GRADIENTS = (
+    "FedTAN exchanges the statistics of the first training batch, but got a forward pass in training mode without gradients: evaluate in "
+    "evaluation mode, checkpoint activations with use_reentrant=False, and detach the output of a teacher in place of torch.no_grad()"
+)
+
+
 @dataclass
 class Live:
     """Connect a BatchNorm layer to its client's exchange with the cohort, for as long as the exchange lasts.
@@ -166,10 +172,7 @@ class CohortBatchNorm(_SharedNorm):
                 )
             call, moments = 0, live.answers[0]
         elif not torch.is_grad_enabled():
-            raise ValueError(
-                "FedTAN exchanges the statistics of the first training batch, but got a forward pass in training mode without gradients: "
-                "evaluate in evaluation mode, and checkpoint activations with use_reentrant=False"
-            )
+            raise ValueError(WITHOUT_GRADIENTS)
         else:
             call = len(live.answers)
             moments = self._moments(x.detach(), call, live.name, exchange)

@@ -176,7 +176,16 @@ class Task(ABC):
                     "single entry is passed by position"
                 ) from error
         several = isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence)
-        return model(*inputs) if several else model(inputs)
+        try:
+            return model(*inputs) if several else model(inputs)
+        except TypeError as error:
+            if not several or _takes(model, len(inputs)):
+                raise
+            raise ValueError(
+                f"task {self.name}: the inputs of a batch are a {type(inputs).__name__} of {len(inputs)}. {type(model).__name__}.forward "
+                f"gets them as {len(inputs)} arguments, but takes another number. If it takes them as one argument, override "
+                f"{type(self).__name__}.read(batch), and return ((images,), targets)"
+            ) from error
 
     def output(self, raw: Any) -> Any:
         """Select the prediction in a network's output, for ``loss`` and ``sums``.
@@ -233,6 +242,15 @@ class Task(ABC):
     def worst(cls) -> str:
         """Return the name of the function that finds the worst of several clients' values: ``min``, or ``max`` if lower is better."""
         return "min" if cls.higher_is_better else "max"
+
+
+def _takes(model: nn.Module, number: int) -> bool:
+    """Return whether the network's ``forward`` takes ``number`` positional arguments."""
+    try:
+        inspect.signature(model.forward).bind(*range(number))
+    except TypeError:
+        return False
+    return True
 
 
 def _other_arguments(model: nn.Module, inputs: Mapping[Any, Any]) -> str:

@@ -316,6 +316,23 @@ def test_clients_need_numbers() -> None:
     assert [client.client for client in record.accepted] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", [methods.fedavg(), FBN, methods.fixbn(freeze_after=0)], ids=lambda method: method.name)
+def test_a_loop_that_converts_the_network_is_refused_at_the_client(method: Method, dtype: torch.dtype) -> None:
+    asked = started(method)[1]
+
+    def trained(to: torch.dtype) -> None:
+        with local_round(started(method)[0], method, asked) as round:
+            round.model.to(to)
+            F.cross_entropy(round.model(CLIENTS[0].x.to(to)), CLIENTS[0].y).backward()
+            sgd(round.model).step()
+
+    said = f"the training loop converted .*weight from torch.float64 to {dtype} in round 1, but the server's network has torch.float64"
+    with pytest.raises(ValueError, match=said):
+        trained(dtype)
+    trained(torch.float64)  # control
+
+
 def test_mixed_precision_and_a_scaler_leave_float32() -> None:
     net = rough_network("plain", dtype=torch.float32)
     state, model = server_state(net, FBN, rounds=1), convert(net, FBN)

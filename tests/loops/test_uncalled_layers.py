@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from fl_bn import Federation, SeededBatches, convert, local_round, methods, server_round, server_state
 from fl_bn.federation import layer_calls
 from fl_bn.federation.values import NOTHING
-from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, training
+from fl_bn.flower import InProcessGrid, OwnAppStrategy, RunFailed, answer, replayed, training
 from fl_bn.flower.log import LOGGER
 
 OWN_LAYERS = ("fixbn", "fedtan", "fedtan2", "fbn", "hbn", "static-bn")
@@ -253,6 +254,60 @@ def test_control_nothing_is_said_where_passes_reach_all_layers(door: str, log: p
     run, method = DOORS[door]
     run(Auxiliary(always=True), method)
     assert not unmeasured(log)
+
+
+@pytest.mark.parametrize("how", ["requires_grad", "eval"])
+@pytest.mark.parametrize("name", ["fbn", "hbn"])
+def test_control_nor_of_a_backbone_that_its_owner_froze(name: str, how: str, log: pytest.LogCaptureFixture) -> None:
+    net = Auxiliary(always=True)
+    if how == "eval":
+        net.bn.eval()
+    else:
+        net.body.requires_grad_(False), net.bn.requires_grad_(False)
+    in_federation(net, methods.METHODS[name]())
+    assert not unmeasured(log)
+
+
+class Target(nn.Module):
+    """A second branch with BatchNorm, whose output has no gradient, as the target network of BYOL."""
+
+    def __init__(self, no_grad: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.online, self.target = (nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)) for _ in range(2))
+        self.no_grad = no_grad
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.no_grad):
+            target = self.target(x)
+        return self.online(x) + target.detach()
+
+
+@pytest.mark.parametrize("run", [in_federation, in_loops, in_flower])
+@pytest.mark.parametrize("no_grad", [True, False], ids=["no_grad", "detached"])
+def test_a_layer_that_runs_without_gradients_alone_is_named(run: Any, no_grad: bool, log: pytest.LogCaptureFixture) -> None:
+    run(Target(no_grad), methods.fbn())
+    said = [record.getMessage() for record in log.records if "ran without gradients only" in record.getMessage()]
+    assert said == ["round 1: 1 of the 2 BatchNorm layers (target.1) ran without gradients only, and such passes are no training batches. "
+                    "So under fbn their statistics stay as they are. To let them follow, call these layers with gradients, and detach "
+                    "their output"][:no_grad]  # fmt: skip
+
+
+@pytest.mark.parametrize("no_grad", [True, False], ids=["no_grad", "detached"])
+def test_fedtan_refuses_a_layer_that_runs_without_gradients_first(no_grad: bool) -> None:
+    method = methods.fedtan()
+    app = ClientApp()
+    answer(app, lambda: Target(no_grad), method, lambda context: BATCHES)
+
+    @app.train(mods=[replayed])
+    def train(msg: Message, context: Context) -> Message:
+        with training(msg, context, Target(no_grad), method, BATCHES) as round:
+            steps(round.model)
+        return round.message(64, 1.0)
+
+    refused = pytest.raises(RunFailed, match="got a forward pass in training mode without gradients: .*detach the output of a teacher")
+    with refused if no_grad else nullcontext():
+        OwnAppStrategy(Target(no_grad), method, fraction_evaluate=0).start(InProcessGrid(app, 2, {}), num_rounds=1)
 
 
 def test_fbn_s_statistics_follow_the_training_batches(log: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch.ao import quantization
 from torch.nn.utils import parametrizations, prune, spectral_norm
 from torch.optim import SGD
 
-from fl_bn import Federation, convert, local_round, methods, server_round, server_state, set_buffer_roles
+from fl_bn import Federation, client_model, convert, local_round, methods, server_round, server_state, set_buffer_roles
+from fl_bn.composed import Unconvertible
 from fl_bn.federation.values import NOTHING
 from fl_bn.roles import Role, parse_buffer_roles, roles
 from fl_bn.run.config import ConfigError, RunConfig
@@ -241,6 +243,34 @@ def test_observers_start_with_infinite_extremes_and_are_averaged() -> None:
     assert torch.equal(fed.model[1].scale, scale)  # from the averaged extremes
     assert torch.equal(fed.model[1].zero_point, zero_point)
     assert not torch.equal(model[1].scale, scale)  # control: as it was before
+
+
+def test_a_client_has_the_zero_point_that_belongs_to_the_server_s_scale() -> None:
+    state = server_state(quantised(), FEDAVG, rounds=2)
+    with local_round(convert(quantised(), FEDAVG), FEDAVG, state.instruction()) as round:
+        optimizer = SGD(round.model.parameters(), 0.1)
+        round.model(CLIENTS[0].x - 0.5).square().mean().backward()
+        optimizer.step()
+    state, _ = server_round(state, [round.reply(8)[0]])
+    mine, server = client_model(quantised(), FEDAVG, state.instruction())[1], state.model[1]
+    assert (mine.scale, mine.zero_point) == (server.scale, server.zero_point)
+    assert mine.zero_point != quantised()[1].zero_point  # control: training moved it
+
+
+def test_a_constant_parameter_that_is_infinite_is_named() -> None:
+    model = nn.Linear(2, 2)
+    model.register_parameter("mask", nn.Parameter(torch.full((2,), -torch.inf), requires_grad=False))
+    with pytest.raises(Unconvertible, match="mask is a parameter that does not learn and holds infinite numbers or NaN.*make it a buffer"):
+        convert(model, FEDAVG)
+
+
+def test_a_sparse_buffer_is_named() -> None:
+    for persistent in (False, True):
+        model = nn.Linear(2, 2)
+        model.register_buffer("adjacency", torch.eye(2).to_sparse(), persistent=persistent)
+        refused = pytest.raises(Unconvertible, match="adjacency is sparse, and messages hold dense tensors only")
+        with refused if persistent else nullcontext():
+            convert(model, FEDAVG)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")

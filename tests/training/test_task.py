@@ -316,6 +316,26 @@ def test_what_is_no_tensor_stays_as_it_is() -> None:
     assert (moved["a"][1], moved["b"]) == ("text", [3])
 
 
+def test_a_list_that_the_network_takes_as_one_argument_needs_a_task_of_its_own() -> None:
+    class Images(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, images: list[Tensor]) -> Tensor:
+            return self.layer(torch.stack(images))
+
+    class Lists(Classification):
+        def read(self, batch: Any) -> Any:
+            return (batch[0],), batch[1]
+
+    batch = [torch.randn(4) for _ in range(5)], torch.arange(5) % 3
+    said = r"are a list of 5. Images.forward gets them as 5 arguments, but takes another number. .* Classification.read\(batch\)"
+    with pytest.raises(ValueError, match=said):
+        evaluate(Images(), [batch], task=Classification())
+    assert evaluate(Images(), [batch], task=Lists()).count == 5
+
+
 def test_entries_of_a_dict_that_the_network_does_not_take_are_named_with_the_way_out() -> None:
     """As MONAI's loaders give them: an image, its label, and what else is known of it."""
     x, y = torch.randn(4, 3), torch.arange(4) % 2
