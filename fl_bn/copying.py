@@ -8,6 +8,7 @@ functions of its own, which remember the copy.
 from __future__ import annotations
 
 import copy
+import dis
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -88,8 +89,8 @@ def _within(value: Any, depth: int = 4) -> Iterator[Any]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names of the variables that are not local to ``code``, nor to the functions in it."""
-    yield from code.co_names
+    """Yield the names of the global variables that ``code``, or a function in it, reads."""
+    yield from (str(one.argval) for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL")
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _names(inner)

@@ -165,6 +165,8 @@ def test_a_function_that_reads_the_network_from_a_global_variable_is_refused() -
     other = made(method)
     other.block = use
     convert(other, methods.fedavg())  # control: it is another network
+    NETWORK.block = lambda x: other.NETWORK.plain(x)  # control: an attribute of that name
+    convert(NETWORK, methods.fedavg())
 
 
 @pytest.mark.parametrize("value", [threading.Lock(), (n for n in range(3))], ids=["lock", "generator"])
