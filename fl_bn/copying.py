@@ -22,7 +22,7 @@ from fl_bn.composed import Unconvertible
 
 Holder = TypeVar("Holder")
 CALLS = (FunctionType, MethodType, partial, weakref.ref)
-"""What ``copy.deepcopy`` leaves as it is, although it may hold the network."""
+"""Types of objects that ``copy.deepcopy`` does not copy in full, although they may hold the network."""
 PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, Tensor, torch.dtype, torch.device, torch.Generator)
 
 

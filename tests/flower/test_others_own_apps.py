@@ -288,6 +288,14 @@ def test_no_test_sample_at_all_is_said(log: pytest.LogCaptureFixture) -> None:
 # Frozen rounds
 
 
+def an_epoch(model: torch.nn.Module, client: int, rate: float) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    for x, y in data(client):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize(("base", "obeys", "said"), [(0.1, True, False), (0.1, False, True), (0.001, True, False), (0.001, False, True)])
 def test_a_loop_that_ignores_the_lower_rate_is_told_and_no_other(
     base: float, obeys: bool, said: bool, log: pytest.LogCaptureFixture
@@ -298,11 +306,7 @@ def test_a_loop_that_ignores_the_lower_rate_is_told_and_no_other(
     @app.train()
     def train(message: Message, context: Context) -> Message:
         with training(message, context, net(), method) as round:
-            optimizer = torch.optim.SGD(round.model.parameters(), lr=base * (round.rate_share if obeys else 1.0))
-            for x, y in data(client_of(context)):
-                optimizer.zero_grad()
-                F.cross_entropy(round.model(x), y).backward()
-                optimizer.step()
+            an_epoch(round.model, client_of(context), base * (round.rate_share if obeys else 1.0))
         return round.message(SAMPLES)
 
     ran(FixBN(net(), freeze_after=1, fraction_evaluate=0), app, rounds=3)
@@ -316,11 +320,7 @@ def test_clients_with_several_rates_are_not_told_if_all_obey(log: pytest.LogCapt
     @app.train()
     def train(message: Message, context: Context) -> Message:
         with training(message, context, net(), method) as round:
-            optimizer = torch.optim.SGD(round.model.parameters(), lr=[0.1, 0.05, 0.001][client_of(context)] * round.rate_share)
-            for x, y in data(client_of(context)):
-                optimizer.zero_grad()
-                F.cross_entropy(round.model(x), y).backward()
-                optimizer.step()
+            an_epoch(round.model, client_of(context), [0.1, 0.05, 0.001][client_of(context)] * round.rate_share)
         return round.message(SAMPLES)
 
     ran(FixBN(net(), freeze_after=1, fraction_evaluate=0), app, rounds=3)
