@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from fl_bn.conversion import check_complete, hooked_parameters
 from fl_bn.copying import copied
+from fl_bn.federation.arguments import Trials, check_arguments, check_network
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.callbacks import Callback, Callbacks, Running, checked_callbacks
 from fl_bn.federation.checkpoint import FederationState, set_generators
@@ -27,10 +26,9 @@ from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.eager import SGD
 from fl_bn.federation.engines.clients import Clients, Own
 from fl_bn.federation.engines.local import LocalTransport
-from fl_bn.federation.engines.vectorised import ENGINES, VECTORISED
-from fl_bn.federation.engines.workers import MOST_WORKERS
+from fl_bn.federation.engines.vectorised import VECTORISED
 from fl_bn.federation.loader_generators import generators
-from fl_bn.federation.loaders import Loader, check_clients, check_loader, check_not_one_batch
+from fl_bn.federation.loaders import Loader, check_not_one_batch
 from fl_bn.federation.newest import Newest
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Passes
@@ -43,7 +41,6 @@ from fl_bn.federation.per_client import (
     each,
     optimizers_of,
     own_tests,
-    rate_of,
     schedulers_of,
     tasks_of,
 )
@@ -51,14 +48,13 @@ from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.run import FROM_THE_START, Diverged, Round, Start, run
 from fl_bn.federation.same_run import CALENDAR, check_same, of_method, of_optimizer
+from fl_bn.federation.schedule import factor_of, same_rate
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
-from fl_bn.federation.step_rates import check_optimizer
-from fl_bn.federation.steps import check_follows_rate, check_loss, check_optimizer_steps, check_parameters, check_scheduler_steps
+from fl_bn.federation.steps import check_loss
 from fl_bn.methods import Method
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.roles import buffers_in_words, inputs_like
-from fl_bn.support.names import check_name
 from fl_bn.task import CLASSIFICATION, Task
 
 __all__ = ["Diverged", "Federation"]
@@ -68,25 +64,6 @@ AGAIN = (
     "call run(rounds) once, and iterate over its records"
 )
 SGD_05 = partial(SGD, lr=LEARNING_RATE, momentum=0.9)
-
-
-def same_rate(round: int, rounds: int) -> float:
-    """Return 1, the factor of the learning rate in every round."""
-    return 1.0
-
-
-def factor_of(schedule: Callable[[int, int], float], round: int, rounds: int) -> float:
-    """Return the factor of the learning rate that ``schedule`` gives for a round.
-
-    Raises:
-        ValueError: The factor is no finite number above 0.
-    """
-    factor = schedule(round, rounds)
-    if isinstance(factor, bool) or not isinstance(factor, float | int) or not 0 < factor < math.inf:
-        raise ValueError(
-            f"schedule must return a finite number above 0 (the factor of the learning rate), but for round {round} returned {factor!r}"
-        )
-    return float(factor)
 
 
 class Federation:
@@ -177,32 +154,19 @@ class Federation:
         progress: bool = True,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        check_name("engine", engine, ENGINES)
-        if not isinstance(workers, int) or not 0 <= workers <= MOST_WORKERS or (engine == VECTORISED and workers > 1):
-            raise ValueError(
-                f"workers must be 0..{MOST_WORKERS}; with engine='vectorised' it must be 0 or 1, since one process computes the cohort; "
-                f"but got workers={workers} and engine={engine!r}"
-            )
-        check_clients(clients)
-        wrong = [one for one in (local_epochs, evaluate_every) if isinstance(one, bool) or not isinstance(one, int) or one < 1]
-        if not len(clients) or wrong:
-            raise ValueError(
-                f"a federation needs at least 1 client, and whole numbers >= 1 as local_epochs and evaluate_every, but got {len(clients)} "
-                f"clients, local_epochs={local_epochs!r} and evaluate_every={evaluate_every!r}"
-            )
-        for argument, value, kind, such in (
-            ("model", model, nn.Module, "a torch network"),
-            ("method", method, Method, "methods.fbn()"),
-            ("objective", objective, Objective, "FedProx(0.01)"),
-            ("server_optimizer", server_optimizer, ServerOptimizer | None, "fedadam()"),
-            ("defence", defence, Defence, "Defence(...)"),
-        ):
-            if not isinstance(value, kind):
-                raise ValueError(f"{argument} must be an object such as {such}, but got {value!r}")
-        if not callable(schedule):
-            raise ValueError(f"schedule must be a function of (round, rounds) that returns a factor, but got {schedule!r}")
-        for number, loader in enumerate(clients):
-            check_loader(f"client {number}", loader)
+        check_arguments(
+            model,
+            method,
+            clients,
+            objective=objective,
+            server_optimizer=server_optimizer,
+            defence=defence,
+            schedule=schedule,
+            local_epochs=local_epochs,
+            evaluate_every=evaluate_every,
+            engine=engine,
+            workers=workers,
+        )
         count = len(clients)
         self.clients, self.tests = clients, own_tests(test, count)
         self.progress, self.callbacks = progress, checked_callbacks(callbacks)
@@ -217,29 +181,13 @@ class Federation:
             check_not_one_batch(f"client {number}", loader, own_task)
             if self.tests is not None:
                 check_not_one_batch(f"test of client {number}", self.tests[number], own_task)
-        check_complete(model)
-        if empty := [name for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor) and tensor.is_meta]:
-            raise ValueError(
-                f"{empty[0]} is on the meta device, so it has a shape, but no values: give the network values first, by "
-                "model.to_empty(device='cpu') and model.load_state_dict(...)"
-            )
+        check_network(model)
         for one in each("loss", loss, count, "a function", lambda one: True):
             check_loss(one, model)
-        if hooked := hooked_parameters(model):
-            raise ValueError(
-                f"parameter {hooked[0]} has a gradient hook, which the clients' copies of the network would not have: put what the "
-                "hook does into the network (torch.autograd.Function), or write a loop of your own (docs/how-to/loop.md)"
-            )
-        trial = copied(model)  # not ``model``, which a function that ignores its argument may know
-        examples = {id(make): make(trial.parameters()) for make in makers}
-        for example in examples.values():
-            check_parameters(example, trial.parameters())
-            check_optimizer(objective, example)
-            check_optimizer_steps(example, trial)
+        trials = Trials(model, makers, objective)
+        base = trials.rate
         given = method
-        method, by_kind = bounded(method, clip, examples, settings)
-        rates = {key: rate_of(example) for key, example in examples.items()}
-        base = max((rate for rate in rates.values() if rate), default=None)
+        method, by_kind = bounded(method, clip, trials.optimizers, settings)
         policy = Rounds(
             len(clients),
             fraction,
@@ -257,15 +205,10 @@ class Federation:
         self.history: list[RoundRecord] = []
         where = torch.device(device) if device is not None else inputs_like(model).device
         pristine = copied(self.server.model)  # the server's own model changes during the run
-        shares = [(rates[id(make)] or base or 1.0) / (base or 1.0) for make in makers]
-        kinds = [by_kind[id(make)] for make in makers]
         schedulers = schedulers_of(scheduler, count)
-        for make_scheduler, make in {(id(one), id(make)): (one, make) for one, make in zip(schedulers, makers, strict=True)}.values():
-            if make_scheduler is not None and (made := make_scheduler(example := make(trial.parameters()))) is not None:
-                check_scheduler_steps(made, example)
-                if schedule is not same_rate or method.frozen_rate < 1:
-                    check_follows_rate(make, make_scheduler, [*trial.parameters()])
-        every = zip(clients, tasks, makers, schedulers, kinds, shares, self.tests or (None,) * count, strict=True)
+        trials.check_schedulers(schedulers, follows=schedule is not same_rate or method.frozen_rate < 1)
+        kinds = [by_kind[id(make)] for make in makers]
+        every = zip(clients, tasks, makers, schedulers, kinds, trials.shares, self.tests or (None,) * count, strict=True)
         own = [Own(*one) for one in every]
         common = Clients(pristine, method, where, own, schedule, seed)
         self._transport = LocalTransport(self.server, common, self.tests, workers, engine == VECTORISED)
@@ -273,7 +216,7 @@ class Federation:
         self._present = object()  # the call of ``run`` that made the last round
         self._last: Round | None = None  # the last finished round, of this run or an earlier one
         self._resumed: FederationState | None = None
-        self._optimizers = ", ".join(dict.fromkeys(of_optimizer(examples[id(make)]) for make in makers))
+        self._optimizers = trials.in_words
         self._decides = {
             "method": method.name,
             **of_method(given),
