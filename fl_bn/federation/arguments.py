@@ -20,6 +20,7 @@ from fl_bn.federation.step_rates import check_optimizer
 from fl_bn.federation.steps import check_follows_rate, check_optimizer_steps, check_parameters, check_scheduler_steps
 from fl_bn.methods import Method
 from fl_bn.objectives import Objective
+from fl_bn.roles import inputs_like
 from fl_bn.support.names import check_name
 
 
@@ -68,6 +69,25 @@ def check_arguments(
         raise ValueError(f"schedule must be a function of (round, rounds) that returns a factor, but got {schedule!r}")
     for number, loader in enumerate(clients):
         check_loader(f"client {number}", loader)
+
+
+def device_of(device: torch.device | str | None, model: nn.Module) -> torch.device:
+    """Return the device on which clients train: ``device``, or the network's own if it is None.
+
+    Raises:
+        ValueError: No tensor can be computed on ``device`` here.
+    """
+    if device is None:
+        return inputs_like(model).device
+    try:
+        torch.ones(1, device=device).item()
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        seen = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+        raise ValueError(
+            f"device must be one on which torch can compute here, such as {' or '.join(seen)}, but got {device!r}: "
+            f"{str(error).partition(chr(10))[0]}"
+        ) from error
+    return torch.device(device)
 
 
 def check_network(model: nn.Module) -> None:

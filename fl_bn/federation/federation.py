@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fl_bn.copying import copied
-from fl_bn.federation.arguments import Trials, check_arguments, check_network
+from fl_bn.federation.arguments import Trials, check_arguments, check_network, device_of
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.callbacks import Callback, Callbacks, Running, checked_callbacks
 from fl_bn.federation.checkpoint import FederationState, set_generators
@@ -54,7 +54,7 @@ from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
 from fl_bn.federation.steps import check_loss
 from fl_bn.methods import Method
 from fl_bn.objectives import PLAIN, Objective
-from fl_bn.roles import buffers_in_words, inputs_like
+from fl_bn.roles import buffers_in_words
 from fl_bn.task import CLASSIFICATION, Task
 
 __all__ = ["Diverged", "Federation"]
@@ -182,6 +182,7 @@ class Federation:
             if self.tests is not None:
                 check_not_one_batch(f"test of client {number}", self.tests[number], own_task)
         check_network(model)
+        where = device_of(device, model)
         for one in each("loss", loss, count, "a function", lambda one: True):
             check_loss(one, model)
         trials = Trials(model, makers, objective)
@@ -203,7 +204,6 @@ class Federation:
         if buffers := buffers_in_words(self.server.model):
             LOGGER.info("%s", buffers)
         self.history: list[RoundRecord] = []
-        where = torch.device(device) if device is not None else inputs_like(model).device
         pristine = copied(self.server.model)  # the server's own model changes during the run
         schedulers = schedulers_of(scheduler, count)
         trials.check_schedulers(schedulers, follows=schedule is not same_rate or method.frozen_rate < 1)

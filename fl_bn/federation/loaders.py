@@ -54,7 +54,7 @@ def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
 
 
 def check_not_one_batch(whose: str, loader: Loader, task: Task) -> None:
-    """Check that ``loader`` has batches: it is neither a single batch nor has single samples, as a torch dataset has.
+    """Check that ``loader`` has batches: it is neither a single batch nor a list or torch dataset of single samples.
 
     For a task that overrides ``read``, check nothing: it may take any batches.
 
@@ -64,7 +64,7 @@ def check_not_one_batch(whose: str, loader: Loader, task: Task) -> None:
         task: Reads the batches.
 
     Raises:
-        ValueError: ``loader`` is a tensor, a dict or a dataset of single samples, or its first element is a tensor.
+        ValueError: ``loader`` is a tensor, a dict, or a list or dataset of single samples, or its first element is a tensor.
     """
     first = loader[0] if isinstance(loader, list | tuple) and loader else None
     if type(task).read is not Task.read:
@@ -79,8 +79,8 @@ def check_not_one_batch(whose: str, loader: Loader, task: Task) -> None:
 
 
 def _has_samples(loader: Loader) -> bool:
-    """Tell whether ``loader`` is a torch dataset of single samples: one of ``SAMPLES``, or one whose first target is a number."""
-    if isinstance(loader, SAMPLES) or not isinstance(loader, Dataset) or isinstance(loader, IterableDataset):
+    """Tell whether ``loader`` has single samples: it is one of ``SAMPLES``, or a dataset or list whose first target is a number."""
+    if isinstance(loader, SAMPLES) or not isinstance(loader, Dataset | list | tuple) or isinstance(loader, IterableDataset):
         return isinstance(loader, SAMPLES)
     first = loader[0] if isinstance(loader, Sized) and len(loader) else None
     target = first[1] if isinstance(first, list | tuple) and len(first) == 2 else None

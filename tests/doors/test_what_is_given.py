@@ -171,6 +171,8 @@ def loader() -> DataLoader[tuple[Tensor, ...]]:
         (lambda: fed(test=batches()[0]), "test of client 0: expected batches, but got a single one"),
         (lambda: fed(clients=[loader().dataset]), "client 0: expected batches, but got a TensorDataset of single samples: give DataLoader"),
         (lambda: fed(clients=[Pictures()]), "client 0: expected batches, but got a Pictures of single samples"),
+        (lambda: fed(clients=[[*zip(*batches()[0], strict=True)]]), "client 0: expected batches, but got a list of single samples: give"),
+        (lambda: fed(clients=[[(torch.ones(5), 1)] * 4]), "client 0: expected batches, but got a list of single samples"),
         (lambda: fed(test=Subset(Pictures(), [1])), "test of client 0: expected batches, but got a Subset of single samples"),
         (lambda: fed(clients=(batches() for _ in range(3))), r"clients: expected a list .*, but got a generator: .*, list\(clients\)$"),
         (lambda: fed(clients={"a": batches()}), r"clients: expected a list .*, but got a dict: .*, list\(clients.values\(\)\)$"),
@@ -180,6 +182,17 @@ def loader() -> DataLoader[tuple[Tensor, ...]]:
 def test_what_is_no_loader_is_refused_before_round_1(give: Callable[[], Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         give()
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", "cuda:99", 3.5])
+def test_a_device_that_cannot_compute_is_refused_before_round_1(device: Any) -> None:
+    with pytest.raises(ValueError, match=rf"device must be one on which torch can compute here, such as cpu.*, but got {device!r}: "):
+        fed(device=device)
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), None])
+def test_control_a_device_that_can_compute_is_taken(device: Any) -> None:
+    assert len([*fed(device=device).run(1)]) == 1
 
 
 def test_control_a_dataset_of_batches_is_trained_on() -> None:
