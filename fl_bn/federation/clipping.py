@@ -81,7 +81,8 @@ def bounded(
     """Choose how clients clip gradients with ``clip="auto"``: so that SGD moves their weights by a limited distance per round.
 
     Method and settings stay unchanged with ``clip="none"``, if a client uses another optimiser than SGD, or if the
-    objective has control variates (SCAFFOLD). A method without ``calibrate`` needs no clipping, and gets none.
+    objective has control variates (SCAFFOLD). A method that does not normalise its first batch with shared statistics needs
+    no clipping, and gets none.
 
     Args:
         method: The method.
@@ -96,7 +97,8 @@ def bounded(
     check_name("clip", clip, ("auto", "none"))
     if clip == "none" or not all(isinstance(one, SGD) for one in optimizers.values()) or settings.objective.travels:
         return method, dict.fromkeys(optimizers, settings)
-    how, limit = chosen(clip, settings.clip_limit, drifts=method.calibrate)
+    some = 2  # how many rounds come is not known yet; in a run of 2 or more, only freeze_after=0 freezes round 1
+    how, limit = chosen(clip, settings.clip_limit, drifts=method.uses_shared(some))
     step = STEP if method.starts_small else 0.0
     return method.bounded(), {
         key: replace(settings, momentum=float(one.param_groups[0]["momentum"]), clip=how, clip_limit=limit, step_clip=step)

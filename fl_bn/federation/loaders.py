@@ -14,6 +14,7 @@ from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import seeded
 from fl_bn.federation.sources import BATCHES, IndexBatches
 from fl_bn.task import Task
+from fl_bn.task.objects import is_ours
 
 Loader = Iterable[Any]
 """Batches that can be iterated over many times, such as a DataLoader or a list. The task reads each batch."""
@@ -71,18 +72,23 @@ def check_not_one_batch(whose: str, loader: Loader, task: Task) -> None:
         return
     if isinstance(loader, Mapping | torch.Tensor) or isinstance(first, torch.Tensor):
         raise ValueError(f"{whose}: expected batches, but got a single one: give a list of batches, [(inputs, targets)]")
-    if _has_samples(loader):
+    if _has_samples(loader, is_ours(task)):
         raise ValueError(
             f"{whose}: expected batches, but got a {type(loader).__name__} of single samples: give DataLoader(samples, batch_size=32, "
             "shuffle=True)"
         )
 
 
-def _has_samples(loader: Loader) -> bool:
-    """Tell whether ``loader`` has single samples: it is one of ``SAMPLES``, or a dataset or list whose first target is a number."""
-    if isinstance(loader, SAMPLES) or not isinstance(loader, Dataset | list | tuple) or isinstance(loader, IterableDataset):
+def _has_samples(loader: Any, own_loss: bool) -> bool:
+    """Tell whether ``loader`` has single samples: it is one of ``SAMPLES``, or a dataset whose first target is a number.
+
+    So is a list, if the loss is fl-bn's own. Another loss may take one number as the target of a whole batch.
+    """
+    maybe = Dataset | list | tuple if own_loss else Dataset
+    if isinstance(loader, SAMPLES) or not isinstance(loader, maybe) or isinstance(loader, IterableDataset):
         return isinstance(loader, SAMPLES)
-    first = loader[0] if isinstance(loader, Sized) and len(loader) else None
+    size = len(loader) if isinstance(loader, Sized) else 0
+    first = loader[0] if size else None
     target = first[1] if isinstance(first, list | tuple) and len(first) == 2 else None
     return isinstance(target, int | float | np.number) or (isinstance(target, torch.Tensor) and target.dim() == 0)
 

@@ -39,7 +39,7 @@ class _Proximal(Round):
 class FedProx(Objective):
     """Add FedProx's proximal term to the loss. The term is over the trained weights that are shared, and no others."""
 
-    mu: float = option(0.01, "strength of mu/2 ||w - w_t||^2; 0: off", ">= 0", symbol="mu")
+    mu: float = option(0.01, "strength of mu/2 times the squared distance from the received weights; 0: off", ">= 0", symbol="mu")
     name: ClassVar[str] = "fedprox"
     anchored: ClassVar[bool] = True
 

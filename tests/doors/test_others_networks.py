@@ -19,9 +19,12 @@ from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 from fl_bn import Classification, Federation, SeededBatches, convert, methods
 from fl_bn.composed import Unconvertible
 from fl_bn.federation.centring import centred_weights
+from fl_bn.federation.clipping import bounded
 from fl_bn.federation.per_client import rate_of
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.unit_scale import producers
 from fl_bn.methods import Method
+from fl_bn.run.config import RunConfig
 from fl_bn.task import batch_size
 
 RATE = 0.1
@@ -322,6 +325,24 @@ def test_the_largest_rate_of_all_parameters_decides_about_clipping() -> None:
     groups = [{"params": model[0].parameters(), "lr": 1e-4}, {"params": model[3].parameters()}]
     assert rate_of(SGD(groups, lr=0.1)) == 0.1
     assert rate_of(SGD(model.parameters(), lr=torch.tensor(10.0))) == 10.0
+
+
+@pytest.mark.parametrize(
+    ("method", "keys"),
+    [
+        *((getattr(methods, name)(), {"method": name}) for name in ("fedavg", "fixbn", "fedbn", "hbn", "fbn", "fedtan", "fedtan2")),
+        (methods.fixbn(freeze_after=0), {"method": "fixbn", "freeze-after": 0}),
+        (methods.fbn(momentum=0.1), {"method": "fbn", "fbn-momentum": 0.1}),
+    ],
+    ids=lambda one: one.name if isinstance(one, Method) else ",".join(map(str, one.values())),
+)
+def test_a_federation_clips_where_a_run_config_clips(method: Method, keys: dict[str, Any]) -> None:
+    """FixBN that is frozen from the start was clipped in a run config, but not here."""
+    wanted = RunConfig.from_mapping(keys).local_training()
+    optimizers = {0: SGD(net().parameters(), lr=0.1, momentum=0.9)}
+    found = bounded(method, "auto", optimizers, LocalTraining(batch_size=2, epochs=1))[1][0]
+    assert (found.clip, found.clip_limit, found.step_clip) == (wanted.clip, wanted.clip_limit, wanted.step_clip)
+    assert (found.clip == "round") == (method.name in ("fbn", "hbn") or keys.get("freeze-after") == 0)
 
 
 def test_a_loss_that_uses_the_network_itself_is_refused() -> None:
