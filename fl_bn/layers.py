@@ -246,6 +246,8 @@ class HybridBatchNorm(_SharedNorm):
             if self.observation is not None:
                 self.observation(self, x)
             return self.normalise_shared(x)
+        if not x.numel():  # an expert of a mixture may get no sample of a batch
+            return self.normalise_shared(x)
         if x.numel() <= x.shape[1]:
             raise ValueError(
                 f"HybridBatchNorm needs more than 1 value per channel in training, but got {tuple(x.shape)}: drop batches of one "

@@ -28,6 +28,23 @@ def remember_modes(model: nn.Module) -> None:
             setattr(module, MARK, True)
 
 
+def modes_in_words(model: nn.Module) -> str:
+    """Say, for the log, that ``model`` is in evaluation mode as a whole while parts of it are in training mode; empty otherwise.
+
+    All of such a network trains: a new head on a network that was loaded in evaluation mode looks the same. But its owner may have
+    meant to train these parts alone.
+    """
+    modules = named_modules(model)
+    parts = [name for name, module in modules.items() if module.training and any(True for _ in module.parameters())]
+    still = [name for name, module in modules.items() if isinstance(module, _BatchNorm) and not module.training]
+    if model.training or not parts or not still:
+        return ""
+    return (
+        f"the network is in evaluation mode as a whole, and {parts[0]} is in training mode: all of it trains, {still[0]} included. To keep "
+        f"parts in evaluation mode, call net.train() first, and then eval() of these parts"
+    )
+
+
 def train_mode(model: nn.Module) -> None:
     """Put ``model`` into training mode by its own ``train()``, except for the parts that ``remember_modes`` marked."""
     modules = named_modules(model).values()

@@ -74,7 +74,10 @@ def to_input(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Convert samples of a data set to the input of a network.
 
     Args:
-        x: uint8 images, which become -1..1, or measurements (floats), which keep their values.
-        dtype: dtype of the result.
+        x: uint8 images, which become -1..1; measurements (floats), which keep their values; or other whole numbers
+            (indices of an embedding), which stay as they are.
+        dtype: dtype of images and measurements in the result.
     """
-    return x.to(dtype) if x.is_floating_point() else images_to_input(x, dtype)
+    if x.dtype == torch.uint8:
+        return images_to_input(x, dtype)
+    return x.to(dtype) if x.is_floating_point() else x

@@ -339,7 +339,7 @@ class LocalRound:
 
         Args:
             forward: Computes the loss of the batch.
-            x: The inputs of the batch.
+            x: The inputs of the batch, or a function that calls a network on them.
 
         Returns:
             The loss, without the objective's own terms.
@@ -423,7 +423,8 @@ class LocalRound:
                 averages. In phase EXCHANGE, the weight is the size of the first batch instead.
             loss: The mean loss over the training batches.
             client: The client's number.
-            metrics: Further numbers for the record, by name.
+            metrics: Further numbers for the record, by name. In a loop of your own, ``client_metrics`` of the record has them, and
+                ``own_metrics`` their means, weighted by samples.
             tells_drift: Whether the reply says how far the client's own running statistics moved (FedBN).
 
         Returns:
@@ -436,10 +437,10 @@ class LocalRound:
                 and it was not called.
         """
         samples, client = whole_number("samples", samples), whole_number("client", client)
-        check_reply(self, metrics or {})
+        given = check_reply(self, metrics or {})
         if self.trains:
             sections, numbers, kept = self._trained(samples, client, tells_drift)
-            numbers = {**(metrics or {}), "loss": float(loss), **numbers}
+            numbers = {**given, "loss": float(loss), **numbers}
         else:
             sections, numbers, kept = {"moments": outgoing.complete_moments(self, self.report())}, {}, self.kept
         numbers |= outgoing.numbers_of_data(self, sections)

@@ -109,11 +109,12 @@ def check_layers(round: LocalRound, frozen: Mapping[str, Running]) -> None:
         )
 
 
-def check_reply(round: LocalRound, metrics: Mapping[str, float]) -> None:
-    """Check that a reply of ``round`` has something to send, and that it can carry the user's ``metrics``.
+def check_reply(round: LocalRound, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Check that a reply of ``round`` has something to send, and that it can carry the user's ``metrics``; return these as floats.
 
     Raises:
-        ValueError: A later round has loaded the network, a name in ``metrics`` is taken, or a loop of the user's own made no step.
+        ValueError: A later round has loaded the network, a name in ``metrics`` is taken, a value is no number, or a loop of the
+            user's own made no step.
     """
     if round.trains and not round.loaded.newest:
         raise ValueError(
@@ -131,6 +132,16 @@ def check_reply(round: LocalRound, metrics: Mapping[str, float]) -> None:
             "(not the network before convert, nor a copy) inside the block, by an optimiser of round.model.parameters(), and make the "
             "reply after the loop. A client without a batch makes no reply (if round.steps: ...)"
         )
+    return {name: _number(name, value) for name, value in metrics.items()}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"metrics must be numbers by name, such as {{'accuracy': 0.75}}, but {name!r} is {value!r:.100}") from error
 
 
 def check_trained(round: LocalRound, samples: int) -> None:

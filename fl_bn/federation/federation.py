@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from numbers import Integral
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -28,7 +29,7 @@ from fl_bn.federation.engines.clients import Clients, Own
 from fl_bn.federation.engines.local import LocalTransport
 from fl_bn.federation.engines.vectorised import VECTORISED
 from fl_bn.federation.loader_generators import generators
-from fl_bn.federation.loaders import Loader, check_not_one_batch
+from fl_bn.federation.loaders import Loader, check_not_one_batch, in_dtype
 from fl_bn.federation.newest import Newest
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Passes
@@ -53,8 +54,9 @@ from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
 from fl_bn.federation.steps import check_loss
 from fl_bn.methods import Method
+from fl_bn.modes import modes_in_words
 from fl_bn.objectives import PLAIN, Objective
-from fl_bn.roles import buffers_in_words
+from fl_bn.roles import buffers_in_words, inputs_like
 from fl_bn.task import CLASSIFICATION, Task
 
 __all__ = ["Diverged", "Federation"]
@@ -168,7 +170,8 @@ class Federation:
             workers=workers,
         )
         count = len(clients)
-        self.clients, self.tests = clients, own_tests(test, count)
+        self.clients = clients
+        self.tests = self._tests(test, model)
         self.progress, self.callbacks = progress, checked_callbacks(callbacks)
         if local_evaluation and test is None:
             raise ValueError("local_evaluation needs the clients' test batches, but test is None: give test=per_client(...) or one loader")
@@ -203,14 +206,17 @@ class Federation:
         self.server = Server(model, method, policy, optimizer=server_optimizer, defence=defence)
         if buffers := buffers_in_words(self.server.model):
             LOGGER.info("%s", buffers)
+        if modes := modes_in_words(self.server.model):
+            LOGGER.warning("%s", modes)
         self.history: list[RoundRecord] = []
         pristine = copied(self.server.model)  # the server's own model changes during the run
         schedulers = schedulers_of(scheduler, count)
         trials.check_schedulers(schedulers, follows=schedule is not same_rate or method.frozen_rate < 1)
         kinds = [by_kind[id(make)] for make in makers]
-        every = zip(clients, tasks, makers, schedulers, kinds, trials.shares, self.tests or (None,) * count, strict=True)
+        loaders = in_dtype(clients, inputs_like(model).dtype)
+        every = zip(loaders, tasks, makers, schedulers, kinds, trials.shares, self.tests or (None,) * count, strict=True)
         own = [Own(*one) for one in every]
-        common = Clients(pristine, method, where, own, schedule, seed)
+        common = Clients(pristine, method, where, own, schedule, seed, [*model.parameters()])
         self._transport = LocalTransport(self.server, common, self.tests, workers, engine == VECTORISED)
         self._newest = Newest(self.server.shared.tensors())
         self._present = object()  # the call of ``run`` that made the last round
@@ -269,8 +275,9 @@ class Federation:
         out. docs/how-to/export.md says which network can load each method's file.
 
         Args:
-            path: The file.
+            path: The file. A folder that is missing is made.
         """
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         save_file(self.server.shared.whole(self._newest.tensors, batches_trained(self.history)), str(path))
 
     def run(self, rounds: int) -> Iterator[RoundRecord]:
@@ -450,6 +457,11 @@ class Federation:
 
         return [Bar(sys.stderr, self.task)]
 
+    def _tests(self, test: Any, model: nn.Module, again: bool = True) -> tuple[Loader, ...] | None:
+        """Return each client's test batches, see ``own_tests``, with ``SeededBatches`` in the dtype of ``model``."""
+        tests = own_tests(test, len(self.clients), again)
+        return None if tests is None else in_dtype(tests, inputs_like(model).dtype)
+
     def evaluate(self, batches: Loader | PerClient | None = None) -> dict[str, float]:
         """Compute the loss and the task's metrics of the shared model as evaluated last.
 
@@ -466,5 +478,5 @@ class Federation:
         Raises:
             ValueError: No client has a test batch.
         """
-        tests = self.tests if batches is None else own_tests(batches, len(self.clients), again=self.method.personal)
+        tests = self.tests if batches is None else self._tests(batches, self.server.model, again=self.method.personal)
         return {} if tests is None else self._transport.evaluate_on(tests, self.model)[0]

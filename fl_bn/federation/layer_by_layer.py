@@ -179,7 +179,7 @@ def _repeated(model: nn.Module, inputs: Inputs, forward: Forward, by_layer: Mapp
             raise _twice(layer)
         passed.add(layer)
         if layer not in by_layer:
-            at[-1] = layer, Moments.of(x)
+            at[-1] = layer, _moments(layer, x)
             raise _Stop
 
     with _watched(model, reached):
@@ -213,6 +213,13 @@ def _together(at: list[LayerMoments | None], by_layer: Mapping[str, Moments]) ->
     if name in by_layer:
         raise _twice(name)
     return name, pool([one[1] for one in at if one is not None])
+
+
+def _moments(layer: str, x: Tensor) -> Moments:
+    """Return the moments of a batch; an expert of a mixture may get no sample of it, and then the layers have no common order."""
+    if not x.numel():
+        raise ExchangeFailed(f"layer {layer!r} got no sample of a batch, so batches reach the BatchNorm layers in no common order")
+    return Moments.of(x)
 
 
 def _twice(layer: str) -> ExchangeFailed:
@@ -280,7 +287,7 @@ class _Pass(threading.Thread):
 def _stop_thread(layer: str, x: Tensor) -> None:
     thread = threading.current_thread()
     assert isinstance(thread, _Pass), "the network ran its BatchNorm layer in a thread of its own"
-    thread.stop((layer, Moments.of(x)))
+    thread.stop((layer, _moments(layer, x)))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fl_bn.layers import OwnBatchNorm
 from fl_bn.methods import Phase, StatisticsReport
@@ -41,13 +41,18 @@ def _compiled_anything() -> bool:
 
 
 class _Call:
-    """Add the name of a module to a set when the module is called. A function in the module's place could not be pickled."""
+    """Add the name of a module to ``ran`` when the module is called, and to ``fed`` if it then got values.
 
-    def __init__(self, name: str, ran: set[str]) -> None:
-        self.name, self.ran = name, ran
+    A function in the module's place could not be pickled.
+    """
+
+    def __init__(self, name: str, ran: set[str], fed: set[str]) -> None:
+        self.name, self.ran, self.fed = name, ran, fed
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         self.ran.add(self.name)
+        if args and isinstance(args[0], Tensor) and args[0].numel():
+            self.fed.add(self.name)
 
 
 @contextmanager
@@ -67,14 +72,14 @@ def watching_calls(round: LocalRound) -> Iterator[None]:
     if not layers:
         yield
         return
-    ran: set[str] = set()
+    ran, fed = set[str](), set[str]()
     with ExitStack() as stack:
         for name, module in {**layers, "": round.model}.items():
-            stack.callback(module.register_forward_pre_hook(_Call(name, ran)).remove)
+            stack.callback(module.register_forward_pre_hook(_Call(name, ran, fed)).remove)
         yield
     uncalled = [name for name in layers if name not in ran]
     observed = round.passes.observed
-    if round.observes and any(observed.values()) and (blind := [name for name in ran if name in observed and not observed[name]]):
+    if round.observes and any(observed.values()) and (blind := [name for name in fed if name in observed and not observed[name]]):
         LOGGER.warning(
             "round %s: %s of the %s BatchNorm layers (%s) ran without gradients only, and such passes are no training batches. So under "
             "%s their statistics stay as they are. To let them follow, call these layers with gradients, and detach their output",

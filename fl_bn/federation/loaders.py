@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -123,13 +124,14 @@ class SeededBatches:
     [8, 8, 4]
 
     Args:
-        x: Inputs (N, ...): floats as the network takes them, or uint8 images (N, C, H, W), which are scaled to
-            -1..1.
+        x: Inputs (N, ...): floats or whole numbers as the network takes them, or uint8 images (N, C, H, W), which are
+            scaled to -1..1. A ``Federation`` converts floats to the network's dtype.
         y: The task's targets (N, ...).
         batch_size: The number of samples of a batch.
 
     Raises:
         ValueError: ``x`` and ``y`` are no tensors, or have different lengths, or ``batch_size`` is no positive whole number.
+            Or ``x`` is uint8, and has fewer than 3 axes.
     """
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor, batch_size: int) -> None:
@@ -139,7 +141,19 @@ class SeededBatches:
             raise ValueError(f"SeededBatches takes a target for each input, but got inputs {tuple(x.shape)} and targets {tuple(y.shape)}")
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"batch_size must be a whole number of at least 1, but got {batch_size!r}")
+        if x.dtype == torch.uint8 and x.dim() < 3:
+            raise ValueError(
+                f"SeededBatches scales uint8 inputs as images (N, C, H, W), but got {tuple(x.shape)}: for measurements give x.float(), "
+                "for indices x.long()"
+            )
         self.samples, self.batch_size = Samples(x, y), batch_size
+        self.dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
+
+    def like(self, dtype: torch.dtype) -> SeededBatches:
+        """Return the same batches, with floating-point inputs and images of ``dtype``."""
+        made = copy(self)
+        made.dtype = dtype
+        return made
 
     def __len__(self) -> int:
         """Return the number of batches of one pass."""
@@ -147,7 +161,7 @@ class SeededBatches:
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the inputs and targets of each batch, in the order of the samples: for statistics passes and evaluation."""
-        like = torch.zeros(0, dtype=self.samples.x.dtype if self.samples.x.is_floating_point() else torch.get_default_dtype())
+        like = torch.zeros(0, dtype=self.dtype)
         if not len(self.samples):
             return
         for index in np.split(np.arange(len(self.samples)), cuts(len(self.samples), self.batch_size)):
@@ -164,5 +178,11 @@ class SeededBatches:
         """
         rng, n = seeded(seed, client, round, BATCHES), len(self.samples)
         drawn = draw_batches(n, self.batch_size, rng, epochs=epochs, least=1) if n else iter(())
-        like = torch.zeros(0, dtype=self.samples.x.dtype if self.samples.x.is_floating_point() else torch.get_default_dtype())
+        like = torch.zeros(0, dtype=self.dtype)
         return IndexBatches(self.samples, list(drawn), like)
+
+
+def in_dtype(loaders: Sequence[Loader], dtype: torch.dtype) -> tuple[Loader, ...]:
+    """Return ``loaders`` with every ``SeededBatches`` in ``dtype``. A loader that occurs twice stays one object."""
+    made = {id(one): one.like(dtype) if isinstance(one, SeededBatches) and one.dtype != dtype else one for one in loaders}
+    return tuple(made[id(one)] for one in loaders)

@@ -21,17 +21,19 @@ from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.divergence import watch
 from fl_bn.federation.first_batch import Connect
 from fl_bn.federation.loop_watch import MadeOf, check_not_open, watched
+from fl_bn.federation.metrics import over_samples
 from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.one_sample import advised
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.record import RoundRecord
-from fl_bn.federation.replies import checked
+from fl_bn.federation.replies import TRAINED, checked
 from fl_bn.federation.rounds import Rounds, constant_rate
 from fl_bn.federation.schema import START
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
 from fl_bn.methods import Method, Phase
+from fl_bn.modes import modes_in_words
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.roles import buffers_in_words
 
@@ -192,6 +194,8 @@ def server_state(
     server = Server(model, method, policy, rounds, optimizer=optimizer, defence=defence)
     if buffers := buffers_in_words(server.model):
         LOGGER.info("%s", buffers)
+    if modes := modes_in_words(server.model):
+        LOGGER.warning("%s", modes)
     return server
 
 
@@ -225,6 +229,16 @@ def server_round(state: Server, replies: Sequence[Reply], exchange: Session | No
     new = copied(state)
     instruction = new.begin(state.round + 1)
     new.conclude(checked(replies, new.expects(instruction.round, instruction.phase), new.policy.clients, exchange))
+    new.record = _with_metrics(new.record, replies)
     for warning in watch(new.record):
         LOGGER.warning("%s", warning)
     return new, new.record
+
+
+def _with_metrics(record: RoundRecord, replies: Sequence[Reply]) -> RoundRecord:
+    """Return the record with the metrics that clients gave to ``round.reply``: each client's own, and their means, weighted by samples."""
+    samples = {client.client: client.samples for client in record.accepted}
+    replies = sorted((one for one in replies if one.client in samples), key=lambda one: one.client)
+    given = {one.client: {name: value for name, value in one.metrics.items() if name not in TRAINED.fields} for one in replies}
+    given = {client: own for client, own in given.items() if own}
+    return replace(record, client_metrics=given, own_metrics=over_samples([(samples[client], own) for client, own in given.items()]))

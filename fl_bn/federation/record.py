@@ -98,7 +98,7 @@ class RoundRecord:
         seconds: The duration of the round in seconds.
         evaluation: Metrics by name; empty without an evaluation. A callback's ``on_evaluation`` may add others.
         client_evaluation: Client -> the metrics of its own evaluation, by name.
-        own_metrics: Name -> mean over the clients, for the training metrics of your own Flower app.
+        own_metrics: Name -> mean over the clients, for the training metrics of your own Flower app or loop.
         client_metrics: Client -> its own training metrics by name.
         disclosures: The contents that left the clients, including those of statistics-only exchanges.
     """

@@ -33,6 +33,9 @@ HOMOGENEOUS: tuple[Any, ...] = (
 )  # fmt: skip
 """Operations f with f(a x) = a f(x) for a positive factor a per channel: module types, functions, and names of methods."""
 
+MUCH = 0.01
+"""The relative change of a channel's output from which on it is made up for: eps counts where BatchNorm's input varies little."""
+
 
 def producers(model: nn.Module) -> dict[str, str]:
     """Return the pairs of layers that can be rescaled: name of a BatchNorm layer -> name of the layer before it.
@@ -90,7 +93,8 @@ def rescaled(
 
     Let s be ``sqrt(var + eps) / scale`` of a channel. The weight and bias of the layer before BatchNorm are divided by s, and
     so is BatchNorm's running mean. The running variance is divided by s^2, and becomes ``scale**2 * var / (var + eps)``. So
-    the network computes the same function, up to ``eps``.
+    the network computes the same function, up to ``eps``. Where eps changes a channel's output by more than ``MUCH``,
+    BatchNorm's own weight makes up for it. A layer that has no such weight is left as it is then.
 
     Args:
         state: The network's state_dict.
@@ -104,7 +108,15 @@ def rescaled(
     """
     new: dict[str, Tensor] = {}
     for norm, source in sources.items():
-        deviation = (statistics[norm].var.double() + eps[norm]).sqrt() / scale
+        var = statistics[norm].var.double()
+        deviation = (var + eps[norm]).sqrt() / scale
+        gain = (var / deviation.square() + eps[norm]).sqrt() / scale  # 1, if eps did not count
+        counts = (var > 0) & ((gain - 1).abs() > MUCH)
+        affine = state.get(f"{norm}.weight")
+        if counts.any():
+            if affine is None:
+                continue
+            new[f"{norm}.weight"] = torch.where(counts, affine.double() * gain, affine.double()).to(affine.dtype)
         weight = state[f"{source}.weight"]
         new[f"{source}.weight"] = (weight.double() / deviation.view(-1, *[1] * (weight.dim() - 1))).to(weight.dtype)
         if (bias := state.get(f"{source}.bias")) is not None:

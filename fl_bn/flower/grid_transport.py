@@ -21,7 +21,7 @@ from fl_bn.flower.global_model import GlobalModel
 from fl_bn.flower.hooks import RunResult, addressed, replies_for
 from fl_bn.flower.layerwise.exchanges import BY_PASSES
 from fl_bn.flower.log import log
-from fl_bn.flower.population import Client
+from fl_bn.flower.population import Client, RunFailed
 from fl_bn.flower.wire.codec import arrays_of, header_for
 from fl_bn.flower.wire.messaging import receive, send_and_receive
 from fl_bn.flower.wire.replies import Decoded, Reading, read_replies, with_header
@@ -178,6 +178,9 @@ class GridTransport(Transport):
             return {}
         if (metrics := self._evaluate_fn(number, arrays)) is None:
             return {}
+        if not isinstance(metrics, MetricRecord):
+            must = "evaluate_fn(round, arrays) must return a MetricRecord or None"
+            raise RunFailed(f"{must}, but in round {number} it returned {metrics!r:.200}")
         self.result.evaluate_metrics_serverapp[number] = metrics
         return numbers_of(metrics)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -82,8 +82,11 @@ class _Fixed:
         self._representation = _Representation(self.model)
 
     @torch.no_grad()
-    def __call__(self, x: Tensor) -> Tensor:
-        self.model(x)
+    def __call__(self, inputs: Any) -> Tensor:
+        if callable(inputs):
+            inputs(self.model)
+        else:
+            self.model(inputs)
         return self._representation.take()
 
 

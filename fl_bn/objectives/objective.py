@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -20,13 +20,13 @@ class Step:
     """Hold one batch of a client, for ``Round.gradient``.
 
     Attributes:
-        x: the inputs.
+        x: the inputs, or a function that calls a network on them.
         forward: computes the loss.
         again: computes the loss a second time, after ``forward``, with the same dropout masks. This pass changes no
             running statistics, and the statistics of its batch are not reported.
     """
 
-    x: Tensor
+    x: Any
     forward: Callable[[], Tensor]
     again: Callable[[], Tensor]
 

@@ -44,11 +44,11 @@ class Classification(Task):
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Compute the mean cross-entropy of scores (B, C) and labels (B,)."""
-        return F.cross_entropy(output, targets)
+        return F.cross_entropy(output, labels_of(output, targets))
 
     def sums(self, output: Tensor, targets: Tensor) -> dict[str, Tensor | float]:
         """Count the confusion matrix (C, C) of one batch."""
-        return {"confusion": confusion_counts(output, targets)}
+        return {"confusion": confusion_counts(output, labels_of(output, targets))}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Compute the accuracy over all samples and over the samples of each class, NaN for a class without samples."""
@@ -86,11 +86,12 @@ class Segmentation(Classification):
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Compute the mean cross-entropy over labelled pixels; 0 if no pixel has a label, where torch gives NaN."""
-        return F.cross_entropy(output, targets, ignore_index=IGNORE, reduction="sum") / (targets != IGNORE).sum().clamp(min=1)
+        masks = masks_of(output, targets)
+        return F.cross_entropy(output, masks, ignore_index=IGNORE, reduction="sum") / (masks != IGNORE).sum().clamp(min=1)
 
     def count(self, targets: Tensor) -> int:
         """Count the labelled pixels."""
-        return int((targets != IGNORE).sum())
+        return int(((targets != IGNORE) & (targets >= 0)).sum())
 
     def samples_behind(self, targets: Tensor) -> dict[str, int]:
         """Return ``accuracy-class-N`` -> the number of images in which class N occurs."""
@@ -104,6 +105,32 @@ class Segmentation(Classification):
         hits = sums["confusion"].diagonal().double()
         union = sums["confusion"].sum(0) + sums["confusion"].sum(1) - hits
         return super().metrics(sums) | {MEAN_IOU: float((hits / union)[union > 0].mean())}
+
+
+def labels_of(output: Tensor, targets: Tensor) -> Tensor:
+    """Return the labels for scores (B, C, ...): ``targets`` themselves, or without an axis of size 1 in the place of C.
+
+    MONAI's masks (B, 1, H, W) have such an axis, and so have MedMNIST's labels (B, 1).
+
+    Raises:
+        ValueError: The labels are floats, or have another shape than the scores have without C.
+    """
+    if targets.ndim == output.ndim > 1 and targets.shape[1] == 1 < output.shape[1]:
+        targets = targets.squeeze(1)
+    soft = targets.shape == output.shape and targets.is_floating_point()
+    if not soft and (targets.is_floating_point() or targets.shape != (*output.shape[:1], *output.shape[2:])):
+        raise ValueError(
+            f"expected whole numbers {(*output.shape[:1], *output.shape[2:])} as labels of scores {tuple(output.shape)} (samples, classes, "
+            f"...), but the targets are {tuple(targets.shape)} {str(targets.dtype).removeprefix('torch.')}: change them "
+            "(targets.long()), or give the task that fits, such as task=MultiLabel() for 0 or 1 per label, or a loss of your own"
+        )
+    return targets
+
+
+def masks_of(output: Tensor, targets: Tensor) -> Tensor:
+    """Return ``labels_of``, with ``IGNORE`` in the place of labels below 0, such as the -100 of torch's losses."""
+    masks = labels_of(output, targets)
+    return masks.masked_fill(masks < 0, IGNORE) if masks.is_signed() else masks
 
 
 def confusion_counts(output: Tensor, targets: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_bn.task.classification import CLASS, IGNORE, MEAN_IOU, Segmentation
+from fl_bn.task.classification import CLASS, IGNORE, MEAN_IOU, Segmentation, masks_of
 from fl_bn.task.task import SHARE, Range
 
 DICE = "dice"
@@ -65,7 +65,7 @@ class Dice(Segmentation):
         Raises:
             ValueError: The network has outputs for fewer than two classes.
         """
-        first = self._first(output.shape[1])
+        first, targets = self._first(output.shape[1]), masks_of(output, targets)
         labelled = targets != IGNORE
         kept = labelled.unsqueeze(1).to(output.dtype)
         probability = output.softmax(1) * kept

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_bn.task.classification import CLASS, Classification
+from fl_bn.task.classification import CLASS, Classification, labels_of
 from fl_bn.task.task import SHARE, Range
 
 
@@ -47,12 +47,13 @@ class ClassificationAUC(Classification):
 
         On the axis of length 2, index 0 has the samples of other classes, and index 1 the samples of the class.
         """
-        classes = output.shape[1]
+        targets, classes = labels_of(output, targets), output.shape[1]
+        known = targets >= 0  # torch's losses leave out -100
         height = log_odds(output.double()).asinh() + self.LARGEST
         binned = (height * (self.BINS / (2 * self.LARGEST))).nan_to_num().long().clamp(0, self.BINS - 1)
-        own = F.one_hot(targets, classes)
+        own = F.one_hot(targets.clamp(min=0), classes)
         place = (torch.arange(classes, device=targets.device) * 2 + own) * self.BINS + binned
-        scores = torch.bincount(place.flatten(), minlength=classes * 2 * self.BINS).view(classes, 2, self.BINS)
+        scores = torch.bincount(place[known].flatten(), minlength=classes * 2 * self.BINS).view(classes, 2, self.BINS)
         return super().sums(output, targets) | {"scores": scores}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:

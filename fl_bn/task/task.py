@@ -120,7 +120,16 @@ class Task(ABC):
         return {}
 
     def count(self, targets: Any) -> int:
-        """Return the weight of a batch in the mean loss: its number of samples."""
+        """Return the weight of a batch in the mean loss: its number of samples.
+
+        Raises:
+            ValueError: ``read`` returned no targets.
+        """
+        if targets is None:
+            raise ValueError(
+                f"task {self.name}: read(batch) returns None as the targets, so an evaluation cannot count the samples: return something "
+                "with one entry per sample, such as the inputs again"
+            )
         return batch_size(None, targets)
 
     def read(self, batch: Any) -> tuple[Any, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from fl_bn import Federation, SeededBatches, methods
+from fl_bn import Callback, Federation, SeededBatches, methods
 from fl_bn.federation.engines.processes import can_move
 from tests.doors.test_federation import CLIENTS, TEST, net
 
@@ -170,3 +170,57 @@ def test_loaders_with_processes_of_their_own_stay_in_this_process() -> None:
     assert not can_move(Federation(net(), methods.fedavg(), own, progress=False)._transport.clients)
     with pytest.raises(ValueError, match="DataLoader has num_workers=2: give the DataLoader num_workers=0, or Federation workers=1"):
         next(Federation(net(), methods.fedavg(), own, workers=2, progress=False).run(1))
+
+
+class Decay(Callback):
+    def __init__(self, rate: dict[str, float]) -> None:
+        self.rate = rate
+
+    def on_round(self, record: Any, rounds: int) -> None:
+        self.rate["lr"] *= 0.1
+
+
+def losses(workers: int, change: str) -> list[float]:
+    """Of four rounds, between which the user's own code changes something."""
+    labels, rate = [y.clone() for _, y in CLIENTS], {"lr": 0.5}
+    loaders = [DataLoader(TensorDataset(x, y), batch_size=16) for (x, _), y in zip(CLIENTS, labels, strict=True)]
+    weight = torch.ones(int(max(y.max() for y in labels)) + 1)
+    fed = Federation(
+        net(),
+        methods.fedavg(),
+        loaders,
+        optimizer=lambda parameters: SGD(parameters, lr=rate["lr"]),
+        loss=lambda output, y: nn.functional.cross_entropy(output, y, weight.to(output.dtype)),
+        callbacks=[Decay(rate)] if change == "rate" else [],
+        workers=workers,
+        progress=False,
+    )
+    found = []
+    for record in fed.run(4):
+        found.append(record.loss)
+        if change == "labels":
+            for y in labels:
+                y.copy_(y.flip(0))
+        if change == "loss":
+            weight[0] += 3
+    return found
+
+
+@pytest.mark.parametrize("change", ["rate", "labels", "loss"])
+def test_changes_between_rounds_reach_the_workers(change: str) -> None:
+    """A worker has a copy of what the functions read. Before, it kept the copy of round 1."""
+    assert losses(2, change) == losses(1, change) != losses(1, "nothing")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_loss_that_uses_the_given_network_is_refused_by_its_gradients(workers: int) -> None:
+    model = net()
+    penalty = partial(penalised, model)
+    with pytest.raises(ValueError, match="the loss gave gradients to the network that was given to the federation"):
+        list(Federation(model, methods.fedavg(), seeded(), loss=penalty, workers=workers, progress=False).run(1))
+    other = partial(penalised, net())  # a teacher's, say: not the network that clients copy
+    assert next(Federation(model, methods.fedavg(), seeded(), loss=other, workers=workers, progress=False).run(1)).aggregated
+
+
+def penalised(model: nn.Module, output: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, y) + sum(p.abs().sum() for p in model.parameters())

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset
 
 from fl_bn import Federation, SeededBatches, methods, per_client
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.loader_generators import generators, unmoved
 from fl_bn.federation.record import RoundRecord
+from fl_bn.methods import METHODS
 from tests.doors.test_federation import TEST, made, net
 
 ALL = TensorDataset(*made(0, 1000))
@@ -142,3 +143,55 @@ def test_generators_that_are_kept_are_as_before_even_after_an_error() -> None:
     assert torch.equal(generators(loader)[0].get_state(), before)
     list(loader)
     assert not torch.equal(generators(loader)[0].get_state(), before)  # control
+
+
+def texts(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(0)
+    return torch.randint(0, 10, (32, 5), generator=made).to(dtype), torch.randint(0, 2, (32,), generator=made)
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.norm, self.head = nn.Embedding(10, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(self.words(x).mean(1)).relu())
+        return out
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_indices_of_an_embedding_reach_the_network_as_they_are(dtype: torch.dtype, engine: str) -> None:
+    x, y = texts(dtype)
+    fed = Federation(Reader(), methods.fbn(), [SeededBatches(x, y, 8)] * 2, test=SeededBatches(x, y, 8), engine=engine, progress=False)
+    plain = Federation(Reader(), methods.fbn(), [SeededBatches(x.long(), y, 8)] * 2, engine=engine, progress=False)
+    assert [record.loss for record in fed.run(2)] == [record.loss for record in plain.run(2)]
+    batches = [batch for batch, _ in SeededBatches(x, y, 8)]
+    assert torch.equal(torch.cat(batches), x)
+
+
+def test_a_table_of_bytes_is_no_image() -> None:
+    x, y = texts(torch.uint8)
+    with pytest.raises(ValueError, match=r"scales uint8 inputs as images \(N, C, H, W\), but got \(32, 5\): for measurements give x.float"):
+        SeededBatches(x, y, 8)
+    assert next(iter(SeededBatches(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), y[:4], 4)))[0].max() == -1  # control: an image
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fbn", "hbn", "static-bn"])
+def test_seeded_batches_have_the_network_s_dtype_in_every_pass(method: str) -> None:
+    """Before, training had it, and measuring and evaluating had the data's: float32 inputs for a float64 network."""
+    made = torch.Generator().manual_seed(0)
+    x, y = torch.randn(32, 4, generator=made), torch.randint(0, 2, (32,), generator=made)
+
+    def records(x: Tensor) -> list[Any]:
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).double()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
+        own = METHODS[method]()
+        fed = Federation(model, own, [SeededBatches(x, y, 8)] * 2, test=SeededBatches(x, y, 8), local_evaluation=True, progress=False)
+        return [(record.loss, record.evaluation) for record in fed.run(2)] + [fed.evaluate(SeededBatches(x, y, 8))]
+
+    assert records(x) == records(x.double())

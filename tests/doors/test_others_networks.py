@@ -24,6 +24,7 @@ from fl_bn.federation.per_client import rate_of
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.unit_scale import producers
 from fl_bn.methods import Method
+from fl_bn.objectives import Moon
 from fl_bn.run.config import RunConfig
 from fl_bn.task import batch_size
 
@@ -121,7 +122,7 @@ def test_the_size_of_a_batch_that_nothing_shows_is_an_error() -> None:
 @pytest.mark.parametrize(("targets", "words"), [
     (torch.rand(8, 2), r"the targets are \(8, 2\) float32"),
     (torch.rand(8), r"the targets are \(8,\) float32"),
-    (torch.ones(8, 1, dtype=torch.int64), r"the targets are \(8, 1\) int64"),
+    (torch.ones(8, 3, dtype=torch.int64), r"the targets are \(8, 3\) int64"),
 ])  # fmt: skip
 def test_targets_that_classification_cannot_evaluate_are_said(targets: Tensor, words: str) -> None:
     one = federation(clients=[[(batch()[0], targets)]], loss=lambda output, y: output.square().mean(), test=[(batch()[0], targets)])
@@ -421,3 +422,41 @@ class HeadOnly(nn.Module):
 
 def test_weights_are_centred_whatever_parameters_returns() -> None:
     assert centred_weights(HeadOnly()) == centred_weights(nn.ModuleDict({"net": net()}))
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.norm, self.head = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, age: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(self.body(x + age)).relu())
+        return out
+
+
+class Third(Classification):
+    """Calls the network in a way of its own."""
+
+    def read(self, batch: Any) -> tuple[Any, Any]:
+        return batch[:2], batch[2]
+
+    def forward(self, model: nn.Module, inputs: Any) -> Any:
+        return model(inputs[0], age=inputs[1])
+
+
+def test_moon_calls_networks_of_several_inputs_as_the_task_does() -> None:
+    """Before, it failed in round 2, when a client first had a model of its own."""
+    x, y = batch(8)
+    age = torch.linspace(-1, 1, 8)[:, None]
+    forms: list[tuple[Any, dict[str, Any]]] = [
+        ({"x": x, "age": age, "label": y}, {}),
+        (((x, age), y), {}),
+        ((x, age, y), {"task": Third()}),
+    ]
+    found = []
+    for form, task in forms:
+        fed = Federation(TwoInputs(), methods.fedavg(), [[form] * 2, [form]], objective=Moon(), progress=False, **task)
+        found.append([record.loss for record in fed.run(3)])
+    plain = Federation(TwoInputs(), methods.fedavg(), [[forms[0][0]] * 2, [forms[0][0]]], progress=False)
+    assert found[0] == found[1] == found[2] != [record.loss for record in plain.run(3)]

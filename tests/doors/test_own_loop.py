@@ -417,3 +417,28 @@ def test_a_buffer_that_the_forward_pass_reassigns_travels() -> None:
             model(torch.ones(4, 2) + torch.eye(4, 2)).square().mean().backward()
             optimizer.step()
     assert float(round.reply(4)[0].sections["weights"]["level"]) == 1.5 * 1.25
+
+
+def one_reply(client: int, **given: Any) -> Reply:
+    model, asked = started()
+    with local_round(model, FBN, asked) as round:
+        accumulated(round, sgd(model), CLIENTS[client].x, CLIENTS[client].y, 8, steps=1)
+    return round.reply(len(CLIENTS[client].x), 1.0, client=client, **given)[0]
+
+
+def test_metrics_that_a_client_gives_are_in_the_record() -> None:
+    """Before, they were sent and dropped without a word."""
+    net = rough_network("plain")
+    state = server_state(net, FBN, rounds=3, clients=3)
+    replies = [one_reply(0, metrics={"acc": torch.tensor(0.5), "f1": 1}), one_reply(1, metrics={"acc": 0.75}), one_reply(2)]
+    _, record = server_round(state, replies)
+    assert record.aggregated
+    assert record.client_metrics == {0: {"acc": 0.5, "f1": 1.0}, 1: {"acc": 0.75}}
+    assert record.own_metrics == {"acc": pytest.approx((8 * 0.5 + 9 * 0.75) / 17), "f1": 1.0}
+    assert server_round(state, [one_reply(client) for client in range(3)])[1].client_metrics == {}  # control
+
+
+@pytest.mark.parametrize("value", ["0.5", None, [0.5], torch.ones(2)])
+def test_a_metric_that_is_no_number_is_named(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"metrics must be numbers by name, such as \{'accuracy': 0.75\}, but 'acc' is"):
+        one_reply(0, metrics={"acc": value})

@@ -9,7 +9,7 @@ import torch
 from flwr.app import ArrayRecord, MetricRecord
 
 from fl_bn import convert
-from fl_bn.flower import FixBN, InProcessGrid, OwnAppStrategy
+from fl_bn.flower import FixBN, InProcessGrid, OwnAppStrategy, RunFailed
 from fl_bn.methods import METHODS
 from tests.flower.own_apps import CLIENTS, data, net, own_app, pretrained
 from tests.in_process import WatchedGrid
@@ -94,3 +94,10 @@ def test_the_result_s_arrays_load_into_the_network_too() -> None:
     """As Flower's quickstart ends: ``torch.save(result.arrays.to_torch_state_dict(), "final_model.pt")``."""
     result = FixBN(net(), fraction_evaluate=0).start(InProcessGrid(own_app("fixbn"), CLIENTS, {}), num_rounds=1)
     net(3).load_state_dict(result.arrays.to_torch_state_dict(), strict=True)
+
+
+@pytest.mark.parametrize("returned", [(0.5, {"acc": 1.0}), 0.5, {"acc": 1.0}], ids=["older API", "number", "dict"])
+def test_what_is_no_metric_record_is_named(returned: Any) -> None:
+    strategy = OwnAppStrategy(net(), METHODS["fedavg"](), fraction_evaluate=0)
+    with pytest.raises(RunFailed, match=r"evaluate_fn\(round, arrays\) must return a MetricRecord or None, but in round 0 it returned"):
+        strategy.start(InProcessGrid(own_app("fedavg"), CLIENTS, {}), num_rounds=1, evaluate_fn=lambda number, arrays: returned)

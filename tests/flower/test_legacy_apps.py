@@ -409,3 +409,21 @@ def test_a_learning_rate_of_numpy_s_is_followed() -> None:
     sent = [dict(m.content["config"]) for m in ran("fixbn", strategy=Strategy, rounds=4).sent if m.metadata.message_type == "train"]  # type: ignore[arg-type]
     assert [values["lr"] for values in sent[:CLIENTS]] == [0.1] * CLIENTS
     assert sent[-1]["lr"] < 0.1  # a frozen round
+
+
+def test_what_fit_received_stays_as_it_was_while_the_client_trains() -> None:
+    """A client that bounds its own update, the difference to what it received. Before, it saw no difference, and sent all of it."""
+    seen: list[float] = []
+
+    class Bounding(Client):
+        def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
+            before = [array.copy() for array in parameters]
+            arrays, samples, metrics = super().fit(parameters, config)
+            assert all(np.array_equal(one, other) for one, other in zip(before, parameters, strict=True))
+            seen.append(sum(float(np.abs(new - old).sum()) for new, old in zip(arrays, parameters, strict=True)))
+            return parameters, samples, metrics  # nothing of it is sent
+
+    grid = ran(client=Bounding)
+    assert min(seen) > 0.1
+    first, second = (grid.train(round)[0]["weights"] for round in (1, 2))
+    assert all(np.allclose(first[name], second[name], rtol=0, atol=1e-6) for name in first)

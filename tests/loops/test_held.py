@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_bn import Federation
+from fl_bn import Federation, server_state
 from fl_bn.conversion import convert
 from fl_bn.layers import freeze_statistics
 from fl_bn.methods import METHODS, Method
@@ -124,3 +125,25 @@ def test_a_user_s_own_checks_find_the_layers(name: str, kind: type[nn.Module]) -
     assert isinstance(layer, kind)
     assert isinstance(layer, _BatchNorm)
     assert not any(isinstance(layer, other) for other in {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm} - {kind})
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fbn"])
+def test_a_network_in_evaluation_mode_with_parts_in_training_mode_is_said(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new head on a network that was loaded in evaluation mode looks the same as a head that alone should train."""
+    words = "the network is in evaluation mode as a whole, and head is in training mode: all of it trains"
+    warned: list[str] = []
+    monkeypatch.setattr(logging.getLogger("flwr"), "warning", lambda form, *args: warned.append(form % args))
+
+    def said(model: nn.Module) -> bool:
+        warned.clear()
+        Federation(model, METHODS[name](), [[clients()[0]]], progress=False)
+        server_state(model, METHODS[name](), rounds=1)
+        return sum(words in one for one in warned) == 2
+
+    model = Tuned("").eval()
+    model.head.train()
+    assert said(model)
+    assert not said(Tuned("").eval())  # control: all of it
+    model = Tuned("").train()
+    model.body.eval()
+    assert not said(model)  # the documented way

@@ -339,3 +339,48 @@ def test_clients_in_one_program_and_in_workers(log: pytest.LogCaptureFixture) ->
     list(Federation(Auxiliary(), methods.hbn(), [SeededBatches(x, y, 16)] * 2, engine="vectorised", progress=False).run(1))
     assert len(unmeasured(log)) == 2
     assert "one by one" not in log.text
+
+
+# Experts without samples
+
+
+class Experts(nn.Module):
+    """A mixture of two experts. The second gets the samples with a positive first input, which may be none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 8)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mine, h = x[:, 0] > 0, self.first(x)
+        parts = [self.experts[0](h[~mine]), self.experts[1](h[mine])]
+        out: Tensor = self.head(torch.cat(parts).relu()[torch.argsort(torch.cat([(~mine).nonzero(), mine.nonzero()]).flatten())])
+        return out
+
+
+MIXED = [(x - 5, y) for x, y in BATCHES]
+ALONE = [(x.abs() * torch.tensor([-1.0, 1, 1, 1]), y) for x, y in MIXED[:1]] + MIXED[1:]
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fixbn", "fedbn", "hbn", "fbn", "static-bn"])
+def test_an_expert_may_get_no_sample_of_a_batch(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Before, fbn and hbn ended before round 1 with an error about empty batches."""
+    method = methods.METHODS[name]()
+    fed = Federation(Experts(), method, [ALONE, MIXED], test=MIXED, calibrate=-1, progress=False)
+    records = list(fed.run(2))
+    assert all(record.aggregated for record in records)
+    if fed.method.has_statistics:
+        assert fed.model.experts[1][1].running_mean.abs().max() > 0.1  # type: ignore[union-attr,index]
+    model = convert(Experts(), method)
+    with local_round(model, method, server_state(Experts(), method, rounds=2).instruction()) as round:
+        if name == "hbn":
+            round.measure(MIXED)
+        F.cross_entropy(model(ALONE[0][0]), ALONE[0][1]).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        LOGGER.addHandler(caplog.handler)
+    LOGGER.removeHandler(caplog.handler)
+    assert "ran without gradients only" not in caplog.text
+    assert round.reply(16)[0].samples == 16

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from fl_bn import Federation, SeededBatches, methods
 from fl_bn.federation.engines import pace
@@ -123,3 +127,41 @@ def test_a_federation_goes_on_in_workers_with_the_same_bits(worth: bool, monkeyp
         assert begun == [False, False, worth and not workers, worth and not workers]
         ends[workers] = fed.model.state_dict()
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+
+
+RATE = 0.1
+
+
+def rate_of_this_module(parameters: object) -> SGD:
+    return SGD(parameters, lr=RATE)  # type: ignore[arg-type]
+
+
+class OwnSampler(RandomSampler):
+    pass
+
+
+@listed(
+    ("options", "expected"),
+    [
+        pytest.param({"optimizer": partial(SGD, lr=0.1)}, True, id="partial of torch's"),
+        pytest.param({"optimizer": lambda parameters: SGD(parameters, lr=0.1)}, True, id="no variable"),
+        pytest.param({"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}, True, id="torch's module"),
+        pytest.param({"optimizer": lambda parameters: SGD(parameters, lr=RATE)}, False, id="a global variable"),
+        pytest.param({"optimizer": rate_of_this_module}, False, id="a global variable of a named function"),
+        pytest.param({"optimizer": (lambda rate: lambda parameters: SGD(parameters, lr=rate["v"]))({"v": 0.1})}, False, id="a closure"),
+        pytest.param({"optimizer": partial(SGD, lr=torch.tensor(0.1))}, False, id="a tensor"),
+        pytest.param({"optimizer": partial(rate_of_this_module)}, False, id="partial of one's own"),
+        pytest.param({"schedule": lambda round, rounds: 1 / round}, True, id="schedule"),
+        pytest.param({"schedule": lambda round, rounds: RATE}, False, id="schedule with a variable"),
+        pytest.param({"scheduler": lambda optimizer: StepLR(optimizer, int(10 * RATE))}, False, id="scheduler with a variable"),
+    ],
+)
+def test_functions_that_read_variables_stay_in_the_user_s_process(options: dict[str, object], expected: bool) -> None:
+    """A callback may change such a variable between rounds. Processes that started by themselves went on with the old value."""
+    assert can_move(federation(SeededBatches(X, Y, 4), **options)._transport.clients) is expected
+
+
+def test_samplers_of_one_s_own_stay_in_the_user_s_process() -> None:
+    data = TensorDataset(X, Y)
+    assert can_move(federation(DataLoader(data, 4, sampler=RandomSampler(data)))._transport.clients)
+    assert not can_move(federation(DataLoader(data, 4, sampler=OwnSampler(data)))._transport.clients)

@@ -26,6 +26,7 @@ from fl_bn.task import (
     VALUES,
     Classification,
     ClassificationAUC,
+    Dice,
     MetricState,
     MultiLabel,
     Regression,
@@ -357,3 +358,36 @@ def test_entries_of_a_dict_that_the_network_does_not_take_are_named_with_the_way
 
     with pytest.raises(TypeError, match="of its own"):  # control: it takes these entries
         evaluate(Typed(), [monai])
+
+
+def test_labels_may_have_an_axis_of_channels() -> None:
+    """MONAI's masks are (B, 1, H, W), MedMNIST's labels (B, 1). A label below 0 is none, as in torch's losses."""
+    made = torch.Generator().manual_seed(0)
+    scores, masks = torch.randn(4, 3, 5, 6, generator=made), torch.randint(0, 3, (4, 5, 6), generator=made)
+    masks[0, 0], masks[1, 0] = 255, -100
+    for task in (Segmentation(), Dice(), Dice(cross_entropy=1.0)):
+        assert torch.equal(task.loss(scores, masks.unsqueeze(1)), task.loss(scores, masks))
+        assert state_of(task, (scores, masks.unsqueeze(1))).result() == state_of(task, (scores, masks)).result()
+        assert task.loss(scores, masks) == task.loss(scores, masks.masked_fill(masks < 0, 255))
+        assert task.count(masks) == task.count(masks.masked_fill(masks < 0, 255))
+    scores, labels = torch.randn(8, 3, generator=made), torch.tensor([0, 1, 2, 0, 1, 2, -100, 0])
+    for task in (Classification(), ClassificationAUC()):
+        assert torch.equal(task.loss(scores, labels[:, None]), task.loss(scores, labels))
+        known = state_of(task, (scores[labels >= 0], labels[labels >= 0])).result()
+        assert {**state_of(task, (scores, labels[:, None])).result(), "loss": 0} == {**known, "loss": 0}
+
+
+@pytest.mark.parametrize("targets", [torch.zeros(4, 5, 6), torch.zeros(4, 1, 5, 6), torch.zeros(4, dtype=torch.int64)])
+def test_labels_of_another_form_are_named(targets: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"expected whole numbers \(4, 5, 6\) as labels of scores \(4, 3, 5, 6\)"):
+        Segmentation().loss(torch.zeros(4, 3, 5, 6), targets)
+
+
+def test_control_soft_labels_train() -> None:
+    scores = torch.zeros(4, 3)
+    assert float(Classification().loss(scores, torch.full((4, 3), 1 / 3))) == pytest.approx(math.log(3))
+
+
+def test_a_batch_without_targets_cannot_be_counted() -> None:
+    with pytest.raises(ValueError, match=r"task classification: read\(batch\) returns None as the targets, so an evaluation cannot count"):
+        Classification().count(None)

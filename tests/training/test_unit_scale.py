@@ -147,3 +147,33 @@ def test_a_network_that_cannot_be_traced_is_trained_as_it_is(tiny_clients: Clien
     ran = run(METHODS["fbn"](), tiny_clients((6, 4)), 1, model=Untraceable(), policy={"calibrate": -2, "unit_scale": True})
     assert np.array_equal(ran.grid.train(1)[0]["weights"]["body.0.weight"], seeded_network("cnn").state_dict()["0.weight"].numpy())
     assert arrays_of(ran.result.arrays)
+
+
+def settled(eps: float, deviation: float, affine: bool = True) -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
+    """A trained network whose BatchNorm layer gets inputs of a small deviation; inputs; its outputs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8, eps=eps, affine=affine), nn.ReLU(), nn.Linear(8, 2)).double()
+    x = torch.randn(256, 4, dtype=torch.float64)
+    with torch.no_grad():
+        model[0].weight *= deviation / model[0](x).std(0)[:, None]
+        model[1].running_mean, model[1].running_var = model[0](x).mean(0), model[0](x).var(0)
+    return model.eval(), x, model(x).detach()
+
+
+@pytest.mark.parametrize(("eps", "deviation"), [(1e-3, 0.02), (1e-5, 0.002), (1e-3, 1.0)])
+def test_the_function_stays_where_eps_counts(eps: float, deviation: float) -> None:
+    """Torchvision's MobileNetV3 and Inception have eps=0.001. Before, their outputs changed by more than their spread."""
+    model, x, before = settled(eps, deviation)
+    on_unit_scale(model)
+    assert (model(x) - before).norm() < (1e-9 if deviation < 1 else 0.01) * (before - before.mean(0)).norm()
+    with torch.no_grad():
+        assert (model[0](x).var(0, correction=1) - model[1].running_var).abs().max() < 1e-9  # the statistics are the true ones
+
+
+def test_without_scale_of_its_own_such_a_layer_is_left_alone() -> None:
+    model, x, before = settled(1e-3, 0.02, affine=False)
+    on_unit_scale(model)
+    assert torch.equal(model(x), before)
+    model, x, before = settled(1e-12, 0.02, affine=False)  # control: where eps does not count, it is rescaled
+    on_unit_scale(model)
+    assert (model[1].running_var - 1).abs().max() < 1e-6

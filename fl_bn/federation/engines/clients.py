@@ -72,6 +72,7 @@ class Clients:
         own: Each client's own loaders and settings.
         schedule: ``schedule(round, rounds)`` returns the factor of the learning rate.
         seed: The seed of the run.
+        given: The parameters of the user's own network, of which clients train copies.
     """
 
     model: nn.Module
@@ -80,6 +81,7 @@ class Clients:
     own: Sequence[Own]
     schedule: Callable[[int, int], float]
     seed: int
+    given: Sequence[nn.Parameter] = ()
 
     def __post_init__(self) -> None:
         self.network = Network(self.model, self.method, self.device)
@@ -91,6 +93,22 @@ class Clients:
         vars(self).update(state)
         self.model = from_pickle(self.model)
         self.__post_init__()
+
+    @contextmanager
+    def given_unused(self) -> Iterator[None]:
+        """Check that training in the ``with`` block gives no gradient to the network that the user gave.
+
+        Raises:
+            ValueError: It does, so the loss uses this network. Its weights stay the same while clients train copies.
+        """
+        before = [(id(p.grad), -1 if p.grad is None else p.grad._version) for p in self.given]
+        yield
+        if before != [(id(p.grad), -1 if p.grad is None else p.grad._version) for p in self.given]:
+            raise ValueError(
+                "the loss gave gradients to the network that was given to the federation, but each client trains a copy: the loss would "
+                "not change with the weights. Put such a term into the network's output, write a loop of your own (docs/how-to/loop.md), "
+                "or, if this network is a teacher, call it under torch.no_grad()"
+            )
 
     def round(
         self, client: int, model: Copy, instruction: Instruction, kept: ClientState, connect: Callable[[int], Any] | None = None

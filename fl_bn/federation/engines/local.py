@@ -89,6 +89,10 @@ class LocalTransport(Transport):
 
     def train(self, instruction: Instruction) -> RoundReplies:
         """Let the round's cohort train, and return the checked replies."""
+        with self.clients.given_unused():
+            return self._train(instruction)
+
+    def _train(self, instruction: Instruction) -> RoundReplies:
         cohort, session = self.cohort(instruction.round), None
         if instruction.phase is not Phase.EXCHANGE:
             if self._workers is None and self._pace.worth_it(instruction.round):

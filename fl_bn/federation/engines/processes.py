@@ -7,14 +7,15 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
 from joblib import wrap_non_picklable_objects
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset, default_collate
 
 from fl_bn.federation.engines.clients import Clients
 from fl_bn.federation.engines.engine import Result
@@ -32,28 +33,91 @@ MOST_BYTES = 2**30
 """The largest size of all clients' data, in bytes, for which processes start by themselves. Each process gets a copy."""
 
 
+LARGE = 2**24
+"""The size of pickled objects, in bytes, from which on changes of them are not looked for before each round."""
+
+
 def can_move(clients: Clients) -> bool:
     """Tell whether worker processes can compute the clients with the same effects as this process.
 
-    A user's own code may change variables, and changes in a worker process are lost. So the tasks must be fl-bn's. The
-    loaders must be ``SeededBatches``, or DataLoaders of a TensorDataset with ``num_workers=0`` and torch's own
-    ``collate_fn``. The clients must train on a CPU, and their data must not exceed ``MOST_BYTES``.
+    A user's own code may read and change variables, but a worker process has a copy of them. So the tasks must be fl-bn's, and
+    the functions that make optimisers, schedulers and the rate's factor must be ``constant``. The loaders must be
+    ``SeededBatches``, or DataLoaders of a TensorDataset with ``num_workers=0``, torch's own ``collate_fn`` and torch's own
+    samplers. The clients must train on a CPU, and their data must not exceed ``MOST_BYTES``.
     """
-    if clients.device.type != "cpu" or not all(is_ours(own.task) for own in clients.own):
+    if clients.device.type != "cpu" or not all(is_ours(own.task) for own in clients.own) or not constant(clients.schedule):
+        return False
+    if not all(constant(own.make_optimizer) and constant(own.make_scheduler) for own in clients.own):
         return False
     size = 0
     tested = {id(own.test): own.test for own in clients.own if own.test is not None and own.settings.local_evaluation}
     for loader in (*(own.loader for own in clients.own), *tested.values()):
-        if isinstance(loader, SeededBatches):
-            tensors: Sequence[Tensor] = (loader.samples.x, loader.samples.y)
-        elif type(loader) is DataLoader and type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate:
-            if loader.num_workers:
-                return False
-            tensors = loader.dataset.tensors
-        else:
+        tensors = _data(loader)
+        if tensors is None or (isinstance(loader, DataLoader) and not _is_torchs(loader)):
             return False
         size += sum(tensor.nbytes for tensor in tensors)
     return size <= MOST_BYTES
+
+
+def _data(loader: Any) -> Sequence[Tensor] | None:
+    """Return the tensors from which a loader draws its batches; None if they are unknown."""
+    if isinstance(loader, SeededBatches):
+        return loader.samples.x, loader.samples.y
+    return loader.dataset.tensors if type(loader) is DataLoader and type(loader.dataset) is TensorDataset else None
+
+
+def _is_torchs(loader: DataLoader[Any]) -> bool:
+    """Tell whether a loader has torch's own parts alone, and no processes."""
+    own = type(loader.sampler) in (SequentialSampler, RandomSampler) and type(loader.batch_sampler) is BatchSampler
+    return own and loader.collate_fn is default_collate and not loader.num_workers
+
+
+def _version(tensor: Tensor) -> int:
+    """Return a number that rises with every change in place; 0 for a tensor of inference mode, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _pickled(one: Any) -> bytes:
+    """Return an object as bytes; empty if it cannot be pickled, or is large (a teacher network, say)."""
+    try:
+        made = pickle.dumps(wrap_non_picklable_objects([one], keep_wrapper=False))
+    except Exception:  # an object of the user's own may raise anything; writing all clients raises it again
+        return b""
+    return made if len(made) < LARGE else b""
+
+
+def constant(function: Any) -> bool:
+    """Tell whether a function computes the same in a worker process, however the variables of this process change later.
+
+    None is, and so are torch's and fl-bn's own functions and classes, ``partial`` of them with numbers, texts or tuples of
+    these, and a function that reads no variable but modules, and functions and classes of torch and fl-bn.
+    """
+    if isinstance(function, partial):
+        given = (*function.args, *function.keywords.values())
+        return constant(function.func) and all(_is_value(one) for one in given)
+    if function is None or str(getattr(function, "__module__", "")).partition(".")[0] in ("torch", "fl_bn"):
+        return True
+    if type(function) is not FunctionType or function.__closure__ or not _are_values(function):
+        return False
+    read = [function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__]
+    return all(_is_module(one) or (callable(one) and not isinstance(one, FunctionType) and constant(one)) for one in read)
+
+
+def _is_module(one: Any) -> bool:
+    return isinstance(one, ModuleType) and one.__name__.partition(".")[0] in ("torch", "fl_bn", "math", "functools")
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names of the variables and attributes that ``code`` and the functions in it use."""
+    return {*code.co_names}.union(*(_names(one) for one in code.co_consts if isinstance(one, CodeType)))
+
+
+def _are_values(function: FunctionType) -> bool:
+    return all(_is_value(one) for one in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
+
+
+def _is_value(one: Any) -> bool:
+    return isinstance(one, int | float | str | type(None)) or (isinstance(one, tuple) and all(map(_is_value, one)))
 
 
 def check_loaders(clients: Clients, count: int) -> None:
@@ -76,11 +140,28 @@ def check_loaders(clients: Clients, count: int) -> None:
 
 
 class InWorkers:
-    """Compute clients in worker processes. All clients are pickled to a file in ``folder``. Each worker reads this file once."""
+    """Compute clients in worker processes. All clients are pickled to a file in ``folder``. Each worker reads this file once.
+
+    If tensors of the data change in place, or variables that tasks and functions hold, the file is written again. Other
+    changes, such as those of a sampler, do not reach the workers.
+    """
 
     def __init__(self, clients: Clients, workers: Workers, folder: Path) -> None:
-        self._clients, self._workers, self._path = clients, workers, folder / "clients"
-        self._path.write_bytes(pickle.dumps(wrap_non_picklable_objects(clients, keep_wrapper=False)))
+        self._clients, self._workers, self._folder, self._versions = clients, workers, folder, 0
+        self._write()
+
+    def _write(self) -> None:
+        """Write all clients to a file of a new name, so that every worker reads it."""
+        self._versions += 1
+        self._path, self._written = self._folder / f"clients-{self._versions}", self._state()
+        self._path.write_bytes(pickle.dumps(wrap_non_picklable_objects(self._clients, keep_wrapper=False)))
+
+    def _state(self) -> tuple[Any, ...]:
+        """Return a value that differs once a client's data, task or functions have changed since ``_write``."""
+        every = self._clients.own
+        made = {id(one): one for own in every for one in (own.task, own.make_optimizer, own.make_scheduler)}
+        small = [_pickled(one) for one in (self._clients.schedule, *made.values())]
+        return *small, [_version(tensor) for own in every for tensor in _data(own.loader) or ()]
 
     def work(self, instruction: Instruction, rounds: int, clients: Sequence[int], kept: Sequence[ClientState]) -> list[Result]:
         """Compute the rounds of several clients.
@@ -97,6 +178,9 @@ class InWorkers:
         Raises:
             Exception: The error of the first client that failed.
         """
+        if self._state() != self._written:
+            self._path.unlink()
+            self._write()
         packed, same = _packed(instruction), (torch.get_num_threads(), torch.get_default_dtype())
         states = [[one.get_state().numpy() for one in generators(self._clients.own[client].loader)] for client in clients]
         tasks = [(str(self._path), same, packed, rounds, *one) for one in zip(clients, map(_packed, kept), states, strict=True)]
@@ -147,7 +231,8 @@ def _work(
     clients = _read(path)
     for one, state in zip(own := generators(clients.own[client].loader), states, strict=True):
         one.set_state(torch.from_numpy(state.copy()))
-    reply, keeps = clients.compute(_unpacked(packed), rounds, client, _unpacked(kept))
+    with clients.given_unused():
+        reply, keeps = clients.compute(_unpacked(packed), rounds, client, _unpacked(kept))
     return _packed(reply), _packed(keeps), [one.get_state().numpy() for one in own]
 
 

@@ -14,6 +14,7 @@ from fl_bn.federation.record import RoundRecord
 from fl_bn.flower.log import log
 from fl_bn.methods import Method, Phase
 from fl_bn.methods.fedtan import CohortBatchNorm
+from fl_bn.modes import modes_in_words
 from fl_bn.roles import NORM_LAYERS, Role, buffers_in_words, roles
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.task import CLASSIFICATION, Task
@@ -54,6 +55,8 @@ def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iter
             yield f"{present[role]} tensors of role {role.value}: {fate}"
     if buffers := buffers_in_words(model):
         yield buffers
+    if modes := modes_in_words(model):
+        yield modes
     if cohort := [module for module in model.modules() if isinstance(module, CohortBatchNorm)]:
         count = sum((1 if layer.schedule == "merged" else 2) + layer.share_gradients for layer in cohort)
         yield f"first local step: {count} layer-wise exchanges of moments{' and their gradients' if cohort[0].share_gradients else ''}"

@@ -26,14 +26,18 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from fl_bn.conversion import convert
 from fl_bn.exchange.replay import Unanswered
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.first_batch import Batch
+from fl_bn.federation.loader_generators import unmoved
+from fl_bn.federation.loaders import check_not_one_batch
 from fl_bn.federation.local import torch_seed
 from fl_bn.federation.network import Network
 from fl_bn.federation.own_loop import local_round
@@ -57,7 +61,7 @@ from fl_bn.flower.wire.versions import here
 from fl_bn.methods import Method, Phase, StatisticsReport
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.roles import inputs_like
-from fl_bn.task import CLASSIFICATION, Task
+from fl_bn.task import CLASSIFICATION, Task, batch_size
 
 Batches = Callable[[Context], Iterable[Any]]
 """Returns the training batches of the client with this Flower context: a DataLoader, for example."""
@@ -164,7 +168,8 @@ class OwnRound:
         else:
             reply, kept = self.local.reply(samples, told.get("loss", math.nan))
         answer = reply_to(self._message, self._request.header, reply, self._request.rounding)
-        answer.content[OWN_METRICS] = MetricRecord({EXAMPLES: reply.samples, **told, **metrics})
+        own: Any = {name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value for name, value in metrics.items()}
+        answer.content[OWN_METRICS] = MetricRecord({EXAMPLES: reply.samples, **told, **own})
         if kept.sections and kept.round == reply.round:  # otherwise the store keeps the earlier state
             self._store.write(kept.round, kept.sections)
         return answer
@@ -448,5 +453,23 @@ def _index(context: Context) -> int:
 
 
 def _count(loader: Iterable[Any], task: Task) -> int:
+    """Return the number of samples that a client may train on or measure in a pass over its loader.
+
+    A sampler may draw more samples than the dataset has, and a collate function of the user's own may make several of one
+    (crops of an image). So in its case the first batch is read.
+
+    Raises:
+        ValueError: ``loader`` has single samples, or is itself a single batch.
+    """
+    check_not_one_batch("batches(context)", loader, task)
     data: Any = getattr(loader, "dataset", None)
-    return len(data) if hasattr(data, "__len__") else sum(len(task.read(batch)[1]) for batch in loader)
+    if not hasattr(data, "__len__"):
+        return sum(batch_size(*task.read(batch)) for batch in loader)
+    sampler: Any = getattr(loader, "sampler", None)
+    drawn: int = max(len(data), len(sampler) if hasattr(sampler, "__len__") else 0)
+    size = getattr(loader, "batch_size", None)
+    if not size or getattr(loader, "collate_fn", default_collate) is default_collate:
+        return drawn
+    with unmoved([loader]), torch.random.fork_rng(devices=[]):
+        first = next((batch_size(*task.read(batch)) for batch in loader), 0)
+    return drawn * -(-first // min(size, drawn)) if first > size else drawn

@@ -136,7 +136,8 @@ def _evaluate(message: Message, context: Context, client: Any, net: str, method:
 
 
 def _arrays(model: nn.Module) -> list[np.ndarray]:
-    return [tensor.detach().cpu().numpy() for tensor in model.state_dict().values()]
+    """Return copies of the network's arrays, as Flower gives them: training ``model`` does not change them."""
+    return [tensor.detach().cpu().numpy().copy() for tensor in model.state_dict().values()]
 
 
 def _config(message: Message) -> dict[str, Any]:
