@@ -87,7 +87,7 @@ def recommendation(found: Sequence[Regime], folder: str) -> str:
         found: The regimes with runs.
         folder: The folder of the methods' pages, relative to the page with the table.
     """
-    lines = ["| your problem | try | points above plain BatchNorm | not told apart from it |", "|---|---|---:|---|"]
+    lines = ["| your problem | try | points above plain BatchNorm | as good, as far as we can tell |", "|---|---|---:|---|"]
     for regime in found:
         best = regime.methods[0]
         level = regime.level(best)
@@ -102,7 +102,7 @@ def recommendation(found: Sequence[Regime], folder: str) -> str:
 
 def _beside(regime: Regime, plain: bool, others: str) -> str:
     one = "one seed; " if len(regime.seeds) == 1 else ""
-    nothing = f"nothing is ahead for sure{f': {others}' if others else ''}"
+    nothing = f"nothing is ahead for sure{f'; ahead by no more than chance: {others}' if others else ''}"
     return f"{one}{nothing if plain else others}".removesuffix("; ")
 
 
