@@ -14,7 +14,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from fl_bn.composed import Unconvertible
 from fl_bn.copying import copied, reader_of_globals
 from fl_bn.kinds import is_plain, kind_of
-from fl_bn.layers import OwnBatchNorm, followed, freeze_statistics
+from fl_bn.layers import OwnBatchNorm, SharedNorm, followed, freeze_statistics
 from fl_bn.methods.method import Method
 from fl_bn.modes import MARK, remember_modes
 from fl_bn.roles import BUFFER_ROLES, batch_norms, observes, roles, state_constants
@@ -81,6 +81,27 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
     state_constants(model)
     _check_tensors(model, method)
     return model
+
+
+def check_converted(model: nn.Module, method: Method) -> None:
+    """Check that the BatchNorm layers of a client's network are those of ``method``, where the method has layers of its own.
+
+    Raises:
+        ValueError: the network was not converted, or was converted for another method.
+    """
+    layers = batch_norms(model)
+    if not layers:
+        return
+    example = None if method.layer is None else method.layer(nn.BatchNorm2d(next(iter(layers.values())).num_features))
+    own = type(example).way if isinstance(example, SharedNorm) else None
+    wrong = [name for name, layer in layers.items() if isinstance(layer, SharedNorm) and not (own and isinstance(layer, own))]
+    if own and not any(isinstance(layer, own) for layer in layers.values()):
+        wrong = [*layers]
+    if wrong:
+        raise ValueError(
+            f"this network is not converted for method {method.name}, but its layer {wrong[0] or 'itself'} is a "
+            f"{type(layers[wrong[0]]).__name__}: give the client's network as convert(net, method)"
+        )
 
 
 def check_kinds(model: nn.Module, method: Method) -> None:

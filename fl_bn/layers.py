@@ -112,7 +112,7 @@ class FrozenBatchNorm(OwnBatchNorm):
     frozen = True
 
 
-class _SharedNorm(OwnBatchNorm):
+class SharedNorm(OwnBatchNorm):
     """Serve as the abstract base of the layers that normalise training batches in another way than torch.
 
     A subclass defines ``normalised``.
@@ -182,7 +182,7 @@ class _SharedNorm(OwnBatchNorm):
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
 
 
-class FederatedBatchNorm(_SharedNorm):
+class FederatedBatchNorm(SharedNorm):
     """Normalise with the shared running statistics, also in training (FBN, Algorithm 2, line 3).
 
     The layer never updates the statistics, so they are constants during a round. ``observe`` records the moments of
@@ -200,7 +200,7 @@ class FederatedBatchNorm(_SharedNorm):
 _OWN = ("weight", "bias", "mixing_logit", "running_mean", "running_var")
 
 
-class HybridBatchNorm(_SharedNorm):
+class HybridBatchNorm(SharedNorm):
     """Normalise with a learnable mixture of batch and shared statistics, per channel (HBN, equations 9 and 10).
 
     In training, ``mean = a * batch + (1 - a) * shared`` with ``a = sigmoid(mixing_logit)``, and the same for
@@ -339,7 +339,7 @@ def followed(layer: M, source: nn.Module, then: tuple[str, ...]) -> M:
                 f"{type(source).__name__} has no submodule {name!r}, which register_batch_norm(then={list(then)}) names: correct the name"
             )
         setattr(layer, name, getattr(source, name))
-    if not isinstance(layer, _SharedNorm):
+    if not isinstance(layer, SharedNorm):
         layer.__class__ = composed(Followed, type(layer))
     layer.then = then  # type: ignore[assignment]
     return layer

@@ -169,6 +169,8 @@ def _piloted(advice: Advice, base: Mapping[str, Any], folder: Path, jobs: int) -
     from fl_bn.run.config import ConfigError
     from fl_bn.run.usage import Usage
 
+    if "early-stop" in base:
+        raise ConfigError("--pilot compares runs of one length, and runs the chosen method for all rounds: leave out early-stop")
     config = Usage().config(base)
     of = task(config, dataset(config).y_train)
 

@@ -87,7 +87,14 @@ class Best(Callback):
         """Handle an evaluation that is not better than the best one. The base class does nothing; subclasses override this method."""
 
     def _better(self, record: RoundRecord) -> bool:
-        """Tell whether an evaluation is the best so far, and store it if so. NaN and infinite values are not better."""
+        """Tell whether an evaluation is the best so far, and store it if so. NaN and infinite values are not better.
+
+        An evaluation that lacks the metric, where an earlier one had it, is not judged: it does not count in ``since`` either.
+        """
+        if self.name not in record.evaluation and (self.round or self.since):
+            mine = type(self).__name__
+            LOGGER.warning("round %s: %s leaves out this evaluation, which lacks the metric %s", record.round, mine, self.name)
+            return False
         if self.name not in record.evaluation:
             raise ValueError(
                 f"{type(self).__name__} needs the metric {self.name!r}, but the metrics of round {record.round} are "

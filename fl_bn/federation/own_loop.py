@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from fl_bn.conversion import convert
+from fl_bn.conversion import check_converted, convert
 from fl_bn.copying import copied
 from fl_bn.exchange.session import Session
 from fl_bn.federation.auxiliary import auxiliary
@@ -80,7 +80,10 @@ def local_round(
     """
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings)
+    if not isinstance(kept, ClientState):
+        raise ValueError(f"kept must be the state that round.reply returned beside the reply, but got a {type(kept).__name__}")
     check_layers(model, method)
+    check_converted(model, method)
     check_not_open(model)
     round = LocalRound(model, method, instruction, kept, settings, connect)
     round.in_own_loop = True
@@ -238,7 +241,7 @@ def server_round(state: Server, replies: Sequence[Reply], exchange: Session | No
 def _with_metrics(record: RoundRecord, replies: Sequence[Reply]) -> RoundRecord:
     """Return the record with the metrics that clients gave to ``round.reply``: each client's own, and their means, weighted by samples."""
     samples = {client.client: client.samples for client in record.accepted}
-    replies = sorted((one for one in replies if one.client in samples), key=lambda one: one.client)
+    replies = sorted((one for one in replies if isinstance(one, Reply) and one.client in samples), key=lambda one: one.client)
     given = {one.client: {name: value for name, value in one.metrics.items() if name not in TRAINED.fields} for one in replies}
     given = {client: own for client, own in given.items() if own}
     return replace(record, client_metrics=given, own_metrics=over_samples([(samples[client], own) for client, own in given.items()]))

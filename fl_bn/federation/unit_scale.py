@@ -32,6 +32,10 @@ HOMOGENEOUS: tuple[Any, ...] = (
     F.relu, F.leaky_relu, F.dropout, F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, torch.relu, "relu",
 )  # fmt: skip
 """Operations f with f(a x) = a f(x) for a positive factor a per channel: module types, functions, and names of methods."""
+ELEMENTWISE: tuple[Any, ...] = (
+    nn.ReLU, nn.LeakyReLU, nn.Identity, nn.Dropout, F.relu, F.leaky_relu, F.dropout, torch.relu, "relu",
+)  # fmt: skip
+"""Those of them that mix no values. Pooling after a linear layer would mix its features."""
 
 MUCH = 0.01
 """The relative change of a channel's output from which on it is made up for: eps counts where BatchNorm's input varies little."""
@@ -75,6 +79,11 @@ def _pairs(model: nn.Module) -> dict[str, str]:
         read = used.intersection(f"{source}.{name}" for name, _ in layer.named_parameters())
         changed = any(_changed(one) for one in (layer, modules[str(node.target)]))
         if type(layer) not in PRODUCERS or read or changed or derivation(layer):
+            continue
+        norm = modules[str(node.target)]
+        if layer.weight.shape[0] != norm.num_features:
+            continue  # the layer's outputs are on another axis than BatchNorm's channels, such as tokens
+        if isinstance(layer, nn.Linear) and not (isinstance(norm, nn.BatchNorm1d) and _source(node, modules, ELEMENTWISE) == source):
             continue
         if all(uses[id(p)] == 1 and p.requires_grad for p in own):
             sources[str(node.target)] = source
@@ -136,16 +145,16 @@ class _Tracer(fx.Tracer):
         return isinstance(m, nn.modules.batchnorm._BatchNorm) or super().is_leaf_module(m, module_qualified_name)
 
 
-def _source(norm: fx.Node, modules: Mapping[str, nn.Module]) -> str | None:
-    """Return the name of the module whose output only ``norm`` uses, directly or through ``HOMOGENEOUS`` operations.
+def _source(norm: fx.Node, modules: Mapping[str, nn.Module], between: tuple[Any, ...] = HOMOGENEOUS) -> str | None:
+    """Return the name of the module whose output only ``norm`` uses, directly or through the operations ``between``.
 
     Return None if there is no such module.
     """
     node = norm.all_input_nodes[0] if norm.all_input_nodes else None
     while node is not None and len(node.users) == 1:
-        if node.op == "call_module" and type(modules[str(node.target)]) not in HOMOGENEOUS:
+        if node.op == "call_module" and type(modules[str(node.target)]) not in between:
             return str(node.target)
-        if node.op not in ("call_module", "call_function", "call_method") or (node.op != "call_module" and node.target not in HOMOGENEOUS):
+        if node.op not in ("call_module", "call_function", "call_method") or (node.op != "call_module" and node.target not in between):
             return None
         node = node.all_input_nodes[0] if node.all_input_nodes else None
     return None

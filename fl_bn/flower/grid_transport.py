@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
@@ -82,10 +82,10 @@ class GridTransport(Transport):
             arrays, metrics = self._secure_round(messages)
         elif Phase(self.server.record.phase) is Phase.EXCHANGE:
             replies: Iterable[Message] = strategy.exchanges.round(self.grid, strategy.cohort, messages, self.timeout)
-            arrays, metrics = hooks.aggregate_train(number, replies)
+            arrays, metrics = pair(hooks.aggregate_train(number, replies))
         else:
             replies = receive(self.grid, messages, self.timeout, strategy.rounds.retry, called=called)
-            arrays, metrics = hooks.aggregate_train(number, replies_for(hooks, "aggregate_train", replies))
+            arrays, metrics = pair(hooks.aggregate_train(number, replies_for(hooks, "aggregate_train", replies)))
         if metrics is not None:
             self.result.train_metrics_clientapp[number] = metrics
         if arrays is None:
@@ -244,6 +244,18 @@ class GridTransport(Transport):
         expected = self.server.expects(instruction.round, instruction.phase, {client.index: client.samples for client in clients})
         header = header_for(self.strategy.shared, instruction.round, instruction.phase)
         return read_replies(replies, Reading(clients, with_header(header, expected), sent))
+
+
+def pair(returned: Any) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    """Check that ``aggregate_train`` returned a pair, and return it.
+
+    Raises:
+        RunFailed: It returned something else, such as None without a ``return``.
+    """
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        must = "aggregate_train must return a pair, arrays and metrics, as super().aggregate_train(...) does"
+        raise RunFailed(f"{must}, but returned {returned!r:.100}")
+    return returned
 
 
 def numbers_of(metrics: MetricRecord) -> dict[str, float]:

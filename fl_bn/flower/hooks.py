@@ -106,8 +106,10 @@ def addressed(messages: Iterable[Message], clients: Sequence[Client], hook: str,
         called: the clients' names.
 
     Raises:
-        RunFailed: a message is for another node, or a client gets two.
+        RunFailed: the hook returned None, a message is for another node, or a client gets two.
     """
+    if messages is None:
+        raise RunFailed(f"{hook} returned None: let it return the messages of super().{hook}(...), or some of them")
     sent = list(messages)
     nodes = [message.metadata.dst_node_id for message in sent]
     known = {client.node for client in clients}

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn.exchange.call import Answer, Exchange, Key, Quantity
-from fl_bn.layers import _SharedNorm
+from fl_bn.layers import SharedNorm
 from fl_bn.methods.fedavg import combine
 from fl_bn.methods.method import Method, Phase, StatisticsReport, freeze, freeze_after, frozen_rate
 from fl_bn.moments import channel_moments
@@ -112,7 +112,7 @@ class Live:
         return type(None), ()
 
 
-class CohortBatchNorm(_SharedNorm):
+class CohortBatchNorm(SharedNorm):
     """Normalise with the moments of all the cohort's batches while an exchange is open, else as torch's BatchNorm does.
 
     Attributes:

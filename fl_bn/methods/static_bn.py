@@ -14,11 +14,11 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_bn.layers import _SharedNorm
+from fl_bn.layers import SharedNorm
 from fl_bn.methods.method import Method, Refresh
 
 
-class StaticBatchNorm(_SharedNorm):
+class StaticBatchNorm(SharedNorm):
     """Normalise a training batch with the batch's own statistics, and keep no running average of them."""
 
     def normalised(self, x: Tensor) -> Tensor:

@@ -162,10 +162,11 @@ def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
     """
     if data and domain:
         raise ConfigError(f"expected one source of the client's data, but got --domain {domain} and --data {data}: give one of them")
+    as_tested = replace(config, validation_share=0.0, evaluate_on="test")  # the client's own test samples, whatever the run was tested on
     if data:
         kind, _, path = data.partition(":")
         own = OwnData(kind, path) if kind in DATASETS else OwnData(data)
-        brought = assembly.site_dataset(config, own)
+        brought = assembly.site_dataset(as_tested, own)
         return Newcomer(Path(path).stem if kind in DATASETS and path else data, brought.x_train, Samples(brought.x_test, brought.y_test))
     name = domain or config.hold_out
     if not name:
@@ -176,7 +177,7 @@ def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
     if config.dataset == SITES:
         raise ConfigError(f"the run's data are at its sites, so the domain {name!r} cannot be loaded on this machine: give --data")
     try:
-        part = only_domain(assembly.dataset(replace(config, hold_out="", validation_share=0.0)), name)
+        part = only_domain(assembly.dataset(replace(as_tested, hold_out="")), name)
     except ConfigError:
         raise
     except ValueError as error:

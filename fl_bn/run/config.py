@@ -237,6 +237,11 @@ class RunConfig(RunKeys):
 
             exchange = replace(self.exchange_settings(), certificates=None) if self.method in FEDTAN else ExchangeSettings()
             check_secure(secure, method, self._rounds(exchange), self.defence())
+            if self.client_weights == "data":
+                raise ConfigError(
+                    "under secure aggregation a client announces the samples that it will train on, and client-weights='data' counts all "
+                    "samples that it has: set client-weights to 'samples' or 'uniform'"
+                )
             if self.unseen_client:
                 raise ConfigError(
                     "unseen-client makes clients send their own layers without encryption: set unseen-client or secure-aggregation to false"

@@ -147,7 +147,7 @@ class DataKeys:
     share_drift: bool = option(
         False,
         "fedbn, silobn, single: clients report how far their own statistics moved (largest drift, least variance, growth), for the log",
-        used=when.KEEPS_STATISTICS,
+        used=when.KEEPS_STATISTICS & when.NOT_SECURE,
     )
     unseen_client: bool = declared(Rounds, "unseen")
     calibrate: int = declared(Rounds, "calibrate")

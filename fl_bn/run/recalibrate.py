@@ -90,6 +90,7 @@ def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output:
     folder = (output or source.with_name(f"{source.stem if source.is_file() else source.resolve().name}-recalibrated")).absolute()
     own = {"rounds": 0, "calibrate": passes or -1, "model-weights": str(weights.resolve()), "scale-start": "one"}
     own |= {"evaluate-every": 1, "hbn-stat-samples": 0}
+    own |= {"join-rounds": "", "clients-at-start": 0}  # they say when clients join a training run
     place = {"resume": "", "checkpoint-every": 0, "name": folder.name, "output": str(folder.parent)}
     config = Usage().config({**keys, **overrides, **own, **place}, must=overrides)
     if config.dataset == SITES:

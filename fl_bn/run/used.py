@@ -121,6 +121,9 @@ OWN_DOMAINS = used_with("partition", *BY_DOMAIN)
 KEEPS_STATISTICS = method_where(
     "where running statistics stay at the clients (fedbn, silobn, single)", lambda m, c: Role.STATISTIC in m.local
 )
+NOT_SECURE = Used(
+    "without secure aggregation, which sums the clients' replies", lambda c: not c["secure-aggregation"], ("secure-aggregation",)
+)
 ATTACKERS = Used("with attackers, byzantine > 0", lambda c: c["byzantine"] > 0, ("byzantine",))
 HAS_WHAT_IS_ATTACKED = method_where(
     "where the server combines BatchNorm's statistics",

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fl_bn.data.record import TRAINING
 from fl_bn.run.assembly import task
 from fl_bn.run.config import ConfigError
 from fl_bn.run.overrides import parse_overrides
@@ -72,11 +73,17 @@ def comparison(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[
 
 
 def check_metric(cells: Sequence[Cell]) -> None:
-    """Check that all cells (runs) measure the same metric, so that they can be compared.
+    """Check that all cells (runs) measure the same metric on the same kind of samples, so that they can be compared.
 
     Raises:
-        ConfigError: The runs have tasks with different metrics.
+        ConfigError: The runs have tasks with different metrics, or are tested on test, validation or training samples.
     """
+    if len(splits := {(cell.config.validation_share, cell.config.evaluate_on) for cell in cells}) > 1:
+        parts = sorted({"training" if on == TRAINING else f"{share:g} of the training" if share else "test" for share, on in splits})
+        raise ConfigError(
+            f"methods are compared on the same samples, but these runs are tested on {' and '.join(parts)} samples: give "
+            "validation-share and evaluate-on to all runs alike (--run-config)"
+        )
     if len(metrics := {task(cell.config).metric for cell in cells}) > 1:
         raise ConfigError(
             f"methods are compared by one metric, but these runs have {' and '.join(sorted(metrics))}: give all the same task"

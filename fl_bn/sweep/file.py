@@ -50,6 +50,7 @@ import tomli_w
 from fl_bn.report.cells import GIGABYTES, MEGABYTES
 from fl_bn.report.domains import AXIS as DOMAIN
 from fl_bn.report.settings import SEED, check_axis, parse_settings
+from fl_bn.run.centralised import WITHOUT_EFFECT
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.history import round_columns
 from fl_bn.run.usage import Usage
@@ -172,6 +173,10 @@ class Sweep:
             own = {"output": str((output / "runs").resolve()), "name": name or "run", "pictures": False}
             method, centralised = trained_as(keys.get("method", RunConfig.method))
             must = {key for axis, value in where.items() for key in self.axes[axis][str(value)]} if self.strict else set()
+            if centralised and (idle := sorted(must & WITHOUT_EFFECT)):
+                raise ConfigError(
+                    f"{_at(where)}: {idle[0]} has no effect in centralised training, which has no clients and no server: leave it out"
+                )
             try:
                 config = use.config({**keys, "method": method, **own}, must)
             except ConfigError as error:

@@ -17,6 +17,7 @@ from fl_bn.task.targets import LABELS, MASKS
 from fl_bn.task.task import SHARE, Range, Task
 
 IGNORE = 255  # a mask's value for a pixel without a label: it counts neither in the loss nor in the metrics
+UNLABELLED = -100  # the label that torch's losses leave out
 MEAN_IOU, CLASS = "mean-iou", "accuracy-class-"
 
 
@@ -44,11 +45,18 @@ class Classification(Task):
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Compute the mean cross-entropy of scores (B, C) and labels (B,)."""
-        return F.cross_entropy(output, labels_of(output, targets))
+        labels = labels_of(output, targets)
+        return F.cross_entropy(output, labels if labels.is_floating_point() else labels.masked_fill(labels < 0, UNLABELLED))
+
+    def count(self, targets: Tensor) -> int:
+        """Count the labels, one for each sample or position; those below 0 are none."""
+        if not isinstance(targets, Tensor) or targets.is_floating_point():
+            return super().count(targets)
+        return int((targets >= 0).sum())
 
     def sums(self, output: Tensor, targets: Tensor) -> dict[str, Tensor | float]:
         """Count the confusion matrix (C, C) of one batch."""
-        return {"confusion": confusion_counts(output, labels_of(output, targets))}
+        return {"confusion": confusion_counts(output, labels_of(output, targets), UNLABELLED)}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Compute the accuracy over all samples and over the samples of each class, NaN for a class without samples."""
@@ -84,6 +92,10 @@ class Segmentation(Classification):
     name = "segmentation"
     takes = (MASKS,)
 
+    def sums(self, output: Tensor, targets: Tensor) -> dict[str, Tensor | float]:
+        """Count the confusion matrix (C, C) of the labelled pixels of one batch."""
+        return {"confusion": confusion_counts(output, labels_of(output, targets))}
+
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Compute the mean cross-entropy over labelled pixels; 0 if no pixel has a label, where torch gives NaN."""
         masks = masks_of(output, targets)
@@ -97,7 +109,7 @@ class Segmentation(Classification):
         """Return ``accuracy-class-N`` -> the number of images in which class N occurs."""
         images = torch.zeros(IGNORE + 1, dtype=torch.int64)
         for mask in targets:
-            images += mask.flatten().bincount(minlength=IGNORE + 1) > 0
+            images += mask[mask >= 0].bincount(minlength=IGNORE + 1) > 0
         return {f"{CLASS}{index}": n for index, n in enumerate(images[:IGNORE].tolist())}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
@@ -124,23 +136,24 @@ def labels_of(output: Tensor, targets: Tensor) -> Tensor:
             f"...), but the targets are {tuple(targets.shape)} {str(targets.dtype).removeprefix('torch.')}: change them "
             "(targets.long()), or give the task that fits, such as task=MultiLabel() for 0 or 1 per label, or a loss of your own"
         )
-    return targets
+    return targets if soft else targets.long()
 
 
 def masks_of(output: Tensor, targets: Tensor) -> Tensor:
     """Return ``labels_of``, with ``IGNORE`` in the place of labels below 0, such as the -100 of torch's losses."""
     masks = labels_of(output, targets)
-    return masks.masked_fill(masks < 0, IGNORE) if masks.is_signed() else masks
+    return masks.masked_fill(masks < 0, IGNORE)
 
 
-def confusion_counts(output: Tensor, targets: Tensor) -> Tensor:
+def confusion_counts(output: Tensor, targets: Tensor, ignore: int = IGNORE) -> Tensor:
     """Count how often each class is predicted for each label.
 
     Args:
         output: scores (B, C), or (B, C, H, W), or (B, C, D, H, W).
         targets: labels (B,), or masks (B, H, W), or (B, D, H, W).
 
-            Labels below 0, such as the -100 of torch's losses, are left out. In masks, 255 (``IGNORE``) is left out, too.
+            Labels below 0, such as the -100 of torch's losses, are left out.
+        ignore: the label in masks that is left out, too.
 
     Returns:
         Int64 (C, C): labels in rows, predictions in columns.
@@ -156,6 +169,6 @@ def confusion_counts(output: Tensor, targets: Tensor) -> Tensor:
         )
     classes, predicted = output.shape[1], output.argmax(1)
     if targets.ndim > 1 or bool((targets < 0).any()):
-        labelled = (targets >= 0) & (targets != IGNORE) if targets.ndim > 1 else targets >= 0
+        labelled = (targets >= 0) & (targets != ignore) if targets.ndim > 1 else targets >= 0
         predicted, targets = predicted[labelled], targets[labelled]
     return torch.bincount(targets * classes + predicted, minlength=classes**2).view(classes, classes)

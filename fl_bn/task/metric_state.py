@@ -43,7 +43,7 @@ class MetricState:
             targets: the targets of the batch.
         """
         count = self.task.count(targets)
-        self.total += float(self.task.loss(output, targets)) * count
+        self.total += float(self.task.loss(output, targets)) * count if count else 0.0  # the mean over no label may be NaN
         self.count += count
         for name, value in self.task.sums(output, targets).items():
             value = torch.as_tensor(value)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fl_bn.hybrid import inside_transform
 from fl_bn.task.targets import LABEL_SETS, alike
 from fl_bn.task.task import SHARE, Range, Task
 
@@ -44,11 +45,16 @@ class MultiLabel(Task):
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Compute the mean binary cross-entropy of logits (B, K) and targets (B, K)."""
         output, targets = alike(self.name, output, targets)
+        if targets.device.type == "cpu" and not targets.is_floating_point() and not inside_transform():
+            check_labels(targets)
         return F.binary_cross_entropy_with_logits(output, targets.to(output.dtype))
 
     def sums(self, output: Tensor, targets: Tensor) -> dict[str, Tensor | float]:
         """Count hits, misses and false alarms (3, K), and make histograms (K, 2, BINS) of the logits by target, 0 or 1."""
         output, y = alike(self.name, output, targets)
+        check_labels(y)
+        if output.ndim == 1:  # one label
+            output, y = output.unsqueeze(1), y.unsqueeze(1)
         y, labels = y.long(), output.shape[1]
         predicted = (output > 0).long()
         binned = ((output.double() + 16) * (self.BINS / 32)).nan_to_num().long().clamp(0, self.BINS - 1)
@@ -68,3 +74,17 @@ class MultiLabel(Task):
         precision = (steps * (right / (right + wrong).clamp(min=1))).sum(1)
         micro = float(2 * hits.sum() / either.sum())
         return {"mean-average-precision": float(precision.nanmean()), "f1-micro": micro, "f1-macro": float(f1.mean())}
+
+
+def check_labels(targets: Tensor) -> None:
+    """Check that all targets are 0 or 1.
+
+    Raises:
+        ValueError: One is another number, such as -1 for an uncertain label.
+    """
+    if bool(((targets != 0) & (targets != 1)).any()):
+        other = targets[(targets != 0) & (targets != 1)].flatten()[0].item()
+        raise ValueError(
+            f"task multi-label: each target is 0 or 1, but one is {other:g}: replace uncertain labels, or give a task of your own that "
+            "leaves them out"
+        )

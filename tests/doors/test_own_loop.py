@@ -442,3 +442,36 @@ def test_metrics_that_a_client_gives_are_in_the_record() -> None:
 def test_a_metric_that_is_no_number_is_named(value: Any) -> None:
     with pytest.raises(ValueError, match=r"metrics must be numbers by name, such as \{'accuracy': 0.75\}, but 'acc' is"):
         one_reply(0, metrics={"acc": value})
+
+
+@pytest.mark.parametrize("name", ["fbn", "hbn", "static-bn", "fedtan", "fedtan2"])
+def test_a_network_that_was_not_converted_is_refused(name: str) -> None:
+    """Before, fbn, static-bn and fedtan trained as fedavg, without a word."""
+    net, method = rough_network("plain"), methods.METHODS[name]()
+    instruction = server_state(net, method, rounds=2).instruction()
+    words = f"not converted for method {name}, but its layer .* is a BatchNorm2d: give the client's network as convert"
+    with pytest.raises(ValueError, match=words), local_round(copy.deepcopy(net), method, instruction):
+        pass
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fixbn", "fedbn", "hbn", "static-bn"])
+def test_a_network_that_was_converted_for_another_method_is_refused(name: str) -> None:
+    net, method = rough_network("plain"), methods.METHODS[name]()
+    instruction = server_state(net, method, rounds=2).instruction()
+    words = f"not converted for method {name}, but its layer .* is a FederatedBatchNorm"
+    with pytest.raises(ValueError, match=words), local_round(convert(net, FBN), method, instruction):
+        pass
+    with local_round(convert(net, method), method, instruction) as round:  # control
+        assert round.trains
+
+
+def test_stray_objects_among_replies_cost_nothing_else() -> None:
+    net = rough_network("plain")
+    state = server_state(net, FBN, rounds=3, clients=3)
+    _, record = server_round(state, [one_reply(0), (one_reply(1), NOTHING), None, one_reply(2, metrics={"acc": 1.0})])  # type: ignore[list-item]
+    assert [client.client for client in record.accepted] == [0, 2]
+    assert record.own_metrics == {"acc": 1.0}
+    model, asked = started()
+    words = "kept must be the state that round.reply returned beside the reply, but got a Reply"
+    with pytest.raises(ValueError, match=words), local_round(model, FBN, asked, one_reply(0)):  # type: ignore[arg-type]
+        pass

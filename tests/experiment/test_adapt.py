@@ -230,3 +230,15 @@ def test_the_experiments_table_is_the_mean_over_seeds_and_domains() -> None:
     assert made[0] == ("held out", "method", KNOWN, BEFORE, *HOW)
     assert made[1] == ("a", "FedBN", "10.5 (0.7)", "10.5 (0.7)", "-", "10.5 (0.7)", "-", "-")
     assert made[3][:3] == ("mean", "FedBN", "20.5 (0.7)")
+
+
+@pytest.mark.parametrize("tested", [{"validation-share": 0.2}, {"evaluate-on": "training"}])
+def test_data_of_one_s_own_are_tested_on_their_test_samples_whatever_the_run_was_tested_on(tested: dict[str, Any], tmp_path: Path) -> None:
+    """Before, they were tested on validation or training samples, under the heading test."""
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (40, 8, 8, 3), dtype=np.uint8), np.arange(40) % 10
+    np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=255 - x[:20], y_test=y[:20])
+    for domain in ({"data": f"npz:{tmp_path / 'mine.npz'}"}, {}):
+        plain, own = (newcomer(RunConfig.from_mapping({**KEYS, **keys}), **domain) for keys in ({}, tested))
+        assert torch.equal(plain.x, own.x)
+        assert torch.equal(plain.test.x, own.test.x)

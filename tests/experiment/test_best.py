@@ -262,3 +262,25 @@ def test_accuracy_before_and_after_local_training_in_the_files(tmp_path: Path) -
     for key in ("update='gradients' local-steps=1", "secure-aggregation=true"):
         with pytest.raises(ConfigError, match="local.evaluation"):
             RunConfig.from_mapping({"local-evaluation": True, **parse_overrides(key)})
+
+
+class Losing(Callback):
+    """Takes the metric away from the evaluations of some rounds, as clients do that do not send it. It stands before the others."""
+
+    def __init__(self, *rounds: int) -> None:
+        self.rounds = rounds
+
+    def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
+        if record.round in self.rounds:
+            del record.evaluation["accuracy"]
+
+
+def test_an_evaluation_that_lacks_the_metric_is_left_out(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, one client that did not send it ended the run."""
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    stop = EarlyStop(patience=2)
+    records = list(federation([Scripted(0.5, 0.6, 0.6, 0.6, 0.6, 0.6), Losing(3), stop]).run(6))
+    assert "round 3: EarlyStop leaves out this evaluation, which lacks the metric accuracy" in caplog.text
+    assert (stop.round, len(records)) == (2, 5)  # rounds 4 and 5 are the two without an improvement
+    with pytest.raises(ValueError, match="EarlyStop needs the metric 'accuracy', but the metrics of round 1 are loss"):
+        list(federation([Losing(1), EarlyStop(patience=2)]).run(2))

@@ -14,13 +14,14 @@ import pytest
 from matplotlib.figure import Figure
 
 from fl_bn.flower.log import LOGGER
+from fl_bn.run.centralised import WITHOUT_EFFECT
 from fl_bn.run.config import ConfigError
 from fl_bn.run.overrides import parse_overrides
 from fl_bn.run.plot import plot
 from fl_bn.run.run_directory import to_toml
 from fl_bn.sweep import cells as cells_module
 from fl_bn.sweep.cells import Cell, run_cell, run_cells
-from fl_bn.sweep.compare import Curves, Variant, comparison, read_curves, table, write
+from fl_bn.sweep.compare import Curves, Variant, check_metric, comparison, read_curves, table, write
 from fl_bn.sweep.file import Sweep
 
 
@@ -229,3 +230,25 @@ def test_plot_finds_the_runs_of_a_comparison(tmp_path: Path) -> None:
         finish(cell, [None, 0.5, 0.6])
     assert sorted(plot([tmp_path], tmp_path / "all.png")) == ["fbn (2 seeds)", "fedavg (2 seeds)"]
     assert (tmp_path / "all.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("own", ["gn:validation-share=0.3", "gn:evaluate-on='training'"])
+def test_runs_that_are_tested_on_other_samples_are_not_compared(own: str, tmp_path: Path) -> None:
+    """Before, one table called all of them test accuracy."""
+    with pytest.raises(ConfigError, match=r"methods are compared on the same samples, but these runs are tested on .*test.* samples"):
+        check_metric(compared("fedavg", own, clients=2).cells(tmp_path))
+    check_metric(compared("fedavg", "gn", clients=2, validation_share=0.3).cells(tmp_path))  # control
+
+
+@pytest.mark.parametrize("key", sorted(WITHOUT_EFFECT))
+def test_a_centralised_variant_has_no_keys_about_clients(key: str, tmp_path: Path) -> None:
+    value = {"calibrate": 2, "client-weights": "'uniform'", "diagnostics": "'drift'", "engine": "'vectorised'"}
+    value |= {"payload-dtype": "'bfloat16'", "local-evaluation": "true", "maintain-momentum": "'local'"}
+    value |= {"secure-aggregation": "true", "server-learning-rate": 0.5}
+    with pytest.raises(ConfigError, match=f"{key} has no effect in centralised training, which has no clients and no server: leave it out"):
+        compared(f"centralised:{key}={value[key]}").cells(tmp_path)
+
+
+def test_control_keys_of_all_runs_leave_the_centralised_one_as_it_is(tmp_path: Path) -> None:
+    cells = compared("fedavg", "centralised", client_weights="uniform").cells(tmp_path)
+    assert [cell.centralised for cell in cells] == [False, True]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import re
 import shlex
+import shutil
+import tomllib
 from pathlib import Path
 
 import matplotlib.image
@@ -22,6 +24,7 @@ from fl_bn.run.assembly import at_client, client_samples, source_model
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.overrides import parse_overrides
 from fl_bn.run.recalibrate import check, elsewhere, planned, rows
+from fl_bn.run.run_directory import to_toml
 from tests.integration.runs import tiny
 
 
@@ -169,3 +172,13 @@ def test_the_scales_are_those_of_the_run_and_not_those_that_it_started_from(tmp_
     assert scales
     assert all(torch.equal(found[name], kept[name]) for name in scales)
     assert not any(torch.equal(found[name], torch.ones_like(found[name])) for name in scales)  # control
+
+
+def test_when_clients_joined_is_no_matter_of_a_run_that_measures(tmp_path: Path) -> None:
+    """Before, it was refused: join-rounds must name rounds 1..0."""
+    run = tmp_path / "run"
+    shutil.copytree(tiny(tmp_path, "fedavg"), run)
+    config = tomllib.loads((run / "config.toml").read_text())
+    (run / "config.toml").write_text(to_toml({**config, "rounds": 3, "join-rounds": "1:2"}))
+    planned_run = planned(run, {})
+    assert (planned_run.rounds, planned_run.join_rounds) == (0, "")

@@ -59,6 +59,7 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("partition-parameter", 0.1, {"partition": "domain"}, {"partition": "dirichlet"}),
     ("partition-parameter", 0.1, {"partition": "natural"}, {"partition": "similarity"}),
     ("share-drift", True, {"method": "fedavg"}, {"method": "silobn"}),
+    ("share-drift", True, {"method": "silobn", "secure-aggregation": True}, {"method": "fedbn"}),
     ("unseen-client", True, {"method": "fbn"}, {"method": "fedbn"}),
     ("recalibration", "passes", {"method": "fedavg"}, {"method": "fbn"}),
     ("recalibration", "passes", {"method": "hbn", **SECURE}, {"method": "fedavg", "calibrate": -1}),

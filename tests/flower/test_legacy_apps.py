@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.client import NumPyClient
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.server import Server, ServerAppComponents, ServerConfig, SimpleClientManager
@@ -427,3 +427,41 @@ def test_what_fit_received_stays_as_it_was_while_the_client_trains() -> None:
     assert min(seen) > 0.1
     first, second = (grid.train(round)[0]["weights"] for round in (1, 2))
     assert all(np.allclose(first[name], second[name], rtol=0, atol=1e-6) for name in first)
+
+
+SENT: dict[str, Callable[[Any], object]] = {
+    "no metrics": lambda content: content.pop("metrics"),
+    "another name": lambda content: content.update({"mine": content.pop("metrics")}),
+    "a list": lambda content: content["metrics"].update({"loss": [1.0]}),
+    "samples below 0": lambda content: content["metrics"].update({"num-examples": -(10**9)}),
+}
+
+
+@pytest.mark.parametrize("sent", SENT)
+def test_one_client_s_metrics_do_not_end_the_run(sent: str) -> None:
+    """Before, the server ended with a KeyError or a TypeError, or took a weight of -1e9 for the mean of the losses."""
+    seen: list[tuple[str, list[int]]] = []
+
+    def noting(what: str) -> Callable[[Any], dict[str, Any]]:
+        def combine(results: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+            seen.append((what, [samples for samples, _ in results]))
+            return {}
+
+        return combine
+
+    class Tampering(WatchedGrid):
+        def _answered(self, messages: list[Message]) -> list[Message]:
+            replies = list(super()._answered(messages))
+            for message, reply in zip(messages, replies, strict=True):
+                if message.metadata.dst_node_id == 2 and message.metadata.message_type in ("train", "evaluate"):
+                    SENT[sent](reply.content)
+            return replies
+
+    def server_fn(context: Context) -> ServerAppComponents:
+        strategy = FedAvg(on_fit_config_fn=lr, fit_metrics_aggregation_fn=noting("fit"), evaluate_metrics_aggregation_fn=noting("test"))
+        return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=2))
+
+    grid = Tampering(legacy_client_app(Client, fedavg()), CLIENTS)
+    legacy_server_app(server_fn, net, fedavg())(grid, Context(1, 0, {}, RecordDict(), {}))
+    assert {what for what, _ in seen} == {"fit", "test"}
+    assert all(samples == [SAMPLES] * len(samples) and len(samples) in (2, 3) for _, samples in seen)

@@ -145,3 +145,59 @@ def test_a_client_s_own_metrics_are_in_the_disclosure_report() -> None:
     grid = WatchedGrid(own_app("fedavg"), CLIENTS)
     result = FedAvgBN(net(), fraction_evaluate=0).start(grid, num_rounds=1)
     assert {d.section for d in result.records[0].disclosures} >= {"own metrics", "metrics", "weights"}
+
+
+def test_functions_of_one_s_own_get_the_clients_that_count(log: pytest.LogCaptureFixture) -> None:
+    """Before, they got the metrics of which the log said that they are not counted."""
+    got: list[int] = []
+
+    def combined(records: list[RecordDict], key: str) -> MetricRecord:
+        got.append(len(records))
+        return MetricRecord({"acc": sum(float(record["metrics"]["my_acc"]) for record in records) / len(records)})  # type: ignore[index,call-overload]
+
+    app = own_app("fedavg", metrics=lambda loss, client: {"my_acc": float("nan") if client == 1 else 0.5})
+    result = ran(FedAvgBN(net(), fraction_evaluate=0, train_metrics_aggr_fn=combined), app)
+    assert got == [2]
+    assert result.train_metrics_clientapp[1]["acc"] == 0.5
+    assert "client 1's own training metrics are not counted" in log.text
+
+
+class Forgetful(FedAvgBN):
+    """Its hook has no return."""
+
+    def __init__(self, hook: str, **options: Any) -> None:
+        super().__init__(net(), **options)
+        setattr(self, hook, lambda *args, **named: None)
+
+
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [
+        ("configure_train", r"configure_train returned None: let it return the messages of super\(\).configure_train"),
+        ("configure_evaluate", r"configure_evaluate returned None"),
+        ("aggregate_train", r"aggregate_train must return a pair, arrays and metrics, .* but returned None"),
+    ],
+)
+def test_a_hook_without_return_is_named(hook: str, words: str) -> None:
+    with pytest.raises(RunFailed, match=words):
+        ran(Forgetful(hook), own_app("fedavg"))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"fraction_train": "0.5"}, "fraction_train must be a share of the clients, a number of at most 1, but got '0.5'"),
+        ({"fraction_evaluate": None}, "fraction_evaluate must be a share of the clients"),
+        ({"clients": "3"}, "clients must be 1..100000, or 0 to take .*, but got '3'"),
+        ({"ranges": {"acc": 100}}, r"ranges must give a metric's smallest and largest value, such as .*'acc': \(0, 100\)\}, but got 100"),
+    ],
+)
+def test_an_argument_of_another_type_is_named(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        FedAvgBN(net(), **given)
+
+
+@pytest.mark.parametrize("timeout", [None, 0, "60"])
+def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
+    with pytest.raises(ValueError, match="timeout must be a number of seconds above 0, but got"):
+        FedAvgBN(net()).start(InProcessGrid(own_app("fedavg"), CLIENTS, {}), num_rounds=1, timeout=timeout)

@@ -6,14 +6,19 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
+from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
+from torch.nn import functional as F
 
 from fl_bn import Callback
 from fl_bn.federation.optimizers import server_optimizer
-from fl_bn.flower import FBN, HBN, FedAvgBN, FedBN, FedTAN, FedTAN2, FixBN, RunFailed
-from tests.flower.own_apps import CLIENTS, config, net, own_app
+from fl_bn.flower import FBN, HBN, FedAvgBN, FedBN, FedTAN, FedTAN2, FixBN, InProcessGrid, OwnAppStrategy, RunFailed, answer, training
+from fl_bn.methods import METHODS
+from fl_bn.objectives import PLAIN, Scaffold
+from tests.flower.own_apps import CLIENTS, SAMPLES, client_of, config, data, net, own_app
 from tests.flower.own_loops import OWN, OtherGrid, begin, equal, grid, rounds
 from tests.in_process import WatchedGrid
 from tests.listed import listed
@@ -280,3 +285,38 @@ def test_there_is_no_global_model_before_a_round_nor_where_nobody_tells() -> Non
     strategy = FedBN(net(), fraction_evaluate=0)
     (arrays,) = rounds(strategy, grid("fedbn"), 1)
     assert strategy.global_model(1, arrays) is None
+
+
+@pytest.mark.parametrize("method", ["fedbn", "hbn", "scaffold"])
+def test_a_second_start_on_one_grid_is_a_new_beginning(method: str) -> None:
+    """A client that trained in the first run, and is drawn later in the second, kept tensors of the first without a word."""
+    objective = Scaffold() if method == "scaffold" else PLAIN
+    own = METHODS["fedavg" if method == "scaffold" else method]()
+    app = ClientApp()
+    answer(app, net, own, lambda context: data(client_of(context)))
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        with training(message, context, net(), own, data(client_of(context)), objective=objective) as round:
+            optimizer = torch.optim.SGD(round.model.parameters(), lr=0.1)
+            for x, y in data(client_of(context)):
+                optimizer.zero_grad()
+                round.backward(lambda x=x, y=y: F.cross_entropy(round.model(x), y), x)
+                optimizer.step()
+        return round.message(SAMPLES, 1.0)
+
+    def end(over: Any, rounds: int, seed: int) -> tuple[ArrayRecord, list[list[int]]]:
+        strategy = OwnAppStrategy(net(), own, fraction_train=0.34, min_train_nodes=1, fraction_evaluate=0, seed=seed, objective=objective)
+        result = strategy.start(over, begin(), num_rounds=rounds)
+        return result.arrays, [[client.client for client in record.clients] for record in result.records]
+
+    fresh, drawn = end(InProcessGrid(app, CLIENTS, {}), 3, 1)
+    met = 0
+    for seed in range(6):
+        over = InProcessGrid(app, CLIENTS, {})
+        _, first = end(over, 1, seed)
+        again, same = end(over, 3, 1)
+        assert same == drawn
+        assert equal(again, fresh), f"client {first[0]} trained before"
+        met += first[0] == drawn[1] != drawn[0]
+    assert met  # of these the case that was wrong

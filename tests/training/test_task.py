@@ -391,3 +391,51 @@ def test_control_soft_labels_train() -> None:
 def test_a_batch_without_targets_cannot_be_counted() -> None:
     with pytest.raises(ValueError, match=r"task classification: read\(batch\) returns None as the targets, so an evaluation cannot count"):
         Classification().count(None)
+
+
+def test_the_loss_of_partly_labelled_samples_does_not_hang_on_the_batches() -> None:
+    made = torch.Generator().manual_seed(0)
+    scores, labels = torch.randn(16, 3, generator=made), torch.randint(0, 3, (16,), generator=made)
+    labels[:7] = -100
+    for task in (Classification(), ClassificationAUC()):
+        whole = state_of(task, (scores, labels)).result()
+        for sizes in ([8, 8], [7, 9], [1, 15]):
+            parts = zip(scores.split(sizes), labels.split(sizes), strict=True)
+            assert state_of(task, *parts).result() == pytest.approx(whole), sizes
+        assert whole["loss"] == pytest.approx(float(task.loss(scores[7:], labels[7:])))
+        other = labels.masked_fill(labels < 0, -1)
+        assert state_of(task, (scores, other)).result() == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_labels_may_have_any_dtype_of_whole_numbers(dtype: torch.dtype) -> None:
+    made = torch.Generator().manual_seed(0)
+    scores, masks = torch.randn(4, 3, 5, 6, generator=made), torch.randint(0, 3, (4, 5, 6), generator=made)
+    for task in (Segmentation(), Dice(), Dice(cross_entropy=1.0), Classification()):
+        assert task.loss(scores, masks.to(dtype)) == task.loss(scores, masks)
+        assert state_of(task, (scores, masks.to(dtype))).result() == state_of(task, (scores, masks)).result()
+    assert Classification().loss(scores[:, :2, 0, 0], torch.tensor([True, False, True, False])) > 0
+    assert Segmentation().samples_behind(masks.masked_fill(masks == 1, -1))["accuracy-class-1"] == 0
+
+
+def test_class_255_counts_where_it_is_a_class() -> None:
+    labels = torch.tensor([[255, 255, 255, 3]])
+    scores = torch.nn.functional.one_hot(labels, 300).double().transpose(1, 2)
+    result = state_of(Classification(), (scores, labels)).result()
+    assert (result["accuracy"], result["accuracy-class-255"]) == (1.0, 1.0)
+    assert state_of(Segmentation(), (scores, labels)).result()["accuracy-class-3"] == 1.0
+
+
+def test_labels_of_several_that_are_neither_0_nor_1_are_named() -> None:
+    """CheXpert has -1 for an uncertain label. Before, it counted as a sample of the label beside it."""
+    scores, uncertain = torch.zeros(2, 3), torch.tensor([[1, 0, -1], [0, 1, 1]])
+    with pytest.raises(ValueError, match="each target is 0 or 1, but one is -1: replace uncertain labels"):
+        TAGS.loss(scores, uncertain)
+    with pytest.raises(ValueError, match="each target is 0 or 1, but one is 0.9"):
+        state_of(TAGS, (scores, torch.full((2, 3), 0.9)))
+    assert TAGS.loss(scores, torch.full((2, 3), 0.9)) > 0  # soft labels train
+
+
+def test_one_label_may_come_without_an_axis() -> None:
+    scores, labels = torch.tensor([[2.0], [-1.0], [0.5]]), torch.tensor([1, 0, 0])
+    assert state_of(TAGS, (scores, labels)).result() == state_of(TAGS, (scores, labels[:, None])).result()

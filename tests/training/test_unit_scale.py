@@ -177,3 +177,19 @@ def test_without_scale_of_its_own_such_a_layer_is_left_alone() -> None:
     model, x, before = settled(1e-12, 0.02, affine=False)  # control: where eps does not count, it is rescaled
     on_unit_scale(model)
     assert (model[1].running_var - 1).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(5)),  # of (B, 5, 4): the channels are tokens
+        nn.Sequential(nn.Linear(4, 8), nn.BatchNorm2d(8)),
+        nn.Sequential(nn.Linear(4, 8), nn.MaxPool1d(3, 1, 1), nn.BatchNorm1d(8)),  # pools over features
+        nn.Sequential(nn.Linear(4, 8), nn.MaxPool1d(2), nn.BatchNorm1d(4)),
+    ],
+    ids=["tokens", "of a picture", "pooled features", "maxout"],
+)
+def test_outputs_on_another_axis_than_the_channels_are_left_alone(model: nn.Module) -> None:
+    assert producers(model) == {}
+    assert producers(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.BatchNorm1d(8))) == {"2": "0"}  # controls
+    assert producers(nn.Sequential(nn.Conv2d(4, 8, 3), nn.MaxPool2d(2), nn.BatchNorm2d(8))) == {"2": "0"}

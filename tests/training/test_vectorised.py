@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from fl_bn import Federation, SeededBatches
+from fl_bn import Federation, SeededBatches, methods
 from fl_bn.conversion import convert
 from fl_bn.federation.auxiliary import has_auxiliary
 from fl_bn.federation.client_round import client_round
@@ -474,3 +474,32 @@ def test_loaders_of_other_kinds_fall_back(caplog: pytest.LogCaptureFixture) -> N
 def test_an_engine_that_is_none() -> None:
     with pytest.raises(ValueError, match="engine"):
         through_federation(fedavg(), "vectorized")
+
+
+class Named(nn.Module):
+    """A layer that the network has under two names, as in a list of its norm layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.bn, self.head = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        self.norms = nn.ModuleList([self.bn])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.bn(self.first(x)).relu())
+        return out
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 1.0}, {"report": "all"}])
+def test_a_layer_under_two_names_reports_for_every_client(options: dict[str, Any]) -> None:
+    """Before, the clients whose batches ran later reported nothing of it."""
+    made = torch.Generator().manual_seed(1)
+    data = [(torch.randn(n, 4, generator=made) + n, torch.randint(0, 2, (n,), generator=made)) for n in (8, 6, 4)]
+
+    def end(engine: str) -> Tensor:
+        fed = Federation(Named(), methods.fbn(**options), [SeededBatches(x, y, 8) for x, y in data], engine=engine, progress=False)
+        list(fed.run(2))
+        mean: Tensor = fed.model.bn.running_mean  # type: ignore[union-attr,assignment]
+        return mean
+
+    assert torch.allclose(end("vectorised"), end("sequential"), atol=1e-5)

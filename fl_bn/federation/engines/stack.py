@@ -5,7 +5,9 @@ Legend: K networks. Row k of every stacked tensor belongs to network k.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +51,17 @@ class Stack:
         buffers = _stacked(models, nn.Module.named_buffers, template)
         self.buffers = dict(zip((name for name, _ in template.named_buffers()), buffers, strict=True))
         self.reached: list[set[str]] = []
+        names = Counter(id(module) for _, module in template.named_modules(remove_duplicate=False))
+        self._aliased = [module for module in template.modules() if names[id(module)] > 1]
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Restore modules that the network has under several names: torch's ``functional_call`` leaves its own tensors in them."""
+        before = [(module, dict(module._parameters), dict(module._buffers)) for module in self._aliased]
+        yield
+        for module, parameters, buffers in before:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
 
     def run(
         self,
@@ -87,7 +100,8 @@ class Stack:
         if index is not None and torch.is_grad_enabled():
             self._note_reached(parameters)
         buffers = {name: tensor if index is None else tensor[index].clone() for name, tensor in self.buffers.items()}
-        result, buffers, moments = vmap(one, randomness="error")(parameters, buffers, *batch)
+        with self._restored():
+            result, buffers, moments = vmap(one, randomness="error")(parameters, buffers, *batch)
         for name, tensor in buffers.items():
             if index is None:
                 self.buffers[name] = tensor.detach().contiguous()

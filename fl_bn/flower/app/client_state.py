@@ -57,10 +57,11 @@ class MemoryState:
     Args:
         state: Flower's ``context.state``.
         signature: The signature of model and method. Tensors with another signature are not used.
+        run: The run's unique name. Tensors of another run are not used. Empty: those of any run are.
     """
 
-    def __init__(self, state: RecordDict, signature: str) -> None:
-        self._state, self._signature = state, signature
+    def __init__(self, state: RecordDict, signature: str, run: str = "") -> None:
+        self._state, self._signature, self._run = state, signature, run
 
     def read(self, before: int) -> ClientState:
         """Return the newest state from a round before ``before``; ``NOTHING`` if this store has none."""
@@ -70,7 +71,7 @@ class MemoryState:
             if self._of_earlier():
                 log(logging.WARNING, "%s", EARLIER_STATE)
             return NOTHING  # there is no state yet, or another version of fl-bn wrote it
-        if owner["signature"] != self._signature:
+        if owner["signature"] != self._signature or (self._run and owner["run"] not in ("", self._run)):
             return NOTHING
         for prefix in ("", PREVIOUS):
             if 0 < (round := owner[f"{prefix}round"]) < before:
@@ -96,7 +97,9 @@ class MemoryState:
         kept = dict(sections) | {f"{PREVIOUS}{section}": tensors for section, tensors in before.sections.items()}
         for section, tensors in kept.items():
             self._state[OURS + section] = to_record(to_numpy(tensors))
-        self._state[KEPT_FOR.name] = ConfigRecord({"signature": self._signature, "round": round, f"{PREVIOUS}round": before.round})
+        self._state[KEPT_FOR.name] = ConfigRecord(
+            {"signature": self._signature, "run": self._run, "round": round, f"{PREVIOUS}round": before.round}
+        )
 
 
 class FileState:
@@ -178,5 +181,5 @@ def store_of(state: RecordDict, folder: Path | None, config: Mapping[str, Any], 
     """
     run_id = RunId.of(config)
     if folder is None or not run_id.run:
-        return MemoryState(state, signature)
+        return MemoryState(state, signature, run_id.run)
     return FileState(folder, run_id, client, signature)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fl_bn.flower.own.metrics import EXAMPLES, Combine
+from fl_bn.flower.own.rates import is_number
 from fl_bn.flower.wire.fields import OURS
 
 
@@ -40,6 +41,9 @@ class FlowerArguments:
     evaluate_metrics_aggr_fn: Combine | None = None
 
     def __post_init__(self) -> None:
+        for name in ("fraction_train", "fraction_evaluate"):
+            if not is_number(getattr(self, name)):
+                raise ValueError(f"{name} must be a share of the clients, a number of at most 1, but got {getattr(self, name)!r}")
         if not 0 < self.fraction_train <= 1:
             raise ValueError(
                 f"fraction_train must be in (0, 1], but got {self.fraction_train}: a round in which nobody trains changes nothing (to "

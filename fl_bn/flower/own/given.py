@@ -23,7 +23,7 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.log import log
 from fl_bn.flower.own.arguments import FlowerArguments
 from fl_bn.flower.own.metrics import OwnMetrics, Ranges
-from fl_bn.flower.own.rates import NamedRates
+from fl_bn.flower.own.rates import NamedRates, is_number
 from fl_bn.flower.wire.messages import CLIENTS
 from fl_bn.methods import Method
 from fl_bn.objectives import Objective
@@ -69,10 +69,15 @@ class Given:
         ):
             if not isinstance(value := getattr(self, name), kind):
                 raise TypeError(f"{name} must be an object such as {such}, but got {value!r}")
-        if not 0 <= self.clients <= CLIENTS:
+        if type(self.clients) is not int or not 0 <= self.clients <= CLIENTS:
             raise ValueError(
-                f"clients must be 1..{CLIENTS}, or 0 to take the value of num-partitions that most nodes report, but got {self.clients}"
+                f"clients must be 1..{CLIENTS}, or 0 to take the value of num-partitions that most nodes report, but got {self.clients!r}"
             )
+        for name, limits in self.ranges.items():
+            if not (isinstance(limits, tuple | list) and len(limits) == 2 and all(is_number(one) for one in limits)):
+                raise ValueError(
+                    f"ranges must give a metric's smallest and largest value, such as ranges={{{name!r}: (0, 100)}}, but got {limits!r}"
+                )
         check_composition(self.method, self.settings, robust=self.defence.active)
         check_layers(self.model, self.method)
         check_payload(self.payload, self.method)

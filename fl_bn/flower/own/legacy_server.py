@@ -28,6 +28,7 @@ from fl_bn.flower.hooks import RunResult
 from fl_bn.flower.log import log
 from fl_bn.flower.own.legacy_client import SCALARS
 from fl_bn.flower.own.metrics import EXAMPLES
+from fl_bn.flower.own.rates import is_number
 from fl_bn.flower.own.strategy import TIMEOUT, OwnAppStrategy
 from fl_bn.flower.population import Client
 from fl_bn.flower.wire.gate import OWN_METRICS
@@ -352,8 +353,7 @@ class LegacyRounds(OwnAppStrategy):
         """
         replies = list(replies)
         arrays, metrics = super().aggregate_train(server_round, replies)
-        accepted = {client.client for client in self._running.record.accepted}
-        told = _told(replies, self._running.cohort, accepted)
+        told = _told(replies, self._running.cohort, self._running.record.client_metrics)
         if arrays is None or not told:
             return arrays, metrics
         given, means = ndarrays_to_parameters(self.whole(arrays)), _means(self.older.fit_metrics_aggregation_fn, told)
@@ -403,12 +403,18 @@ def _means(combine: Callable[[list[tuple[int, dict[str, Any]]]], dict[str, Any]]
 
 
 def _told(replies: Sequence[Message], clients: Sequence[Client], counted: Container[int]) -> list[tuple[Named, Told]]:
-    """Return the results of all clients whose replies count, in client order. Their metrics may include text."""
+    """Return the results of all clients whose metrics count, in client order. Their metrics may include text.
+
+    A client that sends no number of samples in the record ``metrics`` is left out, and the log names it.
+    """
     index_of, given = {client.node: client.index for client in clients}, dict[int, Told]()
     for reply in replies:
         index = index_of.get(reply.metadata.src_node_id, -1)
         if index in counted and index not in given and reply.has_content():
-            own: Any = reply.content.metric_records[OWN_METRICS]
-            loss = float(own.get("loss", math.nan))
-            given[index] = Told(own[EXAMPLES], dict(reply.content.config_records.get(SCALARS, {})), loss)
+            own: Any = reply.content.metric_records.get(OWN_METRICS, {})
+            if not is_number(samples := own.get(EXAMPLES)):
+                log(logging.WARNING, "client %s's results are left out: its reply has no %s in the record %s", index, EXAMPLES, OWN_METRICS)
+                continue
+            loss = float(own["loss"]) if is_number(own.get("loss")) else math.nan
+            given[index] = Told(samples, dict(reply.content.config_records.get(SCALARS, {})), loss)
     return [(Named(str(index)), given[index]) for index in sorted(given)]

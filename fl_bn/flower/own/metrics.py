@@ -133,7 +133,7 @@ class OwnMetrics:
             self._say_lacking(lacking)
         by_client = {part.client: dict(part.metrics) for part in counted}
         if self._train_fn is not None:
-            contents = [RecordDict(dict(records)) for _, records in sorted(own.items())]
+            contents = [RecordDict(dict(own[part.client])) for part in counted]
             return (self._combined("train_metrics_aggr_fn", self._train_fn, contents) if contents else None), by_client
         means = self._means(counted, names, by_weight)
         return (MetricRecord({**means}) if means else None), by_client

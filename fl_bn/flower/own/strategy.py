@@ -33,6 +33,7 @@ from fl_bn.flower.own.arguments import FlowerArguments
 from fl_bn.flower.own.given import Given
 from fl_bn.flower.own.loop import UNKNOWN, OwnLoop, needs_number
 from fl_bn.flower.own.metrics import EXAMPLES, RANGES, Combine, Ranges
+from fl_bn.flower.own.rates import is_number
 from fl_bn.flower.own.rounds import Evaluators, OwnRounds
 from fl_bn.flower.population import RunFailed
 from fl_bn.flower.subclassing import HOOKS, OwnNames
@@ -147,7 +148,7 @@ class OwnAppStrategy(OwnNames):
             raise ValueError(f"num_rounds must be the number of rounds of your own loop, or 0 (unknown), as an int, but got {num_rounds!r}")
         self._given = Given(
             model, method, seed, rate, calibrate, unit_scale, exchange, payload, optimizer, defence, objective,
-            checked_callbacks(callbacks), client_weights, clients, dict(ranges),
+            checked_callbacks(callbacks), client_weights, clients, dict(RANGES if ranges is None else ranges),
         )  # fmt: skip
         self.fraction_train, self.fraction_evaluate = fraction_train, fraction_evaluate  # by Flower's names, as its FedAvg has them
         self.min_train_nodes, self.min_evaluate_nodes = min_train_nodes, min_evaluate_nodes if fraction_evaluate else 0
@@ -337,6 +338,8 @@ class OwnAppStrategy(OwnNames):
         """
         if type(num_rounds) is not int or num_rounds < 0:
             raise ValueError(f"num_rounds must be a whole number of rounds, 0 or more, but got {num_rounds!r}")
+        if not is_number(timeout) or not timeout > 0:
+            raise ValueError(f"timeout must be a number of seconds above 0, but got {timeout!r}")
         if grid in _STARTED and self._given.method.personal:
             log(logging.WARNING, AGAIN, self._given.method.name)
         _STARTED.add(grid)

@@ -171,4 +171,4 @@ LIMITS = Form("node config", dict.fromkeys(("min-samples", "max-evaluations", "m
 
 # files from which a run resumes
 
-KEPT_FOR = Form("kept-for", {"signature": text(64), "round": whole(), "previous/round": whole(default=0)})
+KEPT_FOR = Form("kept-for", {"signature": text(64), "run": text(200, default=""), "round": whole(), "previous/round": whole(default=0)})
