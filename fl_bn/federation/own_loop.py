@@ -241,7 +241,8 @@ def server_round(state: Server, replies: Sequence[Reply], exchange: Session | No
 def _with_metrics(record: RoundRecord, replies: Sequence[Reply]) -> RoundRecord:
     """Return the record with the metrics that clients gave to ``round.reply``: each client's own, and their means, weighted by samples."""
     samples = {client.client: client.samples for client in record.accepted}
-    replies = sorted((one for one in replies if isinstance(one, Reply) and type(one.client) is int and one.client in samples), key=lambda one: one.client)
+    known = [one for one in replies if isinstance(one, Reply) and type(one.client) is int and one.client in samples]
+    replies = sorted(known, key=lambda one: one.client)
     given = {one.client: {name: value for name, value in one.metrics.items() if name not in TRAINED.fields} for one in replies}
     given = {client: own for client, own in given.items() if own}
     return replace(record, client_metrics=given, own_metrics=over_samples([(samples[client], own) for client, own in given.items()]))
