@@ -15,6 +15,7 @@ from fl_bn.composed import Unconvertible
 from fl_bn.copying import copied, reader_of_globals
 from fl_bn.kinds import is_plain, kind_of
 from fl_bn.layers import OwnBatchNorm, SharedNorm, followed, freeze_statistics
+from fl_bn.methods import METHODS
 from fl_bn.methods.method import Method
 from fl_bn.modes import MARK, remember_modes
 from fl_bn.roles import BUFFER_ROLES, batch_norms, observes, roles, state_constants
@@ -84,16 +85,16 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
 
 
 def check_converted(model: nn.Module, method: Method) -> None:
-    """Check that the BatchNorm layers of a client's network are those of ``method``, where the method has layers of its own.
+    """Check that the BatchNorm layers of a client's network are those of ``method``, if it is one of fl-bn's with layers of its own.
 
     Raises:
         ValueError: the network was not converted, or was converted for another method.
     """
     layers = batch_norms(model)
-    if not layers:
+    if not layers or method.name not in METHODS:
         return
     example = None if method.layer is None else method.layer(nn.BatchNorm2d(next(iter(layers.values())).num_features))
-    own = type(example).way if isinstance(example, SharedNorm) else None
+    own = getattr(type(example), "way", type(example)) if isinstance(example, SharedNorm) else None
     wrong = [name for name, layer in layers.items() if isinstance(layer, SharedNorm) and not (own and isinstance(layer, own))]
     if own and not any(isinstance(layer, own) for layer in layers.values()):
         wrong = [*layers]
