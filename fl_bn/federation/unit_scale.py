@@ -35,7 +35,7 @@ HOMOGENEOUS: tuple[Any, ...] = (
 ELEMENTWISE: tuple[Any, ...] = (
     nn.ReLU, nn.LeakyReLU, nn.Identity, nn.Dropout, F.relu, F.leaky_relu, F.dropout, torch.relu, "relu",
 )  # fmt: skip
-"""Those of them that mix no values. Pooling after a linear layer would mix its features."""
+"""The operations of ``HOMOGENEOUS`` that compute each value by itself. After a linear layer, pooling would mix features."""
 
 MUCH = 0.01
 """The relative change of a channel's output from which on it is made up for: eps counts where BatchNorm's input varies little."""

@@ -13,7 +13,6 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler, default_collate
 
 from fl_bn import EarlyStop, Federation, convert, flower, methods
 from fl_bn.exchange.settings import ExchangeSettings
@@ -35,7 +34,6 @@ from fl_bn.flower import (
     replayed,
     training,
 )
-from fl_bn.flower.own.app import _count
 from fl_bn.methods import Method
 from fl_bn.objectives import PLAIN, FedProx, FedSAM, Objective, Scaffold
 from fl_bn.task import CLASSIFICATION
@@ -485,70 +483,3 @@ def test_fedtan_with_another_optimiser_than_sgd_is_told(
     batches = [[(x, y) for x, y in data(client)] for client in range(2)]
     list(Federation(net(), methods.fedtan(), batches, optimizer=lambda p: kind(p, lr=0.01), progress=False).run(2))
     assert log.text.count("first step equal a step of centralised training") == said
-
-
-# Loaders
-
-
-def several(rows: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Four crops of each sample, as MONAI's RandCropByPosNegLabeld and its collate function make them."""
-    x, y = default_collate(rows)
-    return x.repeat(4, 1), y.repeat(4)
-
-
-def samples_of(client: int) -> TensorDataset:
-    parts = data(client)
-    return TensorDataset(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
-
-
-def weighted(client: int) -> Any:
-    return DataLoader(samples_of(client), 8, sampler=WeightedRandomSampler(torch.ones(SAMPLES), 2 * SAMPLES))
-
-
-LOADERS = {
-    "a sampler that draws each sample twice": weighted,
-    "four crops of each sample": lambda client: DataLoader(samples_of(client), 8, collate_fn=several),
-    "targets in a tuple": lambda client: [(x, (y, y)) for x, y in data(client)],
-    "targets in a dict": lambda client: [(x, {"a": y, "b": y}) for x, y in data(client)],
-}
-
-
-@pytest.mark.parametrize("method", ["fedavg", "hbn", "fbn"])
-@pytest.mark.parametrize("loader", LOADERS)
-def test_a_client_s_samples_are_counted_as_its_loader_draws_them(loader: str, method: str) -> None:
-    """Before, the dataset's length or the number of targets counted: replies were refused, or statistics stayed at 0 and 1."""
-    app = ClientApp()
-    answer(app, net, methods.METHODS[method](), lambda context: LOADERS[loader](client_of(context)))
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        batches = LOADERS[loader](client_of(context))
-        with training(message, context, net(), methods.METHODS[method](), batches) as round:
-            optimizer, seen = torch.optim.SGD(round.model.parameters(), lr=0.1), 0
-            for x, y in batches:
-                seen += len(x)
-                labels = y if isinstance(y, torch.Tensor) else next(iter(y.values() if isinstance(y, dict) else y))
-                optimizer.zero_grad()
-                F.cross_entropy(round.model(x), labels).backward()
-                optimizer.step()
-        return round.message(seen, 1.0)
-
-    result = ran(flower.OwnAppStrategy(net(), methods.METHODS[method](), fraction_evaluate=0), app, rounds=2)
-    assert [[client.refused for client in record.clients] for record in result.records] == [[""] * CLIENTS] * 2
-    mean = result.arrays.to_torch_state_dict()["1.running_mean"]
-    assert mean.abs().max() > 0.01
-
-
-def test_a_dataset_of_samples_in_the_place_of_a_loader_is_named() -> None:
-    app = own_app("fedavg", batches=samples_of)  # type: ignore[arg-type]
-    with pytest.raises(RunFailed, match=r"batches\(context\): expected batches, but got a TensorDataset of single samples"):
-        ran(FedAvgBN(net()), app)
-
-
-def test_counting_does_not_move_the_loader_s_random_numbers() -> None:
-    made = torch.Generator().manual_seed(0)
-    loader = DataLoader(samples_of(0), 8, collate_fn=several, shuffle=True, generator=made)
-    before, torchs = made.get_state(), torch.get_rng_state()
-    assert _count(loader, CLASSIFICATION) == 4 * SAMPLES
-    assert torch.equal(made.get_state(), before)
-    assert torch.equal(torch.get_rng_state(), torchs)
