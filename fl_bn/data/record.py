@@ -20,6 +20,15 @@ SPLITS = (TEST, TRAINING) = ("test", "training")  # the splits that a run may ev
 _RESIZE_CHUNK = 1024  # images turned into floats at a time: a whole set as float32 takes four times its size
 
 
+def evaluated_on(validation_share: float, evaluate_on: str) -> str:
+    """Return which samples a run with these values of ``validation-share`` and ``evaluate-on`` evaluates.
+
+    Returns:
+        ``test``, ``training`` or ``validation``. Validation samples are meant wherever a run has some.
+    """
+    return "validation" if validation_share else evaluate_on
+
+
 class DataNotFound(FileNotFoundError):
     """Signal that a file of a data set is missing on this machine and cannot be downloaded."""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fl_bn.data.record import TEST, evaluated_on
 from fl_bn.report.settings import label
 from fl_bn.run.config import ConfigError
 from fl_bn.run.history import read_rows
@@ -57,6 +58,11 @@ class Cell:
     def finished(self) -> bool:
         """Return whether the run has ended without an error, and its files are complete."""
         return self.status == "finished"
+
+    @property
+    def split(self) -> str:
+        """Return which samples the run evaluates, as `evaluated_on` names them."""
+        return evaluated_on(self.config.get("validation-share", 0.0), self.config.get("evaluate-on", TEST))
 
     @property
     def metric(self) -> str:
@@ -165,10 +171,16 @@ def scale(metric: str) -> float:
     return 100.0 if metric.startswith("accuracy") or metric in SHARES else 1.0
 
 
-def title(metric: str) -> str:
-    """Return the name of ``metric`` for an axis or a heading, with its unit."""
+def title(metric: str, split: str = "") -> str:
+    """Return the name of ``metric`` for an axis or a heading, with its unit.
+
+    Args:
+        metric: The column of ``rounds.jsonl``.
+        split: The samples of the evaluation, as `evaluated_on` names them; empty: the name does not say which.
+    """
     known = {
-        "accuracy": "test accuracy",
+        "accuracy": f"{split} accuracy".strip(),
+        "test-loss": f"{split or 'evaluation'} loss",
         "mean-iou": "mean IoU",
         "drift": "largest drift of a mean",
         MEGABYTES: "MB (1,048,576 bytes) moved in a round",

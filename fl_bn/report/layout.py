@@ -77,6 +77,11 @@ class Layout:
         """Return the metric of the table."""
         return self.settings.metric
 
+    def title(self, metric: str = "") -> str:
+        """Return the name of ``metric``, or of the table's metric, with the samples of the evaluation if all runs have the same ones."""
+        splits = {cell.split for cell in self.cells}
+        return title(metric or self.metric, splits.pop() if len(splits) == 1 else "")
+
     @property
     def lower_is_better(self) -> bool:
         """Return whether a lower value of the metric is better."""
@@ -184,7 +189,8 @@ class Table:
         of = f"mean (standard deviation) over {self.seeds} seeds" if self.seeds > 1 else "one seed"
         of += "" if self.same_runs else " where nothing else is said"
         paper = f"; in brackets: {self.layout.settings.paper.source or 'the paper'}" if self.has_paper else ""
-        return f"{title(self.layout.metric)[:1].upper()}{title(self.layout.metric)[1:]}, {at}: {of}{paper}."
+        name = self.layout.title()
+        return f"{name[:1].upper()}{name[1:]}, {at}: {of}{paper}."
 
     @property
     def seeds(self) -> int:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from fl_bn.report.cells import scale, title
+from fl_bn.report.cells import scale
 from fl_bn.report.curves import Series, series
 from fl_bn.report.layout import Entry, Layout, as_text
 from fl_bn.report.pictures import (
@@ -59,8 +59,8 @@ def curves(layout: Layout, available: Sequence[Series], x: str) -> Picture | Non
     words = in_words({f"{one.row} ({one.column})" if layout.rest else one.row: as_text(one.mean[-1], layout.metric) for one in available})
     counted = " One exchange per round, and one for each layer-wise average." if x == "exchanges" else ""
     over = {"round": "rounds", "bytes": "bytes sent and received per client"}.get(x, LABELS[x])
-    caption = f"{_capital(title(layout.metric))} over {over}.{_band(available)}{counted}"
-    return Picture(f"curves-{x}", caption, f"Lines: {title(layout.metric)} over {over}. Last values: {words}.", draw)
+    caption = f"{_capital(layout.title())} over {over}.{_band(available)}{counted}"
+    return Picture(f"curves-{x}", caption, f"Lines: {layout.title()} over {over}. Last values: {words}.", draw)
 
 
 def drift(layout: Layout) -> Picture | None:
@@ -69,8 +69,8 @@ def drift(layout: Layout) -> Picture | None:
     if not by_metric:
         return None
     every = [one for of in by_metric.values() for one in of]
-    alt = f"Lines over rounds: {' and '.join(map(title, by_metric))}, of {', '.join(dict.fromkeys(one.row for one in every))}."
-    caption = f"Drift of the running statistics over rounds: {' and '.join(map(title, by_metric))}.{_band(every)}"
+    alt = f"Lines over rounds: {' and '.join(map(layout.title, by_metric))}, of {', '.join(dict.fromkeys(one.row for one in every))}."
+    caption = f"Drift of the running statistics over rounds: {' and '.join(map(layout.title, by_metric))}.{_band(every)}"
     return Picture("drift", caption, alt, lambda: _panels_of(layout, by_metric, "round"))
 
 
@@ -91,7 +91,7 @@ def _panels_of(layout: Layout, by_metric: Mapping[str, Sequence[Series]], x: str
             same = percent_limits if scale(metric) == 100 else same_limits
             same(panel)
             for axes in first_of_lines(panel):
-                axes.set_ylabel(wrapped(title(metric), 24))
+                axes.set_ylabel(wrapped(layout.title(metric), 24))
         legend(figure, every, texts)
     return figure
 
@@ -180,7 +180,7 @@ def against(layout: Layout, axis: str) -> Picture:
             if every:
                 (percent_limits if scale(layout.metric) == 100 else same_limits)(every)
             for axes in first_of_lines(every):
-                axes.set_ylabel(wrapped(title(layout.metric), 30))
+                axes.set_ylabel(wrapped(layout.title(), 30))
             if row_axis:
                 legend(figure, every, dict(zip(rows, rows, strict=True)))
         return figure
@@ -190,7 +190,7 @@ def against(layout: Layout, axis: str) -> Picture:
         for key, of in entries.items()
         for row, points in of.items()
     }
-    name = f"{_capital(title(layout.metric))} ({'best' if layout.settings.at == 'best' else 'last'} round) against {axis}."
+    name = f"{_capital(layout.title())} ({'best' if layout.settings.at == 'best' else 'last'} round) against {axis}."
     file = "".join(c if c.isalnum() or c in "-_" else "_" for c in axis)
     return Picture(f"against-{file}", f"{name} Bars are one standard deviation over seeds.", f"Lines: {name} {in_words(words)}.", draw)
 

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 
-from fl_bn.report.cells import Cell, scale, title
+from fl_bn.report.cells import Cell, scale
 from fl_bn.report.layout import Layout, as_text
 from fl_bn.report.pictures import Picture, first_of_lines, panels, wrapped
 from fl_bn.report.settings import Heat
@@ -54,10 +54,10 @@ def heat(layout: Layout, wanted: Heat) -> Picture:
             values = values - _map(layout, wanted, [c for c in cells if c.at(layout.row_axis) == wanted.minus], xs, ys)
         maps[layout.heading(others, key)] = values
     unit = "percentage points" if scale(layout.metric) == 100 else layout.metric
-    what = f"{title(layout.metric)}, {'best' if layout.settings.at == 'best' else 'last'} round"
+    what = f"{layout.title()}, {'best' if layout.settings.at == 'best' else 'last'} round"
     of = f"{wanted.value} minus {wanted.minus} ({unit})" if wanted.minus else wanted.value
     caption = f"{what[:1].upper()}{what[1:]}{': ' + of if of else ''}, over {wanted.x} and {wanted.y}; mean over seeds."
-    bar = unit if wanted.minus else title(layout.metric)
+    bar = unit if wanted.minus else layout.title()
 
     def draw() -> Figure:
         x, y = (_axis_name(layout, axis) for axis in (wanted.x, wanted.y))

@@ -20,6 +20,7 @@ from matplotlib.colors import Normalize, to_rgba  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter  # noqa: E402
 
+from fl_bn.data.record import evaluated_on  # noqa: E402
 from fl_bn.federation.record import RoundRecord  # noqa: E402
 from fl_bn.run.config import RunConfig  # noqa: E402
 from fl_bn.run.palette import MAP, QUIET, SHADES, STYLE, colour, line, on  # noqa: E402
@@ -40,7 +41,8 @@ def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path, task
         task: The task.
     """
     moved = [r for r in records if r.drift is not None]
-    panels: list[Callable[[Axes], None]] = [lambda axes: _metric(axes, records, task, split_of(config)), lambda axes: _loss(axes, records)]
+    split = evaluated_on(config.validation_share, config.evaluate_on)
+    panels: list[Callable[[Axes], None]] = [lambda axes: _metric(axes, records, task, split), lambda axes: _loss(axes, records)]
     if moved:
         panels += [lambda axes: _drift(axes, moved), lambda axes: _variance(axes, moved)]
     ratios = (2.4, *[1] * (len(panels) - 1))
@@ -56,14 +58,6 @@ def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path, task
         figure.suptitle(lines(title, 80))
         figure.savefig(path, bbox_inches="tight")  # tight, since the constrained layout may cut a long label
         plt.close(figure)
-
-
-def split_of(config: RunConfig) -> str:
-    """Return the name of the samples on which a run is evaluated: ``validation`` if it has ``validation-share``, else ``test``.
-
-    The name is ``test``, too, where ``evaluate-on='training'`` replaces the test samples by the training samples.
-    """
-    return "validation" if config.validation_share else "test"
 
 
 def in_words(task: Task) -> str:
@@ -275,7 +269,7 @@ def draw_comparison(
         title: The heading.
         path: The file of the picture.
         task: The task of the runs.
-        split: The samples on which the runs were evaluated: ``test`` or ``validation``.
+        split: The samples on which the runs were evaluated: ``test``, ``training`` or ``validation``.
         planned: The number of runs that each method should have. Default: as many as it has.
     """
     with plt.rc_context(STYLE):

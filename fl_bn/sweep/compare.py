@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from fl_bn.data.record import TRAINING
+from fl_bn.data.record import evaluated_on
 from fl_bn.run.assembly import task
 from fl_bn.run.config import ConfigError
 from fl_bn.run.overrides import parse_overrides
-from fl_bn.run.pictures import best_first, draw_comparison, in_words, split_of
+from fl_bn.run.pictures import best_first, draw_comparison, in_words
 from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.file import Sweep, refuse_decided
 from fl_bn.task import CLASSIFICATION, Task
@@ -79,7 +79,7 @@ def check_metric(cells: Sequence[Cell]) -> None:
         ConfigError: The runs have tasks with different metrics, or are tested on test, validation or training samples.
     """
     if len(splits := {(cell.config.validation_share, cell.config.evaluate_on) for cell in cells}) > 1:
-        parts = sorted({"training" if on == TRAINING else f"{share:g} of the training" if share else "test" for share, on in splits})
+        parts = sorted({f"{share:g} of the training" if share else evaluated_on(share, on) for share, on in splits})
         raise ConfigError(
             f"methods are compared on the same samples, but these runs are tested on {' and '.join(parts)} samples: give "
             "validation-share and evaluate-on to all runs alike (--run-config)"
@@ -100,7 +100,7 @@ class Curves:
             value is not finite.
         seeds: How many runs each variant should have.
         task: The task.
-        split: The samples on which the runs were tested: ``test`` or ``validation``.
+        split: The samples on which the runs were tested: ``test``, ``training`` or ``validation``.
     """
 
     rounds: dict[str, list[int]]
@@ -128,7 +128,7 @@ def read_curves(cells: Sequence[Cell]) -> Curves:
     rounds = {label: sorted(set().union(*curves)) for label, curves in by_label.items()}
     values = {k: np.array([[curve.get(at, math.nan) for at in rounds[k]] for curve in curves]) for k, curves in by_label.items()}
     seeds = Counter(str(cell.axes["method"]) for cell in cells)
-    return Curves(rounds, values, dict(seeds), of, split_of(cells[0].config))
+    return Curves(rounds, values, dict(seeds), of, evaluated_on(cells[0].config.validation_share, cells[0].config.evaluate_on))
 
 
 def _evaluated(cell: Cell, row: Mapping[str, Any], metric: str) -> bool:

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from fl_bn.report.cells import read_cells
+from fl_bn.report.curves import series
 from fl_bn.report.formats import latex, results_csv, to_csv, to_latex, to_markdown
 from fl_bn.report.layout import Table, lay_out, tabulate
+from fl_bn.report.line_pictures import curves
 from fl_bn.report.settings import read_settings
 from fl_bn.report.write import read
 from fl_bn.run.config import ConfigError
@@ -102,6 +104,29 @@ def test_one_row_is_not_best_of_anything(tmp_path: Path) -> None:
     assert table.best == frozenset()
     assert "**" not in to_markdown(table)
     assert table.caption == "Test accuracy (%), last round: one seed."
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ([{}, {}], "Test accuracy"),
+        ([{"validation-share": 0.2}] * 2, "Validation accuracy"),
+        ([{"evaluate-on": "training"}] * 2, "Training accuracy"),
+        ([{}, {"validation-share": 0.2}], "Accuracy"),
+    ],
+)
+def test_the_caption_says_which_samples_were_evaluated(config: list[dict[str, object]], said: str, tmp_path: Path) -> None:
+    """Before, validation and training accuracy were called test accuracy, too."""
+    sweep(tmp_path)
+    for method, keys in zip(("a", "b"), config, strict=True):
+        run(tmp_path, {"method": method}, rounds([0.5], test_loss=[1.5]), **keys)
+    table = table_of(tmp_path)
+    assert table.caption == f"{said} (%), last round: one seed."
+    names = {"Test accuracy": "test loss", "Accuracy": "evaluation loss"}
+    assert table.layout.title("test-loss") == names.get(said, f"{said.split()[0].lower()} loss")
+    drawn = curves(table.layout, series(table.layout, "accuracy"), "round")
+    assert drawn is not None
+    assert drawn.caption.startswith(f"{said} (%) over rounds")
 
 
 def test_a_loss_that_became_nan_is_not_the_last_finite_one(tmp_path: Path) -> None:
