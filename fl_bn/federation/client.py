@@ -332,14 +332,15 @@ class LocalRound:
         self.rates.record(optimizer, goes_on)
         restart(optimizer, self.method, self.phase, self.steps - goes_on)
 
-    def backward(self, forward: Callable[[], Tensor], x: Any) -> Tensor:
+    def backward(self, forward: Callable[[], Tensor], x: Any, call: Callable[[nn.Module, Any], Any] | None = None) -> Tensor:
         """Compute the gradient of one batch, including the objective's terms, and add it to the parameters' ``grad``.
 
         Call this method in place of ``loss.backward()``, once per optimiser step.
 
         Args:
             forward: Computes the loss of the batch.
-            x: The inputs of the batch, or a function that calls a network on them.
+            x: The inputs of the batch.
+            call: Calls a network on inputs, as ``Task.forward`` does. None: the inputs are its only argument.
 
         Returns:
             The loss, without the objective's own terms.
@@ -370,7 +371,7 @@ class LocalRound:
                 "call requires_grad_(True) before local_round or training"
             )
         self.corrected += 1
-        loss = self._objective.gradient(Step(x, forward, again))
+        loss = self._objective.gradient(Step(x, forward, again, call))
         if self.steps == 0 and all(p.grad is None for p in self.parameters.values()):
             raise ValueError(
                 "the loss gave no parameter of the converted network a gradient: the network's forward seems to call another network, such "

@@ -125,7 +125,7 @@ def train(
         optimizer.zero_grad()
         if round.steps == 0:
             round.begin_batch(samples)
-        loss = round.backward(partial(loss_of, model, task, settings, x, y), partial(task.forward, inputs=x))
+        loss = round.backward(partial(loss_of, model, task, settings, x, y), x, task.forward)
         round.gradient_ready()
         if how != "none":
             clip(parameters.values(), how, limit, head[1].parameters() if head else ())

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -82,11 +82,8 @@ class _Fixed:
         self._representation = _Representation(self.model)
 
     @torch.no_grad()
-    def __call__(self, inputs: Any) -> Tensor:
-        if callable(inputs):
-            inputs(self.model)
-        else:
-            self.model(inputs)
+    def __call__(self, step: Step) -> Tensor:
+        step.output(self.model)
         return self._representation.take()
 
 
@@ -102,7 +99,7 @@ class _Contrast(Round):
         if self.own is None or self.received is None or self.previous is None:
             loss.backward()
             return loss
-        term = contrastive_term(self.own.take(), self.received(step.x), self.previous(step.x), self.temperature)
+        term = contrastive_term(self.own.take(), self.received(step), self.previous(step), self.temperature)
         (loss + self.mu * term).backward()
         return loss
 

@@ -20,15 +20,21 @@ class Step:
     """Hold one batch of a client, for ``Round.gradient``.
 
     Attributes:
-        x: the inputs, or a function that calls a network on them.
+        x: the inputs, as the task reads them: a tensor, or several.
         forward: computes the loss.
         again: computes the loss a second time, after ``forward``, with the same dropout masks. This pass changes no
             running statistics, and the statistics of its batch are not reported.
+        call: calls a network on inputs, as ``Task.forward`` does. None: the inputs are its only argument.
     """
 
     x: Any
     forward: Callable[[], Tensor]
     again: Callable[[], Tensor]
+    call: Callable[[nn.Module, Any], Any] | None = None
+
+    def output(self, model: nn.Module) -> Any:
+        """Return what ``model`` returns for the inputs."""
+        return model(self.x) if self.call is None else self.call(model, self.x)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fl_bn.hybrid import inside_transform
 from fl_bn.task.targets import LABELS, MASKS
 from fl_bn.task.task import SHARE, Range, Task
 
@@ -44,9 +45,10 @@ class Classification(Task):
     takes = (LABELS,)
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Compute the mean cross-entropy of scores (B, C) and labels (B,)."""
+        """Compute the mean cross-entropy of scores (B, C) and labels (B,), over the samples with a label; 0 if there are none."""
         labels = labels_of(output, targets)
-        return F.cross_entropy(output, labels if labels.is_floating_point() else labels.masked_fill(labels < 0, UNLABELLED))
+        known = labels.is_floating_point() or (labels.is_cpu and labels.numel() and not inside_transform() and int(labels.min()) >= 0)
+        return F.cross_entropy(output, labels) if known else _cross_entropy_of_labelled(output, labels)
 
     def count(self, targets: Tensor) -> int:
         """Count the labels, one for each sample or position; those below 0 are none."""
@@ -56,7 +58,8 @@ class Classification(Task):
 
     def sums(self, output: Tensor, targets: Tensor) -> dict[str, Tensor | float]:
         """Count the confusion matrix (C, C) of one batch."""
-        return {"confusion": confusion_counts(output, labels_of(output, targets), UNLABELLED)}
+        labels = labels_of(output, targets)
+        return {"confusion": confusion_counts(output, labels, IGNORE if output.shape[1] <= IGNORE else UNLABELLED)}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Compute the accuracy over all samples and over the samples of each class, NaN for a class without samples."""
@@ -139,6 +142,31 @@ def labels_of(output: Tensor, targets: Tensor) -> Tensor:
     return targets if soft else targets.long()
 
 
+def _cross_entropy_of_labelled(output: Tensor, labels: Tensor) -> Tensor:
+    """Compute the mean cross-entropy over labels of at least 0; 0 if there are none, where torch gives NaN.
+
+    Raises:
+        ValueError: There are two classes, and a label is -1.
+    """
+    labelled = labels >= 0
+    if output.shape[1] == 2 and labels.ndim == 1 and not inside_transform():
+        _check_two_classes(labels)
+    some = labelled.any()
+    return F.cross_entropy(output, torch.where(some, labels.masked_fill(~labelled, UNLABELLED), 0)) * some
+
+
+def _check_two_classes(labels: Tensor) -> None:
+    """Check that no label of two classes is -1, which may be the second class or mean that there is no label.
+
+    Raises:
+        ValueError: A label is -1.
+    """
+    if bool((labels == -1).any()):
+        raise ValueError(
+            "expected the labels 0 and 1 of two classes, but one is -1: write 0 for a class -1, and -100 for a sample without a label"
+        )
+
+
 def masks_of(output: Tensor, targets: Tensor) -> Tensor:
     """Return ``labels_of``, with ``IGNORE`` in the place of labels below 0, such as the -100 of torch's losses."""
     masks = labels_of(output, targets)
@@ -159,7 +187,8 @@ def confusion_counts(output: Tensor, targets: Tensor, ignore: int = IGNORE) -> T
         Int64 (C, C): labels in rows, predictions in columns.
 
     Raises:
-        ValueError: ``output`` has scores of fewer than two classes, or ``targets`` are not whole numbers, one for each sample or pixel.
+        ValueError: ``output`` has scores of fewer than two classes, ``targets`` are not whole numbers, one for each sample or pixel, or
+            a label has no score.
     """
     if output.ndim < 2 or output.shape[1] < 2 or targets.is_floating_point() or targets.shape != (len(output), *output.shape[2:]):
         raise ValueError(
@@ -168,7 +197,14 @@ def confusion_counts(output: Tensor, targets: Tensor, ignore: int = IGNORE) -> T
             "the task that fits, such as task=MultiLabel() for 0 or 1 per label, or one of your own with sums and metrics"
         )
     classes, predicted = output.shape[1], output.argmax(1)
+    if classes == 2 and targets.ndim == 1:
+        _check_two_classes(targets)
     if targets.ndim > 1 or bool((targets < 0).any()):
         labelled = (targets >= 0) & (targets != ignore) if targets.ndim > 1 else targets >= 0
         predicted, targets = predicted[labelled], targets[labelled]
+    if targets.numel() and (highest := int(targets.max())) >= classes:
+        raise ValueError(
+            f"the network scores {classes} classes, 0 to {classes - 1}, but a label is {highest}: give the network an output for every "
+            "class, or write -100 in the place of the label where there is none"
+        )
     return torch.bincount(targets * classes + predicted, minlength=classes**2).view(classes, classes)

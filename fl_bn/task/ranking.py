@@ -47,6 +47,7 @@ class ClassificationAUC(Classification):
 
         On the axis of length 2, index 0 has the samples of other classes, and index 1 the samples of the class.
         """
+        counted = super().sums(output, targets)
         targets, classes = labels_of(output, targets), output.shape[1]
         known = targets >= 0  # torch's losses leave out -100
         height = log_odds(output.double()).asinh() + self.LARGEST
@@ -54,7 +55,7 @@ class ClassificationAUC(Classification):
         own = F.one_hot(targets.clamp(min=0), classes)
         place = (torch.arange(classes, device=targets.device) * 2 + own) * self.BINS + binned
         scores = torch.bincount(place[known].flatten(), minlength=classes * 2 * self.BINS).view(classes, 2, self.BINS)
-        return super().sums(output, targets) | {"scores": scores}
+        return counted | {"scores": scores}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Compute the area under the ROC curve, the accuracy over all samples, and the accuracy over each class."""

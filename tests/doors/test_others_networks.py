@@ -6,7 +6,7 @@ import types
 from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from fl_bn.federation.per_client import rate_of
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.unit_scale import producers
 from fl_bn.methods import Method
-from fl_bn.objectives import Moon
+from fl_bn.objectives import Moon, Objective, Round, Start, Step
 from fl_bn.run.config import RunConfig
 from fl_bn.task import batch_size
 
@@ -460,3 +460,41 @@ def test_moon_calls_networks_of_several_inputs_as_the_task_does() -> None:
         found.append([record.loss for record in fed.run(3)])
     plain = Federation(TwoInputs(), methods.fedavg(), [[forms[0][0]] * 2, [forms[0][0]]], progress=False)
     assert found[0] == found[1] == found[2] != [record.loss for record in plain.run(3)]
+
+
+class Noisy(Objective):
+    """Compute the loss on noisy inputs, as consistency objectives do."""
+
+    name: ClassVar[str] = "noisy"
+
+    def begin(self, start: Start) -> Round:
+        return NoisyRound(start)
+
+
+class NoisyRound(Round):
+    def __init__(self, start: Start) -> None:
+        self.model, self.inputs = start.model, list[Any]()
+
+    def gradient(self, step: Step) -> Tensor:
+        self.inputs.append(step.x)
+        with torch.no_grad():
+            assert torch.equal(step.output(self.model), self.model(step.x))
+            self.model(step.x + torch.zeros_like(step.x))
+        return super().gradient(step)
+
+
+def test_an_objective_of_ones_own_gets_the_inputs_themselves() -> None:
+    """Before, it got a function in a `Federation`, and a tensor in a loop of one's own."""
+    federation(objective=Noisy()).run(1)
+
+
+class OtherName(Classification):
+    """Name the argument of ``forward`` in another way than ``Task`` does."""
+
+    def forward(self, model: nn.Module, x: Any) -> Any:
+        return model(x)
+
+
+def test_a_task_may_name_the_inputs_of_forward_as_it_likes() -> None:
+    losses = [[r.loss for r in federation(task=task, objective=Moon()).run(2)] for task in (OtherName(), Classification())]
+    assert losses[0] == losses[1]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import Context, Message
@@ -12,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler, default_collate
 
 from fl_bn import flower, methods
+from fl_bn.federation.checkpoint import generators
 from fl_bn.flower import FedAvgBN, RunFailed, answer, training
 from fl_bn.flower.own.app import _count
 from fl_bn.task import CLASSIFICATION
@@ -74,10 +77,40 @@ def test_a_dataset_of_samples_in_the_place_of_a_loader_is_named() -> None:
         ran(FedAvgBN(net()), app)
 
 
+def with_lengths(rows: list[Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return batches that only the user's own loop can read."""
+    x, y = default_collate(rows)
+    return x, torch.full((len(x),), x.shape[1]), y
+
+
+def test_batches_that_only_the_user_s_loop_can_read() -> None:
+    """Before, FedAvg, FedBN and FixBN, which never read them, ended in round 1 since the samples could not be counted."""
+    app = ClientApp()
+    answer(app, net, methods.fedbn(), lambda context: DataLoader(samples_of(client_of(context)), 8, collate_fn=with_lengths))
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        with training(message, context, net(), methods.fedbn()) as round:
+            optimizer = torch.optim.SGD(round.model.parameters(), lr=0.1)
+            for x, _, y in DataLoader(samples_of(client_of(context)), 8, collate_fn=with_lengths):
+                optimizer.zero_grad()
+                F.cross_entropy(round.model(x), y).backward()
+                optimizer.step()
+        return round.message(SAMPLES, 1.0)
+
+    result = ran(flower.OwnAppStrategy(net(), methods.fedbn(), fraction_evaluate=0), app, rounds=2)
+    assert [[client.samples for client in record.accepted] for record in result.records] == [[SAMPLES] * CLIENTS] * 2
+
+
+def noisy(rows: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = several(rows)
+    return x + torch.randn(()) + np.random.rand() + random.random(), y
+
+
 def test_counting_does_not_move_the_loader_s_random_numbers() -> None:
     made = torch.Generator().manual_seed(0)
-    loader = DataLoader(samples_of(0), 8, collate_fn=several, shuffle=True, generator=made)
-    before, torchs = made.get_state(), torch.get_rng_state()
+    loader = DataLoader(samples_of(0), 8, collate_fn=noisy, shuffle=True, generator=made)
+    before, everywhere = made.get_state(), generators()
     assert _count(loader, CLASSIFICATION) == 4 * SAMPLES
     assert torch.equal(made.get_state(), before)
-    assert torch.equal(torch.get_rng_state(), torchs)
+    assert generators() == everywhere

@@ -407,6 +407,50 @@ def test_the_loss_of_partly_labelled_samples_does_not_hang_on_the_batches() -> N
         assert state_of(task, (scores, other)).result() == pytest.approx(whole)
 
 
+def test_a_batch_without_any_label_changes_nothing() -> None:
+    """Before, its loss was NaN, and so was the mean of the round."""
+    scores = torch.randn(4, 3, requires_grad=True)
+    for none in (-100, -1):
+        loss = Classification().loss(scores, torch.full((4,), none))
+        (gradient,) = torch.autograd.grad(loss, scores)
+        assert (loss.item(), gradient.abs().max().item()) == (0, 0)
+
+
+@pytest.mark.parametrize("some", [-100, 0])
+def test_the_loss_is_bit_for_bit_that_of_torch(some: int) -> None:
+    scores, labels = torch.randn(7, 3, requires_grad=True), torch.tensor([0, 1, 2, some, some, 2, 1])
+    ours, theirs = Classification().loss(scores, labels), torch.nn.functional.cross_entropy(scores, labels)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(*(torch.autograd.grad(loss, scores)[0] for loss in (ours, theirs)))
+
+
+def test_two_classes_are_0_and_1() -> None:
+    """Before, the class -1 was left out of training and evaluation, so that the accuracy was 1."""
+    scores, labels = torch.randn(4, 2), torch.tensor([1, -1, -1, 1])
+    said = "expected the labels 0 and 1 of two classes, but one is -1: write 0 for a class -1, and -100 for a sample without a label"
+    with pytest.raises(ValueError, match=said):
+        Classification().loss(scores, labels)
+    with pytest.raises(ValueError, match=said):
+        Classification().sums(scores, labels)
+    Classification().loss(scores, labels.masked_fill(labels < 0, -100))  # control
+
+
+def test_pixels_without_a_label_under_a_loss_of_ones_own() -> None:
+    """Before, an evaluation ended in torch's error about a shape."""
+    task, scores, masks = Classification(), torch.randn(2, 3, 4, 4), torch.randint(0, 3, (2, 4, 4))
+    unlabelled = masks.clone()
+    unlabelled[0, 0] = 255
+    known = {name: value.clone() for name, value in task.sums(scores, unlabelled.masked_fill(unlabelled == 255, -100)).items()}
+    found = task.sums(scores, unlabelled)
+    assert all(torch.equal(found[name], known[name]) for name in known)
+    assert int(found["confusion"].sum()) == 28
+    said = "the network scores 3 classes, 0 to 2, but a label is 7: give the network an output for every"
+    with pytest.raises(ValueError, match=said):
+        task.sums(scores, masks.masked_fill(masks == 1, 7))
+    with pytest.raises(ValueError, match=said):
+        ClassificationAUC().sums(scores[:, :, 0, 0], torch.tensor([7, 0]))
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
 def test_labels_may_have_any_dtype_of_whole_numbers(dtype: torch.dtype) -> None:
     made = torch.Generator().manual_seed(0)

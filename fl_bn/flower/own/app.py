@@ -26,7 +26,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
@@ -34,9 +33,9 @@ from torch.utils.data import default_collate
 
 from fl_bn.conversion import convert
 from fl_bn.exchange.replay import Unanswered
+from fl_bn.federation.checkpoint import generators, set_generators
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.first_batch import Batch
-from fl_bn.federation.loader_generators import unmoved
 from fl_bn.federation.loaders import check_not_one_batch
 from fl_bn.federation.local import torch_seed
 from fl_bn.federation.network import Network
@@ -108,17 +107,18 @@ class OwnRound:
         """Record that a step was made without a torch optimiser. See ``LocalRound.step_done``."""
         self.local.step_done()
 
-    def backward(self, forward: Callable[[], Tensor], x: Any) -> Tensor:
+    def backward(self, forward: Callable[[], Tensor], x: Any, call: Callable[[nn.Module, Any], Any] | None = None) -> Tensor:
         """Compute the gradients of an objective, in place of ``loss.backward()``. See ``LocalRound.backward``.
 
         Args:
             forward: computes the loss of the batch.
             x: the inputs of the batch.
+            call: calls a network on inputs, as ``Task.forward`` does. None: the inputs are its only argument.
 
         Returns:
             The loss alone.
         """
-        return self.local.backward(forward, x)
+        return self.local.backward(forward, x, call)
 
     @property
     def number(self) -> int:
@@ -456,7 +456,7 @@ def _count(loader: Iterable[Any], task: Task) -> int:
     """Return the number of samples that a client may train on or measure in a pass over its loader.
 
     A sampler may draw more samples than the dataset has, and a collate function of the user's own may make several of one
-    (crops of an image). So in its case the first batch is read.
+    (crops of an image). So in its case a first batch is made.
 
     Raises:
         ValueError: ``loader`` has single samples, or is itself a single batch.
@@ -467,9 +467,28 @@ def _count(loader: Iterable[Any], task: Task) -> int:
         return sum(batch_size(*task.read(batch)) for batch in loader)
     sampler: Any = getattr(loader, "sampler", None)
     drawn: int = max(len(data), len(sampler) if hasattr(sampler, "__len__") else 0)
-    size = getattr(loader, "batch_size", None)
-    if not size or getattr(loader, "collate_fn", default_collate) is default_collate:
+    size, collate = getattr(loader, "batch_size", None), getattr(loader, "collate_fn", default_collate)
+    if not size or not len(data) or collate is default_collate:
         return drawn
-    with unmoved([loader]), torch.random.fork_rng(devices=[]):
-        first = next((batch_size(*task.read(batch)) for batch in loader), 0)
-    return drawn * -(-first // min(size, drawn)) if first > size else drawn
+    size = min(size, len(data))
+    return drawn * max(1, -(-_samples_of(data, size, collate, task) // size))
+
+
+def _samples_of(data: Any, rows: int, collate: Callable[[list[Any]], Any], task: Task) -> int:
+    """Return how many samples ``collate`` makes of the first rows of a dataset; 0 if only the user's own loop can read its batch.
+
+    Global random numbers are as before.
+
+    Args:
+        data: the dataset.
+        rows: how many rows to take.
+        collate: the DataLoader's function.
+        task: reads the batch.
+    """
+    before = generators()
+    try:
+        return batch_size(*task.read(collate([data[index] for index in range(rows)])))
+    except Exception:  # whatever the user's dataset or function raises
+        return 0
+    finally:
+        set_generators(before)

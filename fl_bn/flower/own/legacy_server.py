@@ -353,7 +353,7 @@ class LegacyRounds(OwnAppStrategy):
         """
         replies = list(replies)
         arrays, metrics = super().aggregate_train(server_round, replies)
-        told = _told(replies, self._running.cohort, self._running.record.client_metrics)
+        told = _told(replies, self._running.cohort, {client.client for client in self._running.record.accepted})
         if arrays is None or not told:
             return arrays, metrics
         given, means = ndarrays_to_parameters(self.whole(arrays)), _means(self.older.fit_metrics_aggregation_fn, told)
@@ -403,7 +403,7 @@ def _means(combine: Callable[[list[tuple[int, dict[str, Any]]]], dict[str, Any]]
 
 
 def _told(replies: Sequence[Message], clients: Sequence[Client], counted: Container[int]) -> list[tuple[Named, Told]]:
-    """Return the results of all clients whose metrics count, in client order. Their metrics may include text.
+    """Return the results of the clients in ``counted``, in client order, with the metrics that they sent.
 
     A client that sends no number of samples in the record ``metrics`` is left out, and the log names it.
     """
@@ -412,7 +412,7 @@ def _told(replies: Sequence[Message], clients: Sequence[Client], counted: Contai
         index = index_of.get(reply.metadata.src_node_id, -1)
         if index in counted and index not in given and reply.has_content():
             own: Any = reply.content.metric_records.get(OWN_METRICS, {})
-            if not is_number(samples := own.get(EXAMPLES)):
+            if not is_number(samples := own.get(EXAMPLES)) or samples < 0:
                 log(logging.WARNING, "client %s's results are left out: its reply has no %s in the record %s", index, EXAMPLES, OWN_METRICS)
                 continue
             loss = float(own["loss"]) if is_number(own.get("loss")) else math.nan
