@@ -73,7 +73,7 @@ def reader_of_globals(model: nn.Module) -> str:
         for attribute, value in vars(module).items():
             for one in _within(value):
                 if isinstance(one, FunctionType):
-                    for variable in _names(one.__code__):
+                    for variable in global_names(one.__code__):
                         if id(one.__globals__.get(variable)) in parts:
                             where = f"{attribute!r} of {name or 'the model'} ({type(module).__name__})"
                             return f"the function {one.__name__} in {where} reads the global variable {variable!r}"
@@ -88,12 +88,12 @@ def _within(value: Any, depth: int = 4) -> Iterator[Any]:
             yield from _within(part, depth - 1)
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def global_names(code: CodeType) -> Iterator[str]:
     """Yield the names of the global variables that ``code``, or a function in it, reads."""
     yield from (str(one.argval) for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL")
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from _names(inner)
+            yield from global_names(inner)
 
 
 def _networks(holder: object, depth: int = 2) -> Iterator[nn.Module]:

@@ -8,11 +8,15 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
+
+from fl_bn.copying import global_names
 
 LOGGER = logging.getLogger("flwr")
 OWN_LOOP = "or write a loop of your own (docs/how-to/loop.md)"
@@ -125,12 +129,15 @@ def check_loss(loss: Any, model: nn.Module) -> None:
     Raises:
         ValueError: The function refers to the network, or to one of its layers or parameters.
     """
-    try:
-        seen = inspect.getclosurevars(loss)
-    except (TypeError, ValueError):  # not a Python function, or one that refers to a name which has no value yet
+    function = getattr(loss, "__func__", loss)
+    if not isinstance(function, FunctionType):
         return
-    parts = {id(part): name for name, part in [*model.named_modules(), *model.named_parameters()]}
-    for name, value in {**seen.globals, **seen.nonlocals}.items():
+    seen = [(name, function.__globals__.get(name)) for name in global_names(function.__code__)]
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # a variable that has no value yet
+            seen.append((name, cell.cell_contents))
+    parts = {id(part) for part in [*model.modules(), *model.parameters()]}
+    for name, value in seen:
         if id(value) in parts:
             raise ValueError(
                 f"loss uses {name!r}, which is the network that was given or a part of it, but each client trains a copy: the loss would "

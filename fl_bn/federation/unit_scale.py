@@ -85,6 +85,8 @@ def _pairs(model: nn.Module) -> dict[str, str]:
             continue  # the layer's outputs are on another axis than BatchNorm's channels, such as tokens
         if isinstance(layer, nn.Linear) and not (isinstance(norm, nn.BatchNorm1d) and _source(node, modules, ELEMENTWISE) == source):
             continue
+        if norm.weight is not None and uses[id(norm.weight)] > 1:
+            continue  # of several layers, each would have it changed for another one's epsilon
         if all(uses[id(p)] == 1 and p.requires_grad for p in own):
             sources[str(node.target)] = source
     return sources

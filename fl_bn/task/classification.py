@@ -59,7 +59,8 @@ class Classification(Task):
     def sums(self, output: Tensor, targets: Tensor) -> dict[str, Tensor | float]:
         """Count the confusion matrix (C, C) of one batch."""
         labels = labels_of(output, targets)
-        return {"confusion": confusion_counts(output, labels, IGNORE if output.shape[1] <= IGNORE else UNLABELLED)}
+        is_class = output.ndim > 1 and output.shape[1] > IGNORE
+        return {"confusion": confusion_counts(output, labels, UNLABELLED if is_class else IGNORE)}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Compute the accuracy over all samples and over the samples of each class, NaN for a class without samples."""

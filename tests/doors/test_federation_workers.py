@@ -16,7 +16,8 @@ from torch.optim import SGD
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from fl_bn import Callback, Federation, SeededBatches, methods
-from fl_bn.federation.engines.processes import can_move
+from fl_bn.federation.engines.processes import InWorkers, can_move
+from fl_bn.federation.engines.workers import Workers
 from tests.doors.test_federation import CLIENTS, TEST, net
 
 ROOT = Path(__file__).parents[2]
@@ -183,12 +184,13 @@ class Decay(Callback):
 def losses(workers: int, change: str) -> list[float]:
     """Of four rounds, between which the user's own code changes something."""
     labels, rate = [y.clone() for _, y in CLIENTS], {"lr": 0.5}
-    loaders = [DataLoader(TensorDataset(x, y), batch_size=16) for (x, _), y in zip(CLIENTS, labels, strict=True)]
+    loaders: list[Any] = [DataLoader(TensorDataset(x, y), batch_size=16) for (x, _), y in zip(CLIENTS, labels, strict=True)]
+    batches = [[(x[:16], y[:16])] for (x, _), y in zip(CLIENTS, labels, strict=True)]
     weight = torch.ones(int(max(y.max() for y in labels)) + 1)
     fed = Federation(
         net(),
         methods.fedavg(),
-        loaders,
+        batches if "list" in change else loaders,
         optimizer=lambda parameters: SGD(parameters, lr=rate["lr"]),
         loss=lambda output, y: nn.functional.cross_entropy(output, y, weight.to(output.dtype)),
         callbacks=[Decay(rate)] if change == "rate" else [],
@@ -198,18 +200,30 @@ def losses(workers: int, change: str) -> list[float]:
     found = []
     for record in fed.run(4):
         found.append(record.loss)
-        if change == "labels":
+        if change in ("labels", "labels of a list"):
             for y in labels:
                 y.copy_(y.flip(0))
+        if change == "replaced":
+            for loader in loaders:
+                loader.dataset.tensors = loader.dataset.tensors[0], loader.dataset.tensors[1].flip(0)
         if change == "loss":
             weight[0] += 3
     return found
 
 
-@pytest.mark.parametrize("change", ["rate", "labels", "loss"])
+@pytest.mark.parametrize("change", ["rate", "labels", "labels of a list", "replaced", "loss"])
 def test_changes_between_rounds_reach_the_workers(change: str) -> None:
     """A worker has a copy of what the functions read. Before, it kept the copy of round 1."""
-    assert losses(2, change) == losses(1, change) != losses(1, "nothing")
+    assert losses(2, change) == losses(1, change) != losses(1, "a list" if "list" in change else "nothing")
+
+
+def test_what_does_not_change_is_written_once(tmp_path: Path) -> None:
+    data = TensorDataset(*CLIENTS[0])
+    fed = Federation(net(), methods.fedavg(), [SeededBatches(*CLIENTS[0], 16), DataLoader(data, 16), [CLIENTS[0]]], progress=False)
+    made = InWorkers(fed._transport.clients, Workers(1), tmp_path)
+    assert not made._changed()
+    data.tensors = data.tensors[0], data.tensors[1].clone()
+    assert made._changed()  # control
 
 
 @pytest.mark.parametrize("workers", [1, 2])

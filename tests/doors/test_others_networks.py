@@ -356,6 +356,16 @@ def test_a_loss_that_uses_the_network_itself_is_refused() -> None:
         refused(r"loss uses '(model|first)', which is the network that was given or a part of it", model=model, loss=loss)
 
 
+HEAD, LOSSES = nn.Linear(8, 2), types.SimpleNamespace(HEAD=F.cross_entropy)
+
+
+def test_an_attribute_that_is_called_as_the_network_is_not_the_network() -> None:
+    """Before, a loss that calls ``losses.head`` was refused where a global variable ``head`` is the network's last layer."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), HEAD)
+    federation(model, loss=lambda output, y: LOSSES.HEAD(output, y))
+    refused("loss uses 'HEAD', which is the network", model=model, loss=lambda output, y: F.cross_entropy(output, y) + HEAD.weight.sum())
+
+
 def test_gradient_hooks_are_refused_where_they_would_be_lost() -> None:
     model = net()
     model[0].weight.register_hook(lambda gradient: gradient * 0)

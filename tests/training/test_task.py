@@ -424,6 +424,11 @@ def test_the_loss_is_bit_for_bit_that_of_torch(some: int) -> None:
     assert torch.equal(*(torch.autograd.grad(loss, scores)[0] for loss in (ours, theirs)))
 
 
+def test_scores_without_an_axis_of_classes_are_named() -> None:
+    with pytest.raises(ValueError, match="classification is evaluated by scores"):
+        Classification().sums(torch.zeros(4), torch.zeros(4, dtype=torch.int64))
+
+
 def test_two_classes_are_0_and_1() -> None:
     """Before, the class -1 was left out of training and evaluation, so that the accuracy was 1."""
     scores, labels = torch.randn(4, 2), torch.tensor([1, -1, -1, 1])

@@ -179,6 +179,15 @@ def test_without_scale_of_its_own_such_a_layer_is_left_alone() -> None:
     assert (model[1].running_var - 1).abs().max() < 1e-6
 
 
+def test_a_scale_that_two_layers_share_is_left_alone() -> None:
+    """Before, each layer's epsilon changed it for the other one, too."""
+    first, second = nn.Linear(4, 8), nn.Linear(8, 8)
+    model = nn.Sequential(first, nn.BatchNorm1d(8), nn.ReLU(), second, nn.BatchNorm1d(8))
+    assert producers(model) == {"1": "0", "4": "3"}  # control
+    model[4].weight = model[1].weight
+    assert producers(model) == {}
+
+
 @pytest.mark.parametrize(
     "model",
     [

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
+from operator import is_not
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from joblib import wrap_non_picklable_objects
@@ -25,6 +26,7 @@ from fl_bn.federation.loaders import SeededBatches
 from fl_bn.federation.payload import to_numpy, to_tensors
 from fl_bn.federation.values import ClientState, Instruction, Reply
 from fl_bn.task import is_ours
+from fl_bn.task.targets import tensors_in
 
 Value = TypeVar("Value", Instruction, ClientState, Reply)
 
@@ -78,12 +80,11 @@ def _version(tensor: Tensor) -> int:
 
 
 def _pickled(one: Any) -> bytes:
-    """Return an object as bytes; empty if it cannot be pickled, or is large (a teacher network, say)."""
+    """Return an object as bytes; empty if it cannot be pickled."""
     try:
-        made = pickle.dumps(wrap_non_picklable_objects([one], keep_wrapper=False))
+        return pickle.dumps(wrap_non_picklable_objects([one], keep_wrapper=False))
     except Exception:  # an object of the user's own may raise anything; writing all clients raises it again
         return b""
-    return made if len(made) < LARGE else b""
 
 
 def constant(function: Any) -> bool:
@@ -142,26 +143,42 @@ def check_loaders(clients: Clients, count: int) -> None:
 class InWorkers:
     """Compute clients in worker processes. All clients are pickled to a file in ``folder``. Each worker reads this file once.
 
-    If tensors of the data change in place, or variables that tasks and functions hold, the file is written again. Other
-    changes, such as those of a sampler, do not reach the workers.
+    If tensors of the data are changed by torch or replaced, or variables that tasks and functions hold, the file is written
+    again. Other changes do not reach the workers, such as those of a sampler, or of the NumPy array behind a tensor.
     """
 
     def __init__(self, clients: Clients, workers: Workers, folder: Path) -> None:
         self._clients, self._workers, self._folder, self._versions = clients, workers, folder, 0
+        self._large = set[int]()  # ids of tasks and functions of at least LARGE bytes (a teacher network, say)
+        self._data, self._checked = list[Tensor](), cast(Instruction | None, None)
         self._write()
 
     def _write(self) -> None:
         """Write all clients to a file of a new name, so that every worker reads it."""
         self._versions += 1
+        self._data = self._tensors()
         self._path, self._written = self._folder / f"clients-{self._versions}", self._state()
         self._path.write_bytes(pickle.dumps(wrap_non_picklable_objects(self._clients, keep_wrapper=False)))
 
+    def _tensors(self) -> list[Tensor]:
+        """Return the tensors of all clients' data, as far as they are known."""
+        own = self._clients.own
+        loaders = [one.loader for one in own] + [one.test for one in own if one.settings.local_evaluation]
+        return [tensor for loader in loaders for tensor in _data(loader) or tensors_in(loader)]
+
     def _state(self) -> tuple[Any, ...]:
-        """Return a value that differs once a client's data, task or functions have changed since ``_write``."""
+        """Return a value that differs once a client's data, task or functions have changed in place since ``_write``."""
         every = self._clients.own
-        made = {id(one): one for own in every for one in (own.task, own.make_optimizer, own.make_scheduler)}
-        small = [_pickled(one) for one in (self._clients.schedule, *made.values())]
-        return *small, [_version(tensor) for own in every for tensor in _data(own.loader) or ()]
+        made: dict[int, Any] = {id(one): one for own in every for one in (own.task, own.make_optimizer, own.make_scheduler)}
+        made |= {id(self._clients.schedule): self._clients.schedule}
+        small = {place: _pickled(one) for place, one in made.items() if place not in self._large}
+        self._large |= {place for place, written in small.items() if len(written) >= LARGE}
+        return [small[place] for place in small if place not in self._large], [_version(tensor) for tensor in self._data]
+
+    def _changed(self) -> bool:
+        """Return whether the file is out of date."""
+        now = self._tensors()
+        return len(now) != len(self._data) or any(map(is_not, now, self._data)) or self._state() != self._written
 
     def work(self, instruction: Instruction, rounds: int, clients: Sequence[int], kept: Sequence[ClientState]) -> list[Result]:
         """Compute the rounds of several clients.
@@ -178,9 +195,10 @@ class InWorkers:
         Raises:
             Exception: The error of the first client that failed.
         """
-        if self._state() != self._written:
+        if instruction is not self._checked and self._changed():
             self._path.unlink()
             self._write()
+        self._checked = instruction
         packed, same = _packed(instruction), (torch.get_num_threads(), torch.get_default_dtype())
         states = [[one.get_state().numpy() for one in generators(self._clients.own[client].loader)] for client in clients]
         tasks = [(str(self._path), same, packed, rounds, *one) for one in zip(clients, map(_packed, kept), states, strict=True)]

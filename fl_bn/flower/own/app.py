@@ -470,7 +470,7 @@ def _count(loader: Iterable[Any], task: Task) -> int:
     size, collate = getattr(loader, "batch_size", None), getattr(loader, "collate_fn", default_collate)
     if not size or not len(data) or collate is default_collate:
         return drawn
-    size = min(size, len(data))
+    size = min(int(size), len(data))
     return drawn * max(1, -(-_samples_of(data, size, collate, task) // size))
 
 
@@ -487,7 +487,7 @@ def _samples_of(data: Any, rows: int, collate: Callable[[list[Any]], Any], task:
     """
     before = generators()
     try:
-        return batch_size(*task.read(collate([data[index] for index in range(rows)])))
+        return int(batch_size(*task.read(collate([data[index] for index in range(rows)]))))
     except Exception:  # whatever the user's dataset or function raises
         return 0
     finally:
