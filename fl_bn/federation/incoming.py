@@ -71,6 +71,11 @@ def load(copy: Copy, instruction: Instruction, kept: ClientState, auxiliary: Seq
             f"{schema.difference(expected, arrays)}. Give the server's network, converted for its method: convert(model, method). Here "
             f"the method is {method.name}"
         )
+    if kept.signature not in ("", network.signature):
+        raise ValueError(
+            f"kept is the state of a client with another network or method: its signature is {kept.signature}, but that of the network "
+            f"converted for {method.name} is {network.signature}. Give what round.reply returned for this network and method, or no state"
+        )
     needs = CONTROL in {extra.section for extra in auxiliary}
     if instruction.objective and CONTROL in instruction.sections and not needs:
         raise ValueError(

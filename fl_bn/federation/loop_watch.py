@@ -356,7 +356,7 @@ class _FirstBatch:
             self._sizes = [*_sizes((args, named))]
         elif round.phase is Phase.EXCHANGE:
             self._refuse()
-        round.inputs_seen(next(iter(self._sizes), 0))
+        round.inputs_seen(next(iter(_sizes((args, named))), 0))
 
     def _refuse(self) -> NoReturn:
         raise ValueError(

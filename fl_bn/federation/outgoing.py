@@ -83,7 +83,7 @@ def state_to_keep(round: LocalRound, gradients: Named, finish: Finish, client: i
                 stays = f"the client keeps its state of round {kept.round}" if kept.sections else "the client keeps no state yet"
                 LOGGER.warning("client %s: %s/%s is not finite after round %s: %s", client, section, name, number, stays)
                 return kept
-    return ClientState(round.instruction.round, sections)
+    return ClientState(round.instruction.round, sections, signature=round.network.signature)
 
 
 def numbers_of_training(round: LocalRound, kept: ClientState, tells_drift: bool) -> dict[str, float]:

@@ -95,7 +95,8 @@ def local_round(
     frozen = {name: (p, p.detach().clone()) for name, p in model.named_parameters() if p.requires_grad and name not in round.parameters}
     for parameter, _ in frozen.values():  # so an optimiser of all parameters does not change what the method freezes
         parameter.requires_grad_(False)
-        parameter.grad = None  # of an earlier round, with which an optimiser would step
+    for parameter in model.parameters():
+        parameter.grad = None  # of an earlier round, or of another client, with which an optimiser would step
     try:
         with advised(), round.open(), watched(round), made_of.unchanged(round):
             yield round

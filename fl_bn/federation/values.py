@@ -65,11 +65,13 @@ class ClientState:
         sections: Section -> name -> tensor. ``local`` has the model's tensors that the method keeps at the client.
             ``momentum``, ``objective`` and ``optimizer`` have the buffers that the next round needs.
         counted: Whether the server used the client's reply of that round.
+        signature: The signature of model and method. Empty: not known.
     """
 
     round: int = 0
     sections: Mapping[str, dict[str, Tensor]] = field(default_factory=dict)
     counted: bool = True
+    signature: str = ""
 
     def get(self, section: str) -> dict[str, Tensor]:
         """Return the tensors of ``section``, by name; empty if it is missing."""

@@ -440,11 +440,11 @@ def test_a_step_that_finds_no_gradient_is_said(caplog: pytest.LogCaptureFixture,
 
 def test_a_step_along_older_gradients_before_the_first_batch_is_an_error() -> None:
     method, model = methods.fbn(), convert(net(), methods.fbn())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
 
     def loop() -> None:
         with local_round(model, method, server_state(net(), method, rounds=2).instruction()) as round:
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
             torch.optim.SGD(model.parameters(), RATE).step()
             plain(round, *clients()[0])
 
