@@ -192,6 +192,20 @@ def plain_names(model: nn.Module) -> dict[str, str]:
     return {name: _plain(model, name) for name in model.state_dict()}
 
 
+def full_names(model: nn.Module) -> dict[str, str]:
+    """Map the names of the modules in the network without wrappers, as ``unwrapped`` returns it, to their names in ``model``."""
+    return {_plain(model, name): name for name, _ in model.named_modules()}  # a wrapper comes before its content, which counts
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Replace each wrapper in ``model`` (see ``plain_names``) by its content, and return what is left. ``model`` is changed in place."""
+    while inner := _wrapped(model):
+        model = getattr(model, inner)
+    for name, child in model.named_children():
+        setattr(model, name, unwrapped(child))
+    return model
+
+
 def _plain(model: nn.Module, name: str) -> str:
     here: nn.Module | None = model
     parts = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -105,6 +105,11 @@ def eagerly(function: F_) -> F_:
         "fl-bn measures or exchanges the statistics of this batch in Python: call torch.compile(..., fullgraph=False)"
     )
     return cast(F_, call)
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Return a context in which compiled networks run as plain PyTorch, so that hooks of their layers are called."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class Observation:

@@ -16,7 +16,7 @@ from fl_bn.layers import HybridBatchNorm
 from fl_bn.methods import NORMALISERS, StatisticsPass
 from fl_bn.modes import held_layers
 from fl_bn.moments import Moments
-from fl_bn.observation import inputs, normalisers, observe, pooled
+from fl_bn.observation import inputs, normalisers, observe, pooled, uncompiled
 
 
 @torch.no_grad()
@@ -69,7 +69,7 @@ def measuring(model: nn.Module, how: StatisticsPass) -> Iterator[dict[str, list[
         for name, layer in model.named_modules():
             layer.training = isinstance(layer, HybridBatchNorm) and name not in held
     try:
-        with quick_pooling(model), observe(model, normalisers if how.measured == NORMALISERS else inputs) as observed:
+        with uncompiled(), quick_pooling(model), observe(model, normalisers if how.measured == NORMALISERS else inputs) as observed:
             yield observed
     finally:
         for module, mode in training.items():

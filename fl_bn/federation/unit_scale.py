@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fl_bn.copying import copied
-from fl_bn.derived import derivation
+from fl_bn.derived import derivation, full_names, unwrapped
 from fl_bn.moments import Running
 from fl_bn.roles import batch_norms
 
@@ -53,8 +53,10 @@ def producers(model: nn.Module) -> dict[str, str]:
     Raises:
         ValueError: torch.fx cannot trace the network (control flow that depends on data, say).
     """
-    found = [_pairs(copied(model).train(mode)) for mode in (True, False)]  # a copy, as forward may store torch.fx's stand-ins
-    return {norm: source for norm, source in found[0].items() if found[1].get(norm) == source}
+    # copies, as forward may store torch.fx's stand-ins, and torch.fx cannot trace a wrapper (torch.compile, DataParallel)
+    found = [_pairs(unwrapped(copied(model).train(mode))) for mode in (True, False)]
+    full = full_names(model)
+    return {full[norm]: full[source] for norm, source in found[0].items() if found[1].get(norm) == source}
 
 
 def _pairs(model: nn.Module) -> dict[str, str]:

@@ -23,7 +23,7 @@ from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.settings import seeded
 from fl_bn.methods import METHODS, Phase
 from fl_bn.moments import Moments, Running, pool
-from fl_bn.observation import observe, pooled
+from fl_bn.observation import observe, pooled, uncompiled
 from fl_bn.roles import Role, batch_norms, inputs_like
 from fl_bn.run.assembly import client_model, client_samples, source_model, task
 from fl_bn.run.config import SITES, ConfigError, RunConfig
@@ -171,7 +171,7 @@ class Diagnostics:
         for layer in batch_norms(model).values():
             layer.train(not frozen)
         for client, (x, _) in self._batches(inputs_like(model)):
-            with observe(model) as observed:
+            with uncompiled(), observe(model) as observed:
                 model(x)
             for name, part in pooled(observed).items():
                 part = Moments(part.count, part.mean.cpu(), part.var.cpu())
