@@ -54,29 +54,31 @@ class MadeOf:
         return modules, dict(model.named_parameters(remove_duplicate=False)), buffers
 
     @contextmanager
-    def unchanged(self, round: LocalRound) -> Iterator[None]:
+    def unchanged(self, round: LocalRound, buffers: bool = True) -> Iterator[None]:
         """Check, after a ``with`` block without an error, that the network still consists of the same modules and parameters.
 
         Args:
             round: The round. The error message gives its number.
+            buffers: Whether persistent buffers must be the same ones, too.
 
         Raises:
             ValueError: A module or a parameter is new, missing, or another object; or a buffer is new or missing.
         """
         yield
-        modules, parameters, buffers = self._now()
+        modules, parameters, now_buffers = self._now()
         for kind, then, now in (("layer", self._modules, modules), ("parameter", self._parameters, parameters)):
             for name in (*then, *now):
                 if then.get(name) is not now.get(name):
                     self._refuse(round, kind, name, name not in now, name not in then)
-        for name in sorted(buffers ^ self._buffers):
-            self._refuse(round, "buffer", name, name not in buffers, name in buffers)
+        for name in sorted(now_buffers ^ self._buffers) if buffers else ():
+            self._refuse(round, "buffer", name, name not in now_buffers, name in now_buffers)
 
     def _refuse(self, round: LocalRound, kind: str, name: str, gone: bool, new: bool) -> None:
         what = "removed" if gone else "added" if new else "replaced"
         raise ValueError(
-            f"{kind} {name!r} of round.model was {what} during round {round.instruction.round}, but the round trains and sends the network "
-            "as it was at its start: change the network before convert(net, method). Set values in place (tensor.copy_(...), "
+            f"{kind} {name!r} of {'round.model' if round.in_own_loop else 'the network'} was {what} during round "
+            f"{round.instruction.round}, but the round trains and sends the network as it was at its start: change the network before "
+            "convert(net, method) or Federation, and make all layers in __init__. Set values in place (tensor.copy_(...), "
             "load_state_dict(...) without assign=True)"
         )
 

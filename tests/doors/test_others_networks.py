@@ -6,7 +6,7 @@ import types
 from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +24,6 @@ from fl_bn.federation.per_client import rate_of
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.unit_scale import producers
 from fl_bn.methods import Method
-from fl_bn.objectives import Moon, Objective, Round, Start, Step
 from fl_bn.run.config import RunConfig
 from fl_bn.task import batch_size
 
@@ -433,78 +432,23 @@ class HeadOnly(nn.Module):
 def test_weights_are_centred_whatever_parameters_returns() -> None:
     assert centred_weights(HeadOnly()) == centred_weights(nn.ModuleDict({"net": net()}))
 
+class Grows(nn.Module):
+    """Makes its layer when it first sees the number of features."""
 
-class TwoInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.body, self.norm, self.head = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        self.layer: nn.Module | None = None
 
-    def forward(self, x: Tensor, age: Tensor) -> Tensor:
-        out: Tensor = self.head(self.norm(self.body(x + age)).relu())
+    def forward(self, x: Tensor) -> Tensor:
+        if self.layer is None:
+            self.layer = nn.Linear(x.shape[1], 8)
+        out: Tensor = self.layer(x)
         return out
 
 
-class Third(Classification):
-    """Calls the network in a way of its own."""
-
-    def read(self, batch: Any) -> tuple[Any, Any]:
-        return batch[:2], batch[2]
-
-    def forward(self, model: nn.Module, inputs: Any) -> Any:
-        return model(inputs[0], age=inputs[1])
-
-
-def test_moon_calls_networks_of_several_inputs_as_the_task_does() -> None:
-    """Before, it failed in round 2, when a client first had a model of its own."""
-    x, y = batch(8)
-    age = torch.linspace(-1, 1, 8)[:, None]
-    forms: list[tuple[Any, dict[str, Any]]] = [
-        ({"x": x, "age": age, "label": y}, {}),
-        (((x, age), y), {}),
-        ((x, age, y), {"task": Third()}),
-    ]
-    found = []
-    for form, task in forms:
-        fed = Federation(TwoInputs(), methods.fedavg(), [[form] * 2, [form]], objective=Moon(), progress=False, **task)
-        found.append([record.loss for record in fed.run(3)])
-    plain = Federation(TwoInputs(), methods.fedavg(), [[forms[0][0]] * 2, [forms[0][0]]], progress=False)
-    assert found[0] == found[1] == found[2] != [record.loss for record in plain.run(3)]
-
-
-class Noisy(Objective):
-    """Compute the loss on noisy inputs, as consistency objectives do."""
-
-    name: ClassVar[str] = "noisy"
-
-    def begin(self, start: Start) -> Round:
-        return NoisyRound(start)
-
-
-class NoisyRound(Round):
-    def __init__(self, start: Start) -> None:
-        self.model, self.inputs = start.model, list[Any]()
-
-    def gradient(self, step: Step) -> Tensor:
-        self.inputs.append(step.x)
-        with torch.no_grad():
-            assert torch.equal(step.output(self.model), self.model(step.x))
-            self.model(step.x + torch.zeros_like(step.x))
-        return super().gradient(step)
-
-
-def test_an_objective_of_ones_own_gets_the_inputs_themselves() -> None:
-    """Before, it got a function in a `Federation`, and a tensor in a loop of one's own."""
-    federation(objective=Noisy()).run(1)
-
-
-class OtherName(Classification):
-    """Name the argument of ``forward`` in another way than ``Task`` does."""
-
-    def forward(self, model: nn.Module, x: Any) -> Any:
-        return model(x)
-
-
-def test_a_task_may_name_the_inputs_of_forward_as_it_likes() -> None:
-    losses = [[r.loss for r in federation(task=task, objective=Moon()).run(2)] for task in (OtherName(), Classification())]
-    assert losses[0] == losses[1]
+@pytest.mark.parametrize("method", ["fedavg", "fedbn", "hbn", "fbn", "fixbn", "fedtan"])
+def test_a_layer_that_the_first_forward_pass_makes_is_refused(method: str) -> None:
+    """Before, it was trained and thrown away in each round, or ended in a KeyError."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), Grows(), nn.Linear(8, 2))
+    with pytest.raises(ValueError, match=r"layer '2.layer' of the network was added during round \d.* make all layers in __init__"):
+        list(federation(model, methods.METHODS[method](), test=[batch(4)]).run(2))
