@@ -31,7 +31,7 @@ def copied(holder: Holder) -> Holder:
 
     ``copy.deepcopy`` alone raises an error for tensors that a computation made, such as the weights that
     ``torch.nn.utils.weight_norm`` leaves in a layer, or features that ``forward`` stored. Here the copy gets such a tensor
-    as a constant.
+    as a constant. A tensor whose entries share memory (``expand``) becomes one that can be written.
 
     Functions that remember the network or a part of it are made anew, and remember the copy.
 
@@ -42,7 +42,7 @@ def copied(holder: Holder) -> Holder:
     for model in _networks(holder):
         for module in model.modules():
             for tensor in _tensors(list(vars(module).values())):
-                if not tensor.is_leaf:
+                if not tensor.is_leaf or (_shares_entries(tensor) and not isinstance(tensor, nn.Parameter)):
                     memo[id(tensor)] = tensor.detach().clone()
     try:
         made = copy.deepcopy(holder, memo)
@@ -58,6 +58,10 @@ def copied(holder: Holder) -> Holder:
         if key != id(memo):  # there, deepcopy keeps the originals alive
             rebinding.replace_in(new)
     return made
+
+
+def _shares_entries(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def reader_of_globals(model: nn.Module) -> str:

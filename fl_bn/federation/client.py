@@ -31,6 +31,7 @@ from fl_bn.federation.client_checks import (
     check_layers,
     check_objective,
     check_reply,
+    check_shapes,
     check_trained,
     frozen_statistics,
     restore,
@@ -164,7 +165,7 @@ class LocalRound:
         check_objective(self)
         self.set_modes(self.model)
         frozen = self._fixed = frozen_statistics(self.model)
-        dtypes = {name: p.dtype for name, p in self.model.named_parameters()}
+        dtypes, shapes = {name: p.dtype for name, p in self.model.named_parameters()}, {n: b.shape for n, b in self.model.named_buffers()}
         control, full = self.instruction.sections.get(CONTROL, {}), full_gradient or _no_full_gradient
         start = Start(self.model, self.parameters, self.shared, self.kept.get("objective"), control, self.kept.counted, full)
         self._objective = self.settings.objective.begin(start)
@@ -187,6 +188,7 @@ class LocalRound:
             self._objective.close()
             freeze_statistics(self.model, False)
         check_dtypes(self, dtypes)
+        check_shapes(self, shapes)
         check_layers(self, frozen)
 
     @property

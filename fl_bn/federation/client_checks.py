@@ -78,6 +78,27 @@ def check_dtypes(round: LocalRound, before: Mapping[str, torch.dtype]) -> None:
             )
 
 
+def check_shapes(round: LocalRound, before: Mapping[str, torch.Size]) -> None:
+    """Check that the buffers that a client sends or keeps have the shapes of the server's network.
+
+    Args:
+        round: The client's round.
+        before: Name -> the shape of each buffer at the beginning of training.
+
+    Raises:
+        ValueError: A buffer has another shape, as a memory bank that grows.
+    """
+    method, roles = round.method, round.network.role
+    for name, buffer in round.model.named_buffers():
+        changed = (was := before.get(name, buffer.shape)) != buffer.shape and name in roles
+        if changed and (method.shares(roles[name]) or method.keeps(roles[name])):
+            raise ValueError(
+                f"buffer {name} changed its shape from {tuple(was)} to {tuple(buffer.shape)} in round {round.instruction.round}, but every "
+                "message and every client's state has the shapes of the network as it was given: give the buffer a fixed size, or register "
+                "it with persistent=False, so that it is neither sent nor kept"
+            )
+
+
 def check_layers(round: LocalRound, frozen: Mapping[str, Running]) -> None:
     """Check that the training loop did not change frozen statistics, and that the layers ran on the training batches.
 
