@@ -76,6 +76,7 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
         if not name:
             break
     _check_methods(model, replaced)
+    _check_fused(model, replaced)
     if method.prepare is not None:
         model = method.prepare(model)
     _check_state(model)
@@ -160,6 +161,21 @@ def _check_methods(model: nn.Module, replaced: Mapping[int, str]) -> None:
                         f"attribute {attribute!r} of {type(owner).__name__} stores the method {one.__name__} of layer "
                         f"{replaced[id(one.__self__)]!r}, but the conversion replaces this layer: store the layer itself, and call it"
                     )
+
+
+def _check_fused(model: nn.Module, replaced: Mapping[int, str]) -> None:
+    """Check that torch's fused modules for quantisation still have their BatchNorm layer, whose statistics they read.
+
+    Raises:
+        Unconvertible: the layer was replaced by one that is no BatchNorm, such as GroupNorm.
+    """
+    for name, module in model.named_modules():
+        for child in module.children():
+            if type(module).__module__.startswith("torch.ao.") and id(child) in replaced and not isinstance(child, _BatchNorm):
+                raise Unconvertible(
+                    f"{name} ({type(module).__name__}) is fused for quantisation and reads the statistics of its BatchNorm layer, which "
+                    f"would be a {type(child).__name__}: convert the network before it is fused, or choose a method with BatchNorm"
+                )
 
 
 def _check_state(model: nn.Module) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fl_bn.moments import channel_moments
 
@@ -97,8 +98,8 @@ def plain(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tensor], 
 
 
 def inside_transform() -> bool:
-    """Return whether ``torch.func`` (``vmap``, ``grad``) or ``torch.compile`` transforms the call."""
-    return torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling()
+    """Return whether ``torch.func`` (``vmap``, ``grad``), forward-mode differentiation or ``torch.compile`` transforms the call."""
+    return torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling() or forward_ad._current_level >= 0
 
 
 class _Normalise(torch.autograd.Function):

@@ -227,6 +227,17 @@ def test_compiled(rng: np.random.Generator) -> None:
     assert off(results(compiled, layer, x, upstream), results(layer, layer, x, upstream)) < 1e-12
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:FutureWarning")  # of torch itself
+def test_forward_mode_differentiation_is_that_of_the_formula(rng: np.random.Generator) -> None:
+    layer, x, direction = hybrid(rng), data(rng, (4, 3, 5)), data(rng, (4, 3, 5))
+    found = []
+    for forward in (layer, lambda x: by_oracle(layer, x)):
+        with torch.autograd.forward_ad.dual_level():
+            y = forward(torch.autograd.forward_ad.make_dual(x, direction))
+            found.append(torch.autograd.forward_ad.unpack_dual(y).tangent)
+    assert torch.allclose(*found, rtol=1e-12, atol=1e-12)
+
+
 def test_copies_and_pickles(rng: np.random.Generator) -> None:
     layer, x = hybrid(rng), data(rng, (4, 3, 5))
     want = layer(x)

@@ -199,16 +199,23 @@ class Task(ABC):
     def output(self, raw: Any) -> Any:
         """Select the prediction in a network's output, for ``loss`` and ``sums``.
 
-        The prediction is the entry ``output_key`` of a tuple or dict. If ``output_key`` is None, it is the first entry
-        of a tuple or the only entry of a dict. In a larger dict, it is the entry called logits or out. A task whose
-        loss needs more than the prediction overrides this method.
+        The prediction is the entry ``output_key`` of a tuple or dict, or an object's attribute of this name. If ``output_key`` is
+        None, it is the first entry of a tuple or the only entry of a dict. In a larger dict, it is the entry called logits or
+        out. A tensor is the prediction itself. A task whose loss needs more than the prediction overrides this method.
 
         Args:
             raw: the network's output.
 
         Raises:
-            ValueError: no entry of a dict is known to be the prediction.
+            ValueError: no entry of a dict is known to be the prediction, or an object has no attribute ``output_key``.
         """
+        if isinstance(self.output_key, str) and not isinstance(raw, Mapping | Tensor):
+            if not hasattr(raw, self.output_key):
+                raise ValueError(
+                    f"task {self.name}: output_key={self.output_key!r}, but the network's output is a {type(raw).__name__} without an "
+                    "attribute or entry of this name: give its index, or the name of an entry of a dict"
+                )
+            return getattr(raw, self.output_key)
         if isinstance(raw, Mapping):
             keys = list(raw) if len(raw) == 1 else [key for key in _OUTPUT_KEYS if key in raw]
             key = self.output_key if self.output_key is not None else keys[0] if len(keys) == 1 else None

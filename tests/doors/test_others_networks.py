@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 
-from fl_bn import Classification, Federation, SeededBatches, convert, methods, set_buffer_roles
+from fl_bn import Classification, Federation, SeededBatches, convert, methods
 from fl_bn.composed import Unconvertible
 from fl_bn.federation.centring import centred_weights
 from fl_bn.federation.clipping import bounded
@@ -431,77 +431,3 @@ class HeadOnly(nn.Module):
 
 def test_weights_are_centred_whatever_parameters_returns() -> None:
     assert centred_weights(HeadOnly()) == centred_weights(nn.ModuleDict({"net": net()}))
-
-class Grows(nn.Module):
-    """Makes its layer when it first sees the number of features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer: nn.Module | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.layer is None:
-            self.layer = nn.Linear(x.shape[1], 8)
-        out: Tensor = self.layer(x)
-        return out
-
-
-@pytest.mark.parametrize("method", ["fedavg", "fedbn", "hbn", "fbn", "fixbn", "fedtan"])
-def test_a_layer_that_the_first_forward_pass_makes_is_refused(method: str) -> None:
-    """Before, it was trained and thrown away in each round, or ended in a KeyError."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), Grows(), nn.Linear(8, 2))
-    with pytest.raises(ValueError, match=r"layer '2.layer' of the network was added during round \d.* make all layers in __init__"):
-        list(federation(model, methods.METHODS[method](), test=[batch(4)]).run(2))
-
-
-class Masked(nn.Module):
-    """Has buffers whose entries share memory, as masks and anchors often do."""
-
-    def __init__(self, dtype: torch.dtype, persistent: bool) -> None:
-        super().__init__()
-        self.register_buffer("rows", torch.arange(8).to(dtype).expand(2, 8), persistent=persistent)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.get_buffer("rows")[0]
-
-
-@pytest.mark.parametrize("persistent", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
-@pytest.mark.parametrize("method", ["fedavg", "fbn"])
-def test_buffers_whose_entries_share_memory(method: str, dtype: torch.dtype, persistent: bool) -> None:
-    """Before, they ended in torch's error about a single memory location."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), Masked(dtype, persistent), nn.Linear(8, 2))
-    fed = federation(model, methods.METHODS[method](), test=[batch(4)])
-    list(fed.run(2))
-    assert torch.equal(fed.model[2].rows, model[2].get_buffer("rows"))
-    assert model[2].get_buffer("rows").stride(0) == 0  # the user's own stays as it is
-
-
-class Bank(nn.Module):
-    """Remembers all features that it has seen."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.register_buffer("bank", torch.zeros(0, 8, dtype=dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.bank = torch.cat([self.get_buffer("bank"), x.detach().to(self.get_buffer("bank").dtype)])
-        return x
-
-
-@pytest.mark.parametrize(
-    ("method", "dtype", "role"),
-    [
-        ("fedavg", torch.float32, "shared"),
-        ("fedbn", torch.float32, "kept"),
-        ("fedbn", torch.int64, ""),
-        ("fedtan", torch.float32, "kept"),
-    ],
-)
-def test_buffers_that_grow_are_named_at_the_client(method: str, dtype: torch.dtype, role: str) -> None:
-    """Before, they ended the run after three rounds, or in torch's error when a network was loaded."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), Bank(dtype), nn.Linear(8, 2))
-    set_buffer_roles(model, {"2.bank": role} if role else {})
-    with pytest.raises(ValueError, match=r"buffer 2\.bank changed its shape from \(0, 8\) to \(\d+, 8\) in round 1.* persistent=False"):
-        list(federation(model, methods.METHODS[method]()).run(2))

@@ -273,21 +273,30 @@ def test_a_sparse_buffer_is_named() -> None:
             convert(model, FEDAVG)
 
 
+def prepared() -> nn.Module:
+    """Return a network for quantisation-aware training, with fused layers."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4)
+    model = nn.Sequential(quantization.QuantStub(), *layers, quantization.DeQuantStub()).train()
+    model.qconfig = quantization.get_default_qat_qconfig("x86")
+    quantization.fuse_modules_qat(model, [["1", "2", "3"]], inplace=True)
+    model = quantization.prepare_qat(model)
+    model(CLIENTS[0].x.float())  # gives the observers their shapes
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("method", ["gn", "ln"])
+def test_fused_layers_keep_their_batch_norm(method: str) -> None:
+    """Before, GN ended in an AttributeError about running_var."""
+    with pytest.raises(Unconvertible, match=r"1 \(ConvBnReLU2d\) is fused for quantisation and reads the statistics of its BatchNorm"):
+        convert(prepared(), methods.METHODS[method]())
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("method", ["fedavg", "fbn"])
 def test_quantisation_aware_training(method: str, tmp_path: Path) -> None:
     """torch's prepare_qat on fused layers: trained here, saved, loaded and converted there."""
-
-    def prepared() -> nn.Module:
-        torch.manual_seed(0)
-        layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4)
-        model = nn.Sequential(quantization.QuantStub(), *layers, quantization.DeQuantStub()).train()
-        model.qconfig = quantization.get_default_qat_qconfig("x86")
-        quantization.fuse_modules_qat(model, [["1", "2", "3"]], inplace=True)
-        model = quantization.prepare_qat(model)
-        model(CLIENTS[0].x.float())  # gives the observers their shapes
-        return model
-
     data = [[(client.x.float(), client.y)] for client in CLIENTS]
     fed = Federation(prepared(), methods.METHODS[method](), data, test=data[0], progress=False)
     losses = [record.evaluation["loss"] for record in fed.run(4)]

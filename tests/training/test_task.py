@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -282,6 +284,16 @@ def test_networks_with_several_inputs_that_answer_in_tuples_or_dicts(form: str, 
         raw = task.forward(model.eval(), inputs)
         assert state_of(task, (task.output(raw), y)).result() == pytest.approx(want, rel=1e-6)
     assert evaluate(model, [{"image": x, "shift": ones, "label": y}], task=task).result() == pytest.approx(want, rel=1e-6)
+
+
+def test_an_output_with_attributes_answers_by_name() -> None:
+    """Before, output_key was ignored for such an object. A tensor is the prediction, as in torchvision's networks in evaluation mode."""
+    task = Classification(output_key="logits")
+    assert task.output(SimpleNamespace(logits=3)) == 3
+    assert task.output(namedtuple("Both", ("logits", "aux"))(4, 5)) == 4
+    assert torch.equal(task.output(torch.ones(2)), torch.ones(2))
+    with pytest.raises(ValueError, match="output_key='logits', but the network's output is a SimpleNamespace without an attribute"):
+        task.output(SimpleNamespace(out=3))
 
 
 def test_a_dict_of_outputs_without_a_known_name_is_refused() -> None:
