@@ -83,3 +83,30 @@ def test_buffers_that_grow_are_named_at_the_client(method: str, dtype: torch.dty
     set_buffer_roles(model, {"2.bank": role} if role else {})
     with pytest.raises(ValueError, match=r"buffer 2\.bank changed its shape from \(0, 8\) to \(\d+, 8\) in round 1.* persistent=False"):
         list(federation(model, methods.METHODS[method]()).run(2))
+
+
+class ActNorm(nn.Module):
+    """Takes scale and shift from the first batch, as in Glow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.scale = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.ones(8))
+        self.register_buffer("initialized", torch.tensor(0, dtype=torch.uint8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flag = self.get_buffer("initialized")
+        if self.training and not flag:
+            with torch.no_grad():
+                self.shift.copy_(-x.mean(0))
+                self.scale.copy_(1 / (x.std(0) + 1e-6))
+                flag.fill_(1)
+        return self.scale * (x + self.shift)
+
+
+@pytest.mark.parametrize(("method", "role", "said"), [("fedavg", "", 1), ("fbn", "", 1), ("fedavg", "kept", 0), ("fedbn", "", 0)])
+def test_a_flag_that_every_round_starts_anew_is_named_once(method: str, role: str, said: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Before, nothing said that the layer is initialised again in each round."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), ActNorm(), nn.Linear(8, 2))
+    set_buffer_roles(model, {"2.initialized": role} if role else {})
+    list(federation(model, methods.METHODS[method]()).run(2))
+    assert caplog.text.count("buffer 2.initialized changed in training, but it is never sent, so every round starts it") == said
