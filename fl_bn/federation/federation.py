@@ -206,7 +206,7 @@ class Federation:
         self.server = Server(model, method, policy, optimizer=server_optimizer, defence=defence)
         if buffers := buffers_in_words(self.server.model):
             LOGGER.info("%s", buffers)
-        if modes := modes_in_words(self.server.model):
+        for modes in modes_in_words(self.server.model):
             LOGGER.warning("%s", modes)
         self.history: list[RoundRecord] = []
         pristine = copied(self.server.model)  # the server's own model changes during the run

@@ -81,8 +81,9 @@ def watching_calls(round: LocalRound) -> Iterator[None]:
     observed = round.passes.observed
     if round.observes and any(observed.values()) and (blind := [name for name in fed if name in observed and not observed[name]]):
         LOGGER.warning(
-            "round %s: %s of the %s BatchNorm layers (%s) ran without gradients only, and such passes are no training batches. So under "
-            "%s their statistics stay as they are. To let them follow, call these layers with gradients, and detach their output",
+            "round %s: %s of the %s BatchNorm layers (%s) ran without gradients or in evaluation mode only, and such passes are no "
+            "training batches. So under %s their statistics stay as they are. To let them follow, call these layers in training mode and "
+            "with gradients, and detach their output. To keep them, freeze them before convert",
             round.instruction.round,
             len(blind),
             len(layers),

@@ -198,7 +198,7 @@ def server_state(
     server = Server(model, method, policy, rounds, optimizer=optimizer, defence=defence)
     if buffers := buffers_in_words(server.model):
         LOGGER.info("%s", buffers)
-    if modes := modes_in_words(server.model):
+    for modes in modes_in_words(server.model):
         LOGGER.warning("%s", modes)
     return server
 

@@ -147,3 +147,17 @@ def test_a_network_in_evaluation_mode_with_parts_in_training_mode_is_said(name: 
     model = Tuned("").train()
     model.body.eval()
     assert not said(model)  # the documented way
+
+
+@pytest.mark.parametrize(("name", "trained", "said"), [("fbn", False, 2), ("hbn", False, 2), ("fbn", True, 0), ("fedavg", False, 0)])
+def test_a_frozen_copy_with_new_statistics_is_named(name: str, trained: bool, said: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target network (BYOL, MoCo) then normalises with mean 0 and variance 1 for the whole run. Before, nothing said so."""
+    warned: list[str] = []
+    monkeypatch.setattr(logging.getLogger("flwr"), "warning", lambda form, *args: warned.append(form % args))
+    model = Tuned("").train()
+    model.target = copy.deepcopy(model.head).requires_grad_(False)
+    if trained:
+        nn.init.normal_(model.target[1].running_mean)
+    Federation(model, METHODS[name](), [[clients()[0]]], progress=False)
+    server_state(model, METHODS[name](), rounds=1)
+    assert sum("BatchNorm layer target.1 is frozen (requires_grad_(False)), so it normalises" in one for one in warned) == said

@@ -55,8 +55,7 @@ def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iter
             yield f"{present[role]} tensors of role {role.value}: {fate}"
     if buffers := buffers_in_words(model):
         yield buffers
-    if modes := modes_in_words(model):
-        yield modes
+    yield from modes_in_words(model)
     if cohort := [module for module in model.modules() if isinstance(module, CohortBatchNorm)]:
         count = sum((1 if layer.schedule == "merged" else 2) + layer.share_gradients for layer in cohort)
         yield f"first local step: {count} layer-wise exchanges of moments{' and their gradients' if cohort[0].share_gradients else ''}"
