@@ -198,7 +198,8 @@ def _check_state(model: nn.Module) -> None:
         if missing := [name for name in needed if name not in names]:
             raise Unconvertible(
                 f"the state_dict of {type(model).__name__} must have every tensor that changes in training, but leaves out {missing[0]}, "
-                f"{what}: let state_dict() return it, and leave it out of your files where you save them"
+                f"{what}: let state_dict() return it, and leave it out of your files where you save them. If a wrapper renames it "
+                "(checkpoint_wrapper), call torch.utils.checkpoint.checkpoint in forward in its place"
             )
 
 

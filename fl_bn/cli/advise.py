@@ -169,9 +169,9 @@ def _piloted(advice: Advice, base: Mapping[str, Any], folder: Path, jobs: int) -
     from fl_bn.run.config import ConfigError
     from fl_bn.run.usage import Usage
 
-    if "early-stop" in base:
-        raise ConfigError("--pilot compares runs of one length, and runs the chosen method for all rounds: leave out early-stop")
     config = Usage().config(base)
+    if config.early_stop:
+        raise ConfigError("--pilot compares runs of one length, and runs the chosen method for all rounds: leave out early-stop")
     of = task(config, dataset(config).y_train)
 
     def score(candidates: Sequence[str], rounds: int) -> dict[str, float]:

@@ -28,6 +28,7 @@ from fl_bn.support.stated_sizes import FAR, most_believed
 
 POLICIES = ("abort", "shrink")
 NOT_JOINED = "did not join"
+SAME = "Do all run the same model and version, and does forward call the same layers for every batch?"
 LARGEST_COUNT = 2**53  # whole numbers are exact in float64 up to here
 STEEPEST = 1e3  # without a defence, a gradient may be this many times as large as the median client's
 
@@ -421,9 +422,9 @@ class Session:
             ended, others = self.called.clients(sorted(left)), self.called.clients(sorted(keys))
             return (
                 f"the clients disagree about which layer is the last: {ended} finished, but {others} went on. "
-                "Do all run the same model and version?"
+                f"{SAME}"
             )
-        return f"the clients disagree about the next layer: some sent {tied[0]}, others {tied[1]}. Do all run the same model and version?"
+        return f"the clients disagree about the next layer: some sent {tied[0]}, others {tied[1]}. {SAME}"
 
     def _reduced(self, requests: Mapping[int, Local]) -> torch.Tensor:
         """Combine the clients' values (d,), in the layer's dtype."""

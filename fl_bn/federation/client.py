@@ -386,7 +386,7 @@ class LocalRound:
         return loss
 
     def measure(self, batches: Iterable[Any], task: Task = CLASSIFICATION) -> None:
-        """Measure the moments of every BatchNorm layer over ``batches``; the model stays unchanged.
+        """Measure the moments of every BatchNorm layer over ``batches``; the model's parameters and statistics stay unchanged.
 
         HBN needs this pass before training. In a statistics-only exchange, the pass is all that a client does.
 

@@ -476,7 +476,9 @@ class Federation:
             Metrics by name; empty without ``batches`` and ``test``.
 
         Raises:
-            ValueError: No client has a test batch.
+            ValueError: No client has a test batch, or ``batches`` has single samples.
         """
         tests = self.tests if batches is None else self._tests(batches, self.server.model, again=self.method.personal)
+        for number, (loader, own) in enumerate(zip(tests or (), self._transport.clients.own, strict=False)):
+            check_not_one_batch(f"batches of client {number}", loader, own.task)
         return {} if tests is None else self._transport.evaluate_on(tests, self.model)[0]

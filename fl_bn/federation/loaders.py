@@ -131,7 +131,7 @@ class SeededBatches:
 
     Raises:
         ValueError: ``x`` and ``y`` are no tensors, or have different lengths, or ``batch_size`` is no positive whole number.
-            Or ``x`` is uint8, and has fewer than 3 axes.
+            Or ``x`` is uint8, and has fewer than 3 axes, or holds other whole numbers, and has more.
     """
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor, batch_size: int) -> None:
@@ -143,8 +143,13 @@ class SeededBatches:
             raise ValueError(f"batch_size must be a whole number of at least 1, but got {batch_size!r}")
         if x.dtype == torch.uint8 and x.dim() < 3:
             raise ValueError(
-                f"SeededBatches scales uint8 inputs as images (N, C, H, W), but got {tuple(x.shape)}: for measurements give x.float(), "
-                "for indices x.long()"
+                f"SeededBatches scales uint8 inputs as images (N, C, H, W), but got {tuple(x.shape)}: for the pixels of flat images give "
+                "x.float() / 127.5 - 1, for measurements x.float(), for indices x.long()"
+            )
+        if x.dim() > 3 and x.dtype != torch.uint8 and not (x.is_floating_point() or x.is_complex()):
+            raise ValueError(
+                f"SeededBatches scales images of dtype uint8 alone, but got {tuple(x.shape)} of {x.dtype}: for pixels of 0..255 give "
+                "x.to(torch.uint8), for other numbers x.float()"
             )
         self.samples, self.batch_size = Samples(x, y), batch_size
         self.dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()

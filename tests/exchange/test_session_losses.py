@@ -193,7 +193,7 @@ def test_a_tie_fails_the_round_under_both_policies(which: tuple[int, ...], polic
     cohort = joined(policy, batches=(1,) * len(which))
     outcomes = [cohort.send(client, *[1.0] * LAYERS[keys[i].layer].channels, key=keys[i]) for client, i in enumerate(which)]
     said = "the clients disagree about the next layer: some sent stem.bn (mean), others stem.bn (variance). "
-    said += "Do all run the same model and version?"
+    said += "Do all run the same model and version, and does forward call the same layers for every batch?"
     assert [reason(outcome) for outcome in outcomes] == [said] * len(which)
     assert cohort.session.failure == said
     assert cohort.session.dropped == {}

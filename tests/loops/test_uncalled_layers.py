@@ -288,9 +288,12 @@ class Target(nn.Module):
 def test_a_layer_that_runs_without_gradients_alone_is_named(run: Any, no_grad: bool, log: pytest.LogCaptureFixture) -> None:
     run(Target(no_grad), methods.fbn())
     said = [record.getMessage() for record in log.records if "ran without gradients or" in record.getMessage()]
-    assert said == ["round 1: 1 of the 2 BatchNorm layers (target.1) ran without gradients or in evaluation mode only, and such passes are "
-                    "no training batches. So under fbn their statistics stay as they are. To let them follow, call these layers in "
-                    "training mode and with gradients, and detach their output. To keep them, freeze them before convert"][:no_grad]  # fmt: skip
+    words = (
+        "round 1: 1 of the 2 BatchNorm layers (target.1) ran without gradients or in evaluation mode only, and such passes are no training "
+        "batches. So under fbn their statistics stay as they are. To let them follow, call these layers in training mode and with "
+        "gradients, and detach their output. To keep them, freeze them before convert"
+    )
+    assert said == [words][:no_grad]
 
 
 @pytest.mark.parametrize("no_grad", [True, False], ids=["no_grad", "detached"])
