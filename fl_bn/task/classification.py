@@ -149,11 +149,11 @@ def _cross_entropy_of_labelled(output: Tensor, labels: Tensor) -> Tensor:
     Raises:
         ValueError: There are two classes, and a label is -1.
     """
-    labelled = labels >= 0
+    unlabelled = labels < 0
     if output.shape[1] == 2 and labels.ndim == 1 and not inside_transform():
         _check_two_classes(labels)
-    some = labelled.any()
-    return F.cross_entropy(output, torch.where(some, labels.masked_fill(~labelled, UNLABELLED), 0)) * some
+    loss = F.cross_entropy(output, labels.masked_fill(unlabelled, UNLABELLED))
+    return torch.where(unlabelled.all(), 0.0, loss)
 
 
 def _check_two_classes(labels: Tensor) -> None:
