@@ -105,6 +105,7 @@ class LocalRound:
         self._centring = Centring({}, ())
         self._values: dict[str, Tensor] = {}
         self._fixed: dict[str, Running] = {}  # layer -> statistics that do not change in this round
+        self._check: Callable[[], None] = _checked  # inside the block: what its end checks
         self.in_own_loop = False  # set by own_loop: a user's loop may make passes that lead to no step
         self.input_watch = InputWatch()
         self.statistics_pass = ClientPass(self.model, method, instruction, self.input_watch, connect)
@@ -174,7 +175,16 @@ class LocalRound:
         self._objective = self.settings.objective.begin(start)
         centred = self.centred
         self._centring = Centring(dict(self.model.named_parameters()) if centred else {}, centred)
+
+        def check() -> None:
+            if self.in_own_loop and self.steps:
+                self.passes.close()
+            check_dtypes(self, dtypes)
+            check_shapes(self, shapes)
+            check_layers(self, frozen)
+
         try:
+            self._check = check
             if self.observes:
                 first = self.method.reports(self.phase) is StatisticsReport.FIRST
                 self.passes = TrainingPasses(self.parameters, first, batch_norms(self.model) if self.in_own_loop else None)
@@ -184,16 +194,13 @@ class LocalRound:
                 self.passes.observed = self._observing.enter_context(observing)
             with self.first_batch, self._centring, self.input_watch.watching(self.model), watching_calls(self):
                 yield self
-            if self.in_own_loop and self.steps:
-                self.passes.close()
         finally:
+            self._check = _checked
             self._observing.close()
             self._objective.close()
             freeze_statistics(self.model, False)
-        check_dtypes(self, dtypes)
-        check_shapes(self, shapes)
+        check()
         say_restarted(self, counted)
-        check_layers(self, frozen)
 
     @property
     def centred(self) -> list[str]:
@@ -443,6 +450,7 @@ class LocalRound:
                 objective divides by the learning rate, and this was 0 in all steps. Or the method needs ``round.measure`` before training,
                 and it was not called.
         """
+        self._check()
         samples, client = whole_number("samples", samples), whole_number("client", client)
         given = check_reply(self, metrics or {})
         if self.trains:
@@ -487,6 +495,10 @@ class LocalRound:
     def state(self) -> Named:
         """Return the tensors of the model, by name."""
         return self._copy.state
+
+
+def _checked() -> None:
+    """Check nothing, as the end of the block has checked everything."""
 
 
 def _no_full_gradient() -> dict[str, Tensor]:

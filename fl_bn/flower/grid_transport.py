@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,7 @@ class GridTransport(Transport):
         """Run a round by the strategy's hooks ``configure_train`` and ``aggregate_train``. Return False if the round failed."""
         strategy, shared, hooks, called = self.strategy, self.server.shared, self.hooks, self.strategy.rounds.called
         before = shared.tensors()
-        returned = hooks.configure_train(number, strategy.outward(before), self._train_config, self.grid)
+        returned = _made(hooks.configure_train(number, strategy.outward(before), self._train_config, self.grid))
         if self.server.record.round != number:  # an overridden hook did not call super()
             self.server.begin(number)
             strategy.cohort = strategy.clients_of(self.grid).everyone()
@@ -151,7 +151,7 @@ class GridTransport(Transport):
             tensors: name -> shared tensor.
         """
         strategy, metrics = self.strategy, dict[str, float]()
-        returned = self.hooks.configure_evaluate(number, strategy.outward(tensors), self._evaluate_config, self.grid)
+        returned = _made(self.hooks.configure_evaluate(number, strategy.outward(tensors), self._evaluate_config, self.grid))
         messages, reached = addressed(returned, strategy.told, "configure_evaluate", strategy.rounds.called)
         strategy.sent = messages
         strategy.evaluating = [client for client in strategy.evaluating if client in reached]
@@ -160,6 +160,8 @@ class GridTransport(Transport):
             at_clients = as_a_sum(strategy.secure, self.grid, messages, strategy.evaluating, self.timeout, self._send)
         else:
             at_clients = self.hooks.aggregate_evaluate(number, self._send(messages))
+            if not isinstance(at_clients, MetricRecord | None):
+                raise RunFailed(f"aggregate_evaluate must return a MetricRecord or None, but returned {at_clients!r:.100}")
         if at_clients is not None:
             self.result.evaluate_metrics_clientapp[number] = at_clients
             metrics = numbers_of(at_clients)
@@ -246,8 +248,13 @@ class GridTransport(Transport):
         return read_replies(replies, Reading(clients, with_header(header, expected), sent))
 
 
+def _made(messages: Any) -> Any:
+    """Return the messages of a hook that is a generator as a list, so that the hook has run before anything else reads what it set."""
+    return list(messages) if isinstance(messages, Iterator) else messages
+
+
 def pair(returned: Any) -> tuple[ArrayRecord | None, MetricRecord | None]:
-    """Check that ``aggregate_train`` returned a pair, and return it.
+    """Check that ``aggregate_train`` returned a pair of arrays and metrics, and return it.
 
     Raises:
         RunFailed: It returned something else, such as None without a ``return``.
@@ -255,6 +262,9 @@ def pair(returned: Any) -> tuple[ArrayRecord | None, MetricRecord | None]:
     if not isinstance(returned, tuple) or len(returned) != 2:
         must = "aggregate_train must return a pair, arrays and metrics, as super().aggregate_train(...) does"
         raise RunFailed(f"{must}, but returned {returned!r:.100}")
+    for value, kind in zip(returned, (ArrayRecord, MetricRecord), strict=True):
+        if not isinstance(value, kind | None):
+            raise RunFailed(f"aggregate_train must return an ArrayRecord and a MetricRecord, or None for them, but one is {value!r:.100}")
     return returned
 
 

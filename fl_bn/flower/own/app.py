@@ -42,7 +42,7 @@ from fl_bn.federation.network import Network
 from fl_bn.federation.own_loop import local_round
 from fl_bn.federation.payload import signature
 from fl_bn.federation.schema import KEPT
-from fl_bn.federation.values import Instruction, Reply
+from fl_bn.federation.values import ClientState, Instruction, Reply
 from fl_bn.flower.app.client_app import HELLO, RENDEZVOUS, STATISTICS
 from fl_bn.flower.app.client_state import StateStore, store_of
 from fl_bn.flower.compat import mods_of, registering
@@ -82,6 +82,7 @@ class OwnRound:
 
     def __init__(self, message: Message, request: Request, local: LocalRound, store: StateStore) -> None:
         self._message, self._request, self._local, self._store = message, request, local, store
+        self._open, self._kept = True, ClientState()
 
     @property
     def local(self) -> LocalRound:
@@ -171,8 +172,16 @@ class OwnRound:
         own: Any = {name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value for name, value in metrics.items()}
         answer.content[OWN_METRICS] = MetricRecord({EXAMPLES: reply.samples, **told, **own})
         if kept.sections and kept.round == reply.round:  # otherwise the store keeps the earlier state
-            self._store.write(kept.round, kept.sections)
+            self._kept = kept
+        if not self._open:
+            self.store()
         return answer
+
+    def store(self) -> None:
+        """Store the tensors that stay at this client. ``training`` calls this after its block, so an error there stores nothing."""
+        self._open = False
+        if self._kept.sections:
+            self._store.write(self._kept.round, self._kept.sections)
 
 
 class RoundGoesOn(Exception):
@@ -288,7 +297,9 @@ def training(
         with repeatable, local_round(converted, method, instruction, kept, objective=objective, connect=joins) as local:
             if batches is not None and method.reports(instruction.phase) is StatisticsReport.PASS:
                 local.measure(batches, task)
-            yield OwnRound(message, request, local, store)
+            own = OwnRound(message, request, local, store)
+            yield own
+        own.store()
     except Unanswered as pending:
         raise RoundGoesOn(reply_to(message, request.header, question(pending))) from pending
 

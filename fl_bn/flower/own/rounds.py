@@ -96,12 +96,31 @@ class OwnRounds(BatchNormStrategy):
         """Return the shared tensors among ``arrays``, which a hook may have changed.
 
         Raises:
-            RunFailed: an array has another shape or invalid values, or no array has a name of this network.
+            RunFailed: an array has another shape or dtype, or invalid values, or is missing, or is none of this network's.
         """
         own, given = self.shared.tensors(), tensors_of(arrays)
         plain = plain_names(self.shared.model)
+        if given and not {*plain.values(), *own} & given.keys():
+            raise RunFailed(
+                f"a hook gave arrays of another network ({printable(next(iter(given)))}): return arrays with the names and shapes of "
+                "those that the hook got"
+            )
+        missing = [plain[name] for name in own if given and plain[name] not in given and name not in given]
+        if strange := [*missing, *sorted(given.keys() - {*plain, *plain.values()})]:
+            what = "left out" if missing else "gave an unknown array"
+            raise RunFailed(
+                f"a hook {what} {printable(strange[0])}{f' and {len(strange) - 1} more' if len(strange) > 1 else ''}: return all arrays "
+                "that the hook got, by their names. Which tensors are shared is the method's choice (FedBN, SiloBN)"
+            )
         tensors = {name: given.get(plain[name], given.get(name, tensor)) for name, tensor in own.items()}
         for name, tensor in tensors.items():
+            if tensor.dtype != own[name].dtype:
+                if not (tensor.is_floating_point() and own[name].is_floating_point()):
+                    raise RunFailed(
+                        f"a hook gave {printable(name)} as {tensor.dtype}, but the network has {own[name].dtype}: return arrays of the "
+                        "dtypes of those that the hook got"
+                    )
+                tensor = tensors[name] = tensor.to(own[name].dtype)
             if tensor.shape != own[name].shape:
                 raise RunFailed(
                     f"a hook gave {printable(name)} with shape {tuple(tensor.shape)}, but the network has {tuple(own[name].shape)}: return "
@@ -109,11 +128,6 @@ class OwnRounds(BatchNormStrategy):
                 )
             if not torch.allclose(tensor, own[name], rtol=0, atol=0, equal_nan=True):
                 self._check_values(name, tensor)
-        if given and not {*plain.values(), *own} & given.keys():
-            raise RunFailed(
-                f"a hook gave arrays of another network ({printable(next(iter(given)))}): return arrays with the names and shapes of "
-                "those that the hook got"
-            )
         return tensors
 
     def _check_values(self, name: str, tensor: Tensor) -> None:
