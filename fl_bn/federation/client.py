@@ -44,6 +44,7 @@ from fl_bn.federation.finite_inputs import InputWatch
 from fl_bn.federation.first_batch import Batch, Connect, FirstBatch
 from fl_bn.federation.incoming import load
 from fl_bn.federation.layer_calls import watching_calls
+from fl_bn.federation.made_of import same_layers
 from fl_bn.federation.momentum import Momentum, restart
 from fl_bn.federation.network import Copy
 from fl_bn.federation.payload import Named, Sections
@@ -192,7 +193,7 @@ class LocalRound:
                 leaves = self.passes.follow if self.in_own_loop else None
                 observing = observe(self.model, counts=self.passes.counts, values=whole, leaves=leaves)
                 self.passes.observed = self._observing.enter_context(observing)
-            with self.first_batch, self._centring, self.input_watch.watching(self.model), watching_calls(self):
+            with self.first_batch, self._centring, self.input_watch.watching(self.model), watching_calls(self), same_layers(self):
                 yield self
         finally:
             self._check = _checked
@@ -410,7 +411,8 @@ class LocalRound:
                 f"round.measure measures with the weights that the server sent, but this round has made {self.steps} local steps: "
                 "measure before the first step"
             )
-        self.statistics_pass.run(batches, task)
+        with same_layers(self):
+            self.statistics_pass.run(batches, task)
 
     def report(self) -> dict[str, Moments]:
         """Return layer -> the moments to report: of the statistics pass if there was one, else of the training batches so far."""

@@ -6,7 +6,6 @@ A user's own training loop runs inside a ``LocalRound`` too, see ``own_loop.loca
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,6 @@ from fl_bn.federation.client import LocalRound
 from fl_bn.federation.clipping import clip
 from fl_bn.federation.engines.engine import Engine, Member, Result
 from fl_bn.federation.local import tested
-from fl_bn.federation.loop_watch import MadeOf
 from fl_bn.federation.momentum import restart
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.source import Source, Trained
@@ -35,8 +33,7 @@ class _OneByOne:
 
     def measure(self, members: Sequence[Member]) -> None:
         for round, source in members:
-            with _same_layers(round):
-                source.measure(round)
+            source.measure(round)
 
     def train(self, members: Sequence[Member], batches: Sequence[Iterable[Any]]) -> list[list[Trained]]:
         return [self._train(*member, own) for member, own in zip(members, batches, strict=True)]
@@ -45,15 +42,10 @@ class _OneByOne:
         optimizer = source.optimizer(round)
         round.momentum.load(optimizer)
         scheduler = source.scheduler(optimizer)
-        with source.training(round, optimizer), round.open(source.full_gradient(round)), _same_layers(round):
+        with source.training(round, optimizer), round.open(source.full_gradient(round)):
             trained = [train(round, batches, source.task, optimizer, scheduler) for _ in range(source.passes)]
         round.momentum.keep(optimizer)
         return trained
-
-
-def _same_layers(round: LocalRound) -> AbstractContextManager[None]:
-    """Return a context that checks, in a client's first round, that the network makes no layers while it runs."""
-    return nullcontext() if round.kept.round else MadeOf(round.model).unchanged(round, buffers=False)
 
 
 ONE_BY_ONE = _OneByOne()

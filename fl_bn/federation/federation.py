@@ -206,8 +206,9 @@ class Federation:
         self.server = Server(model, method, policy, optimizer=server_optimizer, defence=defence)
         if buffers := buffers_in_words(self.server.model):
             LOGGER.info("%s", buffers)
-        for modes in modes_in_words(self.server.model):
-            LOGGER.warning("%s", modes)
+        for words in [*modes_in_words(self.server.model), method.other_fraction(fraction)]:
+            if words:
+                LOGGER.warning("%s", words)
         self.history: list[RoundRecord] = []
         pristine = copied(self.server.model)  # the server's own model changes during the run
         schedulers = schedulers_of(scheduler, count)

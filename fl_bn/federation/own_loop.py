@@ -20,7 +20,8 @@ from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.divergence import watch
 from fl_bn.federation.first_batch import Connect
-from fl_bn.federation.loop_watch import MadeOf, check_not_open, watched
+from fl_bn.federation.loop_watch import check_not_open, watched
+from fl_bn.federation.made_of import MadeOf
 from fl_bn.federation.metrics import over_samples
 from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.one_sample import advised

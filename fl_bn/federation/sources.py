@@ -21,6 +21,7 @@ from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import loss_of
 from fl_bn.federation.first_batch import Connect
 from fl_bn.federation.local import PASS_BATCH, Samples, pieces, statistics_pass, torch_seed
+from fl_bn.federation.made_of import same_layers
 from fl_bn.federation.one_sample import fewest
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.federation.source import Outcome, Trained
@@ -103,7 +104,8 @@ class SampleSource:
         """Make the statistics pass over the samples, or over a seeded subset of them."""
         how, rng, size = pass_sampling(round, len(self.samples), self.seed, self.client)
         own = round.statistics_pass
-        own.moments = statistics_pass(round.model, self.samples, how, rng, size, measure=own.measure)
+        with same_layers(round):
+            own.moments = statistics_pass(round.model, self.samples, how, rng, size, measure=own.measure)
 
     def optimizer(self, round: LocalRound) -> Optimizer:
         """Make the optimiser that the round's settings name, with the learning rate of the round."""

@@ -159,6 +159,7 @@ def hbn(options: HBNOptions) -> Method:
         scale=SCALE,
         centre=options.lam is None,
         statistics_pass=StatisticsPass(options.lower_layers, options.stat_samples, options.measured),
+        fraction=options.fraction if options.tracking is None and options.lam is None else None,
     )
 
 

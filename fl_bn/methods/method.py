@@ -217,6 +217,7 @@ class Method:
             statistics.
         restarts: whether a client's optimiser loses its state, such as momentum, after a step with a layer-wise exchange.
         adversary: Byzantine clients, for experiments. None: there are none.
+        fraction: the share of the clients per round for which the method chose its options (HBN's tracking). None: any.
     """
 
     name: str
@@ -241,6 +242,20 @@ class Method:
     centre: bool | None = None
     restarts: bool = False
     adversary: Adversary | None = None
+    fraction: float | None = None
+
+    def other_fraction(self, share: float) -> str:
+        """Say that fewer clients take part in a round than the method's options are for; empty if that is not so.
+
+        Args:
+            share: the share of the clients that take part in a round.
+        """
+        if self.fraction != 1 or share >= 1:
+            return ""
+        return (
+            f"{self.name} follows the statistics as fast as if all clients took part in every round, but a share of {share:g} does: give "
+            f"{self.name}(fraction={share:g})"
+        )
 
     def shares(self, role: Role) -> bool:
         """Return whether tensors of this role are sent to clients, trained or measured there, and sent back to be combined.

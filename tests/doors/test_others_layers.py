@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_bn import methods, set_buffer_roles
+from fl_bn import SeededBatches, methods, set_buffer_roles
 from tests.doors.test_others_networks import batch, federation
 
 
@@ -28,8 +28,11 @@ class Grows(nn.Module):
 def test_a_layer_that_the_first_forward_pass_makes_is_refused(method: str) -> None:
     """Before, it was trained and thrown away in each round, or ended in a KeyError."""
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), Grows(), nn.Linear(8, 2))
-    with pytest.raises(ValueError, match=r"layer '2.layer' of the network was added during round \d.* make all layers in __init__"):
+    with pytest.raises(ValueError, match=r"layer '2.layer' of the network was added (during|before) round 1.* make all layers in __init__"):
         list(federation(model, methods.METHODS[method](), test=[batch(4)]).run(2))
+    seeded = [SeededBatches(*batch(8), 4)] * 2
+    with pytest.raises(ValueError, match=r"layer '2.layer' of the network was added (during|before) round 1"):
+        list(federation(model, methods.METHODS[method](), clients=seeded).run(2))
 
 
 class Masked(nn.Module):

@@ -56,6 +56,7 @@ def own_app(
     rate: Callable[[Message], float] = lambda message: 0.1,
     says: Callable[[float, int], float] = lambda loss, round: loss,
     tells: bool = False,
+    model: Callable[[], nn.Module] = net,
 ) -> ClientApp:
     """Make the app.
 
@@ -69,15 +70,16 @@ def own_app(
         rate: Returns the learning rate for a message.
         says: Returns the loss that a client reports, from its true loss and the round.
         tells: Whether clients send the BatchNorm layers that they keep.
+        model: Makes the network.
     """
     app, chosen = ClientApp(), METHODS[method]() if isinstance(method, str) else method
-    answer(app, net, chosen, lambda context: batches(client_of(context)), tells=tells)
+    answer(app, model, chosen, lambda context: batches(client_of(context)), tells=tells)
 
     @app.train(mods=[replayed])
     def train(message: Message, context: Context) -> Message:
         client = client_of(context)
         before(message, context)
-        with training(message, context, net(), chosen, batches(client)) as round:
+        with training(message, context, model(), chosen, batches(client)) as round:
             optimizer = torch.optim.SGD(round.model.parameters(), lr=rate(message))
             for x, y in batches(client):
                 optimizer.zero_grad()
@@ -90,10 +92,10 @@ def own_app(
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        client, model = client_of(context), evaluating(message, context, net(), chosen)
+        client, tested = client_of(context), evaluating(message, context, model(), chosen)
         before(message, context)
         with torch.no_grad():
-            loss = sum(F.cross_entropy(model(x), y).item() for x, y in batches(client))
+            loss = sum(F.cross_entropy(tested(x), y).item() for x, y in batches(client))
         own = MetricRecord({"eval_loss": loss, "eval_acc": 0.2 * (client + 1), "num-examples": 8 * (client + 1)})
         return Message(RecordDict({record: own}), reply_to=message)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler, d
 from fl_bn import flower, methods
 from fl_bn.federation.checkpoint import generators
 from fl_bn.flower import FedAvgBN, RunFailed, answer, training
-from fl_bn.flower.own.app import _count
+from fl_bn.flower.own import counting
+from fl_bn.flower.own.counting import samples_in
 from fl_bn.task import CLASSIFICATION
 from tests.flower.own_apps import SAMPLES, client_of, data, net, own_app
 from tests.flower.test_others_own_apps import CLIENTS, ran
@@ -111,6 +113,15 @@ def test_counting_does_not_move_the_loader_s_random_numbers() -> None:
     made = torch.Generator().manual_seed(0)
     loader = DataLoader(samples_of(0), 8, collate_fn=noisy, shuffle=True, generator=made)
     before, everywhere = made.get_state(), generators()
-    assert _count(loader, CLASSIFICATION) == 4 * SAMPLES
+    assert samples_in(loader, CLASSIFICATION) == 4 * SAMPLES
     assert torch.equal(made.get_state(), before)
     assert generators() == everywhere
+
+
+def test_a_stream_without_an_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, the introduction read it for ever."""
+    monkeypatch.setattr(counting, "MOST_BATCHES", 50)
+    batch = data(0)[0]
+    with pytest.raises(ValueError, match=r"batches\(context\) has no length, and no end after 50 batches"):
+        samples_in(itertools.repeat(batch), CLASSIFICATION)
+    assert samples_in(iter([batch] * 3), CLASSIFICATION) == 3 * len(batch[1])  # control

@@ -26,17 +26,14 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
 from fl_bn.conversion import convert
 from fl_bn.exchange.replay import Unanswered
-from fl_bn.federation.checkpoint import generators, set_generators
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.first_batch import Batch
-from fl_bn.federation.loaders import check_not_one_batch
 from fl_bn.federation.local import torch_seed
 from fl_bn.federation.network import Network
 from fl_bn.federation.own_loop import local_round
@@ -49,8 +46,10 @@ from fl_bn.flower.compat import mods_of, registering
 from fl_bn.flower.handlers import Request, kept_layers, read, reply_to
 from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect
 from fl_bn.flower.layerwise.transcript import question
+from fl_bn.flower.own.counting import samples_in
 from fl_bn.flower.own.metrics import EXAMPLES
 from fl_bn.flower.own.mods import allowed, check_handlers, check_mods
+from fl_bn.flower.own.rates import is_number
 from fl_bn.flower.wire.codec import header_of
 from fl_bn.flower.wire.fields import Form
 from fl_bn.flower.wire.gate import OWN_METRICS, Gate, admit_own
@@ -60,7 +59,7 @@ from fl_bn.flower.wire.versions import here
 from fl_bn.methods import Method, Phase, StatisticsReport
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.roles import inputs_like
-from fl_bn.task import CLASSIFICATION, Task, batch_size
+from fl_bn.task import CLASSIFICATION, Task
 
 Batches = Callable[[Context], Iterable[Any]]
 """Returns the training batches of the client with this Flower context: a DataLoader, for example."""
@@ -160,16 +159,17 @@ class OwnRound:
         Args:
             samples: the number of different samples that the round trained on. It is the client's weight in the average of
                 the model. 0: the client has no data in this round, and takes no part.
-            loss: the mean training loss. None: it is unknown.
+            loss: the mean training loss. None: ``metrics["loss"]``; it is unknown if that is missing, too.
             metrics: your own training metrics by name, such as ``{"train_acc": 0.9}``. The strategy combines them.
         """
+        own: Any = {name: _plain(value) for name, value in metrics.items()}
+        loss = own.get("loss") if loss is None and is_number(own.get("loss")) else loss
         told = {} if loss is None else {"loss": float(loss)}
         if samples == 0 and not self.steps:
             reply, kept = self.local.sit_out(0, {})
         else:
             reply, kept = self.local.reply(samples, told.get("loss", math.nan))
         answer = reply_to(self._message, self._request.header, reply, self._request.rounding)
-        own: Any = {name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value for name, value in metrics.items()}
         answer.content[OWN_METRICS] = MetricRecord({EXAMPLES: reply.samples, **told, **own})
         if kept.sections and kept.round == reply.round:  # otherwise the store keeps the earlier state
             self._kept = kept
@@ -182,6 +182,11 @@ class OwnRound:
         self._open = False
         if self._kept.sections:
             self._store.write(self._kept.round, self._kept.sections)
+
+
+def _plain(value: Any) -> Any:
+    """Return the number in a tensor of one value or in a NumPy scalar; anything else as it is."""
+    return value.item() if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1) else value
 
 
 class RoundGoesOn(Exception):
@@ -302,6 +307,10 @@ def training(
         own.store()
     except Unanswered as pending:
         raise RoundGoesOn(reply_to(message, request.header, question(pending))) from pending
+    except ValueError as error:
+        if notes := getattr(error, "__notes__", None):  # the server gets the error's text alone
+            raise ValueError(f"{error} ({'; '.join(notes)})") from error
+        raise
 
 
 def evaluating(message: Message, context: Context, model: nn.Module, method: Method) -> nn.Module:
@@ -386,7 +395,7 @@ def _register(app: ClientApp, gate: Gate, model: Models, method: Method, batches
     def hello(message: Message, context: Context) -> Message:
         check_mods(app)
         data, loader = convert(model(context), method), batches(context)
-        samples = _count(loader, task)
+        samples = samples_in(loader, task)
         introduction: dict[str, int | str] = {
             "client": _index(context),
             "clients": int(_needed(context, "num-partitions")),
@@ -410,7 +419,7 @@ def _register(app: ClientApp, gate: Gate, model: Models, method: Method, batches
         converted, header = convert(model(context), method), header_of(message.content)
         folder, config = _folder(context), TO_TELL.of_configs(message.content)
         store = store_of(context.state, folder, config, _index(context), signature(converted, method))
-        samples, layers = _count(batches(context), task), kept_layers(store.read(header.round + 1), converted, method)
+        samples, layers = samples_in(batches(context), task), kept_layers(store.read(header.round + 1), converted, method)
         return reply_to(message, header, Reply(_index(context), {KEPT: layers}, samples, samples))
 
     @app.query(RENDEZVOUS.removeprefix("query."), mods=[gate])
@@ -441,6 +450,11 @@ def _read(message: Message, context: Context, converted: nn.Module, method: Meth
             "expected a message of an fl-bn strategy, but this one has no header: use a strategy of fl_bn.flower in server_app.py (FixBN, "
             "FedBN, HBN, FBN, FedTAN, ...)"
         )
+    if form is TO_TRAIN and (kind := message.metadata.message_type.partition(".")[0]) != MessageType.TRAIN:
+        raise ValueError(
+            f"training(...) answers a train message, but this is a message of type {kind!r}: in an evaluate handler take the network of "
+            "evaluating(...), which you may train further before the test"
+        )
     return read(message, Network(converted, method), form)
 
 
@@ -461,45 +475,3 @@ def _needed(context: Context, key: str) -> Any:
 
 def _index(context: Context) -> int:
     return int(_needed(context, "partition-id"))
-
-
-def _count(loader: Iterable[Any], task: Task) -> int:
-    """Return the number of samples that a client may train on or measure in a pass over its loader.
-
-    A sampler may draw more samples than the dataset has, and a collate function of the user's own may make several of one
-    (crops of an image). So in its case a first batch is made.
-
-    Raises:
-        ValueError: ``loader`` has single samples, or is itself a single batch.
-    """
-    check_not_one_batch("batches(context)", loader, task)
-    data: Any = getattr(loader, "dataset", None)
-    if not hasattr(data, "__len__"):
-        return sum(batch_size(*task.read(batch)) for batch in loader)
-    sampler: Any = getattr(loader, "sampler", None)
-    drawn: int = max(len(data), len(sampler) if hasattr(sampler, "__len__") else 0)
-    size, collate = getattr(loader, "batch_size", None), getattr(loader, "collate_fn", default_collate)
-    if not size or not len(data) or collate is default_collate:
-        return drawn
-    size = min(int(size), len(data))
-    return drawn * max(1, -(-_samples_of(data, size, collate, task) // size))
-
-
-def _samples_of(data: Any, rows: int, collate: Callable[[list[Any]], Any], task: Task) -> int:
-    """Return how many samples ``collate`` makes of the first rows of a dataset; 0 if only the user's own loop can read its batch.
-
-    Global random numbers are as before.
-
-    Args:
-        data: the dataset.
-        rows: how many rows to take.
-        collate: the DataLoader's function.
-        task: reads the batch.
-    """
-    before = generators()
-    try:
-        return int(batch_size(*task.read(collate([data[index] for index in range(rows)]))))
-    except Exception:  # whatever the user's dataset or function raises
-        return 0
-    finally:
-        set_generators(before)

@@ -7,7 +7,8 @@ In client_app.py, ``app = ClientApp(client_fn)`` becomes::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -117,11 +118,12 @@ def checked_client(made: Any, net: str, trainloader: str) -> Any:
 def _fit(message: Message, context: Context, client: Any, net: str, trainloader: str, method: Method, task: Task) -> Message:
     """Answer a train message. The function is at module level: ``run_simulation`` pickles inner functions with all they use."""
     with training(message, context, getattr(client, net), method, getattr(client, trainloader), task=task) as round:
-        setattr(client, net, round.model)
-        returned, samples, metrics = _returned("fit", client.fit(_arrays(round.model), _config(message)), list)
+        with _replaced(client, net, round.model, "fit"):
+            returned, samples, metrics = _returned("fit", client.fit(_arrays(round.model), _config(message)), list)
         _load(round.model, returned, type(client).__name__)
-    loss = next((float(metrics[name]) for name in LOSSES if name in metrics), None)
-    reply = round.message(samples, loss, _numbers(metrics))
+    numbers = _numbers(metrics)
+    loss = next((float(numbers[name]) for name in LOSSES if name in numbers), None)
+    reply = round.message(samples, loss, numbers)
     reply.content[SCALARS] = ConfigRecord(_plain(metrics))
     return reply
 
@@ -129,10 +131,39 @@ def _fit(message: Message, context: Context, client: Any, net: str, trainloader:
 def _evaluate(message: Message, context: Context, client: Any, net: str, method: Method) -> Message:
     """Answer an evaluate message."""
     model = evaluating(message, context, getattr(client, net), method)
-    setattr(client, net, model)
-    loss, samples, metrics = _returned("evaluate", client.evaluate(_arrays(model), _config(message)), float)
+    with _replaced(client, net, model, "evaluate"):
+        loss, samples, metrics = _returned("evaluate", client.evaluate(_arrays(model), _config(message)), float)
     own = MetricRecord({**_numbers(metrics), "loss": float(loss), EXAMPLES: samples})
     return Message(RecordDict({OWN_METRICS: own, SCALARS: ConfigRecord(_plain(metrics))}), reply_to=message)
+
+
+@contextmanager
+def _replaced(client: Any, net: str, model: nn.Module, doing: str) -> Iterator[None]:
+    """Put the network of the round into the client's attribute ``net``. In the ``with`` block, the network before it must not run.
+
+    Raises:
+        ValueError: the network before it ran: an object of the user's, such as a trainer, has kept it.
+    """
+    before: nn.Module = getattr(client, net)
+    setattr(client, net, model)
+
+    def refuse(*_: Any) -> None:
+        holders = [name for name, value in vars(client).items() if value is before or before in _held_by(value)]
+        raise ValueError(
+            f"{type(client).__name__}.{doing} ran the network that {net!r} held when the client was made"
+            f"{f' (its attribute {holders[0]!r} has it)' if holders else ''}, but each round puts another network there: use self.{net} "
+            f"in {doing}, or make what holds the network in {doing}"
+        )
+
+    hook = before.register_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _held_by(value: Any) -> list[nn.Module]:
+    return [one for one in getattr(value, "__dict__", {}).values() if isinstance(one, nn.Module)]
 
 
 def _arrays(model: nn.Module) -> list[np.ndarray]:

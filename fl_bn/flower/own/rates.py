@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from fl_bn.federation.rounds import constant_rate
@@ -14,18 +15,26 @@ RATES = ("lr", "learning_rate", "learning-rate")
 
 
 def named_rate(config: Mapping[str, Any]) -> float | None:
-    """Return the first number in ``config`` under one of the names ``RATES``; None if there is none.
+    """Return the first number in ``config`` under one of the names ``RATES``, also one that is written as text; None if there is none.
 
     Raises:
         RunFailed: The number is negative or not finite.
     """
     for name in RATES:
-        value: Any = config.get(name)
-        if not is_number(value):
+        if (value := as_number(config.get(name))) is None:
             continue
         if not 0 <= value < math.inf:
             raise RunFailed(f"{name} in the train config must be a finite number >= 0 (the learning rate), but is {value}")
+        return value
+    return None
+
+
+def as_number(value: Any) -> float | None:
+    """Return a number, or the number that a text such as ``"0.1"`` is; None for anything else."""
+    if is_number(value):
         return float(value)
+    with suppress(ValueError):
+        return float(value) if isinstance(value, str) else None
     return None
 
 

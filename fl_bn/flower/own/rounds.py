@@ -19,7 +19,7 @@ from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.values import Instruction, RoundReplies
 from fl_bn.flower.log import log
 from fl_bn.flower.own.metrics import OwnMetrics
-from fl_bn.flower.own.rates import RATES, NamedRates, is_number
+from fl_bn.flower.own.rates import RATES, NamedRates, as_number
 from fl_bn.flower.population import Client, Introductions, Population, RunFailed, round_half_up, sample_cohort
 from fl_bn.flower.starts import Starts
 from fl_bn.flower.strategy import BatchNormStrategy
@@ -152,8 +152,9 @@ class OwnRounds(BatchNormStrategy):
         """Return ``config`` with each learning rate multiplied by ``rate_share`` (below 1 if the statistics are frozen)."""
         values = super()._their_config(config, instruction)
         for name in RATES:
-            if instruction.rate_share != 1 and is_number(values.get(name)):
-                values[name] = float(values[name]) * instruction.rate_share
+            if instruction.rate_share != 1 and (rate := as_number(values.get(name))) is not None:
+                lowered = rate * instruction.rate_share
+                values[name] = str(lowered) if isinstance(values[name], str) else lowered
         return values
 
     def _read_replies(self, replies: Iterable[Decoded], reading: Reading) -> RoundReplies:

@@ -413,6 +413,8 @@ class OwnAppStrategy(OwnNames):
         """Wait for the clients, and return the ``OwnRounds`` that runs the rounds with them."""
         own, given = self._given, self._flower_arguments()
         self._met = given
+        if words := own.method.other_fraction(given.fraction_train):
+            log(logging.WARNING, "%s", words)
         wanted = signature(convert(own.model, own.method), own.method)
         called = called_in(grid)
         clients, introductions = introduced(grid, given.min_available_nodes, timeout, wanted, own.clients, called)
