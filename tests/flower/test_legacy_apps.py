@@ -241,23 +241,6 @@ def test_the_hooks_of_a_strategy_of_one_s_own_are_called_with_what_the_method_ma
     assert strategy.seen[0] == ({"sites": CLIENTS}, [(str(i), SAMPLES, f"site {i}") for i in range(CLIENTS)])
 
 
-class Percent(Client):
-    def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
-        return *super().fit(parameters, config)[:2], {"site": "in percent", "accuracy": 93.5}
-
-
-class Unlike(Client):
-    def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
-        return *super().fit(parameters, config)[:2], {"site": "unlike", **({"hard": 0.5} if client_of(self.context) else {})}
-
-
-@pytest.mark.parametrize("client", [Percent, Unlike])
-def test_a_strategy_s_hook_gets_all_clients_whose_updates_count(client: type[Client]) -> None:
-    """Before, a client whose metrics fl-bn's own mean leaves out was missing, and without any other the hook was not called."""
-    ran(strategy=Saves, client=client)
-    assert [len(results) for _, results in STRATEGIES.pop().seen] == [CLIENTS] * 2
-
-
 def test_arrays_that_its_hook_changes_count() -> None:
     plain, halved = evaluated(rounds=1), evaluated(strategy=Halves, rounds=1)
     assert np.allclose(halved[1][0], plain[1][0] / 2)
