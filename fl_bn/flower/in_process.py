@@ -7,7 +7,6 @@ worker processes. On the CPU, the results are the same as in a simulation on Ray
 
 from __future__ import annotations
 
-import copy
 import importlib
 import logging
 import os
@@ -15,7 +14,6 @@ import sys
 import time
 import traceback
 import uuid
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from flwr.app import ArrayRecord, Context, Error, Message, MessageType, RecordDict
+from flwr.app import Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
@@ -249,24 +247,20 @@ def run_in_process(
 
 
 def _answer_of(app: ClientApp | str, message: Message, context: Context) -> Message:
-    """Return the client's reply. As in Flower's own runtimes, an error is an error reply, and leaves the client's state as it was."""
-    shared, before = context.run_config, _copied(context.state)
+    """Return the client's reply: an error reply for an error, as in Flower's own runtimes. The state is then as the client left it.
+
+    So does a SuperNode keep it. In Flower's simulation on Ray, the state of such a message is lost.
+    """
+    shared = context.run_config
     context.run_config = dict(shared)  # a client that changes it changes its own
     try:
         return _loaded(app, ClientApp)(message=message, context=context)
     except Exception as error:  # whatever the user's code raises
-        context.state = before
         log(logging.ERROR, "client %s raised:\n%s", context.node_config["partition-id"], traceback.format_exc())
         return Message(Error(CLIENT_APP_RAISED, f"{type(error).__name__}: {error}"), reply_to=message)
     finally:
         if context.run_config == shared:
             context.run_config = shared
-
-
-def _copied(state: RecordDict) -> RecordDict:
-    """Return the same records in another ``RecordDict``. The arrays themselves are not copied, as nobody changes them in place."""
-    arrays = {name: ArrayRecord(OrderedDict(record)) if type(record) is ArrayRecord else record for name, record in state.items()}
-    return RecordDict({name: one if isinstance(one, ArrayRecord) else copy.deepcopy(one) for name, one in arrays.items()})
 
 
 def _in_worker(app: ClientApp | str, message: Message, context: Context) -> tuple[Message, RecordDict]:

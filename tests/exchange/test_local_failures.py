@@ -67,7 +67,7 @@ def test_a_task_that_needs_more_exchanges_than_the_others_does_not_hang(policy: 
     assert results == [
         [0.5],
         "ExchangeFailed: the clients disagree about which layer is the last: client 0 finished, but client 1 went on. Do all run the "
-        "same model and version?",
+        "same model and version, and does forward call the same layers for every batch?",
     ]
 
 

@@ -272,24 +272,6 @@ def test_training_in_an_evaluate_handler_is_named() -> None:
     assert all("training(...) answers a train message, but this is a message of type 'evaluate'" in one for one in seen)
 
 
-def test_a_client_that_fails_keeps_the_state_of_its_round_before() -> None:
-    """As in Flower's own runtimes. Before, its BatchNorm was that of the failed round."""
-    numbers: list[int] = []
-
-    def before(message: Message, context: Context) -> None:
-        if client_of(context) == 1 and message.metadata.message_type == "train":
-            count = int(context.state.config_records.get("own", ConfigRecord({"count": 0}))["count"])  # type: ignore[arg-type]
-            context.state["own"] = ConfigRecord({"count": count + 1})
-            numbers.append(count)
-
-    def after(message: Message, context: Context, reply: Message) -> None:
-        if client_of(context) == 1 and len(numbers) == 2:
-            raise ValueError("the disk is full")
-
-    ran(FedBN(net(), fraction_evaluate=0), own_app("fedbn", before=before, after=after), rounds=4)
-    assert numbers == [0, 1, 1, 2]
-
-
 def test_a_client_s_run_config_is_its_own() -> None:
     seen: list[float] = []
 
