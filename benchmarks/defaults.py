@@ -227,7 +227,8 @@ def table(rows: dict[Key, Row]) -> str:
                 said.append(f"{shown(last)}; {min(lowest):.1f}; {growth:.2f}" if own else "-")
             lines.append(f"| {method} | {' | '.join(said)} |")
         lines.append("")
-    left = [key for key in cells() if key not in rows]
+    if not (left := [key for key in cells() if key not in rows]):
+        return "\n".join(lines[:-1]) + "\n"
     lines += ["## Not run", "", "| data | rounds | steps | cells | core hours |", "|---|---:|---:|---:|---:|"]
     for data, rounds, steps in itertools.product(DATA, ROUNDS, STEPS):
         block = [key for key in left if (key[0], key[4], key[3]) == (data, rounds, steps)]
