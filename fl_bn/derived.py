@@ -198,7 +198,7 @@ def full_names(model: nn.Module) -> dict[str, str]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Replace each wrapper in ``model`` (see ``plain_names``) by its content, and return what is left. ``model`` is changed in place."""
+    """Replace each wrapper in ``model`` (see ``plain_names``) by its content, in place, and return the network without wrappers."""
     while inner := _wrapped(model):
         model = getattr(model, inner)
     for name, child in model.named_children():
