@@ -29,6 +29,7 @@ WHOLE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(ray|slow|docker|newest)\
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--case", action="append", default=[], metavar="TEXT", help="of a test over a list, the cases with TEXT in their name")
+    parser.addoption("--method", action="append", default=[], metavar="NAME", help="all cases of a method in tests of every method")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,11 +59,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks choose
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests that take long or must run alone, and sort the files by duration, the longest first.
 
     If a long file began last, all other workers would wait for it.
     """
+    if chosen := config.getoption("--method"):
+        items[:] = [item for item in items if of_method(item) in chosen]
+        for item in items:  # also those that are slow for a method beside the common ones
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
+        return
     for item in costs.long(items):
         item.add_marker("slow")
     for item in items:
@@ -71,6 +77,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if costs.alone(item):
             item.add_marker("alone")
     items.sort(key=lambda item: costs.place(item.nodeid))
+
+
+def of_method(item: pytest.Item) -> str | None:
+    """Return the method that a case of a test of every method is about; None for other tests."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    return parameters.get("method_name")
 
 
 def pytest_collection_finish() -> None:

@@ -39,6 +39,7 @@ from fl_bn.methods.silobn import silobn
 from fl_bn.methods.single import single
 from fl_bn.methods.static_bn import static_bn
 from fl_bn.methods.weight_standardisation import gn_ws
+from fl_bn.roles import Role
 
 METHODS: dict[str, Callable[..., Method]] = {
     "fedavg": fedavg,
@@ -72,6 +73,7 @@ __all__ = [
     "Method",
     "Phase",
     "Refresh",
+    "Role",
     "StatisticsReport",
     "StatisticsPass",
     "attacked",

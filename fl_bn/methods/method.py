@@ -370,6 +370,31 @@ class Method:
         return replace(self, scale=scale, frozen_rate=share)
 
     @property
+    def needs_batch_norm(self) -> bool:
+        """Return whether a network without BatchNorm is refused, because the method is about BatchNorm's statistics."""
+        return self.has_statistics and self.name != "fedavg"
+
+    @property
+    def pools(self) -> bool:
+        """Return whether clients report moments, of which the server computes those of the union of the data."""
+        return self.report in MOMENTS
+
+    @property
+    def measures_first(self) -> bool:
+        """Return whether a client measures statistics in a pass over its data before it trains."""
+        return self.report is StatisticsReport.PASS
+
+    @property
+    def exchanges(self) -> bool:
+        """Return whether clients exchange statistics layer by layer in their first local step (FedTAN)."""
+        return self.phase(1, 2) is Phase.EXCHANGE
+
+    @property
+    def evaluates_at_clients(self) -> bool:
+        """Return whether every client evaluates a network of its own, because it keeps tensors (FedBN, SiloBN)."""
+        return self.personal
+
+    @property
     def personal(self) -> bool:
         """Return whether every client keeps BatchNorm tensors, so that the clients' models differ (FedBN, SiloBN)."""
         return bool(self.local & {Role.AFFINE, Role.STATISTIC})

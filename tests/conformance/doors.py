@@ -1,0 +1,447 @@
+"""Run one small federation through each door of fl-bn, by public names only.
+
+A door is a way to use the library. All doors train the same network on the same clients, so they must agree.
+"""
+
+from __future__ import annotations
+
+import csv
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.server import ServerAppComponents, ServerConfig
+from flwr.server.strategy import FedAvg
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import SGD
+
+from fl_bn import Callback, Federation, SeededBatches, client_model, convert, local_round, server_round, server_state
+from fl_bn.exchange import Layer, LocalExchange, Session, Turns, admit, dismiss
+from fl_bn.flower import (
+    InProcessGrid,
+    OwnAppStrategy,
+    answer,
+    evaluating,
+    legacy_client_app,
+    legacy_server_app,
+    replayed,
+    run_in_process,
+    training,
+)
+from fl_bn.methods import METHODS, Method, Phase
+
+Tensors = dict[str, Tensor]
+Batch = tuple[Tensor, Tensor]
+ROUNDS, RATE, CLIENTS, CLASSES = 3, 0.05, 3, 3
+SIZES = ((3, 2), (4, 3, 2), (4, 3))
+"""Each client's batch sizes. Clients have different numbers of samples and of steps."""
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Build a network with two BatchNorm layers, no tensor of which has "bn" in its name."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        first = (nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.AvgPool2d(2))
+        second = (nn.Conv2d(4, 6, 1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten())
+        net = nn.Sequential(*first, *second, nn.Linear(24, CLASSES))
+        for layer in net.modules():
+            if isinstance(layer, _BatchNorm):
+                nn.init.uniform_(layer.weight, 0.5, 1.5)
+                nn.init.uniform_(layer.bias, -0.5, 0.5)
+    return net.to(dtype)
+
+
+def of_run_config(classes: int, channels: int, image_size: int) -> nn.Module:
+    """Build the same network for a run config."""
+    return network(torch.float32)
+
+
+@cache
+def images(client: int, seed: int = 0) -> Batch:
+    """Return a client's images (n, 1, 4, 4) and labels. Each client's images are brighter than those of the client before."""
+    draw = torch.Generator().manual_seed(100 * seed + client)
+    n = sum(SIZES[client])
+    y = torch.randint(0, CLASSES, (n,), generator=draw)
+    y[:CLASSES] = torch.arange(CLASSES)  # so that no client lacks the largest label by chance
+    noise = torch.randint(0, 100, (n, 1, 4, 4), generator=draw)
+    return (noise + 40 * client + 30 * y[:, None, None, None]).to(torch.uint8), y
+
+
+def data(client: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Batch:
+    """Return a client's samples, scaled to -1..1."""
+    x, y = images(client, seed)
+    return x.to(dtype) / 127.5 - 1, y
+
+
+def batches(client: int, broken: int | None = None, sizes: Sequence[Sequence[int]] = SIZES) -> list[Batch]:
+    """Return a client's batches, the same in each round; those of client ``broken`` are not finite."""
+    x, y = data(client)
+    x = x * float("nan") if client == broken else x
+    return [*zip(x.split(sizes[client]), y.split(sizes[client]), strict=True)]
+
+
+def held_out(dtype: torch.dtype = torch.float64) -> list[Batch]:
+    """Return the test samples, the same for all clients."""
+    return [data(client, 1, dtype) for client in range(CLIENTS)]
+
+
+@dataclass
+class Outcome:
+    """Hold what a federation left behind.
+
+    Attributes:
+        rounds: The network after each round, as the server evaluates it, without counters.
+        clients: The network of each client after the last round.
+        cohorts: The clients whose replies were used, per round.
+        refused: The clients whose replies were not used, with the reasons, per round.
+        metrics: The last evaluation's loss and accuracy.
+        sent: The tensors that left the clients, as ``section/name``.
+    """
+
+    rounds: list[Tensors] = field(default_factory=list)
+    clients: list[Tensors] = field(default_factory=list)
+    cohorts: list[list[int]] = field(default_factory=list)
+    refused: list[dict[int, str]] = field(default_factory=list)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    sent: set[str] = field(default_factory=set)
+
+    def note(self, record: Any) -> None:
+        """Keep the facts of a round's record."""
+        self.cohorts.append([one.client for one in record.accepted])
+        self.refused.append({one.client: one.refused for one in record.clients if one.refused})
+        self.metrics = {name: record.evaluation[name] for name in ("loss", "accuracy") if name in record.evaluation} or self.metrics
+
+
+def floats(state: Mapping[str, Tensor]) -> Tensors:
+    return {name: tensor.detach().clone() for name, tensor in state.items() if tensor.is_floating_point()}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Say what a federation is asked for.
+
+    Attributes:
+        method: The name of the method.
+        frozen: The method itself, if its options are not the defaults.
+        rounds: The number of rounds.
+        fraction: The share of the clients that train in a round.
+        cohort: The clients of a loop of one's own; empty: all.
+        broken: A client whose data are not finite.
+        stop: The round after which the run is stopped and goes on from what it saved; 0: it is not.
+        passes: Whether statistics are measured and weights rescaled before round 1, as by default.
+        seeded: Whether the batches are drawn by seed.
+        dtype: The dtype of the network and the data.
+    """
+
+    method: str
+    frozen: Method | None = None
+    rounds: int = ROUNDS
+    fraction: float = 1.0
+    cohort: tuple[int, ...] = ()
+    broken: int | None = None
+    stop: int = 0
+    passes: bool = False
+    seeded: bool = False
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def made(self) -> Method:
+        """Return the method."""
+        return self.frozen or METHODS[self.method]()
+
+    @property
+    def before(self) -> dict[str, Any]:
+        """Return the arguments that decide what happens before round 1."""
+        return {} if self.passes else {"calibrate": 0, "unit_scale": False}
+
+    def loaders(self) -> list[Any]:
+        """Return each client's batches."""
+        if self.seeded:
+            return [SeededBatches(*images(client), 4) for client in range(CLIENTS)]
+        return [batches(client, self.broken) for client in range(CLIENTS)]
+
+
+def weight(client: int) -> int:
+    """Return the number of samples that a client reports."""
+    return sum(SIZES[client])
+
+
+# Federation
+
+
+def federation(asked: Asked, **options: Any) -> Outcome:
+    """Train by ``Federation``."""
+
+    def made() -> Federation:
+        how: dict[str, Any] = {
+            "optimizer": partial(SGD, lr=RATE, momentum=0.9),
+            "clip": "none",
+            "fraction": asked.fraction,
+            "progress": False,
+        }
+        how |= {"test": held_out(asked.dtype), **asked.before, **options}
+        return Federation(network(asked.dtype), asked.made, asked.loaders(), **how)
+
+    fed, outcome = made(), Outcome()
+    with TemporaryDirectory() as folder:
+        for record in fed.run(asked.rounds):
+            outcome.note(record)
+            outcome.rounds.append(floats(fed.model.state_dict()))
+            if record.round == asked.stop:
+                fed.checkpoint(Path(folder) / "saved")
+                break
+        if asked.stop:
+            fed = made()
+            fed.resume(Path(folder) / "saved")
+            for record in fed.run(asked.rounds):
+                outcome.note(record)
+                outcome.rounds.append(floats(fed.model.state_dict()))
+    outcome.clients = [floats(fed.client_model(client).state_dict()) for client in range(CLIENTS)]
+    return outcome
+
+
+# A loop of one's own
+
+
+def train(model: nn.Module, loader: Iterable[Batch], rate: float) -> float:
+    """Train as any PyTorch loop does; return the mean loss."""
+    optimizer, losses = SGD(model.parameters(), lr=rate, momentum=0.9), []
+    model.train()
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return float(np.mean(losses))
+
+
+def constant(round: int, rounds: int) -> float:
+    """Return the learning rate of every round."""
+    return RATE
+
+
+def own_loop(asked: Asked) -> Outcome:
+    """Train by ``local_round`` and ``server_round``; the cohorts are those of ``Federation``."""
+    net, method, outcome = network(), asked.made, Outcome()
+    cohorts = federation(asked).cohorts if asked.fraction < 1 else [[*(asked.cohort or range(CLIENTS))]] * asked.rounds
+    state, kept = server_state(net, method, asked.rounds, clients=CLIENTS, rate=constant), dict[int, Any]()
+    layers = {name: Layer(layer.num_features, torch.float64) for name, layer in net.named_modules() if isinstance(layer, _BatchNorm)}
+
+    def round_of(client: int, instruction: Any, token: str | None) -> Any:
+        model = convert(net, method)
+        before = {"kept": kept[client]} if client in kept else {}
+        joining = {} if token is None else {"connect": partial(LocalExchange, token)}
+        with local_round(model, method, instruction, **before, **joining) as round:
+            if method.measures_first:
+                round.measure(batches(client, asked.broken))
+            loss = train(model, batches(client, asked.broken), instruction.learning_rate)
+        reply, kept[client] = round.reply(weight(client), loss, client=client)
+        outcome.sent |= {f"{section}/{name}" for section, tensors in reply.sections.items() for name in tensors}
+        return reply
+
+    for number, cohort in enumerate(cohorts, 1):
+        instruction = state.instruction()
+        session = Session(cohort, layers) if instruction.phase is Phase.EXCHANGE else None
+        tokens = {} if session is None else admit(session)
+        tasks = [partial(round_of, client, instruction, tokens.get(client)) for client in cohort]
+        replies = [task() for task in tasks] if session is None else Turns(len(tasks)).run(tasks)
+        dismiss(tokens)
+        state, record = server_round(state, replies, session)
+        outcome.note(record)
+        if number == asked.stop:
+            state, kept = pickle.loads(pickle.dumps((state, kept)))
+        outcome.rounds.append(floats(state.model.state_dict()))
+    last = state.instruction()
+    outcome.clients = [floats(client_model(net, method, last, *([kept[c]] if c in kept else [])).state_dict()) for c in range(CLIENTS)]
+    return outcome
+
+
+# A Flower app of one's own
+
+
+def spied(outcome: Outcome) -> Callable[[Message, Context, Any], Message]:
+    """Return a mod, Flower's own means, that notes which arrays leave a client when it trains."""
+
+    def spy(message: Message, context: Context, call_next: Any) -> Message:
+        reply = call_next(message, context)
+        if message.metadata.message_type == "train" and reply.has_content():
+            outcome.sent |= {f"{section}/{name}" for section, record in reply.content.array_records.items() for name in record}
+        return reply
+
+    return spy
+
+
+def client_of(context: Context) -> int:
+    return int(context.node_config["partition-id"])
+
+
+def flower(asked: Asked, strategy: type[OwnAppStrategy] = OwnAppStrategy) -> Outcome:
+    """Train by a Flower app of one's own, with Flower's messages."""
+    method, outcome = asked.made, Outcome()
+    app = ClientApp(mods=[spied(outcome)])
+    loaders, tested = asked.loaders(), held_out(asked.dtype)
+    networks = dict[int, Tensors]()
+    answer(app, lambda: network(asked.dtype), method, lambda context: loaders[client_of(context)])
+
+    @app.train(mods=[replayed])
+    def train_(message: Message, context: Context) -> Message:
+        client = client_of(context)
+        with training(message, context, network(asked.dtype), method, loaders[client]) as round:
+            loss = train(round.model, batches_in(loaders[client], client, round.number), round.learning_rate)
+        return round.message(weight(client), loss)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        model = evaluating(message, context, network(asked.dtype), method)
+        networks[client_of(context)] = floats(model.state_dict())
+        return Message(RecordDict({"metrics": MetricRecord(measured(model, tested))}), reply_to=message)
+
+    def at_server(round: int, arrays: ArrayRecord) -> MetricRecord:
+        if round:
+            outcome.rounds.append(floats(arrays.to_torch_state_dict()))
+        return MetricRecord({})
+
+    def note(record: Any, rounds: int) -> None:
+        outcome.note(record)
+
+    noting = Callback()
+    noting.on_round = note  # type: ignore[method-assign]
+    made = strategy(network(asked.dtype), method, fraction_train=asked.fraction, rate=constant, callbacks=[noting], **asked.before)
+    made.start(InProcessGrid(app, CLIENTS, {}), num_rounds=asked.rounds, evaluate_fn=at_server)
+    outcome.clients = [networks.get(client, {}) for client in range(CLIENTS)]
+    return outcome
+
+
+def batches_in(loader: Any, client: int, round: int) -> Iterable[Batch]:
+    """Return the batches of a round."""
+    return loader.epochs(0, client, round, 1) if isinstance(loader, SeededBatches) else loader
+
+
+@torch.no_grad()
+def measured(model: nn.Module, tests: Sequence[Batch]) -> dict[str, Any]:
+    """Compute loss and accuracy over all test samples, in plain torch."""
+    model.eval()
+    x, y = torch.cat([x for x, _ in tests]), torch.cat([y for _, y in tests])
+    output = model(x)
+    accuracy = float((output.argmax(1) == y).double().mean())
+    return {"loss": float(F.cross_entropy(output, y)), "accuracy": accuracy, "num-examples": len(y)}
+
+
+# A NumPyClient, of Flower's older API
+
+
+class Client(NumPyClient):
+    """A client that knows nothing of fl-bn."""
+
+    def __init__(self, client: int, loader: Any, tests: Sequence[Batch], seen: dict[int, Tensors], dtype: torch.dtype) -> None:
+        self.net, self.trainloader, self.client, self.tests, self.seen = network(dtype), loader, client, tests, seen
+
+    def load(self, parameters: list[np.ndarray]) -> None:
+        state = self.net.state_dict()
+        self.net.load_state_dict({name: torch.tensor(array) for name, array in zip(state, parameters, strict=True)})
+
+    def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
+        self.load(parameters)
+        loss = train(self.net, self.trainloader, config["lr"])
+        return [tensor.numpy() for tensor in self.net.state_dict().values()], weight(self.client), {"loss": loss}
+
+    def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
+        self.load(parameters)
+        self.seen[self.client] = floats(self.net.state_dict())
+        found = measured(self.net, self.tests)
+        return found["loss"], found.pop("num-examples"), found
+
+
+def numpy_client(asked: Asked) -> Outcome:
+    """Train by a ``NumPyClient`` and a ``server_fn``."""
+    method, outcome, loaders, networks = asked.made, Outcome(), asked.loaders(), dict[int, Tensors]()
+    tests = held_out(asked.dtype)
+
+    def at_server(round: int, arrays: list[np.ndarray], config: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+        if round:
+            names = network().state_dict()
+            outcome.rounds.append(floats({name: torch.tensor(array) for name, array in zip(names, arrays, strict=True)}))
+        return 0.0, {}
+
+    def server_fn(context: Context) -> ServerAppComponents:
+        fit = {"fraction_fit": asked.fraction, "on_fit_config_fn": lambda round: {"lr": RATE}}
+        return ServerAppComponents(config=ServerConfig(num_rounds=asked.rounds), strategy=FedAvg(evaluate_fn=at_server, **fit))
+
+    def note(record: Any, rounds: int) -> None:
+        outcome.note(record)
+
+    noting = Callback()
+    noting.on_round = note  # type: ignore[method-assign]
+    app = legacy_client_app(
+        lambda context: Client(client_of(context), loaders[client_of(context)], tests, networks, asked.dtype), method, mods=[spied(outcome)]
+    )
+    server = legacy_server_app(server_fn, lambda: network(asked.dtype), method, callbacks=[noting], **asked.before)
+    server(InProcessGrid(app, CLIENTS, {}), Context(1, 0, {}, RecordDict(), {}))
+    outcome.clients = [networks.get(client, {}) for client in range(CLIENTS)]
+    return outcome
+
+
+# The application, as ``fl-bn run`` and ``flwr run`` start it
+
+
+def application(asked: Asked, **keys: Any) -> Outcome:
+    """Train by the application in this process, on a file of images for each client."""
+    outcome = Outcome()
+    with TemporaryDirectory() as folder:
+        files = []
+        for client in range(CLIENTS):
+            named = {}
+            for split, (x, y) in {"train": images(client), "test": images(client, 1)}.items():
+                named |= {f"x_{split}": x[:, 0].numpy(), f"y_{split}": y.numpy()}
+            files.append(f"{folder}/site-{client}.npz")
+            np.savez(files[-1], **named)
+        passes = {} if asked.passes else {"calibrate": 0, "unit-scale": False}
+        chosen = {"method": asked.method, "fraction": asked.fraction, "data-path": ",".join(files), "output": folder}
+        path = run_in_process({**RUN_CONFIG, **passes, **chosen, **keys})
+        assert path is not None
+        outcome.rounds = [floats(load_file(path / "model.safetensors"))]
+        shared = outcome.rounds[0]
+        own = [path / "clients" / f"client-{client}.safetensors" for client in range(CLIENTS)]
+        outcome.clients = [shared | floats(load_file(file)) if file.exists() else shared for file in own]
+        with (path / "clients.csv").open() as lines:
+            used = [(int(row["round"]), int(row["client"])) for row in csv.DictReader(lines) if not row["refused"]]
+        outcome.cohorts = [[client for number, client in used if number == n] for n in range(1, ROUNDS + 1)]
+        with (path / "rounds.csv").open() as lines:
+            last = list(csv.DictReader(lines))[-1]
+        outcome.metrics = {"loss": float(last["test-loss"]), "accuracy": float(last["accuracy"])}
+    return outcome
+
+
+RUN_CONFIG: dict[str, Any] = {
+    "dataset": "npz",
+    "partition": "natural",
+    "test-on": "all",
+    "model": "tests.conformance.doors:of_run_config",
+    "clients": CLIENTS,
+    "rounds": ROUNDS,
+    "batch-size": 4,
+    "local-epochs": 1,
+    "local-steps": 0,
+    "learning-rate": RATE,
+    "learning-rate-schedule": "constant",
+    "momentum": 0.9,
+    "weight-decay": 0.0,
+    "clip": "none",
+    "evaluate-every": 1,
+    "wait-timeout": 0.0,
+    "device": "cpu",
+    "pictures": False,
+}
