@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from fl_bn.data.columns import DROP, FILE, FILL, REFUSE, ZEROS, Columns, Scale, is_missing, read_columns
 from fl_bn.data.folder import visible
 from fl_bn.data.function import Measurements
-from fl_bn.data.record import DataNotFound
+from fl_bn.data.record import DataNotFound, domains_of, paths
 from fl_bn.support.names import nearest, short
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
@@ -115,8 +115,6 @@ def load_csv(path: str, image_size: int) -> TableData:
     if not test.any():
         alike = f", and each file has only one {columns.group!r}" if columns.group and len(tables[0].y) > 1 else ""
         raise TableError(files[0], f"expected a training row and a test row at least, but there {_rows(len(y))} in all{alike}: add rows")
-    domain = torch.repeat_interleave(torch.arange(len(files)), torch.tensor([len(table.y) for table in tables]))
-    several = len(files) > 1
     parts = [torch.from_numpy(chosen) for chosen in (~test, test)]
     (x_train, y_train), (x_test, y_test) = ((torch.from_numpy(x)[part], torch.from_numpy(y)[part]) for part in parts)
     return TableData(
@@ -126,11 +124,9 @@ def load_csv(path: str, image_size: int) -> TableData:
         x_test,
         y_test,
         classes=len(columns.classes) or 1,
-        domain_train=domain[parts[0]] if several else None,
-        domain_test=domain[parts[1]] if several else None,
-        domains=tuple(file.stem for file in files) if several else (),
         columns=columns,
         notes=tuple(table.note for table in tables if table.note),
+        **domains_of(files, [int((~test).sum()) for test in splits], [int(test.sum()) for test in splits]),
     )
 
 
@@ -141,22 +137,29 @@ def csv_files(path: str) -> list[Path]:
         DataNotFound: a file does not exist, or a folder has no CSV file.
         ValueError: there is no path, or two files have the same name.
     """
-    named = [Path(part.strip()) for part in path.split(",") if part.strip()]
+    named = paths(path)
     if not named:
         raise ValueError(f"dataset 'csv' needs data-path: a folder with a .csv file per site and {FILE}, or files separated by commas")
-    files: list[Path] = []
     for part in named:
         if not part.exists():
             raise DataNotFound(
                 f"dataset 'csv': there is no {str(part)!r} (a relative path starts at the current folder, {str(Path.cwd())!r})"
             )
-        inside = [file for file in visible(part) if file.suffix.lower() == ".csv"] if part.is_dir() else [part]
-        if not inside:
+        if not _inside(part):
             raise DataNotFound(f"dataset 'csv': the folder {str(part)!r} has no .csv file: put one file per site there")
-        files += inside
+    files = listed(path)
     if len({file.stem for file in files}) < len(files):
         raise ValueError(f"a site has the name of its file, so names must differ, but got {', '.join(map(str, files))}: rename one")
     return files
+
+
+def listed(path: str) -> list[Path]:
+    """List the CSV files that ``path`` names, without a look at whether they exist."""
+    return [file for part in paths(path) for file in _inside(part)]
+
+
+def _inside(part: Path) -> list[Path]:
+    return [file for file in visible(part) if file.suffix.lower() == ".csv"] if part.is_dir() else [part]
 
 
 def _columns(files: Sequence[Path]) -> Columns:

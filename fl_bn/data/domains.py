@@ -65,7 +65,7 @@ def index_of(dataset: Dataset, name: str) -> int:
     """
     if not dataset.domains:
         raise ValueError(
-            f"dataset {dataset.name!r} has no domains, so there is no domain {name!r}: give several npz or CSV files, "
+            f"dataset {dataset.name!r} has no domains, so there is no domain {name!r}: give several npz or CSV files or folders, "
             "dataset='digits', or shifts"
         )
     if name not in dataset.domains:

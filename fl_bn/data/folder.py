@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from fl_bn.data.record import DataNotFound, Dataset, images_to_tensor, resize
+from fl_bn.data.record import DataNotFound, Dataset, domains_of, images_to_tensor, paths, resize
 
 SPLITS = ("train", "test")
 CLASSES = "classes.txt"
@@ -24,9 +25,12 @@ Picture = NDArray[np.uint8]  # (H, W) grey or (H, W, 3)
 def load_folder(path: str, image_size: int) -> Dataset:
     """Load ``folder``: the images ``path/train/CLASS/*`` and ``path/test/CLASS/*``, in any format that Pillow reads.
 
+    Several folders, separated by commas, are several domains, each with the name of its folder.
+
     The label of a class is the position of its name in ``path/classes.txt`` (one name per line). Without that
-    file, it is the position among the sorted names of all class folders of both splits. A class folder may be
-    empty, or missing in a split. If there is a classes.txt, it must list every class folder.
+    file, it is the position among the sorted names of all class folders of both splits and of all given folders. A
+    class folder may be empty, or missing in a split. If there is a classes.txt, it must list every class folder, and all
+    given folders must have the same one.
 
     **Sites of one run must share one classes.txt.** Without it, sites with different folders number their
     classes differently. If one site has cat and dog, and another dog and fox, label 0 is cat at the first
@@ -39,20 +43,23 @@ def load_folder(path: str, image_size: int) -> Dataset:
 
     Raises:
         DataNotFound: ``path``, ``train`` or ``test`` is not a folder.
-        ValueError: there is no path, a split has no images, or classes.txt is wrong. Or a file is not an image of 8 bits a
-            channel, or images are not square or differ in size while ``image_size`` is 0.
+        ValueError: there is no path, two folders have the same name, a split has no images, or classes.txt is wrong. Or a
+            file is not an image of 8 bits a channel, or images are not square or differ in size while ``image_size`` is 0.
     """
-    if not path:
-        raise ValueError("dataset 'folder' needs a path: the folder that holds train/CLASS/* and test/CLASS/*")
-    root = Path(path)
-    for folder in (root, *(root / split for split in SPLITS)):
-        if not folder.is_dir():
-            raise DataNotFound(
-                f"dataset 'folder': there is no folder {str(folder)!r}; expected train/CLASS/* and test/CLASS/* below {path!r} "
-                f"(a relative path starts at the current folder, {str(Path.cwd())!r})"
-            )
-    classes = _classes(root)
-    listed = {split: _files(root / split, classes) for split in SPLITS}
+    roots = paths(path)
+    if not roots:
+        raise ValueError("dataset 'folder' needs a path: the folder that holds train/CLASS/* and test/CLASS/*, or several such folders")
+    for root in roots:
+        for folder in (root, *(root / split for split in SPLITS)):
+            if not folder.is_dir():
+                raise DataNotFound(
+                    f"dataset 'folder': there is no folder {str(folder)!r}; expected train/CLASS/* and test/CLASS/* below {str(root)!r} "
+                    f"(a relative path starts at the current folder, {str(Path.cwd())!r})"
+                )
+    classes = _classes(roots)
+    of_sites = {split: [_files(root / split, classes) for root in roots] for split in SPLITS}
+    domains = domains_of(roots, *([len(files) for files in of_sites[split]] for split in SPLITS))
+    listed = {split: [file for files in of_sites[split] for file in files] for split in SPLITS}
     files = [file for split in SPLITS for file, _ in listed[split]]
     pictures = [read_picture(file) for file in files]
     if image_size == 0:
@@ -61,7 +68,8 @@ def load_folder(path: str, image_size: int) -> Dataset:
     images = [fit(picture, channels, image_size) for picture in pictures]
     cut = len(listed["train"])
     labels = {split: torch.tensor([label for _, label in listed[split]], dtype=torch.int64) for split in SPLITS}
-    return Dataset("folder", torch.cat(images[:cut]), labels["train"], torch.cat(images[cut:]), labels["test"], classes=len(classes))
+    x_train, x_test = torch.cat(images[:cut]), torch.cat(images[cut:])
+    return Dataset("folder", x_train, labels["train"], x_test, labels["test"], classes=len(classes), **domains)
 
 
 def visible(folder: Path) -> list[Path]:
@@ -69,12 +77,25 @@ def visible(folder: Path) -> list[Path]:
     return sorted((entry for entry in folder.iterdir() if not entry.name.startswith(".")), key=lambda entry: entry.name)
 
 
-def _classes(root: Path) -> dict[str, int]:
+def _classes(roots: Sequence[Path]) -> dict[str, int]:
     """Return the labels of the classes, from classes.txt or else from the names of the class folders: class -> label."""
-    folders = [entry for split in SPLITS for entry in visible(root / split) if entry.is_dir()]
-    file = root / CLASSES
+    folders = [entry for root in roots for split in SPLITS for entry in visible(root / split) if entry.is_dir()]
+    file, *others = (root / CLASSES for root in roots)
+    names = _listed_in(file)
+    if other := next((other for other in others if _listed_in(other) != names), None):
+        raise ValueError(f"{other} differs from {file}, or only one of them exists: give all folders one {CLASSES}, or none")
+    for folder in folders:
+        if names and folder.name not in names:
+            raise ValueError(
+                f"{folder}: class {folder.name!r} is not in {file}, which has {', '.join(names)}: rename the folder, or list its name"
+            )
+    return {name: label for label, name in enumerate(names or sorted({folder.name for folder in folders}))}
+
+
+def _listed_in(file: Path) -> list[str]:
+    """Return the classes that a classes.txt lists; empty: there is no such file."""
     if not file.exists():
-        return {name: label for label, name in enumerate(sorted({folder.name for folder in folders}))}
+        return []
     try:
         names = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -83,12 +104,7 @@ def _classes(root: Path) -> dict[str, int]:
         raise ValueError(f"{file}: expected one class name per line, but the file is empty")
     if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
         raise ValueError(f"{file}: expected every class name once, but {', '.join(repeated)} occurs more often")
-    for folder in folders:
-        if folder.name not in names:
-            raise ValueError(
-                f"{folder}: class {folder.name!r} is not in {file}, which has {', '.join(names)}: rename the folder, or list its name"
-            )
-    return {name: label for label, name in enumerate(names)}
+    return names
 
 
 def _files(split: Path, classes: dict[str, int]) -> list[tuple[Path, int]]:

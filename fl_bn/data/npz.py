@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_bn.data.record import DataNotFound, Dataset, how_to_bytes, images_to_tensor, outputs, resize, targets
+from fl_bn.data.record import DataNotFound, Dataset, domains_of, how_to_bytes, images_to_tensor, outputs, paths, resize, targets
 
 SPLITS = ("train", "test")
 
@@ -32,35 +32,16 @@ def load_npz(path: str, image_size: int) -> Dataset:
         ValueError: there is no path, two files have the same name, a file is not an archive, or an array is missing or
             has another form, or ``x_train`` and ``x_test`` of a file differ in size or channels.
     """
-    files = [Path(part.strip()) for part in path.split(",") if part.strip()]
+    files = paths(path)
     if not files:
         raise ValueError("dataset 'npz' needs a path: one .npz file, or several separated by commas")
-    names = tuple(file.stem for file in files)
-    if len(set(names)) < len(names):
-        raise ValueError(f"a domain has the name of its file, so names must differ, but got {', '.join(names)}: rename one of them")
-
     archives = [_read(file) for file in files]
     images = _one_shape([archive[f"x_{split}"] for archive in archives for split in SPLITS], image_size)
     train, test = torch.cat(images[0::2]), torch.cat(images[1::2])
     classes = outputs(path, *(archive[f"y_{split}"] for archive in archives for split in SPLITS))
     labels = {split: torch.cat([archive[f"y_{split}"] for archive in archives]) for split in SPLITS}
-    domains = {split: _domain_indices([len(archive[f"y_{split}"]) for archive in archives]) for split in SPLITS}
-    several = len(files) > 1
-    return Dataset(
-        "npz",
-        train,
-        labels["train"],
-        test,
-        labels["test"],
-        classes=classes,
-        domain_train=domains["train"] if several else None,
-        domain_test=domains["test"] if several else None,
-        domains=names if several else (),
-    )
-
-
-def _domain_indices(lengths: list[int]) -> Tensor:
-    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    domains = domains_of(files, *([len(archive[f"y_{split}"]) for archive in archives] for split in SPLITS))
+    return Dataset("npz", train, labels["train"], test, labels["test"], classes=classes, **domains)
 
 
 def _one_shape(images: list[Tensor], image_size: int) -> list[Tensor]:

@@ -297,7 +297,7 @@ def _divide(kind: str, labels: Labels, domains: Labels | None, clients: int, par
         return iid(labels, clients, seed)
     if kind in BY_DOMAIN:
         if domains is None:
-            raise ValueError(f"partition {kind!r} needs data with domains, such as 'digits' or several npz or CSV files")
+            raise ValueError(f"partition {kind!r} needs data with domains, such as 'digits' or several npz or CSV files or folders")
         if kind == "domain-dirichlet":
             return by_domain_and_label(domains, labels, clients, parameter, seed)
         return (by_domain if kind == "domain" else natural)(domains, clients, seed)

@@ -5,7 +5,10 @@ Legend: N samples, C channels, H height, W width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from fl_bn.support.names import names_of
 from fl_bn.task import LABEL_SETS, LABELS, VALUES, kind_of
 
 CLASSES = 65_536  # the most classes, as many as a client may count for the server (``flower.wire.messages``)
@@ -132,6 +136,31 @@ class Dataset:
         low, high = int(indices.min()), int(indices.max())
         if low < 0 or high >= limit:
             raise ValueError(f"dataset {self.name!r}: {what} must lie in 0..{limit - 1}, but spans {low}..{high}")
+
+
+def paths(text: str) -> list[Path]:
+    """Return the files or folders that ``text`` names, separated by commas."""
+    return [Path(part) for part in names_of(text) if part]
+
+
+def domains_of(sites: Sequence[Path], train: Sequence[int], test: Sequence[int]) -> dict[str, Any]:
+    """Return the fields of ``Dataset`` that say which samples come from which file or folder; empty for a single one.
+
+    Args:
+        sites: the files or folders, each of which is a domain with its name.
+        train: number of training samples of each. They are in the same order.
+        test: number of test samples of each.
+
+    Raises:
+        ValueError: two files or folders have the same name.
+    """
+    names = tuple(site.stem for site in sites)
+    if len(set(names)) < len(names):
+        raise ValueError(f"a domain has the name of its file, so names must differ, but got {', '.join(names)}: rename one of them")
+    if len(sites) == 1:
+        return {}
+    domain_train, domain_test = (torch.arange(len(sites)).repeat_interleave(torch.tensor(counts)) for counts in (train, test))
+    return {"domain_train": domain_train, "domain_test": domain_test, "domains": names}
 
 
 def to_input(images_uint8: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

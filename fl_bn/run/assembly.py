@@ -351,7 +351,7 @@ def _honest_parts(config: RunConfig) -> list[Indices]:
     data = _whole_dataset(config)
     domains = None if data.domain_train is None else data.domain_train.numpy()
     if config.partition in BY_DOMAIN and domains is None:
-        needed = "give several npz or CSV files, dataset=digits, or shifts"
+        needed = "give several npz or CSV files or folders, dataset=digits, or shifts"
         raise ConfigError(f"partition={config.partition} needs data with domains, but {config.dataset} has none: {needed}")
     honest = config.clients - config.byzantine
     return partition(config.partition, data.y_train.numpy(), domains, honest, config.partition_parameter, config.seed, config.sizes)

@@ -54,6 +54,11 @@ def test_sites_agree_on_labels_only_by_a_shared_classes_txt(tmp_path: Path) -> N
             draw(site / "train" / name / "a.png")
         draw(site / "test" / "dog" / "a.png")
     assert [load("folder", str(site)).y_test.tolist() for site in (here, there)] == [[1], [0]]
+    both = load("folder", f"{here}, {there}")  # read together, they are numbered together: cat, dog, fox
+    assert (both.domains, both.y_train.tolist(), both.y_test.tolist()) == (("here", "there"), [0, 1, 1, 2], [1, 1])
+    (here / "classes.txt").write_text("cat\ndog\n")
+    with pytest.raises(ValueError, match="give all folders one classes.txt, or none"):
+        load("folder", f"{here},{there}")
     for site in (here, there):
         (site / "classes.txt").write_text("dog\n\ncat \nfox\n")
     found = [load("folder", f"{site}/") for site in (here, there)]  # another spelling, not the cached answer
