@@ -303,7 +303,8 @@ class Option:
         if self.unset is None:
             return Key(name, self.in_run, self.meaning, self.values, self.test, self.like)
         shown = f"{_shown(self.unset)} or {self.values}"
-        return Key(name, self.unset, self.meaning, shown, lambda value: value == self.unset or self.test(value))
+        help = f"{self.meaning}; {_shown(self.unset)}: {self.otherwise}" if self.otherwise else self.meaning
+        return Key(name, self.unset, help, shown, lambda value: value == self.unset or self.test(value))
 
     @property
     def left_out(self) -> str:
@@ -406,7 +407,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for field_name, spec in own_options(cast(Any, type(self))).items():
-            if getattr(self, field_name) is None and spec.unset is not None:
+            if getattr(self, field_name) is None and spec.unset is not None and spec.default is not REQUIRED:
                 object.__setattr__(self, field_name, spec.default)
             spec.check(f"{self.name}'s {field_name}", getattr(self, field_name))
 

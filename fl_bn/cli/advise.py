@@ -28,11 +28,12 @@ console = Console()
 
 def advise(
     data: Annotated[
-        str,
+        list[str] | None,
         typer.Argument(
-            help="a folder, npz files, a data set's name, NAME:PATH, or package.module:function. Default: the data of the run config"
+            help="folders, npz or CSV files (of several, each is a client), a data set's name, NAME:PATH, or package.module:function. "
+            "Default: the data of the run config"
         ),
-    ] = "",
+    ] = None,
     pilot: Annotated[
         bool, typer.Option("--pilot", help="try the candidates in short runs on validation samples, and run the best one to its end")
     ] = False,
@@ -68,7 +69,7 @@ def advise(
     try:
         if methods and not pilot:
             raise ConfigError("--methods names candidates for --pilot: add --pilot, or leave out --methods")
-        base = _keys(data, run_config)
+        base = _keys(",".join(data or ()), run_config)
         use = Usage()
         config = use.config(base)
         limit_threads(config.threads)
@@ -102,16 +103,16 @@ def _keys(data: str, run_config: str) -> dict[str, Any]:
     """Return the run-config keys of the user's run, with the data that the argument names.
 
     Args:
-        data: The argument of the command; empty: the data of the run config.
+        data: The arguments of the command, separated by commas; empty: the data of the run config.
         run_config: The text of ``--run-config``.
 
     Raises:
         ConfigError: The argument and the run config both name data, or the run config names a method.
     """
-    from fl_bn.data.columns import FILE
     from fl_bn.data.dataset import DATASETS
     from fl_bn.run.config import ConfigError
     from fl_bn.run.overrides import parse_overrides
+    from fl_bn.support.names import names_of
 
     base = parse_overrides(run_config)
     if "method" in base:
@@ -120,14 +121,20 @@ def _keys(data: str, run_config: str) -> dict[str, Any]:
         return base
     if twice := [key for key in ("dataset", "data-path") if key in base]:
         raise ConfigError(f"the data are named twice, as {data!r} and with {twice[0]}={base[twice[0]]!r}: leave one of them out")
-    kind, _, path = data.partition(":")
-    if Path(data).is_dir():
-        kind, path = "csv" if (Path(data) / FILE).is_file() else "folder", data
-    elif data.endswith(".csv") and kind not in DATASETS:
-        kind, path = "csv", data
-    elif data.endswith(".npz") and kind not in DATASETS:
-        kind, path = "npz", data
+    kind, colon, path = data.partition(":")
+    kinds = {_kind(Path(part)) for part in names_of(data)} - {""}
+    if len(kinds) == 1 and not (colon and kind in DATASETS):
+        kind, path = kinds.pop(), data
     return {**base, "dataset": kind, "data-path": path} if kind in DATASETS else {**base, "dataset": data}
+
+
+def _kind(path: Path) -> str:
+    """Return the data set that reads a file or folder; empty: the path is neither."""
+    from fl_bn.data.columns import FILE
+
+    if path.is_dir():
+        return "csv" if (path / FILE).is_file() else "folder"
+    return path.suffix[1:] if path.suffix in (".csv", ".npz") else ""
 
 
 def _left_out(base: Mapping[str, Any], names: Sequence[str], use: Usage) -> dict[str, str]:

@@ -26,8 +26,10 @@ def list_sets(
     table = Table("name", "what", "training + test", "how to get it", title="docs/data.md says which files go where")
     for name, entry in CATALOGUE.items():
         table.add_row(name, entry.title, entry.split, f"{entry.how}: {entry.source}" if entry.source else entry.how)
-    table.add_row("npz", "your own archives, one per domain", "", "data-path names them, separated by commas")
-    table.add_row("folder", "your own images, train/CLASS/* and test/CLASS/*", "", "data-path names the folder")
+    table.add_row("npz", "your own archives, one per site", "", "data-path names them, separated by commas")
+    table.add_row(
+        "folder", "your own images, train/CLASS/* and test/CLASS/*", "", "data-path names the folder, or one per site, separated by commas"
+    )
     table.add_row("csv", "your own tables, one CSV file per site and a columns.toml", "", "data-path names the folder, or files")
     table.add_row("package.module:function", "your own function", "", "returns x_train, y_train, x_test, y_test")
     Console().print(table)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fl_bn.data import connectomes, csv_files, digits, digits_five, folder, image_folders, npz, public, segmentation
 from fl_bn.data.function import load_function
-from fl_bn.data.record import DataNotFound, Dataset
+from fl_bn.data.record import DataNotFound, Dataset, paths
 from fl_bn.data.record import to_input as images_to_input
 from fl_bn.support.names import expected
 from fl_bn.support.user_code import Modules
@@ -36,6 +37,8 @@ DATASETS: dict[str, Callable[[str, int], Dataset]] = {
     "folder": folder.load_folder,
     "csv": csv_files.load_csv,
 }
+PER_SITE: dict[str, Callable[[str], list[Path]]] = {"npz": paths, "folder": paths, "csv": csv_files.listed}
+"""For each data set whose files may be given per site: a function that lists the sites' files or folders in a path."""
 
 
 def load(name: str, path: str = "", image_size: int = 0, modules: Modules | None = None) -> Dataset:
@@ -43,8 +46,8 @@ def load(name: str, path: str = "", image_size: int = 0, modules: Modules | None
 
     Args:
         name: one of ``DATASETS``, or a function of your own as "package.module:function".
-        path: files separated by commas (``npz``, ``csv``), or the folder of the set's files, or the argument of your own
-            function. Empty: ``data``, for a published set. docs/data.md lists the files of each set.
+        path: files or folders separated by commas (``npz``, ``folder``, ``csv``), or the folder of the set's files, or the
+            argument of your own function. Empty: ``data``, for a published set. docs/data.md lists the files of each set.
         image_size: pixels along each side. Images of another size are resized bilinearly with antialiasing. 0: the
             native size, or the papers' size for a set of many sizes.
         modules: modules that may hold a function of your own. None: any.

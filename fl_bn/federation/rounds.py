@@ -199,7 +199,13 @@ class Rounds(Options):
     name: ClassVar[str] = "the round policy"
     prefix: ClassVar[str] = ""
 
-    clients: int = option(REQUIRED, "clients in the population; in simulation equal to options.num-supernodes", "1..100000", run=10)
+    clients: int = option(
+        REQUIRED,
+        "clients in the population, in simulation equal to options.num-supernodes",
+        "1..100000",
+        unset=0,
+        otherwise="one per file or folder in data-path, where each is a client (see partition), else 10",
+    )
     fraction: float = option(1.0, "fraction of the clients that train in a round", "(0, 1]")
     min_replies: float = option(0.5, "fraction of a cohort's replies that must be usable, else the round changes nothing", "0..1")
     max_failed: int = option(3, "failed rounds in a row that stop the run", ">= 1", key="max-failed-rounds")

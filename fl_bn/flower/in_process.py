@@ -70,6 +70,10 @@ class InProcessGrid(Grid):
         workers: Workers | None = None,
         pace: Pace | None = None,
     ) -> None:
+        if clients < 1:
+            raise ValueError(
+                f"clients must be 1 or more, but got {clients}: for fl-bn's own app, RunConfig.from_mapping(config).to_mapping() has them"
+            )
         self._app = app
         self._workers, self._pace = workers, pace
         self._run = Run(1)
@@ -225,7 +229,7 @@ def run_in_process(
 
     Raises:
         Exception: whatever the ServerApp raises.
-        ValueError: there is no app at an import path.
+        ValueError: there is no app at an import path, or ``clients`` is less than 1.
         TypeError: the object at an import path is no app of this kind.
     """
     server = _loaded(server_app, ServerApp)

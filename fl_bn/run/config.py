@@ -14,6 +14,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fl_bn.data.dataset import PER_SITE
 from fl_bn.exchange.settings import Certificates, ExchangeSettings
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.clipping import STEP, chosen
@@ -39,8 +40,10 @@ from fl_bn.support.client_names import ClientNames, nodes_of, sites_of
 from fl_bn.support.names import short, unknown
 from fl_bn.support.registered_nodes import registered_nodes
 from fl_bn.support.user_code import import_extensions
+from fl_bn.task import AUTO
 
 T = TypeVar("T")
+CLIENTS = 10  # the number of clients where nothing says otherwise
 SITES = "sites"  # the value of ``dataset`` for which every client brings its own data
 FEDTAN = ("fedtan", "fedtan2", "fedavg-alg2")
 REGISTRIES: dict[str, Mapping[str, object]] = {"method": METHODS, "objective": OBJECTIVES, "server-optimizer": SERVER_OPTIMIZERS}
@@ -79,6 +82,8 @@ class RunConfig(RunKeys):
         for name, field in FIELDS.items():
             object.__setattr__(self, field, values.pop(name))
         object.__setattr__(self, "options", tuple(values.items()))
+        given = [name for name, key in keys.items() if self[name] != key.default]
+        self._decide_clients()
         if self.name and (self.name != self.name.strip() or not re.fullmatch(FOLDER, self.name) or not self.name.isprintable()):
             raise ConfigError(
                 f"name must be a plain file name of printable characters that starts with no '.', '-' or '~', but got {short(self.name)}"
@@ -126,7 +131,25 @@ class RunConfig(RunKeys):
             raise
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        check_used(self, {name: key.default for name, key in keys.items()}, REGISTRIES, general_options())
+        check_used(self, given, REGISTRIES, general_options())
+
+    def _decide_clients(self) -> None:
+        """Decide ``partition`` and ``clients`` where the user left them open. Data that are given per site are clients, one per site."""
+        try:
+            sites = PER_SITE[self.dataset](self.data_path) if self.dataset in PER_SITE else []
+        except OSError as error:
+            raise ConfigError(str(error)) from error
+        per_site = len(sites) - bool(self.hold_out) + self.byzantine if len(sites) > 1 else 0
+        if self.partition == AUTO and self.dataset != SITES:
+            if per_site and (self.shifts or self.clients not in (0, per_site)):
+                key, wrong = ("shifts", "shifts would mix them") if self.shifts else ("clients", f"clients={self.clients}")
+                raise ConfigError(
+                    f"data-path names {len(sites)} files or folders, each of which is a client, so the run has {per_site} clients, but "
+                    f"{wrong}: leave out {key}, or name a partition, which divides all samples anew"
+                )
+            object.__setattr__(self, "partition", "natural" if per_site else "classes")
+        if not self.clients:
+            object.__setattr__(self, "clients", per_site if per_site and self.partition == "natural" else CLIENTS)
 
     @cached_property
     def without_effect(self) -> frozenset[str]:

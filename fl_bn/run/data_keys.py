@@ -94,8 +94,8 @@ class DataKeys:
     )
     data_path: str = own_data(
         "",
-        "where the data are: a folder of a public data set, of images or of CSV files; npz or CSV files separated by commas (each is a "
-        "domain); or the argument of package.module:function",
+        "where the data are: a folder of a public data set, of images or of CSV files; npz files, image folders or CSV files of several "
+        "sites, separated by commas (each is a domain, and a client: see partition); or the argument of package.module:function",
         "path",
     )
     image_size: int = option(0, "side in pixels to which images are resized; 0: the data set's own size", "0..4096")
@@ -119,7 +119,12 @@ class DataKeys:
         "standardise images by the published mean and standard deviation of this data set; none: 0..255 becomes -1..1",
         ("none", *STANDARDS),
     )
-    partition: str = own_data("classes", "how the training data are split over the clients", KINDS)
+    partition: str = own_data(
+        AUTO,
+        "how the training data are split over the clients; auto: natural, where data-path names several files or folders, so that each is "
+        "a client; else classes",
+        (AUTO, *KINDS),
+    )
     partition_parameter: float = option(
         1.0,
         "classes, table: number of classes per client; dirichlet, domain-dirichlet: concentration; similarity: share of each client's "

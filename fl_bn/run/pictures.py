@@ -378,6 +378,7 @@ def lines(text: str, width: int) -> str:
 def partition_in_words(config: RunConfig) -> str:
     """Return a text that says how the data of a run are divided among the clients, such as ``Dirichlet(0.1)``."""
     kind = {
+        "auto": "each its own data",
         "iid": "IID",
         "classes": f"{config.partition_parameter:g} class{'' if config.partition_parameter == 1 else 'es'} each",
         "dirichlet": f"Dirichlet({config.partition_parameter:g})",

@@ -103,8 +103,8 @@ def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output:
 
 def elsewhere(config: RunConfig) -> str:
     """Return the ``flwr run`` command for the same run as a simulation on Ray. A deployment can use the command's run config, too."""
-    default = RunConfig().to_mapping()
-    keys = {k: v for k, v in config.to_mapping().items() if v != default[k] and k not in ("name", "output", "resume")}
+    default = RunConfig.keys()
+    keys = {k: v for k, v in config.to_mapping().items() if v != default[k].default and k not in ("name", "output", "resume")}
     line = f"flwr run . --run-config {shlex.quote(flower_config(keys))}"
     if config.clients != RunConfig().clients:
         line += f" {federation_config({'num-supernodes': config.clients})}"

@@ -8,13 +8,13 @@ pyproject.toml to a run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from fl_bn.data.partition import BY_DOMAIN, PARAMETRISED
 from fl_bn.methods import METHODS, Method
 from fl_bn.models import is_torchvision
-from fl_bn.options import Option, Used, Value, in_config, method_where, options_by_key, used_with
+from fl_bn.options import Option, Used, in_config, method_where, options_by_key, used_with
 from fl_bn.robust.attacks import ATTACKS, LABEL_FLIP, STRENGTHS
 from fl_bn.roles import Role
 from fl_bn.run.errors import ConfigError
@@ -60,12 +60,12 @@ def conditions(config: Any, registries: Registries, general: Mapping[str, Option
     return {key: used for key, used in uses.items() if used is not None}
 
 
-def check_used(config: Any, defaults: Mapping[str, Value], registries: Registries, general: Mapping[str, Option]) -> None:
+def check_used(config: Any, given: Collection[str], registries: Registries, general: Mapping[str, Option]) -> None:
     """Check that every key that the user set has an effect in the run.
 
     Args:
         config: The run config.
-        defaults: The default of every key. A key with another value was set by the user.
+        given: The keys that the user set.
         registries: For each key that chooses an entry by name, such as ``method``, the registry: name -> constructor.
         general: The options of all general keys, by key.
 
@@ -75,7 +75,7 @@ def check_used(config: Any, defaults: Mapping[str, Value], registries: Registrie
     refused = {
         key: refusal(config, key, unmet)
         for key, used in conditions(config, registries, general).items()
-        if config[key] != defaults[key] and (unmet := used.unmet(config))
+        if key in given and (unmet := used.unmet(config))
     }
     if refused:
         raise HasNoEffect(refused)

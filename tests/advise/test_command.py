@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from fl_bn.advise import regimes
 from fl_bn.cli.advise import advise
 from tests.advise.made_up import MAP
-from tests.experiment.small_data import small_config, small_npz
+from tests.experiment.small_data import small_config, small_npz, small_sites
 from tests.listed import listed
 
 app = typer.Typer()
@@ -60,6 +60,25 @@ def test_data_are_named_as_an_argument(tmp_path: Path, how: str) -> None:
     )
     assert code == 0, said
     assert json.loads((tmp_path / "out" / "advice.json").read_text())["measured"]["middle"] == 12  # the default: a class each
+
+
+@pytest.mark.parametrize("spelling", ["list", "arguments"])
+def test_each_of_several_files_is_a_client_and_their_cameras_are_a_shift_of_features(tmp_path: Path, spelling: str) -> None:
+    files = small_sites(tmp_path)
+    data = [",".join(files)] if spelling == "list" else files
+    found = {}
+    for keys in ("", "clients=5", "partition='classes' clients=10"):
+        code, said = called(*data, "--run-config", f"model='mlp' batch-size=32 {keys}", "--output", str(tmp_path / "out"))
+        assert code == 0, said
+        advice = json.loads((tmp_path / "out" / "advice.json").read_text())
+        found[keys] = (advice["measured"]["clients"], advice["nearest"], advice["measured"]["label_skew"])
+    assert found == {
+        "": (5, "domains", 0.0),
+        "clients=5": (5, "domains", 0.0),
+        "partition='classes' clients=10": (10, "one class", 1.0),  # control: a partition that is named divides all samples anew
+    }
+    code, said = called(*data, "--run-config", "clients=10", "--output", str(tmp_path / "out"))
+    assert (code, "data-path names 5 files or folders, each of which is a client" in " ".join(said.split())) == (2, True)
 
 
 def test_a_method_that_the_run_config_does_not_allow_is_left_out(tmp_path: Path) -> None:

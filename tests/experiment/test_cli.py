@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from fl_bn.cli.main import app
 from fl_bn.methods import METHODS
 from fl_bn.run.config import RunConfig
 from fl_bn.run.keys import table
+from tests.experiment.small_data import small_sites
 from tests.integration.runs import TINY
 
 
@@ -103,6 +105,22 @@ def test_compare_refuses_a_wrong_variant_before_it_starts(variant: str, message:
     assert result.exit_code == 2
     assert message in said(result)
     assert not (tmp_path / "x").exists()
+
+
+def test_run_and_compare_take_each_of_several_files_as_a_client(tmp_path: Path) -> None:
+    keys = f"dataset='npz' data-path='{','.join(small_sites(tmp_path))}' model='mlp' rounds=1 local-steps=1 device='cpu'"
+    ran = command("run", "--run-config", f"{keys} pictures=false output='{tmp_path}' name='run'")
+    assert ran.exit_code == 0, ran.output
+    compared = command("compare", "--methods", "fedavg", "--seeds", "1", "--jobs", "1", "--output", str(tmp_path), "--run-config", keys)
+    assert compared.exit_code == 0, compared.output
+    for folder in ("run", "runs/fedavg-seed0"):
+        made = tomllib.loads((tmp_path / folder / "config.toml").read_text())
+        assert (made["clients"], made["partition"]) == (5, "natural")
+        assert len((tmp_path / folder / "clients.csv").read_text().splitlines()) == 1 + 5
+    for name in ("run", "compare"):
+        refused = command(name, "--run-config", f"{keys} clients=4")
+        assert "so the run has 5 clients, but clients=4: leave out clients, or name a partition" in said(refused)
+        assert refused.exit_code == 2
 
 
 def test_layers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from itertools import product
 from pathlib import Path
 
 import matplotlib.image
@@ -16,7 +17,10 @@ from fl_bn.run.assembly import dataset, partitions
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.partition_report import write
 from fl_bn.run.pictures import draw_labels
-from tests.experiment.small_data import small_config
+from fl_bn.sweep.file import parse
+from tests.data.test_folder import draw
+from tests.experiment.small_data import small_config, small_sites
+from tests.experiment.test_tables import hospital
 
 app = typer.Typer()
 app.command()(partition)
@@ -49,6 +53,34 @@ def test_one_line_per_client_without_domains(tmp_path: Path) -> None:
     assert [(row["client"], row["domain"]) for row in rows] == [(str(client), "") for client in range(4)]
     assert [sum(int(row[f"class-{c}"]) > 0 for c in range(4)) for row in rows] == [2] * 4
     assert picture.name == "labels.png"
+
+
+@pytest.mark.parametrize("kind", ["npz", "folder", "csv", "a folder of csv"])
+def test_what_is_given_per_site_is_a_client_and_is_never_cut_up(kind: str, tmp_path: Path) -> None:
+    if kind == "npz":
+        sites = small_sites(tmp_path)
+    elif kind == "folder":
+        sites = [str(tmp_path / f"site{number}") for number in range(5)]
+        for site, split, name in product(range(5), ("train", "test"), ("cat", "dog")):
+            draw(Path(sites[site]) / split / name / "a.png", (50 * site, 0, 0), (4, 4))
+    else:
+        sites = [str(hospital(tmp_path / "all", number)) for number in range(5)]
+    path = str(tmp_path / "all") if kind == "a folder of csv" else ",".join(sites)
+    keys = {"dataset": kind.split()[-1], "data-path": path, "model": "mlp"}
+    by_default = {name: key.default for name, key in RunConfig.keys().items()}  # as Flower gives a run all of them
+    (cell,) = parse({"title": "sites", "run": keys, "axes": {"method": {"BN": {"method": "fedavg"}}}}, "x", "", "", {}).cells(tmp_path)
+    for config in (RunConfig.from_mapping(keys), RunConfig.from_mapping({**by_default, **keys}), cell.config):
+        domains = dataset(config).domain_train
+        assert domains is not None
+        assert config.clients == 5
+        assert [part.tolist() for part in partitions(config)] == [(domains == site).nonzero()[:, 0].tolist() for site in range(5)]
+    assert RunConfig.from_mapping({**keys, "hold-out": dataset(config).domains[2]}).clients == 4
+    assert RunConfig.from_mapping({**keys, "byzantine": 1, "attack": "foe"}).clients == 6  # the attacker has a copy
+    assert [RunConfig.from_mapping({**keys, "partition": name}).clients for name in ("natural", "iid")] == [5, 10]
+    assert RunConfig.from_mapping({**keys, "data-path": sites[0]}).clients == 10
+    for wrong in ({"clients": 4}, {"clients": 10}, {"shifts": "none,invert"}):
+        with pytest.raises(ConfigError, match="data-path names 5 files or folders, each of which is a client"):
+            RunConfig.from_mapping({**keys, **wrong})
 
 
 def test_domains_are_drawn_below_the_classes(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ SITES = {
     "image_size": SIDE,
     "rounds": 2,
     "evaluate_every": 1,
-    "partition": "classes",
+    "partition": "auto",
 }
 
 
