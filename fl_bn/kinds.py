@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -67,4 +68,17 @@ def is_plain(layer: _BatchNorm) -> bool:
     """Return whether ``layer`` computes what torch's BatchNorm does, and nothing else."""
     if "forward" in vars(layer):  # set on this object
         return False
-    return type(layer).forward is _BatchNorm.forward or type(layer) is nn.SyncBatchNorm
+    return type(layer).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+def spatial_dimensions(layer: _BatchNorm) -> tuple[int, ...]:
+    """Return the numbers of spatial dimensions, up to 3, that the layer's own check of its inputs allows. Empty: it has no check."""
+    return tuple(d for d in range(4) if _takes(layer, d))
+
+
+def _takes(layer: _BatchNorm, spatial: int) -> bool:
+    try:
+        layer._check_input_dim(torch.empty(2, layer.num_features, *[1] * spatial))
+    except (ValueError, RuntimeError, AssertionError):  # a check of a user's own class may be an assertion
+        return False
+    return True

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn.composed import Composed, Unconvertible, composed
 from fl_bn.hybrid import inside_transform, mixture, normalise, plain
+from fl_bn.kinds import spatial_dimensions
 from fl_bn.moments import Moments, channel_moments
 from fl_bn.roles import batch_norms
 
@@ -139,8 +140,7 @@ class SharedNorm(OwnBatchNorm):
         if layer.running_mean is not None and layer.momentum is None:
             raise Unconvertible("momentum=None (cumulative average) has no federated counterpart: give a number, e.g. 0.1")
         new = super().from_batch_norm(layer)
-        known = {nn.BatchNorm1d: (0, 1), nn.BatchNorm2d: (2,), nn.BatchNorm3d: (3,)}
-        new.spatial = next((dims for kind, dims in known.items() if isinstance(layer, kind)), ())
+        new.spatial = spatial_dimensions(layer)
         return new
 
     @property

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn.composed import Unconvertible
+from fl_bn.kinds import is_plain
 from fl_bn.layers import FederatedBatchNorm, HybridBatchNorm, InstanceNorm, group_norm
 
 SHAPES = [(5, 3), (4, 3, 6), (4, 3, 5, 2), (2, 3, 2, 3, 4)]
@@ -95,6 +96,21 @@ def test_wrong_shapes_say_what_was_expected(kind: type[FederatedBatchNorm]) -> N
     ):
         with pytest.raises(ValueError, match=rf"{kind.__name__} expects an input {wanted}"):
             layer(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_the_layer_s_own_check_decides_which_shapes_it_takes(kind: type[FederatedBatchNorm]) -> None:
+    class Any2d(nn.BatchNorm2d):
+        def _check_input_dim(self, input: Tensor) -> None:
+            assert input.dim() in (3, 4)
+
+    class Synced(nn.SyncBatchNorm):
+        pass
+
+    x = torch.randn(4, 3, 5)
+    assert all(is_plain(of(3)) and kind.from_batch_norm(of(3))(x).shape == x.shape for of in (Any2d, Synced))
+    with pytest.raises(ValueError, match=r"expects an input \(B, 3, \*\) or \(B, 3, \*, \*\)"):
+        kind.from_batch_norm(Any2d(3))(x[..., 0])
 
 
 def test_a_batch_of_one() -> None:

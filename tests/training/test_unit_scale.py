@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
+from fl_bn import Federation
 from fl_bn.conversion import convert
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.local import Samples
@@ -127,6 +129,20 @@ def test_a_run_starts_on_unit_scale(tiny_clients: Clients) -> None:
         close = np.allclose(first.grid.train(1)[0]["weights"]["0.weight"], scaled * sent["weights"]["0.weight"], rtol=1e-5)
         assert close is bool(scaled)
         assert first.strategy.shared.scales == (dict.fromkeys(("1", "5"), scaled) if scaled else {})
+
+
+def test_sync_batch_norm_trains_like_the_layer_that_it_replaced() -> None:
+    """Before, the rule asked for ``nn.BatchNorm1d`` behind a linear layer."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(300, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    clients = [[(x, (x[:, 0] > 0).long()) for x in torch.randn(2, 16, 300)] for _ in range(3)]
+
+    def losses(network: nn.Module, unit_scale: bool = True) -> list[float]:
+        return [record.loss for record in Federation(network, METHODS["fbn"](), clients, unit_scale=unit_scale, progress=False).run(3)]
+
+    synced = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(net))
+    assert losses(synced) == losses(net)
+    assert losses(synced) != losses(synced, unit_scale=False)  # control
 
 
 def on_unit_scale_of(model: nn.Module) -> dict[str, np.ndarray]:
