@@ -16,11 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 Average = Callable[[Tensor, Tensor], Tensor]
 """A function ``(values (n, d), counts (n,)) -> (d,)`` that combines the values of n clients into one vector."""
 
@@ -42,6 +43,17 @@ def bounds(dtype: torch.dtype) -> tuple[float, float]:
     """
     largest = torch.finfo(dtype).max
     return math.sqrt(largest) / 4, largest / 2
+
+
+def ordinary(x: T) -> T:
+    """Return a tensor of a subclass, such as MONAI's ``MetaTensor``, as one of torch's own class. Return anything else unchanged.
+
+    A subclass may handle a batch's metadata in every operation, and statistics and metrics of the batch have none. Subclasses
+    with a ``__torch_dispatch__`` of their own (DTensor, tensors of a trace) cannot be separated from it, and stay as they are.
+    """
+    if type(x) is Tensor or not isinstance(x, Tensor) or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return x
+    return x.as_subclass(Tensor)  # type: ignore[return-value]
 
 
 class Running(NamedTuple):
@@ -69,6 +81,7 @@ def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         The mean (C,) and the biased variance (C,). Gradients flow through both.
     """
+    x = ordinary(x)
     if x.dtype in (torch.float16, torch.bfloat16):
         x = x.float()
     dims = [0, *range(2, x.dim())]

@@ -63,7 +63,8 @@ class LayerOrder:
     def at(cls, model: nn.Module, inputs: Inputs, forward: Forward) -> LayerOrder:
         """Make the ``LayerOrder`` of ``model`` by one forward pass. ``model`` stays unchanged.
 
-        The pass takes two samples of the first batch. If a batch is not a single tensor, the pass takes the whole batch.
+        The pass takes two samples of the first batch. If a batch is not a single tensor of torch's own class, the pass takes the
+        whole batch.
 
         Args:
             model: The network.
@@ -73,7 +74,7 @@ class LayerOrder:
         batch = next(iter(inputs()), None)
         if batch is None:
             return cls("there is no batch to measure")
-        few = batch[:2] if isinstance(batch, Tensor) else batch
+        few = batch[:2] if type(batch) is Tensor else batch
         order, largest = list[str](), 0
 
         def reached(layer: str, x: Tensor) -> None:

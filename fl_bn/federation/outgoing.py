@@ -16,7 +16,7 @@ from fl_bn.federation.divergence import BAD_INPUTS
 from fl_bn.federation.payload import Named, Sections, encode_moments
 from fl_bn.federation.values import ClientState
 from fl_bn.methods import StatisticsReport
-from fl_bn.moments import Moments
+from fl_bn.moments import Moments, ordinary
 from fl_bn.objectives import CONTROL, Finish
 from fl_bn.roles import Role
 
@@ -52,7 +52,7 @@ def sections_to_send(round: LocalRound, gradients: Named, finish: Finish, moment
         sources[CONTROL] = {n: torch.zeros_like(state[n]) for n in expected[CONTROL]} | dict(finish.sent)
     sources |= round.momentum.to_send(state)
     own = partial(Tensor.to, device="cpu", copy=True, memory_format=torch.contiguous_format)
-    sections = {k: {n: own(sources[k][n].detach()) for n in expected[k]} for k in expected if k != "moments"}
+    sections = {k: {n: own(ordinary(sources[k][n].detach())) for n in expected[k]} for k in expected if k != "moments"}
     return sections | ({"moments": complete_moments(round, moments)} if "moments" in expected else {})
 
 
@@ -68,7 +68,7 @@ def state_to_keep(round: LocalRound, gradients: Named, finish: Finish, client: i
         client: The client's number, for the log.
     """
     state, role = round.state, round.network.role
-    local = {name: state[name].clone() for name in role if round.method.keeps(role[name])}
+    local = {name: ordinary(state[name]).clone() for name in role if round.method.keeps(role[name])}
     sections: dict[str, dict[str, Tensor]] = {"local": local} if local else {}
     if gradients and round.settings.momentum > 0:
         sections["momentum"] = dict(gradients)

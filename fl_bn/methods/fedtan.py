@@ -35,7 +35,7 @@ from fl_bn.exchange.call import Answer, Exchange, Key, Quantity
 from fl_bn.layers import SharedNorm
 from fl_bn.methods.fedavg import combine
 from fl_bn.methods.method import Method, Phase, StatisticsReport, freeze, freeze_after, frozen_rate
-from fl_bn.moments import channel_moments
+from fl_bn.moments import channel_moments, ordinary
 from fl_bn.observation import eagerly, in_backward, is_traced
 from fl_bn.options import Options, option, takes
 
@@ -249,7 +249,7 @@ class _Normalise(torch.autograd.Function):
         x, weight_C, mean_C, var_C = ctx.saved_tensors
         dims, shape = [0, *range(2, x.dim())], (1, -1, *([1] * (x.dim() - 2)))
         scale_C = torch.rsqrt(var_C + ctx.eps)
-        centred, grad_wide = x - mean_C.view(shape), grad.to(mean_C.dtype)
+        centred, grad_wide = ordinary(x) - mean_C.view(shape), grad.to(mean_C.dtype)
         sum_C, sum_centred_C = grad_wide.sum(dims), (grad_wide * centred).sum(dims)
         affine_C = scale_C if weight_C is None else scale_C * weight_C
         g_mean_C = -affine_C * sum_C

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
+from fl_bn.moments import ordinary
 from fl_bn.task.objects import compute, fresh, update
+from fl_bn.task.targets import changed
 
 if TYPE_CHECKING:
     from fl_bn.task.task import Task
@@ -45,6 +47,7 @@ class MetricState:
         count = self.task.count(targets)
         self.total += float(self.task.loss(output, targets)) * count if count else 0.0  # the mean over no label may be NaN
         self.count += count
+        output, targets = changed((output, targets), ordinary)
         for name, value in self.task.sums(output, targets).items():
             value = torch.as_tensor(value)
             value = value.to(torch.float64 if value.is_floating_point() else torch.int64)

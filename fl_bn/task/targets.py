@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -45,15 +45,18 @@ def alike(task: str, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Copy a batch to ``device``: a tensor, or a tuple, list or dict of tensors, which may be nested."""
+    return changed(batch, lambda part: part.to(device))
+
+
+def changed(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a batch with ``change`` applied to each tensor: a tensor, or a tuple, list or dict of tensors, which may be nested."""
     if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, PackedSequence):
-        return batch.to(device)  # type: ignore[arg-type]  # torch's stubs know a dtype only
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, tuple | list):
-        return (tuple if isinstance(batch, tuple) else list)(to_device(value, device) for value in batch)
-    return batch.to(device) if isinstance(batch, Tensor) else batch
+        return {key: changed(value, change) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields") and not isinstance(batch, PackedSequence):
+        return type(batch)(*(changed(value, change) for value in batch))
+    if isinstance(batch, tuple | list) and not isinstance(batch, PackedSequence):
+        return (tuple if isinstance(batch, tuple) else list)(changed(value, change) for value in batch)
+    return change(batch) if isinstance(batch, Tensor | PackedSequence) else batch
 
 
 def batch_size(inputs: Any, targets: Any) -> int:
