@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import copy
+import logging
+import math
 import re
+import threading
+import warnings
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -17,6 +22,10 @@ if TYPE_CHECKING:
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*-?")
 """The pattern of a metric's name. A name that ends in "-" stands for a series, such as one value per class."""
 Own = TypeVar("Own", bound="Task")
+LOGGER = logging.getLogger("flwr")
+UNDEFINED = re.compile(r".*(undefined|ill-defined|not defined|meaningless|Returns 0|0/0)", re.DOTALL)
+"""Matches the warnings with which torchmetrics and scikit-learn return a placeholder, because the data do not define a metric."""
+_WATCHING = threading.RLock()  # Python's filters of warnings are those of all threads
 
 
 @runtime_checkable
@@ -94,14 +103,14 @@ def update(objects: Mapping[str, MetricObject], output: Any, targets: Any) -> No
 
 
 def compute(objects: Mapping[str, MetricObject]) -> dict[str, float]:
-    """Return name -> value of every metric object.
+    """Return name -> value of every metric object; NaN where the object warns that its value is undefined.
 
     Raises:
         ValueError: A value is not one number.
     """
     values = {}
     for name, metric in objects.items():
-        computed = metric.compute()
+        computed = _computed(name, metric)
         try:
             value = torch.as_tensor(computed)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -119,3 +128,29 @@ def compute(objects: Mapping[str, MetricObject]) -> dict[str, float]:
             raise ValueError(f"metric {name!r} must compute one real number, but computed {computed}: return its real part or its size")
         values[name] = float(value)
     return values
+
+
+def _computed(name: str, metric: MetricObject) -> Any:
+    """Return the metric's value. Return NaN if it warns (``UNDEFINED``), even where such a warning is ignored or raised as an error."""
+    here, why = threading.get_ident(), list[str]()
+    with _WATCHING, warnings.catch_warnings():
+        shown = warnings.showwarning
+
+        def show(message: Warning | str, *where: Any, **how: Any) -> None:
+            if threading.get_ident() == here and UNDEFINED.match(str(message)):
+                why.append(str(message))
+            else:
+                shown(message, *where, **how)
+
+        warnings.showwarning = show
+        warnings.filterwarnings("always", UNDEFINED.pattern, UserWarning)
+        value = metric.compute()
+    if why:
+        _say(name, why[0])
+    return math.nan if why else value
+
+
+@cache
+def _say(name: str, why: str) -> None:
+    """Log why a metric is NaN, once in a process."""
+    LOGGER.warning("metric %r is NaN, and counts in no mean, where its object warns: %s", name, why)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_bn import Classification, Federation, MultiLabel, SeededBatches, methods
+from fl_bn import Classification, Federation, MultiLabel, SeededBatches, methods, per_client
 from fl_bn.federation.local import evaluate
-from fl_bn.task import MetricState, extended
+from fl_bn.task import ClassificationAUC, MetricState, extended
 
 torchmetrics = pytest.importorskip("torchmetrics.classification")
 
@@ -133,3 +135,36 @@ def test_sets_of_labels_take_them_too() -> None:
     state = extended(MultiLabel(), metrics={"auc": torchmetrics.MultilabelAUROC(4)}).state()
     state.update(output, targets)
     assert state["auc"] == pytest.approx(float(torchmetrics.MultilabelAUROC(4)(output, targets)))
+
+
+@pytest.mark.parametrize("action", ["error", "ignore", "default"])
+def test_a_placeholder_of_torchmetrics_is_missing_like_the_auc_of_the_task(action: Any) -> None:
+    """Before, the mean had a 0 for the client with one class, or ended in torchmetrics' warning."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+    clients = [[(x.float(), y.clamp(max=most))] for most, (x, y) in zip((0, 1, 1), (data(24, seed) for seed in range(3)), strict=True)]
+    metrics = {"exact": torchmetrics.MulticlassAUROC(2), "ap": torchmetrics.MulticlassAveragePrecision(2)}
+    given = {"task": ClassificationAUC(), "metrics": metrics, "test": per_client(clients), "progress": False}
+    fed = Federation(net, methods.fbn(), clients, **given)
+    with warnings.catch_warnings():
+        warnings.simplefilter(action)
+        (record,) = fed.run(1)
+    for name in ("auc", *metrics):
+        missing, *others = (own[name] for own in record.client_evaluation.values())
+        assert np.isnan(missing)
+        assert record.evaluation[name] == pytest.approx(np.mean(others))
+        assert np.mean(others) != pytest.approx(np.mean([0, *others]), rel=0.1)  # control
+
+
+def test_warnings_of_other_threads_and_about_other_things_are_left_as_they_are() -> None:
+    class Warns(Vector):
+        def compute(self) -> Tensor:
+            other = threading.Thread(target=warnings.warn, args=("undefined, in another thread",))
+            other.start()
+            other.join()
+            warnings.warn("the metric will change in the next version", stacklevel=1)
+            return torch.ones(())
+
+    state = batches(data(5, 0), task=extended(Classification(), metrics={"n": Warns()}))
+    with pytest.warns(UserWarning, match="in another thread"), pytest.warns(UserWarning, match="the metric will change"):
+        assert state["n"] == 1
