@@ -97,7 +97,7 @@ def recommendation(found: Sequence[Regime], folder: str) -> str:
         above = "" if plain else f"{regime.above(best):+.1f}"
         beside = ", ".join(f"{_link(name, folder)} ({regime.above(name):+.1f})" if plain else _link(name, folder) for name in others)
         lines.append(f"| {regime.problem} | {_link(first, folder)} | {above} | {_beside(regime, plain, beside)} |")
-    return "\n".join([*lines, "", *_read(found)]) + "\n"
+    return "\n".join([*lines, "", *_read(found, folder)]) + "\n"
 
 
 def _beside(regime: Regime, plain: bool, others: str) -> str:
@@ -106,8 +106,8 @@ def _beside(regime: Regime, plain: bool, others: str) -> str:
     return f"{one}{nothing if plain else others}".removesuffix("; ")
 
 
-def _read(found: Sequence[Regime]) -> list[str]:
-    """Return the sentences below the table: how many rounds, seeds, methods and rates were run, and what is not run yet."""
+def _read(found: Sequence[Regime], folder: str) -> list[str]:
+    """Return the sentences below the table: how many rounds, seeds, methods and rates were run, and what is older or not run yet."""
     methods = [name for name in METHODS if any(name in regime.methods for regime in found)]
     missing = [name for name in METHODS if name not in methods]
     open_ = len(REGIMES) - len(found)
@@ -120,6 +120,8 @@ def _read(found: Sequence[Regime]) -> list[str]:
         "The rates were chosen on validation samples of the clients, never on test data."
         + (f" Not run yet: {', '.join(missing)}." if missing else "")
         + (f" {open_} of {len(REGIMES)} problems are not run yet." if open_ else ""),
+        "The runs of `fixbn` are older than its present default, which learns more after the freeze "
+        f"([figures]({folder}fixbn.md#the-calendar)).",
     ]
 
 
