@@ -169,13 +169,13 @@ class Claim:
         samples: The samples that a client of the paper trains on, in each phase; used if the batches have several
             sizes.
         client_samples: The training samples of a client in this project's runs; needed if these runs count local epochs.
-        seeds: How many seeds decide a comparison; 0: the number in the rules.
         resampled: The number of test samples per training sample, if every seed divides the same samples anew; 0: all
             seeds have the same test samples.
         rates: The variant of the experiment that tries several learning rates; empty: there is no such variant.
         untestable: Why this project cannot test the claim; empty if it can.
         exact: The test of this project that reproduces the paper's numbers exactly; empty: there is no such test.
         cause: Why this project's result differs from the paper's, in words.
+        headline: Which of the comparisons represents the claim in overviews: 1 stands for the first.
         compare: The comparisons that decide the claim.
     """
 
@@ -189,12 +189,12 @@ class Claim:
     epochs: tuple[float, ...] = ()
     samples: tuple[float, ...] = ()
     client_samples: float = 0.0
-    seeds: int = 0
     resampled: float = 0.0
     rates: str = ""
     untestable: str = ""
     exact: str = ""
     cause: str = ""
+    headline: int = 1
     compare: tuple[Comparison, ...] = ()
 
     @property
@@ -309,6 +309,8 @@ def _claim(table: Mapping[str, Any]) -> Claim:
         )
     if not (made.compare or made.untestable or made.exact):
         raise ConfigError(f"{FILE}: {where} needs one of the keys 'compare' (comparisons), 'untestable' (a reason) and 'exact' (a test)")
+    if made.compare and not 1 <= made.headline <= len(made.compare):
+        raise ConfigError(f"{FILE}: {where}: headline must be 1..{len(made.compare)}, but got {made.headline}")
     for one in made.compare:
         if one.within is not None:
             raise ConfigError(f"{FILE}: {where}: {one}: 'within' is only for questions in [[own]]: write near = true and a margin instead")

@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 from fl_bn.report.pictures import Picture
 from fl_bn.run.palette import COLOURS, QUIET
 
-STATES = (COLOURS[2], COLOURS[4], QUIET, QUIET)  # colours of comparisons that held, are contradicted, are undecided, and are not at scale
-MARKS = ("o", "o", "o", "x")
+# Colours and marks of comparisons that held, are contradicted, are smaller than the paper's, are undecided, and are not at scale.
+STATES = (COLOURS[2], COLOURS[4], COLOURS[0], QUIET, QUIET)
+MARKS = ("o", "o", "o", "o", "x")
 INK = "black"  # the colour of the paper's difference
 LINEAR = 10  # points; the axis is linear up to this value, and logarithmic beyond it
 TICKS = (-50, -20, -10, -5, 0, 5, 10, 20, 50)
@@ -42,7 +43,7 @@ class Difference:
     exact: bool = True
 
 
-def differences(name: str, groups: Mapping[str, Sequence[Difference]], states: tuple[str, str, str, str]) -> Picture:
+def differences(name: str, groups: Mapping[str, Sequence[Difference]], states: tuple[str, str, str, str, str]) -> Picture:
     """Make the picture of all differences, one line for each, below the name of its group.
 
     Args:

@@ -13,10 +13,11 @@ from statistics import median
 
 from experiments.catalogue import FOLDER, Experiment, find, study
 from experiments.claims import FILE, LEAST, VARIANT, Claim, Own, Place, Register, Rules, Side, read_register
-from experiments.judging import MISSING, Outcome, answer, needed, reasons, verdict
+from experiments.judging import MISSING, Outcome, answer, reasons, verdict
 from experiments.kept import ANY_DATA, Kept, cells_of, finished, in_ways, keep, load, measured, own_config
 from experiments.scale import too_short
 from fl_bn.options import Value
+from fl_bn.report.cells import Cell as Shown
 from fl_bn.report.page import Report
 from fl_bn.report.settings import SEED, Settings, parse_settings
 from fl_bn.report.write import report_of
@@ -69,11 +70,11 @@ class Runs:
         return sum(median(of[settings]) if settings in of else usual for settings in waiting) / 3600
 
     @property
-    def places(self) -> set[tuple[str, str]]:
-        """Return the (row, column) pairs that the table would have if all cells were finished."""
+    def places(self) -> Mapping[tuple[str, str], Sequence[Shown]]:
+        """Return (row, column) -> the cells at this place of the table; those without a result have no rows."""
         empty = [Kept(cell.config.name, cell.axes, own_config(cell.config), "", 0.0, ()) for cell in self.missing]
         report = report_of(self.settings, [one.shown() for one in (*self.kept, *empty)], "")
-        return set(report.layout.groups)
+        return report.layout.groups
 
     def values(self, side: Side, metric: str) -> dict[str, float]:
         """Return the metric's value on one side of a comparison, by seed.
@@ -152,12 +153,8 @@ class Tested:
 
     @property
     def main(self) -> Outcome | None:
-        """Return the comparison that represents the claim in the overview.
-
-        This is the first comparison with results, or else the first comparison; None if the claim has no comparisons.
-        """
-        ran = [one for one in self.outcomes if one.state != MISSING]
-        return next(iter((*ran, *self.outcomes)), None)
+        """Return the comparison that represents the claim in overviews; None if the claim has no comparisons."""
+        return self.outcomes[self.claim.headline - 1] if self.outcomes else None
 
     @property
     def anchor(self) -> str:
@@ -233,7 +230,7 @@ def _outcomes(of: Claim | Own, runs: Runs, register: Register) -> tuple[Outcome,
                 one,
                 tuple(left[seed] for seed in seeds),
                 tuple(right[seed] for seed in seeds),
-                needed=needed(of, rules) if isinstance(of, Claim) else LEAST,
+                needed=rules.seeds if isinstance(of, Claim) else LEAST,
                 collapse=rules.collapse if judged else math.inf,
                 limit=one.limit(rules.margin),
                 small=next(filter(None, small), ""),

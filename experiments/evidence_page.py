@@ -6,6 +6,7 @@ They show for each claim the paper's difference, this project's difference, and 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from experiments.catalogue import FOLDER
 from experiments.claims import Comparison
 from experiments.difference_pictures import Difference, differences
 from experiments.evidence import Runs, Tested, gather
-from experiments.judging import AGAINST, HELD, MISSING, NOT_AT_SCALE, NOT_RUN, OPEN, SMALL, UNTESTABLE, Outcome
+from experiments.judging import AGAINST, HELD, LESS, MISSING, NOT_AT_SCALE, NOT_RUN, OPEN, SMALL, UNTESTABLE, Outcome
 from experiments.marks import replaced
 from experiments.rates import in_words, tried
 from fl_bn.report.page import Answered, Compared, Statement, claim_page
@@ -21,6 +22,7 @@ from fl_bn.report.pictures import Picture
 from fl_bn.support import durable
 
 PAGE, PICTURE = "EVIDENCE.md", "evidence"
+AMENDED = ("bcaaa6b", "a81997a")  # commits that were amended after cells had run on them, so that the history lacks them
 HEAD = (
     "# Evidence",
     "",
@@ -29,6 +31,7 @@ HEAD = (
     "",
     "- **reproduced**: all of the paper's comparisons held. **mostly reproduced (k of n)**: more than half held, and none is contradicted.",
     "- **contradicted (k of n)**: so many came out the other way.",
+    "- **smaller than the paper's (k of n)**: so many show no difference, and would have shown one as large as the paper's.",
     "- **undecided**: too few seeds, or too much noise, to say.",
     "- **not at scale**: our runs are much shorter than the paper's, so they say nothing, whatever they show.",
     "- **not testable here**: no data. **not run yet**: no run.",
@@ -44,7 +47,7 @@ RULES = (
     "whose rate falls to nothing, as along a cosine, ends flat however short it is, and does not count as flat. Runs of a pair share",
     "data, division and initial weights. Where seeds divide the same subjects anew, the variance is corrected for their overlap",
     "(Nadeau and Bengio 2003). Elsewhere the test data are the same for all seeds. No correction is made for the number of",
-    "comparisons. Lines (l.) are those of the papers' texts.",
+    "comparisons. Lines (l.) are those of the papers' texts. A commit that was *since amended* is not in the history.",
     "",
     "This page is written from the files in `results`. No number of ours is typed by hand, and a test compares both.",
     "",
@@ -114,17 +117,29 @@ def markdown(claims: Sequence[Tested]) -> str:
 
 
 def short(claims: Sequence[Tested], page: str) -> str:
-    """Return the text for the README: a table of the claims that have results, and sentences with the numbers of claims.
+    """Return the text for the README: a table of what is decided, and sentences with the claims that are not.
 
     Args:
         claims: The claims with their results.
         page: The path of EVIDENCE.md, relative to the README.
     """
     run = [one for one in claims if one.was_run]
-    decided = [one for one in run if not one.verdict.startswith((OPEN, NOT_AT_SCALE))]
+    decided = [one for one in run if one.verdict not in (OPEN, NOT_AT_SCALE)]
     lines = [f"Of {len(claims)} claims of the five papers {len(run)} have runs here, and {len(decided)} are decided by them.", ""]
-    lines += ["| claim | verdict | the paper's difference | ours |", "|---|---|---|---|"]
-    lines += [_line(one, f"{page}#{one.anchor}", one.verdict) for one in run]
+    lines += ["| method | the paper says | we measured | so |", "|---|---|---|---|"]
+    for one in decided:
+        says = f"[{one.claim.id}]({page}#{one.anchor}) {one.claim.claim}. {_paper(one)}"
+        lines.append(f"| {_method(one)} | {says} | {_ours(one)} | {one.verdict} |")
+    for one in claims:  # questions of ours whose answer is against the method
+        for own, _, outcomes in one.own:
+            against = [f"{outcome.comparison}: {_measured(outcome)}" for outcome in outcomes if outcome.state == AGAINST]
+            if against:
+                lines.append(
+                    f"| {_method(one)} | [ours]({page}#{own.id}) {own.asks} | {'; '.join(against)} | {one.answer(own, outcomes)} |"
+                )
+    for verdict in (OPEN, NOT_AT_SCALE):
+        if alike := [one.claim.id for one in run if one.verdict == verdict]:
+            lines += ["", f"{verdict.capitalize()}: {', '.join(alike)}."]
     exact = [one.claim.id for one in claims if one.claim.exact]
     waiting = [one for one in claims if not one.was_run and not one.claim.exact]
     lines += ["", f"Exactly as in the paper: {', '.join(exact)}."] if exact else []
@@ -132,8 +147,8 @@ def short(claims: Sequence[Tested], page: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _line(one: Tested, link: str, verdict: str) -> str:
-    return f"| [{one.claim.id}]({link}) {one.claim.claim} | {verdict} | {_paper(one)} | {_ours(one)} |"
+def _method(one: Tested) -> str:
+    return one.experiment.paper.partition(" (")[0]
 
 
 def statement(one: Tested) -> Statement:
@@ -163,7 +178,7 @@ def picture(claims: Sequence[Tested]) -> Picture | None:
         for one in claims
     }
     groups = {name: rows for name, rows in groups.items() if rows}
-    return differences(PICTURE, groups, (HELD, AGAINST, OPEN, SMALL)) if groups else None
+    return differences(PICTURE, groups, (HELD, AGAINST, LESS, OPEN, SMALL)) if groups else None
 
 
 def _section(one: Tested) -> list[str]:
@@ -207,6 +222,9 @@ def _decided(one: Tested, bold: bool = False) -> str:
     said = f"Verdict: {one.verdict}."
     if one.claim.exact:
         return f"{f'**{said}**' if bold else said} The numbers are equal: `{one.claim.exact}`."
+    less = sum(outcome.state == LESS for outcome in one.outcomes)
+    if less and LESS not in one.verdict:
+        said += f" Smaller than the paper's: {less} of {len(one.outcomes)}."
     more = "; ".join(one.reasons)
     ending = "" if not more else f" {more}" if more.endswith(".") else f" Not decided: {more}."
     return (f"**{said}**" if bold else said) + ending
@@ -249,7 +267,11 @@ def _paper(one: Tested) -> str:
 def _ours(one: Tested) -> str:
     if one.main is None or not one.main.differences:
         return "equal" if one.claim.exact else "–"
-    return f"{_difference(one.main)}, n = {len(one.main.differences)}"
+    return _measured(one.main)
+
+
+def _measured(one: Outcome) -> str:
+    return f"{_difference(one)}, n = {len(one.differences)}"
 
 
 def _bold(verdict: str) -> str:
@@ -260,7 +282,8 @@ def _cells(runs: Runs | None) -> list[tuple[str, str]]:
     """Return a title and a text about the finished and the missing cells; an empty list without results."""
     if runs is None or not runs.kept:
         return []
-    commits = ", ".join(f"{len([k for k in runs.kept if k.commit == c])} on {c}" for c in dict.fromkeys(k.commit for k in runs.kept))
+    counts = Counter(kept.commit for kept in runs.kept)
+    commits = ", ".join(f"{number} on {commit}{' (since amended)' * (commit in AMENDED)}" for commit, number in counts.items())
     said = f"{len(runs.kept)} of {len(runs.defined)} ({commits}), {sum(kept.seconds for kept in runs.kept) / 3600:.1f} hours of the clock."
     if runs.missing:
         said += f" Missing: about {runs.hours_missing:.1f} core hours."

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from experiments.claims import LEAST, Claim, Comparison, Own, Rules
+from experiments.claims import LEAST, Claim, Comparison, Own
 
 LEVEL = 0.05  # the level of the paired, two-sided t-test, and of the confidence intervals
 POWER = 0.8  # the probability with which the test must find a detectable difference
 HELD, AGAINST, OPEN, SMALL, MISSING = "held", "contradicted", "undecided", "not at scale", "not run yet"
+LESS = "smaller than the paper's"
 REPRODUCED, MOSTLY, CONTRADICTED, UNDECIDED = "reproduced", "mostly reproduced", "contradicted", "undecided"
 NOT_AT_SCALE, UNTESTABLE, NOT_RUN = "not at scale", "not testable here", "not run yet"
 
@@ -109,8 +110,8 @@ class Outcome:
     def state(self) -> str:
         """Return the state of the comparison.
 
-        ``HELD``: the comparison is as claimed. ``AGAINST``: the opposite is the case. ``OPEN``: there are too few seeds, or
-        the test does not decide. ``SMALL``: the runs are too short. ``MISSING``: there are no results.
+        ``HELD``, ``AGAINST``, ``LESS``: as in ``tested``. ``OPEN``: there are too few seeds, or the test does not decide.
+        ``SMALL``: the runs are too short. ``MISSING``: there are no results.
         """
         if not self.differences:
             return MISSING
@@ -122,13 +123,16 @@ class Outcome:
     def tested(self) -> str:
         """Return the result of the statistical test, whatever the length of the runs.
 
-        ``HELD``: the comparison is as claimed. ``AGAINST``: the opposite is the case. ``OPEN``: the test does not decide,
-        or there are fewer than two seeds.
+        ``HELD``: the comparison is as claimed. ``AGAINST``: the opposite is the case. ``LESS``: the test sees no difference,
+        and the paper's difference is above the confidence interval. ``OPEN``: the test does not decide, or there are fewer
+        than two seeds.
         """
         if len(self.differences) < 2:
             return OPEN
         if self.limit is None:
-            return OPEN if self.p >= LEVEL else HELD if self.mean > 0 else AGAINST
+            if self.p < LEVEL:
+                return HELD if self.mean > 0 else AGAINST
+            return LESS if self.comparison.gap is not None and self.mean + self.half < self.comparison.gap else OPEN
         if abs(self.mean) + self.half <= self.limit:
             return HELD
         return AGAINST if abs(self.mean) - self.half > self.limit else OPEN
@@ -150,8 +154,8 @@ def verdict(claim: Claim, outcomes: Sequence[Outcome]) -> str:
     """Return the verdict on a claim, such as ``reproduced`` or ``contradicted (1 of 3)``.
 
     One contradicted comparison is enough to contradict the claim. Without one, the claim is reproduced if all comparisons
-    held, and mostly reproduced if more than half held. ``contradicted`` and ``mostly reproduced`` state the number of
-    comparisons that decided.
+    held. It is mostly reproduced if more than half held, and ``LESS`` if more than half are. Verdicts other than ``reproduced``
+    state the number of comparisons that decided.
     """
     if claim.untestable:
         return UNTESTABLE
@@ -167,6 +171,8 @@ def verdict(claim: Claim, outcomes: Sequence[Outcome]) -> str:
         return REPRODUCED
     if 2 * held > n:
         return f"{MOSTLY} ({held} of {n})"
+    if 2 * states.count(LESS) > n:
+        return f"{LESS} ({states.count(LESS)} of {n})"
     return NOT_AT_SCALE if SMALL in states else UNDECIDED
 
 
@@ -182,10 +188,11 @@ def reasons(outcomes: Sequence[Outcome]) -> list[str]:
             continue
         elif not one.enough:
             reason = f"{len(one.differences)} of {one.needed} seeds"
-        elif one.too_coarse:
-            reason = "a difference as small as the paper's would not have been seen"
+        elif one.limit is not None:
+            reason = "the seeds differ by more than" if one.too_coarse else "the interval ends beyond what"
+            reason += " the claim allows"
         else:
-            reason = "the seeds do not separate them"
+            reason = "a difference as small as the paper's would not have been seen" if one.too_coarse else "the seeds do not separate them"
         counts[reason] = counts.get(reason, 0) + 1
     return [f"{reason} ({count} of {len(outcomes)})" for reason, count in counts.items()]
 
@@ -204,8 +211,3 @@ def answer(own: Own, outcomes: Sequence[Outcome]) -> str:
     if HELD not in states and AGAINST in states:
         return own.no
     return f"Undecided: {states.count(HELD)} of {len(states)} comparisons held, {states.count(AGAINST)} contradicted."
-
-
-def needed(claim: Claim, rules: Rules) -> int:
-    """Return how many seeds decide a comparison of ``claim``."""
-    return claim.seeds or rules.seeds

@@ -107,7 +107,7 @@ def test_near_is_the_papers_own_gap_and_a_margin() -> None:
         ([{**PLACE, "paper": [1, 2]}], {"step": [1]}, "key 'step': did you mean 'steps'"),
         ([{**PLACE, "paper": [1, 2]}], {"steps": [0]}, "steps must be a list of numbers above 0"),
         ([{**PLACE, "paper": [1, 2]}], {"resampled": -1}, "resampled must be a number >= 0"),
-        ([{**PLACE, "paper": [1, 2]}], {"seeds": 2.5}, "seeds must be an integer >= 0"),
+        ([{**PLACE, "paper": [1, 2]}], {"headline": 2}, "headline must be 1..1, but got 2"),
     ],
 )
 def test_a_wrong_claim_is_named(compare: list[dict[str, Any]], more: dict[str, Any], message: str) -> None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from experiments.catalogue import Experiment
+from experiments.catalogue import FOLDER, Experiment
+from experiments.claims import LEAST, Rules, read_register
 from experiments.evidence import CORE_HOURS, HOURS, RESULTS, gather, results_of
 from experiments.evidence import Tested as OneClaim  # pytest would take a name in Test... for tests
-from experiments.evidence_page import PAGE, markdown, picture, readme, short, write_evidence
+from experiments.evidence_page import AMENDED, PAGE, markdown, picture, readme, short, write_evidence
+from experiments.scale import too_short
 from fl_bn.run.config import ConfigError
 from tests.sweeps.evidence_runs import ALL, CLAIMS, OWN, kept, register
 
 ROOT = Path(__file__).parents[2]
-MOST = 530  # lines of the page: a reader's patience
+MOST = 630  # lines of the page: a reader's patience
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +36,45 @@ def test_the_page_says_what_the_results_say(ours: list[OneClaim]) -> None:
     assert (folder / PAGE).read_text() == page, "fl-bn experiments evidence"
     assert text == readme(text, ours, "experiments"), "fl-bn experiments evidence --readme README.md"
     assert len(page.splitlines()) <= MOST
+
+
+def test_no_planned_cell_belongs_to_a_claim_that_it_cannot_decide(ours: list[OneClaim]) -> None:
+    """By the rules: enough seeds, or a gap of the paper's that three decide, and a length at which the runs count. Controls below."""
+    rules = read_register(FOLDER).rules
+    assert {one.claim.id: why for one in ours if (why := undecidable(one, rules))} == {}
+    (one,) = [one for one in ours if one.claim.id == "002-T1"]
+    assert one.runs is not None
+    fewer = replace(one.runs, defined=tuple(cell for cell in one.runs.defined if cell.config.seed < 3), kept=())
+    assert len(undecidable(replace(one, runs=fewer), rules)) == 3
+    assert undecidable(replace(one, runs=fewer), replace(rules, collapse=0.5)) == []  # the paper's gaps count as collapses
+    assert len(undecidable(replace(one, runs=replace(one.runs, kept=())), replace(rules, share=0.5))) == 3
+
+
+def undecidable(one: OneClaim, rules: Rules) -> list[str]:
+    """Return the comparisons that cells without a result are planned for, although no results of theirs would decide them."""
+    if one.runs is None:
+        return []
+    places, found = one.runs.places, []
+    for comparison in one.claim.compare:
+        sides = [places[row, column] for side in (comparison.left, comparison.right) for row, column, _ in side.places]
+        seeds = min(len(cells) for cells in sides)
+        enough = seeds >= rules.seeds or (seeds >= LEAST and not comparison.near and abs(comparison.gap or 0.0) > rules.collapse)
+        short = not comparison.metric and any(too_short(cells, one.claim, rules) for cells in sides)
+        if any(not cell.rows for cells in sides for cell in cells) and (short or not enough):
+            found.append(str(comparison))
+    return found
+
+
+def test_cells_of_a_commit_that_the_history_lacks_say_so() -> None:
+    """Control: the other commits are there."""
+    lines = [line for file in (ROOT / "experiments" / RESULTS).glob("*.jsonl") for line in file.read_text().splitlines()]
+    commits = {json.loads(line)["commit"].rstrip("+") for line in lines}
+    git = ["git", "-C", str(ROOT)]
+    shallow = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True, check=False).stdout.strip()
+    if shallow != "false":
+        pytest.skip("this copy has no history")
+    said = subprocess.run([*git, "cat-file", "--batch-check"], input="\n".join(commits), capture_output=True, text=True, check=True).stdout
+    assert {line.split()[0] for line in said.splitlines() if line.endswith("missing")} == set(AMENDED)
 
 
 def test_every_claim_whose_seeds_divide_the_data_says_so(ours: list[OneClaim]) -> None:
@@ -159,11 +202,17 @@ def test_readme_s_table_has_what_was_run_and_names_what_was_not(experiment: Expe
     assert file in write_evidence(folder, experiments=experiments, readme_file=file)
     text = file.read_text()
     assert text.startswith(
-        "Before.\n<!-- evidence -->\nOf 1 claims of the five papers 1 have runs here, and 1 are decided by them.\n\n| claim |"
+        "Before.\n<!-- evidence -->\nOf 1 claims of the five papers 1 have runs here, and 1 are decided by them.\n\n| method |"
     )
     assert text.endswith("<!-- end -->\nAfter.\n")
-    assert "| [X-1](out/EVIDENCE.md#x-1) FedBN is ahead of FedAvg | reproduced | FedBN > FedAvg (accuracy): +10.5 | +10.3" in text
+    assert "| Nobody's | [X-1](out/EVIDENCE.md#x-1) FedBN is ahead of FedAvg. FedBN > FedAvg (accuracy): +10.5 | +10.3" in text
+    assert "n = 3 | reproduced |" in text
     assert "not run yet" not in text
+    second = '{ left = ["FedAvg", "accuracy"], right = ["FedBN", "accuracy"], near = true, margin = 1.0, figure = "2" }'
+    for headline, shown in ((1, "FedBN > FedAvg (accuracy): +10.5 | +10.3"), (2, "FedAvg near FedBN (accuracy): figure only | -10.3")):
+        more = CLAIMS.replace("compare = [", f"headline = {headline}\ncompare = [").replace(" }]", f" }}, {second}]")
+        assert shown in readme(text, gather(folder, register(experiment, more)), "out")
+    register(experiment, CLAIMS)
     shutil.rmtree(folder / RESULTS)
     assert "1 more are not run yet, or not testable here: [the page](out/EVIDENCE.md) names them." in readme(
         text, gather(folder, experiments), "out"

@@ -15,6 +15,7 @@ from experiments.claims import Claim, Own
 from experiments.judging import (
     AGAINST,
     HELD,
+    LESS,
     LEVEL,
     MISSING,
     NOT_AT_SCALE,
@@ -39,7 +40,7 @@ def outcome(*differences: float, **more: object) -> Outcome:
 
 
 HELD_ONE, AGAINST_ONE, OPEN_ONE, NONE = outcome(3.0, 3.1, 2.9), outcome(-3.0, -3.1, -2.9), outcome(9.0, -9.0, 0.0), outcome()
-SMALL_ONE = replace(HELD_ONE, small="4 % of the paper's steps")
+SMALL_ONE, LESS_ONE = replace(HELD_ONE, small="4 % of the paper's steps"), outcome(3.0, -2.0, 1.0)
 
 
 def test_p_values_and_intervals_are_those_of_scipy() -> None:
@@ -57,10 +58,11 @@ def test_p_values_and_intervals_are_those_of_scipy() -> None:
     [
         (None, (3.0, 3.1, 2.9), HELD),
         (None, (-3.0, -3.1, -2.9), AGAINST),
-        (None, (3.0, -2.0, 1.0), OPEN),
+        (None, (3.0, -2.0, 1.0), LESS),
+        (None, (9.0, -9.0, 0.0), OPEN),
         (None, (30.0,), OPEN),
         (None, (3.0, 3.1), OPEN),
-        (None, (0.0, 0.0, 0.0), OPEN),
+        (None, (0.0, 0.0, 0.0), LESS),
         (None, (), MISSING),
         (2.0, (0.1, -0.1, 0.2), HELD),
         (2.0, (5.0, 5.1, 4.9), AGAINST),
@@ -71,7 +73,10 @@ def test_p_values_and_intervals_are_those_of_scipy() -> None:
     ],
 )
 def test_what_seeds_decide(limit: float | None, differences: tuple[float, ...], state: str) -> None:
-    assert outcome(*differences, limit=limit).state == state
+    """What is smaller than the paper's needs a number of the paper: without one it is undecided."""
+    one = outcome(*differences, limit=limit)
+    assert one.state == state
+    assert replace(one, comparison=replace(ABOVE, paper=None, figure="3")).state == (OPEN if state == LESS else state)
 
 
 def test_five_seeds_decide_and_three_only_a_collapse() -> None:
@@ -97,6 +102,9 @@ def test_verdicts() -> None:
     cases: list[tuple[tuple[Outcome, ...], str]] = [
         ((HELD_ONE, HELD_ONE), REPRODUCED),
         ((HELD_ONE, HELD_ONE, OPEN_ONE), "mostly reproduced (2 of 3)"),
+        ((HELD_ONE, HELD_ONE, LESS_ONE), "mostly reproduced (2 of 3)"),
+        ((LESS_ONE, LESS_ONE, HELD_ONE), "smaller than the paper's (2 of 3)"),
+        ((LESS_ONE, OPEN_ONE), UNDECIDED),
         ((HELD_ONE, OPEN_ONE), UNDECIDED),
         ((HELD_ONE, HELD_ONE, AGAINST_ONE), "contradicted (1 of 3)"),
         ((OPEN_ONE, AGAINST_ONE), "contradicted (1 of 2)"),
@@ -127,8 +135,10 @@ def test_reasons_say_why_comparisons_are_not_decided() -> None:
         "4 % of the paper's steps (1 of 6)",
         "not run yet (1 of 6)",
     ]
-    assert reasons([outcome(0.5, -0.5, 0.1)]) == ["the seeds do not separate them (1 of 1)"]
-    assert reasons([HELD_ONE, AGAINST_ONE]) == []
+    assert reasons([outcome(2.6, 5.0, 7.4)]) == ["the seeds do not separate them (1 of 1)"]
+    assert reasons([outcome(9.0, -9.0, 0.0, limit=2.0)]) == ["the seeds differ by more than the claim allows (1 of 1)"]
+    assert reasons([outcome(1.9, 2.3, 1.7, limit=2.0)]) == ["the interval ends beyond what the claim allows (1 of 1)"]
+    assert reasons([HELD_ONE, AGAINST_ONE, LESS_ONE]) == []
 
 
 def test_an_answer_is_yes_no_or_what_is_known() -> None:

@@ -181,7 +181,7 @@ EXPECTED: dict[str, tuple[Callable[[Mapping[str, Any]], Keys], int]] = {
     "002-T3": (table_3, 3 * 7 * 4),
     "002-T4": (table_4, 3 * (8 + 7)),  # FedWon with HBN is not here
     "002-T5": (table_5, 3 * 3 * 5),
-    "002-T6": (table_6, 3 * 7),
+    "002-T6": (table_6, 5 * 7),  # a claim is to be decided
     "002-F5": (figure_5, 3 * 3 * 4),
     "002-F6": (figure_6, 3 * 3 * 4),
 }
@@ -206,7 +206,7 @@ def test_every_cell_has_the_paper_s_keys(name: str) -> None:
     expected, number = EXPECTED[name]
     found = cells(name)
     assert len(found) == number
-    assert {cell.config.seed for cell in found} == {0, 1, 2}
+    assert {cell.config.seed for cell in found} == set(range(5 if name == "002-T6" else 3))
     assert not {cell.config.name: off for cell in found if (off := wrong(cell, expected(cell.axes)))}
 
 
@@ -257,19 +257,12 @@ def test_the_authors_recipe_differs_where_it_says(name: str) -> None:
 MACHINE = {"memory-format": "channels-last", "dataset": "npz", "data-path": "data/cifar10_full.npz", "checkpoint-every": 50}
 
 
-def test_rows_of_the_evidence_have_the_paper_s_keys() -> None:
-    rows = {f"{row}, clip 10": (row, {}) for row in ("BN", "GN", "FixBN", "HBN")}
-    rows["HBN, lambda 0.002, clip 10"] = ("HBN", {"hbn-lam": 0.002})
-    rows["HBN, authors, clip 10"] = ("HBN", {"hbn-lam": 0.002, "hbn-stat-samples": 64, "drop-last": True})
-    found = [cell for cell in cells("002-T1", "evidence") if cell.axes["method"] in rows]
-    assert len(found) == 3 * len(rows)
-    for cell in found:
-        row, own = rows[str(cell.axes["method"])]
-        assert not wrong(cell, SETTING | of_method(row) | own | MACHINE)
-    found = [cell for cell in cells("002-T3", "evidence") if cell.axes["clients"] == "500, 10 a round"]
+@listed(("name", "table"), [("002-T1", table_1), ("002-T3", table_3)])
+def test_a_third_of_the_paper_s_rounds_is_the_paper_s_else(name: str, table: Callable[[Mapping[str, Any]], Keys]) -> None:
+    found = cells(name, "third")
     assert {cell.axes["method"] for cell in found} == {"BN", "GN", "FixBN", "HBN"}
-    assert len(found) == 3 * 4
-    assert not [off for cell in found if (off := wrong(cell, table_3({**cell.axes, "clients": 500}) | MACHINE))]
+    at = {"partition-parameter": 0.6}
+    assert not [off for cell in found if (off := wrong(cell, table({**at, **cell.axes}) | MACHINE | {"rounds": 167}))]
 
 
 def test_the_small_ablations_differ_from_the_paper_s_in_size_alone() -> None:

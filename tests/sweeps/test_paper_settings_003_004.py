@@ -270,7 +270,13 @@ FEDTAN_FILES: dict[str, tuple[Keys, dict[str, Axis]]] = {
 }
 FEDTAN_FILES["004-T3"] = (PLAIN | {"rounds": 1, "evaluate-every": 1}, {"method": some("FedAvg + BN", "FedAvg + GN", "FedTAN")})
 FILES = FBN_FILES | FEDTAN_FILES
-SEEDS = {**dict.fromkeys(FBN_FILES, 3), **dict.fromkeys(FEDTAN_FILES, 5), "004-T3": 1, "004-T4": 1}  # 003: silent; l. 471: five
+SEEDS = {
+    **dict.fromkeys(FBN_FILES, 3),
+    **dict.fromkeys(FEDTAN_FILES, 5),
+    "004-T3": 1,
+    "004-T4": 1,
+    "003-F5": 5,
+}  # 003: silent; l. 471: five
 
 
 @cache
