@@ -13,6 +13,7 @@ import logging
 import runpy
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,16 +42,16 @@ class Admission:
 
     def __init__(self, policy: Path, accepted: Path) -> None:
         self.policy, self.accepted = policy, signing.Accepted(accepted)
-        self._decided: dict[int, tuple[Any, Any]] = {}  # run id -> the policy, and the decision by this policy
+        self._decided: dict[int, tuple[Any, Any, Any]] = {}  # run id -> the policy, the record of the run, and the decision on both
 
     def decide(self, run_id: int, run: Any, package: Callable[[], bytes], now: float | None = None) -> Any:
         """Decide whether a run may take place here. The policy is read anew each time.
 
         Args:
             run_id: Flower's id of the run, as the message has it.
-            run: Flower's record of the run.
+            run: Flower's record of the run. A record that was asked for again is another one, and is decided on anew.
             package: A function that returns the run's package (FAB archive). It is called only where the policy or the
-                run is new, or the signature has expired.
+                record is new, or the signature has expired.
             now: The time, in seconds since 1970; None: the present time.
 
         Returns:
@@ -60,8 +61,8 @@ class Admission:
         try:
             policy = policies.Policy.read(self.policy)
             before = self._decided.get(run_id)
-            if before and before[0] == policy and not (before[1].signature and now > before[1].signature.until):
-                return before[1]
+            if before and before[0] == policy and before[1] is run and not (before[2].signature and now > before[2].signature.until):
+                return before[2]
             decision = policy.decide(run.fab_hash, package(), run.override_config, PACKAGE, now)
             if decision.signature:
                 self.accepted.admit(run_id, decision.signature, decision.code)
@@ -71,7 +72,7 @@ class Admission:
             decision = policies.Decision(policy.allow_code, decision.code, refusal=f"{policy.has_code()}, but {error}")
         except OSError as error:
             return policies.Decision("", "", refusal=f"this site cannot write down that it accepted the run: {error}")
-        self._decided[run_id] = policy, decision
+        self._decided[run_id] = policy, run, decision
         _log(run_id, decision)
         return decision
 
@@ -91,8 +92,8 @@ def refuse_runs(names: dict[str, Any], admission: Admission, fail: Callable[...,
         names: The globals of the module with the main loop.
         admission: Decides on runs.
         fail: Answers the messages of a run with an error: ``supernode.fail``.
-        known: A dict with the run of the latest message, replaced at every message: run id -> Flower's record of the run. A
-            refused run is entered, too. None: the caller needs no such dict.
+        known: A dict with the run of the latest message, replaced at every message: run id -> Flower's record of the run, with
+            the hash of the package that came. A refused run is entered, too. None: the caller needs no such dict.
     """
     take_in = names["_pull_and_store_message"]
 
@@ -118,10 +119,10 @@ def refuse_runs(names: dict[str, Any], admission: Admission, fail: Callable[...,
                 return None
             run_id = received[0].metadata.run_id
             run = get_run(run_id)
+            decision = admission.decide(run_id, run, lambda: package(run_id, run))
             if known is not None:
                 known.clear()  # a SuperNode works on one message at a time
-                known[run_id] = run
-            decision = admission.decide(run_id, run, lambda: package(run_id, run))
+                known[run_id] = replace(run, fab_hash=decision.code)
             if decision.refusal:
                 told[:] = received[0], decision.refusal
                 raise Refused

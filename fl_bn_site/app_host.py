@@ -2,19 +2,23 @@
 
 Usage: ``python -P app_host.py --appio-api-address HOST:PORT``.
 
-Flower 1.25 starts a new Python process for every message. That process imports torch, unpacks the app and
-imports the app. This program makes these imports once, with the following processes:
+Flower 1.25 starts a new Python process for every message. That process imports torch and the app. This program makes
+these imports once, with the following processes:
 
 * The *host* asks the SuperNode for work: every 0.1 s while there is work and for a minute afterwards, else every 0.5 s. No other process
 opens a gRPC connection before it has a message to answer.
 * The *cold process* is forked at the start. It imports torch and Flower. It does not import fl-bn, since each
 run brings its own version.
-* The *warm process* is forked from the cold one. It imports the app of the last run from the folder into which
-the first message of that run unpacked it.
+* The *warm process* is forked from the cold one. It imports the app of the last run. The process of the first message
+of that run hands on the package, after it has checked it.
 * Every message has a process of its own, as in Flower. It is forked from the warm process, or from the cold one
 where there is no warm process yet. It ends after its message, so no message can affect the next one.
 * A *watcher* waits for the process of each message. That process may die: out of memory, by a signal or by an
 exit. Then the watcher tells the SuperNode why, and the SuperNode tells the server (``supernode.py``).
+
+No process imports code that another one has unpacked. Each process that imports an app unpacks the package into a new
+folder, ``apps/RANDOM/SHA256``. The folder is deleted when this process and its messages have ended. The warm process
+ends when the policy of the site changes.
 
 The SuperNode refuses runs by ``allow-code`` before their packages are kept (``admission.py``). The process of a
 message checks the policy of the site (``policy.py``) again before it loads any code of the run. It writes a line of the
@@ -29,11 +33,13 @@ import argparse
 import hashlib
 import importlib
 import importlib.util
+import io
 import json
 import os
 import random
 import resource
 import runpy
+import secrets
 import select
 import shutil
 import signal
@@ -41,12 +47,14 @@ import sys
 import tempfile
 import time
 import traceback
+import zipfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent / "fl_bn"  # the package fl_bn that is installed beside this one
@@ -67,19 +75,32 @@ endings = runpy.run_path(str(HERE / "endings.py"))
 
 @dataclass(frozen=True)
 class Request:
-    """Identify one message that waits for its answer, and the app that answers it.
+    """Identify one message that waits for its answer.
 
     Attributes:
-        token: The token with which the message is fetched from the SuperNode.
-        fab_id: The id of the app, PUBLISHER/NAME.
-        fab_version: The version of the app.
-        fab_hash: The SHA-256 of the app's archive, in hexadecimal digits.
+        token: The token with which the message is fetched from the SuperNode; empty: no message waits, but the policy of
+            the site has changed.
+        code: The SHA-256 of the app's package as the server says it. It serves for comparisons alone.
     """
 
-    token: str
-    fab_id: str
-    fab_version: str
-    fab_hash: str
+    token: str = ""
+    code: str = ""
+
+
+@dataclass(frozen=True)
+class App:
+    """Hold an app that is loaded.
+
+    Attributes:
+        code: The SHA-256 of the package from which it was loaded, in hexadecimal digits; ``INSTALLED``: it is the app of the
+            fl-bn that is installed here.
+        id: Its id, PUBLISHER/NAME, as its package has it.
+        call: The ClientApp.
+    """
+
+    code: str
+    id: str
+    call: Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -88,7 +109,7 @@ class Site:
 
     Attributes:
         address: The address on which the SuperNode listens for this program, HOST:PORT.
-        home: The folder in which apps are unpacked.
+        home: The folder of this program, with the folder ``apps`` in which apps are unpacked.
         policy: The policy file of the site; None: the site has no policy, and everything is allowed.
         audit: The folder of the site's audit log; None: no log is written.
         cold_process: The id of the *cold process*, which has imported torch and Flower but no app. It forks a process for each
@@ -101,15 +122,22 @@ class Site:
     audit: Path | None = None
     cold_process: int = 0
 
-    def app_folder(self, request: Request) -> Path:
-        """Return the folder into which the app of ``request`` is unpacked. Flower uses the same name for this folder."""
-        publisher, _, name = request.fab_id.partition("/")
-        return self.home / "apps" / f"{publisher}.{name}.{request.fab_version}.{request.fab_hash[:8]}"
+    def new_folder(self) -> Path:
+        """Return the path of a folder that does not exist, in which one process unpacks its app."""
+        return self.home / "apps" / secrets.token_hex(16)
 
 
 def policy_module() -> ModuleType:
     """Load the ``policy.py`` of this site."""
     return site_module("policy")
+
+
+def policy_of(site: Site) -> Any:
+    """Return the policy of the site; None: the policy file is wrong. The process of the next message reports the error."""
+    try:
+        return policy_module().Policy.read(site.policy)
+    except ValueError:
+        return None
 
 
 def site_module(file: str) -> ModuleType:
@@ -135,19 +163,22 @@ def ask_for_work(site: Site, hand_over: Callable[[Request], None], is_ready: Cal
 
     Args:
         site: The site.
-        hand_over: Called with a ``Request`` for each message. It passes the request to the cold process, which forks a
-            process that answers the message.
+        hand_over: Called with a ``Request`` for each message, and with an empty one when the policy of the site has changed.
+            It passes the request to the cold process, which forks a process that answers the message.
         is_ready: Returns whether the cold process has finished its imports. Before that it cannot fork, so no message is
             taken: the SuperNode expects the first heartbeat from the forked process within half a minute.
     """
     stub = _stub(site)
     tell_end(stub, "", endings["RESTARTED"])  # the processes of an earlier start of this program have ended with it
-    worked = -QUIET
+    worked, policy = -QUIET, policy_of(site)
     while True:
+        if (now := policy_of(site)) != policy:
+            policy = now
+            hand_over(Request())
         if runs := stub.ListAppsToLaunch(find("ListAppsToLaunchRequest")()).run_ids:
             if is_ready() and (token := stub.RequestToken(find("RequestTokenRequest")(run_id=runs[0])).token):
                 run = find("run_from_proto")(stub.GetRun(find("GetRunRequest")(run_id=runs[0])).run)
-                hand_over(Request(token, run.fab_id, run.fab_version, run.fab_hash))
+                hand_over(Request(token, run.fab_hash))
             worked = time.monotonic()
         time.sleep(BUSY if time.monotonic() - worked < QUIET else IDLE)
 
@@ -168,18 +199,28 @@ def serve(lines: Iterable[str], site: Site, ready: Callable[[], None] = lambda: 
             importlib.import_module(name)
     find("pull_clientappinputs")  # imports Flower
     ready()
-    site, warm = replace(site, cold_process=os.getpid()), None
+    site, warm, brought = replace(site, cold_process=os.getpid()), None, _new_file()
+    policy: Any = None
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system removes children that have ended
     for line in lines:
-        request = Request(**json.loads(line))
-        key = _warm_key(site, request)
-        if warm is not None and (warm.key != key or warm.died):
+        request, before, policy = Request(**json.loads(line)), policy, policy_of(site)
+        installed = policy is not None and policy.allow_code == "installed"
+        wanted = INSTALLED if installed else request.code
+        if policy != before:
+            brought = _new_file()
+        if warm is not None and (warm.code != wanted or warm.died or policy != before):
             warm.close()
             warm = None
-        if warm is None and key is not None:
-            warm = WarmProcess(site, request, key)
+        if not request.token:
+            continue
+        if warm is None and policy is not None:
+            brought.seek(0)
+            package = brought.read()
+            if installed or hashlib.sha256(package).hexdigest() == wanted:
+                warm = WarmProcess(site, wanted, package, policy.memory())
         if warm is None or not warm.answer(line):
-            fork(lambda request=request: watch(site, request, None))  # type: ignore[misc]
+            brought = _new_file()
+            fork(partial(watch, site, request, brought))
     if warm is not None:
         warm.close()
 
@@ -191,31 +232,37 @@ class WarmProcess:
 
     Args:
         site: The site.
-        request: The first request, which names the app.
-        key: The app and the memory limit, as ``_warm_key`` returns them.
+        code: The SHA-256 of the app's package; ``INSTALLED``: the installed app.
+        package: The package.
+        memory: The memory limit, in bytes; None: no limit.
     """
 
-    def __init__(self, site: Site, request: Request, key: tuple[str, int | None]) -> None:
-        self.key, self.died = key, False
+    def __init__(self, site: Site, code: str, package: bytes, memory: int | None) -> None:
+        self.code, self.died = code, False
         out, self._lines = os.pipe()
         told, ready = os.pipe()
 
         def stay() -> None:
             os.close(self._lines)
-            limit_memory(key[1])
+            limit_memory(memory)
             sys.argv = [PROGRAM]  # an app may read this at its import, to find out whether it is deployed
-            app = load(site, request, key[0] == INSTALLED)
-            if len(os.listdir("/proc/self/task")) > 1:
-                raise RuntimeError(
-                    "the app starts threads when it is imported, so every message imports it anew (threads do not survive a fork)"
-                )
-            os.write(ready, READY)
-            os.close(ready)
-            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-            with os.fdopen(out) as lines:
-                for line in lines:
-                    one = Request(**json.loads(line))
-                    fork(lambda one=one: watch(site, one, app))  # type: ignore[misc]
+            folder = site.new_folder()
+            try:
+                app = load(code, package, folder)
+                if len(os.listdir("/proc/self/task")) > 1:
+                    raise RuntimeError(
+                        "the app starts threads when it is imported, so every message imports it anew (threads do not survive a fork)"
+                    )
+                os.write(ready, READY)
+                os.close(ready)
+                signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+                with os.fdopen(out) as lines:
+                    messages = [fork(partial(watch, site, Request(**json.loads(line)), app)) for line in lines]
+                for message in messages:  # as long as it works, it may import more of the app
+                    with suppress(ChildProcessError):
+                        os.waitpid(message, 0)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
 
         fork(stay)
         os.close(out)
@@ -244,20 +291,9 @@ class WarmProcess:
         os.close(self._lines)
 
 
-def _warm_key(site: Site, request: Request) -> tuple[str, int | None] | None:
-    """Return the app and the memory limit (bytes; None: no limit) of the warm process that ``request`` needs.
-
-    A warm process has imported the app already. The whole result is None where no warm process can be made: the app is
-    not unpacked yet, or the policy file is wrong.
-    """
-    try:
-        policy = policy_module().Policy.read(site.policy)
-    except ValueError:
-        return None  # the process of the message reads the policy again, and reports the error
-    if policy.allow_code == "installed":
-        return INSTALLED, policy.memory()
-    folder = site.app_folder(request)
-    return (folder.name, policy.memory()) if folder.is_dir() else None
+def _new_file() -> IO[bytes]:
+    """Return a new file without a name, in which the process of a message hands on the package that it has checked."""
+    return tempfile.TemporaryFile(buffering=0)
 
 
 def fork(work: Callable[[], None]) -> int:
@@ -288,20 +324,21 @@ def fork(work: Callable[[], None]) -> int:
 # One message
 
 
-def watch(site: Site, request: Request, app: Any) -> None:
+def watch(site: Site, request: Request, app: App | IO[bytes]) -> None:
     """Answer a message in a process of its own, and tell the SuperNode if that process dies.
 
     Args:
         site: The site.
         request: The message.
-        app: The loaded ClientApp; None: the process unpacks and loads the app that the message brings.
+        app: The loaded app. Or a file: the process loads the app that the message brings, and writes its package into the file.
     """
-    kills = endings["out_of_memory_kills"]()
-    status = os.waitpid(fork(lambda: answer(site, request, app)), 0)[1]
+    kills, folder = endings["out_of_memory_kills"](), site.new_folder()
+    status = os.waitpid(fork(lambda: answer(site, request, app, folder)), 0)[1]
     for_memory = endings["out_of_memory_kills"]() > kills
     if why := endings["ending"](os.waitstatus_to_exitcode(status), for_memory):
         print(f"the process that worked on a message {why}; the server gets this reason as an error", file=sys.stderr, flush=True)
         tell_end(_stub(site), request.token, f"its process {why}")
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def tell_end(stub: Any, token: str, why: str) -> None:
@@ -309,13 +346,14 @@ def tell_end(stub: Any, token: str, why: str) -> None:
     stub.SendAppHeartbeat(find("SendAppHeartbeatRequest")(token=token), metadata=((endings["ENDED"], why.encode()),))
 
 
-def answer(site: Site, request: Request, app: Any) -> None:
+def answer(site: Site, request: Request, app: App | IO[bytes], folder: Path) -> None:
     """Answer one message in this process, if the policy of the site allows it.
 
     Args:
         site: The site.
         request: The message to fetch and answer.
-        app: The loaded ClientApp; None: unpack and load the app that the message brings.
+        app: The loaded app, or a file, as for ``watch``.
+        folder: The path of a new folder, in which this process may unpack an app.
     """
     find("start_parent_process_monitor")(site.cold_process)
     sys.argv = [PROGRAM]
@@ -334,13 +372,17 @@ def answer(site: Site, request: Request, app: Any) -> None:
         decision.enforce()
         record.submitted_by(decision.submitter)
         limit_memory(policy.memory())
-        if app is None:
-            unpack(site, request, fab.content, policy.allow_code)
-            app = load(site, request, policy.allow_code == "installed")
+        code = INSTALLED if policy.allow_code == "installed" else decision.code
+        if not isinstance(app, App):
+            with suppress(OSError):  # on a full disk, the next message imports the app anew, too
+                app.write(fab.content)
+            app = load(code, fab.content, folder)
+        if app.code != code:
+            raise CannotLoad("this site has loaded another package than the one that came with the message")
         record.listen()
-        given, context.node_config = context.node_config, policy.limits(placed(context, run.fab_id))
+        given, context.node_config = context.node_config, policy.limits(placed(context, app.id))
         try:
-            reply = _within_memory(policy, lambda: app(message=message, context=context))
+            reply = _within_memory(policy, lambda: app.call(message=message, context=context))
         finally:
             context.node_config = given
         policy.check_reply(*policy_module().summary_of(reply))
@@ -424,50 +466,32 @@ class Record:
         site_module("audit").append(self._folder, {**self._about, **entry})
 
 
-class CannotUnpack(Exception):
-    """Signal that Flower cannot unpack the app of a run."""
+class CannotLoad(Exception):
+    """Signal that the package of a run cannot be unpacked, or is not the one that this process has loaded."""
 
 
-def unpack(site: Site, request: Request, fab: bytes, code: str) -> None:
-    """Unpack an app, unless its folder exists. The folder appears when it is complete, or not at all.
+def load(code: str, package: bytes, folder: Path) -> App:
+    """Unpack an app into a new folder, and load it.
 
     Args:
-        site: The site.
-        request: The message that brings the app.
-        fab: The archive of the app.
-        code: The policy's ``allow_code``; with ``installed`` nothing is unpacked.
+        code: The SHA-256 of the package, which names the new folder; ``INSTALLED``: load the app of the fl-bn that is installed
+            here, and unpack nothing.
+        package: The package (FAB archive), which the caller has checked.
+        folder: The folder in which the new folder is made.
 
     Raises:
-        CannotUnpack: The archive is damaged, or holds no Flower app.
+        CannotLoad: The package is damaged, or holds no Flower app.
     """
-    folder = site.app_folder(request)
-    if code == "installed" or folder.exists():
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as made:
-        try:
-            find("install_from_fab")(fab, flwr_dir=Path(made), skip_prompt=True)
-        except Exception as error:  # Flower's `Exit` has no message, and zipfile and tomllib may raise anything
-            raise CannotUnpack(
-                f"this site cannot unpack the app of the run ({str(error) or 'Flower refuses its files'}): the site's clientapp.log "
-                "has what Flower printed. Pack and submit the app anew"
-            ) from error
-        with suppress(OSError):  # another message has unpacked the same app meanwhile
-            shutil.move(str(Path(made) / "apps" / folder.name), folder)
-
-
-def load(site: Site, request: Request, installed: bool) -> Any:
-    """Load the ClientApp that answers ``request``.
-
-    Args:
-        site: The site.
-        request: The message, which names the app.
-        installed: Load the app of the fl-bn that is installed at the site, not the unpacked app.
-    """
-    if installed:
-        return importlib.import_module(INSTALLED).app
-    load_app = find("get_load_client_app_fn")(default_app_ref="", app_path=None, multi_app=True, flwr_dir=str(site.home))
-    return load_app(request.fab_id, request.fab_version, request.fab_hash)
+    if code == INSTALLED:
+        return App(code, OURS, importlib.import_module(INSTALLED).app)
+    try:
+        (place := folder / code).mkdir(parents=True)
+        with zipfile.ZipFile(io.BytesIO(package)) as archive:
+            archive.extractall(place)  # nothing lands outside: it leaves out ``..`` and the root of paths, and makes no links
+        app_id, version = find("get_metadata_from_config")(find("get_project_config")(place))
+    except Exception as error:  # zipfile, tomllib and Flower may raise anything
+        raise CannotLoad(f"this site cannot unpack the app of the run ({error}): pack and submit it anew") from error
+    return App(code, app_id, find("get_load_client_app_fn")("", app_path=str(place), multi_app=True)(app_id, version, ""))
 
 
 def limit_memory(most: int | None) -> None:
@@ -529,8 +553,10 @@ def main() -> None:
         policy_module().Policy.read(given.policy)
     except ValueError as error:
         sys.exit(str(error))
-    home = Path(os.environ.get("FLWR_HOME", Path.home() / ".flwr")).absolute()
+    home = Path(os.environ.get("FLWR_HOME", Path.home() / ".flwr" / "fl-bn")).absolute()
     site = Site(given.appio_api_address, home, given.policy, given.audit and given.audit.absolute())
+    apps = home / "apps"  # what is there is of earlier starts of this program
+    apps.unlink() if apps.is_symlink() else shutil.rmtree(apps, ignore_errors=True)
 
     requests, lines = os.pipe()
     told, ready = os.pipe()

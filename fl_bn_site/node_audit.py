@@ -62,7 +62,7 @@ def line_of(reply: Any, run: Any) -> dict[str, Any]:
         "run": str(asks.run_id),
         "name": leaving.text(config.get("name") or None),
         "submitter": None,
-        "code": getattr(run, "fab_hash", None),
+        "code": getattr(run, "fab_hash", None) or None,
         "message": leaving.text(asks.message_type),
         "id": asks.reply_to_message_id,
         "round": int(asks.group_id) if asks.group_id.isdecimal() else None,

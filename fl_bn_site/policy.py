@@ -150,14 +150,12 @@ class Policy:
             now: The time, in seconds since 1970; None: now.
         """
         code = hashlib.sha256(fab).hexdigest()
-        if self.allow_code == ANY:
-            return Decision(ANY, code)
         try:
             if fab_hash != code:
                 raise NotAllowed(f"{self.has_code()}, but the package of the run has another hash than the server says")
-            if self.allow_code == INSTALLED:
-                self.check_code(fab, package)
-                return Decision(INSTALLED, code)
+            self.check_code(fab, package)
+            if self.allow_code != SIGNED:
+                return Decision(self.allow_code, code)
             return Decision(SIGNED, code, signature=signing.check(code, config, self.trusted_submitters, now))
         except NotAllowed as error:
             return Decision(self.allow_code, code, refusal=str(error))
@@ -214,9 +212,9 @@ class Policy:
             raise _refusal("allow-code", self.allow_code, f"the package of the run cannot be read: {error}") from error
         if f"{PACKAGE}__init__.py" not in sent:
             raise _refusal("allow-code", self.allow_code, "the run brings an app that is not fl-bn's")
+        mine = {PACKAGE + path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
         for name, content in sorted(sent.items()):
-            mine = package / name.removeprefix(PACKAGE)
-            if not mine.is_file() or mine.read_bytes() != content:
+            if name not in mine or mine[name].read_bytes() != content:
                 raise _refusal(
                     "allow-code",
                     self.allow_code,

@@ -306,13 +306,20 @@ def _look_for_host(state: Any) -> None:
 
 
 def in_a_line(record: logging.LogRecord) -> bool:
-    """Shorten each gRPC error in a log record to its code and details, since it would take seven lines. Return True."""
+    """Make a log record one line, and return True.
+
+    A gRPC error would take seven lines, so it is shortened to its code and details. In a text, which may be the server's, each
+    character that cannot be printed becomes a space. So no text begins a line of its own.
+    """
 
     def short(value: Any) -> Any:
+        if isinstance(value, str):
+            return "".join(character if character.isprintable() else " " for character in value)
         code, details = getattr(value, "code", None), getattr(value, "details", None)
         return f"{code().name}: {details()}" if isinstance(value, Exception) and callable(code) and callable(details) else value
 
-    record.msg = short(record.msg)
+    if not isinstance(record.msg, str):
+        record.msg = short(record.msg)
     if isinstance(record.args, tuple):
         record.args = tuple(map(short, record.args))
     return True

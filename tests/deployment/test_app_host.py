@@ -19,9 +19,12 @@ import pytest
 
 from fl_bn.flower.layerwise.exchange_address import DEPLOYED
 from fl_bn_site import app_host, supernode
-from fl_bn_site.app_host import CannotUnpack, Record, Request, Site, unpack
+from fl_bn_site.app_host import CannotLoad, Record, Request, Site, load
 from fl_bn_site.audit import lines_in
 from fl_bn_site.policy import NotAllowed
+from fl_bn_site.submitters import Package
+from tests.deployment.federation import wait_until
+from tests.deployment.test_signing import package_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,52 +36,70 @@ spec = importlib.util.spec_from_file_location("app_host", {app_host.__file__!r})
 app_host = sys.modules["app_host"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(app_host)
 """
-# What runs in a Python of its own: the host's cold process, where an app is a file of Python, and a message writes one line.
+# What runs in a Python of its own: the host's cold process. A message finds its package in a file, and writes one line.
 HOST = """
-import json, time
+import json
 app_host.PRELOADED = ("json",)
-out = Path({out!r})
+out, home = Path({out!r}), Path({home!r})
 
-def load(site, request, installed):
-    made = {{"loaded by": os.getpid(), "messages": 0}}
-    exec((site.app_folder(request) / "app.py").read_text(), {{}}, made)
-    return made
-
-def answer(site, request, app):
-    cold = app is None
+def answer(site, request, app, folder):
+    said = {{"cold": not isinstance(app, app_host.App), "pid": os.getpid()}}
     try:
-        app = load(site, request, False) if cold else app
-        app["messages"] += 1
-        said = {{**app, "cold": cold, "pid": os.getpid()}}
+        if said["cold"]:
+            package = (home / request.code).read_bytes()
+            app.write(package)
+            app = app_host.load(request.code, package, folder)
+        module = sys.modules["app"]
+        module.messages += 1
+        said |= {{name: value for name, value in vars(module).items() if type(value) in (int, str)}}
     except Exception as error:
-        said = {{"cold": cold, "error": repr(error)}}
+        said["error"] = repr(error)
     with out.open("a") as file:
         file.write(json.dumps({{"token": request.token, **said}}) + "\\n")
 
-app_host.load, app_host.answer = load, answer
-app_host.serve(sys.stdin, app_host.Site("nowhere", Path({home!r}), Path({home!r}) / "policy.toml"))
+app_host.answer = answer
+app_host.serve(sys.stdin, app_host.Site("nowhere", home, home / "policy.toml"))
+"""
+PYPROJECT = """
+project = {name = "app", version = "1"}
+[tool.flwr.app]
+publisher = "p"
+components = {serverapp = "app:app", clientapp = "app:app"}
+"""
+APP = """
+import os, sys
+from flwr.clientapp import ClientApp
+loaded_by, program, app, messages = os.getpid(), sys.argv[0], ClientApp(), 0
 """
 
 
 class Host:
     def __init__(self, folder: Path) -> None:
-        self.out, self.site = folder / "out", Site("nowhere", folder)
+        self.out, self.home = folder / "out", folder
         self.out.write_text("")
         code = ALONE + HOST.format(out=str(self.out), home=str(folder))
         self.process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True)
 
-    def unpack(self, request: Request, code: str) -> None:
-        folder = self.site.app_folder(request)
-        folder.mkdir(parents=True)
-        (folder / "app.py").write_text(code)
+    def package(self, code: str) -> str:
+        """The SHA-256 of a new package, which messages find."""
+        package = Package(package_of({"pyproject.toml": PYPROJECT, "app.py": APP + code}))
+        (self.home / package.code).write_bytes(package.content)
+        return package.code
+
+    def folders(self) -> list[Path]:
+        """The folders of packages that are unpacked now."""
+        return list((self.home / "apps").glob("*/*"))
+
+    def send(self, request: Request) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(asdict(request)) + "\n")
+        self.process.stdin.flush()
 
     def ask(self, *requests: Request) -> list[dict[str, Any]]:
         """What each message's process said, in the order of ``requests``."""
         before = len(self.out.read_text().splitlines())
-        assert self.process.stdin is not None
         for request in requests:
-            self.process.stdin.write(json.dumps(asdict(request)) + "\n")
-            self.process.stdin.flush()
+            self.send(request)
         end = time.monotonic() + 30
         while len(lines := self.out.read_text().splitlines()[before:]) < len(requests):
             assert time.monotonic() < end, "a message got no answer"
@@ -95,34 +116,40 @@ class Host:
         self.process.wait(10)
 
 
-def request(token: str, app: str = "a" * 64) -> Request:
-    return Request(token, "fl-bn/fl-bn", "0.1.0", app)
-
-
 def test_an_app_is_imported_once_and_every_message_has_a_process_of_its_own(tmp_path: Path) -> None:
     with Host(tmp_path) as host:
-        host.unpack(request(""), "import sys; program = sys.argv[0]; del sys")
-        said = host.ask(request("1"), request("2"), request("3"))
+        code, other = host.package(""), host.package("x = 2")
+        (first,) = host.ask(Request("0", code))
+        said = host.ask(*(Request(token, code) for token in "123"))
         assert {line["program"] for line in said} == {DEPLOYED}, "fl-bn's app then ends a message that hangs"
         assert len({line["pid"] for line in said}) == 3
-        assert len({line["loaded by"] for line in said}) == 1
-        assert said[0]["loaded by"] not in {line["pid"] for line in said}
+        assert len({line["loaded_by"] for line in said}) == 1
+        assert said[0]["loaded_by"] not in {line["pid"] for line in said}
         assert [line["messages"] for line in said] == [1, 1, 1], "what a message changes ends with it"
-        assert not any(line["cold"] for line in said)
+        assert [line["cold"] for line in (first, *said)] == [True, False, False, False]
 
-        host.unpack(request("", "b" * 64), "x = 2")
-        (other,) = host.ask(request("4", "b" * 64))
-        assert (other["x"], other["loaded by"] == said[0]["loaded by"]) == (2, False)
+        (_, last) = (host.ask(Request(token, other))[0] for token in "45")
+        assert (last["cold"], last["x"], last["loaded_by"] == said[0]["loaded_by"]) == (False, 2, False)
     assert host.process.returncode == 0
 
 
-def test_an_app_that_is_not_unpacked_yet_is_the_first_message_s_affair(tmp_path: Path) -> None:
+def test_no_process_imports_what_another_has_unpacked_and_a_new_policy_ends_all_of_it(tmp_path: Path) -> None:
     with Host(tmp_path) as host:
-        (first,) = host.ask(request("1"))
-        assert (first["cold"], "FileNotFoundError" in first["error"]) == (True, True)
-        host.unpack(request(""), "x = 1")
-        (second,) = host.ask(request("2"))
-        assert (second["cold"], second["x"]) == (False, 1)
+        code = host.package("import os; x = 1")
+        for folder in ("apps", "elsewhere"):
+            (tmp_path / folder).mkdir()
+        (tmp_path / "apps" / code).symlink_to(tmp_path / "elsewhere")
+        files = [host.ask(Request(token, code))[0]["__file__"] for token in "01"]
+        assert files[0] != files[1], "the process of the first message has unpacked it, and the warm one"
+        wait_until("the first message has ended", lambda: host.folders() == [Path(files[1]).parent])
+        assert Path(files[1]).parent.name == code
+        Path(files[1]).write_text("raise SystemExit")
+        (tmp_path / "policy.toml").write_text("min-samples = 2\n")
+        host.send(Request())
+        wait_until("the package is deleted", lambda: not host.folders())
+        said = [host.ask(Request(token, code))[0] for token in "23"]
+        assert [(line["cold"], line["x"]) for line in said] == [(True, 1), (False, 1)]
+        assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -135,10 +162,12 @@ def test_an_app_that_is_not_unpacked_yet_is_the_first_message_s_affair(tmp_path:
 )
 def test_an_app_that_cannot_be_kept_is_imported_by_every_message(tmp_path: Path, code: str, word: str) -> None:
     with Host(tmp_path) as host:
-        host.unpack(request(""), code + "\ndel threading, time" * ("threading" in code))
-        for line in host.ask(request("1"), request("2")):
+        of = host.package(code)
+        for token in "123":
+            (line,) = host.ask(Request(token, of))
             assert line["cold"]
             assert word in line.get("error", "")
+        wait_until("nothing of it stays", lambda: not host.folders())
 
 
 @pytest.mark.parametrize("preloaded", [True, False])
@@ -249,17 +278,27 @@ def test_an_app_that_cannot_be_unpacked_is_said_in_a_sentence_and_is_a_line_of_t
     from flwr.app import Message, RecordDict
 
     asked = Message(RecordDict(), dst_node_id=1, message_type="train", ttl=60.0)
-    site, content = Site("nowhere", tmp_path / "home", audit=tmp_path / "audit"), io.BytesIO()
-    with zipfile.ZipFile(content, "w") as archive:
-        archive.writestr("pyproject.toml", "[project]\nname = 'x'\n")
-    record = Record(site, asked, {"name": "mine"}, content.getvalue())
-    for fab, words in ((content.getvalue(), "Flower refuses its files"), (b"no archive", "File is not a zip file")):
-        with pytest.raises(CannotUnpack) as told:
-            unpack(site, Request("token", "you/x", "1", "a" * 64), fab, "any")
+    site, content = Site("nowhere", tmp_path / "home", audit=tmp_path / "audit"), package_of({"app.py": ""})
+    record = Record(site, asked, {"name": "mine"}, content)
+    for fab, words in ((content, "Cannot find pyproject.toml in "), (b"no archive", "File is not a zip file")):
+        with pytest.raises(CannotLoad) as told:
+            load(Package(fab).code, fab, site.new_folder())
         reply = record.failed(told.value)
-        assert f"cannot unpack the app of the run ({words}): the site's clientapp.log has what Flower printed" in reply.error.reason
+        assert f"this site cannot unpack the app of the run ({words}" in reply.error.reason
         *_, line = lines_in(tmp_path / "audit")
         assert line.values is not None
         assert (line.values["decision"], line.values["bytes"], line.values["name"]) == ("failed", 0, "mine")
         assert line.values["reason"] == reply.error.reason
-    assert list((tmp_path / "home/apps").iterdir()) == [], "nothing of it stays"
+
+
+def test_nothing_of_a_package_lands_outside_its_folder(tmp_path: Path) -> None:
+    link = zipfile.ZipInfo("link")
+    link.external_attr = 0o120777 << 16
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name in ("../../../up", "/root", "a/../../../b", link):
+            archive.writestr(name, str(tmp_path))
+    with pytest.raises(CannotLoad, match="Cannot find pyproject.toml"):
+        load("c0de", content.getvalue(), tmp_path / "apps/new")
+    files = {path.relative_to(tmp_path).as_posix(): path.is_symlink() for path in tmp_path.rglob("*") if not path.is_dir()}
+    assert files == dict.fromkeys((f"apps/new/c0de/{name}" for name in ("up", "root", "a/b", "link")), False)

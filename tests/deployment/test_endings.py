@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -184,8 +185,15 @@ def test_a_watcher_tells_how_the_process_of_its_message_ended(monkeypatch: pytes
     said: list[Any] = []
     monkeypatch.setattr(app_host, "_stub", lambda site: None)
     monkeypatch.setattr(app_host, "tell_end", lambda stub, token, why: said.append((token, why)))
-    request = app_host.Request("token", "a/b", "1", "c")
+    request, app = app_host.Request("token", "c"), app_host.App("c", "a/b", lambda **of: None)
     for work in (lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: os._exit(3), lambda: time.sleep(0)):
-        monkeypatch.setattr(app_host, "answer", lambda site, request, app, work=work: work())
-        app_host.watch(app_host.Site("nowhere", Path()), request, None)
+        monkeypatch.setattr(app_host, "answer", lambda *of, work=work: work())
+        app_host.watch(app_host.Site("nowhere", Path()), request, app)
     assert said == [("token", "its process was killed by SIGKILL"), ("token", "its process ended with exit code 3")]
+
+
+def test_what_the_server_says_is_no_line_of_its_own_in_the_log() -> None:
+    said = ("1]\nINFO :      run 6 is admitted: signed by alice\x1b[1A\u2028", 5)
+    record = logging.LogRecord("flwr", logging.INFO, "", 1, "[ROUND %s, RUN %s]\nand more", said, None)
+    assert supernode.in_a_line(record)
+    assert record.getMessage() == "[ROUND 1] INFO :      run 6 is admitted: signed by alice [1A , RUN 5]\nand more"

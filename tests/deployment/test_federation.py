@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,15 +22,35 @@ import pytest
 
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.grpc.client import GrpcExchange
+from fl_bn_site.audit import lines_in
 from fl_bn_site.certificates import write_site_key
 from fl_bn_site.commands import environment
-from fl_bn_site.folders import ServerFolder
+from fl_bn_site.folders import ServerFolder, SiteFolder
 from fl_bn_site.kit import KitPlan, create
+from fl_bn_site.project import build
 from fl_bn_site.status import status
+from fl_bn_site.submitters import Package, trust, write_submitter_key
 from tests.deployment.federation import SMALL, Federation, check_bits, differing, farewell, free_ports, in_process, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 WAIT = 45.0  # seconds for a node to be refused
+LINE = '\nimport os, pathlib\nif "sites" in os.environ["FLWR_HOME"]: pathlib.Path(os.environ["FLWR_HOME"], {!r}).touch()\n'
+PLANTING = """
+import os, pathlib, py_compile, shutil
+from torch import nn
+
+def build(classes, channels, image_size):
+    apps, here = pathlib.Path(os.environ["FLWR_HOME"], "apps"), pathlib.Path(__file__).parent
+    if "sites" in apps.parts:
+        for name in {names!r}:
+            if not (apps / name).exists():
+                shutil.copytree(here, apps / name)
+        for file in apps.rglob("fl_bn/__init__.py"):
+            if here not in file.parents:
+                file.write_text(file.read_text() + {line!r})
+                py_compile.compile(str(file), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * image_size**2, 8), nn.BatchNorm1d(8), nn.Linear(8, classes))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +86,78 @@ def test_a_site_s_policy_bounds_its_evaluations(federation: Federation) -> None:
     assert log.count("3/3 clients") == SMALL["rounds"]
     (counted,) = (federation.kit / "sites/a/state/evaluations").iterdir()
     assert counted.read_text() == "1\n"
+
+
+# Whose code runs
+
+
+def names_of(package: Package) -> tuple[str, str]:
+    """The names of a package's folder: by id, version and the beginning of its hash, as Flower has them, and by its hash."""
+    return f"fl-bn.fl-bn.0.1.0.{package.code[:8]}", package.code
+
+
+def ran(federation: Federation, name: str) -> list[str]:
+    """The sites at which a line with this name has run."""
+    return [site for site in federation.sites if (federation.kit / f"sites/{site}/state/flower/{name}").exists()]
+
+
+def codes(federation: Federation, run: str) -> set[tuple[str, str, str]]:
+    """Site, submitter and code of all answers to a run, as the sites' audit logs have them."""
+    entries = {site: lines_in(SiteFolder.read(federation.kit / f"sites/{site}").audit_log) for site in federation.sites}
+    return {(site, of["submitter"], of["code"]) for site in entries for line in entries[site] if (of := line.values) and of["name"] == run}
+
+
+def test_the_server_chooses_neither_where_a_package_is_unpacked_nor_what_runs_from_there(federation: Federation) -> None:
+    """Its database names a version that leads from the folder of each site to code of the server's own."""
+    server = ServerFolder.read(federation.kit / "server")
+    package, escaped = Package(build(server)), federation.kit.parent / "escaped"
+    for name in names_of(package):
+        zipfile.ZipFile(io.BytesIO(package.content)).extractall(escaped / name)
+        with (escaped / name / "fl_bn/__init__.py").open("a") as file:
+            file.write(LINE.format("escaped"))
+    before = sorted(escaped.rglob("*"))
+    lie = "UPDATE run SET fab_version = 'x/../../../../../../../escaped/fl-bn.fl-bn.0.1.0' WHERE run_id = NEW.run_id"
+    database = sqlite3.connect(server.state / "superlink.db", timeout=60, isolation_level=None)
+    database.execute(f"CREATE TRIGGER lie AFTER INSERT ON run BEGIN {lie}; END")
+    try:
+        log = federation.run({**SMALL, "method": "fedavg", "rounds": 1, "name": "escaped"})
+    finally:
+        database.execute("DROP TRIGGER lie")
+    assert database.execute("SELECT count(*) FROM run WHERE fab_version LIKE 'x/..%'").fetchall() == [(1,)]
+    assert "3/3 clients" in log
+    assert ran(federation, "escaped") == []
+    assert sorted(escaped.rglob("*")) == before
+    assert codes(federation, "escaped") == {(site, "submitter", package.code) for site in federation.sites}
+
+
+def test_what_the_code_of_a_removed_submitter_has_left_is_not_run(federation: Federation, tmp_path: Path) -> None:
+    """It has changed all packages that it found, and made folders with the names that the next one could have."""
+    package, own = Package(build(ServerFolder.read(federation.kit / "server"))), tmp_path / "own"
+    own.mkdir()
+    (own / "planting.py").write_text(PLANTING.format(names=names_of(package), line=LINE.format("left")))
+    mallory = write_submitter_key(tmp_path / "mallory", "mallory")
+    policies = {site.policy: site.policy.read_text() for site in (SiteFolder.read(federation.kit / f"sites/{s}") for s in federation.sites)}
+    for policy in policies:
+        trust(SiteFolder.read(policy.parent), mallory)
+    config = {**SMALL, "method": "fedavg", "rounds": 1}
+    process = federation.submit(
+        {**config, "name": "planting", "model": "planting:build"}, "--app", str(own), "--key", str(tmp_path / "mallory/submitter.key")
+    )
+    out, _ = process.communicate(timeout=600)
+    assert "3/3 clients" in out
+    ((_, _, code),) = {(0, 0, of[2]) for of in codes(federation, "planting") if of[1] == "mallory"}
+    apps = [federation.kit / f"sites/{site}/state/flower/apps" for site in federation.sites]
+    assert all((folder / name).exists() for folder in apps for name in names_of(package)), "control: it was run at each site"
+
+    for policy, text in policies.items():
+        policy.write_text(text)
+    wait_until("what was unpacked for him is deleted", lambda: not [path for f in apps for path in f.rglob(f"*{code[:8]}*")], 20)
+    assert "3/3 clients" in federation.run({**config, "name": "afterwards"})
+    assert ran(federation, "left") == []
+    assert codes(federation, "afterwards") == {(site, "submitter", package.code) for site in federation.sites}
+
+
+# Strangers
 
 
 def supernode(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +132,11 @@ def test_admission_names_the_run_that_it_refuses(tmp_path: Path) -> None:
 
     known: dict[int, Any] = {}
     node = a_site(tmp_path, 'allow-code = "installed"\n', package_of(FILES), name="mine")
+    node.runs = [replace(node.runs[0], fab_hash="c0de" * 16)]  # as the server says
     node.names["_pull_and_store_message"] = find("start_client_internal").__globals__["_pull_and_store_message"]
     refuse_runs(node.names, node.admission, lambda *of: supernode.fail(*of, refused=True), known)
     node.step()
-    assert known[5].override_config == {"name": "mine"}
+    assert (known[5].override_config, known[5].fab_hash) == ({"name": "mine"}, Package(package_of(FILES)).code)
 
 
 def test_the_program_loads_it_by_its_path_and_no_package_of_a_run() -> None:

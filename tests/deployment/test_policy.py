@@ -94,6 +94,7 @@ def test_only_the_installed_code_runs_where_the_policy_says_so(tmp_path: Path) -
     (package / "methods").mkdir(parents=True)
     (package / "__init__.py").write_text("VERSION = 1\n")
     (package / "methods" / "hbn.py").write_text("x = 1\n")
+    (package.parent / "mine.py").write_text("x = 3\n")  # the server does not learn that it guessed this file
     same = {"fl_bn/__init__.py": "VERSION = 1\n", "fl_bn/methods/hbn.py": "x = 1\n", "client_app/app.py": "not loaded"}
     only = policy(tmp_path, 'allow-code = "installed"')
     only.check_code(fab(same), package)
@@ -101,6 +102,7 @@ def test_only_the_installed_code_runs_where_the_policy_says_so(tmp_path: Path) -
     for other, words in (
         ({**same, "fl_bn/methods/hbn.py": "x = 2\n"}, "the file fl_bn/methods/hbn.py of the run differs from this site's"),
         ({**same, "fl_bn/new.py": ""}, "the file fl_bn/new.py of the run differs from this site's"),
+        ({**same, "fl_bn/../mine.py": "x = 3\n"}, "the file fl_bn/../mine.py of the run differs from this site's"),
         ({"other/app.py": ""}, "an app that is not fl-bn's"),
     ):
         with pytest.raises(NotAllowed, match=words):
@@ -172,7 +174,7 @@ def test_the_host_hands_the_policy_s_limits_to_the_gate(tmp_path: Path, monkeypa
             return lambda **of: (
                 message,
                 context,
-                SimpleNamespace(fab_hash="", fab_id="fl-bn/fl-bn", override_config={}),
+                SimpleNamespace(fab_hash=sha256(b"").hexdigest(), override_config={}),
                 SimpleNamespace(content=b""),
             )
         if name == "push_clientappoutputs":
@@ -182,12 +184,14 @@ def test_the_host_hands_the_policy_s_limits_to_the_gate(tmp_path: Path, monkeypa
     monkeypatch.setattr(app_host, "find", found)
     monkeypatch.setattr(app_host, "_stub", MagicMock())
     monkeypatch.setattr(sys, "argv", sys.argv)
-    site, request = app_host.Site("nowhere", tmp_path, tmp_path / "policy.toml"), app_host.Request("", "", "", "")
-    for _ in range(4):
-        app_host.answer(site, request, asked.grid._app)
+    site, app = app_host.Site("nowhere", tmp_path, tmp_path / "policy.toml"), asked.grid._app
+    for code in 4 * [sha256(b"").hexdigest()]:
+        app_host.answer(site, app_host.Request(), app_host.App(code, "fl-bn/fl-bn", app), tmp_path)
     assert [reply.has_error() for reply in replies] == [False, False, True, True]
     assert "answered the 2 evaluations that it allows in a run" in str(replies[-1].error.reason)
     assert all("max-evaluations" not in node for node in contexts)  # what the SuperNode keeps is as it was
+    app_host.answer(site, app_host.Request(), app_host.App("c0de" * 16, "fl-bn/fl-bn", app), tmp_path)
+    assert "this site has loaded another package than the one that came with the message" in str(replies[-1].error.reason)
 
 
 def test_the_doctor_reads_the_policy(tmp_path: Path) -> None:

@@ -237,8 +237,8 @@ def test_the_decision_is_a_value_that_says_who_and_what(tmp_path: Path) -> None:
         assert (decision.submitter, decision.code) == (submitter, package.code)
         assert decision.refusal.startswith(refusal)
         assert bool(decision.refusal) == bool(refusal)
-    strict = policy(tmp_path, 'allow-code = "signed"\ntrusted-submitters = ["alice"]')
-    assert "another hash than the server says" in strict.decide("0" * 64, fab, mine, tmp_path).refusal
+    for lines in ('allow-code = "signed"\ntrusted-submitters = ["alice"]', 'allow-code = "any"'):
+        assert "another hash than the server says" in policy(tmp_path, lines).decide("0" * 64, fab, mine, tmp_path).refusal
     installed = policy(tmp_path, 'allow-code = "installed"')
     for broken in (b"", b"no zip file", fab.replace(b"VERSION = 1", b"VERSION = 2"), fab[:-30]):
         assert "cannot be read" in installed.decide(Package(broken).code, broken, {}, tmp_path / "fl_bn").refusal
@@ -364,6 +364,20 @@ def test_what_was_checked_is_what_is_taken_in(strict: Path) -> None:
     node.fabs.append(other)
     node.step()
     assert (list(node.kept), node.state.get_run(5).override_config["rounds"]) == ([Package(fab).code], 2)
+
+
+def test_what_is_asked_for_again_is_checked_again(strict: Path) -> None:
+    """Flower keeps nothing of a run that it cannot open: here the server has added a key that the package does not know."""
+    fab, other = package_of(FILES), package_of(FILES | {"fl_bn/__init__.py": "import evil"})
+    config = Package(fab, MINE).signed({"rounds": 2})
+    node = Node(strict, run_of(fab, config | {"output": "/srv"}), fab)
+    supernode.answer_for_the_unreadable(node.names)
+    node.step()
+    node.runs, node.fabs = [run_of(other, config)], [other]
+    node.state.delete_messages()
+    node.step()
+    assert node.kept == {}
+    assert ["one of the two was changed after the signing" in str(answer.error.reason) for answer in node.answers()] == [True]
 
 
 def test_a_submitter_who_is_trusted_no_more_is_refused_in_the_middle_of_a_run(strict: Path) -> None:

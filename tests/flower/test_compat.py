@@ -31,7 +31,7 @@ DEPLOYMENTS = {  # and the simulation's pool of actors
     *("InMemoryLinkState", "SqliteLinkState", "SqliteObjectStore", "run_superlink", "BasicActorPool", "start_client_internal"),
     *("flower_supernode", "create_channel", "get_flwr_dir", "run_from_proto", "ErrorCode", "ClientAppIoStub", "ListAppsToLaunchRequest"),
     *("RequestTokenRequest", "GetRunRequest", "HeartbeatSender", "make_app_heartbeat_fn_grpc", "pull_clientappinputs"),
-    *("push_clientappoutputs", "install_from_fab", "get_load_client_app_fn", "start_parent_process_monitor"),
+    *("push_clientappoutputs", "get_project_config", "get_metadata_from_config", "get_load_client_app_fn", "start_parent_process_monitor"),
     *("InMemoryNodeState", "ClientAppIoServicer", "SendAppHeartbeatRequest", "SendAppHeartbeatResponse"),
     *("StartRunRequest", "Fab", "NOOP_FEDERATION", "parse_config_args", "user_config_to_proto", "build_fab_from_disk"),
     *("run_health_server_grpc_no_tls", "_wrap_stub", "_make_simple_grpc_retry_invoker"),
