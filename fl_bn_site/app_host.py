@@ -199,8 +199,7 @@ def serve(lines: Iterable[str], site: Site, ready: Callable[[], None] = lambda: 
             importlib.import_module(name)
     find("pull_clientappinputs")  # imports Flower
     ready()
-    site, warm, brought = replace(site, cold_process=os.getpid()), None, _new_file()
-    policy: Any = None
+    site, warm, policy, brought = replace(site, cold_process=os.getpid()), None, policy_of(site), _new_file()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system removes children that have ended
     for line in lines:
         request, before, policy = Request(**json.loads(line)), policy, policy_of(site)

@@ -306,11 +306,7 @@ def _look_for_host(state: Any) -> None:
 
 
 def in_a_line(record: logging.LogRecord) -> bool:
-    """Make a log record one line, and return True.
-
-    A gRPC error would take seven lines, so it is shortened to its code and details. In a text, which may be the server's, each
-    character that cannot be printed becomes a space. So no text begins a line of its own.
-    """
+    """Make a log record one line, since its texts may be the server's, and a gRPC error would take seven lines. Return True."""
 
     def short(value: Any) -> Any:
         if isinstance(value, str):
@@ -318,8 +314,7 @@ def in_a_line(record: logging.LogRecord) -> bool:
         code, details = getattr(value, "code", None), getattr(value, "details", None)
         return f"{code().name}: {details()}" if isinstance(value, Exception) and callable(code) and callable(details) else value
 
-    if not isinstance(record.msg, str):
-        record.msg = short(record.msg)
+    record.msg = short(record.msg)
     if isinstance(record.args, tuple):
         record.args = tuple(map(short, record.args))
     return True

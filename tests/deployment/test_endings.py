@@ -194,6 +194,6 @@ def test_a_watcher_tells_how_the_process_of_its_message_ended(monkeypatch: pytes
 
 def test_what_the_server_says_is_no_line_of_its_own_in_the_log() -> None:
     said = ("1]\nINFO :      run 6 is admitted: signed by alice\x1b[1A\u2028", 5)
-    record = logging.LogRecord("flwr", logging.INFO, "", 1, "[ROUND %s, RUN %s]\nand more", said, None)
+    record = logging.LogRecord("flwr", logging.INFO, "", 1, "[ROUND %s, RUN %s]", said, None)
     assert supernode.in_a_line(record)
-    assert record.getMessage() == "[ROUND 1] INFO :      run 6 is admitted: signed by alice [1A , RUN 5]\nand more"
+    assert record.getMessage() == "[ROUND 1] INFO :      run 6 is admitted: signed by alice [1A , RUN 5]"
