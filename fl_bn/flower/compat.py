@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import logging
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -65,6 +66,7 @@ PLACES = {  # name -> the modules that may have it
     "user_config_to_proto": ("flwr.common.serde",),
     "build_fab_from_disk": ("flwr.cli.build",),
     "BasicActorPool": (SIMULATION,),
+    "start_vce": ("flwr.server.superlink.fleet.vce.vce_api",),
     "start_client_internal": ("flwr.supernode.start_client_internal",),
     "flower_supernode": ("flwr.supernode.cli",),
     "InMemoryNodeState": ("flwr.supernode.nodestate.in_memory_nodestate",),
@@ -167,6 +169,19 @@ def simulates(grid: Any) -> bool:
     return type(grid).__name__ == "InMemoryGrid"
 
 
+def has_ended(grid: Any) -> bool:
+    """Return whether the simulation behind ``grid`` has ended before the ServerApp, so that no reply will come any more.
+
+    Flower 1.25 goes on to wait for the ServerApp. The simulation runs for as long as a thread of this process is in Flower's ``start_vce``.
+    """
+    try:
+        code = find("start_vce").__code__ if simulates(grid) else None
+    except ImportError:  # a later Flower: unknown
+        code = None
+    stacks = [traceback.walk_stack(top) for top in sys._current_frames().values()]
+    return code is not None and not any(frame.f_code is code for stack in stacks for frame, _ in stack)
+
+
 def repeat_cancelled(invoker: Any) -> None:
     """Change Flower's retry invoker: a call that a stopping server cancels is repeated, like one that finds no server.
 
@@ -264,9 +279,14 @@ def check_deployed(what: str) -> None:
 def federation_config(options: Mapping[str, object]) -> str:
     """Return the argument of ``flwr run`` that sets options of the simulation, as the installed Flower reads it.
 
+    Flower 1.25 drops all options of pyproject.toml if one is given. It then needs the number of SuperNodes, and the CPUs of a client whose
+    GPUs are given.
+
     Args:
         options: option -> value. The names are as in pyproject.toml, but without the prefix ``options.``.
     """
+    if pinned():
+        options = {"num-supernodes": "...", **options}
     names = {name: f"options.{name}" if pinned() else name.removeprefix("backend.").replace(".", "-") for name in options}
     return f'--federation-config "{" ".join(f"{names[name]}={value}" for name, value in options.items())}"'
 

@@ -52,6 +52,9 @@ class Run:
 class InProcessGrid(Grid):
     """Serve nodes that live in this process. ``push_messages`` computes the replies before it returns.
 
+    Attributes:
+        result: what the ServerApp leaves for the caller of ``run_in_process``. None: nothing.
+
     Args:
         app: the ClientApp, or its import path ``module:name``.
         clients: the number of nodes, 1 or more.
@@ -77,6 +80,7 @@ class InProcessGrid(Grid):
         self._app = app
         self._workers, self._pace = workers, pace
         self._run = Run(1)
+        self.result: Any = None
         identify(1)
         self._answers: dict[str, Message] = {}
         self._fallback = Fallback() if run_config.get("engine") == VECTORISED else None
@@ -210,7 +214,7 @@ def run_in_process(
     server_app: ServerApp | str = "fl_bn.apps.server:app",
     client_app: ClientApp | str = "fl_bn.apps.client:app",
     workers: Workers | None = None,
-) -> Path | None:
+) -> Any:
     """Run the ServerApp and ClientApp in this process.
 
     Afterwards, torch's number of threads is restored.
@@ -225,7 +229,9 @@ def run_in_process(
         workers: worker processes that were started before. They end with the run.
 
     Returns:
-        The run directory, if the ServerApp names it in the record ``result`` of its context; else None.
+        The run directory, a ``Path``, if the ServerApp names it in the record ``result`` of its context. For an app of
+            Flower's older API (``legacy_server_app``): its ``History``, as ``start_simulation`` returned it. The final
+            arrays are its ``parameters``. Else None.
 
     Raises:
         Exception: whatever the ServerApp raises.
@@ -247,7 +253,7 @@ def run_in_process(
         grid.close()
         torch.set_num_threads(threads)
     result = context.state.config_records.get("result")
-    return None if result is None else Path(str(result["directory"]))
+    return grid.result if result is None else Path(str(result["directory"]))
 
 
 def _answer_of(app: ClientApp | str, message: Message, context: Context) -> Message:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fl_bn.flower.compat import federation_config
+from fl_bn.flower.compat import federation_config, simulated
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.keys import known_device
 
@@ -43,8 +43,14 @@ def _device(config: RunConfig, node: Mapping[str, Any] | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen, seen = torch.device(name), torch.cuda.device_count()
     if chosen.type == "cuda" and (chosen.index or 0) >= seen:
+        share = {"num-supernodes": config.clients, "backend.client-resources.num-cpus": 1, "backend.client-resources.num-gpus": 0.2}
+        hidden = node is not None and simulated()  # by Ray, which hides the GPUs from clients
         raise ConfigError(
-            f"device={name}, but torch sees {seen or 'no'} GPU in this process. In a simulation, give each client a share of a GPU, by the "
-            f"profile local-simulation-gpu or {federation_config({'backend.client-resources.num-gpus': 0.2})}"
+            f"device={name}, but torch sees {seen or 'no'} GPU in this process. "
+            + (
+                f"Give each client a share of a GPU, by the profile local-simulation-gpu or {federation_config(share)}"
+                if hidden
+                else "See fl-bn doctor, or take device='auto', which takes a GPU if there is one"
+            )
         )
     return chosen

@@ -27,7 +27,8 @@ from tests.integration.runs import TINY
 from tests.listed import listed
 
 ROOT = Path(__file__).parents[2]
-DEPLOYMENTS = {  # and the simulation's pool of actors
+DEPLOYMENTS = {  # and the simulation
+    "start_vce",
     *("InMemoryLinkState", "SqliteLinkState", "SqliteObjectStore", "run_superlink", "BasicActorPool", "start_client_internal"),
     *("flower_supernode", "create_channel", "get_flwr_dir", "run_from_proto", "ErrorCode", "ClientAppIoStub", "ListAppsToLaunchRequest"),
     *("RequestTokenRequest", "GetRunRequest", "HeartbeatSender", "make_app_heartbeat_fn_grpc", "pull_clientappinputs"),
@@ -137,6 +138,7 @@ def test_the_options_of_a_simulation_are_written_as_this_flower_reads_them(monke
     monkeypatch.setattr(compat, "version", lambda name: "1.25.0")
     pinned = "options.num-supernodes=5 options.backend.client-resources.num-gpus=0.2 options.backend.init-args.num-cpus=3"
     assert compat.federation_config(options) == f'--federation-config "{pinned}"'
+    assert "options.num-supernodes=... " in compat.federation_config({"backend.init-args.num-cpus": 3})  # else Flower knows no number
     monkeypatch.setattr(compat, "version", lambda name: "1.42.0")
     assert compat.federation_config(options) == '--federation-config "num-supernodes=5 client-resources-num-gpus=0.2 init-args-num-cpus=3"'
 

@@ -244,8 +244,8 @@ def test_a_message_that_could_not_be_sent_costs_its_own_client_and_no_other(tiny
 @pytest.mark.parametrize(
     ("clients", "cpus", "hint"),
     [  # on the pinned Flower
-        (5, 2, 'needs 5 workers: --federation-config "options.backend.client-resources.num-cpus=0.4"'),
-        (3, 2, 'needs 3 workers: --federation-config "options.backend.client-resources.num-cpus=0.66"'),  # 0.67 makes two
+        (5, 2, 'options.num-supernodes=... options.backend.client-resources.num-cpus=0.4"'),
+        (3, 2, 'options.num-supernodes=... options.backend.client-resources.num-cpus=0.66"'),  # 0.67 makes two
         (16, 16, 'num-cpus=1"'),
         (10, 2, "needs 10 workers, but Flower runs at most 6 at a time on 2 CPUs: use `fl-bn run`"),
         (40, 64, "at most 32 at a time"),

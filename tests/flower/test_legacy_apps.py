@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +14,13 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.client import NumPyClient
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
-from flwr.server import Server, ServerAppComponents, ServerConfig, SimpleClientManager
+from flwr.server import History, Server, ServerAppComponents, ServerConfig, SimpleClientManager
 from flwr.server.strategy import FedAdam, FedAvg
 from ray import cloudpickle
 from torch.nn import functional as F
 
 from fl_bn import Callback
-from fl_bn.flower import Gate, InProcessGrid, RunFailed, legacy_client_app, legacy_server_app
+from fl_bn.flower import Gate, InProcessGrid, RunFailed, legacy_client_app, legacy_server_app, run_in_process
 from fl_bn.flower.wire.gate import KINDS
 from fl_bn.methods import METHODS, Method, fedavg
 from tests.flower.own_apps import CLIENTS, SAMPLES, client_of, data, net
@@ -142,6 +144,33 @@ def test_a_server_of_one_s_own_gets_the_history() -> None:
     assert [round for round, _ in found["history"].losses_distributed] == [1, 2]
     assert len(found["parameters"].tensors) == len(net().state_dict())
     assert found["elapsed"] > 0
+
+
+def test_the_history_comes_back_as_from_start_simulation(tmp_path: Path) -> None:
+    """What Flower's baselines do with it: niid_bench gives a ``Server`` and pickles the history, moon draws it."""
+    servers: list[Server] = []
+
+    def evaluate(server_round: int, arrays: list[np.ndarray], config: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+        return 2.0 - server_round, {"accuracy": server_round / 4}
+
+    def server_fn(context: Context) -> ServerAppComponents:
+        strategy = FedAvg(on_fit_config_fn=lr, evaluate_fn=evaluate)
+        servers.append(Server(strategy=strategy, client_manager=SimpleClientManager()))
+        return ServerAppComponents(server=servers[0], config=ServerConfig(num_rounds=2))
+
+    apps: dict[str, Any] = {"server_app": legacy_server_app(server_fn, net, fedavg()), "client_app": legacy_client_app(Client, fedavg())}
+    history = run_in_process({"clients": CLIENTS}, **apps)
+    (tmp_path / "history.pkl").write_bytes(pickle.dumps(history))
+    loaded = pickle.loads((tmp_path / "history.pkl").read_bytes())
+    assert isinstance(loaded, History)
+    rounds, values = zip(*loaded.metrics_centralized["accuracy"], strict=True)
+    assert (rounds, values) == ((0, 1, 2), (0.0, 0.25, 0.5))
+    assert loaded.losses_centralized == [(0, 2.0), (1, 1.0), (2, 0.0)]
+    assert [server_round for server_round, _ in loaded.losses_distributed] == [1, 2]
+    assert repr(loaded).startswith("History (loss, distributed):")
+    final = parameters_to_ndarrays(loaded.parameters)
+    assert all(np.array_equal(one, other) for one, other in zip(final, parameters_to_ndarrays(servers[0].parameters), strict=True))
+    assert not np.array_equal(final[0], net().state_dict()["0.weight"].numpy())  # control
 
 
 def test_an_app_that_was_pickled_answers_with_the_same_bits() -> None:

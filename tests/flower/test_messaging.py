@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from flwr.serverapp import Grid
 
 from fl_bn.federation.local import Samples
 from fl_bn.federation.record import RoundRecord
-from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed
+from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed, compat
 from fl_bn.flower.wire import messaging as module
 from fl_bn.flower.wire.messaging import DIED, LOOK, PASSING, POLL, SAY, send_and_receive
 from fl_bn.methods import METHODS, Method
@@ -154,6 +155,29 @@ def test_the_log_says_from_time_to_time_who_is_waited_for(clock: Clock, clients:
     log.clear()
     send_and_receive(SlowGrid(inner(clients), clock, lambda message: SAY / 2), hellos(grid), 3 * SAY)
     assert "replies are here" not in log.text  # control: nothing to say
+
+
+def start_vce(until: Event) -> None:
+    """Run as long as Flower's simulation would."""
+    until.wait()
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_nobody_waits_for_clients_of_a_simulation_that_has_ended(
+    runs: bool, clock: Clock, clients: list[Samples], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower 1.25 goes on to wait for the ServerApp: before, until the deadline."""
+    monkeypatch.setitem(compat.PLACES, "start_vce", (__name__,))
+    grid = type("InMemoryGrid", (SlowGrid,), {})(inner(clients), clock, lambda message: None)
+    end = Event()
+    if runs:
+        Thread(target=start_vce, args=(end,)).start()
+        assert send_and_receive(grid, hellos(grid), 3600.0) == []  # control
+        end.set()
+        return
+    with pytest.raises(RunFailed, match=r"Flower's simulation has ended, .*\d+ CPUs, \d+ GPUs.*num-gpus=0"):
+        send_and_receive(grid, hellos(grid), 3600.0)
+    assert clock.now - 1000 < 2 * LOOK
 
 
 # Asked again

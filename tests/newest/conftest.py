@@ -1,14 +1,15 @@
 """Install the newest Flower in an environment of its own, as users have it, and put the wheel of fl-bn into a local index.
 
-Later versions of Flower install an app's dependencies with uv for each run. An environment variable of uv names the index, so no file of
-the project does. torch takes gigabytes and is not installed again: the index has an empty wheel of that name, and the environment also
-imports from the packages of the Python that runs the tests.
+Later versions of Flower install an app's dependencies with uv for each run. For apps that name fl-bn among them, an environment variable of
+uv names the index, so no file of the project does. torch takes gigabytes and is not installed again: the index has an empty wheel of that
+name, and the environment also imports from the packages of the Python that runs the tests.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sysconfig
@@ -17,23 +18,28 @@ import urllib.request
 import venv
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from fl_bn.flower.compat import LIBRARY
-from tests.packaging.wheels import PIP, built
+from tests.packaging.wheels import PIP, SOURCES, built, copied
 
 BUSY = "Failed to start local SuperLink"  # Flower gives it 15 s
 
 
 @dataclass(frozen=True)
 class Newest:
-    """Describe the environment in ``folder``. The ports from ``port`` to ``port + 4`` are free."""
+    """Describe the environment in ``folder``. The ports from ``port`` to ``port + 4`` are free.
+
+    ``home`` is the name of Flower's own folder in it. ``index`` says whether uv finds fl-bn in the local index.
+    """
 
     folder: Path
     port: int
+    home: str = "home"
+    index: bool = True
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -44,11 +50,11 @@ class Newest:
         """
         own = {
             "PATH": os.pathsep.join([str(self.folder / "env/bin"), os.environ["PATH"]]),
-            "FLWR_HOME": str(self.folder / "home"),
+            "FLWR_HOME": str(self.folder / self.home),
             "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(self.port),
             "FLWR_LOCAL_CONTROL_API_PORT": str(self.port + 1),
             "FLWR_TELEMETRY_ENABLED": "0",
-            "UV_FIND_LINKS": str(self.folder / "wheels"),
+            **({"UV_FIND_LINKS": str(self.folder / "wheels")} if self.index else {}),
             "UV_CACHE_DIR": str(self.folder / "cache"),
             "RAY_ADDRESS": "local",
             "RAY_worker_niceness": "0",
@@ -91,7 +97,7 @@ class Newest:
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
-                if f"FLWR_HOME={self.folder / 'home'}".encode() in path.read_bytes().split(b"\0"):
+                if f"FLWR_HOME={self.folder / self.home}".encode() in path.read_bytes().split(b"\0"):
                     found.append(int(path.parent.name))
         return found
 
@@ -126,9 +132,31 @@ def newest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Newest]:
     folder = Path(os.environ.get("FL_BN_NEWEST") or tmp_path_factory.mktemp("newest"))
     if not (folder / "env").exists():
         make(folder)
+    for home in folder.glob("home*"):  # of a run before
+        shutil.rmtree(home)
     made = Newest(folder, 20000 + 5 * (os.getpid() % 2000))
     yield made
     made.end()
+
+
+@pytest.fixture(scope="session")
+def without_index(newest: Newest) -> Iterator[Newest]:
+    """Return the environment without the local index, as a user has it who installed fl-bn from a file."""
+    made = replace(newest, port=newest.port + 10000, home="home-without-index", index=False, started=[])
+    yield made
+    made.end()
+
+
+@pytest.fixture(params=["wheel", "checkout"])
+def installed(request: pytest.FixtureRequest, without_index: Newest, tmp_path: Path) -> Iterator[Newest]:
+    """Return the environment without the index, with fl-bn installed from its wheel, or from a checkout (``pip install -e``)."""
+    pip = [*PIP, "--python", str(without_index.folder / "env/bin/python"), "install", "--no-deps", "--force-reinstall"]
+    if request.param == "checkout":
+        subprocess.run([*pip, "-e", str(copied(SOURCES, tmp_path / "checkout"))], check=True, capture_output=True)
+    yield without_index
+    if request.param == "checkout":
+        (wheel,) = (without_index.folder / "wheels").glob("fl_bn-*.whl")
+        subprocess.run([*pip, str(wheel)], check=True, capture_output=True)
 
 
 def make(folder: Path) -> None:

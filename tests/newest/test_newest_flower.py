@@ -17,7 +17,7 @@ from tests.examples.test_flower_apps import SHOWN
 from tests.integration.runs import bits, differences, tiny
 from tests.integration.test_ray import as_on_ray, run_config
 from tests.newest.conftest import Newest
-from tests.packaging.test_new import accuracies
+from tests.packaging.test_new import accuracies, printed
 from tests.packaging.wheels import copied
 from tools.documentation.conversions import APPS
 
@@ -25,14 +25,8 @@ pytestmark = [pytest.mark.newest, pytest.mark.timeout(600)]
 APP = ("fl_bn", "fl_bn_site", "server_app", "client_app", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 
-@pytest.fixture
-def app(newest: Newest, tmp_path: Path) -> Path:
-    newest.run("fl-bn", "new", "my-app", folder=tmp_path)
-    return tmp_path / "my-app"
-
-
 def connections(newest: Newest) -> dict[str, dict[str, object]]:
-    found: dict[str, dict[str, object]] = tomllib.loads((newest.folder / "home/config.toml").read_text())["superlink"]
+    found: dict[str, dict[str, object]] = tomllib.loads((newest.folder / newest.home / "config.toml").read_text())["superlink"]
     return found
 
 
@@ -72,19 +66,24 @@ def test_the_federations_of_the_project_are_its_connections(newest: Newest, tmp_
     assert "auto" not in str(moved["cluster"]), "clusters need the pinned version: docs/how-to/flower-versions.md"
 
 
-def test_a_new_app_runs_on_ray_and_still_without(app: Path, newest: Newest) -> None:
-    said = newest.run("flwr", "run", ".", "--stream", "--run-config", "num-server-rounds=2", folder=app)
+def test_the_command_that_a_new_app_prints_runs_as_it_is(installed: Newest, tmp_path: Path) -> None:
+    command = printed(installed.run("fl-bn", "new", "my-app", folder=tmp_path))
+    said = installed.run("bash", "-c", command, folder=tmp_path)
     assert "(5 simulated SuperNodes)" in said
-    assert len(accuracies(re.sub(r"\x1b\[\d+m", "", said))) == 2, said
-    assert connections(newest)["default"] == "my-app-simulation"
+    assert "App dependencies installed successfully via uv sync" in said, "as users have it: without the variable that switches this off"
+    assert len(accuracies(re.sub(r"\x1b\[\d+m", "", said))) == 10, said
+    assert connections(installed)["default"] == "my-app-simulation"
+    app = tmp_path / "my-app"
     assert "federations" not in tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]
-    assert len(accuracies(newest.run("python", "run.py", folder=app))) == 10
+    assert len(accuracies(installed.run("python", "run.py", folder=app))) == 10
 
 
-def test_a_new_app_runs_with_a_superlink_and_two_supernodes(app: Path, newest: Newest, tmp_path: Path) -> None:
+def test_a_new_app_runs_with_a_superlink_and_two_supernodes(without_index: Newest, tmp_path: Path) -> None:
+    newest, app = without_index, tmp_path / "my-app"
+    newest.run("fl-bn", "new", app.name, folder=tmp_path)
     address, ports = f"127.0.0.1:{newest.port + 2}", (newest.port + 3, newest.port + 4)
     newest.run("flwr", "config", "list", folder=app)  # makes config.toml
-    config = newest.folder / "home/config.toml"
+    config = newest.folder / newest.home / "config.toml"
     config.write_text(f'{config.read_text()}\n[superlink.two-sites]\naddress = "{address}"\ninsecure = true\n')
     here = ("--insecure", "--host", "127.0.0.1", "--port")
     started = [newest.start("flower-superlink", *here, str(newest.port + 2), folder=tmp_path, log=tmp_path / "superlink.log")]

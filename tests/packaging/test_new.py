@@ -75,13 +75,21 @@ def test_a_client_that_answers_no_questions_ends_the_run(demo: Path) -> None:
         run(demo)
 
 
+def printed(output: str) -> str:
+    """Return the command for Ray that ``fl-bn new`` has printed."""
+    (command,) = re.findall(r"^ +(cd .*flwr run .*)$", output, re.MULTILINE)
+    return str(command)
+
+
 @pytest.mark.ray
 @pytest.mark.pinned("tests/newest has the newest")
-def test_it_runs_on_ray(demo: Path) -> None:
-    env = os.environ | {"PYTHONPATH": str(ROOT), "FLWR_HOME": str(demo.parent / "flwr"), "RAY_ADDRESS": "local"}  # no cluster of others
-    command = ("flwr", "run", ".", "--stream", "--run-config", "num-server-rounds=2")
-    done = subprocess.run(command, cwd=demo, env=env, capture_output=True, text=True, timeout=280)
-    assert len(accuracies(done.stdout)) == 2, done.stdout + done.stderr
+@pytest.mark.parametrize("of", ["wheel", "checkout"])
+def test_the_printed_command_runs_as_it_is(of: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    path = request.getfixturevalue("installed") if of == "wheel" else ROOT
+    env = os.environ | {"PYTHONPATH": str(path), "FLWR_HOME": str(tmp_path / "flwr"), "RAY_ADDRESS": "local"}  # no cluster of others
+    made = subprocess.run(("fl-bn", "new", "my-app"), cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(printed(made.stdout), shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280)
+    assert len(accuracies(done.stdout)) == 10, done.stdout + done.stderr
 
 
 def test_it_is_named_and_complete(demo: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.wheels import PIP, built
 from tests.test_architecture import PROJECT, distributions
 
 ROOT = Path(__file__).parents[2]
@@ -32,18 +31,6 @@ pytestmark = pytest.mark.slow
 def tops(names: Iterable[str]) -> set[str]:
     """The packages and modules that a wheel with these files puts on the path."""
     return {name.partition("/")[0] for name in names if ".dist-info/" not in name}
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return built(tmp_path_factory.mktemp("wheel"))
-
-
-@pytest.fixture(scope="module")
-def installed(wheel: Path) -> Path:
-    target = wheel.parent / "installed"
-    subprocess.run([*PIP, "install", "--no-deps", "--target", str(target), str(wheel)], check=True, capture_output=True)
-    return target
 
 
 def fl_bn(installed: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

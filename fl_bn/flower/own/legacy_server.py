@@ -25,6 +25,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from fl_bn.flower.hooks import RunResult
+from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.log import log
 from fl_bn.flower.own.legacy_client import SCALARS
 from fl_bn.flower.own.metrics import EXAMPLES
@@ -69,7 +70,7 @@ def legacy_server_app(server_fn: ServerFn, model: Callable[[], nn.Module], metho
     ``evaluate_fn`` and metric functions are all used. A class of the user's own may override ``evaluate``,
     ``aggregate_fit`` and ``aggregate_evaluate``. In the last two, ``super()`` returns what fl-bn computed from the
     replies. A ``Server`` of the user's own may override ``fit``: ``super().fit(...)`` runs the rounds, and returns
-    Flower's ``History``.
+    Flower's ``History``, which ``run_in_process`` returns in turn.
 
     Args:
         server_fn: returns Flower's ``ServerAppComponents``.
@@ -101,13 +102,15 @@ def legacy_server_app(server_fn: ServerFn, model: Callable[[], nn.Module], metho
         def fit(num_rounds: int, timeout: float | None) -> tuple[History, float]:
             begin = time.monotonic()
             result = rounds.fit(grid, rounds.initial(manager), num_rounds, TIMEOUT if timeout is None else timeout)
-            server.parameters = ndarrays_to_parameters(rounds.whole(result.arrays or ArrayRecord()))
+            server.parameters = rounds.history.parameters = ndarrays_to_parameters(rounds.whole(result.arrays or ArrayRecord()))
             return rounds.history, time.monotonic() - begin
 
         history, seconds = with_fit(server, fit).fit(num_rounds=config.num_rounds, timeout=config.round_timeout)
         log(logging.INFO, "[SUMMARY] %s rounds in %.2f s", config.num_rounds, seconds)
         for line in io.StringIO(str(history)):
             log(logging.INFO, "\t%s", line.strip("\n"))
+        if isinstance(grid, InProcessGrid):
+            grid.result = history
 
     return app
 
@@ -251,6 +254,17 @@ def with_fit(server: Server, fit: Callable[[int, float | None], tuple[History, f
     return server
 
 
+class RunHistory(History):
+    """Hold Flower's ``History`` of a run, and the arrays with which it ended.
+
+    Attributes:
+        parameters: all arrays of the network, in the order of its state_dict. For tensors that clients keep, these are the
+            initial values of the server's network.
+    """
+
+    parameters: Parameters
+
+
 class LegacyRounds(OwnAppStrategy):
     """Run fl-bn's rounds with an older strategy's configs, evaluation and metric functions, and write Flower's ``History``.
 
@@ -266,7 +280,7 @@ class LegacyRounds(OwnAppStrategy):
     def __init__(self, older: FedAvg, model: nn.Module, method: Method, **options: Any) -> None:
         super().__init__(model, method, **{name: getattr(older, attribute) for name, attribute in GIVEN.items()}, **options)
         self._found: dict[str, Any] = {}
-        self.older, self.history = with_aggregates(older, self._found), History()
+        self.older, self.history = with_aggregates(older, self._found), RunHistory()
 
     def initial(self, manager: Any) -> ArrayRecord | None:
         """Return the arrays of the strategy's ``initial_parameters`` by name; None if it has none.

@@ -7,6 +7,7 @@ logs how many replies have come.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections import deque
@@ -14,10 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import grpc
+import torch
 from flwr.app import Error, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fl_bn.flower.compat import answering, simulates
+from fl_bn.flower.compat import answering, federation_config, has_ended, simulates
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.log import log
 from fl_bn.support.client_names import UNNAMED, ClientNames
@@ -29,7 +31,7 @@ UNREADABLE = 0  # Flower's error code for all other errors
 EXPIRED = 3  # the code of an error for a message whose time to live is over, which is the time until the deadline
 NEAR = 2.0  # seconds before the deadline; a message that expires after that only means that its reply is late
 POLL = 0.2  # seconds between two checks for replies; Flower's own loop over gRPC waits 3
-LOOK = 2.0  # seconds between two checks for lost nodes
+LOOK = 2.0  # seconds between two checks for lost nodes, and for the end of a simulation
 FEW = 8  # the most replies to fetch at a time if each is freed after use
 SAY = 60.0  # seconds between two lines of the log that say how many replies have come
 
@@ -169,12 +171,16 @@ class Mailbox:
         self.died: set[int] = set()  # nodes whose process died on this message
         self.original: dict[str, int] = {}  # message that was sent again -> its addressee when the round began
         self.ready, self.yielded, self.count = deque[Message](), 0, 0
-        self.looked, self.logged, self.addressees = 0.0, time.monotonic(), len(sent)
+        self.looked = self.logged = time.monotonic()
+        self.addressees = len(sent)
 
     def replies(self) -> Iterator[Message]:
         """Send the messages, and yield the replies until all have come or the time is over.
 
         A lost node that does not come back gives an error in place of its reply.
+
+        Raises:
+            RunFailed: Flower's simulation has ended.
         """
         self._push(self.sent)
         while (self.waiting or self.lost) and time.monotonic() < self.end:
@@ -182,8 +188,9 @@ class Mailbox:
             yield from self._pulled()
             if self.count == before:
                 time.sleep(POLL)
-            if self.lost:
-                self._ask_again()
+            if (now := time.monotonic()) - self.looked >= LOOK:
+                self.looked = now
+                self._look()
             yield from self._yield_ready()
             self._say()
         if self.waiting:
@@ -241,11 +248,19 @@ class Mailbox:
         else:
             log(logging.WARNING, "%s: %s is lost (code %d: %s); it has %.0f s to come back", kind, who, code, why, seconds)
 
-    def _ask_again(self) -> None:
-        now = time.monotonic()
-        if now - self.looked < LOOK:
+    def _look(self) -> None:
+        """Check that Flower's simulation goes on, and ask lost nodes that came back again."""
+        if has_ended(self.grid):
+            from fl_bn.flower.population import RunFailed  # which imports this module
+
+            least = {"backend.client-resources.num-cpus": 1, "backend.client-resources.num-gpus": 0}
+            raise RunFailed(
+                "Flower's simulation has ended, and its clients with it: its own error is in the log above. If a client is to have more "
+                f"than this machine has ({os.cpu_count()} CPUs, {torch.cuda.device_count()} GPUs), give it less: {federation_config(least)}"
+            )
+        if not self.lost:
             return
-        self.looked, online = now, set(self.grid.get_node_ids())
+        now, online = time.monotonic(), set(self.grid.get_node_ids())
         lost, self.lost = self.lost, []
         for one in lost:
             node = one.message.metadata.dst_node_id
