@@ -72,7 +72,6 @@ LONG = (
     "tests/sweeps/test_paper_settings_000_001.py::test_the_paper_s_variant_is_the_paper_key_by_key",
     "tests/sweeps/test_paper_settings_002.py::test_every_cell_has_the_paper_s_keys",
     "tests/sweeps/test_paper_settings_003_004.py::test_every_key_is_the_papers",
-    "tests/training/test_vectorised.py::test_settings",
     "tests/integration/test_workers.py::test_the_command_s_workers_start_before_torch_is_loaded",
     "tests/experiment/test_display.py::test_a_terminal_shows_one_bar_and_warnings_above_it",
     "tests/deployment/test_membership.py::test_a_stolen_server_key_is_worth_nothing_once_the_authority_is_new",
@@ -169,7 +168,6 @@ ENOUGH = {
     "tests/models/test_segmentation.py::test_every_method_converts_it": ("[gn]", "[fixbn]", "[fedbn]", "[hbn]", "[fbn]", "[fedtan]"),
     "tests/flower/test_secure_training.py::test_gradients_epochs_and_uniform_weights": ("settings1",),
     "tests/training/test_vectorised.py::test_options_of_a_federation": ("fedprox",),
-    "tests/training/test_vectorised.py::test_a_federation_of_every_method": ("[hbn]", "[fedtan]"),
     "tests/loops/test_frozen.py::test_a_loop_cannot_thaw": ("-train-own", "[fixbn-train-flower", "[hbn-there", "[fbn-every"),
     "tests/test_conversion.py::test_torchvision": ("-fedavg]", "-gn]", "-fixup]", "-hbn]", "-fbn]", "-fedtan]"),
     "tests/loops/test_batches.py::test_what_is_reported_is_that_of_the_batch": ("[fbn-v", "[fbn-c", "[fbn-a_sk", "[hbn-clo"),
@@ -303,8 +301,6 @@ EVERY_THIRD = (
     "tests/own_loop/test_pickled_state.py::test_a_run_goes_on_from_a_pickle_bit_for_bit",
     "tests/packaging/test_houses.py::test_without_the_extra_a_command_of_a_deployment_says_what_to_install",
     "tests/robust/test_compiled.py::test_its_bits_are_those_of_the_network_run_by_numpy",
-    "tests/training/test_vectorised.py::test_every_method",
-    "tests/training/test_vectorised.py::test_unequal_clients",
 )
 """Tests with many cases, of which neighbours are similar. Every third case runs by default; the others are slow ones."""
 

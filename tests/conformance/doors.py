@@ -108,6 +108,7 @@ class Outcome:
         refused: The clients whose replies were not used, with the reasons, per round.
         metrics: The last evaluation's loss and accuracy.
         sent: The tensors that left the clients, as ``section/name``.
+        samples: The number of samples for which each client counted in the last round; only of the application.
     """
 
     rounds: list[Tensors] = field(default_factory=list)
@@ -116,6 +117,7 @@ class Outcome:
     refused: list[dict[int, str]] = field(default_factory=list)
     metrics: Mapping[str, float] = field(default_factory=dict)
     sent: set[str] = field(default_factory=set)
+    samples: Mapping[int, int] = field(default_factory=dict)
 
     def note(self, record: Any) -> None:
         """Keep the facts of a round's record."""
@@ -417,8 +419,9 @@ def application(asked: Asked, **keys: Any) -> Outcome:
         own = [path / "clients" / f"client-{client}.safetensors" for client in range(CLIENTS)]
         outcome.clients = [shared | floats(load_file(file)) if file.exists() else shared for file in own]
         with (path / "clients.csv").open() as lines:
-            used = [(int(row["round"]), int(row["client"])) for row in csv.DictReader(lines) if not row["refused"]]
-        outcome.cohorts = [[client for number, client in used if number == n] for n in range(1, ROUNDS + 1)]
+            used = [{key: int(row[key]) for key in ("round", "client", "samples")} for row in csv.DictReader(lines) if not row["refused"]]
+        outcome.cohorts = [[row["client"] for row in used if row["round"] == n] for n in range(1, ROUNDS + 1)]
+        outcome.samples = {row["client"]: row["samples"] for row in used if row["round"] == ROUNDS}
         with (path / "rounds.csv").open() as lines:
             last = list(csv.DictReader(lines))[-1]
         outcome.metrics = {"loss": float(last["test-loss"]), "accuracy": float(last["accuracy"])}

@@ -1,10 +1,12 @@
-"""A cohort as one batched program gives what its clients give one by one: float64, to the order of sums."""
+"""A cohort as one batched program gives what its clients give one by one, or says why it does not.
+
+tests/conformance compares every method; here are options of training, networks and what falls back.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -17,24 +19,15 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from fl_bn import Federation, SeededBatches, methods
-from fl_bn.conversion import convert
-from fl_bn.federation.auxiliary import has_auxiliary
-from fl_bn.federation.client_round import client_round
 from fl_bn.federation.defence import Defence
-from fl_bn.federation.engines.vectorised import CannotVectorise
-from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.sources import SampleSource, training_batches
-from fl_bn.methods import METHODS, NORMALISERS, Method, Phase, fbn, fedavg, fedavg_alg2, fedbn, fedtan, freeze, hbn
+from fl_bn.methods import Method, fbn, fedavg, fedavg_alg2, fedbn, fedtan, fixbn, freeze, hbn, static_bn
 from fl_bn.objectives import FedProx, FedSAM, Moon, Scaffold
-from tests.costs import common_first, slow
-from tests.federation import random_samples
+from tests.conformance.doors import Asked, application
 from tests.listed import listed
 from tests.networks import Block, SmallCNN
-from tests.training.cohorts import STEPS, Cohort, as_one_program, off
 
-EQUAL, DIFFERENT = 1e-10, 1e-6
+EQUAL, SINGLE, DIFFERENT = 1e-10, 5e-6, 1e-6
 UNEQUAL = (12, 9, 14)  # in batches of 6: 6 6, 6 3, 6 6 2
-EPOCHS = replace(STEPS, steps=0, epochs=2)
 
 
 class ResNet(nn.Module):
@@ -56,73 +49,6 @@ def resnet() -> nn.Module:
         return ResNet().double()
 
 
-def assert_equal(cohort: Cohort, control: Cohort) -> None:
-    """``control`` is a round that must differ, or the comparison sees nothing."""
-    expected = cohort.one_by_one()
-    assert off(cohort.together(), expected) < EQUAL
-    assert off(control.together(), expected) > DIFFERENT
-
-
-@pytest.mark.parametrize("network", ["cnn", slow("resnet")])
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method(name: str, network: str) -> None:
-    cohort = Cohort(METHODS[name]())
-    cohort = replace(cohort, network=resnet) if network == "resnet" else cohort
-    assert_equal(cohort, replace(cohort, seed=1))
-
-
-@pytest.mark.parametrize("settings", [STEPS, EPOCHS], ids=["steps", "epochs"])
-@pytest.mark.parametrize("name", ["fedavg", "fixbn", "fedbn", "silobn", "hbn", "fbn", "gn"])
-def test_unequal_clients(name: str, settings: LocalTraining) -> None:
-    """Batches of several sizes in one step, and with epochs clients that are done before the others."""
-    cohort = Cohort(METHODS[name](), settings, UNEQUAL)
-    assert_equal(cohort, replace(cohort, sizes=(12, 10, 14)))
-
-
-@pytest.mark.parametrize("name", ["fedavg", "fedbn", "hbn", "fbn", "gn"])
-def test_partial_participation(name: str) -> None:
-    """Clients 4, 1 and 7 of some population, in this order."""
-    cohort = Cohort(METHODS[name](), EPOCHS, UNEQUAL, clients=(4, 1, 7), number=3)
-    assert_equal(cohort, replace(cohort, clients=(4, 2, 7)))
-
-
-@listed(
-    "changed",
-    [
-        {"weight_decay": 0.0},
-        {"momentum": 0.0},
-        {"batch_size": 5},
-        {"optimizer": "adam", "momentum": 0.0},
-        {"clip": "norm", "clip_limit": 0.1},
-        {"clip": "round", "clip_limit": 0.1},
-        {"batch_size": 64, "clip": "round", "clip_limit": 9.0, "step_clip": 0.01},  # one batch each
-        {"clip": "value", "clip_limit": 0.01},
-        {"clip": "adaptive", "clip_limit": 0.01},
-        {"augment": "crop-flip"},
-        {"objective": FedProx(mu=0.5)},
-    ],
-    ids=lambda changed: next(iter(changed.values())) if "clip" in changed else next(iter(changed)),
-)
-def test_settings(changed: dict[str, Any]) -> None:
-    """The control trains without the setting."""
-    cohort = Cohort(fedavg(), replace(EPOCHS, **changed), UNEQUAL)
-    assert_equal(cohort, replace(cohort, settings=EPOCHS))
-
-
-@pytest.mark.parametrize("name", ["fedavg", "fedbn", "fbn"])
-def test_gradients_in_the_place_of_weights(name: str) -> None:
-    """DSGD, with the clients' own momentum."""
-    settings = LocalTraining(batch_size=6, steps=1, momentum=0.9, weight_decay=0.01, update="gradients")
-    names = [name for name, _ in Cohort(METHODS[name]()).rounds()[0].model.named_parameters()]
-    model = Cohort(METHODS[name]()).rounds()[0].model
-
-    def kept(client: int) -> dict[str, dict[str, Tensor]]:
-        return {"momentum": {name: torch.full_like(model.get_parameter(name), 0.1 * client) for name in names}}
-
-    cohort = Cohort(METHODS[name](), settings, UNEQUAL, kept=kept)
-    assert_equal(cohort, replace(cohort, kept=lambda client: kept(client + 1)))
-
-
 class Tied(nn.Module):
     """Two linear layers, and two BatchNorm layers, with one weight."""
 
@@ -142,77 +68,6 @@ def tied() -> nn.Module:
         return Tied().double()
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedbn"])
-def test_gradients_of_tied_weights(name: str) -> None:
-    """Each of their names has the one gradient; what stays at home is stepped once."""
-    settings = LocalTraining(batch_size=6, steps=1, momentum=0.9, update="gradients")
-    cohort = Cohort(METHODS[name](), settings, UNEQUAL, network=tied)
-    assert_equal(cohort, replace(cohort, seed=1))
-    for round, samples, (reply, kept) in zip(cohort.rounds(), cohort.samples(), cohort.one_by_one(), strict=True):
-        found, start = reply.sections["gradients"], round.model
-        batches = training_batches(round, samples, cohort.seed, reply.client)
-        (x, y), start = next(iter(batches)), start.train()
-        F.cross_entropy(start(x), y).backward()
-        want = {n: 0.1 * p.grad for n, p in start.named_parameters(remove_duplicate=False) if p.grad is not None}
-        assert {"first.weight", "second.weight"} <= found.keys() <= want.keys()
-        assert max(float((g - want[n]).abs().max()) for n, g in found.items()) < EQUAL
-        if name == "fedbn":
-            local = kept.sections["local"]["norm.weight"]
-            assert torch.equal(local, kept.sections["local"]["other.weight"])
-            assert float((local - (start.get_parameter("norm.weight").detach() - 0.1 * want["norm.weight"])).abs().max()) < EQUAL
-
-
-@pytest.mark.parametrize("maintain", ["local", "global"])
-def test_maintained_momentum(maintain: str) -> None:
-    """Client 0 has none from a round before."""
-    settings = replace(EPOCHS, maintain=maintain)
-    method = fedbn()
-
-    def kept(client: int, scale: float = 0.1) -> dict[str, dict[str, Tensor]]:
-        model = convert(Cohort(method).network(), method)
-        own = {n: p for n, p in model.named_parameters() if maintain == "local" or n not in has_auxiliary(model, method)}
-        return {"optimizer": {f"momentum_buffer/{n}": torch.full_like(p, scale * client) for n, p in own.items()}} if client else {}
-
-    def received(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-        return {"momentum": {n: 0.3 * p.detach() for n, p in has_auxiliary(model, method).items()}} if maintain == "global" else {}
-
-    cohort = Cohort(method, settings, UNEQUAL, kept=kept, received=received)
-    assert_equal(cohort, replace(cohort, kept=lambda client: kept(client, 0.2)))
-
-
-@pytest.mark.parametrize("what", ["statistics", "affine", "both"])
-def test_frozen_rounds(what: str) -> None:
-    cohort = Cohort(METHODS["fixbn"](freeze_after=0, freeze_what=what), EPOCHS, UNEQUAL, phase=Phase.FROZEN)
-    assert_equal(cohort, replace(cohort, phase=Phase.TRAIN))
-
-
-@pytest.mark.parametrize("report", ["first", "pass", "all"])
-def test_what_fbn_reports(report: str) -> None:
-    cohort = Cohort(fbn(report=report), EPOCHS, UNEQUAL)
-    assert_equal(cohort, replace(cohort, seed=1, sizes=(12, 10, 14)))
-
-
-@pytest.mark.parametrize("lower_layers", ["shared", "hybrid"])
-@pytest.mark.parametrize("stat_samples", [0, 5])
-def test_hbn_pass(lower_layers: str, stat_samples: int) -> None:
-    cohort = Cohort(hbn(lower_layers=lower_layers, stat_samples=stat_samples), EPOCHS, UNEQUAL)
-    other = {"shared": "hybrid", "hybrid": "shared"}[lower_layers]
-    assert_equal(cohort, replace(cohort, method=hbn(lower_layers=other, stat_samples=stat_samples)))
-
-
-@pytest.mark.parametrize("measured", ["inputs", NORMALISERS])
-def test_statistics_alone(measured: str) -> None:
-    """Clients that are asked to measure, and do not train."""
-    cohort = Cohort(hbn(), STEPS, UNEQUAL, phase=Phase.MEASURE)
-    rounds = {name: cohort.rounds() for name in ("alone", "together")}
-    for round in (*rounds["alone"], *rounds["together"]):
-        object.__setattr__(round.instruction, "measured", measured)
-    singles = zip(rounds["alone"], cohort.samples(), strict=True)
-    alone = [client_round(round, SampleSource(own, 0, i)) for i, (round, own) in enumerate(singles)]
-    assert off(as_one_program(rounds["together"], cohort.samples(), 0, range(3)), alone) < EQUAL
-    assert off(alone[1:] + alone[:1], alone) > DIFFERENT
-
-
 class Asks(nn.Sequential):
     """Its forward depends on a value."""
 
@@ -229,54 +84,15 @@ class Drops(nn.Module):
         return F.dropout(self.layer(x), 0.5, self.training)
 
 
-REFUSED: dict[str, tuple[Cohort, str]] = {
-    "dropout": (Cohort(fedavg(), network=lambda: SmallCNN(dropout=0.5).double()), r"dropout \(3\) would draw other random numbers"),
-    "functional dropout": (Cohort(fedavg(), network=lambda: Drops().double()), "random"),
-    "control flow": (Cohort(fedavg(), network=lambda: Asks(nn.Flatten(), nn.Linear(192, 4)).double()), "torch cannot batch this network"),
-    "cumulative statistics": (
-        Cohort(fedavg(), network=lambda: nn.Sequential(nn.BatchNorm2d(3, momentum=None), nn.Flatten(), nn.Linear(192, 4)).double()),
-        "torch cannot batch this network",
-    ),
-    "scaffold": (Cohort(fedavg(), replace(STEPS, momentum=0.0, objective=Scaffold())), "objective scaffold"),
-    "moon": (Cohort(fedavg(), replace(STEPS, objective=Moon())), "objective moon"),
-    "fedsam": (Cohort(fedavg(), replace(STEPS, objective=FedSAM())), "objective fedsam"),
-    "adam's moments": (Cohort(fedavg(), replace(STEPS, momentum=0.0, optimizer="adam", maintain="local")), "a step count per client"),
-    "mixed precision": (Cohort(fedavg(), replace(STEPS, precision="mixed")), "has no effect here: under torch.func.vmap"),
-    "one sample": (Cohort(fedavg(), sizes=(12, 1, 12)), "at least 2 samples, but one has 1"),
-}
-
-
-@listed("case", REFUSED)
-def test_what_is_refused(case: str) -> None:
-    """With the reason, and with every model as it was, so that the clients can train one by one."""
-    cohort, reason = REFUSED[case]
-    rounds = cohort.rounds()
-    before = [{name: tensor.clone() for name, tensor in round.model.state_dict().items()} for round in rounds]
-    with pytest.raises(CannotVectorise, match=reason):
-        as_one_program(rounds, cohort.samples(), 0, cohort.clients)
-    for round, state in zip(rounds, before, strict=True):
-        assert all(torch.equal(tensor, state[name]) for name, tensor in round.model.state_dict().items())
-
-
-def test_clients_that_differ_are_refused() -> None:
-    one, other = Cohort(fedavg()), Cohort(fedavg(), replace(STEPS, momentum=0.0))
-    rounds = [*one.rounds()[:2], other.rounds()[2]]
-    with pytest.raises(CannotVectorise, match="same network, method, phase and settings"):
-        as_one_program(rounds, one.samples(), 0, one.clients)
-    with pytest.raises(CannotVectorise, match="the same shapes and dtypes"):
-        as_one_program(one.rounds()[:2], [random_samples(12), random_samples(12, size=16)], 0, [0, 1])
-
-
-def test_no_clients() -> None:
-    assert as_one_program([], [], 0, []) == []
-
-
 def through_federation(
-    method: Method, engine: str, sizes: Sequence[int] = (16, 14, 20), network: Callable[[], nn.Module] = resnet, **options: Any
+    method: Method, engine: str, sizes: Sequence[int] = UNEQUAL, network: Callable[[], nn.Module] = resnet, **options: Any
 ) -> list[float]:
     """Every number of the model, the clients' own tensors, and the losses after two rounds."""
-    samples = [random_samples(n, seed=client) for client, n in enumerate(sizes)]
-    pairs = [(own.x.double() / 128 - 1, own.y) for own in samples]
+    pairs = []
+    for client, n in enumerate(sizes):
+        draw = torch.Generator().manual_seed(client)
+        x = torch.randn(n, 3, 8, 8, generator=draw, dtype=torch.float64)
+        pairs.append((x + client / 10, torch.randint(0, 4, (n,), generator=draw)))
     clients = [SeededBatches(x, y, 6) for x, y in pairs]
     settings = {"local_epochs": 2, "test": [pairs[0]], "progress": False, "device": "cpu", **options}
     federation = Federation(network(), method, clients, engine=engine, **settings)
@@ -291,23 +107,14 @@ def apart(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("name", common_first(METHODS))
-def test_a_federation_of_every_method(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Also FedTAN, whose first step is one on the union of the batches."""
-    method = METHODS[name]()
-    expected = through_federation(method, "sequential")
-    assert apart(through_federation(method, "vectorised"), expected) < EQUAL
-    assert apart(through_federation(method, "vectorised", seed=1), expected) > DIFFERENT
-    assert "one by one" not in caplog.text
-
-
 @pytest.mark.parametrize("freeze_after", [None, 1])
 def test_fedtan_averages_gradients_too(freeze_after: int | None) -> None:
     """Its ablation, which averages moments alone, is the control."""
     both = [method if freeze_after is None else freeze(method, freeze_after) for method in (fedtan(), fedavg_alg2())]
-    exact, ablation = (through_federation(method, "sequential") for method in both)
-    assert apart(through_federation(both[0], "vectorised"), exact) < EQUAL
-    assert apart(through_federation(both[1], "vectorised"), ablation) < EQUAL
+    equal = {"sizes": (12, 14, 12)}  # whose first batches have one size
+    exact, ablation = (through_federation(method, "sequential", **equal) for method in both)
+    assert apart(through_federation(both[0], "vectorised", **equal), exact) < EQUAL
+    assert apart(through_federation(both[1], "vectorised", **equal), ablation) < EQUAL
     assert apart(exact, ablation) > DIFFERENT
 
 
@@ -322,35 +129,77 @@ def without_decay_of_vectors(parameters: Iterable[nn.Parameter]) -> SGD:
     return SGD(groups, lr=0.05, momentum=0.9)
 
 
+OPTIONS: dict[str, tuple[Method, dict[str, Any]]] = {
+    "AdamW": (hbn(), {"optimizer": partial(AdamW, lr=0.01)}),
+    "groups by shape": (hbn(), {"optimizer": without_decay_of_vectors}),
+    "scheduler": (hbn(), {"scheduler": halving}),
+    "schedule": (hbn(), {"schedule": lambda round, rounds: 1 / round}),
+    "fraction": (hbn(), {"fraction": 0.67}),
+    "fedprox": (hbn(), {"objective": FedProx(mu=0.5)}),
+    "tied weights": (fedavg(), {"network": tied, "optimizer": partial(SGD, lr=0.001)}),
+    "tied weights at home": (fedbn(), {"network": tied, "optimizer": partial(SGD, lr=0.001)}),
+    "hbn's pass, as in evaluation": (hbn(lower_layers="shared", stat_samples=5), {}),
+    "fbn, all batches": (fbn(report="all"), {}),
+    "fbn, a pass": (fbn(report="pass"), {}),
+    "statistics alone": (static_bn(), {}),
+    "frozen statistics and affine": (fixbn(freeze_after=1, freeze_what="both"), {}),
+}
+
+
 @cache
 def without_options() -> list[float]:
     return through_federation(hbn(), "vectorised")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"optimizer": partial(AdamW, lr=0.01)},
-        {"optimizer": without_decay_of_vectors},
-        {"scheduler": halving},
-        {"schedule": lambda round, rounds: 1 / round},
-        {"fraction": 0.67},
-        {"objective": FedProx(mu=0.5)},
-    ],
-    ids=["AdamW", "groups by shape", "scheduler", "schedule", "fraction", "fedprox"],
-)
-def test_options_of_a_federation(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    expected = through_federation(hbn(), "sequential", **options)
-    assert apart(through_federation(hbn(), "vectorised", **options), expected) < EQUAL
-    assert apart(without_options(), expected) > DIFFERENT
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_of_a_federation(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    method, options = OPTIONS[case]
+    expected = through_federation(method, "sequential", **options)
+    found = through_federation(method, "vectorised", **options)
+    assert apart(found, expected) < EQUAL
+    assert len(found) != len(without_options()) or apart(without_options(), expected) > DIFFERENT
     assert "one by one" not in caplog.text
 
 
+@listed(
+    ("method", "keys"),
+    [
+        ("fedavg", {"optimizer": "adam", "momentum": 0.0, "learning-rate": 0.001}),
+        ("fedavg", {"clip": "norm", "clip-limit": 0.1}),
+        ("fedavg", {"clip": "round", "clip-limit": 0.1}),
+        ("fedavg", {"clip": "value", "clip-limit": 0.01}),
+        ("fedavg", {"clip": "adaptive", "clip-limit": 0.01}),
+        ("fedavg", {"augment": "crop-flip"}),
+        ("fedbn", {"maintain-momentum": "local"}),
+        ("fedbn", {"maintain-momentum": "global"}),
+        *((method, {"update": "gradients", "local-steps": 1, "local-epochs": 0}) for method in ("fedavg", "fedbn", "fbn")),
+    ],
+    ids=str,
+)
+def test_keys_of_a_run(method: str, keys: dict[str, Any]) -> None:
+    """The control is a run of another seed."""
+
+    def run(engine: str, seed: int = 0) -> dict[str, Tensor]:
+        asked = Asked(method, passes=True, seeded=True, dtype=torch.float32)
+        found = application(asked, engine=engine, seed=seed, **keys)
+        return {f"{client}/{name}": tensor for client, own in enumerate(found.clients) for name, tensor in own.items()}
+
+    one, other, together = run("sequential"), run("sequential", 1), run("vectorised")
+    assert max(float((one[name] - together[name]).abs().max()) for name in one) < SINGLE
+    assert max(float((one[name] - other[name]).abs().max()) for name in one) > SINGLE
+
+
 FALLS_BACK: dict[str, tuple[Method, dict[str, Any], str]] = {
-    "first batches of several sizes": (fedtan(), {"sizes": (16, 5, 20)}, "same size at all clients here, but they have 5 to 6 samples"),
-    "a robust exchange": (fedtan(), {"defence": Defence(1, "median", "median")}, "by a robust rule within a step"),
-    "an optimizer of whole tensors": (fedavg(), {"optimizer": partial(torch.optim.Adafactor, lr=0.01)}, "optimizer Adafactor may mix"),
-    "an objective": (fedavg(), {"objective": FedSAM(), "optimizer": partial(SGD, lr=0.05)}, "objective fedsam"),
+    "first batches of several sizes": (fedtan(), {"sizes": (16, 5, 20)}, "same size at all clients"),
+    "a robust exchange": (fedtan(), {"defence": Defence(1, "median", "median"), "sizes": (12, 14, 12)}, "robust rule"),
+    "an optimizer of whole tensors": (fedavg(), {"optimizer": partial(torch.optim.Adafactor, lr=0.01)}, "Adafactor"),
+    "fedsam": (fedavg(), {"objective": FedSAM(), "optimizer": partial(SGD, lr=0.05)}, "fedsam"),
+    "moon": (fedavg(), {"objective": Moon()}, "moon"),
+    "scaffold": (fedavg(), {"objective": Scaffold(), "optimizer": partial(SGD, lr=0.05)}, "scaffold"),
+    "dropout": (fedavg(), {"network": lambda: SmallCNN(dropout=0.5).double()}, "dropout"),
+    "functional dropout": (fedavg(), {"network": lambda: Drops().double()}, "random"),
+    "control flow": (fedavg(), {"network": lambda: Asks(nn.Flatten(), nn.Linear(192, 4)).double()}, "batch this network"),
+    "one sample": (fedavg(), {"sizes": (12, 1, 12)}, "2 samples"),
 }
 
 
@@ -358,7 +207,11 @@ FALLS_BACK: dict[str, tuple[Method, dict[str, Any], str]] = {
 def test_falls_back_and_says_so(case: str, caplog: pytest.LogCaptureFixture) -> None:
     """Once, and the numbers are those of the sequential engine, to the bit."""
     method, options, reason = FALLS_BACK[case]
-    assert through_federation(method, "vectorised", **options) == through_federation(method, "sequential", **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        found = through_federation(method, "vectorised", **options)
+        torch.manual_seed(0)
+        assert found == through_federation(method, "sequential", **options)
     said = [record.message for record in caplog.records if "one by one" in record.message]
     assert len(said) == 1
     assert reason in said[0]
@@ -450,19 +303,6 @@ def test_control_without_side_effects_it_is_one_program(case: str, caplog: pytes
     assert apart(with_effects(share, "vectorised"), expected) < EQUAL
     assert apart(with_effects(lambda net, x: 0.7, "vectorised"), expected) > DIFFERENT
     assert "one by one" not in caplog.text
-
-
-def test_a_statistics_pass_with_side_effects_falls_back() -> None:
-    """Its network draws in evaluation mode, too."""
-    cohort = Cohort(hbn(), STEPS, UNEQUAL, phase=Phase.MEASURE, network=lambda: Draws().double())
-    with pytest.raises(CannotVectorise, match=r"Python's random"):
-        as_one_program(cohort.rounds(), cohort.samples(), 0, range(3))
-    replace(cohort, network=resnet).together()
-
-
-class Draws(ResNet):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * random.random()
 
 
 def test_loaders_of_other_kinds_fall_back(caplog: pytest.LogCaptureFixture) -> None:
