@@ -1,79 +1,205 @@
-"""Print hashes of the final model and of the rounds' figures of short runs, to compare the bits of two versions of
-fl-bn.
+"""Compare the bits of short runs through every door with those of a known commit.
 
-    python benchmarks/same_bits.py > new.txt
-    cp benchmarks/same_bits.py /tmp && git worktree add ../old COMMIT && cd ../old
-    PYTHONPATH=. python /tmp/same_bits.py > old.txt && diff old.txt NEW/new.txt
+    python benchmarks/same_bits.py                  # prints the cases that differ, and a count; exit status 1 if any does
+    python benchmarks/same_bits.py --only resume    # the cases in whose names this pattern is found
+    python benchmarks/same_bits.py --self-test      # a control: with another learning rate, every case must differ
 
-Only keys that every version has are used. BatchNorm's counters of batches are left out, because older versions did
-not save them.
+The known bits are in ``results/same_bits.json``, for each kind of CPU and version of torch. To make those of this machine:
+
+    git worktree add ../base ed712ff6
+    PYTHONPATH=../base python benchmarks/same_bits.py --store
+
+This file and ``same_bits_doors.py`` use public names and run-config keys alone, so they run on other versions unchanged.
+Seconds and sizes of messages are not compared. A loop of one's own has no cases with FedTAN's exchange, since what carries
+the exchange has no public name.
 """
 
 from __future__ import annotations
 
-import hashlib
+import argparse
+import json
 import logging
+import os
+import platform
+import re
+import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import flwr
+import numpy as np
 import torch
-from safetensors.torch import load_file
+from same_bits_doors import application, federation, older_api, own_app, own_client, own_loop
 
-BASE: dict[str, Any] = {"rounds": 3, "clients": 4, "evaluate-every": 3, "pictures": False}
-COLUMNS = 9  # columns of rounds.csv that are compared: those before the seconds
-CASES: dict[str, dict[str, Any]] = {
-    "fedavg": {"local-epochs": 1, "local-steps": 0},
-    "fbn": {},
-    "hbn": {},
-    "fixbn": {"freeze-after": 1},
-    "fedbn": {},
-    "silobn, kept momentum": {"method": "silobn", "maintain-momentum": "local"},
-    "fedtan": {},
-    "fedtan2": {"freeze-after": 1},
-    "gn": {},
-    "static-bn": {},
-    "scaffold": {"method": "fedavg", "objective": "scaffold", "momentum": 0.0, "scaffold-option": 1},
-    "moon": {"method": "fedavg", "objective": "moon"},
-    "fedsam": {"method": "hbn", "objective": "fedsam", "hbn-lam": 1.0},
-    "DSGD": {"method": "fbn", "update": "gradients", "local-steps": 1},
-    "adam, averaged moments, fedadam": {
-        "method": "fedavg",
-        "optimizer": "adam",
-        "momentum": 0.0,
-        "maintain-momentum": "global",
-        "learning-rate": 0.001,
-        "server-optimizer": "fedadam",
-    },
-    "attacked and defended": {
-        "method": "fbn",
-        "clients": 6,
-        "byzantine": 1,
-        "attack": "alie",
-        "statistics-rule": "nnm+median",
-        "update-rule": "nnm+median",
-    },
-    "secure": {"method": "hbn", "secure-aggregation": True},
-    "fedacg, half of the clients": {"method": "fbn", "server-optimizer": "fedacg", "fraction": 0.5},
-}
+import fl_bn
+from fl_bn.methods import METHODS
+
+BASE, STORED, RATE = "ed712ff6", Path(__file__).resolve().parent / "results" / "same_bits.json", 0.05
+ON_CUDA = ("federation", "vectorised", "application", "exchange", "secure sum", "robust", "resume")  # the doors of --device cuda
+Case = tuple[str, dict[str, Any]]
 
 
-def main() -> None:
-    """Run all cases, and print their hashes."""
-    from fl_bn.flower import run_in_process
+def c(method: str, **options: Any) -> Case:
+    """Return a case: a method, and the options of its door's function (of ``application``: run-config keys, with _ for -)."""
+    return method, options
 
+
+def attacked(attack: str, rule: str, clients: int = 7, **keys: Any) -> Case:
+    """Return a case with two attackers, and one rule for statistics and updates."""
+    return c("fbn", attack=attack, statistics_rule=rule, update_rule=rule, byzantine=2, clients=clients, **keys)
+
+
+EVERY = [c(name) for name in METHODS]
+EXCHANGE = ("fedtan", "fedtan2", "fedavg-alg2")  # the methods with a layer-wise exchange in rounds
+AIMS = [c("hbn", objective="fedprox"), c("fedbn", objective="scaffold"), c("fbn", objective="fedsam")]
+TABLE: list[tuple[str, Callable[..., str], list[Case]]] = [
+    ("federation", federation, [
+        *EVERY, *AIMS, c("silobn", objective="moon"), c("fbn", robust=True), c("fedtan", robust=True),
+        c("hbn", of={"lam": 1.0}), c("hbn", of={"mixing": "half"}), c("fedtan", of={"schedule": "paper"}), c("fbn", of={"momentum": 0.1}),
+        c("fbn", of={"report": "all"}), c("fixbn", of={"freeze_what": "both"}), c("fedavg", adam=True), c("fedavg", fraction=0.5),
+        c("fixbn", calibrate=-1), c("fbn", clip="none"), c("fedbn", local_evaluation=True), c("hbn", local_epochs=2),
+        c("hbn", unit_scale=False),
+    ]),
+    ("processes", federation, [c("hbn", workers=2), c("fedbn", workers=2)]),
+    ("processes", application, [c("fbn", workers=2)]),
+    ("vectorised", federation, [c(name, engine="vectorised", dropout=0.0) for name in METHODS]),
+    ("vectorised", application, [c("hbn", engine="vectorised"), c("fedavg", engine="vectorised")]),
+    ("own loop", own_loop, [*(c(name) for name in METHODS if name not in EXCHANGE), *AIMS, c("fbn", robust=True)]),
+    ("own Flower app", own_app, [
+        *EVERY, *AIMS, c("fbn", robust=True), c("fedavg", payload="bfloat16"), c("fbn", fraction_train=0.5),
+        *(c(name, carrier="replay") for name in EXCHANGE),
+    ]),
+    ("NumPyClient", older_api, EVERY),
+    ("BatchNormClient", own_client, [
+        *EVERY, c("fbn", strategy="RobustFBN", f=1), *(c(name, lists=True) for name in ("fedavg", "fedbn", "hbn", "fbn")),
+    ]),
+    ("application", application, [
+        *EVERY, c("hbn", objective="fedprox"), c("silobn", objective="moon"), c("fbn", objective="fedsam"),
+        *(c("fedbn", objective="scaffold", momentum=0.0, scaffold_option=option) for option in (1, 2)),
+        *(c("fbn", server_optimizer=name, server_momentum=0.5) for name in ("fedavgm", "fedacg")),
+        *(c("fbn", server_optimizer=name, server_learning_rate=0.01) for name in ("fedadagrad", "fedadam", "fedyogi")),
+        c("silobn", maintain_momentum="local"), c("fixbn", maintain_momentum="global"),
+        c("hbn", optimizer="adam", momentum=0.0, maintain_momentum="global"),
+        c("fbn", update="gradients", local_steps=1), c("fedavg", update="gradients", local_steps=1),
+        c("hbn", hbn_lam=1.0, hbn_lower_layers="shared"), c("hbn", hbn_mixing="half", hbn_merge="average"),
+        c("hbn", hbn_separate=False, hbn_evaluate_clients="cohort"), c("hbn", hbn_evaluate="exact"),
+        c("hbn", hbn_measured="normalisers", hbn_stat_samples=16), c("hbn", freeze_after=1), c("hbn", fraction=0.5),
+        c("fbn", fbn_momentum=0.1), c("fbn", fbn_report="all"), c("fbn", fbn_report="pass"), c("fbn", tracking=0.2),
+        c("fbn", unit_scale=False, centre_gradients="never"), c("gn", centre_gradients="always", groups=4),
+        c("fixbn", freeze_after=1, freeze_what="both"), c("fedtan2", freeze_after=0), c("fixbn", calibrate=2),
+        *(c("fedavg", clip=how, clip_limit=0.01) for how in ("norm", "round", "value", "adaptive")),
+        c("fedavg", payload_dtype="bfloat16"), c("fedavg", precision="mixed"), c("fedavg", memory_format="contiguous"),
+        c("fedavg", clients=5, fraction=0.5, client_weights="uniform"), c("fedbn", clients=4, join_rounds="3:2"),
+        c("fedavg", local_epochs=1, local_steps=0, client_weights="data", drop_last=True), c("fedavg", moon_projection=8),
+        c("fedbn", local_evaluation=True, unseen_client=True), c("fedavg", partition="dirichlet", augment="crop-flip"),
+        c("fedavg", validation_share=0.2, keep_best=True, early_stop=1),
+        c("fbn", model="resnet20", samples_share=0.1), c("fbn", model="mlp", dataset="digits-plain"),
+    ]),
+    ("exchange", application, [
+        *(c(name, exchange=carrier) for name in EXCHANGE for carrier in ("local", "replay")),
+        c("fedtan", fedtan_schedule="paper", fedtan_momentum="restarted"), c("hbn", recalibration="exchange"),
+    ]),
+    ("secure sum", application, [c(name, secure_aggregation=True) for name in ("fedavg", "fedbn", "hbn", "fbn")]),
+    ("robust", application, [
+        attacked("alie", "nnm+median"), attacked("foe", "krum"), attacked("gaussian", "trimmed-mean"), attacked("inf", "median"),
+        attacked("mimic", "geometric-median"), attacked("sign-flip", "centered-clipping"), attacked("label-flip", "multi-krum"),
+        attacked("alie-optimised", "nnm+trimmed-mean"), attacked("gaussian", "bucketing+median", clients=11),
+        attacked("alie", "median", update="gradients", local_steps=1),
+    ]),
+    ("resume", federation, [
+        *(c(name, stops=True) for name in METHODS), c("fedbn", stops=True, objective="scaffold"), c("silobn", stops=True, objective="moon"),
+    ]),
+    ("resume", application, [
+        *(c(name, stops=True) for name in ("fedavg", "fedbn", "silobn", "hbn", "fbn", "fedtan", "single")),
+        c("fedbn", stops=True, server_optimizer="fedadam", server_learning_rate=0.01),
+    ]),
+]  # fmt: skip
+
+
+def cases(only: str, device: str) -> dict[str, Callable[..., str]]:
+    """Return name -> function of ``rate``, for the cases in whose names the pattern ``only`` is found."""
+    found: dict[str, Callable[..., str]] = {}
+    for door, function, rows in TABLE:
+        through = f"{door}, application" if function is application and door in ("processes", "vectorised", "resume") else door
+        for method, options in rows:
+            name = f"{through}: {method}" + "".join(f" {key}={value}" for key, value in options.items())
+            if re.search(only, name) and (device == "cpu" or door in ON_CUDA):
+                found[name] = partial(function, method, **options, **({} if device == "cpu" else {"device": device}))
+    return found
+
+
+def computed(only: str, device: str, rate: float) -> dict[str, str]:
+    """Return name -> bits of the cases. A case that fails has its error instead."""
+    found = dict[str, str]()
+    for name, case in cases(only, device).items():
+        try:
+            found[name] = case(rate=rate)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def main() -> int:
+    """Compute the cases, and compare or store their bits; return the exit status."""
+    parser = argparse.ArgumentParser(description="Compare the bits of short runs with those of a known commit.")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="only the cases in whose names this regular expression is found")
+    parser.add_argument("--store", action="store_true", help="store the bits of all cases")
+    parser.add_argument("--self-test", action="store_true", help="compute with another learning rate: every case must differ")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: Federation and the application on a GPU")
+    given = parser.parse_args()
+    if given.store and (given.only or given.self_test):
+        parser.error("--store takes neither --only nor --self-test")
+    chip = torch.backends.cpu.get_cpu_capability() if given.device == "cpu" else torch.cuda.get_device_name()
+    kind, stored = f"{chip}, torch {torch.__version__}", json.loads(STORED.read_text()) if STORED.exists() else {}
+    if kind not in stored and not given.store:
+        print(f"no bits are stored for {kind}. Make them from {BASE}, and compare then:\n  git worktree add ../base {BASE}")
+        print(f"  PYTHONPATH=../base python {sys.argv[0]} --store --device {given.device}")
+        return 2
+
+    product = Path(fl_bn.__file__).resolve().parents[1]
+    os.environ["PYTHONPATH"] = f"{product}{os.pathsep}{STORED.parents[1]}"  # of worker processes
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch asks for it, on a GPU
     torch.set_num_threads(1)
-    logging.getLogger("flwr").setLevel(logging.ERROR)
-    for name, keys in CASES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            path = run_in_process({**BASE, "method": name, "output": folder, **keys})
-            assert path is not None
-            tensors = load_file(path / "model.safetensors")
-            names = sorted(key for key in tensors if "num_batches" not in key)
-            model = hashlib.sha256(b"".join(key.encode() + tensors[key].numpy().tobytes() for key in names))
-            rows = (path / "rounds.csv").read_text().splitlines()
-            curve = hashlib.sha256("\n".join(",".join(row.split(",")[:COLUMNS]) for row in rows).encode())
-        print(f"{name}: {model.hexdigest()[:16]} {curve.hexdigest()[:16]}", flush=True)
+    torch.use_deterministic_algorithms(given.device == "cuda", warn_only=True)
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
+    begin, here = time.monotonic(), Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)  # checkpoints go here, and nothing is imported from where the user is
+        found = computed(given.only, given.device, RATE * 1.001 if given.self_test else RATE)
+        os.chdir(here)
+    seconds = time.monotonic() - begin
+
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    commit = subprocess.run(describe, cwd=product, capture_output=True, text=True).stdout.strip() or str(product)
+    versions = {"python": platform.python_version(), "numpy": np.__version__, "flwr": flwr.__version__}
+    failed = [name for name, value in found.items() if not value.startswith("tensors ")]
+    if given.store:
+        for name in failed:
+            print(f"{name}: {found[name]}")
+        if not failed:
+            stored[kind] = {"commit": commit, **versions, "bits": found}
+            STORED.write_text(json.dumps(stored, indent=1) + "\n")
+        print(f"{0 if failed else len(found)} cases of {commit} stored for {kind}; {seconds:.0f} s")
+        return int(bool(failed))
+    known = {name: value for name, value in stored[kind]["bits"].items() if re.search(given.only, name)}
+    if given.self_test:
+        wrong = [name for name, value in found.items() if name in failed or {*value.split()[1::2]} & {*known.get(name, "").split()}]
+    else:
+        wrong = [name for name in {**known, **found} if known.get(name) != found.get(name)]
+    for name in wrong:
+        print(f"{name}:\n  stored {known.get(name, 'nothing')}\n  found  {found.get(name, 'no such case')}")
+    if wrong and (others := {name: version for name, version in versions.items() if stored[kind][name] != version}):
+        print(f"versions here that differ from those of the stored bits: {others}")
+    right, what = len({**known, **found}) - len(wrong), "differ from" if given.self_test else "have"
+    base = stored[kind]["commit"]
+    print(f"{right} of {right + len(wrong)} cases of {commit} {what} the bits of {base} ({kind}); {seconds:.0f} s")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
