@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -447,6 +448,11 @@ def test_a_hook_that_a_secure_sum_never_calls_is_refused() -> None:
     refused(lambda: ran(strategy, own_app("fedavg")), ValueError, "aggregate_train")
 
 
+@functools.cache
+def two_rounds() -> Any:
+    return FedAvgBN(net()).start(grid("fedavg"), begin(), num_rounds=2)
+
+
 @listed(
     ("call", "word"),
     [
@@ -472,4 +478,4 @@ def test_calls_of_a_loop_that_make_no_sense_are_refused(call: Any, word: str) ->
     (arrays,) = rounds(strategy, over, 1)
     refused(lambda: call(strategy, over, arrays), RunFailed, word)
     (second,) = rounds(strategy, over, 1, arrays, first=2)
-    assert equal(second, FedAvgBN(net()).start(grid("fedavg"), begin(), num_rounds=2))  # it goes on
+    assert equal(second, two_rounds())  # it goes on
