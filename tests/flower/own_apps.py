@@ -1,21 +1,30 @@
-"""A Flower app as a user may write it, with its own config, metrics and records, for the tests of ``OwnAppStrategy``."""
+"""A Flower app as a user may write it, with its own loop, config, metrics and records, for the tests of ``OwnAppStrategy``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_bn.flower import answer, evaluating, replayed, training
+from fl_bn import flower, set_buffer_roles
+from fl_bn.flower import BatchNormStrategy, InProcessGrid, OwnAppStrategy, answer, evaluating, replayed, training
 from fl_bn.methods import METHODS, Method
+from fl_bn.objectives import PLAIN, Objective
 
 CLIENTS, SAMPLES = 3, 16
 Batch = tuple[Tensor, Tensor]
+KINDS = [kind for name in flower.__all__ if hasattr(kind := getattr(flower, name), "of")]
+OWN: dict[str, type[OwnAppStrategy]] = {kind.of: kind for kind in KINDS if issubclass(kind, OwnAppStrategy)}
+"""The strategies for apps of one's own that have a method, by its name."""
+APPLICATION: dict[str, type[BatchNormStrategy]] = {kind.__name__: kind for kind in KINDS if issubclass(kind, BatchNormStrategy)}
+"""Those of fl-bn's own application."""
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -32,6 +41,21 @@ def pretrained() -> nn.Sequential:
     return model
 
 
+class Bank(nn.Module):
+    """Hold a buffer of the user's own."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(1, 6, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def banked(dtype: torch.dtype = torch.float32, role: str = "kept") -> nn.Module:
+    return set_buffer_roles(nn.Sequential(*net()[:2], Bank(dtype), *net()[2:]), {"*.bank": role})
+
+
 def data(client: int) -> list[Batch]:
     x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(client)) + 0.3 * client
     return [(part, part[:, :3].argmax(1)) for part in x.split(8)]
@@ -45,62 +69,147 @@ def metrics_of(loss: float, client: int) -> dict[str, Any]:
     return {"my_acc": 0.1 * (client + 1), "my_f1": 0.5}
 
 
+def evaluation_of(loss: float, client: int) -> dict[str, Any]:
+    return {"eval_loss": loss, "eval_acc": 0.2 * (client + 1), "num-examples": 8 * (client + 1)}
+
+
+def epoch(round: Any, batches: Any, rate: float) -> float:
+    """Train as any PyTorch loop does; return the last loss."""
+    optimizer = torch.optim.SGD([p for p in round.model.parameters() if p.requires_grad], lr=rate)
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(round.model(x), y)
+        loss.backward()
+        optimizer.step()
+    return loss.item() if len(batches) else 0.0
+
+
+def with_objective(round: Any, batches: Any, rate: float) -> float:
+    """Train as a loop does whose objective has a term of its own."""
+    optimizer = torch.optim.SGD(round.model.parameters(), lr=rate)
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = round.backward(lambda x=x, y=y: F.cross_entropy(round.model(x), y), x)
+        optimizer.step()
+    return loss.item()
+
+
+def lr(message: Message) -> float:
+    """Return the learning rate that the user's config names."""
+    return float(message.content["config"]["lr"])
+
+
 def own_app(
     method: str | Method = "fixbn",
     *,
-    batches: Callable[[int], list[Batch]] = data,
-    before: Callable[[Message, Context], None] = lambda message, context: None,
-    after: Callable[[Message, Context, Message], None] = lambda message, context, reply: None,
+    batches: Callable[[int], Any] = data,
+    loop: Callable[[Any, Any, float], float] = epoch,
+    before: Callable[[Message, Context], Any] = lambda message, context: None,
+    after: Callable[[Message, Context, Message], Any] = lambda message, context, reply: None,
     metrics: Callable[[float, int], dict[str, Any]] = metrics_of,
+    evaluated: Callable[[float, int], dict[str, Any]] = evaluation_of,
     record: str = "metrics",
     rate: Callable[[Message], float] = lambda message: 0.1,
-    says: Callable[[float, int], float] = lambda loss, round: loss,
-    tells: bool = False,
+    says: Callable[[float, int], float | None] = lambda loss, round: loss,
+    samples: Callable[[int], int] = lambda client: SAMPLES,
     model: Callable[[], nn.Module] = net,
+    objective: Objective = PLAIN,
+    mods: tuple[list[Any], list[Any], list[Any]] = ([], [], []),
+    **answers: Any,
 ) -> ClientApp:
     """Make the app.
 
     Args:
         method: The method, or its name.
         batches: Returns the batches of a client.
+        loop: The user's training loop.
         before: The user's own code before training and evaluation.
         after: The user's own code after training, which also gets the reply.
         metrics: Makes the metrics of a reply from the loss and the client.
+        evaluated: Makes the metrics of an evaluation.
         record: The name of the record with the evaluation's metrics.
         rate: Returns the learning rate for a message.
         says: Returns the loss that a client reports, from its true loss and the round.
-        tells: Whether clients send the BatchNorm layers that they keep.
+        samples: Returns the number of samples that a client reports.
         model: Makes the network.
+        objective: The objective of the client's training.
+        mods: The mods of the app, of training and of evaluation.
+        answers: Further arguments of ``answer``.
     """
-    app, chosen = ClientApp(), METHODS[method]() if isinstance(method, str) else method
-    answer(app, model, chosen, lambda context: batches(client_of(context)), tells=tells)
+    app, chosen = ClientApp(mods=mods[0]), METHODS[method]() if isinstance(method, str) else method
+    answer(app, model, chosen, lambda context: batches(client_of(context)), **answers)
 
-    @app.train(mods=[replayed])
+    @app.train(mods=[replayed, *mods[1]])
     def train(message: Message, context: Context) -> Message:
         client = client_of(context)
         before(message, context)
-        with training(message, context, model(), chosen, batches(client)) as round:
-            optimizer = torch.optim.SGD(round.model.parameters(), lr=rate(message))
-            for x, y in batches(client):
-                optimizer.zero_grad()
-                loss = F.cross_entropy(round.model(x), y)
-                loss.backward()
-                optimizer.step()
-        reply = round.message(SAMPLES, says(loss.item(), round.number), metrics(loss.item(), client))
+        with training(message, context, model(), chosen, batches(client), objective=objective) as round:
+            loss = loop(round, batches(client), rate(message))
+        reply = round.message(samples(client), says(loss, round.number), metrics(loss, client))
         after(message, context, reply)
         return reply
 
-    @app.evaluate()
+    @app.evaluate(mods=mods[2])
     def evaluate(message: Message, context: Context) -> Message:
         client, tested = client_of(context), evaluating(message, context, model(), chosen)
         before(message, context)
         with torch.no_grad():
             loss = sum(F.cross_entropy(tested(x), y).item() for x, y in batches(client))
-        own = MetricRecord({"eval_loss": loss, "eval_acc": 0.2 * (client + 1), "num-examples": 8 * (client + 1)})
-        return Message(RecordDict({record: own}), reply_to=message)
+        return Message(RecordDict({record: MetricRecord(evaluated(loss, client))}), reply_to=message)
 
     return app
 
 
 def config(**values: Any) -> ConfigRecord:
     return ConfigRecord({name.replace("_", "-"): value for name, value in values.items()})
+
+
+def ran(strategy: Any, app: ClientApp, rounds: int = 1, **named: Any) -> Any:
+    """Run a strategy over an app in this process; return Flower's result."""
+    return strategy.start(InProcessGrid(app, CLIENTS, {}), num_rounds=rounds, **named)
+
+
+def tensors(result: Any) -> dict[str, Tensor]:
+    """Return the tensors of a result or of arrays."""
+    return {name: torch.from_numpy(array.numpy().copy()) for name, array in getattr(result, "arrays", result).items()}
+
+
+def equal(one: Any, other: Any) -> bool:
+    a, b = tensors(one), tensors(other)
+    return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
+
+
+def overriding(kind: type[Any], method: str, change: Callable[[Any], Any] = lambda returned: returned) -> type[Any]:
+    """Return a user's subclass, one of whose methods changes what ``super()`` returns."""
+
+    def called(self: Any, *args: Any, **named: Any) -> Any:
+        return change(getattr(super(mine, self), method)(*args, **named))
+
+    mine = type("Mine", (kind,), {method: called, "__module__": "theirs"})
+    return mine
+
+
+def refused(call: Callable[[], Any], kind: type[Exception], *words: str) -> None:
+    """Expect an error of this class that names these fields, methods or clients."""
+    with pytest.raises(kind) as error:
+        call()
+    assert type(error.value) is kind
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+def begin() -> ArrayRecord:
+    return ArrayRecord(pretrained().state_dict())
+
+
+def grid(method: str, **options: Any) -> InProcessGrid:
+    return InProcessGrid(own_app(method, **options), CLIENTS, {})
+
+
+def rounds(strategy: OwnAppStrategy, over: Grid, number: int, arrays: ArrayRecord | None = None, first: int = 1) -> Iterator[ArrayRecord]:
+    """Train ``number`` rounds from round ``first`` on, with the fewest calls that a loop of one's own needs; yield the shared arrays after
+    each."""
+    arrays = begin() if arrays is None else arrays
+    for round in range(first, first + number):
+        replies = over.send_and_receive(strategy.configure_train(round, arrays, ConfigRecord(), over))
+        arrays = strategy.aggregate_train(round, replies)[0] or arrays
+        yield arrays

@@ -8,21 +8,24 @@ import re
 import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import Array
+from flwr.clientapp import ClientApp
 from flwr.common.logger import FLOWER_LOGGER
+from flwr.serverapp import ServerApp
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from fl_bn.flower import compat, in_process
+from fl_bn.flower import FedAvgBN, InProcessGrid, compat, run_in_process
 from fl_bn.flower.log import LOGGER
 from fl_bn.flower.wire.codec import NUMPY
 from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS
 from fl_bn_site.commands import SUPERLINK, check_flower
+from tests.flower.own_apps import net
 from tests.integration.runs import TINY
 from tests.listed import listed
 
@@ -64,13 +67,12 @@ def test_names_of_flowers_that_are_written_here_are_flowers() -> None:
 
 def test_what_no_version_has_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compat.PLACES, "Nothing", ("flwr.app", "flwr.nowhere.at.all"))
-    with pytest.raises(ImportError, match=r"expected Nothing in flwr.app or flwr.nowhere.at.all, but Flower .* pip install 'flwr"):
-        compat.find("Nothing")
+    for call in (lambda: compat.find("Nothing"), lambda: compat.copy_of("flwr.nowhere")):
+        with pytest.raises(ImportError, match="flwr.nowhere.* pip install"):
+            call()
     monkeypatch.setitem(compat.PLACES, "Nothing", ("flwr.nowhere", "flwr.app"))
     monkeypatch.setattr("flwr.app.Nothing", 5, raising=False)
     assert compat.find("Nothing") == 5  # control: at its second place
-    with pytest.raises(ImportError, match=r"expected a module flwr.nowhere, but Flower .* pip install 'flwr"):
-        compat.copy_of("flwr.nowhere")
     with pytest.raises(AttributeError):
         compat.Nobody  # noqa: B018
 
@@ -86,14 +88,15 @@ def test_a_package_that_flower_misses_is_not_taken_for_a_move(tmp_path: Path, mo
 # Deployments
 
 
-@pytest.mark.parametrize(("here", "serves"), [("1.25.0", True), ("1.25.7", True), ("1.42.0", False), ("1.250.0", False), ("2.0", False)])
-def test_a_deployment_says_which_flower_it_needs(here: str, serves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda name: here)
-    if serves:
-        check_flower("a part")
-    else:
-        with pytest.raises(ValueError, match=rf"a part needs Flower 1\.25, but flwr {here} is installed: .* pip install 'flwr.*1\.25"):
+@listed(("here", "serves"), [("1.25.0", True), ("1.25.7", True), ("1.42.0", False), ("1.250.0", False), ("2.0", False)])
+def test_a_deployment_says_which_flower_it_needs(here: str, serves: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("importlib.metadata.version", lambda name: here)
+        if serves:
             check_flower("a part")
+        else:
+            with pytest.raises(ValueError, match=f"a part .*{here}"):
+                check_flower("a part")
 
 
 def test_the_superlink_does_not_start_on_another_flower(tmp_path: Path) -> None:
@@ -102,7 +105,7 @@ def test_the_superlink_does_not_start_on_another_flower(tmp_path: Path) -> None:
     found = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run([sys.executable, "-P", SUPERLINK], env={**os.environ, "PYTHONPATH": found}, capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.startswith("fl-bn's SuperLink needs Flower 1.25, but flwr 9.9.0 is installed")
+    assert "flwr 9.9.0" in done.stderr
 
 
 def test_the_requirements_are_the_versions_that_serve() -> None:
@@ -124,13 +127,8 @@ def test_the_requirements_are_the_versions_that_serve() -> None:
 def test_only_deployments_keep_an_environment_at_the_pinned_version() -> None:
     """Later versions of Flower solve pyproject.toml with all extras at once: a pin of one would be a pin of all, but for ``conflicts``."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    extras = project["project"]["optional-dependencies"]
-    with_deployment = {name for name, stated in extras.items() if re.search(r"fl-bn\[[^]]*\bdeployment\b", " ".join(stated))}
-    assert with_deployment == set()
-    ((one, other),) = project["tool"]["uv"]["conflicts"]
-    assert one == {"extra": "deployment"}
-    assert other["extra"] in extras
-    assert re.search(r"fl-bn\[[^]]*\bdeployment\b", "fl-bn[report,deployment]")  # control
+    assert not [one for one in project["project"]["optional-dependencies"].values() if re.search(r"fl-bn\[[^]]*\bdeployment\b", str(one))]
+    assert {"extra": "deployment"} in project["tool"]["uv"]["conflicts"][0]
 
 
 def test_the_options_of_a_simulation_are_written_as_this_flower_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,19 +139,6 @@ def test_the_options_of_a_simulation_are_written_as_this_flower_reads_them(monke
     assert "options.num-supernodes=... " in compat.federation_config({"backend.init-args.num-cpus": 3})  # else Flower knows no number
     monkeypatch.setattr(compat, "version", lambda name: "1.42.0")
     assert compat.federation_config(options) == '--federation-config "num-supernodes=5 client-resources-num-gpus=0.2 init-args-num-cpus=3"'
-
-
-TABLE = re.compile(r"^\| (?P<part>[^|]+) \| (?P<first>[\d.]+) \| (?P<last>[\d.]+) \|", re.MULTILINE)
-
-
-def test_the_page_says_until_which_flower_each_part_is_known_to_work() -> None:
-    page = (ROOT / "docs/how-to/flower-versions.md").read_text()
-    stated = {found["part"]: (found["first"], found["last"]) for found in TABLE.finditer(page)}
-    assert stated == {part: (compat.DEPLOYED, last) for part, last in compat.PARTS.items()}
-    assert set(compat.PARTS.values()) == {compat.DEPLOYED, compat.NEWEST}
-    assert SpecifierSet(compat.LIBRARY).contains(compat.NEWEST)
-    other = page.replace(f"| {compat.NEWEST} |", "| 1.99 |", 1)
-    assert TABLE.findall(other) != TABLE.findall(page)  # control
 
 
 # Runs
@@ -187,21 +172,25 @@ def test_a_plain_run_loads_nothing_of_secure_aggregation(tmp_path: Path) -> None
 # What Flower's own did before: apps by name, and a grid's run
 
 
-def test_apps_by_name_may_lie_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "app_of_this_test.py").write_text("from flwr.clientapp import ClientApp\nclass Parts:\n    app = ClientApp()\nnumber = 1\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    load: Any = in_process._loaded
-    assert isinstance(load("app_of_this_test:Parts.app", in_process.ClientApp), in_process.ClientApp)
-    with pytest.raises(TypeError, match="app_of_this_test:number must be a ClientApp, but is a int"):
-        load("app_of_this_test:number", in_process.ClientApp)
-    for wrong in ("app_of_this_test:missing", "app_of_this_test", "no_such_module:app", ""):
-        with pytest.raises(ValueError, match=r"expected a ClientApp at .* \(module:name\), but"):
-            load(wrong, in_process.ClientApp)
+@listed(
+    ("name", "kind"),
+    [("Parts.app", None), ("number", TypeError), ("missing", ValueError), ("", ValueError)],
+)
+def test_apps_by_name_may_lie_in_the_working_directory(name: str, kind: type[Exception] | None, tmp_path: Path) -> None:
+    text = "from tests.flower.own_apps import own_app\nclass Parts:\n    app = own_app('fedavg')\nnumber = 1\n"
+    (tmp_path / "app_of_this_test.py").write_text(text)
+    server = ServerApp()
+    server.main()(lambda grid, context: FedAvgBN(net()).start(grid, num_rounds=1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.setattr(sys, "path", list(sys.path))
+        patch.delitem(sys.modules, "app_of_this_test", raising=False)
+        with pytest.raises(kind, match="app_of_this_test") if kind else nullcontext():
+            run_in_process({"clients": 2}, server_app=server, client_app=f"app_of_this_test:{name}")
 
 
 def test_a_grid_takes_a_run_and_its_number() -> None:
-    grid = in_process.InProcessGrid(in_process.ClientApp(), 2, {})
+    grid = InProcessGrid(ClientApp(), 2, {})
     assert grid.run.run_id == 1
     grid.set_run(7)
     assert grid.run.run_id == 7

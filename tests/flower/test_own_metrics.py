@@ -1,19 +1,25 @@
-"""Metrics of one's own, of training and of evaluations: combined, per client, shown, and under whatever name their record has."""
+"""Metrics of one's own, of training, of evaluations and of ``evaluate_fn``: combined, per client, and loadable into one's network."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from flwr.app import Context, Message, MetricRecord, RecordDict
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
-from fl_bn.flower import FedAvgBN, FedBN, InProcessGrid, RunFailed
-from tests.flower.own_apps import CLIENTS, SAMPLES, net, own_app
+from fl_bn import convert
+from fl_bn.flower import FedAvgBN, FedBN, InProcessGrid, OwnAppStrategy
+from fl_bn.methods import METHODS, Refresh, Role
+from tests.flower.own_apps import CLIENTS, SAMPLES, begin, data, equal, net, own_app, pretrained, ran, tensors
 from tests.in_process import WatchedGrid
+from tests.listed import listed
 
 
-def ran(strategy: Any, app: Any, rounds: int = 1) -> Any:
-    return strategy.start(InProcessGrid(app, CLIENTS, {}), num_rounds=rounds)
+def trained(**options: Any) -> Any:
+    """Run a round of an app under FedAvg that nobody evaluates."""
+    return ran(FedAvgBN(net(), fraction_evaluate=0), own_app("fedavg", **options))
 
 
 def test_training_metrics_reach_the_result_weighted_and_per_client(log: pytest.LogCaptureFixture) -> None:
@@ -21,23 +27,23 @@ def test_training_metrics_reach_the_result_weighted_and_per_client(log: pytest.L
     for round in (1, 2):
         metrics = result.train_metrics_clientapp[round]
         assert metrics["my_acc"] == pytest.approx(0.2)  # of .1, .2 and .3
-        assert metrics["my_f1"] == pytest.approx(0.5)
         assert metrics["samples"] == CLIENTS * SAMPLES
-        own = result.records[round - 1].client_metrics
-        assert [own[client]["my_acc"] for client in range(CLIENTS)] == pytest.approx([0.1, 0.2, 0.3])
-        assert result.records[round - 1].own_metrics["my_acc"] == pytest.approx(0.2)
+        record = result.records[round - 1]
+        assert [record.client_metrics[client]["my_acc"] for client in range(CLIENTS)] == pytest.approx([0.1, 0.2, 0.3])
+        assert record.own_metrics["my_acc"] == pytest.approx(0.2)
     assert "my_acc 0.2" in log.text
+    assert {d.section for d in result.records[0].disclosures} >= {"own metrics", "metrics", "weights"}
 
 
 def test_a_metric_that_is_written_into_the_reply_counts_too() -> None:
     """As in Flower's examples: ``reply.content["metrics"]["my_acc"]``."""
 
     def after(message: Message, context: Context, reply: Message) -> None:
-        assert dict(reply.content["metrics"])["num-examples"] == SAMPLES  # type: ignore[call-overload]
-        reply.content["metrics"]["late"] = 2.5  # type: ignore[call-overload,index]
+        assert reply.content["metrics"]["num-examples"] == SAMPLES
+        reply.content["metrics"]["late"] = 2.5
         reply.content["more"] = MetricRecord({"other": 1.5})
 
-    metrics = ran(FedAvgBN(net(), fraction_evaluate=0), own_app("fedavg", after=after)).train_metrics_clientapp[1]
+    metrics = trained(after=after).train_metrics_clientapp[1]
     assert (metrics["late"], metrics["other"]) == (2.5, 1.5)
 
 
@@ -45,159 +51,142 @@ def test_they_are_weighted_by_the_samples_or_by_the_user_s_key() -> None:
     def metrics(loss: float, client: int) -> dict[str, Any]:
         return {"height": float(client), "mass": [0.0, 1.0, 3.0][client], "num-examples": [30, 10, 40][client]}
 
-    app = own_app("fedavg", metrics=metrics)
-    by_examples = ran(FedAvgBN(net(), fraction_evaluate=0), app).train_metrics_clientapp[1]
-    assert by_examples["height"] == pytest.approx((10 + 2 * 40) / 80)
-    by_mass = ran(FedAvgBN(net(), fraction_evaluate=0, weighted_by_key="mass"), app).train_metrics_clientapp[1]
+    assert trained(metrics=metrics).train_metrics_clientapp[1]["height"] == pytest.approx((10 + 2 * 40) / 80)
+    strategy = FedAvgBN(net(), fraction_evaluate=0, weighted_by_key="mass")
+    by_mass = ran(strategy, own_app("fedavg", metrics=metrics)).train_metrics_clientapp[1]
     assert by_mass["height"] == pytest.approx((1 * 1 + 2 * 1) / 2)  # none weighs more than all others together: 3 becomes 1
     assert "mass" not in by_mass
 
 
-def test_a_number_that_cannot_count_costs_its_metrics_alone(log: pytest.LogCaptureFixture) -> None:
-    def metrics(loss: float, client: int) -> dict[str, Any]:
-        return {"my_acc": float("nan") if client == 1 else 0.5}
-
-    result = ran(FedAvgBN(net(), fraction_evaluate=0), own_app("fedavg", metrics=metrics))
-    assert result.train_metrics_clientapp[1]["my_acc"] == 0.5
-    assert len(result.records[0].accepted) == CLIENTS  # its weights count
-    assert "client 1's own training metrics are not counted: metrics/my_acc: expected a finite number, but got nan" in log.text
+def twice(message: Message, context: Context, reply: Message) -> None:
+    reply.content["more"] = MetricRecord({"my_acc": 1.0})
 
 
-def test_a_metric_with_the_name_of_fl_bn_s_own_number_is_said_once(log: pytest.LogCaptureFixture) -> None:
-    def metrics(loss: float, client: int) -> dict[str, Any]:
-        return {"loss": 7.0, "samples": 3.0}
-
-    result = ran(FedAvgBN(net(), fraction_evaluate=0), own_app("fedavg", metrics=metrics), rounds=2)
-    said = [line.partition(" in ")[0] for line in log.messages if "is fl-bn's own number, not your metric" in line]
-    assert said == ["loss", "samples"]
-    assert result.train_metrics_clientapp[1]["loss"] == pytest.approx(result.records[0].loss)
-    assert result.train_metrics_clientapp[1]["samples"] == CLIENTS * SAMPLES
-    assert result.records[0].client_metrics[0] == {"loss": 7.0, "samples": 3.0}
-    log.clear()
-    ran(FedAvgBN(net(), fraction_evaluate=0), own_app("fedavg"))
-    assert "fl-bn's own number" not in log.text  # control: the loss that round.message got is no other number
-
-
-def test_lists_are_left_out_with_the_name_of_what_combines_them(log: pytest.LogCaptureFixture) -> None:
-    """Of training metrics it said evaluate_metrics_aggr_fn, which does not get them."""
-
-    def metrics(loss: float, client: int) -> dict[str, Any]:
-        return {"per-class": [0.25, 0.75]}
-
-    result = ran(FedAvgBN(net(), fraction_evaluate=0), own_app("fedavg", metrics=metrics))
-    assert "per-class" not in result.train_metrics_clientapp[1]
-    words = "metric per-class is a list, and lists are not averaged: to combine it, give the strategy train_metrics_aggr_fn=..."
-    assert words in log.messages
-    log.clear()
-
-    def last(records: list[RecordDict], key: str) -> MetricRecord:
-        return MetricRecord({"per-class": records[-1]["metrics"]["per-class"]})  # type: ignore[arg-type,call-overload,index,dict-item]
-
-    result = ran(FedAvgBN(net(), fraction_evaluate=0, train_metrics_aggr_fn=last), own_app("fedavg", metrics=metrics))
-    assert result.train_metrics_clientapp[1]["per-class"] == [0.25, 0.75]
-    assert "is a list" not in log.text
+@listed(
+    ("app", "left", "word"),
+    [
+        ({"metrics": lambda loss, i: {"my_acc": float("nan") if i == 1 else 0.5}}, {"my_acc": 0.5}, "client 1's own training metrics"),
+        ({"after": twice}, {}, "more/my_acc"),
+        ({"metrics": lambda loss, i: {"per-class": [0.25, 0.75]}}, {}, "train_metrics_aggr_fn"),
+        ({"metrics": lambda loss, i: {"loss": 7.0, "my_acc": 0.5}}, {"my_acc": 0.5}, "loss in "),
+        ({}, {"my_acc": pytest.approx(0.2), "my_f1": 0.5}, ""),
+    ],
+    ids=["not a number", "two of one name", "a list", "the name of fl-bn's own", "control"],
+)
+def test_a_metric_that_cannot_count_costs_itself_alone_and_is_named(
+    app: Any, left: dict[str, Any], word: str, log: pytest.LogCaptureFixture
+) -> None:
+    result = trained(**app)
+    assert len(result.records[0].accepted) == CLIENTS  # the weights of all clients count
+    metrics = result.train_metrics_clientapp[1]
+    assert {name: value for name, value in metrics.items() if name not in ("loss", "samples")} == left
+    assert metrics["loss"] == pytest.approx(result.records[0].loss) != 7.0
+    assert word in log.text
+    assert word or "not averaged" not in log.text
 
 
 def test_an_evaluation_under_another_name_is_counted_and_shown(log: pytest.LogCaptureFixture) -> None:
     result = ran(FedAvgBN(net()), own_app("fedavg", record="my-results"))
-    metrics = result.evaluate_metrics_clientapp[1]
-    assert metrics["eval_acc"] == pytest.approx((0.2 * 1 + 0.4 * 2 + 0.6 * 3) / 6)
+    assert result.evaluate_metrics_clientapp[1]["eval_acc"] == pytest.approx((0.2 * 1 + 0.4 * 2 + 0.6 * 3) / 6)
     assert "eval_acc 0.4667" in log.text
     assert result.records[0].client_evaluation[2]["eval_acc"] == pytest.approx(0.6)
 
 
-def test_two_records_with_one_name_are_refused_by_name(log: pytest.LogCaptureFixture) -> None:
-    def after(message: Message, context: Context, reply: Message) -> None:
-        reply.content["more"] = MetricRecord({"my_acc": 1.0})
+@listed(
+    ("samples", "mean"),
+    [([5, 0, 0], 0.1), ([0, 5, 5], 0.25), ([5, 5, 100], (0.1 * 5 + 0.2 * 5 + 0.3 * 10) / 20), ([0, 0, 0], None)],
+)
+def test_clients_without_test_samples_leave_the_mean_to_the_others(samples: list[int], mean: float | None) -> None:
+    app = own_app("fedavg", evaluated=lambda loss, client: {"num-examples": samples[client], "my_acc": 0.1 * (client + 1)})
+    metrics = ran(FedAvgBN(net()), app).evaluate_metrics_clientapp
+    assert metrics[1]["my_acc"] == pytest.approx(mean) if mean else not metrics
 
-    ran(FedAvgBN(net(), fraction_evaluate=0), own_app("fedavg", after=after))
-    assert "more/my_acc: two metric records have a metric of this name" in log.text
 
-
-def test_functions_of_one_s_own_combine_them() -> None:
+def test_functions_of_one_s_own_combine_the_metrics_that_count() -> None:
     seen: list[tuple[list[RecordDict], str]] = []
 
     def largest(records: list[RecordDict], key: str) -> MetricRecord:
         seen.append((records, key))
-        name = "my_acc" if "my_acc" in records[0]["metrics"] else "eval_acc"  # type: ignore[operator]
-        return MetricRecord({name: max(float(r["metrics"][name]) for r in records)})  # type: ignore[arg-type,call-overload,index]
+        name = "my_acc" if "my_acc" in records[0]["metrics"] else "eval_acc"
+        return MetricRecord({name: max(float(r["metrics"][name]) for r in records)})
 
+    app = own_app("fedbn", metrics=lambda loss, client: {"my_acc": float("nan") if client == 2 else 0.1 * (client + 1)})
     strategy = FedBN(net(), train_metrics_aggr_fn=largest, evaluate_metrics_aggr_fn=largest, weighted_by_key="mass")
-    result = ran(strategy, own_app("fedbn"))
-    assert dict(result.train_metrics_clientapp[1]) == {"my_acc": pytest.approx(0.3)}
+    result = ran(strategy, app)
+    assert dict(result.train_metrics_clientapp[1]) == {"my_acc": pytest.approx(0.2)}
     assert dict(result.evaluate_metrics_clientapp[1]) == {"eval_acc": pytest.approx(0.6)}
-    assert [(len(records), key) for records, key in seen] == [(CLIENTS, "mass")] * 2
+    assert [(len(records), key) for records, key in seen] == [(CLIENTS - 1, "mass"), (CLIENTS, "mass")]
     assert all(name == "metrics" for records, _ in seen for record in records for name in record)  # nothing of fl-bn's
-    with pytest.raises(RunFailed, match="train_metrics_aggr_fn must return a MetricRecord, but returned a dict"):
-        ran(FedBN(net(), train_metrics_aggr_fn=lambda records, key: {}), own_app("fedbn"))  # type: ignore[arg-type,return-value]
 
 
 def test_flower_s_own_functions_do() -> None:
-    from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
-
     strategy = FedAvgBN(net(), train_metrics_aggr_fn=aggregate_metricrecords, evaluate_metrics_aggr_fn=aggregate_metricrecords)
     result = ran(strategy, own_app("fedavg"))
     assert result.train_metrics_clientapp[1]["my_acc"] == pytest.approx(0.2)
     assert result.evaluate_metrics_clientapp[1]["eval_acc"] == pytest.approx((0.2 * 1 + 0.4 * 2 + 0.6 * 3) / 6)
 
 
-def test_a_client_s_own_metrics_are_in_the_disclosure_report() -> None:
-    grid = WatchedGrid(own_app("fedavg"), CLIENTS)
-    result = FedAvgBN(net(), fraction_evaluate=0).start(grid, num_rounds=1)
-    assert {d.section for d in result.records[0].disclosures} >= {"own metrics", "metrics", "weights"}
+# evaluate_fn
+
+Seen = dict[int, dict[str, torch.Tensor]]
 
 
-def test_functions_of_one_s_own_get_the_clients_that_count(log: pytest.LogCaptureFixture) -> None:
-    """Before, they got the metrics of which the log said that they are not counted."""
-    got: list[int] = []
+def central(name: str, grid: Any = None, **options: Any) -> tuple[Seen, Any]:
+    """Run two rounds, whose networks are evaluated at the server; return the tensors that it got, and the result."""
+    seen: Seen = {}
 
-    def combined(records: list[RecordDict], key: str) -> MetricRecord:
-        got.append(len(records))
-        return MetricRecord({"acc": sum(float(record["metrics"]["my_acc"]) for record in records) / len(records)})  # type: ignore[index,call-overload]
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        model = net(3)
+        model.load_state_dict(arrays.to_torch_state_dict(), strict=True)
+        seen[server_round] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with torch.no_grad():
+            x, y = data(0)[0]
+            return MetricRecord({"my_server_acc": float((model.eval()(x).argmax(1) == y).double().mean())})
 
-    app = own_app("fedavg", metrics=lambda loss, client: {"my_acc": float("nan") if client == 1 else 0.5})
-    result = ran(FedAvgBN(net(), fraction_evaluate=0, train_metrics_aggr_fn=combined), app)
-    assert got == [2]
-    assert result.train_metrics_clientapp[1]["acc"] == 0.5
-    assert "client 1's own training metrics are not counted" in log.text
-
-
-class Forgetful(FedAvgBN):
-    """Its hook has no return."""
-
-    def __init__(self, hook: str, **options: Any) -> None:
-        super().__init__(net(), **options)
-        setattr(self, hook, lambda *args, **named: None)
+    strategy = OwnAppStrategy(net(), METHODS[name](), fraction_evaluate=0)
+    over = grid or InProcessGrid(own_app(name, tells=True), CLIENTS, {})
+    return seen, strategy.start(over, num_rounds=2, evaluate_fn=evaluate, **options)
 
 
-@pytest.mark.parametrize(
-    ("hook", "words"),
-    [
-        ("configure_train", r"configure_train returned None: let it return the messages of super\(\).configure_train"),
-        ("configure_evaluate", r"configure_evaluate returned None"),
-        ("aggregate_train", r"aggregate_train must return a pair, arrays and metrics, .* but returned None"),
-    ],
-)
-def test_a_hook_without_return_is_named(hook: str, words: str) -> None:
-    with pytest.raises(RunFailed, match=words):
-        ran(Forgetful(hook), own_app("fedavg"))
+MADE = {name: make() for name, make in METHODS.items()}
+GLOBAL = [name for name, one in MADE.items() if one.needs_batch_norm and one.has_statistics and one.shares(Role.WEIGHT)]
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"fraction_train": "0.5"}, "fraction_train must be a share of the clients, a number of at most 1, but got '0.5'"),
-        ({"fraction_evaluate": None}, "fraction_evaluate must be a share of the clients"),
-        ({"clients": "3"}, "clients must be 1..100000, or 0 to take .*, but got '3'"),
-        ({"ranges": {"acc": 100}}, r"ranges must give a metric's smallest and largest value, such as .*'acc': \(0, 100\)\}, but got 100"),
-    ],
-)
-def test_an_argument_of_another_type_is_named(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        FedAvgBN(net(), **given)
+@listed("name", [name for name in GLOBAL if MADE[name].refresh is not Refresh.EXACT])  # whose counters do not count
+def test_the_arrays_load_into_the_user_s_network(name: str) -> None:
+    seen, result = central(name, initial_arrays=begin())
+    assert set(seen) == set(result.evaluate_metrics_serverapp) == {0, 1, 2}
+    start = pretrained().state_dict()  # round 0 is of the arrays that the run starts with
+    assert all(torch.equal(tensor, start[key]) for key, tensor in seen[0].items() if not key.endswith("tracked"))
+    assert not torch.equal(seen[2]["0.weight"], seen[0]["0.weight"])
+    assert not torch.equal(seen[2]["1.running_mean"], seen[0]["1.running_mean"])
+    assert int(seen[2]["1.num_batches_tracked"]) == 4  # two rounds of two batches
+    assert result.records[-1].evaluation["my_server_acc"] == result.evaluate_metrics_serverapp[2]["my_server_acc"]
+    if not any(MADE[name].keeps(role) for role in Role):
+        net(3).load_state_dict(result.arrays.to_torch_state_dict(), strict=True)  # as Flower's quickstart ends
 
 
-@pytest.mark.parametrize("timeout", [None, 0, "60"])
-def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
-    with pytest.raises(ValueError, match="timeout must be a number of seconds above 0, but got"):
-        FedAvgBN(net()).start(InProcessGrid(own_app("fedavg"), CLIENTS, {}), num_rounds=1, timeout=timeout)
+def test_batch_norm_that_stays_at_home_is_the_clients_average() -> None:
+    grid = WatchedGrid(own_app("fedbn", tells=True), CLIENTS)
+    seen, _ = central("fedbn", grid)
+    own = [tensors(state["fl-bn/local"]) for state in grid.states()]
+    for key in ("1.weight", "1.bias", "1.running_mean", "1.running_var"):
+        assert torch.allclose(seen[2][key], sum(one[key] for one in own) / CLIENTS)
+        assert not torch.allclose(seen[2][key], own[0][key])  # control
+    assert any(m.metadata.message_type == "query.kept" for m in grid.sent)
+
+
+@listed(("name", "tells"), [("fedbn", False), ("single", True)])
+def test_where_there_is_no_global_model_it_is_not_called_and_the_log_says_so(name: str, tells: bool, log: pytest.LogCaptureFixture) -> None:
+    seen, result = central(name, InProcessGrid(own_app(name, tells=tells), CLIENTS, {}))
+    assert set(seen) == {0}
+    assert len(result.records) == 2
+    assert log.text.count("evaluate_fn is not called") == 1
+
+
+def test_where_batch_norm_is_replaced_the_arrays_load_into_the_converted_network() -> None:
+    arrays: list[ArrayRecord] = []
+    strategy = OwnAppStrategy(net(), METHODS["gn"](), fraction_evaluate=0)
+    result = ran(strategy, own_app("gn"), evaluate_fn=lambda number, given: arrays.append(given))
+    convert(net(), METHODS["gn"]()).load_state_dict(arrays[-1].to_torch_state_dict(), strict=True)
+    assert equal(result, arrays[-1])

@@ -1,30 +1,26 @@
-"""SingleSet: each client's run is the one that it would make alone, and no tensor travels."""
+"""What stays at home: under SingleSet, everything; of BatchNorm, unless the run says that its average is told."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
-from torch.nn import functional as F
 
-from fl_bn.data.batches import draw_batches
-from fl_bn.federation.defence import Defence
-from fl_bn.federation.local import Samples, torch_seed
-from fl_bn.federation.settings import LocalTraining, seeded
-from fl_bn.federation.sources import BATCHES, DROPOUT
+from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.flower import run_in_process
 from fl_bn.methods import METHODS, attacked
-from tests.in_process import TWO_STEPS, Run, WatchedGrid, client_app, run, sections
+from tests.in_process import LocalTraining, Samples, arrays_of, identical, run, sections
+from tests.listed import listed
 from tests.networks import seeded_network
 
 Clients = Callable[..., list[Samples]]
-DSGD = LocalTraining(batch_size=64, steps=1, momentum=0.9, update="gradients")
-CPU = torch.device("cpu")
+SINGLE = METHODS["single"]()
+GRADIENTS = LocalTraining(batch_size=64, steps=1, momentum=0.9, update="gradients")
 
 
 @pytest.fixture
@@ -32,80 +28,79 @@ def clients(tiny_clients: Clients) -> list[Samples]:
     return tiny_clients((6, 4, 5))
 
 
-def saved(
-    method: str, clients: list[Samples], folder: Path, settings: LocalTraining = TWO_STEPS, **policy: float
-) -> tuple[Run, list[dict]]:
-    grid = WatchedGrid(client_app(METHODS[method](), clients, settings, folder=folder), 3)
-    ran = run(METHODS[method](), clients, 3, settings=settings, grid=grid, save_clients=method, policy=policy)
-    return ran, [load_file(folder / method / "clients" / f"client-{i}.safetensors") for i in range(3)]
+def start() -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in seeded_network("cnn").state_dict().items()}
 
 
-def alone(samples: Samples, client: int, rounds: int = 3) -> dict[str, Tensor]:
-    """Plain torch: TWO_STEPS per round, a fresh optimiser each round, the client's own batches and dropout."""
-    model = seeded_network("cnn").train()
-    for round in range(1, rounds + 1):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        with torch_seed(int(seeded(0, client, round, DROPOUT).integers(2**62)), CPU):
-            for index in draw_batches(len(samples), 4, seeded(0, client, round, BATCHES), epochs=0, steps=2):
-                x, y = samples.batch(index, next(model.parameters()))
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-    return model.state_dict()
-
-
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
-def test_every_client_is_where_it_would_be_alone_bit_for_bit(clients: list[Samples], tmp_path: Path) -> None:
-    _, models = saved("single", clients, tmp_path)
-    _, federated = saved("fedbn", clients, tmp_path)
-    for client, samples in enumerate(clients):
-        want = alone(samples, client)
-        assert equal(models[client], want)
-        assert not equal(models[client], alone(samples, client, rounds=2))  # controls: a round less, ...
-        assert not equal(federated[client], want)  # ... weights averaged
-    assert not torch.equal(models[0]["9.weight"], models[1]["9.weight"])
-
-
-def test_no_tensor_travels_and_every_client_is_evaluated(clients: list[Samples], tmp_path: Path) -> None:
-    ran, _ = saved("single", clients, tmp_path, evaluate_every=2)
+def test_no_tensor_travels_and_every_client_is_evaluated(clients: list[Samples]) -> None:
+    ran = run(SINGLE, clients, 3, policy={"evaluate_every": 2})
     for message in [*ran.grid.sent, *ran.grid.received]:
         assert not any(arrays for arrays in sections(message.content).values())
     assert all(record.aggregated and len(record.accepted) == 3 for record in ran.records)
     assert [sorted(record.client_evaluation) for record in ran.records] == [[], [0, 1, 2], [0, 1, 2]]
     assert {"accuracy", "accuracy-std", "accuracy-min"} <= set(ran.records[-1].evaluation)
-    assert not ran.trajectory[3]
+    assert identical({name: t.numpy() for name, t in ran.strategy.shared.model.state_dict().items()}, start())  # the server's
     control = run(METHODS["fedbn"](), clients, 1)
     assert any(arrays for message in control.grid.sent for arrays in sections(message.content).values())
 
 
-def test_a_client_without_a_round_stays_where_it_was(clients: list[Samples], tmp_path: Path) -> None:
-    ran, models = saved("single", clients, tmp_path, fraction=0.4)
+def test_a_client_without_a_round_stays_where_it_was(clients: list[Samples]) -> None:
+    ran = run(SINGLE, clients, 3, policy={"fraction": 0.4})
     rounds = [sum(c.client == client for record in ran.records for c in record.accepted) for client in range(3)]
-    assert sum(rounds) == 3
     assert sorted(rounds)[0] == 0
-    never, start = models[int(np.argmin(rounds))], seeded_network("cnn").state_dict()
-    assert equal(never, start)
-    assert not equal(models[int(np.argmax(rounds))], start)  # control
+    assert sum(rounds) == 3
+    for state, trained in zip(ran.grid.states(), rounds, strict=True):
+        kept = state.array_records.get("fl-bn/local")
+        assert (kept is not None and not np.array_equal(arrays_of(kept)["9.weight"], start()["9.weight"])) == (trained > 0)
 
 
-@pytest.mark.parametrize("defence", [Defence(), Defence(1, "median", "median")])
+@listed("defence", [NO_DEFENCE, Defence(1, "median", "median")])
 def test_gradients_and_robust_rules_find_nothing_to_combine(defence: Defence, clients: list[Samples]) -> None:
-    ran = run(METHODS["single"](), clients, 2, settings=DSGD, defence=defence)
+    ran = run(SINGLE, clients, 2, settings=GRADIENTS, defence=defence)
     assert all(record.aggregated for record in ran.records)
-    states = [state.array_records["fl-bn/local"]["9.weight"].numpy() for state in ran.grid.states()]  # type: ignore[union-attr]
-    start = seeded_network("cnn").state_dict()["9.weight"].numpy()
-    assert not any(np.array_equal(state, start) for state in states)  # the clients step by themselves
-
-
-def test_the_servers_model_stays_at_the_start(clients: list[Samples]) -> None:
-    ran = run(METHODS["single"](), clients, 2)
-    start = copy.deepcopy(seeded_network("cnn").state_dict())
-    assert equal(dict(ran.strategy.shared.model.state_dict()), dict(start))
+    for state in ran.grid.states():  # the clients step by themselves
+        assert not np.array_equal(arrays_of(state.array_records["fl-bn/local"])["9.weight"], start()["9.weight"])
 
 
 def test_nobody_can_attack_what_is_not_shared() -> None:
-    with pytest.raises(ValueError, match="single shares no tensors"):
-        attacked(METHODS["single"](), "sign-flip", 1)
+    with pytest.raises(ValueError, match="single"):
+        attacked(SINGLE, "sign-flip", 1)
+
+
+# What clients tell of the BatchNorm that they keep
+
+RUN: dict[str, Any] = {
+    "model": "mlp", "dataset": "digits-plain", "shifts": "none,invert,contrast", "partition": "domain", "clients": 3, "rounds": 2,
+    "local-steps": 2, "evaluate-every": 2, "pictures": False,
+}  # fmt: skip
+
+
+def made(folder: Path, **values: Any) -> Path:
+    path = run_in_process({**RUN, "output": str(folder), **{k.replace("_", "-"): v for k, v in values.items()}})
+    assert path is not None
+    return path
+
+
+@listed(
+    ("method", "keys"), [("fedbn", {"weight", "bias", "running_mean", "running_var"}), ("silobn", {"running_mean", "running_var"})]
+)
+def test_the_average_for_an_unseen_client_is_told_where_the_run_says_so_and_changes_nothing(
+    method: str, keys: set[str], tmp_path: Path
+) -> None:
+    run, plain = made(tmp_path / "told", method=method, unseen_client=True), made(tmp_path / "plain", method=method)
+    told, own = load_file(run / "unseen-client.safetensors"), [load_file(p) for p in sorted((run / "clients").iterdir())]
+    assert len(own) == 3
+    assert {name.rpartition(".")[2] for name in told} == keys
+    for name, tensor in told.items():
+        assert torch.allclose(tensor, torch.stack([client[name].double() for client in own]).mean(0).float(), rtol=1e-6, atol=1e-7)
+        assert not torch.equal(tensor, own[0][name])  # control: the clients differ
+    assert not (plain / "unseen-client.safetensors").exists()
+    for one, said in ((run, True), (plain, False)):
+        assert (",kept," in (one / "disclosure.csv").read_text()) is said
+    models = [load_file(one / "model.safetensors") for one in (run, plain)]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[1])
+
+
+def test_methods_that_keep_nothing_of_batch_norm_are_not_asked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unseen-client"):
+        made(tmp_path, method="hbn", unseen_client=True)

@@ -1,25 +1,31 @@
-"""HBN's statistics exchange: before each evaluation, for the evaluation alone. And calibration: before the first round."""
+"""Exchanges of statistics: HBN's and static BN's before each evaluation, for the evaluation alone. And calibration, before round 1."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
-from fl_bn.data.dataset import to_input
-from fl_bn.federation.local import Samples
-from fl_bn.federation.payload import decode_moments, to_numpy, to_tensors
-from fl_bn.methods import METHODS
-from fl_bn.methods.hbn import hbn
-from fl_bn.moments import Moments, pool
-from tests.federation import union
-from tests.in_process import Run, arrays_of, identical, run, sections
-from tests.networks import seeded_network
+from fl_bn import Callback
+from fl_bn.federation.payload import decode_moments, to_tensors
+from fl_bn.flower import run_in_process
+from fl_bn.methods import METHODS, Method, Role
+from fl_bn.methods import hbn as make_hbn
+from fl_bn.moments import pool
+from tests.costs import COMMON
+from tests.in_process import Run, Samples, WatchedGrid, arrays_of, client_app, identical, run, sections
+from tests.listed import listed
 
 Clients = Callable[..., list[Samples]]
+HBN, STATIC = METHODS["hbn"](), METHODS["static-bn"]()
+MEASURE = "query.statistics"
 
 
 @pytest.fixture
@@ -27,30 +33,31 @@ def clients(tiny_clients: Clients) -> list[Samples]:
     return tiny_clients((6, 4, 5))
 
 
-def local_tensors(ran: Run) -> list[dict[str, np.ndarray]]:
-    return [arrays_of(state["fl-bn/local"]) for state in ran.grid.states()]  # type: ignore[arg-type]
+def exchanges(ran: Run, round: int) -> int:
+    """Return the number of exchanges of statistics of all clients."""
+    return sum(m.metadata.message_type == MEASURE and m.metadata.group_id == str(round) for m in ran.grid.sent) / 3
 
 
 def test_a_statistics_exchange_precedes_each_evaluation(clients: list[Samples]) -> None:
-    assert run(hbn(), clients, 2).grid.kinds() == ["query.hello 0", "train 1", "query.statistics 1", "train 2", "query.statistics 2"]
-    for method, passes in ((hbn(), 1), (hbn(evaluate="exact"), 2), (hbn(lam=1.0), 2), (hbn(lam=1.0, evaluate="hybrid"), 1)):
-        for how, messages in (("auto", 1), ("passes", passes)):  # exact passes: one per BatchNorm layer
-            sent = [m.metadata.message_type for m in run(method, clients, 1, policy={"recalibration": how}).grid.sent]
-            assert sent.count("query.statistics") == 3 * messages
-    seldom = run(hbn(), clients, 3, policy={"evaluate_every": 2}).grid.kinds()
-    assert seldom == ["query.hello 0", "train 1", "train 2", "query.statistics 2", "train 3", "query.statistics 3"]
+    exact = make_hbn(lam=1.0)
+    for method, passes in ((HBN, 1), (make_hbn(evaluate="exact"), 2), (exact, 2), (make_hbn(lam=1.0, evaluate="hybrid"), 1), (STATIC, 2)):
+        for how, number in (("auto", 1), ("passes", passes)):  # exact passes: one per BatchNorm layer
+            assert exchanges(run(method, clients, 1, policy={"recalibration": how}), 1) == number
+    seldom = run(HBN, clients, 3, policy={"evaluate_every": 2, "fraction": 0.4})
+    assert seldom.grid.kinds() == ["query.hello 0", "train 1", "train 2", f"{MEASURE} 2", "train 3", f"{MEASURE} 3"]
+    assert exchanges(seldom, 2) == 1  # every client is measured, though one trains
     assert run(METHODS["fbn"](), clients, 2).grid.kinds() == ["query.hello 0", "train 1", "train 2"]  # control: they do not lag
 
 
-@pytest.mark.parametrize("method", [hbn(), hbn(stat_samples=3), hbn(lam=1.0, lower_layers="hybrid")], ids=["hbn", "subset", "exact"])
-def test_evaluating_changes_no_bit_of_the_training(method, clients: list[Samples]) -> None:  # type: ignore[no-untyped-def]
+@listed("method", [HBN, make_hbn(stat_samples=3), make_hbn(lam=1.0, lower_layers="hybrid"), STATIC])
+def test_evaluating_changes_no_bit_of_the_training(method: Method, clients: list[Samples]) -> None:
     often, seldom = (run(method, clients, 4, policy={"evaluate_every": every, "fraction": 0.7}) for every in (1, 4))
     for round in range(1, 5):
         for replies in (False, True):
             pairs = zip(often.grid.train(round, replies=replies), seldom.grid.train(round, replies=replies), strict=True)
             assert all(identical(a[section], b[section]) for a, b in pairs for section in a)
-    assert [c.loss for r in often.records for c in r.clients] == [c.loss for r in seldom.records for c in r.clients]
-    assert all(identical(a, b) for a, b in zip(local_tensors(often), local_tensors(seldom), strict=True))
+    kept = ([arrays_of(state.get("fl-bn/local", {})) for state in one.grid.states()] for one in (often, seldom))
+    assert all(identical(a, b) for a, b in zip(*kept, strict=True))
     assert identical(often.trajectory[4], seldom.trajectory[4])
     # control: had the next round started from what was evaluated, its statistics would be others
     (trained, *_) = often.grid.train(2)
@@ -58,18 +65,19 @@ def test_evaluating_changes_no_bit_of_the_training(method, clients: list[Samples
     assert identical(trained["weights"], {k: often.trajectory[1][k] for k in trained["weights"]})
 
 
-def test_what_is_evaluated_is_what_is_saved(clients: list[Samples]) -> None:
+def test_what_is_evaluated_is_what_is_pooled_and_saved(clients: list[Samples], tmp_path: Path) -> None:
     evaluated: list[dict[str, np.ndarray]] = []
 
     def evaluate(model: nn.Module) -> dict[str, float]:
-        evaluated.append({k: t.numpy().copy() for k, t in model.state_dict().items() if "mixing" not in k and "num_batches" not in k})
+        evaluated.append({k: t.numpy().copy() for k, t in model.state_dict().items()})
         return {"accuracy": 0.5}
 
-    ran = run(hbn(), clients, 3, evaluate=evaluate)
-    saved = to_numpy(ran.strategy.shared.tensors())  # what RunDirectory writes
-    assert identical(saved, evaluated[-1])
+    ran = run(HBN, clients, 3, evaluate=evaluate)
+    ran.strategy.save(tmp_path / "model")
+    saved = {k: t.numpy() for k, t in load_file(tmp_path / "model").items() if k in ran.result.arrays}
+    assert identical(saved, {k: evaluated[-1][k] for k in saved})
     assert identical(saved, arrays_of(ran.result.arrays))
-    measured = [m for m in ran.grid.received if m.metadata.message_type == "query.statistics"][-3:]
+    measured = [m for m in ran.grid.received if m.metadata.message_type == MEASURE][-3:]
     pooled = [decode_moments(to_tensors(sections(m.content)["moments"])) for m in measured]
     for layer in ("1", "5"):
         merged = pool([part[layer] for part in pooled])
@@ -79,54 +87,80 @@ def test_what_is_evaluated_is_what_is_saved(clients: list[Samples]) -> None:
     assert not identical({k: saved[k] for k in stale}, stale)  # control
 
 
-def test_every_client_is_measured_though_some_train(clients: list[Samples]) -> None:
-    ran = run(hbn(), clients, 1, policy={"fraction": 0.4})
-    kinds = [m.metadata.message_type for m in ran.grid.sent]
-    assert kinds.count("train") == 1
-    assert kinds.count("query.statistics") == 3
-
-
 def test_a_client_missing_from_the_exchange_is_named(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
-    from tests.in_process import WatchedGrid, client_app
-
     def disturb(client: int, what: str) -> None:
         if client == 1 and what == "measure 1":
             raise OSError("the disk is full")
 
-    ran = run(hbn(), clients, 1, grid=WatchedGrid(client_app(hbn(), clients, disturb=disturb), 3))
-    assert "client 1's statistics are missing from the exchange: error: code 2: OSError: the disk is full" in log.text
-    assert not identical(ran.trajectory[1], run(hbn(), clients, 1).trajectory[1])
+    ran = run(HBN, clients, 1, grid=WatchedGrid(client_app(HBN, clients, disturb=disturb), 3))
+    assert "client 1's statistics are missing" in log.text
+    assert not identical(ran.trajectory[1], run(HBN, clients, 1).trajectory[1])
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fbn", "hbn"])
-def test_calibration_measures_the_first_layer_exactly(name: str, clients: list[Samples]) -> None:
+@listed("name", COMMON)
+def test_calibration_measures_where_statistics_are_shared_and_nothing_else_changes(name: str, clients: list[Samples]) -> None:
+    """As many times as it is told to. That it is exact is in the table of equivalences."""
     method = METHODS[name]()
-    ran = run(method, clients, 1, policy={"calibrate": 2, "recalibration": "passes"})
-    assert ran.grid.kinds()[:3] == ["query.hello 0", "query.statistics 0", "train 1"]
-    assert sum(m.metadata.message_type == "query.statistics" and m.metadata.group_id == "0" for m in ran.grid.sent) == 6
-    first = seeded_network("cnn")[0]
-    with torch.no_grad():
-        moments = Moments.of(first(to_input(union(clients).x, torch.float32)))
-    found, plain = ran.grid.train(1)[0]["statistics"], run(method, clients, 1).grid.train(1)[0]["statistics"]
-    assert np.allclose(found["1.running_mean"], moments.mean, rtol=1e-5, atol=1e-7)
-    assert np.allclose(found["1.running_var"], moments.bessel(), rtol=1e-5)
-    assert not np.allclose(plain["1.running_var"], moments.bessel(), rtol=1e-5)  # control: torch starts from 0 and 1
-    assert identical(ran.grid.train(1)[0]["weights"], seeded_weights(ran))
+    once, twice = (run(method, clients, 1, policy={"calibrate": n, "recalibration": "passes"}) for n in (1, 2))
+    shared = method.has_statistics and method.shares(Role.STATISTIC)
+    if not shared:
+        assert exchanges(twice, 0) == 0
+        return
+    assert (exchanges(once, 0), exchanges(twice, 0)) == (1, 2)
+    one, two, start = (ran.grid.train(1)[0] for ran in (once, twice, run(method, clients, 1)))
+    assert identical(two["weights"], start["weights"])
+    assert np.array_equal(one["statistics"]["1.running_var"], two["statistics"]["1.running_var"])
+    assert not np.allclose(one["statistics"]["5.running_var"], two["statistics"]["5.running_var"], rtol=1e-3)  # measured under other ones
 
 
-def seeded_weights(ran: Run) -> dict[str, np.ndarray]:
-    state = seeded_network("cnn").state_dict()
-    return {k: state[k].numpy() for k in ran.grid.train(1)[0]["weights"]}
+# Static BN
 
 
-def test_calibration_settles_the_deeper_layers(clients: list[Samples]) -> None:
-    """Each exchange measures a layer under the statistics that the one before found below it; two layers need two."""
-    one, two, three = (run(METHODS["fbn"](), clients, 1, policy={"calibrate": n}).grid.train(1)[0]["statistics"] for n in (1, 2, 3))
-    assert np.array_equal(one["1.running_var"], two["1.running_var"])
-    assert not np.allclose(one["5.running_var"], two["5.running_var"], rtol=1e-3)
-    assert identical(two, three)
+class StopsAt5(Callback):
+    """Ends a run after round 5, as a run config names it; and notes the model of each evaluation."""
+
+    evaluated: ClassVar[dict[int, dict[str, torch.Tensor]]] = {}
+
+    def __init__(self, config: object = None, folder: object = None) -> None:
+        self.evaluated.clear()
+
+    def on_start(self, running: Any) -> None:
+        self.running = running
+
+    def on_evaluation(self, record: Any, rounds: int) -> None:
+        self.evaluated[record.round] = dict(self.running.arrays())
+
+    def on_round(self, record: Any, rounds: int) -> None:
+        if record.round == 5:
+            self.end()
+
+    def end(self) -> None:
+        self.running.stop("time is up")
 
 
-@pytest.mark.parametrize("name", ["gn", "fedbn", "silobn"])
-def test_where_no_statistics_are_shared_there_is_nothing_to_calibrate(name: str, clients: list[Samples]) -> None:
-    assert "query.statistics 0" not in run(METHODS[name](), clients, 1, policy={"calibrate": 2}).grid.kinds()
+class InterruptsAt5(StopsAt5):
+    def end(self) -> None:
+        raise KeyboardInterrupt
+
+
+@listed(("name", "kind"), [(name, kind) for name in ("static-bn", "hbn", "fedavg") for kind in (StopsAt5, InterruptsAt5)])
+def test_a_run_that_ends_early_has_the_model_of_its_last_evaluation(name: str, kind: type[StopsAt5], tmp_path: Path) -> None:
+    """Else static BN's would have mean 0 and variance 1. Control: other methods need no measurement, and have round 5's."""
+    of = {"method": name, "rounds": 8, "evaluate-every": 2, "clients": 2, "model": "mlp", "pictures": False, "local-steps": 2}
+    with pytest.raises(KeyboardInterrupt) if kind is InterruptsAt5 else nullcontext():
+        run_in_process({**of, "output": str(tmp_path), "name": "run", "callbacks": f"{__name__}:{kind.__name__}"})
+    found, want = load_file(tmp_path / "run" / "model.safetensors"), StopsAt5.evaluated[4]
+    differ = [key for key, tensor in want.items() if "tracked" not in key and not torch.equal(found[key], tensor)]
+    assert (differ == []) == (name != "fedavg")
+    assert not any((tensor == 0).all() for key, tensor in found.items() if key.endswith("running_mean"))
+
+
+def test_training_under_static_bn_neither_tracks_nor_reports(clients: list[Samples]) -> None:
+    ran = run(STATIC, clients, 3)
+    for round in (1, 2, 3):
+        for reply in ran.grid.train(round, replies=True):
+            assert set(reply) == {"weights"}
+            assert not any("running" in name for name in reply["weights"])
+        (sent, *_) = ran.grid.train(round)
+        assert all((a == (0 if "mean" in k else 1)).all() for k, a in sent["statistics"].items())  # as torch starts them
+    assert not (ran.trajectory[1]["1.running_var"] == 1).all()  # control: the evaluation has others

@@ -1,0 +1,417 @@
+"""Clients of Flower apps of one's own, as others write them: options, objectives, loaders, loops and keys."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler, default_collate
+
+from fl_bn import Federation, flower, methods
+from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.flower import FBN, HBN, FedAvgBN, FedBN, FixBN, InProcessGrid, OwnAppStrategy, RunFailed
+from fl_bn.flower.own import counting
+from fl_bn.methods import METHODS, Method
+from fl_bn.objectives import PLAIN, FedProx, FedSAM, Objective, Scaffold
+from fl_bn.task import CLASSIFICATION
+from tests.flower import own_apps as apps
+from tests.flower.own_apps import CLIENTS, SAMPLES, data, epoch, equal, net, own_app, ran, refused, tensors, with_objective
+from tests.in_process import Samples, WatchedGrid, client_app
+from tests.listed import listed
+
+OURS = "fl-bn/"
+"""The beginning of the names of fl-bn's records."""
+
+
+# Options of the method, and objectives
+
+
+@listed(
+    ("strategy", "method"),
+    [
+        (FBN(net(), momentum=0.1), methods.fbn()),
+        (HBN(net(), lam=0.5), methods.hbn()),
+        (FixBN(net(), freeze_after=1, freeze_what="affine"), methods.fixbn(freeze_after=1)),
+        (flower.FedTAN(net(), schedule="paper"), methods.fedtan()),
+        (OwnAppStrategy(net(), methods.gn(groups=2)), methods.gn(groups=3)),
+    ],
+)
+def test_an_option_that_differs_at_the_clients_is_refused(strategy: Any, method: Method) -> None:
+    refused(lambda: ran(strategy, own_app(method)), RunFailed, "client 0", "option")
+
+
+@listed(
+    ("strategy", "method"),
+    [
+        (FixBN(net(), freeze_after=1, frozen_rate=1.0, fraction_evaluate=0), methods.fixbn()),
+        (FBN(net(), tracking=0.5, fraction_evaluate=0), methods.fbn()),
+    ],
+)
+def test_control_an_option_that_only_the_server_uses_may_differ(strategy: Any, method: Method) -> None:
+    assert ran(strategy, own_app(method), rounds=2).records[-1].aggregated
+
+
+OBJECTIVES: list[Objective] = [FedProx(mu=1.0), FedSAM(), Scaffold()]
+
+
+@listed(("server", "client"), [*((one, PLAIN) for one in OBJECTIVES), (FedProx(mu=1.0), FedProx(mu=0.5)), (PLAIN, Scaffold())])
+def test_another_objective_at_the_clients_is_refused_by_name(server: Objective, client: Objective) -> None:
+    strategy = FedAvgBN(net(), objective=server)
+    word = "control variates" if server is PLAIN else type(server).__name__
+    refused(lambda: ran(strategy, own_app("fedavg", loop=with_objective, objective=client)), RunFailed, word)
+
+
+@listed("objective", OBJECTIVES)
+def test_control_the_same_objective_on_both_sides(objective: Objective) -> None:
+    result = ran(FedAvgBN(net(), objective=objective, fraction_evaluate=0), own_app("fedavg", loop=with_objective, objective=objective), 2)
+    assert not equal(result, ran(FedAvgBN(net(), fraction_evaluate=0), own_app("fedavg"), rounds=2))
+    if not isinstance(objective, Scaffold):  # whose variates travel: the server need not know the others
+        app = own_app("fedavg", loop=with_objective, objective=objective)
+        assert equal(result, ran(FedAvgBN(net(), fraction_evaluate=0), app, rounds=2))
+
+
+def test_hbn_tracks_more_slowly_where_a_part_of_the_clients_trains(log: pytest.LogCaptureFixture) -> None:
+    """Without its fraction, a warning says so, in each interface."""
+    app, part = own_app("hbn"), {"fraction_train": 0.67, "fraction_evaluate": 0}
+    told = ran(OwnAppStrategy(net(), methods.hbn(fraction=0.67), **part), app, rounds=2)
+    assert equal(ran(HBN(net(), **part), app, rounds=2), told)
+    assert "share of 0.67" not in log.text
+    assert not equal(ran(OwnAppStrategy(net(), methods.hbn(), **part), app, rounds=2), told)
+    Federation(net(), methods.hbn(), [data(i) for i in range(CLIENTS)], fraction=0.67, progress=False)
+    assert log.text.count("share of 0.67") == 2
+
+
+# Numbers
+
+
+def test_clients_count_by_their_samples_or_alike() -> None:
+    sizes = [16, 8, 4]
+
+    def made(weights: str, samples: Any) -> Tensor:
+        strategy = FedAvgBN(net(), fraction_evaluate=0, client_weights=weights)
+        return tensors(ran(strategy, own_app("fedavg", samples=samples)))["0.weight"]
+
+    assert torch.allclose(made("uniform", sizes.__getitem__), made("samples", lambda client: 5))
+    assert not torch.allclose(made("samples", sizes.__getitem__), made("samples", lambda client: 5))  # control
+
+
+def test_numpy_s_numbers_and_texts_are_rates() -> None:
+    """Before, a text was no rate for fl-bn, so that FixBN's frozen rounds were not lowered."""
+    app = own_app(methods.fixbn(freeze_after=1), rate=apps.lr)
+    strategies = [FixBN(net(), freeze_after=1, fraction_evaluate=0) for _ in range(3)]
+    rates = [ConfigRecord({"lr": kind(0.1)}) for kind in (float, np.float64, str)]
+    results = [ran(one, app, rounds=3, train_config=config) for one, config in zip(strategies, rates, strict=True)]
+    assert equal(results[0], results[1])
+    assert equal(results[0], results[2])
+    assert [record.learning_rate < 0.1 for record in results[2].records] == [False, True, True]
+
+
+@listed(("told", "metrics", "loss"), [(None, {}, float("nan")), (None, {"loss": 0.75}, 0.75), (0.5, {}, 0.5)])
+def test_the_training_loss_is_the_one_that_is_told(told: float | None, metrics: Any, loss: float, log: pytest.LogCaptureFixture) -> None:
+    app = own_app("fedavg", says=lambda *_: told, metrics=lambda loss, client: {**metrics, "acc": np.float32(0.5)})
+    result = ran(FedAvgBN(net(), fraction_evaluate=0), app)
+    assert result.records[0].aggregated
+    np.testing.assert_equal(result.records[0].loss, loss)
+    assert result.train_metrics_clientapp[1]["acc"] == 0.5
+    assert ("diverged" in log.text) == np.isnan(loss)
+
+
+def test_a_client_without_data_in_a_round_is_left_out() -> None:
+    (record,) = ran(FedAvgBN(net(), fraction_evaluate=0), own_app("fedavg", samples=lambda client: SAMPLES * (client != 1))).records
+    assert [client.client for client in record.accepted] == [0, 2]
+    assert record.clients[1].refused.startswith("metrics/samples: 0")
+
+
+@listed("obeys", [True, False])
+def test_a_loop_that_ignores_the_lower_rate_of_frozen_rounds_is_told(obeys: bool, log: pytest.LogCaptureFixture) -> None:
+    """The other clients' rates do not matter: each has its own."""
+
+    def loop(round: Any, batches: Any, rate: float) -> float:
+        own = 0.1 if torch.equal(batches[0][0], data(0)[0][0]) else 0.001
+        return epoch(round, batches, own * (round.rate_share if obeys else 1.0))
+
+    ran(FixBN(net(), freeze_after=1, fraction_evaluate=0), own_app(methods.fixbn(freeze_after=1), loop=loop), rounds=3)
+    assert ("rate_share" in log.text) is not obeys
+
+
+# Loops and networks
+
+
+def accumulating(inside: bool) -> Any:
+    """Step at every second batch; the last, odd batch makes no step. ``inside``: a reply is made within the block, too."""
+
+    def loop(round: Any, batches: Any, rate: float) -> float:
+        parts = [part for batch in batches for part in zip(*(one.split(3) for one in batch), strict=True)][:5]
+        optimizer = torch.optim.SGD(round.model.parameters(), lr=rate)
+        for number, (x, y) in enumerate(parts):
+            F.cross_entropy(round.model(x), y).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        if inside:
+            round.message(SAMPLES, 1.0)
+        return 1.0
+
+    return loop
+
+
+@listed("method", [methods.fedavg(), methods.fbn(report="all"), methods.hbn(separate=False, evaluate_clients="cohort"), methods.fbn()])
+def test_a_reply_inside_the_block_is_that_after_it(method: Method) -> None:
+    """Before, passes after the last step counted, so that FBN's statistics were other ones."""
+    strategies = [OwnAppStrategy(net(), method, unit_scale=False, fraction_evaluate=0) for _ in range(2)]
+    assert equal(*(ran(one, own_app(method, loop=accumulating(one is strategies[0])), rounds=2) for one in strategies))
+
+
+def test_a_round_that_ends_in_an_error_stores_nothing() -> None:
+    """Before, a state with another shape was stored, so that every later round failed, too."""
+
+    def loop(round: Any, batches: Any, rate: float) -> float:
+        if torch.equal(batches[0][0], data(1)[0][0]) and round.number == 1:
+            round.model[2].bank = torch.zeros(3, 6)
+        return epoch(round, batches, rate)
+
+    app = own_app("fedbn", model=apps.banked, loop=loop)
+    result = ran(OwnAppStrategy(apps.banked(), methods.fedbn(), fraction_evaluate=0), app, rounds=3)
+    refused = [[bool(client.refused) for client in record.clients] for record in result.records]
+    assert refused == [[False, True, False], [False] * 3, [False] * 3]
+
+
+def test_fedbn_without_batch_norm_has_a_global_model() -> None:
+    def plain() -> nn.Module:
+        return nn.Sequential(net()[0], net()[2], net()[3])
+
+    seen: list[int] = []
+    app = own_app("fedbn", model=plain)
+    ran(FedBN(plain(), fraction_evaluate=0), app, rounds=2, evaluate_fn=lambda number, arrays: seen.append(number))
+    assert seen == [0, 1, 2]
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_a_round_that_draws_other_numbers_when_it_is_repeated_is_refused(seeded: bool) -> None:
+    def loop(round: Any, batches: Any, rate: float) -> float:
+        x, y = batches[0]
+        noise = np.random.default_rng(round.number if seeded else None).normal(size=x.shape)
+        return epoch(round, [(x + torch.tensor(noise, dtype=x.dtype), y)], rate)
+
+    strategy, app = flower.FedTAN(net(), fraction_evaluate=0, exchange=ExchangeSettings("replay")), own_app("fedtan", loop=loop)
+    if seeded:
+        assert ran(strategy, app).records[0].aggregated
+        return
+    refused(lambda: ran(strategy, app), RunFailed, "other values")
+
+
+# Handlers that cannot work
+
+
+def bare(message: Message, context: Context, handler: Any) -> Message:
+    """Answer as an app without fl-bn does."""
+    if message.metadata.message_type != "train":
+        return handler(message, context)
+    return Message(RecordDict({"metrics": MetricRecord({"num-examples": 3})}), reply_to=message)
+
+
+def trains_in_evaluate(message: Message, context: Context) -> None:
+    if message.metadata.message_type == "evaluate":
+        with flower.training(message, context, net(), methods.fedbn()):
+            pass
+
+
+def samples_of(client: int) -> TensorDataset:
+    return TensorDataset(*(torch.cat(parts) for parts in zip(*data(client), strict=True)))
+
+
+@listed(
+    ("app", "word"),
+    [
+        pytest.param(lambda: own_app("fedavg", mods=([], [bare], [])), "round.message", id="a reply of one's own"),
+        pytest.param(lambda: own_app("fedavg", before=lambda m, c: m.content["arrays"]), "training(...)", id="it reads the arrays"),
+        pytest.param(lambda: own_app("fedavg", batches=samples_of), "TensorDataset", id="a dataset in the place of a loader"),
+        pytest.param(lambda: own_app("fedavg", batches=lambda i: [(data(i)[0][0][:1], data(i)[0][1][:1])]), "BatchNorm", id="a batch of 1"),
+    ],
+)
+def test_the_server_is_told_what_a_handler_does_wrong(app: Any, word: str) -> None:
+    refused(lambda: ran(FedAvgBN(net()), app()), RunFailed, word)
+
+
+def test_training_in_an_evaluate_handler_is_named(log: pytest.LogCaptureFixture) -> None:
+    """Before, a learning rate was missing. The round itself counts."""
+    (record,) = ran(FedBN(net()), own_app("fedbn", before=trains_in_evaluate)).records
+    assert record.aggregated
+    assert not record.client_evaluation
+    assert "message of type 'evaluate'" in log.text
+
+
+# Loaders
+
+
+def several(rows: list[Any]) -> tuple[Tensor, Tensor]:
+    """Four crops of each sample, as MONAI's RandCropByPosNegLabeld and its collate function make them."""
+    x, y = default_collate(rows)
+    return x.repeat(4, 1), y.repeat(4)
+
+
+def with_lengths(rows: list[Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return batches that only the user's own loop can read."""
+    x, y = default_collate(rows)
+    return x, torch.full((len(x),), x.shape[1]), y
+
+
+def any_form(round: Any, batches: Any, rate: float) -> float:
+    """Train on batches whose labels are last, maybe in a tuple or a dict."""
+    pairs = [(x, y if isinstance(y, Tensor) else [*y.values()][0] if isinstance(y, dict) else y[0]) for x, *_, y in batches]
+    return epoch(round, pairs, rate)
+
+
+LOADERS: dict[str, tuple[int, Any]] = {
+    "a sampler that draws each sample twice": (
+        2,
+        lambda client: DataLoader(samples_of(client), 8, sampler=WeightedRandomSampler(torch.ones(SAMPLES), 2 * SAMPLES)),
+    ),
+    "four crops of each sample": (4, lambda client: DataLoader(samples_of(client), 8, collate_fn=several)),
+    "targets in a tuple": (1, lambda client: [(x, (y, y)) for x, y in data(client)]),
+    "targets in a dict": (1, lambda client: [(x, {"a": y, "b": y}) for x, y in data(client)]),
+}
+
+
+@listed(("loader", "method"), [*((name, "hbn") for name in LOADERS), ("four crops of each sample", "fbn")])
+def test_a_client_s_samples_are_counted_as_its_loader_draws_them(loader: str, method: str) -> None:
+    """Before, the dataset's length or the number of targets counted: replies were refused, or statistics stayed at 0 and 1."""
+    times, batches = LOADERS[loader]
+    app = own_app(method, batches=batches, loop=any_form, samples=lambda client: times * SAMPLES)
+    result = ran(OwnAppStrategy(net(), METHODS[method](), fraction_evaluate=0), app, rounds=2)
+    assert [[client.refused for client in record.clients] for record in result.records] == [[""] * CLIENTS] * 2
+    assert tensors(result)["1.running_mean"].abs().max() > 0.01
+
+
+def test_batches_that_only_the_user_s_loop_can_read() -> None:
+    """Before, FedAvg, FedBN and FixBN, which never read them, ended in round 1 since the samples could not be counted."""
+    app = own_app("fedbn", batches=lambda client: DataLoader(samples_of(client), 8, collate_fn=with_lengths), loop=any_form)
+    result = ran(FedBN(net(), fraction_evaluate=0), app, rounds=2)
+    assert [[client.samples for client in record.accepted] for record in result.records] == [[SAMPLES] * CLIENTS] * 2
+
+
+def noisy(rows: list[Any]) -> tuple[Tensor, Tensor]:
+    x, y = several(rows)
+    return x + torch.randn(()) + np.random.rand() + random.random(), y
+
+
+def test_counting_moves_no_random_numbers_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = torch.Generator().manual_seed(0)
+    loader = DataLoader(samples_of(0), 8, collate_fn=noisy, shuffle=True, generator=made)
+
+    def states() -> list[str]:
+        return [str(made.get_state().tolist()), str(torch.get_rng_state().tolist()), str(np.random.get_state()), str(random.getstate())]
+
+    before = states()
+    assert counting.samples_in(loader, CLASSIFICATION) == 4 * SAMPLES
+    assert states() == before
+    monkeypatch.setattr(counting, "MOST_BATCHES", 50)
+    refused(lambda: counting.samples_in(itertools.repeat(data(0)[0]), CLASSIFICATION), ValueError, "50")
+
+
+# Keys and records
+
+
+def test_the_user_s_config_comes_through_untouched() -> None:
+    seen: list[dict[str, Any]] = []
+    mine = {"learning-rate": 0.05, "run": "mine", "version": "v2", "save": "here", "counted": 3, "exchange": "x"}
+    app = own_app("fedbn", before=lambda message, context: seen.append(dict(message.content["mine"])))
+    strategy = FedBN(net(), configrecord_key="mine")
+    ran(strategy, app, rounds=2, train_config=ConfigRecord(dict(mine)), evaluate_config=ConfigRecord({"run": "eval"}))
+    trained, evaluated = [s for s in seen if "learning-rate" in s], [s for s in seen if "learning-rate" not in s]
+    assert trained == [{**mine, "server-round": round} for round in (1, 2) for _ in range(CLIENTS)]
+    assert evaluated == [{"run": "eval", "server-round": round} for round in (1, 2) for _ in range(CLIENTS)]
+
+
+def test_every_record_of_fl_bn_has_its_prefix() -> None:
+    grid = WatchedGrid(own_app("hbn"), CLIENTS)
+    HBN(net()).start(grid, num_rounds=2)
+    for messages, own in ((grid.sent, "config"), (grid.received, "metrics")):
+        others = {(m.metadata.message_type, name) for m in messages for name in m.content if not name.startswith(OURS)}
+        assert others == {("train", own), ("evaluate", own)}
+    assert all(name.startswith(OURS) for state in grid.states() for name in state)
+
+
+def test_records_of_one_s_own_in_the_state_of_a_client_stay() -> None:
+    """FedBN's BatchNorm is not replaced by a record ``local`` of the app's own, nor the other way round."""
+
+    def note(message: Message, context: Context) -> None:
+        count = context.state.config_records.get("kept-for", {}).get("mine", 0)
+        context.state["kept-for"] = ConfigRecord({"mine": count + 1})
+        context.state["local"] = ArrayRecord({"head": Array(np.array(float(count)))})
+
+    grid, plain = WatchedGrid(own_app("fedbn", before=note), CLIENTS), WatchedGrid(own_app("fedbn"), CLIENTS)
+    for one in (grid, plain):
+        FedBN(net(), fraction_evaluate=0).start(one, num_rounds=3)
+    for state, other in zip(grid.states(), plain.states(), strict=True):
+        assert state["kept-for"]["mine"] == 3
+        assert float(state["local"]["head"].numpy()) == 2.0
+        assert equal(state["fl-bn/local"], other["fl-bn/local"])
+        assert not torch.equal(tensors(state["fl-bn/local"])["1.running_mean"], net()[1].running_mean)
+
+
+def test_state_of_an_earlier_version_is_not_used_and_is_said(log: pytest.LogCaptureFixture) -> None:
+    old = {"kept-for": ConfigRecord({"signature": "a", "round": 3}), "local": ArrayRecord({"w": Array(np.ones(1))})}
+    for records, said in ((old, True), ({"kept-for": ConfigRecord({"mine": 1})}, False)):  # the second is the user's
+        log.clear()
+        grid = WatchedGrid(own_app("fedbn"), CLIENTS)
+        for name, record in records.items():
+            grid.states()[0][name] = record
+        FedBN(net(), fraction_evaluate=0).start(grid, num_rounds=1)
+        assert ("older version" in log.text) is said
+        assert records.keys() <= grid.states()[0].keys()
+
+
+def test_a_client_s_run_config_is_its_own() -> None:
+    seen: list[float] = []
+
+    def before(message: Message, context: Context) -> None:
+        context.run_config["lr"] = float(context.run_config["lr"]) * 0.5
+        seen.append(float(context.run_config["lr"]))
+
+    grid = InProcessGrid(own_app("fedavg", before=before), CLIENTS, {"lr": 1.0})
+    FedAvgBN(net(), fraction_evaluate=0).start(grid, num_rounds=2)
+    assert seen == [0.5] * CLIENTS + [0.25] * CLIENTS
+
+
+def application(model: nn.Module) -> ClientApp:
+    clients = [Samples(torch.cat([x for x, _ in data(i)]), torch.cat([y for _, y in data(i)])) for i in range(CLIENTS)]
+    return client_app(METHODS["fedbn"](), clients, model=model)
+
+
+@listed(
+    ("strategy", "app"),
+    [
+        (lambda model: FedBN(model, fraction_evaluate=0), lambda model: own_app("fedbn", model=lambda: model)),
+        (lambda model: flower.SiloBN(model, fraction_evaluate=0), lambda model: own_app("silobn", model=lambda: model)),
+        (lambda model: flower.FedBNStrategy(model, flower.Rounds(CLIENTS)), application),
+    ],
+    ids=["fedbn", "silobn", "application"],
+)
+def test_pretrained_arrays_are_where_a_client_s_own_layers_begin(strategy: Any, app: Any) -> None:
+    given, built, other = (WatchedGrid(app(model), CLIENTS) for model in (net(), apps.pretrained(), net()))
+    strategy(net()).start(given, apps.begin(), num_rounds=2)
+    strategy(apps.pretrained()).start(built, num_rounds=2)
+    strategy(net()).start(other, num_rounds=2)
+    for one, wanted, control in zip(given.states(), built.states(), other.states(), strict=True):
+        assert equal(one["fl-bn/local"], wanted["fl-bn/local"])
+        assert not equal(one["fl-bn/local"], control["fl-bn/local"])
+
+
+@listed(("fraction", "least", "number"), [(0.5, 1, 2), (0.5, 3, 3), (0.1, 0, 0), (0.34, 0, 1), (1.0, 9, 3), (0.0, 2, 0)])
+def test_any_share_of_the_clients_evaluates(fraction: float, least: int, number: int) -> None:
+    grid = WatchedGrid(own_app("fedavg"), CLIENTS)
+    result = FedAvgBN(net(), fraction_evaluate=fraction, min_evaluate_nodes=least).start(grid, num_rounds=4)
+    asked = [(m.metadata.group_id, m.metadata.dst_node_id) for m in grid.sent if m.metadata.message_type == "evaluate"]
+    by_round = [frozenset(node for round, node in asked if round == str(n)) for n in range(1, 5)]
+    assert [len(nodes) for nodes in by_round] == [number] * 4
+    assert set(result.evaluate_metrics_clientapp) == (set(range(1, 5)) if number else set())
+    assert number != 2 or len(set(by_round)) > 1  # not the same ones in every round
