@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from fl_bn.federation.local import Samples
-from fl_bn.federation.record import RoundRecord
-from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import BatchNormStrategy, Rounds
 from fl_bn.methods import METHODS
 from tests.federation import random_samples
+from tests.flower.inside import LocalTraining, RoundRecord, Samples
 from tests.hostile.bisecting import with_node_config
 from tests.in_process import WatchedGrid, client_app
 from tests.networks import seeded_network

