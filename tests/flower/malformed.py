@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from flwr.app import Array, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
-from fl_bn.federation.payload import Payload
-from fl_bn.flower.wire.codec import Header, from_records, to_records
+from tests.flower.inside import Header, Payload, from_records, to_records
 
 Rng = np.random.Generator
 Metrics = dict[str, object]

@@ -1,24 +1,38 @@
-"""The wire: what goes in comes out, whatever the names, shapes and dtypes; what cannot be read is refused by name."""
+"""The wire: what goes in comes out, whatever the names, shapes and dtypes; what does not fit the schema is refused by name.
+
+What cannot be read at all: see test_malformed_replies.
+"""
 
 from __future__ import annotations
-
-import dataclasses
-import io
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from fl_bn.federation.payload import Payload, count_tensors, decode_moments, encode_moments, nbytes, tensor_name, to_numpy, to_tensors
-from fl_bn.flower.wire.codec import FORMAT, Header, flatten, from_records, to_records, unflatten
+from fl_bn import convert
+from fl_bn.federation import schema
+from fl_bn.federation.payload import count_tensors, nbytes, tensor_name
+from fl_bn.federation.schema import Schema
+from fl_bn.flower.wire.codec import flatten, unflatten
+from fl_bn.methods import METHODS, Phase
 from fl_bn.moments import Moments
-from fl_bn.support.wire import WireError
+from tests.flower.inside import (
+    Header,
+    Payload,
+    decode_moments,
+    encode_moments,
+    from_records,
+    signature,
+    to_numpy,
+    to_records,
+    to_tensors,
+)
 from tests.listed import listed
+from tests.networks import seeded_network
 from tests.refusals import refused
 
 HEADER = Header("fbn", "train", 3, "0123")
@@ -49,19 +63,14 @@ def test_records_round_trip_through_protobuf(payload: Payload) -> None:
 
 @given(PAYLOADS)
 def test_flatten_and_unflatten_are_inverse(payload: Payload) -> None:
+    """The layout carries the order."""
     flat, layout = flatten(payload)
     assert same(unflatten(flat, layout), payload)
     assert sum(array.nbytes for array in flat) == nbytes(payload)
     assert len(flat) == count_tensors(payload)
-
-
-def test_the_layout_carries_the_order() -> None:
-    a, b = np.zeros(2), np.ones(2)
-    flat, layout = flatten({"weights": {"a": a, "b": b}})
-    swapped, other = flatten({"weights": {"b": b, "a": a}})
-    assert same(unflatten(flat, layout), {"weights": {"a": a, "b": b}})
-    assert not same(unflatten(swapped, layout), {"weights": {"a": a, "b": b}})  # control: another's layout swaps names
-    assert layout != other
+    for section in payload:
+        backwards = {**payload, section: dict(reversed(payload[section].items()))}
+        assert len(payload[section]) < 2 or flatten(backwards)[1] != layout
 
 
 @listed("layout", ["", "{", "3", "null", '["weights"]', '[["weights"]]', '[["weights", 3]]', '[["weights", ["a"]]]'])
@@ -70,92 +79,13 @@ def test_a_layout_that_does_not_fit_is_refused(layout: str) -> None:
         unflatten([np.zeros(1), np.zeros(1)], layout)
 
 
-def test_a_fortran_ordered_array_arrives_as_it_is() -> None:
+def test_a_fortran_ordered_array_arrives_as_it_is_and_tensors_own_their_memory() -> None:
     array = np.asfortranarray(np.arange(6.0).reshape(2, 3))
     came, _ = from_records(to_records({"weights": {"w": array}}, HEADER))
     assert np.array_equal(came["weights"]["w"], array)
-
-
-def test_received_tensors_own_their_memory() -> None:
-    came, _ = from_records(to_records({"weights": {"w": np.zeros(2, np.float32)}}, HEADER))
     tensor = to_tensors(came["weights"])["w"]
     tensor += 1
-    assert came["weights"]["w"].max() == 0
-
-
-@pytest.mark.parametrize(
-    ("field", "other"), [("method", "hbn"), ("phase", "frozen"), ("round", 4), ("signature", "4567"), ("format", "fl-bn/0")]
-)
-def test_each_field_of_the_header_is_checked(field: str, other: str | int) -> None:
-    HEADER.check(HEADER)
-    with refused("header", field) as caught:
-        HEADER.check(dataclasses.replace(HEADER, **{field: other}))
-    assert repr(other) in caught.value.problem
-    assert ("different model, method or version" in str(caught.value)) == (field in ("signature", "format"))
-
-
-@listed("field", ["method", "phase", "round", "signature", "format", "payload"])
-@listed("wrong", [None, 2.5, b"x", True])
-def test_a_header_of_the_wrong_type_cannot_be_read(field: str, wrong: object) -> None:
-    content = to_records({}, HEADER)
-    values = {k: v for k, v in dataclasses.asdict(HEADER).items() if k != field}
-    content["fl-bn/header"] = ConfigRecord(values if wrong is None else values | {field: wrong})
-    with refused("header", field):
-        from_records(content)
-
-
-def test_a_message_without_header_says_what_came_instead() -> None:
-    with pytest.raises(WireError, match=rf"header: expected a record 'fl-bn/header' of {FORMAT}, but got records \['spam'\]"):
-        from_records(RecordDict({"spam": ConfigRecord()}))
-
-
-def numpy_file(header: str) -> bytes:
-    """A .npy file of version 1 with no data."""
-    text = header.encode().ljust(117) + b"\n"
-    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
-
-
-def saved(*given: np.ndarray, archive: bool = False) -> bytes:
-    target = io.BytesIO()
-    np.savez(target, *given) if archive else np.save(target, given[0], allow_pickle=True)
-    return target.getvalue()
-
-
-SHAPED = "{'descr': '<f4', 'fortran_order': False, 'shape': (%s,), }"
-GOOD = saved(np.ones(3, np.float32))
-UNREADABLE = {
-    "nothing": b"",
-    "noise": b"\x00\x01spam",
-    "a pickle": b"\x80\x04K\x01.",
-    "truncated": GOOD[:-1],
-    "only magic": GOOD[:8],
-    "an archive": saved(np.ones(3), archive=True),
-    "half an archive": b"PK\x03\x04spam",
-    "objects": saved(np.array([{}, 1], dtype=object)),
-    "no header": numpy_file("{'descr': "),
-    "no dtype": numpy_file("{'descr': 'zz', 'fortran_order': False, 'shape': (3,), }"),
-    "a negative shape": numpy_file(SHAPED % -3),
-    "a huge shape": numpy_file(SHAPED % 99_999_999_999_999),
-    "an absurd shape": numpy_file(SHAPED % ("9" * 40)),
-}
-
-
-@listed("kind", UNREADABLE)
-def test_bytes_that_are_no_array_are_refused_by_name(kind: str) -> None:
-    array = Array(dtype="float32", shape=(3,), stype="numpy.ndarray", data=UNREADABLE[kind])
-    content = to_records({}, HEADER)
-    content["fl-bn/weights"] = ArrayRecord({"head.bias": array})
-    with refused("weights", "head.bias"):
-        from_records(content)
-    content["fl-bn/weights"] = ArrayRecord({"head.bias": Array(dtype="float32", shape=(3,), stype="numpy.ndarray", data=GOOD)})
-    assert from_records(content)[0]["weights"]["head.bias"].tolist() == [1, 1, 1]  # control
-
-
-def test_an_array_in_another_serialisation_is_refused() -> None:
-    content = to_records({}, HEADER)
-    content["fl-bn/weights"] = ArrayRecord({"w": Array(dtype="float32", shape=(3,), stype="pickle", data=GOOD)})
-    with refused("weights", "w"):
-        from_records(content)
+    assert np.array_equal(came["weights"]["w"], array)
 
 
 @given(
@@ -177,9 +107,78 @@ def test_moments_round_trip(counts: dict[str, int], dtype: torch.dtype) -> None:
 
 
 def test_a_dtype_that_numpy_lacks_is_refused_by_name() -> None:
-    with pytest.raises(WireError, match=r"^tensor/head.weight: expected a dtype that NumPy has, but got torch.bfloat16: keep the model"):
+    with refused("tensor", "head.weight"):
         to_numpy({"head.bias": torch.zeros(2), "head.weight": torch.zeros(2, dtype=torch.bfloat16)})
-    moments = {"norm": Moments(3, torch.zeros(2), torch.ones(2))}
-    with refused("tensor", "norm.mean"):
-        to_numpy(encode_moments(moments, torch.bfloat16))
     assert to_numpy({"x": torch.ones(2, dtype=torch.float16)})["x"].dtype == np.float16  # control
+
+
+# What a payload must look like
+
+
+def example(specs: Schema) -> Payload:
+    return {section: {k: np.ones(s.shape, s.dtype) for k, s in specs.sections[section].items()} for section in specs.sections}
+
+
+@listed(
+    ("name", "phase", "expected"),
+    [
+        ("fedavg", Phase.TRAIN, {"weights", "statistics"}),
+        ("fedavg", Phase.FROZEN, {"weights"}),
+        ("gn", Phase.TRAIN, {"weights"}),
+        ("fedbn", Phase.TRAIN, {"weights"}),
+        ("fbn", Phase.TRAIN, {"weights", "moments"}),
+        ("fbn", Phase.FROZEN, {"weights"}),
+        ("hbn", Phase.MEASURE, {"moments"}),
+    ],
+)
+def test_the_sections_of_a_reply(name: str, phase: Phase, expected: set[str]) -> None:
+    """Gradients take the place of weights."""
+    method = METHODS[name]()
+    model = convert(seeded_network("cnn"), method)
+    for update in ("weights", "gradients"):
+        found = set(schema.reply(model, method, phase, update).sections)
+        assert found == {update if section == "weights" else section for section in expected}
+
+
+def test_layers_without_running_statistics_are_not_asked_for_moments() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.BatchNorm2d(4, track_running_stats=False), torch.nn.BatchNorm2d(4))
+    asked = schema.reply(model, METHODS["fedavg"](), Phase.MEASURE).sections["moments"]
+    assert list(asked) == ["2.count", "2.mean", "2.var"]
+
+
+def test_the_signature_tells_models_methods_and_dtypes_apart() -> None:
+    fbn, fedavg = METHODS["fbn"](), METHODS["fedavg"]()
+    small, other = seeded_network("cnn"), seeded_network("resnet")
+    found = [
+        signature(convert(small, fedavg), fedavg),
+        signature(convert(small, METHODS["fedbn"]()), METHODS["fedbn"]()),  # the same tensors
+        signature(convert(small, fbn), fbn),
+        signature(convert(other, fbn), fbn),
+        signature(convert(seeded_network("cnn", dtype=torch.float64), fbn), fbn),
+    ]
+    assert len(set(found)) == len(found)
+    assert signature(convert(seeded_network("cnn", seed=7), fbn), fbn) == found[2]  # values do not matter
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fbn"])
+def test_the_one_wrong_tensor_among_many_is_named(name: str) -> None:
+    """Small tensors of one dtype and range are checked together: the error and the largest value are those of each alone."""
+    method = METHODS[name]()
+    specs = schema.reply(convert(seeded_network("cnn"), method), method, Phase.TRAIN)
+    payload = example(specs)
+    assert specs.check(payload) == {section: float(any("float" in s.dtype for s in of.values())) for section, of in specs.sections.items()}
+    for section, of in specs.sections.items():
+        for tensor, spec in of.items():
+            right = payload[section][tensor]
+            wrong = {"dtype": right.astype(np.float16), "shape": right[None]}
+            if "float" in spec.dtype:
+                wrong |= {"finite": np.where(np.arange(right.size).reshape(right.shape) == right.size - 1, np.nan, right)}
+                wrong["finite"] = wrong["finite"].astype(spec.dtype)
+            if np.isfinite(spec.at_least):
+                wrong["expected values >="] = right * 0 + np.asarray(spec.at_least - abs(spec.at_least) - 1, right.dtype)
+            for what, array in wrong.items():
+                with refused(section, tensor) as caught:
+                    specs.check({**payload, section: {**payload[section], tensor: array}})
+                assert what in str(caught.value)
+            if "float" in spec.dtype:
+                assert specs.check({**payload, section: {**payload[section], tensor: right * 5}})[section] == 5.0

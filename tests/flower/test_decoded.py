@@ -7,13 +7,13 @@ import weakref
 
 import numpy as np
 import pytest
-from flwr.app import Array, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fl_bn.federation.replies import REPLIED, Expected
 from fl_bn.federation.schema import Schema, Spec
-from fl_bn.flower.population import Client
-from fl_bn.flower.wire.codec import Header, LazyArray, to_records
+from fl_bn.flower.wire.codec import LazyArray
 from fl_bn.flower.wire.replies import Reading, decode, with_header
+from tests.flower.inside import Client, Header, to_records
 from tests.scripts import script
 
 HEADER = Header("fedavg", "train", 3, "0123")
@@ -56,19 +56,6 @@ def test_what_can_be_read_is_and_of_the_rest_the_bytes_are_known() -> None:
     assert {section: sorted(arrays) for section, arrays in half.payload.items()} == {"weights": ["b"], "more": ["c"]}
     assert half.unreadable == {"weights": {"a": 4}}
     assert str(half.problem).startswith("weights/a: expected a NumPy array, but its bytes cannot be read")
-
-
-def test_without_a_header_nothing_is_decoded() -> None:
-    blind = decode(reply(content(None)))
-    assert (blind.header, dict(blind.payload)) == (None, {})
-    assert str(blind.problem).startswith("header/method: expected")
-    assert blind.metrics is not None
-    assert blind.metrics["samples"] == 9
-
-
-def test_an_error_in_its_place_has_words() -> None:
-    failed = decode(Message(Error(2, "ValueError: out of memory"), reply_to=reply(content())))
-    assert (failed.failed, failed.answers, failed.problem) == ("code 2: ValueError: out of memory", "a", None)
 
 
 @pytest.mark.parametrize("wrong", ["bytes", "header", "dtype", "nothing"])

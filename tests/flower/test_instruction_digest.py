@@ -10,10 +10,9 @@ import pytest
 from flwr.app import ConfigRecord, Message
 
 from fl_bn.flower.secagg.instruction_digest import SET_UP, instruction_digest
-from fl_bn.flower.wire.codec import Header, to_records
 from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS
 from fl_bn.methods import METHODS
-from fl_bn.secure.settings import SecureAggregation
+from tests.flower.inside import Header, SecureAggregation, to_records
 from tests.hostile.liars import people
 from tests.in_process import run
 from tests.listed import listed
@@ -61,18 +60,10 @@ def test_whatever_is_told_otherwise_changes_it(case: str) -> None:
 
 
 def test_no_two_of_these_are_alike() -> None:
+    """The order of names and what is told to one client alone change nothing. Bytes are no text."""
     assert len({digest(**changed) for changed in OTHERS.values()}) == len(OTHERS)
-
-
-def test_the_order_of_names_changes_nothing() -> None:
     assert digest(arrays={"weights": dict(reversed(WEIGHTS.items()))}, config=dict(reversed(CONFIG.items()))) == digest()
-
-
-def test_what_is_told_to_one_client_alone_is_not_in_it() -> None:
     assert digest(config={**CONFIG, "counted": 9}) == digest()
-
-
-def test_bytes_are_no_text() -> None:
     assert digest(config={"x": b"\0"}) != digest(config={"x": "00"})
 
 
