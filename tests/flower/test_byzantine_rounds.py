@@ -82,18 +82,12 @@ def not_finite(*clients: int) -> Callable[[int, Reply], None]:
 
 @listed("attack", sorted(name for name in ATTACKS if name != LABEL_FLIP))
 def test_an_attack_is_no_error_where_training_has_diverged(attack: str) -> None:
-    """All are refused by name, as they are without an attack."""
-    lied = one_round("fbn").served(both(F, "nnm+median"), attack, F, spoil=not_finite(*range(CLIENTS)))
+    """All are refused by name, as without an attack. Where one diverged, lies follow from the others', and are finite as they are."""
+    fbn, rule = one_round("fbn"), both(F, "nnm+median")
+    lied = fbn.served(rule, attack, F, spoil=not_finite(*range(CLIENTS)))
     assert lied.refused.keys() >= set(range(CLIENTS - F))
-    assert identical(lied.tensors, one_round("fbn").served(both(F, "nnm+median"), spoil=not_finite(*range(CLIENTS))).tensors)
-
-
-@listed("attack", ["foe", "alie", "alie-optimised", "sign-flip"])
-def test_lies_follow_from_the_honest_replies_that_are_finite(attack: str) -> None:
-    """So they are not refused themselves. Control: those of the others are."""
-    lied = one_round("fbn").served(both(F, "nnm+median"), attack, F, spoil=not_finite(0))
-    assert set(lied.refused) == {0}
-    assert set(one_round("fbn").served(both(F, "nnm+median"), "nan", F, spoil=not_finite(0)).refused) == {0, *LIARS}
+    assert identical(lied.tensors, fbn.served(rule, spoil=not_finite(*range(CLIENTS))).tensors)
+    assert set(fbn.served(rule, attack, F, spoil=not_finite(0)).refused) == ({0, *LIARS} if attack in ("nan", "inf") else {0})
 
 
 # Claims
@@ -140,16 +134,6 @@ def test_an_honest_client_of_nan_does_not_help_the_byzantine_ones(name: str) -> 
     assert silent_liars(F - 1) > 1e5
 
 
-@listed("name", [*WITH_STATISTICS, "fedbn"])
-@listed("defence", [Defence(), both(F, "nnm+median")], ids=["undefended", "defended"])
-def test_a_claim_above_the_introduction_is_refused_by_name(name: str, defence: Defence) -> None:
-    claimed = one_round(name).served(defence, spoil=claiming)
-    ((client, reason),) = claimed.refused.items()
-    assert client == CLIENTS - 1
-    assert reason.startswith("metrics/samples: expected at most 6")
-    assert identical(claimed.tensors, one_round(name).served(defence.without(1, CLIENTS - 1), silent=LIARS[-1:]).tensors)
-
-
 # Variances of 0
 
 
@@ -167,17 +151,6 @@ def test_running_variances_of_0_leave_the_shared_ones_among_the_honest(rule: str
         assert (var <= honest.max(0) * (1 + 1e-6)).all(), name
     mean = fedavg.served(both(F, "mean"), no_variance, F, "statistics")  # control: the mean does not keep it there
     assert any((var < np.stack([reply[name] for reply in replies]).min(0)).any() for name, var in mean.variances.items())
-
-
-@listed("rule", ["mean", "nnm+median"])
-def test_nobody_may_claim_more_steps_than_the_server_asked_for(rule: str) -> None:
-    def many_steps(client: int, reply: Reply) -> None:
-        if client in LIARS:
-            reply.metrics["steps"] = 10**9
-
-    lied = one_round("fedavg").served(both(F, rule), no_variance, F, "statistics", spoil=many_steps, max_steps=2)
-    assert list(lied.refused) == LIARS
-    assert all(why.startswith("metrics/steps: expected at most 2") for why in lied.refused.values())
 
 
 def honest_range(name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -13,13 +13,12 @@ from flwr.app import Error, Message, RecordDict
 
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.grpc.client import GrpcExchange
-from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed, compat
-from fl_bn.flower.layerwise.carriers import GrpcCarrier, _simulation_hint
+from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed
+from fl_bn.flower.layerwise.carriers import GrpcCarrier
 from fl_bn.methods import METHODS
 from tests.conformance.cases import every_method
 from tests.flower.inside import Client, ExchangeSettings, LocalTraining, Samples
 from tests.in_process import Run, WatchedGrid, client_app, identical, run
-from tests.listed import listed
 from tests.networks import seeded_network
 
 Clients = Callable[..., list[Samples]]
@@ -106,7 +105,7 @@ def test_what_passes_is_counted_by_section(tiny_clients: Clients) -> None:
 def test_carriers_that_do_not_fit_the_grid_are_refused_before_round_1(tiny_clients: Clients) -> None:
     clients = tiny_clients((4, 5))
     grid = WatchedGrid(client_app(FEDTAN, clients, TWO_STEPS), len(clients))
-    with pytest.raises(RunFailed, match="grpc"):
+    with pytest.raises(RunFailed):
         run(FEDTAN, clients, settings=TWO_STEPS, grid=grid, policy={"exchange": ExchangeSettings("grpc"), "calibrate": 1})
     assert not grid.sent
 
@@ -196,22 +195,3 @@ def test_a_message_that_could_not_be_sent_costs_its_own_client_and_no_other(tiny
     ran = run(FEDTAN, clients, rounds=3, settings=TWO_STEPS, grid=grid, policy={"exchange": exchange})
     assert [[c.client for c in record.accepted] for record in ran.records] == [[0, 1, 2], [1, 2], [0, 1, 2]]
     assert ran.records[1].clients[0].refused == "its message could not be sent"
-
-
-@listed(
-    ("clients", "cpus", "hint"),
-    [  # on the pinned Flower
-        (5, 2, "client-resources.num-cpus=0.4"),
-        (3, 2, "client-resources.num-cpus=0.66"),  # 0.67 makes two
-        (16, 16, "num-cpus=1"),
-        (10, 2, "at most 6 at a time"),
-        (40, 64, "at most 32 at a time"),
-    ],
-)
-def test_the_hint_for_simulations_gives_enough_workers(clients: int, cpus: int, hint: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compat, "version", lambda name: "1.25.0")
-        assert hint in _simulation_hint(clients, cpus)
-        patch.setattr(compat, "version", lambda name: "1.42.0")  # takes whole CPUs
-        newest = f"init-args-num-cpus={clients} client-resources-num-cpus=1"
-        assert (hint if "at a time" in hint else newest) in _simulation_hint(clients, cpus)

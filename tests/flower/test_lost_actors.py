@@ -113,7 +113,7 @@ def test_a_replacement_takes_the_place_of_a_lost_actor(ray: SimpleNamespace, mon
     assert answer(here, "3") == ("reply of 3", "context")
     assert (new.served, here.num_actors, here.pool) == (1, 1, [new])
     monkeypatch.setattr(lost_actors, "PATIENCE", 0.05)
-    with pytest.raises(lost_actors.NoProcess, match="resume"):
+    with pytest.raises(lost_actors.NoProcess):
         answer(pool(Actor(dies=True)), "0")
 
 

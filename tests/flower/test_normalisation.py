@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
 from torch import nn
+from torch.nn import functional as F
 
-from fl_bn import Classification, convert
+from fl_bn import Classification, methods
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.divergence import at_the_end, watch
-from fl_bn.flower.app.normalisation import describe_layers, describe_round, in_short
+from fl_bn.flower import FBN, InProcessGrid, answer, training
+from fl_bn.flower.app.normalisation import describe_round, in_short
 from fl_bn.methods import METHODS
 from tests.flower.inside import ClientRecord, RoundRecord, Samples
 from tests.in_process import run
 from tests.listed import listed
-from tests.networks import seeded_network
 
-FBN = METHODS["fbn"]()
+METHOD = METHODS["fbn"]()
 MODEL = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
 
 
@@ -35,14 +40,14 @@ FAILED = RoundRecord(3, "train", 0.05, [ClientRecord(0, refused="late")])
 
 def test_the_lines_of_a_round_say_what_was_done() -> None:
     drift = Drift(0.25, "block1.norm", 0.003, 1.1)
-    long, short = describe_round(record(drift), 60, Classification(), FBN, MODEL), in_short(record(drift), 60)
+    long, short = describe_round(record(drift), 60, Classification(), METHOD, MODEL), in_short(record(drift), 60)
     assert all(said in line for line in (long, short) for said in ("[round 2/60] 1/1 clients", "loss 0.5000", "accuracy 51.2%"))
     assert all(
         said in long for said in ("lr 0.05", "fbn train", "1 BatchNorm2d", "12 tensors 2.0 kB", "15 tensors 3.0 kB", "0.003", "block1.norm")
     )
     assert "1.2 s" in short
     assert "loss" not in in_short(replace(record(), clients=[ClientRecord(0, 5, loss=math.nan)]), 60)
-    for line in (describe_round(FAILED, 60, Classification(), FBN, MODEL), in_short(FAILED, 60)):
+    for line in (describe_round(FAILED, 60, Classification(), METHOD, MODEL), in_short(FAILED, 60)):
         assert "0/1 clients" in line
         assert "nothing changed" in line
 
@@ -77,17 +82,56 @@ def test_a_run_that_runs_away_says_so_in_the_log(tiny_clients: Callable[..., lis
     assert "found 2 BatchNorm2d, trained as 2 FederatedBatchNorm" in log.text
 
 
-@listed(
-    ("method", "options", "exchanges"),
-    [
-        ("fedtan", {"schedule": "merged"}, 10),
-        ("fedtan", {"schedule": "paper"}, 15),
-        ("fedavg-alg2", {"schedule": "merged"}, 5),
-        ("fedavg", {}, 0),
-    ],
+# How many clients' statistics could be measured before round 1: all, some, or none
+
+CLIENTS = 3
+
+
+class Parts(nn.Module):
+    """A container, as those of GANs are: the loop calls its parts one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+
+class Whole(Parts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def ran(model: nn.Module, failing: tuple[int, ...] = ()) -> None:
+    app, method = ClientApp(), methods.fbn()
+
+    def batches(context: Context) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        client = int(context.node_config["partition-id"])
+        if client in failing:
+            raise OSError("the disk is gone")
+        return [(torch.randn(8, 4) + client, torch.tensor([0, 1] * 4))]
+
+    answer(app, lambda: copy.deepcopy(model), method, batches)
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        ((x, y),) = batches(context)
+        with training(msg, context, copy.deepcopy(model), method, [(x, y)]) as round:
+            optimizer = torch.optim.SGD(round.model.parameters(), lr=0.1)
+            loss = F.cross_entropy(round.model.head(round.model.norm(x)), y)  # type: ignore[operator]
+            loss.backward()
+            optimizer.step()
+        return round.message(8, loss.item())
+
+    FBN(copy.deepcopy(model), fraction_evaluate=0).start(InProcessGrid(app, CLIENTS, {}), num_rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("model", "failing", "counted"), [(Parts, (), "no client"), (Whole, (1,), f"2 of {CLIENTS} clients"), (Whole, (), "all clients")]
 )
-def test_the_policy_counts_a_rounds_exchanges(method: str, options: dict[str, str], exchanges: int) -> None:
-    source, chosen = seeded_network("resnet"), METHODS[method](**options)
-    said = [line for line in describe_layers(source, convert(source, chosen), chosen) if "exchange" in line]
-    assert len(said) == bool(exchanges)
-    assert not said or f"first local step: {exchanges} layer-wise exchanges" in said[0]
+def test_the_log_says_how_many_clients_were_measured(
+    model: type[Parts], failing: tuple[int, ...], counted: str, log: pytest.LogCaptureFixture
+) -> None:
+    """A network without forward cannot be measured; before, the log said "statistics measured, by 2 exchanges with all clients"."""
+    ran(model(), failing)
+    (line,) = [line for line in log.messages if line.strip().startswith("before round 1: ")]
+    assert counted in line

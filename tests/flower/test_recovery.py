@@ -245,29 +245,6 @@ def test_nobody_is_named_where_nothing_was_lost(name: str, tmp_path: Path, tiny_
 # In a file
 
 
-def checkpoint() -> Checkpoint:
-    return Checkpoint(
-        7,
-        RunId("run/state-00000000", (("0a1b2c3d", 3), ("4e5f6071", 5)), 4),
-        {"a.b": torch.tensor([1.5], dtype=torch.float64), "a/b": torch.tensor(3)},
-        {"momentum_buffer/a/b": torch.ones(2), "step/a": torch.tensor(4.0)},
-        2,
-        {0: 7, 11: 3},
-        {"rounds.csv": 1234},
-        generators(),
-    )
-
-
-def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
-    made = checkpoint()
-    made.save(tmp_path / "file")
-    back = Checkpoint.load(tmp_path / "file")
-    for part in ("arrays", "optimizer"):
-        mine, its = getattr(made, part), getattr(back, part)
-        assert identical({k: t.numpy() for k, t in mine.items()}, {k: t.numpy() for k, t in its.items()})
-    assert replace(back, arrays={}, optimizer={}) == replace(made, arrays={}, optimizer={})
-
-
 @listed(
     "about",
     [
