@@ -12,7 +12,7 @@ import pytest
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed
+from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed, compat
 from fl_bn.flower.wire import messaging as module
 from fl_bn.flower.wire.messaging import DIED, FEW, LOOK, PASSING, POLL, SAY, receive, send_and_receive
 from fl_bn.methods import METHODS, Method
@@ -157,7 +157,7 @@ def test_nobody_waits_for_clients_of_a_simulation_that_has_ended(
         assert send_and_receive(grid, hellos(grid), 3600.0) == []  # control
         end.set()
         return
-    with pytest.raises(RunFailed, match=r"Flower's simulation has ended, .*\d+ CPUs, \d+ GPUs.*num-gpus=0"):
+    with pytest.raises(RunFailed, match="num-gpus=0"):
         send_and_receive(grid, hellos(grid), 3600.0)
     assert clock.now - 1000 < 2 * LOOK
 
