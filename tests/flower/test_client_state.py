@@ -156,6 +156,17 @@ def test_a_file_that_is_no_use_is_set_aside_and_the_one_before_it_read(damage: s
     assert value(state.read(3)) == (2, 20.0)
 
 
+def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+    state = FileState(tmp_path, RunId(RUN.run, durable=98), 0, "mine")
+    state.write(98, one(98))
+    others = ["round-1.safetensors", "round-000001.0.safetensors.set-aside-1", "round-x.0.safetensors", "notes.txt", "round-000001.0.txt"]
+    for name in others:
+        (state.folder / name).write_text("mine")
+    state.write(99, one(99))
+    assert {*others} < {*files(state)}
+    assert value(state.read(100)) == (99, 99.0)
+
+
 # Against a reference
 
 SHARED = SharedModel(nn.Linear(1, 1), METHODS["gn"]())
