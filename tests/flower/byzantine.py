@@ -10,23 +10,20 @@ from typing import Any
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from fl_bn.federation.defence import NO_DEFENCE, Defence
-from fl_bn.federation.local import Samples
-from fl_bn.federation.payload import to_numpy
-from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import BatchNormStrategy, Rounds
-from fl_bn.flower.wire import codec
 from fl_bn.methods import METHODS, attacked
 from fl_bn.robust.attacks import Attack
 from tests.federation import random_samples
+from tests.flower.inside import Defence, RoundRecord, Samples, arrays_record, to_numpy
 from tests.flower.malformed import Reply, taken_apart
-from tests.in_process import WatchedGrid, client_app, identical
+from tests.in_process import WatchedGrid, client_app
 from tests.networks import seeded_network
 
 Tensors = dict[str, np.ndarray]
 RULES = ("mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "centered-clipping", "nnm+median", "nnm+trimmed-mean")
 ROBUST = tuple(rule for rule in RULES if rule != "mean")
 CLIENTS = 7
+HONEST = Defence()
 
 
 def both(f: int, rule: str) -> Defence:
@@ -57,9 +54,9 @@ class OneRound:
     def __init__(self, name: str, clients: list[Samples], **options: Any) -> None:
         self.method, self.clients = METHODS[name](**options), clients
         self.grid = WatchedGrid(client_app(self.method, clients), len(clients))
-        first = self._server(NO_DEFENCE)
+        first = self._server(HONEST)
         self.population = first.population
-        self.arrays = codec.arrays_of(first.shared.tensors())
+        self.arrays = arrays_record(first.shared.tensors())
         self.messages = list(first.configure_train(1, self.arrays, ConfigRecord(), self.grid))
         self.population = first.population
         self.replies = list(self.grid.send_and_receive(self.messages))
@@ -73,7 +70,7 @@ class OneRound:
 
     def served(
         self,
-        defence: Defence = NO_DEFENCE,
+        defence: Defence = HONEST,
         attack: str | Attack = "",
         f: int = 0,
         on: str = "both",
@@ -127,13 +124,3 @@ class Served:
         self.weights = {k: a for k, a in tensors.items() if "running_" not in k}
         self.refused = {c.client: c.refused for c in record.clients if c.refused}
         self.variances = {k: a for k, a in self.statistics.items() if k.endswith("var")}
-
-
-def same(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], rule: str) -> bool:
-    """Return whether two sets of tensors are equal: bit for bit, or up to rounding if ``rule`` is ``mean``.
-
-    Without a defence, means are summed as the replies arrive (``federation.intake``), so rounding may differ.
-    """
-    if rule != "mean":
-        return identical(ours, theirs)
-    return ours.keys() == theirs.keys() and all(np.allclose(ours[name], theirs[name], rtol=1e-6, atol=1e-7) for name in ours)

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from fl_bn.flower.log import LOGGER
+from tests.flower.inside import LOGGER
 
 
 @pytest.fixture

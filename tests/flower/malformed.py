@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from flwr.app import Array, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
-from fl_bn.federation.payload import Payload
-from fl_bn.flower.wire.codec import Header, from_records, to_records
+from tests.flower.inside import Header, Payload, from_records, to_records
 
 Rng = np.random.Generator
 Metrics = dict[str, object]
@@ -61,10 +60,10 @@ def value(*values: float, ending: tuple[str, ...] = ("weight", "bias", "mean", "
     return spoil
 
 
-def array(change: Callable[[np.ndarray], np.ndarray]) -> Spoil:
+def array(*changes: Callable[[np.ndarray], np.ndarray]) -> Spoil:
     def spoil(reply: Reply, rng: Rng) -> str:
         section, name = reply.pick(rng)
-        reply.payload[section][name] = change(reply.payload[section][name])
+        reply.payload[section][name] = changes[rng.integers(len(changes))](reply.payload[section][name])
         return f"{section}/{name}: expected "
 
     return spoil
@@ -108,26 +107,36 @@ def cut_header(reply: Reply, rng: Rng) -> str:
     return f"header/{field}: expected "
 
 
-def data(make: Callable[[np.ndarray, Rng], bytes], stype: str = "numpy.ndarray") -> Spoil:
-    def spoil(reply: Reply, rng: Rng) -> str:
-        section, name = reply.pick(rng)
-        was = reply.payload[section][name]
-        reply.raw[section, name] = Array(dtype=str(was.dtype), shape=was.shape, stype=stype, data=make(was, rng))
-        return f"{section}/{name}: expected a NumPy array, but its bytes"
-
-    return spoil
-
-
-def saved(array: np.ndarray, rng: Rng) -> bytes:
+def saved(array: np.ndarray) -> bytes:
     target = io.BytesIO()
     np.save(target, array, allow_pickle=True)
     return target.getvalue()
 
 
-def archive(array: np.ndarray, rng: Rng) -> bytes:
+def archive(array: np.ndarray) -> bytes:
     target = io.BytesIO()
     np.savez(target, array)
     return target.getvalue()
+
+
+UNREADABLE: list[Callable[[np.ndarray, Rng], bytes]] = [
+    lambda a, rng: saved(a)[: -rng.integers(1, a.nbytes + 1)],  # truncated
+    lambda a, rng: rng.bytes(200),
+    lambda a, rng: b"",
+    lambda a, rng: archive(a),
+    lambda a, rng: archive(a)[: rng.integers(4, 60)],
+    lambda a, rng: saved(np.array([{"a": 1}] * len(a), dtype=object)),  # pickled objects
+    lambda a, rng: b"\x80\x04" + rng.bytes(30),  # a pickle
+]
+
+
+def unreadable(reply: Reply, rng: Rng) -> str:
+    """Replace an array's bytes by others, or what they are said to be."""
+    section, name = reply.pick(rng)
+    was, kind = reply.payload[section][name], rng.integers(len(UNREADABLE) + 1)
+    stype, data = ("pickle", saved(was)) if kind == len(UNREADABLE) else ("numpy.ndarray", UNREADABLE[kind](was, rng))
+    reply.raw[section, name] = Array(dtype=str(was.dtype), shape=was.shape, stype=stype, data=data)
+    return f"{section}/{name}: expected a NumPy array, but its bytes"
 
 
 def metric(key: str, *values: object) -> Spoil:
@@ -155,13 +164,13 @@ MALFORMED: dict[str, Spoil] = {
     "missing section": missing_section,
     "extra tensor": extra_tensor,
     "extra section": extra_section,
-    "one axis more": array(lambda a: a[None]),
-    "one element more": array(lambda a: np.append(a, a.reshape(-1)[:1])),
-    "nothing of it": array(lambda a: a[:0]),
-    "double": array(lambda a: a.astype("float16" if a.dtype == np.float64 else "float64")),
-    "complex": array(lambda a: a.astype("complex64")),
-    "text": array(lambda a: a.astype("U8")),
-    "big-endian": array(lambda a: a.astype(a.dtype.newbyteorder(">"))),
+    "another shape": array(lambda a: a[None], lambda a: np.append(a, a.reshape(-1)[:1]), lambda a: a[:0]),
+    "another type": array(
+        lambda a: a.astype("float16" if a.dtype == np.float64 else "float64"),
+        lambda a: a.astype("complex64"),
+        lambda a: a.astype("U8"),
+        lambda a: a.astype(a.dtype.newbyteorder(">")),
+    ),
     "of another method": foreign_header("method", "fixbn", ""),
     "of another phase": foreign_header("phase", "frozen", "measure"),
     "of another round": foreign_header("round", 0, -1, 10_000),
@@ -170,14 +179,8 @@ MALFORMED: dict[str, Spoil] = {
     "of another payload": foreign_header("payload", "bfloat16", "float64", 2),
     "header of wrong type": foreign_header("round", 1.0, "1", b"1", True),
     "header cut short": cut_header,
-    "truncated bytes": data(lambda a, rng: saved(a, rng)[: -rng.integers(1, a.nbytes + 1)]),
-    "noise": data(lambda a, rng: rng.bytes(200)),
-    "no bytes": data(lambda a, rng: b""),
-    "archive": data(archive),
-    "half an archive": data(lambda a, rng: archive(a, rng)[: rng.integers(4, 60)]),
-    "pickled objects": data(lambda a, rng: saved(np.array([{"a": 1}] * len(a), dtype=object), rng)),
-    "pickle": data(lambda a, rng: b"\x80\x04" + rng.bytes(30)),
-    "other serialisation": data(saved, stype="pickle"),
+    "unreadable": unreadable,
+    "unreadable, too": unreadable,
     "samples": metric("samples", -1, None, 2.5, [3], 0, float("nan")),
     "steps": metric("steps", -1, None, 2.5, [3], 0, float("nan")),
     "drift-layer": metric("drift-layer", float("nan"), -1, 0.5, [0]),

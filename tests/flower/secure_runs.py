@@ -10,12 +10,10 @@ from flwr.clientapp import ClientApp
 from flwr.common import bytes_to_ndarray
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 
-from fl_bn.federation.local import Samples
-from fl_bn.federation.payload import to_numpy, to_tensors
 from fl_bn.flower import BatchNormStrategy, Rounds
 from fl_bn.flower.grid_transport import GridTransport
 from fl_bn.methods import INPUTS, Method
-from fl_bn.secure.settings import SecureAggregation
+from tests.flower.inside import Samples, SecureAggregation, to_numpy, to_tensors
 from tests.in_process import WatchedGrid, client_app
 from tests.networks import seeded_network
 

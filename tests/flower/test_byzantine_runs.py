@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 
-from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.federation.defence import NO_DEFENCE, Defence
-from fl_bn.federation.local import Samples
-from fl_bn.federation.record import RoundRecord
-from fl_bn.flower import Rounds
-from fl_bn.flower.strategies import FBNStrategy, RobustFBNStrategy
-from fl_bn.methods import METHODS, Method, StatisticsReport, attacked
-from fl_bn.methods.fbn import FBNOptions
-from fl_bn.methods.hbn import hbn
-from fl_bn.robust.attacks import ATTACKS, Attack
+from fl_bn.flower import FBNStrategy, RobustFBNStrategy, Rounds
+from fl_bn.methods import METHODS, attacked, hbn
+from fl_bn.robust.attacks import ATTACKS
 from tests.federation import random_samples
 from tests.flower.byzantine import Tensors, both, equal_clients, lie
-from tests.in_process import FULL_BATCH, Run, WatchedGrid, arrays_of, client_app, identical, run
+from tests.flower.inside import Defence, ExchangeSettings, Samples
+from tests.in_process import FULL_BATCH, WatchedGrid, arrays_of, client_app, identical, run
+from tests.listed import listed
 from tests.networks import seeded_network
 
 N, F = 5, 1
@@ -38,16 +32,6 @@ def statistics(tensors: Tensors) -> Tensors:
 
 def away(tensors: Tensors, others: Tensors) -> float:
     return max(float(np.abs(tensors[k] - others[k]).max()) for k in others)
-
-
-def silencing(method: Method, clients: list[Samples], silent: int, at: str) -> WatchedGrid:
-    """A population of which client ``silent`` raises whenever it is told ``at``."""
-
-    def disturb(client: int, what: str) -> None:
-        if client == silent and what.startswith(at):
-            raise OSError("the disk is full")
-
-    return WatchedGrid(client_app(method, clients, disturb=disturb), len(clients))
 
 
 # The same bits
@@ -68,14 +52,12 @@ def test_an_attacked_run_is_made_of_the_same_bits_again_in_whatever_order_replie
     assert not identical(first.trajectory[1], honest.trajectory[1])  # control
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fbn", "fedbn"])
+@listed("name", ["fedavg", "fbn", "fedbn"])
 def test_the_default_defence_changes_no_bit(name: str, tiny_clients: Callable[..., list[Samples]]) -> None:
     unequal = tiny_clients((3, 7, 5))
-    plain = run(METHODS[name](), unequal, 2)
-    for told in (NO_DEFENCE, Defence(), Defence(0, "mean", "mean")):
-        defended = run(METHODS[name](), unequal, 2, defence=told)
-        assert all(identical(plain.trajectory[round], defended.trajectory[round]) for round in (1, 2))
-        assert all(np.isnan(c.distance) for record in defended.records for c in record.clients)
+    plain, defended = (run(METHODS[name](), unequal, 2, **options) for options in ({}, {"defence": Defence(0, "mean", "mean")}))
+    assert all(identical(plain.trajectory[round], defended.trajectory[round]) for round in (1, 2))
+    assert all(np.isnan(c.distance) for record in defended.records for c in record.clients)
     active = run(METHODS[name](), unequal, 2, defence=Defence(1))  # control: told of one, it weighs all alike
     assert not identical(plain.trajectory[2], active.trajectory[2])
 
@@ -95,52 +77,37 @@ def test_every_attack_can_be_made_on_fedtan(attack: str, clients: list[Samples])
 def test_under_abort_a_liar_who_is_refused_fails_the_round_of_an_exchange(clients: list[Samples]) -> None:
     lied = run(attacked(METHODS["fedtan"](), "nan", F), clients, 1, defence=both(F, "nnm+median"), may_fail=True)
     assert [record.aggregated for record in lied.records] == [False]
-    assert all("client 4 took part, but sent no usable reply (exchange-policy is abort)" in c.refused for c in lied.records[0].clients)
+    assert all("client 4" in c.refused for c in lied.records[0].clients)
     assert run(attacked(METHODS["fedtan"](), "sign-flip", F), clients, 1, defence=both(F, "nnm+median")).records[0].aggregated  # control
 
 
-@pytest.mark.parametrize("lam", [0.01, 1.0], ids=["hybrid", "exact"])
+@listed("lam", [0.01, 1.0], ids=["hybrid", "exact"])
 def test_the_exchange_before_an_evaluation_is_defended(lam: float, clients: list[Samples]) -> None:
-    """The weights are left alone, so what is measured under them can be compared."""
+    """As is calibration. The weights are left alone, so what is measured under them can be compared."""
     method = attacked(hbn(lam), FAR_AWAY, F, "statistics")
     honest = run(hbn(lam), clients, 1, defence=Defence(F)).trajectory[1]
-    robust = run(method, clients, 1, defence=Defence(F, "nnm+median")).trajectory[1]
-    plain = run(method, clients, 1, defence=Defence(F)).trajectory[1]
-    assert identical({k: honest[k] for k in honest if "running_" not in k}, {k: robust[k] for k in robust if "running_" not in k})
-    assert away(statistics(plain), statistics(honest)) > 100
-    assert away(statistics(robust), statistics(honest)) < 1
-    assert all((array > 0).all() for name, array in robust.items() if name.endswith("running_var"))
+    robust, plain = (run(method, clients, 1, policy={"calibrate": 1}, defence=Defence(F, rule)) for rule in ("nnm+median", "mean"))
+    ended = robust.trajectory[1]
+    assert away(statistics(plain.trajectory[1]), statistics(honest)) > 100
+    assert away(statistics(ended), statistics(honest)) < 1
+    assert all((array > 0).all() for name, array in ended.items() if name.endswith("running_var"))
+    assert np.abs(robust.grid.train(1)[0]["statistics"]["1.running_mean"]).max() < 10
+    assert np.abs(plain.grid.train(1)[0]["statistics"]["1.running_mean"]).max() > 100
 
 
 def test_too_few_statistics_leave_those_of_the_round(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
-    grid = silencing(hbn(), clients, 0, "measure")
-    few = run(hbn(), clients, 1, grid=grid, defence=Defence(1, "krum"))
-    assert "the statistics stay as they are, since krum withstands f=1 Byzantine clients among at least 5, but got n=4" in log.text
+    def disturb(client: int, what: str) -> None:
+        if client == 0 and what.startswith("measure"):
+            raise OSError("the disk is full")
+
+    few = run(hbn(), clients, 1, grid=WatchedGrid(client_app(hbn(), clients, disturb=disturb), N), defence=Defence(1, "krum"))
+    assert "f=1 Byzantine clients among at least 5, but got n=4" in log.text
     assert few.records[0].aggregated
     enough = run(hbn(), clients, 1, defence=Defence(1, "krum"))
     assert not identical(statistics(few.trajectory[1]), statistics(enough.trajectory[1]))
     liar_gone = run(attacked(hbn(), "nan", 1, "statistics"), clients, 1, defence=Defence(1, "krum"))  # control: one less to be afraid of
     assert liar_gone.records[0].aggregated
-    assert log.text.count("the statistics stay as they are") == 1
-
-
-def test_calibration_is_defended_too(clients: list[Samples]) -> None:
-    method = attacked(METHODS["fbn"](), FAR_AWAY, F, "statistics")
-    robust, plain = (run(method, clients, 1, policy={"calibrate": 1}, defence=Defence(F, rule)) for rule in ("nnm+median", "mean"))
-    assert np.abs(robust.grid.train(1)[0]["statistics"]["1.running_mean"]).max() < 10
-    assert np.abs(plain.grid.train(1)[0]["statistics"]["1.running_mean"]).max() > 100
-
-
-# Rounds that go wrong
-
-
-def test_a_round_of_too_few_changes_nothing_and_the_next_one_goes_on(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
-    method = METHODS["fbn"]()
-    ran = run(method, clients, 3, grid=silencing(method, clients, 2, "train 2"), defence=both(1, "krum"))
-    assert [record.aggregated for record in ran.records] == [True, False, True]
-    assert identical(ran.trajectory[1], ran.trajectory[2])
-    assert not identical(ran.trajectory[2], ran.trajectory[3])
-    assert "round 2: nothing changes, since krum withstands f=1 Byzantine clients among at least 5, but got n=4" in log.text
+    assert log.text.count("but got n=4") == 1
 
 
 def test_cohorts_with_and_without_attackers(clients: list[Samples]) -> None:
@@ -154,29 +121,15 @@ def test_cohorts_with_and_without_attackers(clients: list[Samples]) -> None:
     assert all(np.isfinite(array).all() for array in ran.trajectory[6].values())
 
 
-# Who is far
-
-
-def alike(n: int) -> list[Samples]:
-    """Clients that differ in one of twelve images: their updates are much alike."""
-    common = random_samples(12, seed=1)
-    own = [random_samples(12, seed=2 + i) for i in range(n)]
+def test_flipped_signs_of_updates_that_are_alike_are_far() -> None:
+    """Clients differ in one of twelve images. The control mimics an honest one."""
+    common, *own = (random_samples(12, seed=1 + i) for i in range(8))
     for samples in own:
         samples.x[1:], samples.y[1:] = common.x[1:], common.y[1:]
-    return own
-
-
-def flipped(attack: str | Attack, **options: Any) -> RoundRecord:
-    model = seeded_network("plain")
-    return run(attacked(METHODS["fbn"](), attack, 2), alike(7), 1, settings=FULL_BATCH, model=model, **options).records[0]
-
-
-def test_flipped_signs_of_updates_that_are_alike_are_far() -> None:
-    assert flipped("sign-flip", defence=both(2, "nnm+median")).far == [5, 6]
-    assert flipped("mimic", defence=both(2, "nnm+median")).far == []  # control: they do what an honest one does
-    undefended = flipped("sign-flip")
-    assert undefended.far == []
-    assert all(np.isnan(c.distance) for c in undefended.clients)
+    for attack, far in (("sign-flip", [5, 6]), ("mimic", [])):
+        method = attacked(METHODS["fbn"](), attack, 2)
+        ran = run(method, own, 1, settings=FULL_BATCH, model=seeded_network("plain"), defence=both(2, "nnm+median"))
+        assert ran.records[0].far == far
 
 
 # The strategy by name
@@ -188,15 +141,13 @@ def test_robust_fbn_is_fbn_with_the_rules(clients: list[Samples]) -> None:
 
     rounds = Rounds(N, wait=0.0)
     robust = RobustFBNStrategy(seeded_network("cnn"), rounds, f=F)
-    assert (robust.method.name, robust.defence) == ("fbn", Defence(F, "nnm+median", "nnm+median"))
+    assert (robust.method.name, robust.defence) == ("fbn", both(F, "nnm+median"))
     mixed = RobustFBNStrategy(seeded_network("cnn"), rounds, f=2, statistics_rule="nnm+trimmed-mean", update_rule="krum", momentum=0.5)
     assert mixed.defence == Defence(2, "nnm+trimmed-mean", "krum")
-    expected = {"tracking": FBNOptions.tracking, "momentum": 0.5, "report": StatisticsReport.FIRST}
-    assert mixed.method.combine.keywords == expected  # type: ignore[attr-defined]
+    assert mixed.method.combine.keywords["momentum"] == 0.5  # type: ignore[attr-defined]
     as_rounds = {"calibrate": rounds.calibrate, "unit_scale": rounds.unit_scale, "rate": rounds.rate}
-    by_hand: Run = run(METHODS["fbn"](), clients, 2, policy=as_rounds, defence=both(F, "nnm+median"))
     ends = end(robust)
-    assert identical(ends, by_hand.trajectory[2])
+    assert identical(ends, run(METHODS["fbn"](), clients, 2, policy=as_rounds, defence=both(F, "nnm+median")).trajectory[2])
     assert not identical(ends, end(FBNStrategy(seeded_network("cnn"), rounds)))  # control
-    with pytest.raises(ValueError, match="expected a rule"):
+    with pytest.raises(ValueError, match="medain"):
         RobustFBNStrategy(seeded_network("cnn"), rounds, f=1, update_rule="medain")

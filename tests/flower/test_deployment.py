@@ -8,15 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from flwr.app import ArrayRecord, ConfigRecord
 
-from fl_bn.exchange.settings import Certificates, ExchangeSettings
-from fl_bn.flower import InProcessGrid, OwnAppStrategy
+from fl_bn.exchange.settings import Certificates
+from fl_bn.flower import InProcessGrid, OwnAppStrategy, RunFailed
 from fl_bn.flower.deployment import Progress, called_in, exchange_in, submitted
 from fl_bn.flower.layerwise.exchanges import Exchanges
-from fl_bn.flower.population import RunFailed
 from fl_bn.methods import METHODS
-from fl_bn.support.flower_config import PROGRESS
+from tests.flower.inside import PROGRESS, ExchangeSettings
 from tests.hostile.own_app import CLIENTS, net, own_app
+from tests.listed import listed
 
 KIT: dict[str, Any] = {
     "name": "mine", "client-nodes": "11,12", "client-names": "east,west", "exchange-host": "fl.example.org", "exchange-port": 9097,
@@ -54,32 +55,31 @@ def test_sites_are_called_by_name() -> None:
     assert called_in(grid({**KIT, "client-nodes": "x"})).nodes == ()
 
 
-def test_the_exchange_has_the_kit_s_address_and_certificates() -> None:
+def test_the_exchange_has_the_kit_s_address_and_certificates_unless_the_app_says_otherwise() -> None:
     found = exchange_in(ExchangeSettings(deadline=7.0, policy="shrink"), grid(KIT))
     assert (found.host, found.port, found.certificates, found.listen_on) == ("fl.example.org", 9097, FILES, "0.0.0.0")
     assert (found.deadline, found.policy, found.join_deadline) == (7.0, "shrink", 120.0)
     assert exchange_in(ExchangeSettings(join_deadline=5.0), grid(KIT)).join_deadline == 5.0
-
-
-def test_what_the_app_says_of_certificates_counts() -> None:
     own = ExchangeSettings(host="other.example.org", certificates=FILES)
     assert exchange_in(own, grid(KIT)) is own
     assert exchange_in(ExchangeSettings(), grid({**KIT, "exchange-certificate": ""})) == ExchangeSettings(), "the submitter gave none"
 
 
-@pytest.mark.parametrize("given", [{"host": "h.example.org", "insecure": True}, {"port": 8000}, {"bind": "127.0.0.1"}], ids=str)
-def test_an_exchange_without_encryption_is_refused_in_a_deployment(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="this deployment is encrypted: leave") as told:
-        exchange_in(ExchangeSettings(**given), grid(KIT))
-    assert all(f"{name}={value!r}" in str(told.value) for name, value in given.items())
-    with pytest.raises(ValueError, match="submit .or sign. the run again"):
-        exchange_in(ExchangeSettings(), grid({name: KIT[name] for name in ("name", "client-nodes", "client-names")}))
-
-
-def test_a_round_that_needs_the_exchange_fails_by_the_same_sentence() -> None:
-    exchanges = Exchanges(ExchangeSettings(port=8000), net())
-    with pytest.raises(RunFailed, match="this deployment is encrypted"):
-        exchanges.round(grid(KIT), [], [], 1.0)
+@listed(
+    ("given", "kit", "fields"),
+    [
+        ({"host": "h.example.org", "insecure": True}, KIT, ("host", "insecure")),
+        ({"port": 8000}, KIT, ("port",)),
+        ({"bind": "127.0.0.1"}, KIT, ("bind",)),
+        ({}, {name: KIT[name] for name in ("name", "client-nodes", "client-names")}, ()),
+    ],
+)
+def test_an_exchange_without_encryption_is_refused_in_a_deployment(given: Any, kit: dict[str, Any], fields: tuple[str, ...]) -> None:
+    """As is a round that needs one."""
+    for ask, error in ((exchange_in, ValueError), (lambda own, of: Exchanges(own, net()).round(of, [], [], 1.0), RunFailed)):
+        with pytest.raises(error) as told:  # type: ignore[call-overload]
+            ask(ExchangeSettings(**given), grid(kit))  # type: ignore[operator]
+        assert all(f"{name}={given[name]!r}" in str(told.value) for name in fields)
 
 
 # Progress
@@ -97,8 +97,6 @@ def test_an_own_app_tells_its_rounds(tmp_path: Path) -> None:
 
 
 def test_a_loop_of_one_s_own_tells_its_rounds(tmp_path: Path) -> None:
-    from flwr.app import ArrayRecord, ConfigRecord
-
     config = {"name": "mine", "client-nodes": "1,2,3,4,5", "client-names": "a,b,c,d,e", "output": str(tmp_path)}
     strategy, kit = OwnAppStrategy(net(), METHODS["fedavg"]()), Kit(grid(config), "fedavg")
     arrays = ArrayRecord(net().state_dict())

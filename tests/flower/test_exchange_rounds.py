@@ -9,26 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from flwr.app import Error, Message, RecordDict
-from torch import Tensor
 
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.grpc.client import GrpcExchange
-from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.federation.defence import Defence
-from fl_bn.federation.local import Samples
-from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed, compat
 from fl_bn.flower.layerwise.carriers import GrpcCarrier, _simulation_hint
-from fl_bn.flower.population import Client
 from fl_bn.methods import METHODS
-from fl_bn.robust import Outcome, median
+from tests.conformance.cases import every_method
+from tests.flower.inside import Client, ExchangeSettings, LocalTraining, Samples
 from tests.in_process import Run, WatchedGrid, client_app, identical, run
+from tests.listed import listed
 from tests.networks import seeded_network
 
 Clients = Callable[..., list[Samples]]
 FEDTAN = METHODS["fedtan"]()
+EXCHANGING = [name for name in METHODS if METHODS[name]().exchanges]
 CARRIERS = ("local", "replay")
 TWO_STEPS = LocalTraining(batch_size=4, steps=2)
 carriers = pytest.mark.parametrize("carrier", CARRIERS)
@@ -60,38 +56,29 @@ def test_clients_weigh_by_the_batch_of_the_first_step(carrier: str, tiny_clients
 
 
 @carriers
-def test_a_client_too_small_for_a_batch_sits_out(carrier: str, tiny_clients: Clients) -> None:
-    with_it = exchanged(tiny_clients((4, 1, 6)), carrier)
-    for record in with_it.records:
-        assert record.aggregated
-        assert [c.client for c in record.accepted] == [0, 2]
-        assert "the client trained on no samples in this round" in record.clients[1].refused
-        assert [c.exchanges for c in record.clients] == [4, 0, 4]
-
-
-@carriers
 def test_under_abort_a_client_that_raises_fails_the_round_for_all_and_the_next_one_works(carrier: str, tiny_clients: Clients) -> None:
     ran = exchanged(tiny_clients((4, 5, 6)), carrier, "abort", losing=(1, 2))
-    first, second, third = ran.records
-    assert (first.aggregated, second.aggregated, third.aggregated) == (True, False, True)
+    assert [record.aggregated for record in ran.records] == [True, False, True]
     assert identical(ran.trajectory[1], ran.trajectory[2])
     assert not identical(ran.trajectory[2], ran.trajectory[3])  # control
-    assert "the disk is full" in second.clients[1].refused
-    assert all("the disk is full" in c.refused or "client 1" in c.refused for c in second.clients)
+    assert all("the disk is full" in c.refused or "client 1" in c.refused for c in ran.records[1].clients)
 
 
 @carriers
 def test_under_shrink_the_others_go_on_as_if_it_had_not_been_there(carrier: str, tiny_clients: Clients) -> None:
-    clients = tiny_clients((4, 5, 6))
-    ran = exchanged(clients, carrier, "shrink", losing=(2, 1), rounds=1)
-    assert [c.client for c in ran.records[0].accepted] == [0, 1]
-    assert "the disk is full" in ran.records[0].clients[2].refused
-    alone = exchanged(clients[:2], carrier, rounds=1)
-    assert identical(ran.trajectory[1], alone.trajectory[1])
+    """As they do without a client that is too small for a batch."""
+    clients = tiny_clients((4, 5, 1, 6))
+    ran = exchanged(clients, carrier, "shrink", losing=(3, 1), rounds=1)
+    (record,) = ran.records
+    assert [c.client for c in record.accepted] == [0, 1]
+    assert [c.exchanges for c in record.clients][:3] == [4, 4, 0]
+    assert "no samples" in record.clients[2].refused
+    assert "the disk is full" in record.clients[3].refused
+    assert identical(ran.trajectory[1], exchanged(clients[:2], carrier, rounds=1).trajectory[1])
     assert not identical(ran.trajectory[1], exchanged(clients, carrier, rounds=1).trajectory[1])  # control
 
 
-@pytest.mark.parametrize("method", ["fedtan", "fedtan2", "fedavg-alg2"])
+@pytest.mark.parametrize("method", EXCHANGING)
 def test_local_and_replay_end_at_the_same_bits(method: str, tiny_clients: Clients) -> None:
     ends = []
     for carrier in CARRIERS:
@@ -116,46 +103,20 @@ def test_what_passes_is_counted_by_section(tiny_clients: Clients) -> None:
         assert [c.bytes_down for c in record.clients] == [sum(record.bytes_down.values())] * 2
 
 
-def test_a_rule_of_ones_own_combines_the_exchange(tiny_clients: Clients) -> None:
-    asked: list[tuple[int, ...]] = []
-
-    def middle(rows: Tensor, f: int = 0) -> Outcome:
-        asked.append(tuple(rows.shape))
-        return median(rows, f)
-
-    clients = tiny_clients((4, 5, 6))
-    robust = exchanged(clients, "local", rounds=1, defence=Defence(1, statistics=middle))
-    assert 3 in {shape[0] for shape in asked}
-    plain, same = exchanged(clients, "local", rounds=1), exchanged(clients, "local", rounds=1, defence=Defence())
-    assert identical(plain.trajectory[1], same.trajectory[1])
-    assert not identical(plain.trajectory[1], robust.trajectory[1])
-
-
-def test_one_batch_gradients_are_averaged_too(tiny_clients: Clients) -> None:
-    dsgd = LocalTraining(batch_size=64, steps=1, update="gradients")
-    ran = run(FEDTAN, tiny_clients((4, 5)), rounds=2, settings=dsgd)
-    steps = run(FEDTAN, tiny_clients((4, 5)), rounds=2, settings=LocalTraining(batch_size=64, steps=1))
-    for name, array in ran.trajectory[2].items():  # the server's step along the mean gradient is the mean of the clients' steps
-        assert torch.allclose(torch.from_numpy(array), torch.from_numpy(steps.trajectory[2][name]), atol=1e-5), name
-
-
 def test_carriers_that_do_not_fit_the_grid_are_refused_before_round_1(tiny_clients: Clients) -> None:
     clients = tiny_clients((4, 5))
     grid = WatchedGrid(client_app(FEDTAN, clients, TWO_STEPS), len(clients))
-    policy = {"exchange": ExchangeSettings("grpc"), "calibrate": 1}
-    with pytest.raises(RunFailed, match="exchange='grpc' does not work in one process: clients run one after the other"):
-        run(FEDTAN, clients, settings=TWO_STEPS, grid=grid, policy=policy)
+    with pytest.raises(RunFailed):
+        run(FEDTAN, clients, settings=TWO_STEPS, grid=grid, policy={"exchange": ExchangeSettings("grpc"), "calibrate": 1})
     assert not grid.sent
 
 
-@pytest.mark.parametrize("method", ["fedtan", "fedtan2", "fedavg-alg2"])
-def test_uniform_weights_are_refused_since_the_step_would_not_be_the_centralised_one(method: str) -> None:
-    for weights in ("samples", "uniform"):
-        rules = Rounds(clients=2, client_weights=weights)
-        refused = pytest.raises(ValueError, match=f"{method}'s first step .* only if clients are weighted by the sizes of their batches")
-        with refused if weights == "uniform" else nullcontext():
-            BatchNormStrategy(seeded_network("cnn"), METHODS[method](), rules)
-    BatchNormStrategy(seeded_network("cnn"), METHODS["fedavg"](), Rounds(clients=2, client_weights="uniform"))  # control
+@every_method
+def test_uniform_weights_are_refused_where_the_step_would_not_be_the_centralised_one(method_name: str) -> None:
+    method = METHODS[method_name]()
+    with pytest.raises(ValueError, match=method_name) if method.exchanges else nullcontext():
+        BatchNormStrategy(seeded_network("cnn"), method, Rounds(clients=2, client_weights="uniform"))
+    BatchNormStrategy(seeded_network("cnn"), method, Rounds(clients=2, client_weights="samples"))  # control
 
 
 class Away(InProcessGrid):
@@ -180,11 +141,10 @@ def test_auto_falls_back_for_want_of_workers_only(reason: str) -> None:
     cohort = [Client(index, index + 1, 4) for index in range(2)]
     try:
         if reason:
-            with pytest.raises(RunFailed, match=r"cannot be used: client 0: code 2: .*VERIFY_FAILED. Check exchange-host"):
+            with pytest.raises(RunFailed, match="client 0: .*VERIFY_FAILED"):
                 carrier.meet(Away(reason), cohort, 5.0)
         else:
-            said = carrier.meet(Away(reason), cohort, 5.0)
-            assert "needs all 2 clients of a cohort to run at once, but clients 0, 1: did not join within 0.2 s" in said
+            assert "clients 0, 1: " in carrier.meet(Away(reason), cohort, 5.0)
     finally:
         carrier.stop()
 
@@ -212,12 +172,9 @@ def test_one_client_that_cannot_meet_ends_the_run_under_abort_alone(policy: str,
     carrier = GrpcCarrier(ExchangeSettings(policy=policy, join_deadline=5.0), {})
     cohort = [Client(index, index + 1, 4) for index in range(3)]
     try:
-        if policy == "abort":
-            with pytest.raises(RunFailed, match="cannot be used: client 0: code 2: a lie. Check exchange-host"):
-                carrier.meet(PartlyAway("a lie"), cohort, 10.0)
-        else:
+        with pytest.raises(RunFailed, match="client 0: .*a lie") if policy == "abort" else nullcontext():
             assert carrier.meet(PartlyAway("a lie"), cohort, 10.0) == ""
-            assert f"client 0 cannot use the exchange at {carrier.address}: code 2: a lie" in log.text
+            assert "client 0 cannot use the exchange" in log.text
     finally:
         carrier.stop()
 
@@ -241,19 +198,18 @@ def test_a_message_that_could_not_be_sent_costs_its_own_client_and_no_other(tiny
     assert ran.records[1].clients[0].refused == "its message could not be sent"
 
 
-@pytest.mark.parametrize(
+@listed(
     ("clients", "cpus", "hint"),
     [  # on the pinned Flower
-        (5, 2, 'options.num-supernodes=... options.backend.client-resources.num-cpus=0.4"'),
-        (3, 2, 'options.num-supernodes=... options.backend.client-resources.num-cpus=0.66"'),  # 0.67 makes two
-        (16, 16, 'num-cpus=1"'),
-        (10, 2, "needs 10 workers, but Flower runs at most 6 at a time on 2 CPUs: use `fl-bn run`"),
+        (5, 2, "num-cpus=0.4"),
+        (3, 2, "num-cpus=0.66"),  # 0.67 makes two
+        (10, 2, "at most 6 at a time"),
         (40, 64, "at most 32 at a time"),
     ],
 )
-def test_the_hint_for_simulations_gives_enough_workers(clients: int, cpus: int, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "version", lambda name: "1.25.0")
-    assert hint in _simulation_hint(clients, cpus)
-    monkeypatch.setattr(compat, "version", lambda name: "1.42.0")  # takes whole CPUs
-    newest = f'needs {clients} workers: --federation-config "init-args-num-cpus={clients} client-resources-num-cpus=1"'
-    assert (hint if "at a time" in hint else newest) in _simulation_hint(clients, cpus)
+def test_the_hint_for_simulations_gives_enough_workers(clients: int, cpus: int, hint: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compat, "version", lambda name: "1.25.0")
+        assert hint in _simulation_hint(clients, cpus)
+        patch.setattr(compat, "version", lambda name: "1.42.0")  # takes whole CPUs
+        assert (hint if "at a time" in hint else f"init-args-num-cpus={clients}") in _simulation_hint(clients, cpus)

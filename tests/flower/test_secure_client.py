@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Message
 from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
-from scipy.stats import kstest
 
-from fl_bn.federation.local import Samples
-from fl_bn.flower import InProcessGrid
-from fl_bn.flower.compat import SECAGG_CLIENT, SECAGG_SERVER
 from fl_bn.flower.secagg.client import Insecure, check_setup, check_unmask
-from fl_bn.flower.secagg.masks import bound_to, client_half, key_stream, server_half
+from fl_bn.flower.secagg.instruction_digest import SET_UP, instruction_digest
+from fl_bn.flower.secagg.masks import bound_to, client_half, key_stream
+from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS
 from fl_bn.methods import METHODS
-from fl_bn.secure.settings import SecureAggregation
-from tests.flower.secure_runs import strategy
+from tests.flower.inside import Header, Samples, SecureAggregation, to_records
+from tests.hostile.liars import people
 from tests.in_process import WatchedGrid, client_app, run
 from tests.listed import listed
 
@@ -56,21 +56,21 @@ def test_parameters_that_would_undo_the_masks_are_refused(change: dict[str, floa
         check_setup(SETUP | change, 1)
 
 
-def test_nobody_gets_both_secrets_of_a_client() -> None:
+@listed(
+    ("active", "dead", "said"),
+    [
+        ([7, 8, 9], [8], "both"),
+        ([8, 9], [7], "lost"),
+        ([7, 8, 8], [9], "more than once"),
+        ([7, 8], [], r"nodes \[7, 8, 9\]"),
+        ([7, 8], [9], ""),
+    ],
+)
+def test_nobody_gets_both_secrets_of_a_client(active: list[int], dead: list[int], said: str) -> None:
+    """The control: Flower's own mod would answer whoever asks for both."""
     state = client_half.SecAggPlusState(threshold=2, rd_seed_share_dict={7: b"a", 8: b"b", 9: b"c"})
-    check_unmask({"active_nids": [7, 8], "dead_nids": [9]}, state, 7)  # control
-    with pytest.raises(Insecure, match=r"both secrets of nodes \[8\]"):
-        check_unmask({"active_nids": [7, 8, 9], "dead_nids": [8]}, state, 7)
-    with pytest.raises(Insecure, match="among the lost"):
-        check_unmask({"active_nids": [8, 9], "dead_nids": [7]}, state, 7)
-    with pytest.raises(Insecure, match="more than once"):
-        check_unmask({"active_nids": [7, 8, 8], "dead_nids": [9]}, state, 7)
-    with pytest.raises(Insecure, match=r"shares of nodes \[7, 8, 9\], but the server asks for those of nodes \[7, 8\]"):
-        check_unmask({"active_nids": [7, 8], "dead_nids": []}, state, 7)
-
-
-def test_flower_s_own_mod_would_answer(tiny_clients: Clients) -> None:
-    """Negative control: a server that asks for both gets nothing here, and everything from Flower's mod alone."""
+    with pytest.raises(Insecure, match=said) if said else nullcontext():
+        check_unmask({"active_nids": active, "dead_nids": dead}, state, 7)
     mod = client_half.SecAggPlusState(
         current_stage="collect_masked_vectors", nid=7, threshold=1, rd_seed_share_dict={8: b"b"}, sk1_share_dict={8: b"s"}
     )
@@ -86,21 +86,19 @@ def test_a_client_that_must_be_aggregated_securely_answers_nothing_in_the_clear(
     grid = WatchedGrid(client_app(METHODS["hbn"](), clients), 3)
     for context in grid._contexts.values():
         (context.run_config if where == "run" else context.node_config)["secure-aggregation"] = True
-    assert isinstance(grid, InProcessGrid)
     plain = run(METHODS["hbn"](), clients, 1, grid=grid, policy={"max_failed": 2}, may_fail=True)
     assert not plain.records[0].aggregated
-    assert "Insecure: secure-aggregation is on, so this client answers no train message in the clear" in log.text
-    assert "answers no query.statistics message in the clear" in log.text
+    assert all(f"answers no {kind} message in the clear" in log.text for kind in ("train", "query.statistics"))
     assert not any(record for m in grid.received if m.has_content() for record in m.content.array_records.values())
     assert run(METHODS["hbn"](), clients, 1, grid=grid, secure=SecureAggregation()).records[0].aggregated  # control
 
 
-@pytest.mark.parametrize(
+@listed(
     ("spoil", "said"),
     [
-        (lambda record: record.update({"masked_params": record["masked_params"][:1]}), "expected int64 vectors"),
+        (lambda record: record.update({"masked_params": record["masked_params"][:1]}), "int64"),
         (lambda record: record.update({"masked_params": [b"no array", b"at all"]}), "cannot be read"),
-        (lambda record: record.pop("masked_params"), "masked_params: expected a list of up to 2 byte strings"),
+        (lambda record: record.pop("masked_params"), "masked_params"),
     ],
     ids=["short", "garbage", "missing"],
 )
@@ -149,21 +147,66 @@ def test_masks_are_bound_to_the_instruction() -> None:
     assert (masks[0] == masks[1]).mean() < 0.01
 
 
-@pytest.mark.parametrize("bits", [16, 24, 32])
-def test_masks_are_uniform(bits: int, bound: None) -> None:
-    first, mask = key_stream(b"seed", 2**bits, [(7,), (20, 500)])
-    assert (first.shape, mask.shape, mask.dtype) == ((7,), (20, 500), np.int64)
-    assert kstest(mask.reshape(-1) / 2**bits, "uniform").pvalue > 1e-3
-    with pytest.raises(ValueError, match="power of 2"):
-        key_stream(b"seed", 2**bits - 1, [(7,)])
+# What the keys of masks depend on: all of an instruction, and nothing that honest servers set for one client
+
+HEADER = Header("fbn", "train", 1, "signature")
+CONFIG = {"learning-rate": 0.1, "secagg-update-weight": 6, "dp-clip": 1.0, "counted": 3, "version": "1", "other": [1, 2]}
+RUN = {"local-steps": 2, "method": "fbn"}
+WEIGHTS = {"a.weight": np.ones((2, 3), "f4"), "b.weight": np.zeros(2, "f4")}
 
 
-def test_flower_s_own_modules_stay_as_they_are() -> None:
-    for name in (SECAGG_CLIENT, SECAGG_SERVER):
-        assert importlib.import_module(name).pseudo_rand_gen is pseudo_rand_gen
-    assert client_half.pseudo_rand_gen is server_half.pseudo_rand_gen is key_stream
+def state(**fields: Any) -> SimpleNamespace:
+    values = dict.fromkeys(SET_UP, 5) | {"clipping_range": 8.0, "cohort": [1, 2, 3]}
+    return SimpleNamespace(**values | fields)
 
 
-def test_a_round_of_two_clients_is_no_sum(tiny_clients: Clients) -> None:
-    with pytest.raises(ValueError, match="at least 3 clients"):
-        strategy(METHODS["fbn"](), tiny_clients((6, 4)), SecureAggregation())
+def digest(header: Header = HEADER, config: Any = CONFIG, arrays: Any = None, run_config: Any = RUN, **set_up: Any) -> bytes:
+    content = to_records({"weights": WEIGHTS} if arrays is None else arrays, header)
+    content["fl-bn/config"] = ConfigRecord(dict(config))
+    content[RECORD_KEY_CONFIGS] = ConfigRecord({"srcs": [1, 2], "ctxts": [b"a", b"b"]})
+    return instruction_digest(Message(content, 1, "train"), run_config, state(**set_up))
+
+
+OTHERS = {
+    **{f"set-up {name}": {name: [1, 2, 4] if name == "cohort" else 6} for name in SET_UP},
+    **{f"header {name}": {"header": Header(**{**vars(HEADER), name: 2 if name == "round" else "x"})} for name in vars(HEADER)},
+    **{f"config {name}": {"config": {**CONFIG, name: 0}} for name in CONFIG if name != "counted"},
+    "a field more": {"config": {**CONFIG, "more": 1}},
+    "a field less": {"config": {"counted": 3}},
+    "a number of another type": {"config": {**CONFIG, "dp-clip": 1}},
+    "a text for bytes": {"config": {**CONFIG, "other": "00"}},
+    "the run config": {"run_config": {**RUN, "local-steps": 0}},
+    "one bit of an array": {"arrays": {"weights": {**WEIGHTS, "b.weight": np.array([0, 1e-45], "f4")}}},
+    "another shape": {"arrays": {"weights": {**WEIGHTS, "a.weight": np.ones((3, 2), "f4")}}},
+    "another type": {"arrays": {"weights": {**WEIGHTS, "b.weight": np.zeros(2, "i4")}}},
+    "another name": {"arrays": {"weights": {"a.weight": WEIGHTS["a.weight"], "c.weight": WEIGHTS["b.weight"]}}},
+    "another section": {"arrays": {"statistics": WEIGHTS}},
+    "a section more": {"arrays": {"weights": WEIGHTS, "reference": WEIGHTS}},
+    "an array less": {"arrays": {"weights": {"a.weight": WEIGHTS["a.weight"]}}},
+}
+
+
+@listed("case", OTHERS)
+def test_whatever_is_told_otherwise_changes_it(case: str) -> None:
+    assert digest(**OTHERS[case]) != digest()
+
+
+def test_no_two_of_these_are_alike() -> None:
+    """The order of names and what is told to one client alone change nothing. Bytes are no text."""
+    assert len({digest(**changed) for changed in OTHERS.values()}) == len(OTHERS)
+    assert digest(arrays={"weights": dict(reversed(WEIGHTS.items()))}, config=dict(reversed(CONFIG.items()))) == digest()
+    assert digest(config={**CONFIG, "counted": 9}) == digest()
+    assert digest(config={"x": b"\0"}) != digest(config={"x": "00"})
+
+
+@pytest.mark.parametrize("name", ["fedbn", "hbn", "fixbn"])
+def test_an_honest_server_tells_all_clients_of_a_sum_the_same(name: str) -> None:
+    ran = run(METHODS[name](), people(4), 2, secure=SecureAggregation(), policy={"fraction": 0.75, "min_cohort": 3, "calibrate": 1})
+    assert all(record.aggregated for record in ran.records)
+    sums: dict[tuple[str, int, int], set[str]] = {}
+    for message in ran.grid.received:
+        if message.has_content() and (told := message.content.config_records.get("fitres.metrics")) is not None:
+            which = str(told["phase"]), int(told["round"]), int(told["steps"])  # type: ignore[arg-type]
+            sums.setdefault(which, set()).add(str(told["digest"]))
+    assert all(len(digests) == 1 for (phase, _, _), digests in sums.items() if phase != "measure")
+    assert len({digest for digests in sums.values() for digest in digests}) >= len(sums)

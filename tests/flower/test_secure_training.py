@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from fl_bn.federation.defence import Defence
-from fl_bn.federation.local import Samples
-from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import BatchNormStrategy, Rounds
-from fl_bn.methods import METHODS, Phase
-from fl_bn.methods.method import attacked
+from fl_bn.methods import METHODS, Method, Role, attacked
 from fl_bn.secure.privacy import Accountant, Privacy, epsilon
-from fl_bn.secure.settings import SecureAggregation
 from tests.costs import common_first
+from tests.flower.inside import Defence, LocalTraining, Samples, SecureAggregation
 from tests.flower.secure_runs import masked_vectors
 from tests.in_process import Run, identical, run
+from tests.listed import listed
 from tests.networks import seeded_network
 
 Clients = Callable[..., list[Samples]]
@@ -38,7 +36,7 @@ def off(a: Run, b: Run, round: int) -> float:
     return max(float(np.abs(x[k].astype("float64") - y[k]).max()) for k in x)
 
 
-SECURE = [name for name in METHODS if METHODS[name]().phase(1, 2) is not Phase.EXCHANGE and name != "single"]
+SECURE = [name for name in METHODS if METHODS[name]().shares(Role.WEIGHT) and not METHODS[name]().exchanges]
 
 
 @pytest.mark.parametrize("name", common_first(SECURE))
@@ -92,62 +90,56 @@ def test_an_update_beyond_the_range_is_said_at_the_client_and_counted_at_the_ser
     run(METHODS["gn"](), clients, 1, secure=SecureAggregation(clipping_range=8.0))
     assert "exceed" not in log.text  # control
     run(METHODS["gn"](), clients, 1, secure=SecureAggregation(clipping_range=1e-3))
-    assert "values of weights/0.weight exceed the quantiser's range of 0.001 and are cut off" in log.text
-    assert "round 1: 3 of 3 clients had to cut their update to the quantiser's range (secagg-clipping-range 0.001)" in log.text
+    assert "weights/0.weight exceed" in log.text
+    assert "round 1: 3 of 3 clients" in log.text
 
 
 def test_a_client_too_small_to_train_is_left_out_before_keys_are_shared(tiny_clients: Clients) -> None:
     few = tiny_clients((6, 1, 5, 7))
     plain, secure = (run(METHODS["fedavg"](), few, 1, secure=s) for s in (None, SecureAggregation(quantization_range=24)))
-    assert [bool(c.refused) for c in secure.records[0].clients] == [False, True, False, False]
-    assert secure.records[0].clients[1].refused == "it takes no part in this round"
+    assert [c.client for c in secure.records[0].clients if c.refused] == [1]
     assert off(plain, secure, 1) < 1e-4
 
 
 def test_diverged_training_sends_nothing(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
-    def explode(round: int, rounds: int) -> float:
-        return 1e30
-
-    ran = run(METHODS["gn"](), clients, 1, policy={"rate": explode}, secure=SecureAggregation(), may_fail=True)
-    assert "not all values are finite (training diverged?), so they cannot be part of a sum" in log.text
+    explode = {"rate": lambda round, rounds: 1e30}
+    ran = run(METHODS["gn"](), clients, 1, policy=explode, secure=SecureAggregation(), may_fail=True)
+    assert "not all values are finite" in log.text
+    assert not masked_vectors(ran.grid)
     assert not ran.records[0].aggregated
 
 
-@pytest.mark.parametrize(
+@listed(
     ("change", "said"),
     [
-        ({"clients": 2}, "at least 3 clients"),
-        ({"clients": 10, "fraction": 0.2}, "at least 3 clients in a sum, but got 2"),
-        ({"clients": 5, "defence": Defence(1, "median", "median")}, "a defence against Byzantine clients compares the clients' updates"),
-        ({"clients": 5, "method": attacked(METHODS["fbn"](), "sign-flip", 1)}, "compares the clients' updates"),
-        ({"clients": 5, "method": METHODS["fedtan"]()}, "layer by layer in the clear"),
-        ({"clients": 64, "secure": SecureAggregation(quantization_range=26)}, "set secagg-quantization-range to 25"),
-        ({"clients": 5, "secure": SecureAggregation(threshold=2)}, "more than half of the 5 shares"),
-        ({"clients": 5, "secure": SecureAggregation(privacy=Privacy(1, 1, 1))}, "set client-weights to 'uniform'"),
+        ({"clients": 2}, "3 clients"),
+        ({"clients": 10, "fraction": 0.2}, "3 clients in a sum, but got 2"),
+        ({"defence": Defence(1, "median", "median")}, "defence"),
+        ({"method": attacked(METHODS["fbn"](), "sign-flip", 1)}, "updates"),
+        ({"method": METHODS["fedtan"]()}, "layer by layer"),
+        ({"clients": 64, "secure": SecureAggregation(quantization_range=26)}, "secagg-quantization-range to 25"),
+        ({"secure": SecureAggregation(threshold=2)}, "5 shares"),
+        ({"secure": SecureAggregation(privacy=Privacy(1, 1, 1))}, "client-weights"),
     ],
 )
-def test_what_cannot_work_is_refused_before_the_run(change: dict[str, object], said: str) -> None:
-    options = {"method": METHODS["fbn"](), "fraction": 1.0, "defence": Defence(), "secure": SecureAggregation()} | change
-    rounds = Rounds(clients=options["clients"], fraction=options["fraction"])  # type: ignore[arg-type]
+def test_what_cannot_work_is_refused_before_the_run(change: dict[str, Any], said: str) -> None:
+    usual = {"method": METHODS["fbn"](), "clients": 5, "fraction": 1.0, "defence": Defence(), "secure": SecureAggregation()}
+
+    def strategy(method: Method, clients: int, fraction: float, **options: Any) -> BatchNormStrategy:
+        return BatchNormStrategy(seeded_network("cnn"), method, Rounds(clients=clients, fraction=fraction), **options)
+
     with pytest.raises(ValueError, match=said):
-        BatchNormStrategy(seeded_network("cnn"), options["method"], rounds, defence=options["defence"], secure=options["secure"])  # type: ignore[arg-type]
-    BatchNormStrategy(seeded_network("cnn"), METHODS["fbn"](), Rounds(clients=5), secure=SecureAggregation())  # control
+        strategy(**usual | change)
+    strategy(**usual)  # control
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"shares": 4}, "an odd number from 3"),
-        ({"shares": 1}, "shares must be 0 or >= 3, but got 1"),
-        ({"shares": 5, "threshold": 2}, "more than half of the 5 shares"),
-        ({"threshold": -1}, "secure aggregation's threshold must be >= 0, but got -1"),
-        ({"clipping_range": 0.0}, "clipping_range must be 1e-06..1000, but got 0.0"),
-        ({"quantization_range": 31}, "quantization_range must be 4..30, but got 31"),
-    ],
+@listed(
+    "settings",
+    [{"shares": 4}, {"shares": 1}, {"shares": 5, "threshold": 2}, {"threshold": -1}, {"clipping_range": 0.0}, {"quantization_range": 31}],
 )
-def test_settings_that_hide_nothing_or_overflow_are_refused(settings: dict[str, float], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        SecureAggregation(**settings)  # type: ignore[arg-type]
+def test_settings_that_hide_nothing_or_overflow_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="|".join(settings)):
+        SecureAggregation(**settings)
 
 
 def test_with_fewer_shares_than_clients_a_client_is_masked_against_its_neighbours(tiny_clients: Clients) -> None:
@@ -180,12 +172,10 @@ def test_what_counts_as_a_release(method: str, spent: list[int], clients: list[S
 def test_privacy_is_accounted_and_its_noise_is_not_the_seed_s(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
     secure = SecureAggregation(privacy=PRIVACY)
     one, two = (run(METHODS["fbn"](), clients, 2, policy=UNIFORM, secure=secure) for _ in range(2))
-    assert f"epsilon {epsilon(6, 0.01, 1e-5):.3g} at delta 1e-05 per client after 6 releases" in log.text  # 2 calibrations, 2 rounds of 2
+    assert f"epsilon {epsilon(6, 0.01, 1e-5):.3g} at delta 1e-05" in log.text  # 2 calibrations, 2 rounds of 2
     assert not identical(one.trajectory[2], two.trajectory[2])
     assert all(np.isnan(record.loss) for record in one.records)
     assert "diverged" not in log.text
-    without = [run(METHODS["fbn"](), clients, 2, policy=UNIFORM, secure=SecureAggregation()) for _ in range(2)]
-    assert identical(without[0].trajectory[2], without[1].trajectory[2])  # control
 
 
 @pytest.mark.parametrize("privacy", [None, PRIVACY], ids=["exact", "noisy"])

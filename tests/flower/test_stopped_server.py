@@ -12,8 +12,9 @@ from typing import Any
 import grpc
 import pytest
 
-from fl_bn.flower.compat import find, repeat_cancelled
+from fl_bn.flower.compat import repeat_cancelled
 from fl_bn_site import supernode
+from tests.flower.inside import find
 
 LARGE = b"0" * 5_000_000  # bytes: too many for the buffers between two processes, so a call takes until its reader has read them
 CALLERS = 16

@@ -10,30 +10,27 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 import fl_bn_site
-from fl_bn.flower.compat import find
+from tests.flower.inside import find
 
+pytestmark = pytest.mark.pinned("Flower 1.25's SuperLink is repaired, and no other runs")
 SCRIPT = Path(fl_bn_site.__file__).with_name("superlink.py")
 
 
-@pytest.mark.pinned("Flower 1.25's SuperLink is repaired, and no other runs")
 @pytest.mark.parametrize(("database", "name"), [(":flwr-in-memory:", "InMemoryLinkState"), ("state.db", "SqliteLinkState")])
 def test_no_bytes_are_no_error_and_others_are_counted(database: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flwr.server.superlink.linkstate import LinkStateFactory
-    from flwr.supercore.object_store import ObjectStoreFactory
-    from flwr.superlink.federation import NoOpFederationManager
-
     kind = find(name)
     monkeypatch.chdir(tmp_path)
-    link = LinkStateFactory(database, NoOpFederationManager(), ObjectStoreFactory(database)).state()
+    link = link_state(database)
     assert isinstance(link, kind)
     run = link.create_run("id", "0.1", "0" * 64, {}, "federation", ConfigRecord(), None)
-    with pytest.raises(ValueError, match="cannot be zero"):  # control: Flower 1.25.0 as it is
+    with pytest.raises(ValueError, match="zero"):  # control: Flower 1.25.0 as it is
         link.store_traffic(run, bytes_sent=0, bytes_recv=0)
     monkeypatch.setattr(kind, "store_traffic", kind.store_traffic)  # undone at the end
     runpy.run_path(str(SCRIPT))["repair"](kind)
@@ -43,6 +40,15 @@ def test_no_bytes_are_no_error_and_others_are_counted(database: str, name: str, 
     found = link.get_run(run)
     assert found is not None
     assert (found.bytes_sent, found.bytes_recv) == (6, 2)
+
+
+def link_state(database: str) -> Any:
+    """A SuperLink's state; its modules are where the pinned version has them."""
+    from flwr.server.superlink.linkstate import LinkStateFactory
+    from flwr.supercore.object_store import ObjectStoreFactory
+    from flwr.superlink.federation import NoOpFederationManager
+
+    return LinkStateFactory(database, NoOpFederationManager(), ObjectStoreFactory(database)).state()
 
 
 def failures_of_equal_tensors(path: Path, rounds: int) -> list[str]:
@@ -77,7 +83,6 @@ def failures_of_equal_tensors(path: Path, rounds: int) -> list[str]:
     return found
 
 
-@pytest.mark.pinned("Flower 1.25's SuperLink is repaired, and no other runs")
 def test_equal_tensors_of_two_sites_may_come_at_the_same_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = find("SqliteObjectStore")
     kind(str(tmp_path / "plain.db")).initialize()
@@ -95,12 +100,9 @@ class Asked:
     def __init__(self) -> None:
         from flwr.common.constant import SUPERLINK_NODE_ID
         from flwr.common.inflatable import get_all_nested_objects, get_object_tree
-        from flwr.server.superlink.linkstate import LinkStateFactory
         from flwr.supercore.constant import NOOP_FEDERATION
-        from flwr.supercore.object_store import ObjectStoreFactory
-        from flwr.superlink.federation import NoOpFederationManager
 
-        self.state = LinkStateFactory("state.db", NoOpFederationManager(), ObjectStoreFactory("state.db")).state()
+        self.state = link_state("state.db")
         run = self.state.create_run("id", "0.1", "0" * 64, {}, NOOP_FEDERATION, ConfigRecord(), None)
         self.node = self.state.create_node("owner", "name", b"key", 30.0)
         assert self.state.activate_node(self.node, 30.0)
@@ -120,7 +122,6 @@ class Asked:
         return [message.error.reason or "error" if message.has_error() else "whole" for message in found]
 
 
-@pytest.mark.pinned("Flower 1.25's SuperLink is repaired, and no other runs")
 def test_a_reply_is_handed_over_when_all_of_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert Asked().reply() == ["whole"], "control: Flower 1.25.0 hands over what it does not have"
@@ -136,7 +137,6 @@ def test_a_reply_is_handed_over_when_all_of_it_is_there(tmp_path: Path, monkeypa
     assert asked.reply() == [], "once"
 
 
-@pytest.mark.pinned("Flower 1.25's SuperLink is repaired, and no other runs")
 def test_of_a_site_that_left_in_the_midst_of_its_reply_the_server_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     kind = find("SqliteLinkState")
@@ -150,18 +150,13 @@ def test_of_a_site_that_left_in_the_midst_of_its_reply_the_server_is_told(tmp_pa
     assert "Node Unavailable" in reason
 
 
-@pytest.mark.pinned("Flower 1.25's SuperLink is repaired, and no other runs")
 def test_what_finds_the_disk_full_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    from flwr.server.superlink.linkstate import LinkStateFactory
-    from flwr.supercore.object_store import ObjectStoreFactory
-    from flwr.superlink.federation import NoOpFederationManager
-
     monkeypatch.chdir(tmp_path)
     kind = find("SqliteLinkState")
     for name, method in list(vars(kind).items()):
         if callable(method) and not name.startswith("_"):
             monkeypatch.setattr(kind, name, method)  # undone at the end
-    link = LinkStateFactory("state.db", NoOpFederationManager(), ObjectStoreFactory("state.db")).state()
+    link = link_state("state.db")
     run, line, waits = link.create_run("id", "0.1", "0" * 64, {}, "federation", ConfigRecord(), None), "x" * 10**6, []
 
     def limit(pages: int) -> None:
@@ -186,7 +181,6 @@ def test_what_finds_the_disk_full_waits_for_room(tmp_path: Path, monkeypatch: py
         link.conn.execute("DROP TABLE logs") and link.add_serverapp_log(run, line)
 
 
-@pytest.mark.pinned("Flower 1.25's SuperLink is repaired, and no other runs")
 def test_it_is_flowers_own_program_otherwise() -> None:
     help_of = [[sys.executable, "-P", str(SCRIPT)], [str(Path(sys.executable).with_name("flower-superlink"))]]
     ours, theirs = (subprocess.run([*argv, "--help"], capture_output=True, text=True, check=True).stdout for argv in help_of)

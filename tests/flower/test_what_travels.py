@@ -1,25 +1,26 @@
-"""What leaves a client and what does not, read off every message of a run in both directions."""
+"""What leaves a client and what does not, read off every message of a run, and what a client keeps. See also tests/conformance."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import RecordDict
+from flwr.app import Message
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from fl_bn.conversion import convert
+from fl_bn import convert
 from fl_bn.data.dataset import to_input
-from fl_bn.federation.local import Samples
-from fl_bn.federation.settings import LocalTraining
-from fl_bn.flower.app.client_state import NOTHING, MemoryState
-from fl_bn.methods import METHODS
-from fl_bn.roles import Role, roles
+from fl_bn.federation.auxiliary import auxiliary
+from fl_bn.methods import METHODS, Role
+from fl_bn.objectives import Scaffold
+from tests.federation import random_samples
+from tests.flower.inside import LocalTraining, Samples
 from tests.in_process import Run, WatchedGrid, arrays_of, client_app, identical, run, sections
 from tests.networks import seeded_network
 
@@ -32,33 +33,20 @@ def clients(tiny_clients: Clients) -> list[Samples]:
     return tiny_clients((6, 4, 5))
 
 
-def travelling(ran: Run) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and array of every tensor in every message, instructions and replies."""
+def travelling(ran: Run) -> Iterator[np.ndarray]:
+    """Every tensor in every message, instructions and replies."""
     for message in [*ran.grid.sent, *ran.grid.received]:
         if message.has_content():
-            yield from ((name, array) for arrays in sections(message.content).values() for name, array in arrays.items())
+            yield from (array for arrays in sections(message.content).values() for array in arrays.values())
 
 
 def state(ran: Run, client: int, section: str) -> dict[str, np.ndarray]:
-    kept: RecordDict = ran.grid.states()[client]
-    return arrays_of(kept.array_records[f"fl-bn/{section}"])
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_tensors_that_stay_home_are_in_no_message(name: str, clients: list[Samples]) -> None:
-    method = METHODS[name]()
-    ran = run(method, clients, 2, policy={"calibrate": 1})
-    names = {k for k, _ in travelling(ran)}
-    role = roles(convert(seeded_network("cnn"), method))
-    shared, kept = {k for k in role if method.shares(role[k])}, {k for k in role if not method.shares(role[k])}
-    assert not names & kept
-    assert {k for k in shared if role[k] is Role.WEIGHT} <= names  # control: the scan finds what does travel
-    assert not any("num_batches_tracked" in k or "mixing_logit" in k for k in names)
+    return arrays_of(ran.grid.states()[client].array_records[f"fl-bn/{section}"])
 
 
 def test_mixing_logits_are_trained_kept_and_never_sent_under_any_name(clients: list[Samples]) -> None:
     ran = run(METHODS["hbn"](), clients, 3)
-    sent = {array.tobytes() for _, array in travelling(ran)}
+    sent = {array.tobytes() for array in travelling(ran)}
     logits = [state(ran, client, "local") for client in range(3)]
     assert set(logits[0]) == {"1.mixing_logit", "5.mixing_logit"}
     assert all(np.abs(array).max() > 0 for kept in logits for array in kept.values())
@@ -67,16 +55,10 @@ def test_mixing_logits_are_trained_kept_and_never_sent_under_any_name(clients: l
     assert ran.trajectory[2]["9.weight"].tobytes() in sent  # control
 
 
-@pytest.mark.parametrize(
-    ("name", "travels"), [("fedbn", []), ("silobn", ["bias", "weight"]), ("fedavg", ["bias", "running_mean", "running_var", "weight"])]
-)
-def test_which_tensors_of_batch_norm_travel(name: str, travels: list[str], clients: list[Samples]) -> None:
-    ran = run(METHODS[name](), clients, 2)
-    assert sorted({k.split(".")[1] for k, _ in travelling(ran) if k.split(".")[0] in ("1", "5")}) == travels
-
-
-@pytest.mark.parametrize("name", ["fedbn", "silobn"])
-def test_clients_with_models_of_their_own_evaluate_them_and_the_server_does_not(name: str, clients: list[Samples], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name]().evaluates_at_clients and METHODS[name]().shares(Role.WEIGHT)])
+def test_clients_with_models_of_their_own_evaluate_and_save_what_they_made_and_the_server_does_not(
+    name: str, clients: list[Samples], tmp_path: Path
+) -> None:
     def never(model: torch.nn.Module) -> dict[str, float]:
         raise AssertionError("the server has no such model")
 
@@ -90,29 +72,14 @@ def test_clients_with_models_of_their_own_evaluate_them_and_the_server_does_not(
     assert last.evaluation["accuracy"] == pytest.approx(accuracy.mean())
     assert last.evaluation["accuracy-std"] == pytest.approx(accuracy.std())
     assert last.evaluation["accuracy-min"] == accuracy.min()
-    models = [load_file(tmp_path / "run" / "clients" / f"client-{client}.safetensors") for client in range(3)]
-    for client, saved in enumerate(models):  # by hand: the saved model has the accuracy that was reported
-        model = convert(seeded_network("cnn"), method)
+    for client in range(3):  # by hand: the saved model has the accuracy that was reported, and the layers that the client keeps
+        model, saved = convert(seeded_network("cnn"), method), load_file(tmp_path / "run" / "clients" / f"client-{client}.safetensors")
         model.load_state_dict(saved)
         with torch.no_grad():
             predicted = model.eval()(to_input(clients[client].x, torch.float32)).argmax(1)
         assert float((predicted == clients[client].y).double().mean()) == pytest.approx(accuracy[client])
-    assert torch.equal(models[0]["9.weight"], models[1]["9.weight"])
-    assert not torch.equal(models[0]["1.running_mean"], models[1]["1.running_mean"])
-    assert torch.equal(models[0]["1.weight"], models[1]["1.weight"]) == (name == "silobn")
-
-
-@pytest.mark.parametrize("name", ["fedbn", "silobn"])
-def test_a_client_evaluates_what_it_made_in_this_round_of_its_own_layers(name: str, clients: list[Samples], tmp_path: Path) -> None:
-    ran = [
-        run(METHODS[name](), clients, 3, grid=WatchedGrid(client_app(METHODS[name](), clients, folder=tmp_path), 3), save_clients="run"),
-        run(METHODS[name](), clients, 2),
-    ]
-    for client in range(3):
-        saved = load_file(tmp_path / "run" / "clients" / f"client-{client}.safetensors")
-        now, before = (state(r, client, "local") for r in ran)
-        assert identical({k: saved[k].numpy() for k in now}, now)
-        assert not identical(now, before)  # control
+        kept = state(ran, client, "local")
+        assert identical({k: saved[k].numpy() for k in kept}, kept)
 
 
 def gradients(ran: Run, round: int) -> list[dict[str, np.ndarray]]:
@@ -149,20 +116,66 @@ def test_gradients_travel_through_the_whole_stack(clients: list[Samples]) -> Non
 def test_a_client_that_failed_keeps_what_it_had(clients: list[Samples]) -> None:
     method = METHODS["hbn"]()
 
-    def after(rounds: int, when: str) -> Run:
+    def after(rounds: int, when: str) -> dict[str, np.ndarray]:
         def disturb(client: int, what: str) -> None:
             if client == 1 and what == when:
                 raise OSError("the disk is full")
 
-        return run(method, clients, rounds, grid=WatchedGrid(client_app(method, clients, disturb=disturb), 3))
+        return state(run(method, clients, rounds, grid=WatchedGrid(client_app(method, clients, disturb=disturb), 3)), 1, "local")
 
-    assert identical(state(after(2, "train 2"), 1, "local"), state(after(1, ""), 1, "local"))
-    assert not identical(state(after(2, ""), 1, "local"), state(after(1, ""), 1, "local"))  # control
+    assert identical(after(2, "train 2"), after(1, ""))
+    assert not identical(after(2, ""), after(1, ""))  # control
 
 
-def test_what_was_kept_for_another_method_is_not_used(clients: list[Samples]) -> None:
-    kept = run(METHODS["hbn"](), clients, 1).grid.states()[0]
-    signature = str(kept.config_records["fl-bn/kept-for"]["signature"])
-    assert set(MemoryState(kept, signature).read(2).sections) == {"local"}
-    assert MemoryState(kept, "another").read(2) == NOTHING
-    assert MemoryState(RecordDict(), signature).read(2) == NOTHING
+# SCAFFOLD's control variates: the server's is the mean of the clients', also after replies were lost
+
+SETTINGS = LocalTraining(64, steps=2, objective=Scaffold(2))
+FEDAVG = METHODS["fedavg"]()
+
+
+class LosingGrid(WatchedGrid):
+    """Loses the replies of (client, round), and what round each client is told of as counted."""
+
+    lost: frozenset[tuple[int, int]] = frozenset()
+    deaf = False
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        came = list(super().pull_messages(message_ids))
+        return [
+            m for m in came if (m.metadata.src_node_id - 1, int(m.metadata.group_id)) not in self.lost or m.metadata.message_type != "train"
+        ]
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        for message in messages if self.deaf else []:
+            if message.metadata.message_type == "train":
+                del message.content.config_records["fl-bn/config"]["counted"]
+        return super().push_messages(messages)
+
+
+def offset(lost: set[tuple[int, int]], rounds: int = 5, deaf: bool = False, **policy: Any) -> float:
+    """Largest difference between the server's control variate and the mean of the clients', after ``rounds``."""
+    clients = [random_samples(n, brightness=i / 2, seed=i) for i, n in enumerate((6, 14, 10))]
+    network = seeded_network("cnn", dtype=torch.float64)
+    grid = LosingGrid(client_app(FEDAVG, clients, SETTINGS, model=network), 3)
+    grid.lost, grid.deaf = frozenset(lost), deaf
+    ran = run(FEDAVG, clients, rounds, settings=SETTINGS, model=network, grid=grid, policy={"auxiliary": auxiliary(SETTINGS), **policy})
+    server = ran.strategy.shared.auxiliary["control"]
+    own = [{k: a.numpy() for k, a in state.array_records["fl-bn/objective"].items()} for state in grid.states()]
+    assert max(float(c.abs().max()) for c in server.values()) > 1e-3
+    return max(float(np.abs(c.numpy() - sum(kept[name] for kept in own) / 3).max()) for name, c in server.items())
+
+
+@pytest.mark.parametrize(
+    ("lost", "policy"),
+    [
+        (set(), {}),
+        ({(0, 1)}, {}),
+        ({(1, 2), (1, 3), (0, 3)}, {}),
+        ({(0, 2), (1, 2)}, {"min_replies": 1.0, "max_failed": 3}),
+    ],
+)
+def test_the_servers_variate_is_the_mean_of_the_clients(lost: set[tuple[int, int]], policy: dict[str, Any]) -> None:
+    """The control: clients that are not told what was counted drift off for good."""
+    assert offset(lost, **policy) < 1e-15
+    assert not lost or (1, 2) not in lost or offset(lost, deaf=True, **policy) > 1e-3
