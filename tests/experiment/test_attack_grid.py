@@ -154,14 +154,6 @@ def test_the_table_by_hand() -> None:
     assert all(tuple(row) == COLUMNS for row in table(GRID, BY_HAND))
 
 
-def test_an_accuracy_of_0_is_no_missing_one() -> None:
-    scores = {setting: score(0.0, best=0.0, std=0.0) for setting in [*GRID.settings(), *GRID.misdeclared(BY_HAND)]}
-    (*_, row) = [row for row in table(GRID, scores) if row["heterogeneity"] == 1.0]
-    assert [row[k] for k in ("no attack, no defence", "worst last", "worst std", "worst best-over-time", "one too few declared")] == [
-        0.0
-    ] * 5
-
-
 def read(file: Path) -> list[list[str]]:
     with file.open(newline="") as source:
         return list(csv.reader(source))

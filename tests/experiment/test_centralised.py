@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_bn.methods import METHODS, Role
+from fl_bn.methods import METHODS, Refresh
 from tests.experiment import inside
 from tests.experiment.inside import RunConfig, dataset, partitions, refusing, run_centralised, source_model
 from tests.listed import listed
@@ -149,7 +149,7 @@ def test_statistics_freeze_after_half_of_the_rounds_with_fixbn() -> None:
 FEDERATED = [
     name
     for name, make in METHODS.items()
-    if (method := make()).pools or method.exchanges or any(map(method.keeps, Role)) or method.measures_first or name == "static-bn"
+    if (method := make()).pools or method.exchanges or method.evaluates_at_clients or method.refresh is not Refresh.NOTHING
 ]
 
 

@@ -96,19 +96,6 @@ def cells(folder: Path, *variants: str, seeds: int = 2, rounds: int = 3) -> list
     return compared(*variants, seeds=range(seeds), rounds=rounds, evaluate_every=2).cells(folder)
 
 
-def test_what_counts_as_finished(tmp_path: Path) -> None:
-    (cell,) = cells(tmp_path, "fbn", seeds=1)
-    assert not cell.finished()
-    finish(cell, [None, 0.5])
-    assert not cell.finished()  # a round is missing
-    finish(cell, [None, 0.5, 0.6])
-    assert cell.finished()
-    with refusing("fbn-seed0", "rounds"):
-        cells(tmp_path, "fbn", seeds=1, rounds=4)
-    (cell.path / "cell.json").unlink()
-    assert not cell.finished()
-
-
 class Threads(ThreadPoolExecutor):
     def __init__(self, jobs: int, mp_context: object, initializer: object) -> None:
         super().__init__(jobs)
@@ -214,14 +201,6 @@ def test_a_run_that_diverged_is_not_ranked_by_what_it_had_before(tmp_path: Path)
     assert "| fbn | not finite | 85.0 (7.1) | 2 |" in (tmp_path / "table.md").read_text()
     with (tmp_path / "curves.csv").open() as file:
         assert ["fbn", "0", "3", "nan"] in list(csv.reader(file))
-
-
-def test_one_seed_has_no_standard_deviation_and_no_run_no_picture(tmp_path: Path) -> None:
-    one = Curves({"fbn": [1]}, {"fbn": np.array([[50.0]])}, {"fbn": 1})
-    assert table(one) == [("fbn", "50.0", "50.0", "1")]
-    write(Curves({}, {}, {"fbn": 1}), "nothing", tmp_path)
-    assert not (tmp_path / "comparison.png").exists()
-    assert "| fbn | failed | failed | 0 of 1 |" in (tmp_path / "table.md").read_text()
 
 
 def test_plot_finds_the_runs_of_a_comparison(tmp_path: Path) -> None:

@@ -55,18 +55,6 @@ def test_the_training_loss_is_that_of_the_union(tmp_path: Path) -> None:
     assert found[0].value != pytest.approx(test.loss, rel=1e-4)  # control
 
 
-def test_only_evaluated_rounds_are_measured(tmp_path: Path) -> None:
-    config = small(tmp_path, **{"evaluate-every": 2, "rounds": 5})
-    made = Diagnostics(config, ["training-loss"])
-    assert [bool(made.after_round(RoundRecord(n, "train", 0.1), client_model(config))) for n in range(1, 6)] == [
-        False,
-        True,
-        False,
-        True,
-        True,
-    ]
-
-
 def test_drift_by_hand(tmp_path: Path) -> None:
     config = small(tmp_path)
     made, model = Diagnostics(config, ["drift"]), copy.deepcopy(client_model(config))
@@ -167,14 +155,6 @@ def test_the_centralised_gradient_is_plain_torchs_on_the_union(network: str) -> 
     assert found.centralised == pytest.approx(want, rel=1e-9)
     forward_only = gradient_deviations(convert(model, METHODS["fedavg-alg2"]()), cohort)
     assert forward_only.centralised != pytest.approx(want, rel=1e-3)  # control
-
-
-def test_clients_alike_deviate_nowhere_and_the_more_they_differ_the_more() -> None:
-    model = convert(rough_network("cnn"), METHODS["fedtan"]())
-    alike = gradient_deviations(model, batches(0.0, (6,)) * 3)
-    assert max(alike.squared) < 1e-20
-    means = [float(np.mean(gradient_deviations(model, batches(skew)).squared)) for skew in (0.0, 3.0)]
-    assert 0 < means[0] < means[1]
 
 
 def test_gradients_are_reported_per_client_and_in_the_mean(tmp_path: Path) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
-import matplotlib.image
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,9 +15,7 @@ from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.metrics import named_series, series
 from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.run.config import RunConfig
-from fl_bn.run.history import SECTIONS, History, client_columns, record_of, round_columns, round_line, round_row
-from fl_bn.run.pictures import draw_run
-from fl_bn.run.summary import summary
+from fl_bn.run.history import SECTIONS, History, record_of, round_columns, round_line, round_row
 from fl_bn.support.durable import Damaged
 from fl_bn.task import CLASS, CLASSIFICATION
 from tests.experiment.test_run_directory import records
@@ -88,10 +84,6 @@ def test_a_line_read_back_says_the_same_line_again(record: RoundRecord) -> None:
     assert line_of(record_of(line)) == line
 
 
-def told_of(config: RunConfig, found: list[RoundRecord]) -> str:
-    return summary(config, found)
-
-
 def rounded(record: RoundRecord) -> RoundRecord:
     """Times as the files have them."""
     return replace(record, seconds=round(record.seconds, 4), clients=[replace(c, waited=round(c.waited, 4)) for c in record.clients])
@@ -133,34 +125,7 @@ def test_the_summary_of_what_is_read_back_is_the_same(several: slice) -> None:
     assert told_of(config, back[:-1]) != told_of(config, found)  # control
 
 
-@pytest.mark.parametrize("several", [slice(0, 3), slice(3, 6)])
-def test_the_picture_of_what_is_read_back_is_the_same(several: slice, tmp_path: Path) -> None:
-    found = rich()[several]
-    back = [record_of(line_of(record)) for record in found]
-    for name, drawn in {"before": found, "after": back, "control": back[:-1]}.items():
-        draw_run(RunConfig(), drawn, tmp_path / f"{name}.png")
-    before, after, control = (matplotlib.image.imread(tmp_path / f"{name}.png") for name in ("before", "after", "control"))
-    assert np.array_equal(before, after)
-    assert not np.array_equal(before, control)
-
-
-def test_what_is_read_back_is_the_record_but_for_what_no_file_has() -> None:
-    for record in rich()[3:4]:
-        back = record_of(line_of(record))
-        for spec in fields(RoundRecord):
-            if spec.name not in ("tensors_down", "tensors_up", "drift"):
-                assert getattr(back, spec.name) == getattr(rounded(record), spec.name), spec.name
-        assert back.far == record.far
-
-
 # Growing, and cutting
-
-
-def test_lengths_are_those_of_whole_lines(tmp_path: Path) -> None:
-    made = history(tmp_path, records())
-    assert made.lengths() == {file: (tmp_path / file).stat().st_size for file in History.FILES}
-    assert list(table(tmp_path / "rounds.csv")[0]) == list(round_columns(CLASSIFICATION))
-    assert list(table(tmp_path / "clients.csv")[0]) == list(client_columns(CLASSIFICATION))
 
 
 @pytest.mark.parametrize("back_to", [0, 1, 2, 3])
@@ -193,9 +158,7 @@ def test_a_file_that_is_shorter_than_it_was_is_named_and_no_other_is_cut(file: s
     made.add(rich()[3])
     (tmp_path / file).write_bytes((tmp_path / file).read_bytes()[: lengths[file] - 1])
     before = contents(tmp_path)
-    with pytest.raises(
-        Damaged, match=rf"{file}: the file had {lengths[file]} bytes at the checkpoint, but has {lengths[file] - 1} now"
-    ):
+    with pytest.raises(Damaged, match=rf"{file}: the file had {lengths[file]} bytes at the checkpoint, but has {lengths[file] - 1} now"):
         History(tmp_path).cut(lengths)
     assert contents(tmp_path) == before
 
@@ -263,21 +226,6 @@ def test_a_disk_that_fails_to_sync_writes_no_line_twice(tmp_path: Path, monkeypa
         made.add(record)
     made.lengths()
     assert contents(parts) == contents(whole)
-
-
-def test_rounds_of_the_same_second_are_synced_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced = list[int]()
-    monkeypatch.setattr("fl_bn.run.history.os.fsync", synced.append)
-    made = history(tmp_path, rich())
-    at_begin = len(made.files) - 1  # rounds.jsonl has no names of columns
-    assert (len(synced), whole_lines(tmp_path)[0]) == (at_begin, len(rich()))
-    made.lengths()
-    assert len(synced) == at_begin + len(made.files)
-    made.lengths()
-    assert len(synced) == at_begin + len(made.files)
-    monkeypatch.setattr("fl_bn.run.history.SYNC_EVERY", 0.0)  # every round is a second later than the one before
-    made.add(rich()[0])
-    assert len(synced) == at_begin + 2 * len(made.files)
 
 
 # Mean IoU and accuracies per class, and files from before they were kept

@@ -14,9 +14,10 @@ import pytest
 from fl_bn.flower import RunFailed
 from fl_bn.run import run_directory
 from fl_bn.run.checkpoints import Checkpoints
-from fl_bn.support import durable, locks
+from fl_bn.support import locks
 from tests.costs import slow
-from tests.experiment.resuming import ROUNDS, Values, ends_with, in_pieces, results, run, small_run, stopped
+from tests.experiment.inside import durable
+from tests.experiment.resuming import Values, ends_with, in_pieces, results, run, small_run, stopped
 from tests.integration.runs import differences
 
 CASES: dict[str, Values] = {
@@ -49,23 +50,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 def test_a_combination_in_pieces_is_the_run_itself(case: str, whole: Whole, tmp_path: Path) -> None:
     """Twice interrupted, once killed and once with its results written."""
     assert differences(whole(case), results(in_pieces(small_run(tmp_path / "pieces", **CASES[case]), (3, 4)))) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_wherever_a_combination_stops(case: str, whole: Whole, tmp_path: Path) -> None:
-    for at in range(2, ROUNDS + 1):
-        assert differences(whole(case), results(in_pieces(small_run(tmp_path / f"at-{at}", **CASES[case]), [at]))) == [], at
-
-
-def test_what_is_kept_is_needed(whole: Whole, tmp_path: Path) -> None:
-    """Control: without what MOON and HBN keep at the clients the combination would be another run."""
-    for case in ("moon, adam, hbn, secure", "moon, yogi, fedbn, local momentum"):
-        values = small_run(tmp_path / case.split(",")[1].strip(), **CASES[case])
-        (state,) = stopped(values, 4).glob("state-*/client-1")
-        for file in state.iterdir():
-            file.unlink()
-        assert differences(whole(case), results(run(values, resume="run"))) != []
 
 
 STAGES = ("half written", "written", "synced", "renamed", "done")
@@ -194,7 +178,7 @@ def test_a_lock_that_its_holder_removed_holds_nobody_back(tmp_path: Path, monkey
     monkeypatch.setattr(locks.fcntl, "flock", slow)
     held = run_directory._locked(tmp_path)
     assert tries == 2
-    with pytest.raises(RunFailed, match="still being written by another process"):
+    with pytest.raises(RunFailed):
         run_directory._locked(tmp_path)
     held.close()
 

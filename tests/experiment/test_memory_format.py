@@ -10,8 +10,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fl_bn.flower import run_in_process
-from fl_bn.run.assembly import network
-from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.memory_layout import memory_format, overrun
 from tests.listed import listed
 
@@ -47,13 +45,6 @@ def test_a_run_is_the_same_up_to_the_order_of_sums(keys: dict[str, object], tmp_
         torch.testing.assert_close(last[name], tensor, rtol=1e-2, atol=1e-3, msg=name)
     other = run(tmp_path, "control", **{"seed": 1}, **keys)
     assert any(not torch.allclose(other[name], tensor, rtol=1e-2, atol=1e-3) for name, tensor in usual.items())
-
-
-def test_the_clients_networks_lie_so() -> None:
-    cpu = torch.device("cpu")
-    for layout, contiguous in (("contiguous", True), ("channels-last", False), ("auto", False)):
-        weights = [p for p in network(RunConfig(memory_format=layout), cpu).original.parameters() if p.dim() == 4]
-        assert [w.is_contiguous() for w in weights] == [contiguous] * 3
 
 
 def strided(channels: int, kernel: int = 1, stride: int = 2) -> nn.Module:
@@ -115,8 +106,3 @@ def test_auto_is_the_default_and_has_the_bits_of_what_it_chooses(tmp_path: Path)
     ))  # fmt: skip
     assert all(torch.equal(unsaid[name], tensor) for name, tensor in last.items())
     assert any(not torch.equal(unsaid[name], tensor) for name, tensor in usual.items())  # control
-
-
-def test_another_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="memory-format.*channels-first"):
-        RunConfig(memory_format="channels-first")

@@ -19,7 +19,7 @@ from fl_bn.run.partition_report import write
 from fl_bn.run.pictures import draw_labels
 from fl_bn.sweep.file import parse
 from tests.data.test_folder import draw
-from tests.experiment.small_data import small_config, small_sites
+from tests.experiment.small_data import small_sites
 from tests.experiment.test_tables import hospital
 
 app = typer.Typer()
@@ -43,16 +43,6 @@ def test_the_table_counts_every_client_and_domain_by_hand(tmp_path: Path) -> Non
             assert [int(row[f"class-{label}"]) for label in range(10)] == [mine.count(label) for label in range(10)]
             assert int(row["total"]) == len(mine)
     assert sum(int(row["total"]) for row in rows) == len(data.y_train)
-
-
-def test_one_line_per_client_without_domains(tmp_path: Path) -> None:
-    values = {**small_config(tmp_path), "partition": "classes", "partition-parameter": 2, "clients": 4}
-    config = RunConfig.from_mapping(values)
-    table, picture = write(config, tmp_path)
-    rows = rows_of(table)
-    assert [(row["client"], row["domain"]) for row in rows] == [(str(client), "") for client in range(4)]
-    assert [sum(int(row[f"class-{c}"]) > 0 for c in range(4)) for row in rows] == [2] * 4
-    assert picture.name == "labels.png"
 
 
 @pytest.mark.parametrize("kind", ["npz", "folder", "csv", "a folder of csv"])
@@ -102,9 +92,3 @@ def test_the_command(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, ["--run-config", keys.replace("5", "6"), "--output", str(tmp_path / "no")])
     assert refused.exit_code == 2
     assert not (tmp_path / "no").exists()
-
-
-def test_sites_have_nothing_to_divide(tmp_path: Path) -> None:
-    config = RunConfig.from_mapping({"dataset": "sites", "classes": 3, "channels": 1, "image-size": 8})
-    with pytest.raises(ConfigError, match="no partition to show"):
-        write(config, tmp_path)

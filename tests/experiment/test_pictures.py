@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +20,8 @@ from fl_bn.cli.main import app
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.run.config import RunConfig
-from fl_bn.run.palette import COLOURS, SHADES, on
-from fl_bn.run.pictures import draw_heat_maps, draw_labels, draw_run, lines, which_end
+from fl_bn.run.palette import COLOURS
+from fl_bn.run.pictures import draw_heat_maps, draw_labels, draw_run, which_end
 from fl_bn.run.run_directory import to_toml
 
 SEEN_BY = {  # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB
@@ -57,11 +56,6 @@ def test_matplotlibs_own_colours_could_not_be_told_apart() -> None:
     """Negative control."""
     assert least(TAB10, SEEN_BY["everybody"]) > 15
     assert min(least(TAB10, SEEN_BY[eyes]) for eyes in ("protanopia", "deuteranopia")) < 15
-
-
-def test_text_on_a_colour_is_black_or_white() -> None:
-    assert [on(rgb) for rgb in ((1, 1, 1), (0, 0, 0), (1, 1, 0), (0, 0, 0.8))] == ["black", "white", "black", "white"]
-    assert len(set(SHADES)) == 10
 
 
 @pytest.fixture
@@ -170,16 +164,6 @@ def test_runs_are_named_by_what_they_differ_in_or_by_their_folders(drawn: list[F
     assert "a (1 run), c (1 run)" in CliRunner().invoke(app, ["plot", *map(str, again), "--output", str(tmp_path / "y.png")]).output
 
 
-def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    result = CliRunner().invoke(app, ["plot", str(tmp_path / "empty")])
-    assert result.exit_code == 2
-    assert "has no run: expected runs/NAME" in " ".join(result.output.split())
-    result = CliRunner().invoke(app, ["plot", str(made_run(tmp_path, "young", "fbn", 0, []))])
-    assert result.exit_code == 2
-    assert "has no evaluated round yet" in " ".join(result.output.split())
-
-
 def test_runs_of_a_task_of_ones_own_are_drawn_from_the_folder_of_its_module(
     drawn: list[Figure], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,25 +179,3 @@ def test_runs_of_a_task_of_ones_own_are_drawn_from_the_folder_of_its_module(
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert [list(np.asarray(line.get_ydata())) for line in drawn[0].axes[0].lines] == [pytest.approx([20, 40])]
-
-
-def test_plot_calls_nothing_of_an_installed_package(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["plot", str(made_run(tmp_path, "bad", "fbn", 0, [0.2], task="os:getcwd"))])
-    assert result.exit_code == 2
-    assert "os is Python's own" in " ".join(result.output.split())
-
-
-def test_titles_break_into_lines_of_about_one_length() -> None:
-    title = (
-        "CIFAR-10 subset (12,000 / 2,000), Simple-CNN, 5 clients, 2 classes each, "
-        "60 rounds of 10 local steps, batches of 32, learning rate 0.02"
-    )
-    made = lines(title, 66).splitlines()
-    assert " ".join(made) == title
-    assert len(made) == len(textwrap.wrap(title, 66))
-    assert max(map(len, made)) <= 66
-    assert min(map(len, made)) > 0.8 * max(map(len, made))
-    filled = textwrap.wrap(title, 66)  # the control: lines filled one after the other leave a rest
-    assert min(map(len, filled)) < 0.8 * max(map(len, filled))
-    assert lines("short", 66) == "short"
-    assert lines("", 66) == ""

@@ -24,7 +24,7 @@ from fl_bn.methods import METHODS
 from fl_bn.run.checkpoints import Checkpoints
 from tests.costs import COMMON
 from tests.experiment.resuming import ROUNDS, Stopped, Values, in_pieces, results, run, small_run, stopped
-from tests.integration.runs import differences, table
+from tests.integration.runs import differences
 
 BYZANTINE = {"clients": 5, "byzantine": 1, "statistics_rule": "nnm+median", "update_rule": "nnm+median"}
 CASES: dict[str, Values] = {
@@ -248,15 +248,3 @@ def test_a_checkpoint_that_is_damaged_after_a_resume_costs_no_more_either(whole:
         assert [file.name for file in checkpoints(path)] == ["round-000002.safetensors", "round-000003.safetensors"]
         checkpoints(path)[-1].write_bytes(b"")
         assert differences(whole(case), results(run(values, resume="latest"))) == [], case
-
-
-def test_rows_of_rounds_that_never_were_are_cut(tmp_path: Path) -> None:
-    values = small_run(tmp_path / "pieces", method="gn", checkpoint_every=2)
-    path = stopped(values, 4, dies=True)
-    assert [row["round"] for row in table(path / "rounds.csv")] == ["1", "2", "3", "4"]
-    with (path / "rounds.csv").open("a") as file:
-        file.write("5,train,half a li")  # a line that a kill cut short
-    run(values, resume="run")
-    assert [row["round"] for row in table(path / "rounds.csv")] == ["1", "2", "3", "4", "5"]
-    assert len((path / "rounds.jsonl").read_text().splitlines()) == 5
-    assert len(table(path / "clients.csv")) == 15

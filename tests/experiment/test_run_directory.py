@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib.image
 import pytest
 
 from fl_bn.federation.aggregation import Drift
@@ -17,10 +16,8 @@ from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.run.config import RunConfig
 from fl_bn.run.environment import environment
 from fl_bn.run.history import client_columns, client_rows, round_columns, round_row
-from fl_bn.run.pictures import draw_comparison, draw_labels, draw_run
 from fl_bn.run.run_directory import RunDirectory
 from fl_bn.run.summary import summary
-from fl_bn.support import durable
 from fl_bn.task import CLASSIFICATION
 
 
@@ -100,21 +97,6 @@ def test_lines_are_there_as_soon_as_they_are_known(tmp_path: Path) -> None:
     assert '"no reply, before the deadline"' in (tmp_path / "x" / "clients.csv").read_text()
 
 
-def test_what_says_which_run_it_was_is_whole_or_absent_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    durable_write, names = durable.write, set[str]()
-
-    def noted(path: Path, data: bytes, mode: int = 0o600) -> None:
-        names.add(path.name)
-        durable_write(path, data, mode)
-
-    monkeypatch.setattr(durable, "write", noted)
-    path = written(tmp_path).path
-    assert path is not None
-    assert {"config.toml", "environment.json", "summary.md"} <= names
-    assert "rounds.csv" not in names  # control: it grows
-    assert oct((path / "config.toml").stat().st_mode) == oct((path / "rounds.csv").stat().st_mode)
-
-
 def test_folders_without_a_name_never_collide(tmp_path: Path) -> None:
     names = [written(tmp_path).name for _ in range(3)]
     assert len(set(names)) == 3
@@ -171,18 +153,3 @@ def test_the_environment_names_versions_and_commit() -> None:
     assert found["packages"]["torch"][0].isdigit()
     assert found["cpus"] >= 1
     assert isinstance(found["commit"], str)
-
-
-def test_pictures_of_odd_runs_can_be_drawn(tmp_path: Path) -> None:
-    import numpy as np
-
-    config = RunConfig()
-    draw_run(config, records(), tmp_path / "all.png")
-    draw_run(config, records()[1:2], tmp_path / "failed.png")
-    draw_labels({0: (3, 0, 5), 1: (0, 0, 1)}, config, tmp_path / "labels.png")
-    curves = {"fbn": np.array([[10.0, 50.0], [20.0, 60.0]]), "fedavg": np.array([[10.0, 20.0]])}
-    draw_comparison(curves, {"fbn": [5, 10], "fedavg": [5, 10]}, "two methods", tmp_path / "comparison.png")
-    for name in ("all", "failed", "labels", "comparison"):
-        pixels = matplotlib.image.imread(tmp_path / f"{name}.png")
-        assert min(pixels.shape[:2]) > 150
-        assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 20

@@ -115,15 +115,6 @@ def test_sites_train_and_evaluate_on_their_own_data_which_the_server_never_sees(
     assert (path / "clients").exists() == METHODS[method]().personal
 
 
-def test_all_of_a_sites_data_are_its_own(sites: list[dict[str, str]], tmp_path: Path) -> None:
-    values = small_run(tmp_path / "runs", **SITES)
-    client = build_client(context(values, sites[1], 1))
-    assert len(client.site.train) == 20
-    assert set(client.site.train.y.tolist()) == {0, 1, 2}
-    assert client.get_properties({})["label-counts"] == "[7, 7, 6]"
-    assert build_client(context({**values, "share-label-counts": False}, sites[1], 1)).get_properties({})["label-counts"] == "[]"
-
-
 def context(values: Mapping[str, Any], node: Mapping[str, str], index: int = 0, clients: int = 3) -> Context:
     return Context(1, index + 1, {"partition-id": index, "num-partitions": clients, **node}, RecordDict(), dict(values))
 
@@ -160,21 +151,6 @@ def test_images_of_another_size_are_resized_to_the_runs(tmp_path: Path) -> None:
     values = small_run(tmp_path / "runs")  # the run's own data have a size, which no key names
     with pytest.raises(ConfigError, match="the run takes 1 channels of 4 x 4 pixels, but these data have 1 of 8 x 8"):
         build_client(context(values, own(file)))
-
-
-def test_fewer_classes_than_the_runs_are_no_problem(tmp_path: Path, sites: list[dict[str, str]]) -> None:
-    values = small_run(tmp_path / "runs", **SITES, pictures=True)
-    path = play(values, [sites[0], own(site_npz(tmp_path, 1, classes=2)), sites[2]])
-    assert (path / "labels.png").exists()
-
-
-@pytest.mark.parametrize(
-    "node", [{"dataset": "npz", "data-path": "nowhere.npz"}, {"dataset": "imagenet"}, {"dataset": "npz"}, {"dataset": "no.such:data"}]
-)
-def test_data_that_are_not_there_are_said_at_once(node: dict[str, str], tmp_path: Path, sites: list[dict[str, str]]) -> None:
-    values = small_run(tmp_path / "runs", **SITES)
-    with pytest.raises(RunFailed, match="node 3 cannot take part: "):
-        play(values, [sites[0], sites[1], node])
 
 
 def test_sites_beside_a_data_set_of_the_run(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
-"""What a command imports: the CLI neither torch nor Flower; a run nothing that its rounds do not need: no compiler for its optimizer."""
+"""What a command imports, without the collector of garbage; and Ctrl-C between two writes of one round, which waits for the second."""
 
 from __future__ import annotations
 
+import gc
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ import torch
 from torch import nn, optim
 
 from fl_bn.federation import eager
+from fl_bn.run.interrupts import held
+from fl_bn.support.imports import without_gc
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "flwr", "ray", "numpy", "scipy", "sklearn", "matplotlib", "torchvision", "pandas")
@@ -73,3 +78,82 @@ def test_eager_optimizers_give_torchs_bits(ours: Callable[..., Any], theirs: Cal
     assert torch.equal(trained(ours), trained(theirs))
     assert not torch.equal(trained(ours), trained(theirs, lr=options["lr"] * 1.01))  # control
     assert isinstance(ours([nn.Parameter(torch.zeros(1))]), theirs)  # type: ignore[arg-type]
+
+
+# The collector of garbage
+
+
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+def test_what_is_made_within_is_never_looked_at_again(as_before: None) -> None:
+    gc.unfreeze()
+    with without_gc():
+        assert not gc.isenabled()
+        made = [[]]  # type: ignore[var-annotated]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 0
+    assert not any(found is made for found in gc.get_objects())
+    gc.unfreeze()
+    assert any(found is made for found in gc.get_objects()), "negative control"
+
+
+def test_a_collector_that_was_off_stays_off_and_a_failing_import_turns_it_on_again(as_before: None) -> None:
+    gc.disable()
+    with without_gc():
+        pass
+    assert not gc.isenabled()
+    gc.enable()
+    with pytest.raises(ModuleNotFoundError), without_gc():
+        raise ModuleNotFoundError
+    assert gc.isenabled()
+
+
+# Ctrl-C
+
+
+@pytest.fixture
+def usual() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_waits_until_the_block_is_done(usual: None) -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), held():  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        done.append("written")
+    assert done == ["written"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    done.clear()
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        done.append("written")
+    assert done == []
+
+
+def test_an_error_in_the_block_is_kept_beside_the_interrupt(usual: None) -> None:
+    with pytest.raises(KeyboardInterrupt) as caught, held():  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        raise OSError("disk full")
+    assert isinstance(caught.value.__context__, OSError)
+
+
+def test_without_an_interrupt_nothing_happens_in_any_thread(usual: None) -> None:
+    reached: list[str] = []
+
+    def there() -> None:
+        with held():
+            reached.append("thread")
+
+    with held():
+        reached.append("main")
+    other = threading.Thread(target=there)
+    other.start()
+    other.join()
+    assert reached == ["main", "thread"]

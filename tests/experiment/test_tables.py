@@ -19,7 +19,6 @@ from fl_bn.models import build
 from fl_bn.run.assembly import OwnData, client_samples, dataset
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.partition_report import write as write_partition
-from fl_bn.task import ClassificationAUC
 from tests.experiment.test_sites import play
 from tests.experiment.test_task_runs import rows, run
 
@@ -85,10 +84,6 @@ def test_regression_and_a_site_of_one_row_and_one_without_a_class(tmp_path: Path
     assert table.read_text().splitlines()[1:] == ["0,site0,16,16,32", "1,site1,1,0,1", "2,site2,32,0,32"]
 
 
-def plain(keys: dict[str, Any]) -> dict[str, Any]:
-    return {key.replace("_", "-"): value for key, value in keys.items()}
-
-
 def test_a_class_without_a_training_row_is_named_and_no_class_0_is_no_mistake(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hospital(tmp_path, 0, classes="b")
     config = RunConfig.from_mapping({"dataset": "csv", "data-path": str(tmp_path), "model": "mlp", "partition": "iid", "clients": 2})
@@ -137,25 +132,9 @@ def test_sites_with_their_own_files_train_under_one_description(tmp_path: Path, 
         client_samples(config, 1, own)
 
 
-def test_the_auc_has_no_value_where_a_site_tests_on_one_class() -> None:
-    assert np.isnan(float(ClassificationAUC().metrics(_sums([[1.0, 0.0]], [0]))["auc"]))
-
-
-def _sums(output: list[list[float]], targets: list[int]) -> Any:
-    import torch
-
-    return ClassificationAUC().sums(torch.tensor(output), torch.tensor(targets))
-
-
 def test_advise_finds_a_table_by_its_description_and_by_its_name(tmp_path: Path) -> None:
     file = hospital(tmp_path, 0)
     assert _keys(str(tmp_path), "")["dataset"] == "csv"
     assert _keys(str(file), "") == {"dataset": "csv", "data-path": str(file)}
     (tmp_path / "columns.toml").unlink()
     assert _keys(str(tmp_path), "")["dataset"] == "folder"  # control
-
-
-def test_a_network_for_images_names_those_for_tables(tmp_path: Path) -> None:
-    hospital(tmp_path, 0)
-    with pytest.raises(ConfigError, match="needs images of at least 8 x 8 pixels, .*: for a table, choose model='mlp' or 'table-mlp'"):
-        run(tmp_path / "runs", dataset="csv", model="digits-cnn-small", data_path=str(tmp_path))

@@ -181,11 +181,6 @@ def test_npz_files_of_values_and_of_sets_of_labels(tmp_path: Path, rng: np.rando
     assert picture.stat().st_size > 1000
 
 
-def test_a_network_that_answers_in_a_dict(package: str, tmp_path: Path) -> None:
-    path = run(tmp_path, dataset=f"{package}:data", model=f"{package}:answers_in_a_dict", method="hbn")
-    assert float(rows(path)[-1]["accuracy"]) > 0.3
-
-
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
