@@ -110,20 +110,24 @@ def test_a_kernel_that_writes_half_a_line_leaves_none(
     assert "no checkpoint after round 3" in caplog.text
 
 
-def test_a_run_that_died_on_a_full_disk_goes_on_from_the_last_checkpoint_that_fitted(
-    whole: dict[str, bytes], values: Values, disk: Disk, monkeypatch: pytest.MonkeyPatch
+def test_checkpoints_that_do_not_fit_are_said_and_the_run_is_the_same(
+    whole: dict[str, bytes], values: Values, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A run that then dies goes on from the last checkpoint that fitted."""
+
     def die() -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        at_round(patch, {3: lambda: disk.full.add("/round"), 5: die})
+        at_round(patch, {3: lambda: disk.full.add("/checkpoints/"), 5: die})
         with pytest.raises(KeyboardInterrupt):
             run(values)
-    disk.full.clear()
     path = Path(str(values["output"])) / "run"
     assert sorted(file.name for file in (path / "checkpoints").iterdir()) == ["round-000001.safetensors", "round-000002.safetensors"]
+    disk.full.clear()
     assert differences(whole, results(run(values, resume="run"))) == []
+    for round in (3, 4):
+        assert f"no checkpoint after round {round}: [Errno 28] No space left on device" in caplog.text
 
 
 def test_clients_that_cannot_keep_their_own_say_so_and_do_not_count(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:

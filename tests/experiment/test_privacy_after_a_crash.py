@@ -36,10 +36,6 @@ def right(path: Path, releases: int) -> None:
     assert Journal(path / "privacy.jsonl").total() == releases
 
 
-def test_a_run_that_nobody_stops(tmp_path: Path) -> None:
-    right(run(private(tmp_path / "runs")), EACH * ROUNDS)
-
-
 @pytest.mark.parametrize("when", ["before the sum", "after the sum"])
 def test_a_crash_between_the_spend_and_the_checkpoint(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In round 3 the sum was asked for; the checkpoint is of round 2, and knows nothing of it. Round 3 is released twice."""
