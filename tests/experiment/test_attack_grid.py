@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -22,11 +21,9 @@ from fl_bn.sweep.attack_grid import (
     Scores,
     Setting,
     grid_sweep,
-    parse_axes,
     read_scores,
     run_grid,
     table,
-    write,
 )  # fmt: skip
 from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.file import Sweep
@@ -48,11 +45,6 @@ def score(last: float, best: float = 90.0, std: float = 1.0, seeds: int = 2) -> 
 
 
 # The axes
-
-
-def test_axes_from_text() -> None:
-    grid = parse_axes(" fbn,fedavg ", "1, 0.1,0", "3,1", "mean, nnm+median/krum,", "foe")
-    assert grid == Grid(["fbn", "fedavg"], [1.0, 0.1, 0.0], [3, 1], ["mean", "nnm+median/krum"], ["foe"])
 
 
 # The cells
@@ -78,22 +70,6 @@ def test_every_row_has_its_clean_run_its_defence_alone_and_all_attacks_and_no_ru
         assert {s for s in settings if s.heterogeneity == h} == set(expected)
     assert len(settings) == 2 * 7
     assert len(Grid(["fbn", "fedavg"], [0.0], [1, 2], ["mean"], ["foe"]).settings()) == 2 * 2 * 3
-
-
-def test_told_of_one_too_few_under_the_attack_that_was_worst() -> None:
-    scores: Scores = {
-        Setting("fbn", 1.0, 2, 2, "mean", "foe"): score(10),
-        Setting("fbn", 1.0, 2, 2, "nnm+median", "foe"): score(60),
-        Setting("fbn", 1.0, 2, 2, "nnm+median", "sign-flip"): score(50),
-        Setting("fbn", 0.1, 2, 2, "nnm+median", "foe"): score(40),
-    }
-    assert GRID.misdeclared(scores) == [
-        Setting("fbn", 1.0, 2, 1, "nnm+median", "sign-flip"),
-        Setting("fbn", 0.1, 2, 1, "nnm+median", "foe"),  # the only one that finished
-    ]
-    assert GRID.misdeclared({}) == []
-    assert GRID.worst(scores, "fbn", 1.0, 2, "mean") == "foe"
-    assert GRID.worst(scores, "fbn", 0.1, 2, "mean") == ""
 
 
 @listed(("rule", "statistics", "updates"), [("mean", "mean", "mean"), ("nnm+median/krum", "nnm+median", "krum")])
@@ -157,29 +133,6 @@ def test_the_table_by_hand() -> None:
 def read(file: Path) -> list[list[str]]:
     with file.open(newline="") as source:
         return list(csv.reader(source))
-
-
-def test_what_is_written(tmp_path: Path) -> None:
-    write(GRID, BY_HAND, "a grid by hand", tmp_path / "new" / "folder")
-    folder = tmp_path / "new" / "folder"
-    cells = read(folder / "cells.csv")
-    assert cells[0] == ["method", "heterogeneity", "byzantine", "declared", "rule", "attack", "last", "std", "best", "seeds"]
-    assert len(cells) == 1 + len(BY_HAND)
-    assert cells[4] == ["fbn", "1.0", "2", "2", "mean", "sign-flip", "30.00", "5.00", "70.00", "2"]
-    rows = read(folder / "table.csv")
-    assert rows[0] == list(COLUMNS)
-    assert rows[2] == ["fbn", "1", "2", "nnm+median", "95", "91", "82", "sign-flip", "80", "1", "84.5", "44", "2"]
-    assert rows[3][4:] == ["-"] * 8 + ["0"]
-    text = (folder / "table.md").read_text()
-    assert text.startswith("a grid by hand. Test accuracy in percent, means over seeds.\n\n| method | heterogeneity |")
-    assert "| fbn | 1 | 2 | mean | 95 | 94 | 20 | foe | 10 | 2 | 70 | - | 1 |" in text
-    assert {len(line.split("|")) for line in text.splitlines() if line.startswith("|")} == {len(COLUMNS) + 2}
-    for name in ("last", "best"):
-        with Image.open(folder / f"heat-map-f2-{name}.png") as image:
-            assert image.format == "PNG"
-            assert min(image.size) > 100
-            assert len(np.unique(np.asarray(image.convert("L")))) > 10
-    assert not (folder / "heat-map-f1-last.png").exists()
 
 
 # Running it

@@ -277,33 +277,6 @@ def test_where_nothing_is_evaluated_they_say_so(caplog: pytest.LogCaptureFixture
     assert not (tmp_path / "best.safetensors").exists()
 
 
-def test_a_federation_that_was_resumed_counts_the_rounds_before(tmp_path: Path) -> None:
-    path, script = tmp_path / "state.safetensors", (0.9, 0.5, 0.6, 0.7, 0.8)
-    fed = federation([Scripted(*script), EarlyStop(3)])
-    for record in fed.run(5):
-        if record.round == 2:
-            fed.checkpoint(path)
-    assert len(fed.history) == 4
-    again = federation([Scripted(*script), EarlyStop(3)])
-    again.resume(path)
-    assert [record.round for record in again.run(5)] == [3, 4]
-    assert len([*federation([Scripted(*script[2:]), EarlyStop(3)]).run(5)]) == 5  # control: without them it goes on
-
-
-def test_a_run_that_begins_to_keep_its_best_model_when_it_is_resumed(tmp_path: Path) -> None:
-    history = tuple(RoundRecord(n, "train", 0.1, evaluation={"accuracy": value}) for n, value in enumerate((0.9, 0.5, 0.6, 0.7), 1))
-    running = Running(CLASSIFICATION, lambda: {}, lambda: {})
-    running.history = history[:2]
-    keep = KeepBest(tmp_path / "best.safetensors")
-    keep.on_start(running)  # the best so far was made before models were kept
-    for record in history[2:]:
-        keep.on_evaluation(record, 4)
-    assert (keep.round, keep.path.exists()) == (4, True)
-    again, running.history = KeepBest(keep.path), history
-    again.on_start(running)  # control: the file is there, so nothing is forgotten
-    assert again.round == 1
-
-
 def test_of_a_flower_app_of_your_own(tmp_path: Path) -> None:
     """By the metrics of ``evaluate_fn``, whatever their names."""
     x = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))

@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from fl_bn.flower.log import LOGGER
 from fl_bn.run.centralised import WITHOUT_EFFECT
 from fl_bn.run.plot import plot
 from fl_bn.sweep import cells as cells_module
 from fl_bn.sweep.cells import Cell, run_cell, run_cells
-from fl_bn.sweep.compare import Curves, Variant, check_metric, comparison, read_curves, table, write
+from fl_bn.sweep.compare import Variant, check_metric, comparison, read_curves, table, write
 from fl_bn.sweep.file import Sweep, parse
 from tests.experiment.inside import kebab, parse_overrides, refusing, to_toml
 from tests.listed import listed
@@ -164,25 +163,6 @@ def test_the_table_by_hand(tmp_path: Path) -> None:
     with (tmp_path / "curves.csv").open() as file:
         assert list(csv.reader(file))[1:4] == [["fbn", "0", "1", "20.000"], ["fbn", "0", "2", "90.000"], ["fbn", "0", "3", "70.000"]]
     assert (tmp_path / "comparison.png").stat().st_size > 10_000
-
-
-def test_a_mean_of_some_of_the_runs_does_not_look_like_one_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the picture: its label, its shade, and its place in the legend. Control: with all its runs it is drawn as the others."""
-    values = {"fbn": np.array([[20.0, 40.0], [30.0, 50.0]]), "gn": np.array([[50.0, 60.0]])}
-    rounds, drawn = {"fbn": [1, 2], "gn": [1, 2]}, list[tuple[str, Any]]()
-
-    def kept(figure: Figure, path: Path) -> None:
-        legend = figure.axes[0].get_legend()
-        assert legend is not None
-        looks = {line.get_label(): line for line in figure.axes[0].get_lines()}
-        drawn.extend((text.get_text(), looks[text.get_text()].get_alpha()) for text in legend.texts)
-
-    monkeypatch.setattr(Figure, "savefig", kept)
-    write(Curves(rounds, values, {"fbn": 2, "gn": 3}), "two methods", tmp_path)
-    assert drawn == [("fbn  45.0 ± 7.1", None), ("gn  60.0\n(1 of 3 runs; the others failed)", 0.4)]
-    drawn.clear()
-    write(Curves(rounds, values, {"fbn": 2, "gn": 1}), "two methods", tmp_path)
-    assert drawn == [("gn  60.0", None), ("fbn  45.0 ± 7.1", None)]
 
 
 def test_a_run_that_diverged_is_not_ranked_by_what_it_had_before(tmp_path: Path) -> None:

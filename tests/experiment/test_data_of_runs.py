@@ -6,14 +6,11 @@ import math
 from itertools import product
 from pathlib import Path
 
-import matplotlib.image
-import numpy as np
 import pytest
 import torch
 
 from fl_bn.models import build
 from fl_bn.run.history import per_domain, record_of, round_line
-from fl_bn.run.pictures import draw_labels
 from fl_bn.run.testing import note_domains
 from fl_bn.run.testing import test_metrics as metrics_of_test
 from fl_bn.sweep.file import parse
@@ -150,14 +147,3 @@ def test_a_partition_that_cannot_be_shown_is_refused_before_there_is_a_folder(tm
     for keys, about in (("partition='table' partition-parameter=4 clients=6", "table"), (sites, "sites")):
         ends_with_a_sentence("data", "partition", "--run-config", keys, "--output", tmp_path / "no", about=about)
     assert not (tmp_path / "no").exists()
-
-
-def test_domains_are_drawn_below_the_classes(tmp_path: Path) -> None:
-    counts, domains = {0: (3, 1), 1: (0, 4)}, {"photo": [4, 0], "sketch": [0, 4]}
-    drawn = {}
-    for name, given in {"none": None, "one": {"photo": [4, 4]}, "two": domains, "other": {"photo": [0, 4], "sketch": [4, 0]}}.items():
-        draw_labels(counts, RunConfig(), tmp_path / f"{name}.png", given)
-        drawn[name] = matplotlib.image.imread(tmp_path / f"{name}.png")
-    assert np.array_equal(drawn["none"], drawn["one"])
-    assert drawn["two"].shape[0] > drawn["one"].shape[0]
-    assert not np.array_equal(drawn["two"], drawn["other"])  # control

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fl_bn.federation.record import Disclosure, RoundRecord
 from fl_bn.run.disclosure_report import COLUMNS, DisclosureTotals, Kind, disclosure_csv, disclosure_table
+from tests.experiment.inside import Disclosure, RoundRecord
 from tests.experiment.resuming import run, small_run
 from tests.integration.runs import table
 
@@ -60,13 +60,6 @@ def test_what_differs_in_the_number_of_batches_alone_is_one_line() -> None:
         "| weights | the model's weights after 7 to 101 batches | 2 | 3 | 20 B | 2 |  |",
         "| weights | the model's weights after 1 batch, from which its gradient can be computed | 1 | 3 | 10 B | 1 |  |",
     ]
-
-
-def test_nothing_left_is_no_table_and_many_warnings_are_cut() -> None:
-    assert disclosure_table(kinds([record(1)], {})) == []
-    many = disclosure_table(kinds([record(1, *(Disclosure(c, "moments", "m", 3, 10, 2) for c in range(14)))], {}))
-    assert sum("**warning**" in line for line in many) == 10
-    assert "- and 4 more clients: see disclosure.csv" in many
 
 
 def test_a_run_writes_them(tmp_path: Path) -> None:

@@ -212,19 +212,6 @@ def test_a_run_begun_before_there_was_mean_iou_goes_on_in_its_own_columns(tmp_pa
     assert (last["accuracy"], last["test-loss"], last["carrier"]) == ("0.75", "0.5", "grpc")
 
 
-def test_diagnostics_are_cut_with_the_rounds(tmp_path: Path) -> None:
-    made = History(tmp_path, diagnostics=True)
-    made.begin()
-    made.add(rich()[0], [{"round": 1, "layer": "norm", "client": None, "quantity": "mean-moved", "value": 0.5}])
-    lengths = made.lengths()
-    before = (tmp_path / "diagnostics.csv").read_text()
-    assert before.splitlines() == ["round,layer,client,quantity,value", "1,norm,,mean-moved,0.5"]
-    made.add(rich()[1], [{"round": 2, "layer": "", "client": 3, "quantity": "gradient-deviation", "value": 1.0}])
-    assert (tmp_path / "diagnostics.csv").read_text() == before + "2,,3,gradient-deviation,1.0\n"
-    History(tmp_path, diagnostics=True).cut(lengths)
-    assert (tmp_path / "diagnostics.csv").read_text().splitlines() == before.splitlines()
-
-
 # A full disk
 
 

@@ -15,7 +15,7 @@ from fl_bn.flower import RunFailed
 from fl_bn.run import run_directory
 from fl_bn.support import locks
 from tests.experiment.inside import durable
-from tests.experiment.resuming import Values, ends_with, in_pieces, results, run, small_run, stopped
+from tests.experiment.resuming import Values, ends_with, results, run, small_run, stopped
 from tests.integration.runs import differences
 
 CASES: dict[str, Values] = {
@@ -39,12 +39,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
         return results(run(small_run(tmp_path_factory.mktemp("whole"), **CASES[case], checkpoint_every=0)))
 
     return made
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_combination_in_pieces_is_the_run_itself(case: str, whole: Whole, tmp_path: Path) -> None:
-    """Twice interrupted, once killed and once with its results written."""
-    assert differences(whole(case), results(in_pieces(small_run(tmp_path / "pieces", **CASES[case]), (3, 4)))) == []
 
 
 STAGES = ("half written", "synced", "renamed", "done")

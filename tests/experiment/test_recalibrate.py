@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
-import tomllib
 from pathlib import Path
 
 import matplotlib.image
@@ -31,7 +29,6 @@ from tests.experiment.inside import (
     parse_overrides,
     refusing,
     source_model,
-    to_toml,
 )
 from tests.integration.runs import tiny
 
@@ -156,13 +153,3 @@ def test_the_scales_are_those_of_the_run_and_not_those_that_it_started_from(tmp_
     assert scales
     assert all(torch.equal(found[name], kept[name]) for name in scales)
     assert not any(torch.equal(found[name], torch.ones_like(found[name])) for name in scales)  # control
-
-
-def test_when_clients_joined_is_no_matter_of_a_run_that_measures(tmp_path: Path) -> None:
-    """Before, it was refused: join-rounds must name rounds 1..0."""
-    run = tmp_path / "run"
-    shutil.copytree(tiny(tmp_path, "fedavg"), run)
-    keys = tomllib.loads((run / "config.toml").read_text())
-    (run / "config.toml").write_text(to_toml({**keys, "rounds": 3, "join-rounds": "1:2"}))
-    planned_run = planned(run, {})
-    assert (planned_run.rounds, planned_run.join_rounds) == (0, "")
