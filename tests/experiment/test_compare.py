@@ -14,7 +14,6 @@ import pytest
 
 from fl_bn.flower.log import LOGGER
 from fl_bn.run.centralised import WITHOUT_EFFECT
-from fl_bn.run.plot import plot
 from fl_bn.sweep import cells as cells_module
 from fl_bn.sweep.cells import Cell, run_cell, run_cells
 from fl_bn.sweep.compare import Variant, check_metric, comparison, read_curves, table, write
@@ -181,13 +180,6 @@ def test_a_run_that_diverged_is_not_ranked_by_what_it_had_before(tmp_path: Path)
     assert "| fbn | not finite | 85.0 (7.1) | 2 |" in (tmp_path / "table.md").read_text()
     with (tmp_path / "curves.csv").open() as file:
         assert ["fbn", "0", "3", "nan"] in list(csv.reader(file))
-
-
-def test_plot_finds_the_runs_of_a_comparison(tmp_path: Path) -> None:
-    for cell in cells(tmp_path, "fbn", "fedavg"):
-        finish(cell, [None, 0.5, 0.6])
-    assert sorted(plot([tmp_path], tmp_path / "all.png")) == ["fbn (2 seeds)", "fedavg (2 seeds)"]
-    assert (tmp_path / "all.png").stat().st_size > 10_000
 
 
 @listed("key", sorted(WITHOUT_EFFECT))

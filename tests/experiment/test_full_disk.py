@@ -72,28 +72,6 @@ def at_round(monkeypatch: pytest.MonkeyPatch, what: dict[int, Any]) -> None:
     monkeypatch.setattr(RunDirectory, "on_round", then)
 
 
-@pytest.mark.parametrize("file", ["clients.csv", "rounds.jsonl"])
-def test_rounds_that_could_not_be_written_are_written_later(
-    file: str, whole: dict[str, bytes], values: Values, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    seen: list[int] = []
-    at_round(monkeypatch, {2: lambda: disk.full.add(file), 4: lambda: seen.append(rounds_of(values)) or disk.full.clear()})  # type: ignore[func-returns-value]
-    assert differences(whole, results(run(values))) == []
-    assert seen == [1]
-    for round in (2, 3):
-        assert f"round {round} could not be written to" in caplog.text
-        assert f"no checkpoint after round {round}: " in caplog.text  # it would promise rounds that are not there
-    assert "The last one is of round 1" in caplog.text
-    assert "round 4 is not" not in caplog.text
-
-
-def rounds_of(values: Values) -> int:
-    path = Path(str(values["output"])) / "run"
-    return min(
-        len(table(path / "rounds.csv")), len(table(path / "clients.csv")) // 3, len((path / "rounds.jsonl").read_text().splitlines())
-    )
-
-
 def test_a_kernel_that_writes_half_a_line_leaves_none(
     whole: dict[str, bytes], values: Values, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -195,23 +195,6 @@ def test_a_line_that_is_none_is_named(tmp_path: Path) -> None:
             History(tmp_path).cut(lengths)
 
 
-def test_a_run_begun_before_there_was_mean_iou_goes_on_in_its_own_columns(tmp_path: Path) -> None:
-    history(tmp_path, rich()[:2])
-    lines = [json.loads(line) for line in (tmp_path / LINES).read_text().splitlines()]
-    for line in lines:
-        del line["mean-iou"], line["per-class"]
-    (tmp_path / LINES).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    rows = [[v for k, v in row.items() if k != "mean-iou"] for row in table(tmp_path / "rounds.csv")]
-    columns = [name for name in round_columns(CLASSIFICATION) if name != "mean-iou"]
-    (tmp_path / "rounds.csv").write_text("".join(",".join(row) + "\r\n" for row in [columns, *rows]))
-    begun = History(tmp_path)
-    assert [record.round for record in begun.cut(begun.lengths())] == [1, 2]
-    begun.add(rich()[3])
-    last = table(tmp_path / "rounds.csv")[-1]
-    assert list(last) == columns
-    assert (last["accuracy"], last["test-loss"], last["carrier"]) == ("0.75", "0.5", "grpc")
-
-
 # A full disk
 
 

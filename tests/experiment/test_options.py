@@ -157,30 +157,35 @@ def weights(tmp_path: Path, name: str, **keys: Any) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+@pytest.mark.parametrize(
+    ("own", "same", "exact"),
+    [
+        (
+            {"method": "halves", "halves_weight": 0.3, "halves_report": "pass"},
+            {"method": "fbn", "fbn_momentum": 0.3, "fbn_report": "pass"},
+            True,
+        ),
+        ({"objective": "pull", "pull_strength": 5.0}, {"objective": "fedprox", "fedprox_mu": 5.0}, False),
+        (
+            {"server_optimizer": "halfway", "halfway_share": 0.25, "halfway_momentum": 0.5},
+            {"server_optimizer": "fedavgm", "server_learning_rate": 0.25, "server_momentum": 0.5},
+            True,
+        ),
+    ],
+)
+def test_one_of_ones_own_does_what_the_same_of_fl_bn_does(
+    own: dict[str, Any], same: dict[str, Any], exact: bool, package: Path, tmp_path: Path
+) -> None:
+    """Control: its own defaults are another run."""
 
+    def alike(found: dict[str, torch.Tensor]) -> bool:
+        tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-6}
+        return all(torch.allclose(found[name], tensor, **tolerance) for name, tensor in theirs.items())
 
-def test_a_method_of_ones_own(package: Path, tmp_path: Path) -> None:
-    ran = weights(tmp_path, "a", method="halves", halves_weight=0.3, halves_report="pass")
-    assert equal(ran, weights(tmp_path, "b", method="fbn", fbn_momentum=0.3, fbn_report="pass"))
-    assert not equal(ran, weights(tmp_path, "c", method="halves", halves_report="pass"))  # controls: its own defaults
-    assert not equal(ran, weights(tmp_path, "d", method="halves", halves_weight=0.3))
-
-
-def test_an_objective_of_ones_own(package: Path, tmp_path: Path) -> None:
-    ran = weights(tmp_path, "a", method="fedavg", objective="pull", pull_strength=5.0)
-    theirs = weights(tmp_path, "b", method="fedavg", objective="fedprox", fedprox_mu=5.0)
-    weak = weights(tmp_path, "c", method="fedavg", objective="pull")  # control
-    assert all(torch.allclose(ran[name], theirs[name], rtol=1e-4, atol=1e-6) for name in ran)
-    assert not all(torch.allclose(weak[name], theirs[name], rtol=1e-4, atol=1e-6) for name in ran)
-
-
-def test_a_server_optimizer_of_ones_own(package: Path, tmp_path: Path) -> None:
-    ran = weights(tmp_path, "a", method="fedavg", server_optimizer="halfway", halfway_share=0.25, halfway_momentum=0.5)
-    same = {"server_optimizer": "fedavgm", "server_learning_rate": 0.25, "server_momentum": 0.5}
-    assert equal(ran, weights(tmp_path, "b", method="fedavg", **same))
-    assert not equal(ran, weights(tmp_path, "c", method="fedavg", server_optimizer="halfway"))  # control
+    theirs = weights(tmp_path, "b", **{"method": "fedavg", **same})
+    chosen = next(iter(own.items()))
+    assert alike(weights(tmp_path, "a", **{"method": "fedavg", **own}))
+    assert not alike(weights(tmp_path, "c", **{"method": "fedavg", **dict([chosen])}))
 
 
 def test_its_keys_are_everywhere(package: Path) -> None:

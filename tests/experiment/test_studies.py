@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from experiments.definitions.programs import decoupling, fedbn_synthetic, fedbn_toy, new_clients, normalisation_error, unseen_domain
+from experiments.definitions.programs import decoupling, fedbn_synthetic, fedbn_toy, new_clients, unseen_domain
 from experiments.definitions.programs.fedbn_synthetic import DIMENSIONS, PAPER, SMALL, WIDTH, Setting
 from experiments.definitions.programs.normalisation_error import (
     CENTRALISED,
     FBN,
     FIXBN,
-    METHODS_SHOWN,
     NAIVE,
-    SIMILARITY,
     draws,
     normalised,
 )
@@ -231,41 +226,3 @@ def test_the_table_of_unseen_domains_is_the_mean_over_seeds_and_domains() -> Non
     assert made[0][:4] == ("held out", "method", known, before)
     assert made[1] == ("a", "FedBN", "10.5 (0.7)", "10.5 (0.7)", "-", "10.5 (0.7)", "-", "-")
     assert made[3][:3] == ("mean", "FedBN", "20.5 (0.7)")
-
-
-# Files
-
-
-def of_decoupling(patch: pytest.MonkeyPatch, folder: Path) -> int:
-    patch.setattr(decoupling, "accuracies", lambda config: [(10, 0.2), (20, 0.25 if config.method == "fixbn" else 0.5)])
-    found = decoupling.run(folder)
-    assert {(row.method, row.accuracy) for row in found if row.round == 20} == {("BN", 50.0), ("decoupled", 25.0)}
-    return len(found)
-
-
-def of_synthetic_data(patch: pytest.MonkeyPatch, folder: Path) -> int:
-    patch.setattr(fedbn_synthetic, "losses", lambda method, clients, setting, seed: [1.0, 0.5 + seed])
-    return len(fedbn_synthetic.run(folder))
-
-
-def of_normalisation(patch: pytest.MonkeyPatch, folder: Path) -> int:
-    patch.setattr(normalisation_error.draws, "__defaults__", (2,))
-    assert len(normalisation_error.run(folder)) == len(METHODS_SHOWN) * len(SIMILARITY)
-    return len(METHODS_SHOWN) * len(SIMILARITY)
-
-
-@pytest.mark.parametrize(
-    ("study", "table", "pictures"),
-    [
-        (of_decoupling, "decoupling.csv", ["decoupling.png"]),
-        (of_synthetic_data, "fedbn_synthetic.csv", ["fedbn_synthetic.png"]),
-        (of_normalisation, "normalisation_error.csv", ["normalisation_error.png", "normalised_points.png"]),
-    ],
-)
-def test_a_study_writes_its_table_and_pictures(
-    study: Callable[[Any, Path], int], table: str, pictures: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = study(monkeypatch, tmp_path)
-    with (tmp_path / table).open(newline="") as file:
-        assert len(list(csv.DictReader(file))) == expected > 0
-    assert all((tmp_path / picture).stat().st_size > 10_000 for picture in pictures)
