@@ -91,18 +91,6 @@ def test_the_command_end_to_end(method: str, runs: Path, tmp_path: Path) -> None
     }
 
 
-def test_samples_are_drawn_by_the_seed_and_the_test_stays_whole() -> None:
-    whole = newcomer(config(KEYS))
-    drawn = whole.drawn(20, 0)
-    assert len(drawn.x) == 20
-    assert torch.equal(drawn.x, whole.drawn(20, 0).x)
-    assert not torch.equal(drawn.x, whole.drawn(20, 1).x)
-    assert torch.equal(whole.drawn(0, 1).x, whole.x)
-    order = drawn.test.x.flatten(1).sum(1).sort().values
-    assert torch.equal(order, whole.test.x.flatten(1).sum(1).sort().values)
-    assert not torch.equal(drawn.test.y, whole.test.y)
-
-
 @pytest.mark.parametrize("tested", [{"validation-share": 0.2}, {"evaluate-on": "training"}])
 def test_a_newcomer_is_tested_on_its_test_samples_whatever_the_run_was_tested_on(tested: dict[str, Any], tmp_path: Path) -> None:
     for domain in ({"data": own_data(tmp_path, "mine")}, {}):

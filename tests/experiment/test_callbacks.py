@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message, MetricRecord
-from flwr.clientapp import ClientApp
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 
 from fl_bn import Callback, EarlyStop, Federation, KeepBest, Regression, SeededBatches, Task, methods
 from fl_bn.federation.callbacks import Callbacks, Running
-from fl_bn.flower import InProcessGrid, OwnAppStrategy, RunFailed, answer, run_in_process, training
+from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.methods import METHODS, Role
 from fl_bn.task import CLASSIFICATION
 from tests.experiment.inside import RoundRecord, RunConfig, Samples, config, refusing, rows, run_centralised
@@ -144,17 +142,6 @@ def test_of_a_strategy_and_of_a_run_that_fails(tiny_clients: Callable[..., list[
     assert isinstance(failed.ends[0], RunFailed)
 
 
-def test_everyone_is_told_of_the_end_also_where_another_fails() -> None:
-    class Fails(Callback):
-        def on_end(self, error: BaseException | None) -> None:
-            raise OSError("the tracker is gone")
-
-    before, after = Kept(), Kept()
-    with refusing("the tracker is gone", by=OSError):
-        list(federation([before, Fails(), after]).run(1))
-    assert before.calls[-1] == after.calls[-1] == "end"
-
-
 def test_of_a_run_config_with_tensorboard_written_every_round(tmp_path: Path) -> None:
     MADE.clear()
     values = small_run(tmp_path, callbacks=f"{__name__}:Told", pictures=True, checkpoint_every=0)
@@ -275,33 +262,6 @@ def test_where_nothing_is_evaluated_they_say_so(caplog: pytest.LogCaptureFixture
     assert "EarlyStop had no effect" in caplog.text
     assert "KeepBest had no effect" in caplog.text
     assert not (tmp_path / "best.safetensors").exists()
-
-
-def test_of_a_flower_app_of_your_own(tmp_path: Path) -> None:
-    """By the metrics of ``evaluate_fn``, whatever their names."""
-    x = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
-    app, method, path = ClientApp(), methods.fbn(), tmp_path / "best.safetensors"
-    answer(app, net, method, lambda context: [(x, torch.arange(24) % 2)])
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        with training(message, context, net(), method) as round:
-            optimizer = torch.optim.SGD(round.model.parameters(), 0.05)
-            nn.functional.cross_entropy(round.model(x), torch.arange(24) % 2).backward()
-            optimizer.step()
-        return round.message(24)
-
-    def at_server(round: int, arrays: ArrayRecord) -> MetricRecord:
-        return MetricRecord({"error": [0.9, 0.2, 0.3, 0.4, 0.5, 0.6][round]})
-
-    models = Models()
-    callbacks = [models, KeepBest(path, "error", higher_is_better=False), EarlyStop(2, "error", higher_is_better=False)]
-    strategy = OwnAppStrategy(net(), method, fraction_evaluate=0, callbacks=callbacks)
-    strategy.start(InProcessGrid(app, 3, {}), num_rounds=5, evaluate_fn=at_server)
-    assert [*models.models] == [1, 2, 3]
-    assert same(load_file(path), models.models[1])
-    assert not same(load_file(path), models.models[3])  # control
-    net().load_state_dict(load_file(path))
 
 
 ENDING = {"rounds": 30, "evaluate_every": 1, "keep_best": True, "learning_rate": 0.0001}

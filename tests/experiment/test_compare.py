@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fl_bn.flower.log import LOGGER
 from fl_bn.run.centralised import WITHOUT_EFFECT
 from fl_bn.sweep import cells as cells_module
-from fl_bn.sweep.cells import Cell, run_cell, run_cells
+from fl_bn.sweep.cells import Cell, run_cells
 from fl_bn.sweep.compare import Variant, check_metric, comparison, read_curves, table, write
 from fl_bn.sweep.file import Sweep, parse
 from tests.experiment.inside import kebab, parse_overrides, refusing, to_toml
@@ -97,17 +96,6 @@ def cells(folder: Path, *variants: str, seeds: int = 2, rounds: int = 3) -> list
 class Threads(ThreadPoolExecutor):
     def __init__(self, jobs: int, mp_context: object, initializer: object) -> None:
         super().__init__(jobs)
-
-
-def test_the_rest_of_an_interrupted_run_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (cell,) = cells(tmp_path, "fbn", seeds=1)
-    finish(cell, [None])
-    found: list[bool] = []
-    monkeypatch.setattr(LOGGER, "handlers", [])
-    monkeypatch.setattr(cells_module, "run_in_process", lambda config: found.append(cell.path.exists()))
-    run_cell(cell)
-    assert found == [False]
-    assert (tmp_path / "runs" / "fbn-seed0.log").exists()
 
 
 def test_finished_cells_are_not_repeated_and_failing_ones_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,6 @@ from server_app.app import app as server_app
 from tests.conformance.cases import every_method
 from tests.experiment.inside import OwnData, client_samples, config, convert, evaluate, refusing
 from tests.experiment.resuming import network, small_run
-from tests.experiment.small_data import small_npz
 from tests.integration.runs import table
 from tests.listed import listed
 
@@ -139,15 +138,6 @@ def test_what_a_site_may_have_otherwise(tmp_path: Path, sites: list[dict[str, st
     mixed = play(small_run(tmp_path / "mixed", method="fbn", rounds=2), [{}, own(site_npz(tmp_path, 1, classes=2, samples=30)), {}])
     assert {row["client"] for row in table(mixed / "clients.csv")} == {"0", "1", "2"}
     assert "accuracy after round 2" in (mixed / "summary.md").read_text()
-
-
-def test_the_run_of_sites_that_name_the_runs_own_file_is_a_run_on_it(tmp_path: Path) -> None:
-    """One client, with the whole of it."""
-    values = small_run(tmp_path / "a", method="fbn", clients=1)
-    plain = play(values, [{}])
-    same = play(values | {"output": str(tmp_path / "b")}, [own(small_npz(tmp_path))])
-    ours, theirs = load_file(plain / "model.safetensors"), load_file(same / "model.safetensors")
-    assert all(torch.equal(ours[k], theirs[k]) for k in ours)
 
 
 # State, and devices

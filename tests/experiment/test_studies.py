@@ -196,15 +196,6 @@ def test_fedbn_s_new_client_has_its_own_statistics_and_others_what_is_shared(cel
     assert any(fedavg[client] != fedavg[own] for client, own in pairs)
 
 
-@pytest.mark.slow
-def test_the_table_of_new_clients(cells: dict[str, Cell], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(new_clients, "plan", lambda folder, variant, data: list(cells.values()))
-    monkeypatch.setattr(new_clients, "run_cells", lambda cells, jobs, progress: {})
-    assert len(new_clients.run(tmp_path)) == len(cells) * len(new_clients.WAYS)
-    assert (tmp_path / "new_clients.csv").read_text().startswith("method,seed,client,accuracy\nFedBN,0,Morpho-global,")
-    assert (tmp_path / "new_clients.png").stat().st_size > 10_000
-
-
 def test_every_domain_is_held_out_for_every_method_and_seed(tmp_path: Path) -> None:
     cells = unseen_domain.plan(tmp_path, "small", "data")
     assert {(c.config.method, c.config.hold_out, c.config.seed) for c in cells} == {
