@@ -9,14 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
-from fl_bn.cli.main import app
 from fl_bn.flower.log import LOGGER
-from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.sweep import cells as cells_module
 from fl_bn.sweep.attack_grid import (
     COLUMNS,
@@ -24,19 +20,18 @@ from fl_bn.sweep.attack_grid import (
     Score,
     Scores,
     Setting,
-    as_text,
     grid_sweep,
-    parse_axes,
     read_scores,
     run_grid,
     table,
-    write,
 )  # fmt: skip
 from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.file import Sweep
 from fl_bn.sweep.run import Place, plan, run
+from tests.experiment.inside import RunConfig, ends_well, ends_with_a_sentence, override, refusing
 from tests.experiment.small_data import small_config
 from tests.experiment.test_compare import Threads, finish
+from tests.listed import listed
 
 GRID = Grid(["fbn"], [1.0, 0.1], [2], ["mean", "nnm+median"], ["sign-flip", "foe"])
 
@@ -52,35 +47,13 @@ def score(last: float, best: float = 90.0, std: float = 1.0, seeds: int = 2) -> 
 # The axes
 
 
-def test_axes_from_text() -> None:
-    grid = parse_axes(" fbn,fedavg ", "1, 0.1,0", "3,1", "mean, nnm+median/krum,", "foe")
-    assert grid == Grid(["fbn", "fedavg"], [1.0, 0.1, 0.0], [3, 1], ["mean", "nnm+median/krum"], ["foe"])
-
-
-@pytest.mark.parametrize(
-    ("axis", "text", "message"),
-    [
-        ("methods", "", "methods needs at least one value"),
-        ("rules", " , ", "rules needs at least one value"),
-        ("attacks", ",", "attacks needs at least one value"),
-        ("heterogeneity", "0.1,few", "heterogeneity must be numbers separated by commas, but got '0.1,few'"),
-        ("byzantine", "1.5", "byzantine must be whole numbers separated by commas, but got '1.5'"),
-        ("byzantine", "", "byzantine needs at least one value"),
-    ],
-)
-def test_axes_that_are_none(axis: str, text: str, message: str) -> None:
-    axes = {"methods": "fbn", "heterogeneity": "1", "byzantine": "1", "rules": "mean", "attacks": "foe"}
-    with pytest.raises(ConfigError, match=message):
-        parse_axes(**{**axes, axis: text})
-
-
 # The cells
 
 
-def test_a_key_that_the_grid_decides_is_refused() -> None:
-    for key in ("output", "method", "attack", "update-rule", "max-failed-rounds"):
-        with pytest.raises(ConfigError, match=f"^fl-bn attack-grid sets {key} for each of its runs itself: leave it out "):
-            grid_sweep(GRID.settings(), [0], {key: "x"}, "a grid")
+@listed("key", ["output", "method", "attack", "update-rule", "max-failed-rounds"])
+def test_a_key_that_the_grid_decides_is_refused(key: str) -> None:
+    with refusing(key):
+        grid_sweep(GRID.settings(), [0], {key: "x"}, "a grid")
     assert grid_sweep(GRID.settings(), [0], {"rounds": 3}, "a grid").keys["rounds"] == 3  # control
 
 
@@ -99,26 +72,7 @@ def test_every_row_has_its_clean_run_its_defence_alone_and_all_attacks_and_no_ru
     assert len(Grid(["fbn", "fedavg"], [0.0], [1, 2], ["mean"], ["foe"]).settings()) == 2 * 2 * 3
 
 
-def test_told_of_one_too_few_under_the_attack_that_was_worst() -> None:
-    scores: Scores = {
-        Setting("fbn", 1.0, 2, 2, "mean", "foe"): score(10),
-        Setting("fbn", 1.0, 2, 2, "nnm+median", "foe"): score(60),
-        Setting("fbn", 1.0, 2, 2, "nnm+median", "sign-flip"): score(50),
-        Setting("fbn", 0.1, 2, 2, "nnm+median", "foe"): score(40),
-    }
-    assert GRID.misdeclared(scores) == [
-        Setting("fbn", 1.0, 2, 1, "nnm+median", "sign-flip"),
-        Setting("fbn", 0.1, 2, 1, "nnm+median", "foe"),  # the only one that finished
-    ]
-    assert GRID.misdeclared({}) == []
-    assert GRID.worst(scores, "fbn", 1.0, 2, "mean") == "foe"
-    assert GRID.worst(scores, "fbn", 0.1, 2, "mean") == ""
-
-
-@pytest.mark.parametrize(
-    ("rule", "statistics", "updates"),
-    [("mean", "mean", "mean"), ("nnm+median", "nnm+median", "nnm+median"), ("nnm+median/krum", "nnm+median", "krum")],
-)
+@listed(("rule", "statistics", "updates"), [("mean", "mean", "mean"), ("nnm+median/krum", "nnm+median", "krum")])
 def test_a_settings_config(rule: str, statistics: str, updates: str, tmp_path: Path) -> None:
     (cell,) = grid_cells([Setting("fbn", 0.1, 2, 1, rule, "foe")], tmp_path, [5], **{"rounds": 7, "learning-rate": 0.2})
     made = cell.config
@@ -130,40 +84,6 @@ def test_a_settings_config(rule: str, statistics: str, updates: str, tmp_path: P
     assert (made.output, made.pictures) == (str((tmp_path / "runs").resolve()), False)
     (cell,) = grid_cells([Setting("fbn", 0.1, 0, 0, "mean", "none")], tmp_path, partition="dirichlet")
     assert cell.config.partition == "dirichlet"
-
-
-def test_every_cell_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    cells = grid_cells(GRID.settings(), tmp_path, [0, 1])
-    assert len({cell.path for cell in cells}) == len(cells) == 2 * len(GRID.settings())
-    first = GRID.settings()[0].place
-    assert [cell.config.seed for cell in cells if first.items() <= cell.axes.items()] == [0, 1]
-
-
-def test_combinations_that_are_no_setting_are_no_cells(tmp_path: Path) -> None:
-    settings = [Setting("fbn", 1.0, 2, 1, "median", "foe"), Setting("fedavg", 0.1, 2, 1, "median", "sign-flip")]
-    cells = grid_cells(settings, tmp_path)
-    assert [(cell.config.method, cell.config.attack) for cell in cells] == [("fbn", "foe"), ("fedavg", "sign-flip")]
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        (Setting("fbn", 1.0, 0, 0, "mean", "foe"), "attack='foe' has no effect with byzantine=0"),
-        (Setting("fbn", 1.0, 5, 5, "median", "foe"), "among at least 11, but got n=10"),
-        (Setting("nope", 1.0, 1, 1, "median", "foe"), "method must be"),
-        (Setting("fbn", 1.0, 1, 1, "medain", "foe"), "statistics-rule must be"),
-    ],
-)
-def test_a_setting_that_makes_no_sense_is_refused_before_anything_runs(setting: Setting, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        grid_cells([setting], tmp_path)
-
-
-def test_a_folder_with_another_run_is_refused(tmp_path: Path) -> None:
-    (cell,) = grid_cells(GRID.settings()[:1], tmp_path, rounds=3)
-    finish(cell, [0.1, 0.2, 0.3])
-    with pytest.raises(ConfigError, match="holds another run"):
-        grid_cells(GRID.settings()[:1], tmp_path, rounds=4)
 
 
 # The scores
@@ -182,16 +102,8 @@ def test_scores_are_means_over_finished_seeds_in_percent(tmp_path: Path) -> None
     assert (got.last, got.best, got.seeds) == (pytest.approx(60), pytest.approx(75), 2)
     assert got.std == pytest.approx(math.sqrt(200))  # of 70 and 50
     finish(of[other.place["attackers"], 1], [None, 0.25, 0.25])
+    finish(of[other.place["attackers"], 2], [None, None, None])  # every client failed to evaluate its own model, say
     assert read_scores([setting, other], cells)[other] == Score(25.0, 0.0, 25.0, 1)
-
-
-def test_a_finished_run_that_was_never_evaluated_has_no_score(tmp_path: Path) -> None:
-    """Every client failed to evaluate its own model, say: no reason to lose the scores of all the others."""
-    clean, told = GRID.settings()[:2]
-    cells = grid_cells([clean, told], tmp_path, rounds=1)
-    finish(cells[0], [0.5])
-    finish(cells[1], [None])
-    assert read_scores([clean, told], cells) == {clean: Score(50.0, 0.0, 50.0, 1)}
 
 
 BY_HAND: Scores = {
@@ -218,60 +130,9 @@ def test_the_table_by_hand() -> None:
     assert all(tuple(row) == COLUMNS for row in table(GRID, BY_HAND))
 
 
-def test_the_worst_attack_is_that_of_the_lowest_mean_not_of_the_lowest_best() -> None:
-    """FOE: lower at the end; sign flip: lower over time. The best-over-time column is the lowest of any attack."""
-    first, second, *_ = table(GRID, BY_HAND)
-    assert (first["worst attack"], first["worst best-over-time"]) == ("foe", 70)
-    assert (second["worst attack"], second["worst best-over-time"]) == ("sign-flip", 84.5)
-
-
-def test_an_accuracy_of_0_is_no_missing_one() -> None:
-    scores = {setting: score(0.0, best=0.0, std=0.0) for setting in [*GRID.settings(), *GRID.misdeclared(BY_HAND)]}
-    (*_, row) = [row for row in table(GRID, scores) if row["heterogeneity"] == 1.0]
-    assert [row[k] for k in ("no attack, no defence", "worst last", "worst std", "worst best-over-time", "one too few declared")] == [
-        0.0
-    ] * 5
-
-
-@pytest.mark.parametrize(("value", "text"), [(None, "-"), (83.333, "83.3"), (0.0, "0"), (100.0, "100"), (3, "3"), ("foe", "foe")])
-def test_what_is_shown(value: Any, text: str) -> None:
-    assert as_text(value) == text
-
-
 def read(file: Path) -> list[list[str]]:
     with file.open(newline="") as source:
         return list(csv.reader(source))
-
-
-def test_what_is_written(tmp_path: Path) -> None:
-    write(GRID, BY_HAND, "a grid by hand", tmp_path / "new" / "folder")
-    folder = tmp_path / "new" / "folder"
-    cells = read(folder / "cells.csv")
-    assert cells[0] == ["method", "heterogeneity", "byzantine", "declared", "rule", "attack", "last", "std", "best", "seeds"]
-    assert len(cells) == 1 + len(BY_HAND)
-    assert cells[4] == ["fbn", "1.0", "2", "2", "mean", "sign-flip", "30.00", "5.00", "70.00", "2"]
-    rows = read(folder / "table.csv")
-    assert rows[0] == list(COLUMNS)
-    assert rows[2] == ["fbn", "1", "2", "nnm+median", "95", "91", "82", "sign-flip", "80", "1", "84.5", "44", "2"]
-    assert rows[3][4:] == ["-"] * 8 + ["0"]
-    text = (folder / "table.md").read_text()
-    assert text.startswith("a grid by hand. Test accuracy in percent, means over seeds.\n\n| method | heterogeneity |")
-    assert "| fbn | 1 | 2 | mean | 95 | 94 | 20 | foe | 10 | 2 | 70 | - | 1 |" in text
-    assert {len(line.split("|")) for line in text.splitlines() if line.startswith("|")} == {len(COLUMNS) + 2}
-    for name in ("last", "best"):
-        with Image.open(folder / f"heat-map-f2-{name}.png") as image:
-            assert image.format == "PNG"
-            assert min(image.size) > 100
-            assert len(np.unique(np.asarray(image.convert("L")))) > 10
-    assert not (folder / "heat-map-f1-last.png").exists()
-
-
-def test_nothing_finished_is_written_as_nothing(tmp_path: Path) -> None:
-    write(GRID, {}, "nothing", tmp_path)
-    assert len(read(tmp_path / "cells.csv")) == 1
-    assert len(read(tmp_path / "table.csv")) == 1 + 4
-    with Image.open(tmp_path / "heat-map-f2-last.png") as image:
-        assert min(image.size) > 100
 
 
 # Running it
@@ -310,7 +171,6 @@ def test_a_run_of_the_grid(too_few: bool, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(cells_module, "run_cell", run_cell)
     grid = Grid(["fbn"], [1.0], [2], ["mean", "nnm+median"], ["sign-flip", "foe"])
 
-
     def perform(sweep: Sweep, retry: bool) -> dict[str, str]:
         return run(sweep, plan(sweep, tmp_path, retry=retry), tmp_path, Place(jobs=1), lambda done, total: None)
 
@@ -326,29 +186,10 @@ def test_a_run_of_the_grid(too_few: bool, tmp_path: Path, monkeypatch: pytest.Mo
     assert len(ran) - count == len(errors)  # what finished is not repeated
 
 
-def options(values: dict[str, Any]) -> str:
-    return " ".join(f"{key}={value!r}" for key, value in values.items())
-
-
 def test_a_tiny_grid_from_the_command_line(tmp_path: Path, in_threads: None) -> None:
     args = ["--methods", "fbn", "--heterogeneity", "1", "--byzantine", "1", "--rules", "mean,nnm+median", "--attacks", "foe,nan"]
-    made = CliRunner().invoke(
-        app,
-        [
-            "attack-grid",
-            *args,
-            "--seeds",
-            "1",
-            "--jobs",
-            "1",
-            "--output",
-            str(tmp_path / "out"),
-            "--run-config",
-            options(small_config(tmp_path)),
-        ],
-    )
-    assert made.exit_code == 0, made.output
-    assert "Test accuracy in percent" in made.output
+    where = ["--seeds", "1", "--jobs", "1", "--output", tmp_path / "out", "--run-config", override(small_config(tmp_path))]
+    assert "Test accuracy in percent" in ends_well("attack-grid", *args, *where)
     rows = read(tmp_path / "out" / "table.csv")
     assert [row[3] for row in rows[1:]] == ["mean", "nnm+median"]
     assert all("-" not in row[4:11] for row in rows[1:])
@@ -364,18 +205,22 @@ def test_a_tiny_grid_from_the_command_line(tmp_path: Path, in_threads: None) -> 
         assert min(image.size) > 100
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
+@listed(
+    ("args", "about"),
     [
-        (["--byzantine", "few"], "ConfigError: byzantine must be whole numbers separated by commas, but got 'few'"),
-        (["--rules", "medain"], "statistics-rule must be mean, median,"),
-        (["--byzantine", "5"], "among at least 11, but got n=10"),
-        (["--byzantine", "0"], "has no effect with byzantine=0"),
-        (["--run-config", "roundz=3"], "ConfigError: unknown config key 'roundz'"),
+        (["--methods", ""], "methods"),
+        (["--methods", "nope"], "method"),
+        (["--rules", " , "], "rules"),
+        (["--attacks", ","], "attacks"),
+        (["--heterogeneity", "0.1,few"], "heterogeneity"),
+        (["--byzantine", "1.5"], "byzantine"),
+        (["--byzantine", ""], "byzantine"),
+        (["--byzantine", "0"], "byzantine=0"),
+        (["--byzantine", "5"], "n=10"),
+        (["--rules", "medain"], "statistics-rule"),
+        (["--run-config", "roundz=3"], "'roundz'"),
     ],
 )
-def test_bad_input_ends_with_a_sentence_before_anything_runs(args: list[str], message: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["attack-grid", "--output", str(tmp_path / "out"), *args])
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
+def test_bad_input_ends_with_a_sentence_before_anything_runs(args: list[str], about: str, tmp_path: Path) -> None:
+    ends_with_a_sentence("attack-grid", "--output", tmp_path / "out", *args, about=about)
     assert not (tmp_path / "out").exists()

@@ -1,26 +1,40 @@
-"""Callbacks: when each is called, from every door, and what TensorBoard has after every round."""
+"""Callbacks: when each is called, from every door; the best model and the early end; and TensorBoard after every round."""
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import nn
+from torch import Tensor, nn
 
-from fl_bn import Callback, Federation, SeededBatches, methods
-from fl_bn.federation.callbacks import Callbacks
-from fl_bn.federation.local import Samples
-from fl_bn.federation.record import RoundRecord
+from fl_bn import Callback, EarlyStop, Federation, KeepBest, Regression, SeededBatches, Task, methods
+from fl_bn.federation.callbacks import Callbacks, Running
 from fl_bn.flower import RunFailed, run_in_process
-from fl_bn.run.config import ConfigError, RunConfig
-from tests.experiment.resuming import small_run
+from fl_bn.methods import METHODS, Role
+from fl_bn.task import CLASSIFICATION
+from tests.experiment.inside import RoundRecord, RunConfig, Samples, config, refusing, rows, run_centralised
+from tests.experiment.resuming import run as run_of_keys
+from tests.experiment.resuming import small_run, stopped
 from tests.in_process import WatchedGrid, client_app, run
 from tests.kept import Kept
+from tests.listed import listed
 
 MADE: list[Told] = []
+Tensors = dict[str, Tensor]
+
+
+def scalars(folder: Path) -> dict[str, dict[int, float]]:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
 
 class Told(Kept):
@@ -52,66 +66,80 @@ class NoCallback:
         raise AssertionError("it was made")
 
 
-def scalars(folder: Path) -> dict[str, dict[int, float]]:
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+class Scripted(Callback):
+    """Replaces what was evaluated by values that the test names; None: no value. It stands before the callbacks under test."""
+
+    def __init__(self, *values: float | None) -> None:
+        self.values = values
+
+    def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
+        value = self.values[min(record.round, len(self.values)) - 1]
+        if value is None:
+            del record.evaluation["accuracy"]
+        else:
+            record.evaluation["accuracy"] = value
 
 
-def federation(callbacks: list[Callback], **options: object) -> Federation:
+class Models(Callback):
+    """Keeps a copy of the model after every round."""
+
+    def on_start(self, running: Running) -> None:
+        self.running, self.models = running, dict[int, Tensors]()
+
+    def on_round(self, record: RoundRecord, rounds: int) -> None:
+        self.models[record.round] = dict(self.running.arrays())
+
+
+def same(one: Tensors, other: Tensors) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def federation(callbacks: list[Callback], method: str = "fedavg", **options: Any) -> Federation:
     x = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
     clients = [SeededBatches(x[i::3], torch.arange(8) % 2, batch_size=4) for i in range(3)]
-    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-    return Federation(net, methods.fixbn(), clients, test=clients[0], progress=False, callbacks=callbacks, **options)  # type: ignore[arg-type]
+    options = {"test": clients[0], **options}
+    return Federation(net(), METHODS[method](), clients, progress=False, callbacks=callbacks, **options)
 
 
-def test_of_a_federation() -> None:
-    kept = Kept()
+@pytest.fixture(autouse=True)
+def heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="flwr")
+
+
+# When they are called
+
+
+def test_of_a_federation_that_ends_and_of_one_that_is_left_early() -> None:
+    kept, left = Kept(), Kept()
     list(federation([kept], evaluate_every=2).run(3))
     assert kept.calls == ["round 1/3", "evaluation 2/3", "round 2/3", "evaluation 3/3", "round 3/3", "end"]
-    assert kept.ends == [None]
+    next(iter(federation([left]).run(3)))
+    assert left.calls[-1] == "end"
+    assert kept.ends == left.ends == [None]
 
 
-def test_a_federation_that_is_left_early_ends_without_an_error() -> None:
-    kept = Kept()
-    for _ in federation([kept]).run(3):
-        break
-    assert kept.calls[-1] == "end"
-    assert kept.ends == [None]
+def test_of_a_strategy_and_of_a_run_that_fails(tiny_clients: Callable[..., list[Samples]]) -> None:
+    def break_down(client: int, what: str) -> None:
+        raise RuntimeError("no")
 
-
-def test_of_a_strategy(tiny_clients: Callable[..., list[Samples]]) -> None:
-    kept = Kept()
-    ran = run(methods.fedavg(), tiny_clients((3, 7, 5)), 2, policy={"evaluate_every": 2})
+    kept, failed, clients = Kept(), Kept(), tiny_clients((3, 7, 5))
+    ran = run(methods.fedavg(), clients, 2, policy={"evaluate_every": 2})
     ran.strategy.callbacks = Callbacks([kept])
     ran.strategy.evaluate = lambda model: {"accuracy": 0.5}
     ran.strategy.start(ran.grid, num_rounds=2)
     assert kept.calls == ["round 1/2", "evaluation 2/2", "round 2/2", "end"]
-
-
-def test_a_run_that_fails_says_so(tiny_clients: Callable[..., list[Samples]]) -> None:
-    def break_down(client: int, what: str) -> None:
-        raise RuntimeError("no")
-
-    clients, kept = tiny_clients((3, 7, 5)), Kept()
     ran = run(methods.fedavg(), clients, 1)
-    ran.strategy.callbacks = Callbacks([kept])
-    grid = WatchedGrid(client_app(methods.fedavg(), clients, disturb=break_down), 3)
+    ran.strategy.callbacks = Callbacks([failed])
     with pytest.raises(RunFailed):
-        ran.strategy.start(grid, num_rounds=9)
-    assert kept.calls == ["round 1/9", "round 2/9", "round 3/9", "end"]
-    assert isinstance(kept.ends[0], RunFailed)
-
-
-def test_everyone_is_told_of_the_end_also_where_another_fails() -> None:
-    class Fails(Callback):
-        def on_end(self, error: BaseException | None) -> None:
-            raise OSError("the tracker is gone")
-
-    before, after = Kept(), Kept()
-    with pytest.raises(OSError, match="the tracker is gone"):
-        list(federation([before, Fails(), after]).run(1))
-    assert before.calls[-1] == after.calls[-1] == "end"
+        ran.strategy.start(WatchedGrid(client_app(methods.fedavg(), clients, disturb=break_down), 3), num_rounds=9)
+    assert failed.calls == ["round 1/9", "round 2/9", "round 3/9", "end"]
+    assert isinstance(failed.ends[0], RunFailed)
 
 
 def test_of_a_run_config_with_tensorboard_written_every_round(tmp_path: Path) -> None:
@@ -130,19 +158,18 @@ def test_of_a_run_config_with_tensorboard_written_every_round(tmp_path: Path) ->
     assert found["loss"][3] == pytest.approx(told.records[2].loss, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
+@listed(
+    ("name", "about"),
     [
-        (f"{__name__}:NoCallback", "must derive from fl_bn.Callback, but derives from object"),
-        (f"{__name__}:nobody", "expected a function 'nobody' in"),
-        ("no_such_module:Tracker", "there is no module 'no_such_module'"),
-        ("os:system", "os is Python's own"),
-        (f"{__name__}:Told,os:system", "os is Python's own"),  # the first is not made either
+        (f"{__name__}:NoCallback", "fl_bn.Callback"),
+        (f"{__name__}:nobody", "'nobody'"),
+        ("no_such_module:Tracker", "'no_such_module'"),
+        (f"{__name__}:Told,os:system", "os"),  # the first is not made either
     ],
 )
-def test_a_name_that_is_no_callback_is_refused_before_there_is_a_folder(name: str, message: str, tmp_path: Path) -> None:
+def test_a_name_that_is_no_callback_is_refused_before_there_is_a_folder(name: str, about: str, tmp_path: Path) -> None:
     MADE.clear()
-    with pytest.raises(ConfigError, match=message):
+    with refusing(about):
         run_in_process(small_run(tmp_path, callbacks=name))
     assert not (tmp_path / "run").exists()
     assert not MADE
@@ -150,7 +177,133 @@ def test_a_name_that_is_no_callback_is_refused_before_there_is_a_folder(name: st
 
 def test_a_function_that_makes_no_callback_is_refused_before_a_round(tmp_path: Path) -> None:
     """A function is called with the run's folder, so the folder is there: the control of the test above."""
-    with pytest.raises(ConfigError, match="must make a fl_bn.Callback, but made a str"):
+    with refusing("fl_bn.Callback", "str"):
         run_in_process(small_run(tmp_path, callbacks=f"{__name__}:none"))
+    assert [file.name for file in tmp_path.glob("run/model.safetensors")] == []
     assert (tmp_path / "run").is_dir()
-    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+# The best model, and the early end
+
+
+def test_the_best_model_is_kept_and_loads_into_your_network(tmp_path: Path) -> None:
+    models, path = Models(), tmp_path / "best.safetensors"
+    list(federation([Scripted(0.5, 0.9, 0.7, math.nan, 0.9), models, KeepBest(path)]).run(5))
+    kept = load_file(path)
+    assert same(kept, models.models[2])
+    assert not same(kept, models.models[5])  # control: the last
+    net().load_state_dict(kept)
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["round"] == "2"
+
+
+def test_where_clients_keep_tensors_their_networks_are_kept_beside_it(tmp_path: Path) -> None:
+    path, own = tmp_path / "best.safetensors", dict[int, Tensors]()
+    fed = federation([Scripted(0.5, 0.9, 0.7), KeepBest(path)], "fedbn")
+    for record in fed.run(3):
+        if record.round == 2:
+            own = {i: fed.client_model(i).state_dict() for i in range(3)}
+    for client, expected in own.items():
+        kept = load_file(tmp_path / f"best-client-{client}.safetensors")
+        assert same(kept, expected)
+        assert not same(kept, fed.client_model(client).state_dict())  # control: those of the last round
+    assert "1.running_mean" not in load_file(path)
+
+
+@listed(
+    ("values", "patience", "rounds"),
+    [
+        ((0.1, 0.2, 0.3, 0.4, 0.5), 1, 5),
+        ((0.1, 0.5, 0.4, 0.5, 0.9), 2, 4),  # as good is not better
+        ((0.1, 0.5, 0.4, 0.6, 0.5), 2, 5),
+        ((math.nan, math.nan, 0.9), 2, 2),  # no number is no best
+        ((0.5, 0.6, None, 0.6, 0.6), 2, 5),  # an evaluation that lacks the metric is left out
+        ((0.5, 0.4), 1, 2),
+    ],
+)
+def test_a_run_ends_where_evaluations_do_not_improve(values: tuple[float | None, ...], patience: int, rounds: int) -> None:
+    assert len([*federation([Scripted(*values), EarlyStop(patience)]).run(5)]) == rounds
+
+
+def told(callback: EarlyStop, metric: str, *values: float, task: Any = CLASSIFICATION) -> str:
+    """Return the reason to end, after evaluations with these values."""
+    running = Running(task, dict)
+    callback.on_start(running)
+    for round, value in enumerate(values, 1):
+        callback.on_evaluation(RoundRecord(round, "train", 0.1, evaluation={metric: value}), 9)
+    return running.reason
+
+
+def test_by_another_metric_and_where_less_is_better() -> None:
+    class Low(Task):
+        name, metric, higher_is_better = "low", "error", False
+
+    assert "loss" in told(EarlyStop(1, "loss"), "loss", 0.5, 0.6)
+    assert not told(EarlyStop(1, "loss"), "loss", 0.5, 0.4)
+    assert told(EarlyStop(1), "error", 0.5, 0.6, task=Low)
+    assert not told(EarlyStop(1), "error", 0.5, 0.4, task=Low)
+    assert told(EarlyStop(1, "mae", higher_is_better=False), "mae", 0.5, 0.6, task=Regression())
+    assert told(EarlyStop(1, least=0.1), "accuracy", 0.5, 0.55)
+    assert not told(EarlyStop(1, least=0.01), "accuracy", 0.5, 0.55)
+
+
+def test_what_early_stop_cannot_watch_is_refused() -> None:
+    with refusing("'auc'", "accuracy", by=ValueError):
+        told(EarlyStop(1, "auc"), "accuracy", 0.5)
+    with refusing("'accuracy'", "loss", by=ValueError):
+        list(federation([Scripted(None, 0.5), EarlyStop(patience=2)]).run(2))
+    for wrong, about in (({"patience": 0}, "patience"), ({"patience": 1, "least": -1}, "least")):
+        with refusing(about, by=ValueError):
+            EarlyStop(**wrong)
+
+
+def test_where_nothing_is_evaluated_they_say_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    list(federation([EarlyStop(1), KeepBest(tmp_path / "best.safetensors")], test=None).run(2))
+    assert "EarlyStop had no effect" in caplog.text
+    assert "KeepBest had no effect" in caplog.text
+    assert not (tmp_path / "best.safetensors").exists()
+
+
+ENDING = {"rounds": 30, "evaluate_every": 1, "keep_best": True, "learning_rate": 0.0001}
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedbn"])
+def test_of_the_application_by_two_keys(method: str, tmp_path: Path) -> None:
+    values = small_run(tmp_path, method=method, early_stop=2, checkpoint_every=0, **ENDING)
+    path = run_of_keys(values)
+    accuracies = [float(row["accuracy"]) for row in rows(path / "rounds.csv")]
+    best = accuracies.index(max(accuracies)) + 1
+    assert len(accuracies) == best + 2 < 30
+    summary = (path / "summary.md").read_text()
+    assert f"**The run ended early** after {len(accuracies)} of 30 rounds" in summary
+    assert "chosen on the test data, so its number is optimistic" in summary
+    with safe_open(path / "best.safetensors", "pt") as file:
+        assert file.metadata()["round"] == str(best)
+        assert set(file.keys()) == set(load_file(path / "model.safetensors"))
+    personal = METHODS[method]().keeps(Role.STATISTIC)
+    assert len([*path.glob("clients/client-*.safetensors")]) == (values["clients"] if personal else 0)
+
+
+def test_a_run_of_the_application_that_was_resumed_counts_the_rounds_before(tmp_path: Path) -> None:
+    whole = run_of_keys(small_run(tmp_path / "whole", early_stop=4, **ENDING))
+    values = small_run(tmp_path / "pieces", early_stop=4, **ENDING)
+    stopped(values, at=3)
+    path = run_of_keys({**values, "resume": "run", "name": ""})
+    assert len(rows(path / "rounds.csv")) == len(rows(whole / "rounds.csv")) < 30
+    for file in ("best.safetensors", "model.safetensors"):
+        assert same(load_file(path / file), load_file(whole / file))
+
+
+def test_of_centralised_training(tmp_path: Path) -> None:
+    directory = run_centralised(config(small_run(tmp_path, early_stop=1, checkpoint_every=0, method="fedavg", **ENDING)))
+    assert len(directory.records) < 30
+    assert directory.path is not None
+    assert (directory.path / "best.safetensors").exists()
+
+
+def test_accuracy_before_and_after_local_training_in_the_files(tmp_path: Path) -> None:
+    path = run_of_keys(small_run(tmp_path, rounds=2, local_evaluation=True, checkpoint_every=0))
+    trained = [row for row in rows(path / "clients.csv") if row["steps"]]
+    assert trained
+    assert all(0 <= float(row[f"accuracy-{when}"]) <= 1 for row in trained for when in ("before", "after"))
+    assert "before training, " in (path / "summary.md").read_text()

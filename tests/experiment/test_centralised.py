@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_bn.run.assembly import dataset, partitions, source_model
-from fl_bn.run.centralised import run_centralised
-from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.methods import METHODS, Refresh
+from tests.experiment import inside
+from tests.experiment.inside import RunConfig, dataset, partitions, refusing, run_centralised, source_model
+from tests.listed import listed
 
 BATCH, MOMENTUM, DECAY, RATES = 8, 0.9, 0.01, (0.5, 0.5, 0.25, 0.25)
 SMALL = {
@@ -53,7 +54,7 @@ def network(classes: int, channels: int, image_size: int) -> nn.Module:
 
 
 def config(**overrides: Any) -> RunConfig:
-    return RunConfig.from_mapping({**SMALL, **{key.replace("_", "-"): value for key, value in overrides.items()}})
+    return inside.config(SMALL, **inside.kebab(overrides))
 
 
 def losses(of: RunConfig) -> list[float]:
@@ -145,25 +146,32 @@ def test_statistics_freeze_after_half_of_the_rounds_with_fixbn() -> None:
     assert slower[:2] == found[:2]
 
 
-@pytest.mark.parametrize("method", ["fbn", "hbn", "fedbn", "silobn", "single", "fedtan", "fedavg-alg2", "static-bn"])
+FEDERATED = [
+    name
+    for name, make in METHODS.items()
+    if (method := make()).pools or method.exchanges or method.evaluates_at_clients or method.refresh is not Refresh.NOTHING
+]
+
+
+@listed("method", FEDERATED)
 def test_a_method_of_federation_alone_is_refused(method: str) -> None:
-    overrides = {"update": "weights"} if method in ("fedtan", "fedavg-alg2") else {}
-    with pytest.raises(ConfigError, match=rf"^method='{method}' needs clients that keep, report or exchange"):
+    overrides = {"update": "weights"} if METHODS[method]().exchanges else {}
+    with refusing(f"method='{method}'"):
         run_centralised(config(method=method, **overrides))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
+@listed(
+    ("overrides", "key"),
     [
-        ({"byzantine": 1, "attack": "alie"}, "leave out byzantine, which is 1"),
-        ({"server_optimizer": "fedadam"}, "leave out server-optimizer, which is 'fedadam'"),
-        ({"objective": "fedprox", "update": "weights"}, "leave out objective, which is 'fedprox'"),
-        ({"join_rounds": "1:2"}, "leave out join-rounds, which is '1:2'"),
-        ({"declared_byzantine": 1, "update_rule": "median"}, "leave out statistics-rule, update-rule and declared-byzantine"),
+        ({"byzantine": 1, "attack": "alie"}, "byzantine"),
+        ({"server_optimizer": "fedadam"}, "server-optimizer"),
+        ({"objective": "fedprox", "update": "weights"}, "objective"),
+        ({"join_rounds": "1:2"}, "join-rounds"),
+        ({"declared_byzantine": 1, "update_rule": "median"}, "update-rule"),
     ],
 )
-def test_what_only_clients_and_servers_have_is_refused(overrides: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_only_clients_and_servers_have_is_refused(overrides: dict[str, Any], key: str) -> None:
+    with refusing(key):
         run_centralised(config(**overrides))
 
 

@@ -11,21 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
-from fl_bn.flower.log import LOGGER
 from fl_bn.run.centralised import WITHOUT_EFFECT
-from fl_bn.run.config import ConfigError
-from fl_bn.run.overrides import parse_overrides
-from fl_bn.run.plot import plot
-from fl_bn.run.run_directory import to_toml
 from fl_bn.sweep import cells as cells_module
-from fl_bn.sweep.cells import Cell, run_cell, run_cells
-from fl_bn.sweep.compare import Curves, Variant, check_metric, comparison, read_curves, table, write
-from fl_bn.sweep.file import Sweep
+from fl_bn.sweep.cells import Cell, run_cells
+from fl_bn.sweep.compare import Variant, check_metric, comparison, read_curves, table, write
+from fl_bn.sweep.file import Sweep, parse
+from tests.experiment.inside import kebab, parse_overrides, refusing, to_toml
+from tests.listed import listed
+
+DECIDED = ("output='x'", "name='mine'", "resume='latest'", "pictures=true", "method='gn'", "early-stop=2")
+"""Keys that the comparison sets itself."""
 
 
-@pytest.mark.parametrize(
+@listed(
     ("text", "method", "overrides"),
     [
         ("fbn", "fbn", {}),
@@ -40,8 +39,7 @@ def test_a_variant_from_text(text: str, method: str, overrides: dict[str, Any]) 
 
 
 def compared(*variants: str, seeds: Sequence[int] = (0,), **base: Any) -> Sweep:
-    keys = {key.replace("_", "-"): value for key, value in base.items()}
-    return comparison([Variant.parse(text) for text in variants], seeds, keys, "a comparison")
+    return comparison([Variant.parse(text) for text in variants], seeds, kebab(base), "a comparison")
 
 
 def test_a_variants_config_is_the_base_with_its_own_keys(tmp_path: Path) -> None:
@@ -52,18 +50,33 @@ def test_a_variants_config_is_the_base_with_its_own_keys(tmp_path: Path) -> None
     assert "/" not in config.name
     (cell,) = compared("centralised").cells(tmp_path)
     assert (cell.config.method, cell.centralised) == ("fedavg", True)
-    with pytest.raises(ConfigError, match="method fbn:round=7, seed 0: unknown config key 'round'"):
-        compared("fbn:round=7").cells(tmp_path)
-
-
-def test_the_plan_completes_one_seed_after_the_other(tmp_path: Path) -> None:
     cells = compared("fbn", "gn", seeds=[3, 4], rounds=2).cells(tmp_path)
     assert [(cell.config.method, cell.config.seed) for cell in cells] == [("fbn", 3), ("gn", 3), ("fbn", 4), ("gn", 4)]
     assert len({cell.path for cell in cells}) == 4
-    with pytest.raises(ConfigError, match="every variant must be given once"):
-        compared("fbn", "fbn")
-    with pytest.raises(ConfigError, match="only in punctuation would share a folder"):
-        compared("fbn:rounds=1;clients=2", "fbn:rounds=1 clients=2").cells(tmp_path)
+
+
+@listed(
+    ("variants", "base", "about"),
+    [
+        (["fbn:round=7"], {}, "'round'"),
+        (["fbn", "fbn"], {}, "fbn"),
+        (["fbn:rounds=1;clients=2", "fbn:rounds=1 clients=2"], {}, "folder"),  # they differ in punctuation alone
+        (["fbn:seed=3"], {}, "seed"),
+        (["fedavg", "gn:validation-share=0.3"], {"clients": 2}, "validation"),  # they would be tested on other samples
+        (["fedavg", "gn:evaluate-on='training'"], {"clients": 2}, "training"),
+        *((["fbn"], parse_overrides(key), key.partition("=")[0]) for key in DECIDED),
+        *(([f"fbn:{key}"], {}, key.partition("=")[0]) for key in DECIDED),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_by_name(variants: list[str], base: dict[str, Any], about: str, tmp_path: Path) -> None:
+    with refusing(about):
+        check_metric(compared(*variants, **base).cells(tmp_path))
+
+
+def test_control_other_keys_are_taken(tmp_path: Path) -> None:
+    assert compared("fbn", rounds=3).keys == {"rounds": 3}
+    check_metric(compared("fedavg", "gn", clients=2, validation_share=0.3).cells(tmp_path))
+    assert [cell.centralised for cell in compared("fedavg", "centralised", client_weights="uniform").cells(tmp_path)] == [False, True]
 
 
 def finish(cell: Cell, accuracies: list[float | None]) -> None:
@@ -80,33 +93,9 @@ def cells(folder: Path, *variants: str, seeds: int = 2, rounds: int = 3) -> list
     return compared(*variants, seeds=range(seeds), rounds=rounds, evaluate_every=2).cells(folder)
 
 
-def test_what_counts_as_finished(tmp_path: Path) -> None:
-    (cell,) = cells(tmp_path, "fbn", seeds=1)
-    assert not cell.finished()
-    finish(cell, [None, 0.5])
-    assert not cell.finished()  # a round is missing
-    finish(cell, [None, 0.5, 0.6])
-    assert cell.finished()
-    with pytest.raises(ConfigError, match=r"fbn-seed0 holds another run \(rounds is 3 there, 4 here\): give another output folder"):
-        cells(tmp_path, "fbn", seeds=1, rounds=4)
-    (cell.path / "cell.json").unlink()
-    assert not cell.finished()
-
-
 class Threads(ThreadPoolExecutor):
     def __init__(self, jobs: int, mp_context: object, initializer: object) -> None:
         super().__init__(jobs)
-
-
-def test_the_rest_of_an_interrupted_run_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (cell,) = cells(tmp_path, "fbn", seeds=1)
-    finish(cell, [None])
-    found: list[bool] = []
-    monkeypatch.setattr(LOGGER, "handlers", [])
-    monkeypatch.setattr(cells_module, "run_in_process", lambda config: found.append(cell.path.exists()))
-    run_cell(cell)
-    assert found == [False]
-    assert (tmp_path / "runs" / "fbn-seed0.log").exists()
 
 
 def test_finished_cells_are_not_repeated_and_failing_ones_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +139,9 @@ def test_the_table_by_hand(tmp_path: Path) -> None:
     ]
     write(curves, "three methods", tmp_path)
     assert "| fbn | 75.0 (7.1) | 85.0 (7.1) | 2 |" in (tmp_path / "table.md").read_text()
-    assert "| hbn | failed | failed | 0 of 2 |" in (tmp_path / "table.md").read_text()
+    text = (tmp_path / "table.md").read_text()
+    assert "| hbn | failed | failed | 0 of 2 |" in text
+    assert ("Test accuracy" in text, "Validation" in text) == (True, False)
     with (tmp_path / "table.csv").open() as file:
         assert list(csv.reader(file))[1:] == [
             ["fedavg", "85.000", "7.071", "85.000", "7.071", "2", "2"],
@@ -159,44 +150,6 @@ def test_the_table_by_hand(tmp_path: Path) -> None:
     with (tmp_path / "curves.csv").open() as file:
         assert list(csv.reader(file))[1:4] == [["fbn", "0", "1", "20.000"], ["fbn", "0", "2", "90.000"], ["fbn", "0", "3", "70.000"]]
     assert (tmp_path / "comparison.png").stat().st_size > 10_000
-
-
-def test_a_mean_of_some_of_the_runs_does_not_look_like_one_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the picture: its label, its shade, and its place in the legend. Control: with all its runs it is drawn as the others."""
-    values = {"fbn": np.array([[20.0, 40.0], [30.0, 50.0]]), "gn": np.array([[50.0, 60.0]])}
-    rounds, drawn = {"fbn": [1, 2], "gn": [1, 2]}, list[tuple[str, Any]]()
-
-    def kept(figure: Figure, path: Path) -> None:
-        legend = figure.axes[0].get_legend()
-        assert legend is not None
-        looks = {line.get_label(): line for line in figure.axes[0].get_lines()}
-        drawn.extend((text.get_text(), looks[text.get_text()].get_alpha()) for text in legend.texts)
-
-    monkeypatch.setattr(Figure, "savefig", kept)
-    write(Curves(rounds, values, {"fbn": 2, "gn": 3}), "two methods", tmp_path)
-    assert drawn == [("fbn  45.0 ± 7.1", None), ("gn  60.0\n(1 of 3 runs; the others failed)", 0.4)]
-    drawn.clear()
-    write(Curves(rounds, values, {"fbn": 2, "gn": 1}), "two methods", tmp_path)
-    assert drawn == [("gn  60.0", None), ("fbn  45.0 ± 7.1", None)]
-
-
-@pytest.mark.parametrize("key", ["output='x'", "name='mine'", "resume='latest'", "pictures=true", "method='gn'", "early-stop=2"])
-def test_a_key_that_the_comparison_decides_is_refused(key: str) -> None:
-    name = key.partition("=")[0]
-    with pytest.raises(ConfigError, match=rf"^fl-bn compare sets {name} for each of its runs itself: leave it out \("):
-        compared("fbn", **parse_overrides(key))
-    with pytest.raises(ConfigError, match=rf"^fl-bn compare sets {name} for each of its runs itself"):
-        compared(f"fbn:{key}")
-    with pytest.raises(ConfigError, match="a variant cannot set seed"):
-        compared("fbn:seed=3")
-    assert compared("fbn", rounds=3).keys == {"rounds": 3}  # control: others are taken
-
-
-def test_the_table_says_what_the_runs_were_tested_on(tmp_path: Path) -> None:
-    write(Curves({"fbn": [1]}, {"fbn": np.array([[70.0]])}, {"fbn": 1}, split="validation"), "one method", tmp_path)
-    assert "one method. Validation accuracy, mean" in (tmp_path / "table.md").read_text()
-    write(Curves({"fbn": [1]}, {"fbn": np.array([[70.0]])}, {"fbn": 1}), "one method", tmp_path)
-    assert "one method. Test accuracy, mean" in (tmp_path / "table.md").read_text()
 
 
 def test_a_run_that_diverged_is_not_ranked_by_what_it_had_before(tmp_path: Path) -> None:
@@ -217,38 +170,21 @@ def test_a_run_that_diverged_is_not_ranked_by_what_it_had_before(tmp_path: Path)
         assert ["fbn", "0", "3", "nan"] in list(csv.reader(file))
 
 
-def test_one_seed_has_no_standard_deviation_and_no_run_no_picture(tmp_path: Path) -> None:
-    one = Curves({"fbn": [1]}, {"fbn": np.array([[50.0]])}, {"fbn": 1})
-    assert table(one) == [("fbn", "50.0", "50.0", "1")]
-    write(Curves({}, {}, {"fbn": 1}), "nothing", tmp_path)
-    assert not (tmp_path / "comparison.png").exists()
-    assert "| fbn | failed | failed | 0 of 1 |" in (tmp_path / "table.md").read_text()
-
-
-def test_plot_finds_the_runs_of_a_comparison(tmp_path: Path) -> None:
-    for cell in cells(tmp_path, "fbn", "fedavg"):
-        finish(cell, [None, 0.5, 0.6])
-    assert sorted(plot([tmp_path], tmp_path / "all.png")) == ["fbn (2 seeds)", "fedavg (2 seeds)"]
-    assert (tmp_path / "all.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize("own", ["gn:validation-share=0.3", "gn:evaluate-on='training'"])
-def test_runs_that_are_tested_on_other_samples_are_not_compared(own: str, tmp_path: Path) -> None:
-    """Before, one table called all of them test accuracy."""
-    with pytest.raises(ConfigError, match=r"methods are compared on the same samples, but these runs are tested on .*test.* samples"):
-        check_metric(compared("fedavg", own, clients=2).cells(tmp_path))
-    check_metric(compared("fedavg", "gn", clients=2, validation_share=0.3).cells(tmp_path))  # control
-
-
-@pytest.mark.parametrize("key", sorted(WITHOUT_EFFECT))
+@listed("key", sorted(WITHOUT_EFFECT))
 def test_a_centralised_variant_has_no_keys_about_clients(key: str, tmp_path: Path) -> None:
     value = {"calibrate": 2, "client-weights": "'uniform'", "diagnostics": "'drift'", "engine": "'vectorised'"}
     value |= {"payload-dtype": "'bfloat16'", "local-evaluation": "true", "maintain-momentum": "'local'"}
     value |= {"secure-aggregation": "true", "server-learning-rate": 0.5}
-    with pytest.raises(ConfigError, match=f"{key} has no effect in centralised training, which has no clients and no server: leave it out"):
+    with refusing(key):
         compared(f"centralised:{key}={value[key]}").cells(tmp_path)
 
 
-def test_control_keys_of_all_runs_leave_the_centralised_one_as_it_is(tmp_path: Path) -> None:
-    cells = compared("fedavg", "centralised", client_weights="uniform").cells(tmp_path)
-    assert [cell.centralised for cell in cells] == [False, True]
+def test_a_report_has_a_metric_that_its_runs_measure_or_may_measure() -> None:
+    def reported(metric: str, **run: Any) -> Sweep:
+        return parse({"run": {"rounds": 1, **run}, "report": {"metric": metric}}, "a sweep", "", "", {})
+
+    with refusing("'acuracy'", "accuracy"):
+        reported("acuracy")
+    for metric in ("accuracy", "test-loss", "gigabytes", "accuracy-std", "mean-iou", "drift"):
+        assert reported(metric)
+    assert reported("acuracy", task="package.module:function"), "a task of one's own may have any metric"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
 import math
 from pathlib import Path
 from typing import Any
@@ -14,24 +13,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_bn.conversion import convert
-from fl_bn.federation.local import Samples, evaluate
-from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import run_in_process
 from fl_bn.methods import METHODS
-from fl_bn.run.assembly import client_model, dataset
-from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.assembly import client_model
 from fl_bn.run.diagnostics import Diagnostics, Measurement
 from fl_bn.run.gradient_deviation import Batch, gradient_deviations
+from tests.experiment import inside
+from tests.experiment.inside import RoundRecord, RunConfig, Samples, convert, dataset, evaluate, refusing, rows
 from tests.experiment.resuming import run, small_run, stopped
 from tests.experiment.small_data import small_config
 from tests.integration.runs import bits, differences
+from tests.listed import listed
 from tests.methods.centralised import rough_network
+
+SITES = {"dataset": "sites", "data-path": "", "classes": 3, "channels": 1, "image-size": 8}
 
 
 def small(folder: Path, **values: Any) -> RunConfig:
     base = {**small_config(folder), "clients": 3, "rounds": 3, "partition": "classes", "partition-parameter": 2, "evaluate-every": 1}
-    return RunConfig.from_mapping({**base, "method": "fedavg", **values})
+    return inside.config({**base, "method": "fedavg", **values})
 
 
 def values(rows: list[Measurement], quantity: str) -> list[float]:
@@ -44,27 +44,15 @@ def values(rows: list[Measurement], quantity: str) -> list[float]:
 def test_the_training_loss_is_that_of_the_union(tmp_path: Path) -> None:
     config = small(tmp_path)
     data, model = dataset(config), client_model(config)
-    rows = Diagnostics(config, ["training-loss"]).after_round(RoundRecord(1, "train", 0.1), model)
+    found = Diagnostics(config, ["training-loss"]).after_round(RoundRecord(1, "train", 0.1), model)
     whole = evaluate(copy.deepcopy(model), Samples(data.x_train, data.y_train))
-    assert [(row.round, row.layer, row.client, row.quantity) for row in rows] == [
+    assert [(row.round, row.layer, row.client, row.quantity) for row in found] == [
         (1, "", None, "training-loss"),
         (1, "", None, "training-accuracy"),
     ]
-    assert [row.value for row in rows] == pytest.approx([whole.loss, whole["accuracy"]], rel=1e-5)
+    assert [row.value for row in found] == pytest.approx([whole.loss, whole["accuracy"]], rel=1e-5)
     test = evaluate(copy.deepcopy(model), Samples(data.x_test, data.y_test))
-    assert rows[0].value != pytest.approx(test.loss, rel=1e-4)  # control
-
-
-def test_only_evaluated_rounds_are_measured(tmp_path: Path) -> None:
-    config = small(tmp_path, **{"evaluate-every": 2, "rounds": 5})
-    made = Diagnostics(config, ["training-loss"])
-    assert [bool(made.after_round(RoundRecord(n, "train", 0.1), client_model(config))) for n in range(1, 6)] == [
-        False,
-        True,
-        False,
-        True,
-        True,
-    ]
+    assert found[0].value != pytest.approx(test.loss, rel=1e-4)  # control
 
 
 def test_drift_by_hand(tmp_path: Path) -> None:
@@ -169,26 +157,6 @@ def test_the_centralised_gradient_is_plain_torchs_on_the_union(network: str) -> 
     assert forward_only.centralised != pytest.approx(want, rel=1e-3)  # control
 
 
-def test_clients_alike_deviate_nowhere_and_the_more_they_differ_the_more() -> None:
-    model = convert(rough_network("cnn"), METHODS["fedtan"]())
-    alike = gradient_deviations(model, batches(0.0, (6,)) * 3)
-    assert max(alike.squared) < 1e-20
-    means = [float(np.mean(gradient_deviations(model, batches(skew)).squared)) for skew in (0.0, 3.0)]
-    assert 0 < means[0] < means[1]
-
-
-def test_gradients_are_reported_per_client_and_in_the_mean(tmp_path: Path) -> None:
-    config = small(tmp_path)
-    rows = Diagnostics(config, ["gradients"]).after_round(RoundRecord(3, "train", 0.1), client_model(config))
-    assert [(row.client, row.quantity) for row in rows] == [
-        *((i, "gradient-deviation") for i in range(3)),
-        (None, "gradient-deviation"),
-        (None, "centralised-gradient"),
-    ]
-    assert rows[3].value == pytest.approx(np.mean([row.value for row in rows[:3]]))
-    assert rows[3].value > 0
-
-
 # In a run
 
 
@@ -205,47 +173,27 @@ def test_a_run_with_diagnostics_is_the_run_without_and_has_their_file(tmp_path: 
     assert paths["with"] is not None
     assert paths["without"] is not None
     assert differences(bits(paths["with"]), bits(paths["without"])) == []
-    with (paths["with"] / "diagnostics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert {row["round"] for row in rows} == {"2", "3"}
-    assert {row["quantity"] for row in rows} == {
+    found = rows(paths["with"] / "diagnostics.csv")
+    assert {row["round"] for row in found} == {"2", "3"}
+    assert {row["quantity"] for row in found} == {
         "training-loss", "training-accuracy", "mean-moved", "var-moved", "batch-mean-distance", "batch-var-distance", "batch-mean-spread",
         "batch-var-spread", "gradient-deviation", "centralised-gradient",
     }  # fmt: skip
-    assert all(math.isfinite(float(row["value"])) for row in rows)
+    assert all(math.isfinite(float(row["value"])) for row in found)
     assert not (paths["without"] / "diagnostics.csv").exists()
 
 
-def test_measuring_changes_neither_the_model_nor_a_generator(tmp_path: Path) -> None:
-    config = small(tmp_path)
-    model = copy.deepcopy(client_model(config)).train()
-    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    Diagnostics(config, NAMES.split(",")).after_round(RoundRecord(1, "train", 0.1), model)
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert torch.equal(state, torch.get_rng_state())
-    assert all(module.training for module in model.modules())
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("keys", "names", "message"),
+@listed(
+    ("keys", "about"),
     [
-        ({}, ["loss"], "each of diagnostics must be one of training-loss, drift, gradients, but got 'loss'"),
-        ({"method": "fedbn"}, ["training-loss"], "under fedbn every client has a model of its own"),
-        ({"method": "gn"}, ["drift"], "under gn the network has none"),
+        ({"method": "fedbn", "diagnostics": "training-loss"}, "fedbn"),
+        ({"method": "gn", "diagnostics": "drift"}, "gn"),
+        ({**SITES, "partition": "auto", "partition-parameter": 1.0, "diagnostics": "drift"}, "sites"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(keys: dict[str, Any], names: list[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Diagnostics(small(tmp_path, **keys), names)
-
-
-def test_sites_are_refused_before_there_is_a_folder(tmp_path: Path) -> None:
-    from fl_bn.run.run_directory import RunDirectory
-
-    keys = {"dataset": "sites", "classes": 3, "channels": 1, "image-size": 8, "output": str(tmp_path / "runs"), "diagnostics": "drift"}
-    with pytest.raises(ConfigError, match="the server has none"):
-        RunDirectory.create(RunConfig.from_mapping(keys))
+def test_what_cannot_be_measured_is_refused_before_there_is_a_folder(keys: dict[str, Any], about: str, tmp_path: Path) -> None:
+    with refusing(about):
+        run_in_process(small(tmp_path, output=str(tmp_path / "runs"), **keys).to_mapping())
     assert not (tmp_path / "runs").exists()
 
 
@@ -253,6 +201,7 @@ def test_sites_are_refused_before_there_is_a_folder(tmp_path: Path) -> None:
 def test_a_resumed_run_says_that_drift_is_measured_anew(kinds: str, said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     values = small_run(tmp_path, diagnostics=kinds, name="a")
     stopped(values, 3)
-    assert "begin anew" not in caplog.text
     run(values, resume="a", name="")
-    assert ("diagnostics of drift begin anew" in caplog.text) is said
+    assert ("begin anew" in caplog.text) is said
+    rounds = [int(row["round"]) for row in rows(tmp_path / "a" / "diagnostics.csv")]
+    assert (rounds, {*rounds}) == (sorted(rounds), {2, 4, 5})  # the rounds since the checkpoint were cut

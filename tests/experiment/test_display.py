@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from fl_bn.cli.main import app
-from fl_bn.run.config import RunConfig
+from tests.experiment.inside import ends_well, ends_with_a_sentence, override
 from tests.experiment.terminal import in_a_pipe, lines, on_a_terminal
 from tests.integration.runs import TINY, bits, differences
 
@@ -20,8 +17,7 @@ SHORT = re.compile(r"\d\d:\d\d:\d\d \[round (\d+)/3\] 3/3 clients  loss \d+\.\d{
 
 
 def run_config(folder: Path, name: str, **changes: object) -> str:
-    values = {**TINY, "output": str(folder), "name": name, **{key.replace("_", "-"): value for key, value in changes.items()}}
-    return " ".join(f"{key}={str(value).lower() if isinstance(value, bool) else repr(value)}" for key, value in values.items())
+    return override({**TINY, "output": str(folder), "name": name, **changes})
 
 
 def test_a_pipe_gets_a_short_line_per_round_and_the_log_file_the_long_one(tmp_path: Path) -> None:
@@ -89,15 +85,12 @@ def test_the_resumed_run_has_the_bits_of_one_that_nobody_interrupted(interrupted
     assert status == 0, said
     assert f"[round {ROUNDS}/{ROUNDS}] 3/3 clients" in said
     assert "[round 1/" not in said
-    result = CliRunner().invoke(app, ["run", "--run-config", run_config(tmp_path, "whole", method="fedbn", rounds=ROUNDS)])
-    assert result.exit_code == 0, result.output
+    ends_well("run", "--run-config", run_config(tmp_path, "whole", method="fedbn", rounds=ROUNDS))
     whole = bits(tmp_path / "whole")
     assert differences(whole, bits(path)) == []
     assert differences(whole, early) != []  # control
     assert "Interrupted" not in (path / "summary.md").read_text()
-    again = CliRunner().invoke(app, ["resume", str(path)])
-    assert again.exit_code == 2
-    assert f"is finished: all of its {ROUNDS} rounds are done" in " ".join(again.output.split())
+    ends_with_a_sentence("resume", path, about=f"all of its {ROUNDS} rounds are done")
 
 
 def test_ctrl_c_on_a_terminal(tmp_path: Path) -> None:
@@ -111,38 +104,3 @@ def test_ctrl_c_on_a_terminal(tmp_path: Path) -> None:
     assert any("interrupted after round" in line and "the first checkpoint would be after round 5" in line for line in seen), seen
     assert not any("Traceback" in line for line in seen)
     assert "\x1b[?25h" in came  # the cursor is back
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ("nothing", "is not the folder of a run: its config.toml cannot be read"),
-        ("no checkpoint", "has no checkpoint. Choose one of the unfinished runs"),
-        ("version", "was made by fl-bn 0.0.7, and this is "),
-        ("unknown key", "unknown config key 'from-tomorrow'"),
-        ("sites", "is a run of deployed sites: use fl-bn resume SERVER run"),
-    ],
-)
-def test_what_cannot_go_on_is_refused(wrong: str, message: str, interrupted: tuple[Path, str], tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    if wrong == "nothing":
-        path.mkdir()
-    else:
-        shutil.copytree(interrupted[0], path)
-    if wrong == "no checkpoint":
-        shutil.rmtree(path / "checkpoints")
-    elif wrong == "version":
-        environment = json.loads((path / "environment.json").read_text())
-        environment["packages"]["fl-bn"] = "0.0.7"
-        (path / "environment.json").write_text(json.dumps(environment))
-    elif wrong == "unknown key":
-        with (path / "config.toml").open("a") as file:
-            file.write("from-tomorrow = 1\n")
-    elif wrong == "sites":
-        sites = RunConfig.from_mapping({"dataset": "sites", "classes": 10, "channels": 1, "image-size": 8, "checkpoint-every": 5})
-        from fl_bn.run.run_directory import to_toml
-
-        (path / "config.toml").write_text(to_toml(sites.to_mapping()))
-    result = CliRunner().invoke(app, ["resume", str(path)])
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())

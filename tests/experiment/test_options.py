@@ -13,29 +13,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from fl_bn import options
-from fl_bn.cli.main import app
-from fl_bn.federation.optimizers import SERVER_OPTIMIZERS
 from fl_bn.flower import FBNStrategy, FedTAN2Strategy, HBNStrategy, Rounds, run_in_process
 from fl_bn.methods import METHODS, Method, Refresh
 from fl_bn.objectives import OBJECTIVES
 from fl_bn.options import Options, keys_of, option, options_by_key, range_of, takes
-from fl_bn.run.assembly import dataset, source_model
-from fl_bn.run.config import REGISTRIES, ConfigError, RunConfig
-from fl_bn.run.keys import defaults, table
+from fl_bn.run.config import REGISTRIES
+from tests.experiment.inside import RunConfig, command, config, ends_with_a_sentence, kebab, refusing
 from tests.extension.package import installed
 from tests.integration.runs import TINY
 from tests.listed import listed
 
 ROOT = Path(__file__).parents[2]
 EVERYONE = [(key, name) for key, registry in REGISTRIES.items() for name in registry]
-OWN = {"halves": METHODS, "pull": OBJECTIVES, "halfway": SERVER_OPTIMIZERS}
+OWN = {"halves": METHODS, "pull": OBJECTIVES, "halfway": REGISTRIES["server-optimizer"]}
 
 
 # One declaration
@@ -61,41 +56,28 @@ def made(config: RunConfig) -> dict[str, Any]:
 
 
 @listed(("key", "name"), EVERYONE)
-def test_a_run_config_without_options_makes_what_the_constructor_makes_without_arguments(key: str, name: str) -> None:
-    alone = {"momentum": 0.0} if name == "scaffold" else {}
-    config = RunConfig.from_mapping({key: name, **alone})
-    alone_made = REGISTRIES[key][name]()  # type: ignore[operator]
-    assert comparable(made(config)[key]) == comparable(alone_made.bounded() if key == "method" else alone_made)  # a run clips
-
-
-@listed(("key", "name"), EVERYONE)
-def test_the_signature_is_the_options_class(key: str, name: str) -> None:
-    constructor = REGISTRIES[key][name]
-    said = {field: option.default for field, option in options_by_key(constructor).values()}
-    taken = inspect.signature(constructor).parameters  # type: ignore[arg-type]
-    assert {field: taken[field].default for field in taken} == said
-
-
-@listed(("key", "name"), EVERYONE)
-def test_a_value_in_the_run_config_reaches_what_is_made_and_one_out_of_range_reaches_nothing(key: str, name: str) -> None:
-    for of, (field, declared) in options_by_key(REGISTRIES[key][name]).items():
-        found = RunConfig.keys()[of]
-        assert found.shown.endswith(declared.as_key(of).shown)
-        assert RunConfig()[of] == found.default == declared.as_key(of).default
+def test_the_constructor_its_signature_and_the_run_config_say_the_same(key: str, name: str) -> None:
+    make, found = REGISTRIES[key][name], config({key: name, **({"momentum": 0.0} if name == "scaffold" else {})})
+    made = {"method": found.build_method, "objective": found.build_objective, "server-optimizer": found.build_server_optimizer}[key]()
+    alone = make()  # type: ignore[operator]
+    neutral = comparable(alone)
+    assert comparable(made) == (comparable(alone.bounded()) if key == "method" else neutral)  # a run clips
+    taken = inspect.signature(make).parameters  # type: ignore[arg-type]
+    assert {field: taken[field].default for field in taken} == {field: said.default for field, said in options_by_key(make).values()}
+    for of, (field, declared) in options_by_key(make).items():
+        assert RunConfig()[of] == RunConfig.keys()[of].default == declared.as_key(of).default
         if declared.unset is not None:
-            assert comparable(REGISTRIES[key][name](**{field: None})) == comparable(REGISTRIES[key][name]())  # type: ignore[operator]
-        for wrong in ("no such name", -0.5, float("nan"), None):
-            if wrong is not None or (declared.default is not None and declared.unset is None):
-                with pytest.raises(ValueError, match=f"{field} must be .*, but got"):
-                    REGISTRIES[key][name](**{field: wrong})  # type: ignore[operator]
-            with pytest.raises(ConfigError, match=f"{of} must be .*, but got"):
-                RunConfig.from_mapping({of: wrong})
+            assert comparable(make(**{field: None})) == neutral  # type: ignore[operator]
+        for wrong in ("no such name", -0.5, float("nan")):
+            with refusing(field, by=ValueError):
+                make(**{field: wrong})  # type: ignore[operator]
 
 
-def test_pyproject_and_the_page_are_generated() -> None:
-    assert f"[tool.flwr.app.config]\n{defaults(RunConfig.keys())}\n\n" in (ROOT / "pyproject.toml").read_text(), "fl-bn config --toml"
-    assert (ROOT / "docs" / "config.md").read_text().endswith(table(RunConfig.keys()) + "\n"), "fl-bn config"
-    assert CliRunner().invoke(app, ["config", "--toml"]).output == defaults(RunConfig.keys()) + "\n"
+def test_the_example_of_the_module_runs_and_what_is_no_range_is_refused() -> None:
+    assert doctest.testmod(options) == (0, 10)
+    for text in ("", "positive", ">=1", "0-9", "(0, 1", ">= x", "1 or"):
+        with refusing(repr(text), by=ValueError):
+            range_of(text)
 
 
 @dataclass(frozen=True)
@@ -110,102 +92,37 @@ class Two(One):
     share: float = option(0.25, "share", "(0, 1]", key="share")
 
 
-def test_places_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative controls: one key with two defaults, and a default that the documents do not have."""
-    one, two = takes(One)(lambda given: given.share), takes(Two)(lambda given: given.share)
-    assert (one(), two(), one(0.75)) == (0.5, 0.25, 0.75)
-    with pytest.raises(ValueError, match=r"'share' is declared twice.*: 0.5 of \(0, 1\] and 0.25 of \(0, 1\]"):
-        keys_of({"one": one, "two": two})
-    monkeypatch.setitem(METHODS, "one", one)  # type: ignore[arg-type]
-    with pytest.raises(AssertionError):
-        test_pyproject_and_the_page_are_generated()
-    monkeypatch.setitem(METHODS, "two", two)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="'share' is declared twice"):
-        RunConfig()
-
-
 @dataclass(frozen=True)
 class Elsewhere(Options):
     name: ClassVar[str] = "elsewhere"
     fraction: float = option(0.5, "of something else", "(0, 1]", key="fraction")
 
 
-def test_a_general_key_is_not_declared_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(METHODS, "elsewhere", takes(Elsewhere)(lambda given: METHODS["fbn"]()))
-    with pytest.raises(ConfigError, match="'fraction' is declared twice"):
-        RunConfig()
+def test_one_key_with_two_declarations_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative controls: two defaults of a method's key, and a general key that a method declares anew."""
+    one, two = takes(One)(lambda given: given.share), takes(Two)(lambda given: given.share)
+    assert (one(), two(), one(0.75)) == (0.5, 0.25, 0.75)
+    with refusing("'share'", "0.5", "0.25", by=ValueError):
+        keys_of({"one": one, "two": two})
+    for name, made, key in (("two", two, "share"), ("elsewhere", takes(Elsewhere)(lambda given: METHODS["fbn"]()), "fraction")):
+        with monkeypatch.context() as patch:
+            patch.setitem(METHODS, "one", one)  # type: ignore[arg-type]
+            patch.setitem(METHODS, name, made)  # type: ignore[arg-type]
+            with refusing(repr(key)):
+                RunConfig()
 
 
 def test_what_is_entered_late_has_keys_in_configs_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     before = RunConfig()
-    with pytest.raises(KeyError, match="unknown config key 'share'"):
+    with refusing("share", by=KeyError):
         before["share"]
     monkeypatch.setitem(METHODS, "one", takes(One)(lambda given: METHODS["fbn"]()))
-    assert before["share"] == before.share == 0.5  # type: ignore[attr-defined]
-    assert RunConfig.from_mapping({"method": "one", "share": 1})["share"] == 1.0
-    with pytest.raises(ConfigError, match="share=1 has no effect with method='fbn': it counts only with method='one'"):
-        RunConfig.from_mapping({"share": 1})
-    assert before.to_mapping()["share"] == 0.5
-    with pytest.raises(AttributeError, match="unknown config key 'hbn-lamb': did you mean 'hbn-lam'"):
+    assert before["share"] == before.share == before.to_mapping()["share"] == 0.5  # type: ignore[attr-defined]
+    assert config({"method": "one", "share": 1})["share"] == 1.0
+    with refusing("share=1", "method='one'"):
+        config({"share": 1})
+    with refusing("hbn-lamb", "'hbn-lam'", by=AttributeError):
         before.hbn_lamb  # type: ignore[attr-defined]  # noqa: B018
-
-
-@pytest.mark.parametrize(
-    ("text", "inside", "outside"),
-    [
-        (">= 1", [1, 1.5, 3e38], [0.9, -1, np.inf, np.nan]),
-        ("> 0", [1e-300, 2], [0, -1]),
-        ("0..9", [0, 9, 4.5], [-0.1, 9.1]),
-        ("(0, 1]", [1, 0.1], [0, 1.1]),
-        ("[0, 1)", [0, 0.9], [1, -0.1]),
-        ("(-2, 1e-6)", [0, -1.9], [-2, 1e-6]),
-        ("0 or >= 2", [0, 2, 7], [1, -1]),
-    ],
-)
-def test_ranges(text: str, inside: list[float], outside: list[float]) -> None:
-    assert [value for value in [*inside, *outside] if range_of(text)(value)] == inside
-
-
-def test_the_example_of_the_module_runs() -> None:
-    assert doctest.testmod(options) == (0, 10)
-
-
-@pytest.mark.parametrize("text", ["", "positive", ">=1", "0-9", "(0, 1", ">= x", "1 or"])
-def test_what_is_no_range(text: str) -> None:
-    with pytest.raises(ValueError, match="a range must be like"):
-        range_of(text)
-
-
-@listed(
-    ("values", "told"),
-    [
-        ({"method": "fedbm"}, "method must be one of .*, but got 'fedbm': did you mean 'fedbn'?"),
-        ({"objective": "scafold"}, "objective must be one of .*: did you mean 'scaffold'?"),
-        ({"server-optimizer": "adam"}, "server-optimizer must be one of .*: did you mean 'fedadam'?"),
-        ({"partition": "dirichlett"}, "partition must be one of .*: did you mean 'dirichlet'?"),
-        ({"attack": "signflip"}, "attack must be one of .*: did you mean 'sign-flip'?"),
-        (
-            {"shifts": "noise, invrt"},
-            "shifts must be none, invert, .*, separated by commas, but got 'noise, invrt': did you mean 'invert'?",
-        ),
-        ({"diagnostics": "drifts"}, "diagnostics must be training-loss, drift, .*: did you mean 'drift'?"),
-        ({"update-rule": "nnm+medain"}, r"update-rule must be mean, .*but got 'nnm\+medain': did you mean 'nnm\+median'?"),
-        ({"hbn-evaluate": "exakt"}, "hbn-evaluate must be one of .*: did you mean 'exact'?"),
-        ({"freeze-afer": 3}, "unknown config key 'freeze-afer': did you mean 'freeze-after'?"),
-    ],
-)
-def test_a_misspelt_name_is_answered_with_the_nearest(values: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        RunConfig.from_mapping(values)
-
-
-@pytest.mark.parametrize(
-    ("what", "name", "near"), [("model", "resnet81", "resnet18"), ("model", "digit-cnn", "digits-cnn"), ("dataset", "cifar-10", "cifar10")]
-)
-def test_a_misspelt_model_or_data_set_is_answered_with_the_nearest(what: str, name: str, near: str) -> None:
-    config = RunConfig.from_mapping({what: name})
-    with pytest.raises(ValueError, match=f"{what} must be one of .*, but got '{name}': did you mean '{near}'?"):
-        source_model(config) if what == "model" else dataset(config)
 
 
 def test_strategies_take_the_options_of_their_methods() -> None:
@@ -215,9 +132,9 @@ def test_strategies_take_the_options_of_their_methods() -> None:
     assert comparable(HBNStrategy(model, rounds).method) == comparable(METHODS["hbn"](fraction=0.5))
     assert comparable(HBNStrategy(model, rounds).method) != comparable(METHODS["hbn"]())  # control
     assert comparable(FedTAN2Strategy(model, rounds, freeze_after=2).method) == comparable(METHODS["fedtan2"](2, "merged"))
-    with pytest.raises(TypeError, match="lamb"):
+    with refusing("lamb", by=TypeError):
         HBNStrategy(model, rounds, lamb=0.5)
-    with pytest.raises(ValueError, match=r"fbn's momentum must be in \(0, 1\], but got 2"):
+    with refusing("fbn", "momentum", by=ValueError):
         FBNStrategy(model, rounds, momentum=2)
 
 
@@ -234,39 +151,41 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def weights(tmp_path: Path, name: str, **keys: Any) -> dict[str, torch.Tensor]:
     """The network after a short run."""
-    own = {key.replace("_", "-"): value for key, value in keys.items()}
-    values = RunConfig.from_mapping({**TINY, "rounds": 2, "output": str(tmp_path), "name": name, **own}).to_mapping()
-    folder = run_in_process(values)
+    folder = run_in_process(config({**TINY, "rounds": 2, "output": str(tmp_path), "name": name, **keys}).to_mapping())
     assert folder is not None
-    text = (folder / "config.toml").read_text()
-    assert all(f"{key} = " in text for key in own)
+    assert all(f"{key} = " in (folder / "config.toml").read_text() for key in kebab(keys))
     return load_file(folder / "model.safetensors")
 
 
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+@pytest.mark.parametrize(
+    ("own", "same", "exact"),
+    [
+        (
+            {"method": "halves", "halves_weight": 0.3, "halves_report": "pass"},
+            {"method": "fbn", "fbn_momentum": 0.3, "fbn_report": "pass"},
+            True,
+        ),
+        ({"objective": "pull", "pull_strength": 5.0}, {"objective": "fedprox", "fedprox_mu": 5.0}, False),
+        (
+            {"server_optimizer": "halfway", "halfway_share": 0.25, "halfway_momentum": 0.5},
+            {"server_optimizer": "fedavgm", "server_learning_rate": 0.25, "server_momentum": 0.5},
+            True,
+        ),
+    ],
+)
+def test_one_of_ones_own_does_what_the_same_of_fl_bn_does(
+    own: dict[str, Any], same: dict[str, Any], exact: bool, package: Path, tmp_path: Path
+) -> None:
+    """Control: its own defaults are another run."""
 
+    def alike(found: dict[str, torch.Tensor]) -> bool:
+        tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-6}
+        return all(torch.allclose(found[name], tensor, **tolerance) for name, tensor in theirs.items())
 
-def test_a_method_of_ones_own(package: Path, tmp_path: Path) -> None:
-    ran = weights(tmp_path, "a", method="halves", halves_weight=0.3, halves_report="pass")
-    assert equal(ran, weights(tmp_path, "b", method="fbn", fbn_momentum=0.3, fbn_report="pass"))
-    assert not equal(ran, weights(tmp_path, "c", method="halves", halves_report="pass"))  # controls: its own defaults
-    assert not equal(ran, weights(tmp_path, "d", method="halves", halves_weight=0.3))
-
-
-def test_an_objective_of_ones_own(package: Path, tmp_path: Path) -> None:
-    ran = weights(tmp_path, "a", method="fedavg", objective="pull", pull_strength=5.0)
-    theirs = weights(tmp_path, "b", method="fedavg", objective="fedprox", fedprox_mu=5.0)
-    weak = weights(tmp_path, "c", method="fedavg", objective="pull")  # control
-    assert all(torch.allclose(ran[name], theirs[name], rtol=1e-4, atol=1e-6) for name in ran)
-    assert not all(torch.allclose(weak[name], theirs[name], rtol=1e-4, atol=1e-6) for name in ran)
-
-
-def test_a_server_optimizer_of_ones_own(package: Path, tmp_path: Path) -> None:
-    ran = weights(tmp_path, "a", method="fedavg", server_optimizer="halfway", halfway_share=0.25, halfway_momentum=0.5)
-    same = {"server_optimizer": "fedavgm", "server_learning_rate": 0.25, "server_momentum": 0.5}
-    assert equal(ran, weights(tmp_path, "b", method="fedavg", **same))
-    assert not equal(ran, weights(tmp_path, "c", method="fedavg", server_optimizer="halfway"))  # control
+    theirs = weights(tmp_path, "b", **{"method": "fedavg", **same})
+    chosen = next(iter(own.items()))
+    assert alike(weights(tmp_path, "a", **{"method": "fedavg", **own}))
+    assert not alike(weights(tmp_path, "c", **{"method": "fedavg", **dict([chosen])}))
 
 
 def test_its_keys_are_everywhere(package: Path) -> None:
@@ -274,19 +193,18 @@ def test_its_keys_are_everywhere(package: Path) -> None:
     assert [name for name in keys if name.split("-")[0] in OWN] == [
         *("halves-weight", "halves-report", "pull-strength", "pull-kind", "halfway-share", "halfway-momentum")
     ]
-    page = CliRunner().invoke(app, ["config"]).output
-    assert "| `halves-weight` | `0.5` | (0, 1] | halves: weight of a round's pooled moments (h in the paper) |" in page
-    assert 'pull-kind = "linear"\n' in CliRunner().invoke(app, ["config", "--toml"]).output
+    assert "| `halves-weight` | `0.5` | (0, 1] | halves: weight of a round's pooled moments (h in the paper) |" in command("config").output
+    assert 'pull-kind = "linear"\n' in command("config", "--toml").output
     assert RunConfig()["halfway-share"] == 0.5
-    for values, told in (
-        ({"halves-weigth": 1.0}, "unknown config key 'halves-weigth': did you mean 'halves-weight'?"),
-        ({"method": "halvs"}, "method must be one of .*, but got 'halvs': did you mean 'halves'?"),
-        ({"halves-weight": 0.0}, r"halves-weight must be in \(0, 1\], but got 0.0"),
-        ({"pull-kind": "lineer"}, "pull-kind must be one of linear, but got 'lineer': did you mean 'linear'?"),
+    for values, about in (
+        ({"halves-weigth": 1.0}, "'halves-weight'"),
+        ({"method": "halvs"}, "'halves'"),
+        ({"halves-weight": 0.0}, "halves-weight"),
+        ({"pull-kind": "lineer"}, "'linear'"),
     ):
-        with pytest.raises(ConfigError, match=told):
-            RunConfig.from_mapping(values)
-    assert "halves" in CliRunner().invoke(app, ["layers", "resnet20", "--method", "halves"]).output
+        with refusing(about):
+            config(values)
+    assert "halves" in command("layers", "resnet20", "--method", "halves").output
 
 
 def test_a_new_process_knows_it(package: Path) -> None:
@@ -299,11 +217,9 @@ def test_a_new_process_knows_it(package: Path) -> None:
 
 def test_one_that_cannot_be_imported_is_named(package: Path) -> None:
     (package / "own_package" / "pull.py").write_text("import no_such_module\n")
-    with pytest.raises(ConfigError, match="the installed package own-package .* own_package.pull.* ModuleNotFoundError: .*no_such_module"):
+    with refusing("own-package", "own_package.pull", "no_such_module"):
         RunConfig()
-    result = CliRunner().invoke(app, ["config"])
-    assert result.exit_code == 2
-    assert "own_package.pull" in " ".join(result.output.split())
+    ends_with_a_sentence("config", about="own_package.pull")
 
 
 def test_without_it_there_are_none_of_its_keys() -> None:

@@ -12,19 +12,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.federation.values import Reply
 from fl_bn.flower import BatchNormClient
-from fl_bn.flower.app.checkpoint import Checkpoint
-from fl_bn.flower.handlers import Request
 from fl_bn.methods import METHODS
 from fl_bn.run.checkpoints import Checkpoints
-from tests.costs import COMMON
+from tests.costs import COMMON, slow
 from tests.experiment.resuming import ROUNDS, Stopped, Values, in_pieces, results, run, small_run, stopped
-from tests.integration.runs import differences, table
+from tests.integration.runs import differences
 
 BYZANTINE = {"clients": 5, "byzantine": 1, "statistics_rule": "nnm+median", "update_rule": "nnm+median"}
 CASES: dict[str, Values] = {
@@ -32,7 +30,6 @@ CASES: dict[str, Values] = {
     "server momentum": {"method": "fedavg", "server_optimizer": "fedavgm", "server_momentum": 0.5},
     "server adam": {"method": "fedbn", "server_optimizer": "fedadam", "server_learning_rate": 0.05},
     "server yogi": {"method": "silobn", "server_optimizer": "fedyogi", "server_learning_rate": 0.05},
-    "gradients": {"method": "fbn", "update": "gradients", "local_steps": 1, "momentum": 0.9},
     "gradients, server momentum": {
         "method": "fedbn", "update": "gradients", "local_steps": 1, "momentum": 0.9, "server_optimizer": "fedavgm", "server_momentum": 0.5
     },
@@ -43,24 +40,17 @@ CASES: dict[str, Values] = {
     "global momentum": {"method": "fixbn", "maintain_momentum": "global"},
     "global adam": {"method": "hbn", "optimizer": "adam", "momentum": 0.0, "maintain_momentum": "global"},
     "a few of the clients": {"method": "fedbn", "clients": 5, "fraction": 0.4, "partition": "dirichlet"},
-    "a few of the clients, hbn": {"method": "hbn", "clients": 5, "fraction": 0.4},
     "calibrated": {"method": "fbn", "calibrate": 2},
     "frozen": {"method": "hbn", "freeze_after": 2},
-    "robust, alie": {"method": "fbn", "attack": "alie-optimised", **BYZANTINE},
     "robust, gaussian": {"method": "fedavg", "attack": "gaussian", **BYZANTINE},
-    "robust, labels": {"method": "fedtan", "attack": "label-flip", **BYZANTINE},
-    "client adam": {"method": "hbn", "optimizer": "adam", "momentum": 0.0},
     "epochs": {"method": "fixbn", "local_epochs": 1, "local_steps": 0, "client_weights": "uniform"},
-    "joining": {"method": "fedbn", "clients": 4, "join_rounds": "3:4,1:2"},
     "joining, hbn, a few": {"method": "hbn", "clients": 5, "fraction": 0.5, "join_rounds": "0:3"},
     "mixed precision": {"method": "silobn", "precision": "mixed"},
 }  # fmt: skip
 Whole = Callable[[str], dict[str, bytes]]
-QUICK = {  # the other methods keep the same kinds of tensors in the same places
-    *COMMON, "single",
-    "server momentum", "server yogi", "control variates", "global momentum", "gradients, server momentum",
-    "a few of the clients", "calibrated", "robust, gaussian",
-    "joining", "joining, hbn, a few",
+QUICK = {  # the others keep the same kinds of tensors in the same places
+    *COMMON, "server momentum", "server yogi", "control variates", "global momentum", "gradients, server momentum",
+    "a few of the clients", "calibrated", "robust, gaussian", "joining, hbn, a few",
 }  # fmt: skip
 SEVERAL = ("fedbn", "server adam", "gradients, server momentum", "a few of the clients")
 
@@ -76,7 +66,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return made
 
 
-@pytest.mark.parametrize("case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES])
+@pytest.mark.parametrize("case", [case if case in QUICK else slow(case) for case in CASES])
 def test_a_run_in_pieces_is_the_run_itself(case: str, tmp_path: Path, whole: Whole) -> None:
     """Twice interrupted, once killed and once with its results written; a checkpoint after every round, or every other."""
     number = list(CASES).index(case)
@@ -85,25 +75,22 @@ def test_a_run_in_pieces_is_the_run_itself(case: str, tmp_path: Path, whole: Who
     assert differences(whole(case), results(path)) == []
     assert f"rounds.csv {ROUNDS} None" in whole(case)
     assert "failed" not in (path / "summary.md").read_text()
-    assert f"- {ROUNDS} rounds of" in (path / "summary.md").read_text()
     assert [file.name for file in path.parent.iterdir() if file.is_dir()] == ["run"]  # and nothing beside it
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_wherever_it_stops(case: str, tmp_path: Path, whole: Whole) -> None:
-    for at in range(2, ROUNDS + 1):
-        values = small_run(tmp_path / f"at-{at}", **CASES[case])
-        assert differences(whole(case), results(in_pieces(values, [at]))) == [], at
-    values = small_run(tmp_path / "everywhere", **CASES[case])
-    assert differences(whole(case), results(in_pieces(values, range(2, ROUNDS + 1)))) == []
+    for stops in ([2], [3], [4], [5], range(2, ROUNDS + 1)):
+        values = small_run(tmp_path / f"at-{stops[0]}-{len(stops)}", **CASES[case])
+        assert differences(whole(case), results(in_pieces(values, stops))) == [], stops
 
 
 def test_a_run_that_stops_in_the_middle_of_a_round(whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of three clients have trained and kept what they keep; the third is where it ends."""
     values, compute = small_run(tmp_path / "pieces", method="fedbn"), BatchNormClient.compute
 
-    def stop(self: BatchNormClient, request: Request, pack: Callable[[Reply], object]) -> object:
+    def stop(self: BatchNormClient, request: Any, pack: Callable[[Any], object]) -> object:
         if self.site.client == 2 and request.header.round == 4:
             raise Stopped
         return compute(self, request, pack)
@@ -174,7 +161,7 @@ def forget_the_arrays(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
 def go_on_elsewhere(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
     newest = Checkpoints.newest
 
-    def another(self: Checkpoints) -> Checkpoint | None:
+    def another(self: Checkpoints) -> Any:
         found = newest(self)
         return found and replace(found, round=found.round - 1)
 
@@ -184,16 +171,12 @@ def go_on_elsewhere(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("case", "forget"),
     [
-        ("server momentum", forget_the_optimizer),
-        ("server adam", forget_the_optimizer),
         ("server yogi", forget_the_optimizer),
         ("fedbn", forget_the_clients),
         ("hbn", forget_one_client),
-        ("gradients", forget_the_clients),
         ("a few of the clients", forget_the_clients),
         ("gn", forget_the_arrays),
         ("gn", go_on_elsewhere),
-        ("a few of the clients, hbn", go_on_elsewhere),
     ],
 )
 def test_without_any_of_it_the_run_would_be_another(
@@ -208,8 +191,7 @@ def test_without_any_of_it_the_run_would_be_another(
 
 @pytest.mark.parametrize("case", ["gn", "fixbn"])
 def test_methods_without_anything_at_their_clients_need_nothing_there(case: str, tmp_path: Path) -> None:
-    values = small_run(tmp_path / "pieces", **CASES[case])
-    assert not list(stopped(values, 4).glob("state-*"))
+    assert not list(stopped(small_run(tmp_path / "pieces", **CASES[case]), 4).glob("state-*"))
 
 
 # Damage
@@ -248,15 +230,3 @@ def test_a_checkpoint_that_is_damaged_after_a_resume_costs_no_more_either(whole:
         assert [file.name for file in checkpoints(path)] == ["round-000002.safetensors", "round-000003.safetensors"]
         checkpoints(path)[-1].write_bytes(b"")
         assert differences(whole(case), results(run(values, resume="latest"))) == [], case
-
-
-def test_rows_of_rounds_that_never_were_are_cut(tmp_path: Path) -> None:
-    values = small_run(tmp_path / "pieces", method="gn", checkpoint_every=2)
-    path = stopped(values, 4, dies=True)
-    assert [row["round"] for row in table(path / "rounds.csv")] == ["1", "2", "3", "4"]
-    with (path / "rounds.csv").open("a") as file:
-        file.write("5,train,half a li")  # a line that a kill cut short
-    run(values, resume="run")
-    assert [row["round"] for row in table(path / "rounds.csv")] == ["1", "2", "3", "4", "5"]
-    assert len((path / "rounds.jsonl").read_text().splitlines()) == 5
-    assert len(table(path / "clients.csv")) == 15

@@ -16,31 +16,23 @@ from safetensors.torch import load_file
 
 from client_app.app import app as client_app
 from fl_bn.apps.client import build_client as built
-from fl_bn.conversion import convert
-from fl_bn.federation.local import evaluate
 from fl_bn.flower import InProcessGrid, RunFailed
-from fl_bn.methods import METHODS
-from fl_bn.run.assembly import OwnData, client_samples, partition_of, source_model
-from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.methods import METHODS, Role
+from fl_bn.run.assembly import partition_of
 from fl_bn.run.device import device
 from server_app.app import app as server_app
+from tests.conformance.cases import every_method
+from tests.experiment.inside import OwnData, client_samples, config, convert, evaluate, refusing
 from tests.experiment.resuming import network, small_run
-from tests.experiment.small_data import small_npz
 from tests.integration.runs import table
 from tests.listed import listed
 
 CLASSES, SIDE = 3, 4
 build_client = partial(built, folder=Path(__file__).parents[2])  # as client_app/ does it
 SITES = {
-    "dataset": "sites",
-    "data_path": "",
-    "classes": CLASSES,
-    "channels": 1,
-    "image_size": SIDE,
-    "rounds": 2,
-    "evaluate_every": 1,
+    "dataset": "sites", "data_path": "", "classes": CLASSES, "channels": 1, "image_size": SIDE, "rounds": 2, "evaluate_every": 1,
     "partition": "auto",
-}
+}  # fmt: skip
 
 
 def site_npz(folder: Path, number: int, *, classes: int = CLASSES, side: int = SIDE, colours: int = 0, samples: int = 20) -> Path:
@@ -81,14 +73,15 @@ def sites(tmp_path: Path) -> list[dict[str, str]]:
     return [own(site_npz(tmp_path, number)) for number in range(3)]
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedbn", "hbn", "fbn", "fedtan"])
+@every_method
 def test_sites_train_and_evaluate_on_their_own_data_which_the_server_never_sees(
-    method: str, sites: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method_name: str, sites: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*args: Any) -> Any:
         raise AssertionError("the server has no data")
 
-    values = small_run(tmp_path / "runs", method=method, **SITES)
+    method = METHODS[method_name]()
+    values = small_run(tmp_path / "runs", method=method_name, **SITES)
     monkeypatch.setattr("fl_bn.run.testing.dataset", never)
     path = play(values, sites)
     rounds, clients = table(path / "rounds.csv"), table(path / "clients.csv")
@@ -98,103 +91,53 @@ def test_sites_train_and_evaluate_on_their_own_data_which_the_server_never_sees(
     assert float(rounds[-1]["accuracy"]) == pytest.approx(accuracies.mean())
     assert float(rounds[-1]["accuracy-std"]) == pytest.approx(accuracies.std())
     assert float(rounds[-1]["accuracy-min"]) == accuracies.min()
-    assert float(rounds[-1]["test-loss"]) == pytest.approx(np.mean([float(row["test-loss"]) for row in last]))
-    config = RunConfig.from_mapping(values)
+    personal = method.keeps(Role.AFFINE) or method.keeps(Role.STATISTIC)
     for number, row in enumerate(last):  # by hand: the model that is saved, on the site's own test images
-        model = network(CLASSES, 1, SIDE)
-        personal = METHODS[method]().personal
-        trained = convert(model, METHODS[method]())
+        trained = convert(network(CLASSES, 1, SIDE), method)
         saved = path / "clients" / f"client-{number}.safetensors" if personal else path / "model.safetensors"
         trained.load_state_dict(load_file(saved), strict=False)
-        _, test, counts = client_samples(config, number, OwnData(**{"dataset": "npz", "path": sites[number]["data-path"]}))
+        _, test, counts = client_samples(config(values), number, OwnData("npz", sites[number]["data-path"]))
         found = evaluate(trained, test)
-        assert len(test) == 10 + number
+        assert (len(test), counts) == (10 + number, (7, 7, 6))
         assert (found["accuracy"], found.loss) == (pytest.approx(float(row["accuracy"])), pytest.approx(float(row["test-loss"]), rel=1e-5))
-        assert counts == (7, 7, 6)
     assert len({row["loss"] for row in last}) == 3  # control: they are different sites
-    assert (path / "clients").exists() == METHODS[method]().personal
-
-
-def test_all_of_a_sites_data_are_its_own(sites: list[dict[str, str]], tmp_path: Path) -> None:
-    values = small_run(tmp_path / "runs", **SITES)
-    client = build_client(context(values, sites[1], 1))
-    assert len(client.site.train) == 20
-    assert set(client.site.train.y.tolist()) == {0, 1, 2}
-    assert client.get_properties({})["label-counts"] == "[7, 7, 6]"
-    assert build_client(context({**values, "share-label-counts": False}, sites[1], 1)).get_properties({})["label-counts"] == "[]"
 
 
 def context(values: Mapping[str, Any], node: Mapping[str, str], index: int = 0, clients: int = 3) -> Context:
     return Context(1, index + 1, {"partition-id": index, "num-partitions": clients, **node}, RecordDict(), dict(values))
 
 
-def test_a_site_that_names_no_data_is_told_how(tmp_path: Path, sites: list[dict[str, str]]) -> None:
-    values = small_run(tmp_path / "runs", **SITES)
-    for node in ({}, {"data-path": sites[0]["data-path"]}, {"dataset": ""}):
-        with pytest.raises(
-            ConfigError, match="this client's node config names no data: start the client with .*dataset='npz' data-path='/data/site.npz'"
-        ):
-            build_client(context(values, node))
-    with pytest.raises(RunFailed, match="node 2 cannot take part: ConfigError: the run is for dataset='sites'"):
-        play(values, [sites[0], {}, sites[2]])
-
-
-@pytest.mark.parametrize(
-    ("wrong", "told"),
+@listed(
+    ("wrong", "about"),
     [
-        ({"classes": 5}, r"the run has 3 classes, 0..2, but these data have labels up to 4"),
-        ({"colours": 3}, "the run takes 1 channels of 4 x 4 pixels, but these data have 3 of 4 x 4"),
+        ({}, "dataset='sites'"),
+        ({"dataset": ""}, "dataset='sites'"),
+        ({"dataset": "npz", "data-path": "nowhere.npz"}, "nowhere.npz"),
+        ({"dataset": "imagenet"}, "imagenet"),
+        ({"dataset": "no.such:data"}, "no.such"),
+        ({"classes": 5}, "up to 4"),
+        ({"colours": 3}, "3 of 4 x 4"),
     ],
 )
-def test_data_of_another_form_are_refused_with_both(wrong: dict[str, int], told: str, tmp_path: Path, sites: list[dict[str, str]]) -> None:
-    values, file = small_run(tmp_path / "runs", **SITES), site_npz(tmp_path, 1, **wrong)
-    with pytest.raises(ConfigError, match=rf"this client's own 'npz' \(.*{file.name}\): {told}"):
-        build_client(context(values, own(file)))
-    with pytest.raises(RunFailed, match=rf"node 2 cannot take part: ConfigError: this client's own .*{told}"):
-        play(values, [sites[0], own(file), sites[2]])
+def test_data_that_are_not_there_or_of_another_form_end_the_run_by_the_site_s_name(
+    wrong: dict[str, Any], about: str, tmp_path: Path, sites: list[dict[str, str]]
+) -> None:
+    node = own(site_npz(tmp_path, 1, **wrong)) if {"classes", "colours"} & wrong.keys() else wrong
+    with refusing("node 3", about, by=RunFailed):
+        play(small_run(tmp_path / "runs", **SITES), [sites[0], sites[1], node])
 
 
-def test_images_of_another_size_are_resized_to_the_runs(tmp_path: Path) -> None:
-    values, file = small_run(tmp_path / "runs", **SITES), site_npz(tmp_path, 1, side=8)
-    assert build_client(context(values, own(file))).site.train.x.shape == (20, 1, SIDE, SIDE)
-    values = small_run(tmp_path / "runs")  # the run's own data have a size, which no key names
-    with pytest.raises(ConfigError, match="the run takes 1 channels of 4 x 4 pixels, but these data have 1 of 8 x 8"):
-        build_client(context(values, own(file)))
-
-
-def test_fewer_classes_than_the_runs_are_no_problem(tmp_path: Path, sites: list[dict[str, str]]) -> None:
+def test_what_a_site_may_have_otherwise(tmp_path: Path, sites: list[dict[str, str]]) -> None:
+    """Fewer classes, images of another size, and nothing to tell of its labels. Beside a data set of the run, too."""
     values = small_run(tmp_path / "runs", **SITES, pictures=True)
-    path = play(values, [sites[0], own(site_npz(tmp_path, 1, classes=2)), sites[2]])
+    path = play(values, [sites[0], own(site_npz(tmp_path, 1, classes=2)), own(site_npz(tmp_path, 2, side=8))])
     assert (path / "labels.png").exists()
-
-
-@pytest.mark.parametrize(
-    "node", [{"dataset": "npz", "data-path": "nowhere.npz"}, {"dataset": "imagenet"}, {"dataset": "npz"}, {"dataset": "no.such:data"}]
-)
-def test_data_that_are_not_there_are_said_at_once(node: dict[str, str], tmp_path: Path, sites: list[dict[str, str]]) -> None:
-    values = small_run(tmp_path / "runs", **SITES)
-    with pytest.raises(RunFailed, match="node 3 cannot take part: "):
-        play(values, [sites[0], sites[1], node])
-
-
-def test_sites_beside_a_data_set_of_the_run(tmp_path: Path) -> None:
-    """The server has a test set; one client brings data of its own, of fewer classes; the others take their part of the run's."""
-    values = small_run(tmp_path / "runs", method="fbn", pictures=True, rounds=2)
-    assert source_model(RunConfig.from_mapping(values))(torch.zeros(2, 1, 4, 4)).shape == (2, 4)
-    path = play(values, [{}, own(site_npz(tmp_path, 1, classes=2, samples=30)), {}])
-    samples = {row["client"]: row["samples"] for row in table(path / "clients.csv")}
-    assert set(samples) == {"0", "1", "2"}
-    assert "accuracy after round 2" in (path / "summary.md").read_text()
-    assert (path / "labels.png").exists()
-
-
-def test_the_run_of_sites_that_name_the_runs_own_file_is_a_run_on_it(tmp_path: Path) -> None:
-    """One client, with the whole of it."""
-    values = small_run(tmp_path / "a", method="fbn", clients=1)
-    plain = play(values, [{}])
-    same = play(values | {"output": str(tmp_path / "b")}, [own(small_npz(tmp_path))])
-    ours, theirs = load_file(plain / "model.safetensors"), load_file(same / "model.safetensors")
-    assert all(torch.equal(ours[k], theirs[k]) for k in ours)
+    client = build_client(context(values, sites[1], 1))
+    assert (len(client.site.train), client.get_properties({})["label-counts"]) == (20, "[7, 7, 6]")  # all of its data
+    assert build_client(context({**values, "share-label-counts": False}, sites[1], 1)).get_properties({})["label-counts"] == "[]"
+    mixed = play(small_run(tmp_path / "mixed", method="fbn", rounds=2), [{}, own(site_npz(tmp_path, 1, classes=2, samples=30)), {}])
+    assert {row["client"] for row in table(mixed / "clients.csv")} == {"0", "1", "2"}
+    assert "accuracy after round 2" in (mixed / "summary.md").read_text()
 
 
 # State, and devices
@@ -211,29 +154,15 @@ def test_a_site_keeps_its_own_in_its_own_folder(sites: list[dict[str, str]], tmp
         assert {file.parent.name for file in folder.rglob("round-*")} == {f"client-{number}"}
 
 
-def test_without_a_folder_or_checkpoints_nothing_is_written(sites: list[dict[str, str]], tmp_path: Path) -> None:
-    values = small_run(tmp_path / "runs", method="fedbn", **SITES, checkpoint_every=0)
-    assert build_client(context(values, sites[0])).site.state is None
-    assert build_client(context(values | {"checkpoint-every": 1}, sites[0])).site.state == tmp_path / "runs"
-    assert build_client(context(values, {**sites[0], "state-dir": str(tmp_path / "x")})).site.state == tmp_path / "x"
-
-
-@pytest.mark.parametrize(
-    ("run", "node", "chosen"), [("cpu", "", "cpu"), ("cuda:3", "cpu", "cpu"), ("auto", "cpu", "cpu"), ("cpu", "cpu", "cpu")]
-)
-def test_a_client_computes_where_its_node_config_says(run: str, node: str, chosen: str, tmp_path: Path) -> None:
-    values = small_run(tmp_path / "runs", device=run)
-    client = build_client(context(values, {"device": node} if node else {}))
-    assert client.site.device == torch.device(chosen)
-    assert {p.device for p in client.model.parameters()} == {torch.device(chosen)}
+def test_a_client_computes_where_its_node_config_says(tmp_path: Path) -> None:
+    client = build_client(context(small_run(tmp_path / "runs", device="cuda:3"), {"device": "cpu"}))
+    assert {client.site.device, *(p.device for p in client.model.parameters())} == {torch.device("cpu")}
 
 
 def test_auto_is_a_gpu_where_torch_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = RunConfig.from_mapping({"device": "cpu"})
     for seen, chosen in ((True, "cuda"), (False, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda seen=seen: seen)
-        assert device(config, {"device": "auto"}) == torch.device(chosen)
-    assert device(config, {}) == torch.device("cpu")
+        assert device(config(device="cpu"), {"device": "auto"}) == torch.device(chosen)
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -242,22 +171,19 @@ def test_on_a_gpu_kernels_have_one_order_of_sums_unless_the_run_says_otherwise(w
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda wanted, warn_only: asked.append((wanted, warn_only)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    config = RunConfig.from_mapping({"device": "cpu"} | ({} if wanted else {"deterministic": False}))
-    device(config)
+    made = config(device="cpu", deterministic=wanted)
+    device(made)
     assert (asked, "CUBLAS_WORKSPACE_CONFIG" in os.environ) == ([], False)
-    device(config, {"device": "cuda"})
+    device(made, {"device": "cuda"})
     assert (asked, os.environ["CUBLAS_WORKSPACE_CONFIG"]) == ([(wanted, True)], ":4096:8")
 
 
 def test_a_device_that_is_none_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = RunConfig.from_mapping({"device": "cpu"})
-    for name in ("tpu", "cuda:x", "gpu"):
-        with pytest.raises(ConfigError, match=f"device must be auto, cpu, cuda or cuda:0 ..., but the node config has '{name}'"):
-            device(config, {"device": name})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert device(config, {"device": "cuda:1"}) == torch.device("cuda:1")
-    with pytest.raises(ConfigError, match="device=cuda:2, but torch sees 2 GPU in this process"):
-        device(config, {"device": "cuda:2"})
+    assert device(config(device="cpu"), {"device": "cuda:1"}) == torch.device("cuda:1")
+    for name in ("tpu", "cuda:x", "gpu", "cuda:2"):
+        with refusing("device", name):
+            device(config(device="cpu"), {"device": name})
 
 
 def test_a_share_of_a_gpu_is_advised_where_ray_hides_the_gpus_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,17 +199,16 @@ def test_a_share_of_a_gpu_is_advised_where_ray_hides_the_gpus_and_nowhere_else(m
 @listed("key", ["partition-id", "num-partitions"])
 @listed("value", ["x", "", "0x1", "9" * 5000, None, float("inf"), float("nan"), [1]])
 def test_a_node_config_that_counts_nothing_is_refused_by_key(key: str, value: object) -> None:
-    node = {"partition-id": 0, "num-partitions": 3, key: value}
-    with pytest.raises(ConfigError, match=f"{key} in this client's node config must be a whole number, but got"):
-        partition_of(node, RunConfig(clients=3))
-    assert partition_of({"partition-id": "1", "num-partitions": 3}, RunConfig(clients=3)) == 1  # control: Flower's texts are fine
+    with refusing(key):
+        partition_of({"partition-id": 0, "num-partitions": 3, key: value}, config(clients=3))
+    assert partition_of({"partition-id": "1", "num-partitions": 3}, config(clients=3)) == 1  # control: Flower's texts are fine
 
 
 def test_a_node_without_a_partition_takes_its_place_among_the_run_s_nodes() -> None:
-    config = RunConfig(clients=3, client_nodes="17,5,9")
-    assert [partition_of({"site": "x"}, config, node) for node in (5, 9, 17)] == [1, 2, 0]
-    with pytest.raises(ConfigError, match=r"takes no part in this run, which was submitted for other nodes"):
-        partition_of({}, config, 6)
-    with pytest.raises(ConfigError, match="names no partition"):
-        partition_of({}, RunConfig(clients=3), 5)
-    assert partition_of({"partition-id": 2, "num-partitions": 3}, config, 5) == 2  # what a node says of itself is for the server to check
+    made = config(clients=3, client_nodes="17,5,9")
+    assert [partition_of({"site": "x"}, made, node) for node in (5, 9, 17)] == [1, 2, 0]
+    with refusing("run"):
+        partition_of({}, made, 6)
+    with refusing("partition"):
+        partition_of({}, config(clients=3), 5)
+    assert partition_of({"partition-id": 2, "num-partitions": 3}, made, 5) == 2  # what a node says of itself is for the server to check

@@ -1,11 +1,14 @@
-"""What a command imports: the CLI neither torch nor Flower; a run nothing that its rounds do not need: no compiler for its optimizer."""
+"""What a command imports, without the collector of garbage; and Ctrl-C between two writes of one round, which waits for the second."""
 
 from __future__ import annotations
 
+import gc
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ import torch
 from torch import nn, optim
 
 from fl_bn.federation import eager
+from fl_bn.run.interrupts import held
+from fl_bn.support.imports import without_gc
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "flwr", "ray", "numpy", "scipy", "sklearn", "matplotlib", "torchvision", "pandas")
@@ -73,3 +78,43 @@ def test_eager_optimizers_give_torchs_bits(ours: Callable[..., Any], theirs: Cal
     assert torch.equal(trained(ours), trained(theirs))
     assert not torch.equal(trained(ours), trained(theirs, lr=options["lr"] * 1.01))  # control
     assert isinstance(ours([nn.Parameter(torch.zeros(1))]), theirs)  # type: ignore[arg-type]
+
+
+def test_a_failing_import_turns_the_collector_of_garbage_on_again() -> None:
+    """What was loaded without it is never looked at again."""
+    with pytest.raises(ModuleNotFoundError), without_gc():
+        assert not gc.isenabled()
+        raise ModuleNotFoundError
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 0
+    gc.unfreeze()
+
+
+# Ctrl-C
+
+
+@pytest.fixture
+def usual() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_waits_until_the_block_is_done(usual: None) -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt) as caught, held():  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        done.append("written")
+        raise OSError("disk full")
+    assert done == ["written"]
+    assert isinstance(caught.value.__context__, OSError)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    done.clear()
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        done.append("written")
+    assert done == []
+    other = threading.Thread(target=lambda: held().__enter__())  # in another thread, it does nothing
+    other.start()
+    other.join()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,0 +1,88 @@
+"""Ask the application: through its command line and its run config. Parts without a public name are imported here, in one place."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fl_bn.cli.main import app
+from fl_bn.conversion import convert as convert
+from fl_bn.federation.aggregation import Drift as Drift
+from fl_bn.federation.local import Samples as Samples
+from fl_bn.federation.local import evaluate as evaluate
+from fl_bn.federation.record import ClientRecord as ClientRecord
+from fl_bn.federation.record import Disclosure as Disclosure
+from fl_bn.federation.record import RoundRecord as RoundRecord
+from fl_bn.federation.settings import seeded as seeded
+from fl_bn.run.assembly import OwnData as OwnData
+from fl_bn.run.assembly import client_samples as client_samples
+from fl_bn.run.assembly import dataset as dataset
+from fl_bn.run.assembly import partitions as partitions
+from fl_bn.run.assembly import source_model as source_model
+from fl_bn.run.centralised import run_centralised as run_centralised
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.overrides import parse_overrides as parse_overrides
+from fl_bn.run.run_directory import RunDirectory as RunDirectory
+from fl_bn.run.run_directory import to_toml as to_toml
+from fl_bn.support import durable as durable
+
+Keys = Mapping[str, Any]
+
+
+def kebab(keys: Keys) -> dict[str, Any]:
+    """Return keys as a run config has them; ``_`` may stand for ``-``."""
+    return {key.replace("_", "-"): value for key, value in keys.items()}
+
+
+def config(keys: Keys | None = None, /, **more: Any) -> RunConfig:
+    return RunConfig.from_mapping(kebab({**(keys or {}), **more}))
+
+
+def override(keys: Keys) -> str:
+    """Return keys as ``--run-config`` takes them."""
+    return " ".join(f"{key}={str(value).lower() if isinstance(value, bool) else repr(value)}" for key, value in kebab(keys).items())
+
+
+def command(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def said(result: Result) -> str:
+    """Return both streams, without line breaks."""
+    return " ".join(result.output.split())
+
+
+def ends_well(*arguments: object) -> str:
+    """Run a command and return what it printed."""
+    result = command(*arguments)
+    assert result.exit_code == 0, result.output
+    return said(result)
+
+
+def ends_with_a_sentence(*arguments: object, about: str = "") -> str:
+    """Check that a command ends with status 2 and one sentence about ``about``, without a traceback. Return what it printed."""
+    result = command(*arguments)
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.output
+    assert about in said(result)
+    return said(result)
+
+
+@contextmanager
+def refusing(*about: str, by: type[Exception] = ConfigError) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """Expect an error that names each of ``about``: a key, a file, a tensor or a client."""
+    with pytest.raises(by) as caught:
+        yield caught
+    assert [name for name in about if name not in str(caught.value)] == [], str(caught.value)
+
+
+def rows(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="") as source:
+        return list(csv.DictReader(source))

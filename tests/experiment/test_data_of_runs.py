@@ -1,0 +1,199 @@
+"""Who trains and is tested on what: partitions and their table, domains, sites as clients, and the keys that limit the data."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.methods import METHODS
+from fl_bn.models import build
+from fl_bn.robust.attacks import ATTACKS, LABEL_FLIP, Adversary
+from fl_bn.run.history import per_domain, record_of, round_line
+from fl_bn.run.testing import note_domains
+from fl_bn.run.testing import test_metrics as metrics_of_test
+from fl_bn.sweep.file import parse
+from tests.data.test_folder import draw
+from tests.experiment.inside import (
+    OwnData,
+    RoundRecord,
+    RunConfig,
+    Samples,
+    client_samples,
+    config,
+    dataset,
+    ends_well,
+    ends_with_a_sentence,
+    evaluate,
+    override,
+    partitions,
+    refusing,
+    rows,
+)
+from tests.experiment.small_data import CLASSES, small_config, small_npz, small_sites
+from tests.experiment.test_tables import hospital
+from tests.listed import listed
+
+SHIFTED = {"dataset": "digits-plain", "image_size": 8, "shifts": "none,invert,noise", "partition": "domain", "clients": 3, "model": "mlp"}
+
+
+def test_accuracy_per_domain_is_that_on_the_domains_images() -> None:
+    data = dataset(config(SHIFTED))
+    model = build("mlp", classes=10, channels=data.channels, image_size=8, seed=0)
+    found = metrics_of_test(config(SHIFTED), model, torch.device("cpu"))
+    assert data.domain_test is not None
+    for index, name in enumerate(data.domains):
+        mine = data.domain_test == index
+        assert per_domain(found)[name] == evaluate(model, Samples(data.x_test[mine], data.y_test[mine]))["accuracy"]
+    whole = evaluate(model, Samples(data.x_test, data.y_test))
+    assert found["accuracy"] == whole["accuracy"]
+    assert math.isclose(found["loss"], whole.loss, rel_tol=1e-6)
+    assert len(set(per_domain(found).values())) > 1  # control: the domains differ
+
+
+def test_a_domains_accuracy_is_the_mean_over_its_clients() -> None:
+    own = {i: {"accuracy": a, "loss": 1.0} for i, a in enumerate((0.1, 0.5, 0.9, 0.3, 0.7))}
+    record = RoundRecord(1, "train", 0.1, client_evaluation=own)
+    note_domains(config(SHIFTED, clients=5), record)
+    assert per_domain(record.evaluation) == {"none": pytest.approx(0.2), "invert": pytest.approx(0.6), "noise": pytest.approx(0.9)}
+    assert per_domain(record_of(round_line(record)).evaluation) == per_domain(record.evaluation)
+    for other in (config(partition="iid", dataset="digits"), config(SHIFTED, clients=5, test_on="all")):  # nobody has a domain's accuracy
+        record = RoundRecord(1, "train", 0.1, client_evaluation=own)
+        note_domains(other, record)
+        assert record.evaluation == {}
+
+
+@pytest.mark.parametrize("tested", [{}, {"test_on": "all"}, {"evaluate_on": "training"}])
+def test_every_client_has_one_shift_and_is_tested_as_the_keys_say(tested: dict[str, str]) -> None:
+    made, data = config(SHIFTED, **tested), dataset(config(SHIFTED))
+    for client, part in enumerate(partitions(made)):
+        train, test, _ = client_samples(made, client)
+        assert set(data.domain_train[part].tolist()) == {client}
+        assert torch.equal(train.x, data.x_train[part])
+        own = data.x_test[data.domain_test == client]
+        assert torch.equal(test.x, data.x_test if "test_on" in tested else train.x if tested else own)
+
+
+def test_a_site_with_data_of_its_own_is_evaluated_on_what_it_trains_on(tmp_path: Path) -> None:
+    own = OwnData("npz", str(small_npz(tmp_path)))
+    keys = {"dataset": "sites", "classes": 4, "channels": 1, "image_size": 4}
+    assert [len(client_samples(config(keys, evaluate_on=split), 0, own)[1]) for split in ("training", "test")] == [48, 24]
+
+
+def test_samples_per_domain_and_equal_sizes() -> None:
+    few = config(SHIFTED, samples_per_domain=20)
+    assert [len(part) for part in partitions(few)] == [20, 20, 20]
+    assert len(dataset(few).x_test) == len(dataset(config(SHIFTED)).x_test)
+    skewed = config(dataset="digits-plain", partition="dirichlet", partition_parameter=0.3, clients=4)
+    natural = [len(part) for part in partitions(skewed)]
+    assert [len(part) for part in partitions(config(skewed.to_mapping(), sizes="equal"))] == [min(natural)] * 4
+    assert len(set(natural)) > 1  # control
+    with refusing("natural", "digits-plain"):
+        partitions(config(dataset="digits-plain", partition="natural"))
+
+
+@pytest.mark.parametrize("kind", ["npz", "folder", "csv", "a folder of csv"])
+def test_what_is_given_per_site_is_a_client_and_is_never_cut_up(kind: str, tmp_path: Path) -> None:
+    if kind == "npz":
+        sites = small_sites(tmp_path)
+    elif kind == "folder":
+        sites = [str(tmp_path / f"site{number}") for number in range(5)]
+        for site, split, name in product(range(5), ("train", "test"), ("cat", "dog")):
+            draw(Path(sites[site]) / split / name / "a.png", (50 * site, 0, 0), (4, 4))
+    else:
+        sites = [str(hospital(tmp_path / "all", number)) for number in range(5)]
+    path = str(tmp_path / "all") if kind == "a folder of csv" else ",".join(sites)
+    keys = {"dataset": kind.split()[-1], "data-path": path, "model": "mlp"}
+    by_default = {name: key.default for name, key in RunConfig.keys().items()}  # as Flower gives a run all of them
+    (cell,) = parse({"title": "sites", "run": keys, "axes": {"method": {"BN": {"method": "fedavg"}}}}, "x", "", "", {}).cells(tmp_path)
+    for made in (config(keys), config({**by_default, **keys}), cell.config):
+        domains = dataset(made).domain_train
+        assert domains is not None
+        assert made.clients == 5
+        assert [part.tolist() for part in partitions(made)] == [(domains == site).nonzero()[:, 0].tolist() for site in range(5)]
+    assert config(keys, hold_out=dataset(made).domains[2]).clients == 4
+    assert config(keys, byzantine=1, attack="foe").clients == 6  # the attacker has a copy
+    assert [config(keys, partition=name).clients for name in ("natural", "iid")] == [5, 10]
+    assert config({**keys, "data-path": sites[0]}).clients == 10
+    for wrong in ({"clients": 4}, {"clients": 10}, {"shifts": "none,invert"}):
+        with refusing("data-path", next(iter(wrong))):
+            config(keys, **wrong)
+
+
+# The table and the picture of a partition, by the command line
+
+
+def shown(folder: Path, **keys: object) -> list[dict[str, str]]:
+    ends_well("data", "partition", "--run-config", override(keys), "--output", folder)
+    assert {path.name for path in folder.iterdir()} == {"counts.csv", "labels.png"}
+    return rows(folder / "counts.csv")
+
+
+def test_the_table_counts_every_client_and_domain_by_hand(tmp_path: Path) -> None:
+    keys = {"clients": 3, "partition": "dirichlet", "partition_parameter": 0.5}  # digits: two domains
+    found, data = shown(tmp_path / "new" / "folder", **keys), dataset(config(keys))
+    assert data.domain_train is not None
+    for client, part in enumerate(partitions(config(keys))):
+        for number, domain in enumerate(data.domains):
+            (row,) = (row for row in found if (row["client"], row["domain"]) == (str(client), domain))
+            mine = data.y_train[part][data.domain_train[part] == number].tolist()
+            assert [int(row[f"class-{label}"]) for label in range(10)] == [mine.count(label) for label in range(10)]
+            assert int(row["total"]) == len(mine)
+    assert sum(int(row["total"]) for row in found) == len(data.y_train)
+
+
+def test_a_partition_that_cannot_be_shown_is_refused_before_there_is_a_folder(tmp_path: Path) -> None:
+    sites = "dataset='sites' classes=3 channels=1 image-size=8"
+    for keys, about in (("partition='table' partition-parameter=4 clients=6", "table"), (sites, "sites")):
+        ends_with_a_sentence("data", "partition", "--run-config", keys, "--output", tmp_path / "no", about=about)
+    assert not (tmp_path / "no").exists()
+
+
+# Byzantine clients: test_keys has what is refused
+
+
+def test_the_defence_is_told_of_as_many_as_there_are_unless_it_is_told_otherwise() -> None:
+    rules = {"statistics_rule": "nnm+median", "update_rule": "krum"}
+    assert config(byzantine=2, **rules).defence() == Defence(2, "nnm+median", "krum")
+    assert config(byzantine=2, declared_byzantine=1, **rules).defence() == Defence(1, "nnm+median", "krum")
+    assert config(byzantine=2, declared_byzantine=0).defence() == config().defence() == NO_DEFENCE
+
+
+@listed("method", [name for name, make in METHODS.items() if name != "single"])
+def test_the_attack_reaches_every_method(method: str) -> None:
+    made = config(method=method, byzantine=2, attack="foe", attack_on="updates", attack_strength=0.3).build_method()
+    assert made.adversary == Adversary("foe", 2, "updates", 0.3)
+    assert config(method=method, byzantine=2).build_method().adversary is None
+    assert all(config(method=method, byzantine=1, attack=name).build_method().adversary is not None for name in ATTACKS)
+
+
+@listed("kind", ["iid", "similarity", "dirichlet"])
+@pytest.mark.parametrize("byzantine", [1, 4])
+def test_the_data_are_the_honest_clients(kind: str, byzantine: int, tmp_path: Path) -> None:
+    own = {**small_config(tmp_path), "partition": kind, "partition-parameter": 1.0 if kind == "iid" else 0.5}
+    parts, honest = partitions(config({**own, "byzantine": byzantine})), 5 - byzantine
+    assert len(parts) == 5
+    assert sorted(torch.cat(parts[:honest]).tolist()) == list(range(48))  # each sample once
+    assert all(torch.equal(parts[honest + i], parts[i % honest]) for i in range(byzantine))
+    alone = partitions(config({**own, "clients": honest}))
+    assert all(torch.equal(a, b) for a, b in zip(parts[:honest], alone, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(parts, partitions(config(own)), strict=True)), "control: split over all"
+
+
+def test_label_flip_flips_the_labels_of_byzantine_clients_alone(tmp_path: Path) -> None:
+    own = small_config(tmp_path) | {"partition": "iid", "byzantine": 2}
+    flipped, other = config({**own, "attack": LABEL_FLIP}), config({**own, "attack": "foe"})
+    data = dataset(flipped)
+    for client in range(5):
+        (train, test, counts), part = client_samples(flipped, client), partitions(flipped)[client]
+        labels = data.y_train[part]
+        assert torch.equal(train.x, data.x_train[part])
+        assert torch.equal(train.y, CLASSES - 1 - labels if client >= 3 else labels)
+        assert torch.equal(test.y, data.y_test)
+        assert sum(counts) == len(part)
+        assert torch.equal(client_samples(other, client)[0].y, labels)  # control
+    assert torch.equal(data.y_train, torch.arange(48) % CLASSES)

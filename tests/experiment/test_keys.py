@@ -1,0 +1,337 @@
+"""The run config, asked for every key that ``fl-bn config`` prints; keys that do not go together; texts and files of keys."""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_bn.methods import METHODS, Refresh, StatisticsReport, freeze
+from tests.experiment.inside import ConfigError, RunConfig, command, config, parse_overrides, refusing, to_toml
+from tests.listed import listed
+
+ROOT = Path(__file__).parents[2]
+DEFAULTS: dict[str, Any] = tomllib.loads(command("config", "--toml").output)
+PAGE = command("config").output
+VALUES = dict(re.findall(r"^\| `(\S+)` \|[^|]*\| (.*?) \|", PAGE, re.MULTILINE))
+"""Key -> its allowed values, as the page of all keys has them."""
+NUMBER = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
+SYNTAX: dict[str, list[str]] = {
+    "callbacks": ["mlflow", "trackers:MLflow, x"],
+    "client-names": ["a b", "a,A", "a,", "../x"],
+    "client-nodes": ["a", "-1", "7,7", "1,", "9" * 21],
+    "columns-digest": ["nonsense"],
+    "device": ["tpu", "gpu", ""],
+    "diagnostics": ["loss"],
+    "join-rounds": ["4", "4:", "a:1", "1:2,1:3", "1:2;2:3", "-1:2", "1:2,"],
+    "name": ["a/b", "..", " a", "-x", "~x", ".x", "a\\b", "a\u202egnp.exe", "a\u200bb", "a\u0085b", "a\x1b[2J", "\ufeffa", "\u20ac" * 200],
+    "output": ["~/x"],
+    "data-path": ["~/x"],
+    "model-weights": ["~/x"],
+    "shifts": ["upside-down", "none,,invert"],
+}
+"""Texts that a key does not take, where a name or a range does not say so."""
+
+
+def within(values: str, number: float) -> bool:
+    """Whether a number is in a range as the page has it, such as ``0 or >= 2``, ``(0, 1]`` and ``1..9``."""
+    for part in values.split(" or "):
+        low, *high = map(float, re.findall(NUMBER, part.replace("..", " ")))
+        above = number > low if part[0] in ">(" and "=" not in part else number >= low
+        below = (number < high[0] if part[-1] == ")" else number <= high[0]) if high else part[0] == ">" or number == low
+        if above and below:
+            return True
+    return False
+
+
+def out_of_range(key: str) -> list[Any]:
+    """Make values beside every bound of the key's range; a name that is none of its names; texts of a wrong syntax."""
+    default, values = DEFAULTS[key], VALUES[key]
+    if isinstance(default, str):
+        return ["nonsense"] * (default in values.split(", ")) + SYNTAX.get(key, [])
+    if isinstance(default, bool) or values == "finite":
+        return []
+    near = 1 if isinstance(default, int) else 1e-7
+    bounds = [(int if near == 1 else float)(float(bound)) for bound in re.findall(NUMBER, values.replace("..", " "))]
+    found = [number for bound in bounds for number in (bound - near, bound, bound + near, -bound - 1) if not within(values, number)]
+    assert found, f"no value of {key} is out of {values}"
+    return found
+
+
+def unfit(key: str) -> list[Any]:
+    """Return values of another type, and values that cannot be written to a file or sent."""
+    kind = type(DEFAULTS[key])
+    never = {float: [math.inf, -math.inf, math.nan, 1e39], int: [2**63, -(2**63) - 1, 10**40], str: ["a\0b", "a\nb", "\x7f", "\ud800"]}
+    others = [value for value in ("3", 3, 3.5, True, None, [1]) if type(value) is not kind and not (kind is float and type(value) is int)]
+    return [*others, *never.get(kind, [])]
+
+
+@listed("key", DEFAULTS)
+def test_every_key_takes_its_default_and_refuses_what_its_declaration_excludes(key: str) -> None:
+    assert config({key: DEFAULTS[key]}) == RunConfig()
+    for wrong in [*unfit(key), *out_of_range(key)]:
+        with refusing() as told:
+            config({key: wrong})
+        assert str(told.value).startswith(key)
+        assert key == "name" or str(told.value).isprintable()
+
+
+def test_the_syntax_of_texts_is_that_of_keys() -> None:
+    assert SYNTAX.keys() <= DEFAULTS.keys()
+    assert config(name="\u20ac" * 85).name, "as long as a file's name may be, and of any language"
+
+
+def test_pyproject_and_the_page_are_generated_and_name_the_same_keys() -> None:
+    stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]
+    assert [(key, type(value), value) for key, value in stated["app"]["config"].items()] == [
+        (key, type(value), value) for key, value in DEFAULTS.items()
+    ]
+    assert f"[tool.flwr.app.config]\n{command('config', '--toml').output}\n" in (ROOT / "pyproject.toml").read_text()
+    assert (ROOT / "docs" / "config.md").read_text().endswith(command("config").output)
+    assert VALUES.keys() == DEFAULTS.keys() == RunConfig().to_mapping().keys()
+    simulated = [value["options"]["num-supernodes"] for value in stated["federations"].values() if "options" in value]
+    assert simulated == [RunConfig().clients] * len(simulated)
+    assert len(simulated) >= 2
+
+
+def test_an_integer_is_a_float_too_and_a_config_is_a_value() -> None:
+    made = config(learning_rate=1)
+    assert type(made.learning_rate) is float
+    assert made == config(learning_rate=1.0)
+    assert hash(RunConfig()) == hash(config())
+    with refusing("rounds"):
+        replace(RunConfig(), rounds=0)
+
+
+# Keys that do not go together: an error that names one of them. Without one of them the run is fine.
+SHAPE = {"classes": 2, "channels": 1, "image_size": 4}
+SECURE = {"secure_aggregation": True}
+TOGETHER: list[dict[str, Any]] = [
+    {"local_epochs": 2, "local_steps": 9},
+    {"local_steps": 0},
+    {"objective": "scaffold"},
+    {"objective": "scaffold", "momentum": 0.0, "clip": "norm"},
+    {"objective": "scaffold", "momentum": 0.0, "method": "fedtan"},
+    {"objective": "fedsam", "method": "fedtan2"},
+    {"clip": "norm", "method": "fedtan"},
+    {"objective": "fedprox", "method": "single"},
+    {"objective": "fedprox", "update": "gradients", "local_steps": 1},
+    {"objective": "scaffold", "momentum": 0.0, "byzantine": 1, "clients": 5},
+    {"maintain_momentum": "global", "statistics_rule": "median", "clients": 5},
+    {"maintain_momentum": "local", "momentum": 0.0},
+    {"maintain_momentum": "local", "update": "gradients", "local_steps": 1},
+    {"server_optimizer": "fedacg", "update": "gradients", "local_steps": 1},
+    {"server_optimizer": "fedacg", "server_learning_rate": 0.5},
+    {"server_momentum": 0.5},
+    {**SECURE, "unseen_client": True, "method": "fedbn"},
+    {**SECURE, "clients": 2},
+    {**SECURE, "method": "fedtan"},
+    {**SECURE, "statistics_rule": "median"},
+    {**SECURE, "maintain_momentum": "global"},
+    {**SECURE, "payload_dtype": "bfloat16"},
+    {**SECURE, "dp_noise": 1.0},
+    {**SECURE, "secagg_shares": 4},
+    {"method": "fedtan2", "payload_dtype": "float16"},
+    {"learning_rate_schedule": "milestones"},
+    {"optimizer": "adam", "momentum": 0.5},
+    {"update": "gradients", "local_steps": 9},
+    {"method": "fixbn", "freeze_after": 99, "rounds": 60},
+    {"method": "fedtan2", "freeze_after": 99, "rounds": 60},
+    {"method": "fedtan", "client_weights": "uniform"},
+    {"method": "fedtan", "exchange_key": "server.key"},
+    {"method": "fedtan", "exchange_host": "server.example"},
+    {"method": "fedtan", "exchange_bind": "0.0.0.0"},
+    {"engine": "vectorised", "workers": 2},
+    {"scale_start": "uniform", "model_weights": "x.pt"},
+    {"resume": "latest"},
+    {"resume": "latest", "checkpoint_every": 1, "output": ""},
+    {"checkpoint_every": 1, "output": ""},
+    {"clients": 3, "min_cohort": 4},
+    {"clients": 10, "fraction": 0.5, "min_cohort": 6},
+    {"clients": 3, "min_sites": 4},
+    {"clients": 5, "join_rounds": "5:2"},
+    {"rounds": 9, "join_rounds": "1:2,4:10"},
+    {"join_rounds": "4:0"},
+    {"clients": 2, "join_rounds": "0:2,1:3"},
+    {"clients": 3, "client_nodes": "7,8"},
+    {"clients": 3, "client_names": "east,west"},
+    {"clients": 5, "clients_at_start": 6},
+    {"clients": 5, "join_rounds": "4:2", "clients_at_start": 5},
+    {"clients": 5, "join_rounds": "4:2", "min_cohort": 5},
+    {"clients": 5, "clients_at_start": 2, "min_cohort": 3},
+    {"clients": 7, "clients_at_start": 4, "byzantine": 2, "statistics_rule": "median"},
+    {"dataset": "sites"},
+    {"dataset": "sites", **SHAPE, "byzantine": 1},
+    {"dataset": "sites", **SHAPE, "hold_out": "A"},
+    {"clients": 3, "byzantine": 3},
+    {"byzantine": 5, "statistics_rule": "median"},
+    {"byzantine": 4, "update_rule": "krum"},
+    {"declared_byzantine": 5, "update_rule": "nnm+median"},
+    {"byzantine": 3, "update_rule": "median", "fraction": 0.6},
+    {"clients": 2, "declared_byzantine": 1, "update_rule": "median"},
+    {"byzantine": 3, "attack": "mimic", "attack_strength": 7.0},
+    {"byzantine": 3, "attack": "mimic", "attack_strength": 1.5},
+    {"byzantine": 3, "attack": "mimic", "attack_strength": -1.0},
+    {"byzantine": 3, "attack": "gaussian", "attack_strength": -1.0},
+    {"local_evaluation": True, "update": "gradients", "local_steps": 1},
+]
+JUST_ENOUGH: list[dict[str, Any]] = [
+    {"byzantine": 4, "statistics_rule": "median", "update_rule": "nnm+trimmed-mean"},
+    {"byzantine": 3, "update_rule": "krum"},
+    {"byzantine": 9},
+    {"byzantine": 5, "declared_byzantine": 4, "update_rule": "median"},
+    {"byzantine": 3, "update_rule": "median", "fraction": 0.7},
+    {"byzantine": 3, "attack": "mimic", "attack_strength": 6.0},
+]
+
+
+def names(keys: Mapping[str, Any], text: str) -> bool:
+    words = text.replace("-", " ")
+    return any(key.replace("_", " ") in words or (isinstance(value, str) and value in text) for key, value in keys.items())
+
+
+def fits(keys: Mapping[str, Any]) -> bool:
+    try:
+        config(keys)
+    except ConfigError:
+        return False
+    return True
+
+
+@listed("keys", TOGETHER)
+def test_keys_that_do_not_go_together_are_named(keys: dict[str, Any]) -> None:
+    with refusing() as told:
+        config(keys)
+    assert names(keys, str(told.value)), told.value
+    assert any(fits({key: value for key, value in keys.items() if key != left_out}) for left_out in keys), "control"
+
+
+@listed("keys", JUST_ENOUGH)
+def test_control_just_enough_is_enough(keys: dict[str, Any]) -> None:
+    assert fits(keys)
+
+
+@listed(
+    ("keys", "near"),
+    [
+        ({"method": "fedbm"}, "fedbn"),
+        ({"objective": "scafold"}, "scaffold"),
+        ({"shifts": "noise, invrt"}, "invert"),
+        ({"diagnostics": "drifts"}, "drift"),
+        ({"update-rule": "nnm+medain"}, "nnm+median"),
+        ({"freeze-afer": 3}, "freeze-after"),
+        ({"learning_rate ": 0.1}, "learning-rate"),
+    ],
+)
+def test_a_misspelt_name_is_answered_with_the_nearest(keys: dict[str, Any], near: str) -> None:
+    with refusing(*keys.values() if isinstance(next(iter(keys.values())), str) else [], f"'{near}'"):
+        config(keys)
+
+
+# What the keys make
+
+
+@listed("name", METHODS)
+def test_every_method_can_be_configured_and_frozen(name: str) -> None:
+    method = METHODS[name]()
+    made = config(method=name).build_method()
+    assert (made.name, made.phase(1, 9)) == (name, method.phase(1, 9))
+    try:
+        frozen = freeze(method, 2)
+    except ValueError:  # it has no statistics in training
+        with refusing("freeze-after"):
+            config(method=name, freeze_after=2)
+    else:
+        found = config(method=name, freeze_after=2).build_method()
+        assert [found.phase(round, 9) for round in (2, 3)] == [frozen.phase(round, 9) for round in (2, 3)]
+        assert found.phase(3, 9).value == "frozen"
+
+
+def test_milestones_are_rising_shares_with_a_factor_each() -> None:
+    step = {"learning_rate_schedule": "milestones"}
+    assert fits({**step, "learning_rate_milestones": "0.6:0.1,0.8:0.1"})
+    for wrong in ("0.6", "0.8:0.1,0.6:0.1"):
+        with refusing("milestones"):
+            config(**step, learning_rate_milestones=wrong)
+
+
+def test_options_reach_the_method_and_the_rounds() -> None:
+    hbn = [config(method="hbn", **keys).build_method() for keys in ({}, {"fraction": 0.5}, {"hbn_lam": 0.3}, {"hbn_stat_samples": 64})]
+    assert [made.combine.keywords["tracking"] for made in hbn[:2]] == [0.05, 0.01]  # type: ignore[attr-defined]
+    assert (hbn[2].combine.keywords["lam"], hbn[3].statistics_pass.samples) == (0.3, 64)  # type: ignore[attr-defined]
+    fbn = config(method="fbn", tracking=0.2, fbn_report="all").build_method()
+    assert (fbn.combine.keywords["tracking"], fbn.report) == (0.2, StatisticsReport.BATCHES)  # type: ignore[attr-defined]
+    for values, refresh in (({}, Refresh.HYBRID), ({"hbn_lam": 1.0}, Refresh.EXACT), ({"hbn_evaluate": "exact"}, Refresh.EXACT)):
+        assert config(method="hbn", **values).build_method().refresh is refresh
+    paper, merged = (config(method="fedtan", fedtan_schedule=schedule).build_method().layer for schedule in ("paper", "merged"))
+    assert (paper.keywords["schedule"], merged.keywords["schedule"]) == ("paper", "merged")  # type: ignore[union-attr]
+    rates = {"learning_rate": 0.05, "learning_rate_schedule": "step", "learning_rate_decay": 0.1}
+    counts = {"min_replies": 0.25, "calibrate": 2, "evaluate_every": 7, "client_weights": "uniform", "min_cohort": 3, "checkpoint_every": 4}
+    policy = config(**counts, **rates).round_policy()
+    assert {key: getattr(policy, key) for key in counts} == counts
+    assert [policy.rate(round, 60) for round in (1, 30, 31, 46)] == pytest.approx([0.05, 0.05, 0.005, 0.0005])
+    assert (policy.at_clients, config(dataset="sites", **SHAPE).round_policy().at_clients) == (False, True)
+    assert (config().round_policy().unit_scale, config(unit_scale=False).round_policy().unit_scale) == (True, False)
+    joining = config(clients=5, clients_at_start=2, join_rounds="3:1, 4 : 20").round_policy()
+    assert (joining.at_start, joining.starting(19), joining.starting(20)) == (2, {0, 1, 2, 3}, {0, 1, 2, 3, 4})
+    assert config(precision="mixed").local_training().precision == "mixed"
+
+
+def test_certificate_files_are_looked_for_at_the_server_alone(tmp_path: Path) -> None:
+    files = {f"exchange_{name}": str(tmp_path / f"{name}.pem") for name in ("certificate", "key", "authority")}
+    made = config(method="fedtan", exchange_host="server.example", **files)  # as a client makes it, which has none of them
+    with refusing("exchange-certificate", "certificate.pem"):
+        made.round_policy()
+    assert config(method="fedtan", exchange_host="server.example", exchange_insecure=True).round_policy().exchange.listen_on == "0.0.0.0"
+
+
+# Texts and files
+
+
+def test_round_trip_through_the_mapping_and_through_toml() -> None:
+    made = config(method="fbn", fraction=0.3, name='a "quoted" näme', pictures=False, weight_decay=1e-7, data_path="C:\\data")
+    assert config(made.to_mapping()) == config(tomllib.loads(to_toml(made.to_mapping()))) == made != RunConfig()
+
+
+@given(text=st.text(st.characters(codec="utf-8")))
+def test_every_text_survives_its_file(text: str) -> None:
+    """What cannot be read again cannot be resumed."""
+    made = {"data-path": text, "rounds": 3}
+    assert tomllib.loads(to_toml(made)) == made
+
+
+def test_overrides_are_read_as_by_flwr_run_but_nothing_is_passed_over(tmp_path: Path) -> None:
+    assert parse_overrides("rounds=10 method='hbn' learning-rate=0.5 pictures=false data-path=\"a b\"") == {
+        "rounds": 10, "method": "hbn", "learning-rate": 0.5, "pictures": False, "data-path": "a b",
+    }  # fmt: skip
+    assert parse_overrides("") == {}
+    (tmp_path / "mine.toml").write_text("rounds = 3\n")
+    assert parse_overrides(str(tmp_path / "mine.toml")) == {"rounds": 3}
+
+
+@listed("text", ["rounds 10", "method=hbn", "no.toml", "rounds=1 rounds=2", "rounds=[" + "[" * 5000, "rounds=0x", "rounds={a=1"])
+def test_no_text_is_read_with_a_traceback(text: str) -> None:
+    with refusing(text[:6]):
+        parse_overrides(text)
+
+
+@listed("value", ["9" * 5000, "1e999999999999999", '"a\nb"', "2020-01-01T", "\x00"])
+def test_no_value_is_read_with_a_traceback(value: str) -> None:
+    """``tomllib`` raises other errors than its own for numbers of thousands of digits and for lists in lists."""
+    with refusing("rounds"):
+        config(parse_overrides(f"rounds={value}"))
+
+
+@listed("content", [b"rounds = \xff", b"rounds = " + b"9" * 5000, b"rounds = " + b"[" * 5000, b"rounds"])
+def test_no_file_is_read_with_a_traceback(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_bytes(content)
+    with refusing("mine.toml"):
+        parse_overrides(str(tmp_path / "mine.toml"))

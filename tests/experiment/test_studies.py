@@ -1,0 +1,219 @@
+"""The papers' studies without a run config (``experiments/definitions/programs``): each beside a calculation by hand, and its files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from experiments.definitions.programs import decoupling, fedbn_synthetic, fedbn_toy, new_clients, unseen_domain
+from experiments.definitions.programs.fedbn_synthetic import DIMENSIONS, PAPER, SMALL, WIDTH, Setting
+from experiments.definitions.programs.normalisation_error import (
+    CENTRALISED,
+    FBN,
+    FIXBN,
+    NAIVE,
+    draws,
+    normalised,
+)
+from fl_bn.copying import copied
+from fl_bn.data.batches import draw_batches
+from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.server import Server
+from fl_bn.flower import run_in_process
+from fl_bn.sweep.cells import Cell
+from fl_bn.task import CLASSIFICATION
+from tests.experiment.inside import Samples, client_samples, config, rows, seeded, source_model
+
+# Figures 1 and 2 of the FBN paper
+
+EPS, BETA = 1e-5, 0.1
+
+
+def by_hand(rounds: list[Tensor], corrected: bool = True) -> dict[str, float]:
+    """Mean distance to centralised BatchNorm over points and rounds. ``corrected``: with the last term of Algorithm 2, line 10."""
+    fbn, averaged = (np.zeros(2), np.ones(2)), (np.zeros(2), np.ones(2))
+    found = {NAIVE: list[float](), FIXBN: list[float](), FBN: list[float]()}
+    for t, points in enumerate(rounds, 1):
+        u = points.numpy()
+        n, K = u.shape[:2]
+        flat = u.reshape(-1, 2)
+        central = (u - flat.mean(0)) / np.sqrt(flat.var(0) + EPS)
+        mean_i, var_i = u.mean(1), u.var(1)
+        naive = (u - mean_i[:, None]) / np.sqrt(var_i[:, None] + EPS)
+        frozen = t > len(rounds) // 2
+        methods = {
+            NAIVE: naive,
+            FIXBN: (u - averaged[0]) / np.sqrt(averaged[1] + EPS) if frozen else naive,
+            FBN: (u - fbn[0]) / np.sqrt(fbn[1] + EPS),
+        }
+        for method, own in methods.items():
+            found[method].append(float(np.sqrt(((own - central) ** 2).sum(-1)).mean()))
+        if not frozen:
+            averaged = (
+                ((1 - BETA) * averaged[0] + BETA * mean_i).mean(0),
+                ((1 - BETA) * averaged[1] + BETA * K / (K - 1) * var_i).mean(0),
+            )
+        u_i, s_i = (1 - BETA) * fbn[0] + BETA * mean_i, (1 - BETA) * fbn[1] + BETA * K * n / (K * n - 1) * var_i
+        spread = K * n / ((K * n - 1) * BETA) * ((u_i - u_i.mean(0)) ** 2).mean(0)
+        fbn = (u_i.mean(0), s_i.mean(0) + (spread if corrected else 0))
+    return {method: float(np.mean(values)) for method, values in found.items()}
+
+
+@pytest.mark.parametrize("similarity", [0.0, 0.3])
+def test_the_normalisation_error_is_the_papers(similarity: float) -> None:
+    rounds = draws(similarity, seeded(3), rounds=12)
+    assert rounds[0].shape == (10, 30, 2)
+    assert normalised(rounds).error == pytest.approx(by_hand(rounds), rel=1e-9)
+    wrong = by_hand(rounds, corrected=False)[FBN]  # control
+    assert wrong != pytest.approx(normalised(rounds).error[FBN], rel=1e-2)
+
+
+@pytest.mark.slow
+def test_the_papers_order_over_100_rounds() -> None:
+    """FBN stays close at every similarity; FixBN's and BatchNorm's errors grow as the clients differ (section 4, figure 2c)."""
+    error = {similarity: normalised(draws(similarity, seeded(0))).error for similarity in (1.0, 0.0)}
+    last = normalised(draws(0.0, seeded(0))).points
+    assert 5 * error[0.0][FBN] < min(error[0.0][FIXBN], error[0.0][NAIVE])
+    assert error[0.0][FBN] < 2 * error[1.0][FBN]
+    for method in (NAIVE, FIXBN):
+        assert error[0.0][method] > 3 * error[1.0][method]
+    assert float((last[FBN] - last[CENTRALISED]).norm(dim=-1).mean()) < 0.1  # figure 2a beside 1a
+    assert float((last[FIXBN] - last[CENTRALISED]).norm(dim=-1).mean()) > 1  # figure 2b: the variance is too small
+
+
+# Section 3.3 of FixBN: statistics by equation 1 under fixed weights, then weights under fixed statistics
+
+DECOUPLED = config(
+    method="fixbn", freeze_after=0, calibrate=0, clients=2, rounds=3, local_steps=1, clip="none", evaluate_every=2
+)  # fmt: skip
+
+
+def test_decoupled_statistics_are_the_mean_of_the_clients_and_weights_stay() -> None:
+    """By hand, in the first layer. Control: the plain mean of the batches, without equation 1's old share, is another."""
+    clients = [client_samples(DECOUPLED, client)[0] for client in range(2)]
+    clients = [clients[0], Samples(clients[1].x[:60], clients[1].y[:60])]  # of unequal size
+    server = Server(source_model(DECOUPLED), DECOUPLED.build_method(), Rounds(2), DECOUPLED.rounds)
+    before, models = dict(server.shared.tensors()), [copied(server.model) for _ in clients]
+    convolution = next(layer for layer in server.model.modules() if isinstance(layer, torch.nn.Conv2d))
+    decoupling.update_statistics(server, models, clients, DECOUPLED, 1)
+    after, means = server.shared.tensors(), []
+    for client, own in enumerate(clients):
+        stream = seeded(decoupling.STREAM, DECOUPLED.seed, client, 1, decoupling.BATCH)
+        (index,) = draw_batches(len(own), DECOUPLED.batch_size, stream, steps=1)
+        means.append(convolution(own.rows(index, None)[0].float() / 127.5 - 1).mean((0, 2, 3)).detach())
+    share = len(clients[0]) / (len(clients[0]) + 60)
+    observed = share * means[0] + (1 - share) * means[1]
+    name = next(name for name in after if name.endswith("running_mean"))
+    assert torch.allclose(after[name].float(), 0.1 * observed, atol=1e-6)  # 0.9 of the old mean, which is 0
+    assert not torch.allclose(after[name].float(), observed, atol=1e-3)
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert changed == {name for name in after if "running_" in name}
+
+
+def test_a_decoupled_round_normalises_with_the_statistics_of_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: plain BN updates its statistics in training, and takes no turn."""
+    turns: list[int] = []
+    original = decoupling.update_statistics
+    monkeypatch.setattr(decoupling, "update_statistics", lambda *args: (turns.append(args[-1]), original(*args)))
+    assert [round for round, _ in decoupling.accuracies(DECOUPLED)] == [2, 3]
+    assert turns == [1, 2, 3]
+    plain = config(DECOUPLED.to_mapping(), **{"method": "fedavg", "freeze-after": -1, "calibrate": -2})
+    assert [round for round, _ in decoupling.accuracies(plain)] == [2, 3]
+    assert turns == [1, 2, 3]
+
+
+# FedBN: the toy problem, the synthetic data, new clients, and a domain that nobody saw
+
+
+@pytest.fixture
+def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fedbn_toy, "POINTS", 24)
+
+
+def test_batchnorm_makes_the_clients_weights_one_that_can_be_averaged(coarse: None, tmp_path: Path) -> None:
+    found = fedbn_toy.harmonised(tmp_path)
+    one, other, error = found["with BN"]
+    assert (one, other) == (pytest.approx(fedbn_toy.TRUE, rel=0.1),) * 2
+    assert error < 0.05
+    one, other, error = found["without BN"]  # control
+    assert one > 2 * other
+    assert error > 0.3
+    assert {(line["inputs"], line["client"]) for line in rows(tmp_path / "fedbn_toy.csv")} == {(name, n) for name in found for n in "01"}
+    assert (tmp_path / "fedbn_toy.png").stat().st_size > 10_000
+
+
+def test_a_mean_weight_does_well_with_the_client_s_own_scale_alone(coarse: None, tmp_path: Path) -> None:
+    found = fedbn_toy.surface(tmp_path)
+    assert found["mean w, own gamma"] == pytest.approx(found["own"], abs=0.02)
+    assert found["mean w, mean gamma"] > 10 * found["own"]
+    assert (tmp_path / "fedbn_surface.png").stat().st_size > 10_000
+
+
+def after(method: str, shift: float, setting: Setting) -> float:
+    clients = [setting.make(setting.samples, shift * client, seeded(0, client)) for client in range(2)]
+    return fedbn_synthetic.losses(method, clients, setting, seed=0)[-1]
+
+
+def test_fedbn_gains_by_feature_shift_alone() -> None:
+    setting = replace(SMALL, steps=50)
+    assert after("fedbn", 1.0, setting) < 0.7 * after("fedavg", 1.0, setting)
+    assert after("fedbn", 0.0, setting) == pytest.approx(after("fedavg", 0.0, setting), rel=0.1)  # control
+
+
+def test_the_synthetic_setting_is_that_of_appendix_f() -> None:
+    assert (PAPER.steps, PAPER.rate, PAPER.deviation, PAPER.outputs, WIDTH, DIMENSIONS) == (600, 1e-5, 10.0, 2, 100, 10)
+    assert PAPER.task is CLASSIFICATION
+    first, second = (PAPER.make(4000, shift, np.random.default_rng(0)) for shift in (0.0, 1.0))
+    for samples, covariance in ((first, 0.0), (second, 0.25)):  # half of the second client's samples are correlated by a half
+        noise = samples.x - (2 * samples.y - 1)[:, None]
+        assert noise.std(0).tolist() == pytest.approx([1.0] * 10, abs=0.05)
+        assert float(np.cov(noise.numpy().T)[0, 1:].mean()) == pytest.approx(covariance, abs=0.05)
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Cell]:
+    """One short run of each method of table 17 on two made domains."""
+    found = {}
+    for cell in new_clients.plan(tmp_path_factory.mktemp("runs"), "small", ""):
+        cell = Cell(replace(cell.config, rounds=2, clients=2, shifts="none,invert"), cell.axes)
+        run_in_process(cell.config.to_mapping())
+        found[str(cell.axes["method"])] = cell
+    return found
+
+
+@pytest.mark.slow
+def test_fedbn_s_new_client_has_its_own_statistics_and_others_what_is_shared(cells: dict[str, Cell]) -> None:
+    """FedBN's two rows are one, since it has no other. Control: FedAvg's differ."""
+    fedbn, fedavg = (new_clients.measured(cells[name]) for name in ("FedBN", "FedAvg"))
+    assert list(fedbn) == list(new_clients.WAYS)
+    pairs = [(client, f"{client}{new_clients.OWN}") for client in new_clients.CLIENTS]
+    assert all(fedbn[client] == fedbn[own] for client, own in pairs)
+    assert any(fedavg[client] != fedavg[own] for client, own in pairs)
+
+
+def test_every_domain_is_held_out_for_every_method_and_seed(tmp_path: Path) -> None:
+    cells = unseen_domain.plan(tmp_path, "small", "data")
+    assert {(c.config.method, c.config.hold_out, c.config.seed) for c in cells} == {
+        (method, domain, seed) for method in unseen_domain.METHODS.values() for domain in unseen_domain.SHIFTS for seed in range(3)
+    }
+    assert all(c.config.clients == len(unseen_domain.SHIFTS) - 1 for c in cells)
+
+
+def test_the_table_of_unseen_domains_is_the_mean_over_seeds_and_domains() -> None:
+    known, before = unseen_domain.KNOWN, unseen_domain.BEFORE
+    made = unseen_domain.table(
+        [
+            unseen_domain.Row(domain, "FedBN", seed, how, value + seed)
+            for domain, value in (("a", 10.0), ("b", 30.0))
+            for seed in (0, 1)
+            for how in (known, before, "recompute")
+        ]
+    )
+    assert made[0][:4] == ("held out", "method", known, before)
+    assert made[1] == ("a", "FedBN", "10.5 (0.7)", "10.5 (0.7)", "-", "10.5 (0.7)", "-", "-")
+    assert made[3][:3] == ("mean", "FedBN", "20.5 (0.7)")
