@@ -33,13 +33,6 @@ def test_a_pipe_gets_a_short_line_per_round_and_the_log_file_the_long_one(tmp_pa
     assert log.splitlines()[-1].endswith(f"results: {tmp_path / 'run'}")
 
 
-def test_verbose_prints_the_long_lines(tmp_path: Path) -> None:
-    status, said = in_a_pipe("run", "--verbose", "--run-config", run_config(tmp_path, "run", method="fixbn"))
-    assert status == 0, said
-    found = re.findall(r"INFO .*\[round (\d)/3\] 3/3 clients, lr .*\| normalisation: fixbn .* sd \(", said)
-    assert found == ["1", "2", "3"]
-
-
 def test_a_terminal_shows_one_bar_and_warnings_above_it(tmp_path: Path) -> None:
     wild = run_config(
         tmp_path, "run", method="fedavg", learning_rate=30.0, learning_rate_schedule="constant", learning_rate_decay=0.3, clip="none"

@@ -122,12 +122,6 @@ def test_a_line_read_back_says_the_same_line_again(record: RoundRecord) -> None:
     assert line_of(record_of(line)) == line
 
 
-def test_the_summary_of_what_is_read_back_is_the_same() -> None:
-    back = [record_of(line_of(record)) for record in rich()]
-    assert summary(config(method="fedtan"), back) == summary(config(method="fedtan"), rich())
-    assert summary(config(method="fedtan"), back[:-1]) != summary(config(method="fedtan"), rich())  # control
-
-
 def test_mean_iou_and_accuracies_per_class_are_in_the_lines_and_read_back() -> None:
     evaluation = {"accuracy": 0.75, "loss": 1.0, "mean-iou": 0.5, **named_series(CLASS, [1.0, math.nan, 0.25])}
     segmented = RoundRecord(1, "train", 0.1, aggregated=True, evaluation=evaluation)
@@ -327,27 +321,6 @@ def test_kinds_add_up_and_keep_the_smallest() -> None:
     assert "| moments | m | 1 | 3 | 40 B | 3 | 5 (client 0, round 2) |" in text
     assert text.count("**warning**") == 1
     assert "client 0 revealed statistics of 5 samples in round 2" in text
-
-
-def test_what_differs_in_the_number_of_batches_alone_is_one_line() -> None:
-    def weights(client: int, batches: str) -> Disclosure:
-        return Disclosure(client, "weights", f"the model's weights after {batches}", 3, 10)
-
-    found = kinds(
-        [
-            recorded(
-                1, weights(0, "58 batches"), weights(1, "101 batches"), weights(2, "1 batch, which has its gradient")
-            ),
-            recorded(2, weights(0, "58 batches"), weights(1, "7 batches")),
-        ],
-        {},
-    )
-    assert len(found) == 4, "each is told apart in disclosure.csv"
-    lines = [line for line in disclosure_table(found) if line.startswith("| weights")]
-    assert lines == [
-        "| weights | the model's weights after 7 to 101 batches | 2 | 3 | 20 B | 2 |  |",
-        "| weights | the model's weights after 1 batch, which has its gradient | 1 | 3 | 10 B | 1 |  |",
-    ]
 
 
 def test_a_run_writes_them(tmp_path: Path) -> None:

@@ -93,29 +93,6 @@ def test_a_kill_in_the_middle_of_a_write(stage: str, below: str, whole: Whole, t
     assert not list(path.rglob(f"{durable.UNFINISHED}*"))
 
 
-def test_a_kill_between_a_checkpoint_and_the_removal_of_the_old_one(whole: Whole, tmp_path: Path) -> None:
-    case = "fedtan2 over replay"
-    values = small_run(tmp_path / "pieces", **CASES[case])
-
-    def play() -> None:
-        unlink, removed = Path.unlink, 0
-
-        def dies(self: Path, missing_ok: bool = False) -> None:
-            nonlocal removed
-            if self.parent.name == "checkpoints" and self.name.startswith("round-"):
-                removed += 1
-                if removed == 1:
-                    kill()
-            unlink(self, missing_ok)
-
-        Path.unlink = dies  # type: ignore[method-assign]
-        run(values)
-
-    ends_with(signal.SIGKILL, play)
-    assert len(list((tmp_path / "pieces/run/checkpoints").glob("round-*"))) == 3  # control: it was about to remove one
-    assert differences(whole(case), results(run(values, resume="latest"))) == []
-
-
 # Two writers
 
 

@@ -16,9 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fl_bn.run.palette import COLOURS
-from fl_bn.run.pictures import draw_heat_maps, draw_labels, draw_run, which_end
+from fl_bn.run.pictures import draw_labels, draw_run
 from tests.experiment.inside import ClientRecord, Drift, RoundRecord, RunConfig, config, ends_well, ends_with_a_sentence, to_toml
-from tests.listed import listed
 
 SEEN_BY = {  # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB
     "everybody": np.eye(3),
@@ -99,22 +98,6 @@ def test_labels_are_bars_one_upon_the_other(drawn: list[Figure], tmp_path: Path)
     many = np.eye(40, dtype=int) * 7
     draw_labels({i: tuple(map(int, row)) for i, row in enumerate(many)}, RunConfig(), tmp_path / "many.png")
     assert [axes.get_ylabel() for axes in drawn[1].axes] == ["training samples", "class"]  # a scale of colours
-
-
-@listed(
-    ("partition", "values", "said"),
-    [
-        ("similarity", (1.0, 0.1, 0.0), "IID ← similarity → far from IID"),
-        ("classes", (1.0, 5.0), "far from IID ← classes per client → IID"),
-        ("iid", (0.0, 1.0), "heterogeneity"),
-        ("dirichlet", (0.1,), "concentration"),
-    ],
-)
-def test_a_map_says_which_end_is_iid(partition: str, values: tuple[float, ...], said: str, tmp_path: Path) -> None:
-    assert which_end(partition, values) == said
-    map = np.full((2, len(values)), 50.0)
-    draw_heat_maps({"fbn": map}, ["mean", "median"], [str(v) for v in values], "title", tmp_path / "heat.png", said)
-    assert (tmp_path / "heat.png").stat().st_size > 1000
 
 
 def made_run(folder: Path, name: str, method: str, seed: int, values: list[float], **changes: object) -> Path:

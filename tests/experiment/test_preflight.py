@@ -128,12 +128,6 @@ def test_control_a_network_that_works_is_not_refused(changes: dict[str, str], tm
     assert start(tmp_path, **changes) is not None
 
 
-@pytest.mark.slow
-def test_a_transformer_for_larger_images(tmp_path: Path) -> None:
-    with refusing("vit_b_16"):
-        start(tmp_path, dataset="digits", data_path="", model="vit_b_16")
-
-
 def test_a_run_that_diverges_at_once_has_failed(tmp_path: Path) -> None:
     """Nothing that a client sends is finite, so that no reply can be used."""
     with refusing("2 rounds", by=RunFailed):

@@ -219,14 +219,3 @@ def test_a_damaged_checkpoint_costs_the_rounds_since_the_one_before_and_no_more(
     assert f"It was renamed to {newest.name}.set-aside-1; trying the checkpoint before it" in caplog.text
     assert "going on after round 2 of 5" in caplog.text
     assert before.name == "round-000002.safetensors"
-
-
-def test_a_checkpoint_that_is_damaged_after_a_resume_costs_no_more_either(whole: Whole, tmp_path: Path) -> None:
-    """The run went on after round 3 and died again: the checkpoint of round 2 is still there, and so must be what it needs."""
-    for case in ("fedbn", "a few of the clients"):
-        values = small_run(tmp_path / case.split()[0], **CASES[case])
-        path = stopped(values, 4, dies=True)
-        stopped(values | {"resume": "run"}, 4, dies=True)
-        assert [file.name for file in checkpoints(path)] == ["round-000002.safetensors", "round-000003.safetensors"]
-        checkpoints(path)[-1].write_bytes(b"")
-        assert differences(whole(case), results(run(values, resume="latest"))) == [], case

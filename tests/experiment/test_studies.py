@@ -115,18 +115,6 @@ def test_decoupled_statistics_are_the_mean_of_the_clients_and_weights_stay() -> 
     assert changed == {name for name in after if "running_" in name}
 
 
-def test_a_decoupled_round_normalises_with_the_statistics_of_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: plain BN updates its statistics in training, and takes no turn."""
-    turns: list[int] = []
-    original = decoupling.update_statistics
-    monkeypatch.setattr(decoupling, "update_statistics", lambda *args: (turns.append(args[-1]), original(*args)))
-    assert [round for round, _ in decoupling.accuracies(DECOUPLED)] == [2, 3]
-    assert turns == [1, 2, 3]
-    plain = config(DECOUPLED.to_mapping(), **{"method": "fedavg", "freeze-after": -1, "calibrate": -2})
-    assert [round for round, _ in decoupling.accuracies(plain)] == [2, 3]
-    assert turns == [1, 2, 3]
-
-
 # FedBN: the toy problem, the synthetic data, new clients, and a domain that nobody saw
 
 
