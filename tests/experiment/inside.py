@@ -12,26 +12,23 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fl_bn.cli.main import app
-from fl_bn.conversion import convert as convert
-from fl_bn.federation.aggregation import Drift as Drift
-from fl_bn.federation.local import Samples as Samples
-from fl_bn.federation.local import evaluate as evaluate
-from fl_bn.federation.record import ClientRecord as ClientRecord
-from fl_bn.federation.record import Disclosure as Disclosure
-from fl_bn.federation.record import RoundRecord as RoundRecord
-from fl_bn.federation.settings import seeded as seeded
-from fl_bn.run.assembly import OwnData as OwnData
-from fl_bn.run.assembly import client_samples as client_samples
-from fl_bn.run.assembly import dataset as dataset
-from fl_bn.run.assembly import partitions as partitions
-from fl_bn.run.assembly import source_model as source_model
-from fl_bn.run.centralised import run_centralised as run_centralised
+from fl_bn.conversion import convert
+from fl_bn.federation.aggregation import Drift
+from fl_bn.federation.local import Samples, evaluate
+from fl_bn.federation.record import ClientRecord, Disclosure, RoundRecord
+from fl_bn.federation.settings import seeded
+from fl_bn.run.assembly import OwnData, client_samples, dataset, partitions, source_model
+from fl_bn.run.centralised import run_centralised
 from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.run.overrides import parse_overrides as parse_overrides
-from fl_bn.run.run_directory import RunDirectory as RunDirectory
-from fl_bn.run.run_directory import to_toml as to_toml
-from fl_bn.support import durable as durable
+from fl_bn.run.overrides import parse_overrides
+from fl_bn.run.run_directory import RunDirectory, to_toml
+from fl_bn.support import durable
 
+__all__ = [
+    "ClientRecord", "ConfigError", "Disclosure", "Drift", "OwnData", "RoundRecord", "RunConfig", "RunDirectory", "Samples",
+    "client_samples", "command", "config", "convert", "dataset", "durable", "ends_well", "ends_with_a_sentence", "evaluate", "kebab",
+    "override", "parse_overrides", "partitions", "refusing", "rows", "run_centralised", "said", "seeded", "source_model", "to_toml",
+]  # fmt: skip
 Keys = Mapping[str, Any]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,12 @@ from typing import Any
 import pytest
 
 from tests.experiment.inside import command, ends_well, ends_with_a_sentence, override, said
-from tests.integration.runs import TINY
+from tests.experiment.terminal import in_a_pipe, lines, on_a_terminal
+from tests.integration.runs import TINY, bits, differences
 from tests.listed import listed
 
 
-def keys(**overrides: Any) -> str:
+def tiny_keys(**overrides: Any) -> str:
     return override({**TINY, **overrides})
 
 
@@ -23,9 +26,9 @@ def of_a_comparison(**overrides: Any) -> str:
 
 
 def test_run_and_a_name_that_exists(tmp_path: Path) -> None:
-    ends_well("run", "--run-config", keys(method="fbn", rounds=1, output=str(tmp_path), name="mine"))
+    ends_well("run", "--run-config", tiny_keys(method="fbn", rounds=1, output=str(tmp_path), name="mine"))
     assert "accuracy after round 1" in (tmp_path / "mine" / "summary.md").read_text()
-    ends_with_a_sentence("run", "--run-config", keys(output=str(tmp_path), name="mine"), about=str(tmp_path / "mine"))
+    ends_with_a_sentence("run", "--run-config", tiny_keys(output=str(tmp_path), name="mine"), about=str(tmp_path / "mine"))
 
 
 def test_compare_then_again(tmp_path: Path) -> None:
@@ -73,3 +76,93 @@ def test_layers_of_a_network_of_ones_own_in_this_folder(tmp_path: Path, monkeypa
     assert "stays at its client" not in averaged
     assert "method fedbn is plain federated averaging here" in averaged
     assert "method fbn is about the statistics of BatchNorm" in refused
+
+
+# What a run prints on a terminal and in a pipe, what Ctrl-C leaves, and that fl-bn resume goes on from there
+
+
+ROUNDS = 40
+SHORT = re.compile(r"\d\d:\d\d:\d\d \[round (\d+)/3\] 3/3 clients  loss \d+\.\d{4}(  accuracy \d+\.\d%)?(  min \d+\.\d%)?  \d+\.\d s")
+
+
+def run_config(folder: Path, name: str, **changes: object) -> str:
+    return override({**TINY, "output": str(folder), "name": name, **changes})
+
+
+def test_a_pipe_gets_a_short_line_per_round_and_the_log_file_the_long_one(tmp_path: Path) -> None:
+    status, said = in_a_pipe("run", "--run-config", run_config(tmp_path, "run", method="hbn"))
+    assert status == 0, said
+    assert "\x1b" not in said
+    rounds = [line for line in said.splitlines() if "[round" in line]
+    assert [SHORT.fullmatch(line)[1] for line in rounds] == ["1", "2", "3"]  # type: ignore[index]
+    assert ["accuracy" in line for line in rounds] == [False, True, True]
+    assert max(map(len, said.splitlines())) < 140 or str(tmp_path) in max(said.splitlines(), key=len)
+    log = (tmp_path / "run" / "run.log").read_text()
+    assert log.count("| normalisation: hbn train, 2 ") == 3
+    assert log.splitlines()[-1].endswith(f"results: {tmp_path / 'run'}")
+
+
+def test_a_terminal_shows_one_bar_and_warnings_above_it(tmp_path: Path) -> None:
+    wild = run_config(
+        tmp_path, "run", method="fedavg", learning_rate=30.0, learning_rate_schedule="constant", learning_rate_decay=0.3, clip="none"
+    )
+    status, came = on_a_terminal("run", "--run-config", wild)
+    assert status == 0, came
+    assert "\x1b[" in came
+    seen = lines(came)
+    assert not any("[round" in line for line in seen)
+    (bar,) = [place for place, line in enumerate(seen) if "━" in line]
+    assert re.search(r"━ round 3/3  loss \S+  accuracy \d+\.\d% 0:00:00 left$", seen[bar]), seen
+    warnings = [place for place, line in enumerate(seen) if "WARNING: round" in line]
+    assert warnings
+    assert max(warnings) < bar
+    assert any("0:00:0" in part and "left" in part for part in came.split("round 1/3"))  # while it ran, too
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a run that was sent SIGINT after the line of its seventh round, and what it said."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    long = run_config(folder, "run", method="fedbn", rounds=ROUNDS, pictures=True)
+    status, said = in_a_pipe("run", "--run-config", long, interrupt_at=f"[round 7/{ROUNDS}]")
+    assert status == 130, said
+    assert "Traceback" not in said
+    return folder / "run", said
+
+
+def test_ctrl_c_leaves_a_folder_and_says_how_to_go_on(interrupted: tuple[Path, str]) -> None:
+    path, said = interrupted
+    done = len((path / "rounds.jsonl").read_text().splitlines())
+    assert 6 <= done < ROUNDS  # its line is printed before it is written
+    assert f"interrupted after round {done} of {ROUNDS}. Go on from round {done // 5 * 5}: fl-bn resume {path}" in said
+    assert f"**The run was interrupted** after {done} of {ROUNDS} rounds." in (path / "summary.md").read_text()
+    for file in ("accuracy.png", "model.safetensors", "rounds.csv", "run.log", "disclosure.csv"):
+        assert (path / file).stat().st_size > 0
+
+
+def test_the_resumed_run_has_the_bits_of_one_that_nobody_interrupted(interrupted: tuple[Path, str], tmp_path: Path) -> None:
+    path = Path(shutil.copytree(interrupted[0], tmp_path / "run"))
+    early = bits(path)
+    status, said = in_a_pipe("resume", str(path))
+    assert status == 0, said
+    assert f"[round {ROUNDS}/{ROUNDS}] 3/3 clients" in said
+    assert "[round 1/" not in said
+    ends_well("run", "--run-config", run_config(tmp_path, "whole", method="fedbn", rounds=ROUNDS))
+    whole = bits(tmp_path / "whole")
+    assert differences(whole, bits(path)) == []
+    assert differences(whole, early) != []  # control
+    assert "Interrupted" not in (path / "summary.md").read_text()
+    ends_with_a_sentence("resume", path, about=f"all of its {ROUNDS} rounds are done")
+
+
+def test_ctrl_c_on_a_terminal(tmp_path: Path) -> None:
+    status, came = on_a_terminal("run", "--run-config", run_config(tmp_path, "run", rounds=ROUNDS), type_at=f"round 2/{ROUNDS}")
+    assert status == 130, came
+    seen = lines(came)
+    bar = max(place for place, line in enumerate(seen) if "━" in line)
+    assert "interrupted after round" in seen[-1], "below the bar"
+    assert bar == len(seen) - 3, seen
+    assert not seen[bar].endswith("left"), "nobody waits for it any more"
+    assert any("interrupted after round" in line and "the first checkpoint would be after round 5" in line for line in seen), seen
+    assert not any("Traceback" in line for line in seen)
+    assert "\x1b[?25h" in came  # the cursor is back

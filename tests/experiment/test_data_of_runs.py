@@ -35,7 +35,7 @@ from tests.experiment.inside import (
     rows,
 )
 from tests.experiment.small_data import CLASSES, small_config, small_npz, small_sites
-from tests.experiment.test_tables import hospital
+from tests.experiment.test_task_runs import hospital
 from tests.listed import listed
 
 SHIFTED = {"dataset": "digits-plain", "image_size": 8, "shifts": "none,invert,noise", "partition": "domain", "clients": 3, "model": "mlp"}

@@ -19,11 +19,10 @@ from fl_bn.run.disclosure_report import COLUMNS, DisclosureTotals, Kind, disclos
 from fl_bn.run.history import SECTIONS, History, client_rows, record_of, round_columns, round_line, round_row
 from fl_bn.run.summary import summary
 from fl_bn.task import CLASS, CLASSIFICATION
-from tests.experiment.inside import ClientRecord, Disclosure, Drift, RoundRecord, RunDirectory, config, durable, refusing
+from tests.experiment.inside import ClientRecord, Disclosure, Drift, RoundRecord, RunDirectory, config, refusing
 from tests.experiment.resuming import run, small_run
 from tests.integration.runs import table
 from tests.listed import listed
-from tests.test_durable import room_for
 
 LINES = "rounds.jsonl"
 
@@ -171,27 +170,6 @@ def test_a_cut_forgets_the_rounds_since_and_the_next_are_written_in_their_place(
     assert contents(parts) == contents(whole)
 
 
-@pytest.mark.parametrize("file", History.FILES)
-def test_a_file_that_is_shorter_than_it_was_is_named_and_no_other_is_cut(file: str, tmp_path: Path) -> None:
-    made = history(tmp_path, records())
-    lengths = made.lengths()
-    made.add(rich()[3])
-    (tmp_path / file).write_bytes((tmp_path / file).read_bytes()[: lengths[file] - 1])
-    before = contents(tmp_path)
-    with refusing(file, str(lengths[file]), by=durable.Damaged):
-        History(tmp_path).cut(lengths)
-    assert contents(tmp_path) == before
-
-
-def test_a_line_that_is_none_is_named(tmp_path: Path) -> None:
-    lengths = history(tmp_path, records()).lengths()
-    data = (tmp_path / LINES).read_bytes()
-    for wrong in (data.replace(b'"clients"', b'"cleints"', 1), data.replace(b"{", b"[", 1), b"\xff" + data[1:]):
-        (tmp_path / LINES).write_bytes(wrong)
-        with refusing(LINES, by=durable.Damaged):
-            History(tmp_path).cut(lengths)
-
-
 # A full disk
 
 
@@ -200,24 +178,6 @@ def whole_lines(folder: Path) -> int:
     assert all((folder / file).read_bytes().endswith(b"\n") for file in History.FILES if (folder / file).stat().st_size)
     assert all(None not in row.values() and None not in row for file in ("rounds.csv", "clients.csv") for row in table(folder / file))
     return len([json.loads(line) for line in (folder / LINES).read_text().splitlines()])
-
-
-@pytest.mark.parametrize("more", [0, 1, 60])
-def test_what_does_not_fit_on_the_disk_is_written_with_a_later_round(more: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """``more`` bytes are left in each file: at most half a line."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    history(whole, rich())
-    made = history(parts, rich()[:2])
-    with room_for((parts / "rounds.csv").stat().st_size + more):
-        for number, record in enumerate(rich()[2:5], 3):
-            made.add(record)
-            whole_lines(parts)
-            assert len(table(parts / "rounds.csv")) == 2
-            assert f"round {number} could not be written to {parts}" in caplog.text
-        with pytest.raises(OSError, match=r"disk is full|File too large"):
-            made.lengths()
-    made.add(rich()[5])
-    assert contents(parts) == contents(whole)
 
 
 def test_a_disk_that_fails_to_sync_writes_no_line_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -321,17 +321,3 @@ def test_overrides_are_read_as_by_flwr_run_but_nothing_is_passed_over(tmp_path: 
 def test_no_text_is_read_with_a_traceback(text: str) -> None:
     with refusing(text[:6]):
         parse_overrides(text)
-
-
-@listed("value", ["9" * 5000, "1e999999999999999", '"a\nb"', "2020-01-01T", "\x00"])
-def test_no_value_is_read_with_a_traceback(value: str) -> None:
-    """``tomllib`` raises other errors than its own for numbers of thousands of digits and for lists in lists."""
-    with refusing("rounds"):
-        config(parse_overrides(f"rounds={value}"))
-
-
-@listed("content", [b"rounds = \xff", b"rounds = " + b"9" * 5000, b"rounds = " + b"[" * 5000, b"rounds"])
-def test_no_file_is_read_with_a_traceback(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_bytes(content)
-    with refusing("mine.toml"):
-        parse_overrides(str(tmp_path / "mine.toml"))
