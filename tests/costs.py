@@ -250,7 +250,6 @@ EVERY_THIRD = (
     "tests/exchange/test_grpc_misdeeds.py::test_under_abort_all_fail_at_once_and_the_next_round_works",
     "tests/exchange/test_grpc_misdeeds.py::test_under_shrink_the_others_go_on_with_weights_over_them",
     "tests/flower/test_byzantine_rounds.py::test_a_lie_about_the_one_changes_no_bit_of_the_other",
-    "tests/experiment/test_which_run_goes_on.py::test_a_damaged_folder_is_one_sentence",
     "tests/experiment/test_resume.py::test_a_damaged_folder_is_one_sentence",
     "tests/flower/test_byzantine_rounds.py::test_every_attack_can_be_made_on_every_method",
     "tests/flower/test_byzantine_rounds.py::test_robust_rules_stay_near_the_honest_mean_and_the_mean_does_not",

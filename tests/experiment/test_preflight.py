@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from fl_bn.data.folder import read_picture
-from fl_bn.federation.rounds import AS_METHOD, UNTIL_STILL
+from fl_bn.federation.rounds import UNTIL_STILL
 from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.run import preflight
 from tests.experiment.inside import RunConfig, command, config, ends_with_a_sentence, refusing, said
@@ -138,66 +138,40 @@ def test_a_run_that_diverges_at_once_has_failed(tmp_path: Path) -> None:
 # Statistics that would freeze while they are a new network's
 
 
-def warned(made: RunConfig, words: str, caplog: pytest.LogCaptureFixture) -> bool:
-    preflight.check(made)
-    return any(words in record.getMessage() for record in caplog.records)
+BEFORE, EARLY, MEASURED = "freeze before round 1", "freeze early", "measured before round 1"
 
 
 @listed(
-    ("changes", "expected"),
+    ("changes", "outcome"),
     [
-        ({"method": "fixbn", "calibrate": 0}, True),
-        ({"method": "hbn", "calibrate": 0, "freeze_after": 0}, True),
-        ({"method": "fixbn"}, False),  # measured by itself
-        ({"method": "fixbn", "calibrate": 1}, False),
-        ({"method": "fixbn", "freeze_after": 1}, False),
-        ({"method": "fixbn", "freeze_what": "affine"}, False),
-        ({"method": "fedavg"}, False),
+        ({"rounds": 1, "calibrate": 0}, BEFORE),
+        ({"rounds": 1, "calibrate": 0, "freeze_after": 0, "method": "hbn"}, BEFORE),
+        ({"rounds": 1}, ""),  # measured by the method itself
+        ({"rounds": 1, "freeze_what": "affine"}, ""),
+        ({"calibrate": 0}, EARLY),  # 0.9 ** 12 = 28 % of each running mean
+        ({"local_steps": 2, "freeze_after": 6, "calibrate": 0}, EARLY),
+        ({"calibrate": 0, "method": "fedtan2"}, EARLY),
+        ({"secure_aggregation": True, "dp_noise": 0.1, "client_weights": "uniform", "clients": 3}, EARLY),  # measuring would cost privacy
+        ({"local_steps": 3, "calibrate": 0}, ""),
+        ({"freeze_after": 24, "calibrate": 0}, ""),  # nothing freezes
+        ({"calibrate": 0, "method": "fedavg"}, ""),
+        ({}, MEASURED),
+        ({"local_steps": 2, "freeze_after": 14}, MEASURED),  # 0.9 ** 28 = 5.2 %
+        ({"freeze_after": 29, "rounds": 40}, ""),  # 4.7 %
+        ({"method": "fedavg"}, ""),
+        ({"method": "fedavg", "freeze_after": 3}, MEASURED),  # the same, by the key
+        ({"local_steps": 0, "local_epochs": 1}, ""),
     ],
 )
-def test_statistics_that_freeze_before_anybody_measured_them(
-    changes: dict[str, Any], expected: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_statistics_that_would_freeze_while_they_are_a_new_network_s(
+    changes: dict[str, Any], outcome: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert warned(made(tmp_path, **changes), "freeze before round 1", caplog) == expected
-
-
-@listed(
-    ("changes", "expected"),
-    [
-        ({"local_steps": 1, "calibrate": 0}, True),  # 0.9 ** 12 = 28 % of each running mean
-        ({"local_steps": 2, "freeze_after": 6, "calibrate": 0}, True),
-        ({"local_steps": 1, "calibrate": 0, "method": "fedtan2"}, True),
-        ({"local_steps": 1}, False),  # measured before round 1
-        ({"local_steps": 1, "freeze_after": 24, "calibrate": 0}, False),  # nothing freezes
-        ({"local_steps": 3, "calibrate": 0}, False),
-        ({"local_steps": 1, "calibrate": 0, "method": "fedavg"}, False),
-        ({"local_steps": 1, "secure_aggregation": True, "dp_noise": 0.1, "client_weights": "uniform", "clients": 3}, True),  # private
-    ],
-)
-def test_statistics_that_freeze_while_they_are_a_new_network_s(
-    changes: dict[str, Any], expected: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    planned = made(tmp_path, **{"method": "fixbn", "rounds": 24, **changes})
-    assert warned(planned, "freeze early", caplog) == expected
-    assert "dp_noise" not in changes or planned.round_policy().calibrate == AS_METHOD  # which is none for FixBN
-
-
-@listed(
-    ("changes", "measured"),
-    [
-        ({"local_steps": 1}, True),
-        ({"local_steps": 2, "freeze_after": 14}, True),  # 0.9 ** 28 = 5.2 %
-        ({"local_steps": 1, "freeze_after": 29, "rounds": 40}, False),  # 4.7 %
-        ({"local_steps": 1, "method": "fedavg"}, False),
-        ({"local_steps": 1, "method": "fedavg", "freeze_after": 3}, True),  # the same, by the key
-        ({"local_steps": 1, "method": "fedtan2"}, True),
-        ({"local_steps": 0, "local_epochs": 1}, False),
-        ({"local_steps": 1, "calibrate": 0}, False),
-    ],
-)
-def test_what_would_freeze_early_is_measured_before_round_1(changes: dict[str, Any], measured: bool, tmp_path: Path) -> None:
-    planned = made(tmp_path, **{"method": "fixbn", "rounds": 25, **changes})
-    assert (planned.round_policy().calibrate == UNTIL_STILL) == measured
+    """They are measured before round 1, or a warning says that they are not."""
+    planned = made(tmp_path, **{"method": "fixbn", "rounds": 24, "local_steps": 1, **changes})
+    preflight.check(planned)
+    said = "".join(record.getMessage() for record in caplog.records)
+    assert (BEFORE in said, EARLY in said) == (outcome == BEFORE, outcome == EARLY)
+    assert (planned.round_policy().calibrate == UNTIL_STILL) == (outcome == MEASURED)
 
 
 # Data that cannot be what was meant

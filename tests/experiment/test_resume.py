@@ -12,7 +12,6 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import pytest
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.flower import BatchNormClient, RunFailed
 from fl_bn.methods import METHODS
-from fl_bn.run.checkpoints import FREE, Checkpoints, run_to_resume
+from fl_bn.run.checkpoints import FREE, run_to_resume
 from fl_bn.run.run_directory import LOCK
 from tests.costs import COMMON, slow
 from tests.experiment.inside import RoundRecord, RunDirectory, command, config, ends_with_a_sentence, refusing
@@ -158,16 +157,6 @@ def forget_the_arrays(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fl_bn.federation.shared_model.SharedModel.restore", lambda self, tensors, auxiliary: None)
 
 
-def go_on_elsewhere(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
-    newest = Checkpoints.newest
-
-    def another(self: Checkpoints) -> Any:
-        found = newest(self)
-        return found and replace(found, round=found.round - 1)
-
-    monkeypatch.setattr(Checkpoints, "newest", another)
-
-
 @pytest.mark.parametrize(
     ("case", "forget"),
     [
@@ -176,7 +165,6 @@ def go_on_elsewhere(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
         ("hbn", forget_one_client),
         ("a few of the clients", forget_the_clients),
         ("gn", forget_the_arrays),
-        ("gn", go_on_elsewhere),
     ],
 )
 def test_without_any_of_it_the_run_would_be_another(

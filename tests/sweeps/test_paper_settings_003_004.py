@@ -326,7 +326,7 @@ def test_a_key_that_is_not_the_papers_is_found() -> None:
 
 
 def test_every_file_of_the_two_papers_has_its_table() -> None:
-    programs = {"003-F1", "003-F2"}  # tests/experiment/test_normalisation_error.py
+    programs = {"003-F1", "003-F2"}  # tests/experiment/test_studies.py
     assert {file.stem for file in FOLDER.glob("00[34]-*.toml")} == FILES.keys() | programs
 
 
