@@ -140,7 +140,7 @@ LONG = (
 ENOUGH = {
     "tests/doors/test_parity.py::test_rounds_of_several_steps_equal_the_application_s": ("[hbn-", "[fedtan-"),
     "tests/doors/test_parity.py::test_a_network_in_channels_last_is_the_same_up_to_the_order_of_sums": ("[hbn-", "[fedtan-"),
-    "tests/experiment/test_resume.py::test_a_run_in_pieces_is_the_run_itself": ("[hbn]", "few of"),
+    "tests/experiment/test_resume.py::test_a_run_in_pieces_is_the_run_itself": ("[hbn]", "few of", "moon, yogi"),
     "tests/experiment/test_resume.py::test_without_any_of_it_the_run_would_be_another": ("server yogi", "[hbn"),
     "tests/experiment/test_resume.py::test_a_damaged_checkpoint_costs_the_rounds_since_the_one_before_and_no_more": ("[fedbn-",),
     "tests/experiment/test_kills_at_writes.py::test_a_kill_in_the_middle_of_a_write": ("half written", "renamed"),

@@ -1,4 +1,4 @@
-"""Combinations that keep something everywhere, SIGKILL in the middle of a file's write, and two processes that go on with one run."""
+"""SIGKILL in the middle of a file's write, two processes that go on with one run, and a disk that is full for a while."""
 
 from __future__ import annotations
 
@@ -23,9 +23,6 @@ from tests.integration.runs import differences, table
 from tests.test_durable import room_for
 
 CASES: dict[str, Values] = {
-    "moon, adam, hbn, secure": {
-        "method": "hbn", "objective": "moon", "server_optimizer": "fedadam", "server_learning_rate": 0.05, "secure_aggregation": True
-    },
     "fedtan2 over replay": {"method": "fedtan2", "exchange": "replay"},
     "moon, yogi, fedbn, local momentum": {
         "method": "fedbn", "objective": "moon", "server_optimizer": "fedyogi", "server_learning_rate": 0.05, "maintain_momentum": "local"

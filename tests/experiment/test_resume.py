@@ -36,10 +36,14 @@ CASES: dict[str, Values] = {
     "gradients, server momentum": {
         "method": "fedbn", "update": "gradients", "local_steps": 1, "momentum": 0.9, "server_optimizer": "fedavgm", "server_momentum": 0.5
     },
+    "moon, adam, hbn, secure": {
+        "method": "hbn", "objective": "moon", "server_optimizer": "fedadam", "server_learning_rate": 0.05, "secure_aggregation": True
+    },
+    "moon, yogi, fedbn, local momentum": {
+        "method": "fedbn", "objective": "moon", "server_optimizer": "fedyogi", "server_learning_rate": 0.05, "maintain_momentum": "local"
+    },
     "accelerated": {"method": "hbn", "server_optimizer": "fedacg", "objective": "fedprox"},
     "control variates": {"method": "fedbn", "objective": "scaffold", "momentum": 0.0, "clients": 5, "fraction": 0.4},
-    "contrast": {"method": "silobn", "objective": "moon"},
-    "local momentum": {"method": "fedbn", "maintain_momentum": "local"},
     "global momentum": {"method": "fixbn", "maintain_momentum": "global"},
     "a few of the clients": {"method": "fedbn", "clients": 5, "fraction": 0.4, "partition": "dirichlet"},
     "calibrated": {"method": "fbn", "calibrate": 2},
@@ -49,7 +53,7 @@ CASES: dict[str, Values] = {
 Whole = Callable[[str], dict[str, bytes]]
 QUICK = {  # the others keep the same kinds of tensors in the same places
     *COMMON, "server yogi", "control variates", "global momentum", "gradients, server momentum",
-    "a few of the clients", "calibrated", "robust, gaussian", "joining, hbn, a few",
+    "a few of the clients", "moon, yogi, fedbn, local momentum", "calibrated", "robust, gaussian", "joining, hbn, a few",
 }  # fmt: skip
 SEVERAL = ("fedbn", "server adam", "gradients, server momentum", "a few of the clients")
 

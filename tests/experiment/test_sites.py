@@ -187,12 +187,11 @@ def test_a_device_that_is_none_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_share_of_a_gpu_is_advised_where_ray_hides_the_gpus_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = RunConfig.from_mapping({"device": "cuda", "clients": 7})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for simulation, node, advice in ((False, None, "auto"), (False, {}, "auto"), (True, None, "auto"), (True, {}, "num-supernodes=7")):
         monkeypatch.setattr("fl_bn.run.device.simulated", lambda simulation=simulation: simulation)
-        with pytest.raises(ConfigError, match=f"device=cuda, but torch sees no GPU in this process.*{advice}") as refused:
-            device(config, node)
+        with refusing("device=cuda", advice) as refused:
+            device(config(device="cuda", clients=7), node)
         assert ("num-gpus" in str(refused.value)) == (advice != "auto")
 
 

@@ -82,7 +82,7 @@ def test_eager_optimizers_give_torchs_bits(ours: Callable[..., Any], theirs: Cal
 
 def test_a_failing_import_turns_the_collector_of_garbage_on_again() -> None:
     """What was loaded without it is never looked at again."""
-    with pytest.raises(ModuleNotFoundError), without_gc():
+    with pytest.raises(ModuleNotFoundError), without_gc():  # noqa: PT012
         assert not gc.isenabled()
         raise ModuleNotFoundError
     assert gc.isenabled()
