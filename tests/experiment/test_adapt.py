@@ -1,4 +1,4 @@
-"""``hold-out`` and ``fl-bn adapt``: the domain is in no run, a run's folder is all that is needed, and bad input ends with a sentence."""
+"""A trained model goes on: ``hold-out`` and ``fl-bn adapt`` for a domain in no run, ``fl-bn recalibrate`` for exact statistics."""
 
 from __future__ import annotations
 

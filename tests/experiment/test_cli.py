@@ -1,4 +1,4 @@
-"""The command ``fl-bn``: ``run``, ``compare`` and ``layers``, by what they write."""
+"""The command ``fl-bn``: what ``run``, ``compare`` and ``layers`` write, on a terminal and in a pipe, and what Ctrl-C leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs of tasks other than classification: their metrics' names are those of columns, files, log and tables."""
+"""Whole runs of tasks other than classification, and of tables: metrics' names are those of columns, files and log."""
 
 from __future__ import annotations
 
