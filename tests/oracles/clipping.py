@@ -8,9 +8,16 @@ row of a matrix, or the kernels of one output channel; a vector is one unit.
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
 
 import numpy as np
+import torch
+from torch import nn
+
+from tests.equivalence.row import Row, make_clients
+from tests.oracles.fedavg import averaged, gradient
 
 Array = np.ndarray
 
@@ -39,3 +46,40 @@ def agc(W: list[Array], G: list[Array], λ: float, ε: float = 1e-3) -> list[Arr
                 new[i] = most / norm(G_l[i]) * G_l[i]
         clipped.append(new)
     return clipped
+
+
+def of(rule: Callable[[list[Array], list[Array]], list[Array]]) -> Callable[[Row], nn.Module]:
+    """Run FedAvg's rounds; ``rule(W, G)`` clips the gradients."""
+
+    def run(row: Row) -> nn.Module:
+        net = row.net()
+        for _ in range(row.rounds):
+            nets = [copy.deepcopy(net).train() for _ in row.clients]
+            for w_k, client in zip(nets, row.steps, strict=True):
+                for x, y in client:
+                    G, W = [g.numpy() for g in gradient(w_k, x, y)], [p.detach().numpy() for p in w_k.parameters()]
+                    for p, g in zip(w_k.parameters(), rule(W, G), strict=True):
+                        p.data -= row.rate * torch.from_numpy(g)
+            averaged(net, [w_k.state_dict() for w_k in nets], row.sizes)
+        return net
+
+    return run
+
+
+RULES: dict[str, Callable[[list[Array], list[Array]], list[Array]]] = {
+    "norm": lambda W, G: by_norm(G, 0.1),
+    "round": lambda W, G: by_norm(G, 0.1 / (0.1 * 2)),  # two steps of rate 0.1 move the weights by 0.1 at most
+    "value": lambda W, G: by_value(G, 0.1),
+    "adaptive": lambda W, G: agc(W[:-2], G[:-2], 0.1) + G[-2:],  # not the head
+    "the head, too": lambda W, G: agc(W, G, 0.1),
+    "a layer as one unit": lambda W, G: [agc([w.ravel()], [g.ravel()], 0.1)[0].reshape(g.shape) for w, g in zip(W, G, strict=True)],
+    "none": lambda W, G: G,
+}
+ROWS = [
+    Row(
+        f"clipping: {kind}", of(RULES[kind]), {other: of(rule) for other, rule in RULES.items() if other != kind},
+        clients=make_clients(6, 14, 10), epochs=2, local={"clip": kind, "clip_limit": 0.1}, doors=("application",),
+        tolerance=1e-5 if kind in ("norm", "round") else 1e-11,  # torch adds 1e-6 to the norm
+    )
+    for kind in ("norm", "round", "value", "adaptive")
+]  # fmt: skip

@@ -8,8 +8,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
+
+from tests.equivalence.row import BOTH, Row
+from tests.oracles.fedavg import sgd
 
 Array = np.ndarray
 
@@ -28,3 +35,32 @@ def algorithm_1(θ: Array, T: int, clients: list[Callable[[Array], Array]], n_i:
         θ = θ + m
         seen.append(θ)
     return seen
+
+
+def of(row: Row, λ: float = 0.85) -> nn.Module:
+    """Run a row's rounds; its network has no statistics."""
+    net = row.net()
+
+    def weights() -> Array:
+        return nn.utils.parameters_to_vector(net.parameters()).detach().numpy().copy()
+
+    def steps(start: Array, client: int) -> Array:
+        nn.utils.vector_to_parameters(torch.from_numpy(start.copy()), net.parameters())
+        for x, y in row.clients[client]:
+            sgd(net, x, y, row.rate)
+        return weights()
+
+    clients = [partial(steps, client=i) for i in range(len(row.clients))]
+    nn.utils.vector_to_parameters(torch.from_numpy(algorithm_1(weights(), row.rounds, clients, row.sizes, λ)[-1]), net.parameters())
+    return net
+
+
+WRONG: dict[str, Any] = {"without looking ahead": lambda row: of(row, 0.0), "another lambda": lambda row: of(row, 0.8)}
+WRONG |= {"momentum, but no look ahead": {"server": ("fedavgm", {"momentum": 0.85})}}
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
+
+
+ROWS = [Row("fedacg: Algorithm 1", of, WRONG, network=plain, server=("fedacg", {}), rounds=4, doors=BOTH)]

@@ -4,22 +4,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-Client = list[tuple[Tensor, Tensor]]  # the client's batches of one round
-Loss = Callable[[Tensor, Tensor], Tensor]
+from tests.equivalence.row import BOTH, Client, Row, make_clients
+
 State = dict[str, Tensor]
 
-cross_entropy: Loss = nn.functional.cross_entropy
 
-
-def gradient(net: nn.Module, x: Tensor, y: Tensor, F: Loss = cross_entropy) -> list[Tensor]:
+def gradient(net: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
     """Return the gradient of the batch's mean loss, in the order of ``net.parameters()``."""
     net.zero_grad()
-    F(net(x), y).backward()
+    nn.functional.cross_entropy(net(x), y).backward()
     return [w.grad.clone() for w in net.parameters()]
 
 
@@ -53,3 +51,26 @@ def fedavg(net: nn.Module, rounds: int, clients: list[Client], n_k: list[int], Î
             local.append(w_k.state_dict())
         averaged(net, local, n_k)
     return net
+
+
+def of(row: Row, net: nn.Module | None = None, n_k: list[int] | None = None) -> nn.Module:
+    """Compute a row's rounds, from another network, or with the weights ``n_k``."""
+    return fedavg(net or row.net(), row.rounds, row.steps, n_k or row.sizes, row.rate)
+
+
+def by_client(nets: Sequence[nn.Module]) -> State:
+    return {f"{k}/{name}": t for k, net in enumerate(nets) for name, t in net.state_dict().items()}
+
+
+def single(row: Row) -> State:
+    """Train every client alone."""
+    return by_client([fedavg(row.net(), row.rounds, [client], [1], row.rate) for client in row.steps])
+
+
+EQUAL = {"equal weights": lambda row: of(row, n_k=[1] * len(row.clients))}
+WRONG = EQUAL | {"statistics stay at clients": {"method": "silobn"}, "one round less": {"rounds": 2}}
+ROWS = [
+    Row("fedavg", of, WRONG, network="resnet", rounds=3, doors=(*BOTH, "flower", "channels last")),
+    Row("fedavg: batches of all samples", of, EQUAL, clients=make_clients(6, 14, 10), epochs=2, doors=("application",)),
+    Row("single", single, {"fedbn": {"method": "fedbn"}}, "single"),
+]

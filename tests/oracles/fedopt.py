@@ -7,7 +7,16 @@ corrects the bias, with the exponent of the following round, and starts v at 0. 
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
+import torch
+from torch import nn
+
+from tests.equivalence.row import BOTH, Row
+from tests.oracles.fedavg import fedavg
 
 Array = np.ndarray
 
@@ -62,3 +71,36 @@ class FlowerFedAdam:
         self.v = self.β_2 * self.v + (1 - self.β_2) * Δ_t**2
         η_norm = self.η * np.sqrt(1 - self.β_2 ** (self.t + 1)) / (1 - self.β_1 ** (self.t + 1))
         return x + η_norm * self.m / (np.sqrt(self.v) + self.τ)
+
+
+def of(make: Callable[..., Any], *arguments: Any, statistics: bool = False, **options: Any) -> Callable[[Row], nn.Module]:
+    """Step by a server's optimizer on FedAvg's average. ``statistics``: on the statistics, too, as a control."""
+
+    def run(row: Row) -> nn.Module:
+        net = row.net()
+        stepped = net.state_dict() if statistics else dict(net.named_parameters())
+        servers = {name: make(*arguments, **options) for name, t in stepped.items() if t.is_floating_point()}
+        for _ in range(row.rounds):
+            before = copy.deepcopy(net.state_dict())
+            after = fedavg(net, 1, row.steps, row.sizes, row.rate).state_dict()
+            for name, server in servers.items():
+                x = before[name].numpy()
+                after[name].copy_(torch.as_tensor(server.step(x, Δ(x, [after[name].numpy()], [1.0]))))
+        return net
+
+    return run
+
+
+def adaptive(kind: str, β_1: float) -> Row:
+    right = (Algorithm2, kind, 0.05, β_1, 0.99, 1e-3)
+    wrong = {"v starts at 0": of(*right, v=0.0), "another tau": of(*right[:-1], 2e-3), "statistics, too": of(*right, statistics=True)}
+    wrong |= {"another beta_1": of(Algorithm2, kind, 0.05, 0.5, 0.99, 1e-3), "bias correction": of(FlowerFedAdam, 0.05, β_1, 0.99, 1e-3)}
+    wrong |= {other: of(Algorithm2, other, *right[2:]) for other in ("fedadagrad", "fedadam", "fedyogi") if other != kind}
+    return Row(f"{kind}: Algorithm 2", of(*right), wrong, server=(kind, {"learning_rate": 0.05}), rounds=3)
+
+
+AVERAGE = {"an average of the movements": of(Algorithm2, "none", 0.7, 0.9, 0.0, 0.5, v=0.25)}
+ROWS = [
+    *map(adaptive, ("fedadagrad", "fedadam", "fedyogi"), (0.0, 0.9, 0.9)),
+    Row("fedavgm", of(FedAvgM, 0.7, 0.9), AVERAGE, server=("fedavgm", {"learning_rate": 0.7}), rounds=3, doors=BOTH),
+]

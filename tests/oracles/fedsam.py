@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import torch
 from torch import nn
 
-from tests.oracles.fedavg import Client, averaged, gradient
+from tests.equivalence.row import Client, Row, transcribed
+from tests.networks import seeded_network
+from tests.oracles.fedavg import averaged, gradient
+from tests.oracles.fedprox import SOME
 
 
 def algorithm_1(
@@ -31,9 +35,10 @@ def algorithm_1(
     Two arguments make wrong rules, as controls. ``twice``: both passes update the running statistics. ``again`` is False: dropout draws
     other numbers in the second pass.
     """
-    for S_r in S:
+    for r, S_r in enumerate(S, start=1):
         local = []
         for i in S_r:
+            torch.manual_seed(1000 * r + i)  # of dropout
             w_i = copy.deepcopy(w).train()
             for x, y in clients[i]:
                 draws = torch.get_rng_state()
@@ -56,3 +61,13 @@ def algorithm_1(
             local.append(w_i.state_dict())
         averaged(w, local, [n_i[i] for i in S_r])
     return w
+
+
+of = partial(transcribed, algorithm_1)
+WRONG = {"statistics of both passes": of(0.3, twice=True), "half the radius": of(0.15), "no ascent": {"objective": ("none", {})}}
+SAM = ("fedsam", {"rho": 0.3})
+DROPOUT = SOME | {"network": lambda: seeded_network("cnn"), "dropout": True, "doors": ("own loop",)}
+ROWS = [
+    Row("fedsam: Algorithm 1", of(0.3), WRONG, objective=SAM, **SOME),
+    Row("fedsam: both passes draw the same dropout", of(0.3), {"other draws": of(0.3, again=False)}, objective=SAM, **DROPOUT),
+]

@@ -1,180 +1,180 @@
 # ruff: noqa: N803, N806 (the names of the paper)
-"""FedTAN, Algorithms 1 to 3 (Wang, Shi, Chang), transcribed: all clients compute the same layer at the same time.
+"""FedTAN, Algorithms 1 to 3 (Wang, Shi, Chang): all clients compute the same layer at the same time, in one graph, and share moments.
 
-A network is hidden layers (a linear map or a 3x3 convolution without bias, BatchNorm, ReLU), then a linear head with softmax and
-cross-entropy. p_i: client i's share of the samples; m_i: its values per channel at a layer, s_i its share of these (s_i = p_i if all
-images are of one size); ŷ: normalised values, ĝ the gradient of client i's own loss with respect to them; E: local steps per round.
+p_i: client i's share of the samples; s_i: its share of the values per channel at a layer; F_i: its mean loss, and F = sum p_i F_i.
+Algorithm 2: μ = sum s_i μ_i, σ2 = sum s_i mean_i (y - μ)^2. Algorithm 3 averages the gradients of μ and σ2 over the clients. That is what
+automatic differentiation of F does; FedTAN's gradient for client i is that with respect to its own copy of the weights, divided by p_i.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
-import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
-Array = np.ndarray
-Batch = tuple[Array, Array]  # images (B, C, H, W), labels (B,)
-Gradients = list[tuple[Array, Array]]  # every client's (g_μ, g_σ2)
+from tests.equivalence.row import Client, Row, make_clients
+from tests.oracles import centralised
+from tests.oracles.fedavg import averaged
 
 
-@dataclass
-class Layer:
-    """Hold one hidden layer.
+def algorithm_2(layers: Sequence[_BatchNorm], xs: Sequence[Tensor], own_gradients: bool, by_samples: bool) -> list[Tensor]:
+    """Normalise each ``x`` (B, C, *) by the moments of all of them together, with its client's own scale and shift."""
+    rows = [x.movedim(1, -1).reshape(-1, x.shape[1]) for x in xs]
+    M, B = sum(len(y) for y in rows), sum(len(x) for x in xs)
+    s = [len(x) / B if by_samples else len(y) / M for x, y in zip(xs, rows, strict=True)]
+    μ_i = [y.mean(0) for y in rows]
+    μ = sum(s_i * μ for s_i, μ in zip(s, μ_i, strict=True))
+    about = μ.detach() if own_gradients else μ  # type: ignore[union-attr]
+    σ2_i = [(y - about).square().mean(0) for y in rows]
+    σ2 = sum(s_i * σ2 for s_i, σ2 in zip(s, σ2_i, strict=True))
+    outs = []
+    for layer, x, μ_own, σ2_own in zip(layers, xs, μ_i, σ2_i, strict=True):
+        with torch.no_grad():
+            layer.running_mean.lerp_(μ, layer.momentum)
+            layer.running_var.lerp_(σ2 * M / (M - 1), layer.momentum)
+        mean, var = (own + (all_ - own).detach() if own_gradients else all_ for own, all_ in ((μ_own, μ), (σ2_own, σ2)))
+        out = (x.movedim(1, -1) - mean) / (var + layer.eps).sqrt()
+        scale, shift = (1 if layer.weight is None else layer.weight), (0 if layer.bias is None else layer.bias)
+        outs.append((out * scale + shift).movedim(-1, 1))
+    return outs
 
-    Attributes:
-        W: The weights, (out, in) or (out, in, 3, 3).
-        γ: BatchNorm's scale, (out,).
-        β: BatchNorm's shift, (out,).
-        μ_run: The running mean, (out,).
-        σ2_run: The running variance, (out,).
+
+def first_step(
+    models: Sequence[nn.Sequential], batches: Client, equal: bool = False, own_gradients: bool = False, by_samples: bool = False
+) -> None:
+    """Write every client's gradient into the ``grad`` of its model, and update the running statistics of all by those of the union.
+
+    ``own_gradients``: Algorithm 2 without Algorithm 3: the gradients of the moments are each client's own (fedavg-alg2). As controls:
+    ``equal``: p_i = 1 / n; ``by_samples``: s_i is the share of the samples, whatever the sizes of the images.
     """
-
-    W: Array
-    γ: Array
-    β: Array
-    μ_run: Array
-    σ2_run: Array
-
-
-@dataclass
-class Net:
-    layers: list[Layer]
-    V: Array
-    c: Array
-
-    def tensors(self) -> list[Array]:
-        """Return all tensors in the order of torch's state_dict."""
-        return [t for x in self.layers for t in (x.W, x.γ, x.β, x.μ_run, x.σ2_run)] + [self.V, self.c]
+    n = [1 if equal else len(y) for _, y in batches]
+    p = [n_i / sum(n) for n_i in n]
+    xs = [x for x, _ in batches]
+    for layers in zip(*models, strict=True):
+        alike = isinstance(layers[0], _BatchNorm)
+        xs = algorithm_2(layers, xs, own_gradients, by_samples) if alike else [layer(x) for layer, x in zip(layers, xs, strict=True)]
+    sum(p_i * F.cross_entropy(x, y) for p_i, x, (_, y) in zip(p, xs, batches, strict=True)).backward()  # type: ignore[union-attr]
+    for model, p_i in zip(models, p, strict=True):
+        for w in model.parameters():
+            if w.grad is not None:
+                w.grad /= p_i
 
 
-def values(y: Array) -> Array:
-    """Reshape activations (B, C, *) to (m, C): one row per sample and position."""
-    return np.moveaxis(y, 1, -1).reshape(-1, y.shape[1])
+def rounds(row: Row, together: Sequence[int] = (0,), fresh: bool = False, **of_step: bool) -> nn.Module:
+    """Make a row's rounds (Algorithm 1): the steps in ``together`` by all clients, the others by each client, with one optimizer.
 
-
-def shaped(rows: Array, y: Array) -> Array:
-    """Reshape ``rows`` (m, C) to the shape of ``y`` (B, C, *), the reverse of ``values``."""
-    return np.moveaxis(rows.reshape(np.moveaxis(y, 1, -1).shape), -1, 1)
-
-
-def apply(W: Array, x: Array) -> Array:
-    if W.ndim == 2:
-        return x.reshape(len(x), -1) @ W.T
-    H, w = x.shape[2:]
-    padded, y = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1))), np.zeros((len(x), len(W), H, w))
-    for i in range(3):
-        for j in range(3):
-            y += np.einsum("oc,bchw->bohw", W[:, :, i, j], padded[:, :, i : i + H, j : j + w])
-    return y
-
-
-def gradients_of_apply(W: Array, x: Array, dy: Array) -> tuple[Array, Array]:
-    """Return the gradients ``(dx, dW)`` of ``apply``, given that of its output, ``dy``."""
-    if W.ndim == 2:
-        return (dy @ W).reshape(x.shape), dy.T @ x.reshape(len(x), -1)
-    H, w = x.shape[2:]
-    padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
-    dpadded, dW = np.zeros_like(padded), np.zeros_like(W)
-    for i in range(3):
-        for j in range(3):
-            dpadded[:, :, i : i + H, j : j + w] += np.einsum("oc,bohw->bchw", W[:, :, i, j], dy)
-            dW[:, :, i, j] = np.einsum("bohw,bchw->oc", dy, padded[:, :, i : i + H, j : j + w])
-    return dpadded[:, :, 1:-1, 1:-1], dW
-
-
-def algorithm_2(y: list[Array]) -> tuple[Array, Array]:
-    """Return mean and variance of all clients' values at one BatchNorm layer, in the forward pass; ``y[i]`` is (m_i, C)."""
-    n, M = len(y), sum(len(y_i) for y_i in y)
-    s = [len(y_i) / M for y_i in y]
-    μ_i = [sum(row for row in y_i) / len(y_i) for y_i in y]  # each client sends the mean of its values
-    μ = np.zeros_like(μ_i[0])
-    for i in range(n):  # the server averages, and sends the average back
-        μ = μ + s[i] * μ_i[i]
-    σ2_i = [sum((row - μ) ** 2 for row in y_i) / len(y_i) for y_i in y]  # each client: the variance about the common mean
-    σ2 = np.zeros_like(μ)
-    for i in range(n):  # the server
-        σ2 = σ2 + s[i] * σ2_i[i]
-    return μ, σ2
-
-
-def algorithm_3(g: Gradients, p: list[float]) -> Gradients:
-    """Average the clients' gradients of μ and σ2 at one BatchNorm layer, in the backward pass; every client goes on with the average."""
-    G_μ, G_σ2 = np.zeros_like(g[0][0]), np.zeros_like(g[0][1])
-    for i in range(len(g)):  # the server averages, and sends the average to all
-        G_μ = G_μ + p[i] * g[i][0]
-        G_σ2 = G_σ2 + p[i] * g[i][1]
-    return [(G_μ, G_σ2)] * len(g)
-
-
-def only_algorithm_2(g: Gradients, p: list[float]) -> Gradients:
-    """Return the clients' gradients of μ and σ2 unchanged, instead of Algorithm 3: each client goes on with its own."""
-    return g
-
-
-def local_step(nets: list[Net], batches: list[Batch], η: float, ρ: float, ε: float, backward: Callable[..., Gradients]) -> None:
-    """Make one SGD step of every client, in place, with common statistics in the BatchNorm layers. A single client trains by itself."""
-    n, B = len(nets), [len(x) for x, _ in batches]
-    p = [B_i / sum(B) for B_i in B]
-    x = [batch[0] for batch in batches]
-    passed = []
-    for depth in range(len(nets[0].layers)):  # forward
-        layers = [net.layers[depth] for net in nets]
-        y = [apply(layers[i].W, x[i]) for i in range(n)]
-        μ, σ2 = algorithm_2([values(y_i) for y_i in y])
-        M = sum(len(values(y_i)) for y_i in y)
-        ŷ = [shaped((values(y_i) - μ) / np.sqrt(σ2 + ε), y_i) for y_i in y]
-        z = [shaped(values(ŷ[i]) * layers[i].γ + layers[i].β, y[i]) for i in range(n)]
-        passed.append((x, y, ŷ, z, μ, σ2))
-        for layer in layers:
-            layer.μ_run, layer.σ2_run = (1 - ρ) * layer.μ_run + ρ * μ, (1 - ρ) * layer.σ2_run + ρ * σ2 * M / (M - 1)
-        x = [np.maximum(z_i, 0) for z_i in z]
-    dx = []
-    for i in range(n):  # the head, and the gradient of client i's mean loss
-        flat, labels = x[i].reshape(B[i], -1), batches[i][1]
-        scores = flat @ nets[i].V.T + nets[i].c
-        softmax = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
-        dscores = (softmax - np.eye(len(nets[i].c))[labels]) / B[i]
-        dx.append((dscores @ nets[i].V).reshape(x[i].shape))
-        nets[i].V, nets[i].c = nets[i].V - η * dscores.T @ flat, nets[i].c - η * dscores.sum(0)
-    for depth in reversed(range(len(nets[0].layers))):  # backward
-        layers = [net.layers[depth] for net in nets]
-        x, y, ŷ, z, μ, σ2 = passed[depth]
-        dz = [dx[i] * (z[i] > 0) for i in range(n)]
-        ĝ = [values(dz[i]) * layers[i].γ for i in range(n)]
-        centred = [values(y[i]) - μ for i in range(n)]
-        g = [(-sum(row for row in ĝ[i]) / np.sqrt(σ2 + ε), -0.5 * (ĝ[i] * centred[i]).sum(0) * (σ2 + ε) ** -1.5) for i in range(n)]
-        G = backward(g, p)
-        m, M = [len(c) for c in centred], sum(len(c) for c in centred)
-        for i in range(n):
-            share = (m[i] / M) / p[i] if backward is algorithm_3 else 1.0  # s_i / p_i
-            dy = shaped(ĝ[i] / np.sqrt(σ2 + ε) + share * (G[i][0] + 2 * centred[i] * G[i][1]) / m[i], y[i])
-            dx[i], dW = gradients_of_apply(layers[i].W, x[i], dy)
-            dγ, dβ = (values(dz[i]) * values(ŷ[i])).sum(0), values(dz[i]).sum(0)
-            layers[i].W, layers[i].γ, layers[i].β = layers[i].W - η * dW, layers[i].γ - η * dγ, layers[i].β - η * dβ
-
-
-def algorithm_1(
-    net: Net, clients: list[list[Batch]], η: float, ρ: float = 0.1, ε: float = 1e-5, backward: Callable[..., Gradients] = algorithm_3
-) -> tuple[list[Net], list[Array]]:
-    """Run one round from ``net``; ``clients[i]`` has the E batches of client i.
-
-    Returns:
-        Every client's network after its local steps, and the server's averaged tensors.
+    ``fresh``: momentum begins anew after the first step. ``of_step``: see ``first_step``.
     """
-    nets = [copy.deepcopy(net) for _ in clients]
-    local_step(nets, [batches[0] for batches in clients], η, ρ, ε, backward)  # t = 1: layer-wise, with all clients
-    for i in range(len(clients)):
-        for t in range(1, len(clients[i])):  # t = 2, ..., E: each client by itself
-            local_step([nets[i]], [clients[i][t]], η, ρ, ε, algorithm_3)
-    B = [len(batches[0][0]) for batches in clients]
-    mean = [np.zeros_like(t) for t in net.tensors()]
-    for i in range(len(nets)):  # the server aggregates w_i and S_i
-        mean = [total + B[i] / sum(B) * t for total, t in zip(mean, nets[i].tensors(), strict=True)]
-    return nets, mean
+    server = row.net()
+    for _ in range(row.rounds):
+        models: list[Any] = [row.net().train() for _ in row.clients]
+        for model in models:
+            model.load_state_dict(server.state_dict())
+        optimizers = [torch.optim.SGD(model.parameters(), row.rate, **row.sgd) for model in models]
+        for step in range(len(row.steps[0])):
+            batches = [own[step] for own in row.steps]
+            if step in together:
+                first_step(models, batches, **of_step)
+            else:
+                for model, (x, y) in zip(models, batches, strict=True):
+                    F.cross_entropy(model(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+                if fresh and step == 0:
+                    optimizer.state.clear()
+        averaged(server, [model.state_dict() for model in models], row.sizes)
+    return server
 
 
-def fedavg_alg2(net: Net, clients: list[list[Batch]], η: float, ρ: float = 0.1, ε: float = 1e-5) -> tuple[list[Net], list[Array]]:
-    """Run one round of FedAvg with Algorithm 2 only: the moments are those of all clients, but their gradients are each client's own."""
-    return algorithm_1(net, clients, η, ρ, ε, only_algorithm_2)
+def of(**options: Any) -> Callable[[Row], nn.Module]:
+    return partial(rounds, **options)
+
+
+def pooled(*layers: nn.Module) -> nn.Sequential:
+    """Put ``layers`` on 4 channels between a first convolution and a head."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), *layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4))
+
+
+def strided(frozen: int = 0, shift: bool = True, **options: Any) -> nn.Sequential:
+    """Make a network of two convolutions; there is nothing to train in its first ``frozen`` layers."""
+    norms = [nn.BatchNorm2d(4, **options) for _ in range(2)]
+    for norm in norms[:0 if shift else 2]:
+        norm.bias = None  # as BatchNorm2d(bias=False) of newer torch
+    chain = pooled(norms[0], nn.ReLU(), nn.Conv2d(4, 4, 3, stride=2, bias=False), norms[1], nn.ReLU())
+    for layer in chain[:frozen]:
+        layer.requires_grad_(False)
+    return chain
+
+
+def twice() -> nn.Sequential:
+    norm = nn.BatchNorm2d(4)
+    return pooled(norm, nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), norm, nn.ReLU())
+
+
+def dense() -> nn.Sequential:
+    hidden = (nn.Linear(192, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU())
+    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(5, 4))
+
+
+def sequences() -> nn.Sequential:
+    bottom = (nn.Flatten(2), nn.Conv1d(3, 4, 5), nn.BatchNorm1d(4), nn.ReLU())
+    return nn.Sequential(*bottom, nn.AdaptiveAvgPool1d(3), nn.Flatten(), nn.Linear(12, 4))
+
+
+def volumes() -> nn.Sequential:
+    bottom = (nn.Unflatten(1, (1, 3)), nn.Conv3d(1, 4, 2), nn.BatchNorm3d(4), nn.ReLU())
+    return nn.Sequential(*bottom, nn.AdaptiveAvgPool3d(2), nn.Flatten(), nn.Linear(32, 4))
+
+
+CHAINS: dict[str, Callable[[], nn.Sequential]] = {
+    "2d": strided,
+    "after linear layers": dense,
+    "of sequences": sequences,
+    "of volumes": volumes,
+    "used twice": twice,
+    "first": lambda: nn.Sequential(nn.BatchNorm2d(3, affine=False), *strided()),
+    "last": lambda: nn.Sequential(*strided(), nn.BatchNorm1d(4)),
+    "without affine": partial(strided, affine=False),
+    "without shift": partial(strided, shift=False),
+    "frozen below": partial(strided, 2),
+    "with its own momentum and eps": partial(strided, eps=0.1, momentum=0.7),
+}
+ONE_BATCH = make_clients(3, 7, 5)
+SGD = {"momentum": 0.9, "weight_decay": 0.01}
+FORWARD: dict[str, Any] = {"no shared gradients": {"method": "fedavg-alg2"}}
+LATER = {"never together": of(together=()), "in every step": of(together=(0, 1, 2)), "in the second step": of(together=(1,))}
+STEPS: dict[str, Any] = {"method": "fedtan", "network": strided, "clients": make_clients(9, 21, 15, pieces=3), "sgd": SGD}
+SIZED = [make_clients(n, shape=(3, *edge), seed=n)[0] for n, edge in ((3, (8, 8)), (7, (12, 8)), (5, (6, 6)))]
+ROWS = [
+    *(
+        Row(f"fedtan: BatchNorm {name}", centralised.training, FORWARD, "fedtan", network=net, clients=ONE_BATCH, sgd=SGD, rounds=1)
+        for name, net in CHAINS.items()
+    ),
+    *(
+        Row(f"fedtan: a client with a batch of one, {name}", centralised.training, FORWARD, "fedtan", network=CHAINS[name],
+            clients=make_clients(1, 6, 2))
+        for name in ("2d", "after linear layers")
+    ),
+    *(
+        Row(f"fedtan: images of a size per client, schedule {schedule}", rounds, FORWARD | {"moments by samples": of(by_samples=True)},
+            "fedtan", {"schedule": schedule}, strided, clients=SIZED, doors=doors)
+        for schedule, doors in (("merged", ("federation", "flower")), ("paper", ("federation",)))
+    ),
+    *(
+        Row(f"fedavg-alg2: schedule {schedule}", of(own_gradients=True), {"Algorithm 3": rounds, "no exchange": of(together=())},
+            "fedavg-alg2", {"schedule": schedule}, strided, slow=("flower",))
+        for schedule in ("merged", "paper")
+    ),
+    Row("fedtan: steps 2, 3 are local, momentum is kept", rounds, LATER | {"begun anew": of(fresh=True), "equal weights": of(equal=True)},
+        options={"schedule": "paper"}, doors=("federation", "flower"), slow=("replay", "workers"), **STEPS),
+    Row("fedtan: steps 2, 3 are local, momentum begins anew", of(fresh=True), {"kept": rounds}, options={"momentum": "restarted"},
+        doors=("federation", "flower"), **STEPS),
+    Row("fedtan: momentum begins anew in one program", of(fresh=True), FORWARD | {"kept": rounds}, options={"momentum": "restarted"},
+        epochs=3, doors=("vectorised",), **(STEPS | {"clients": make_clients(5, 5, 5)})),
+]  # fmt: skip

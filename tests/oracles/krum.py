@@ -6,7 +6,18 @@ V_1 .. V_n are the proposed vectors, f of them Byzantine; i → j means that V_j
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
+import torch
+from torch import nn
+
+from tests.equivalence.row import BOTH, Row, make_clients
+from tests.oracles import fbn
+from tests.oracles.fedavg import averaged, sgd
+from tests.oracles.nnm import nnm
 
 Array = np.ndarray
 
@@ -42,3 +53,54 @@ def multi_krum(V: Array, f: int, m: int) -> Array:
     for i in best:
         average = average + V[i] / m
     return average
+
+
+def defended(rule: Callable[[Array], Array]) -> Callable[[Row], nn.Module]:
+    """Run FedAvg's rounds; ``rule`` combines the clients' updates of the weights; statistics are averaged with equal weights."""
+
+    def run(row: Row) -> nn.Module:
+        net = row.net()
+        for _ in range(row.rounds):
+            local, V = [], []
+            start = nn.utils.parameters_to_vector(net.parameters()).detach().clone()
+            for client in row.clients:
+                w = copy.deepcopy(net).train()
+                for x, y in client:
+                    sgd(w, x, y, row.rate)
+                local.append(w.state_dict())
+                V.append((nn.utils.parameters_to_vector(w.parameters()).detach() - start).numpy())
+            averaged(net, local, [1] * len(local))
+            nn.utils.vector_to_parameters(start + torch.from_numpy(rule(np.stack(V))), net.parameters())
+        return net
+
+    return run
+
+
+RULES: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {  # and with another number of neighbours
+    "krum": (lambda V: krum(V, 1), lambda V: krum(V, 2)),
+    "multi-krum": (lambda V: multi_krum(V, 1, len(V) - 1), lambda V: multi_krum(V, 1, len(V) - 2)),
+    "median": (lambda V: np.median(V, axis=0), lambda V: V.mean(0)),
+    "nnm+median": (fbn.median, lambda V: np.median(nnm(V, 2), axis=0)),
+    "nnm+trimmed-mean": (fbn.trimmed_mean, lambda V: np.sort(nnm(V, 2), axis=0)[1:-1].mean(0)),
+}
+
+
+def one_honest(row: Row) -> nn.Module:
+    """Run FBN with one honest client. Its variances are others: Bessel's factor has the cohort's count."""
+    return fbn.rounds(replace(row, clients=row.clients[:1]))
+
+
+def against(name: str) -> Row:
+    right, wrong = RULES[name]
+    others = {other: defended(rule) for other, (rule, _) in RULES.items() if other != name} | {"other neighbours": defended(wrong)}
+    clients = make_clients(6, 14, 10, 8, 12, seed=2)
+    return Row(f"robust fedavg: {name}", defended(right), others, defence=(1, "mean", name), clients=clients, doors=BOTH)
+
+
+(HONEST,), (GARBAGE,) = make_clients(6), make_clients(6, seed=1)
+ROWS = [
+    *map(against, RULES),
+    Row("robust fbn: a Byzantine client changes nothing", one_honest, {"no defence": {"defence": ()}}, "fbn", {"momentum": 0.1}, "resnet",
+        clients=[HONEST] * 3 + [[(50 * x, y) for x, y in GARBAGE]] + [HONEST] * 2, defence=(1, "nnm+median", "nnm+median"), rounds=1,
+        doors=(*BOTH, "flower", "application"), only=("weight", "bias", "mean")),
+]  # fmt: skip

@@ -7,11 +7,14 @@ S[t]: the clients of round t; m: SGD's momentum buffer, m <- β m + g, w <- w - 
 from __future__ import annotations
 
 import copy
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from tests.oracles.fedavg import Client, averaged, gradient
+from tests.equivalence.row import Client, Row, make_clients, transcribed
+from tests.oracles.fedavg import averaged, gradient
 
 
 def fedavg(w: nn.Module, S: list[list[int]], clients: list[Client], n_k: list[int], η: float, β: float, maintain: str) -> nn.Module:
@@ -37,3 +40,15 @@ def fedavg(w: nn.Module, S: list[list[int]], clients: list[Client], n_k: list[in
         averaged(w, local, n)
         M = [sum(n[j] / sum(n) * buffers[j][i] for j in range(len(S_t))) for i in range(len(zeros))]
     return w
+
+
+of = partial(transcribed, fedavg, 0.8)
+KINDS = ("reset", "local", "global")
+FIELDS: dict[str, Any] = {"sgd": {"momentum": 0.8}, "cohorts": [[0, 1]] * 5, "rounds": 5, "epochs": 2, "doors": ("application",)}
+ROWS = [
+    Row(
+        f"maintained momentum: {kind}", of(kind), {other: of(other) for other in KINDS if other != kind}, clients=make_clients(6, 14, 10),
+        local={"maintain": kind}, **FIELDS,
+    )
+    for kind in KINDS
+]  # fmt: skip

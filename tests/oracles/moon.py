@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.oracles.fedavg import Client, averaged, cross_entropy
+from tests.equivalence.row import Client, Row, transcribed
+from tests.oracles.fedavg import averaged
+from tests.oracles.fedprox import SOME
 
 
 def R(w: nn.Module, x: Tensor, head: str) -> tuple[Tensor, Tensor]:
@@ -44,9 +48,9 @@ def ℓ_con(z: Tensor, z_glob: Tensor, z_prev: Tensor, τ: float) -> Tensor:
 
 
 def algorithm_1(
-    w: nn.Module, S: list[list[int]], clients: list[Client], n_i: list[int], η: float, μ: float, τ: float, head: str
+    w: nn.Module, S: list[list[int]], clients: list[Client], n_i: list[int], η: float, μ: float, τ: float, head: str, fixed: bool = False
 ) -> tuple[nn.Module, float]:
-    """Train for the rounds of S.
+    """Train for the rounds of S. ``fixed``: the fixed models are in training mode, as a control.
 
     Returns:
         The global model; and the largest distance of ℓ_con from log 2, its value for equal models, over all steps (0 if no step had ℓ_con).
@@ -55,12 +59,12 @@ def algorithm_1(
     largest = 0.0
     for S_t in S:
         local = []
-        w_glob = copy.deepcopy(w).eval()
+        w_glob = copy.deepcopy(w).train(fixed)
         for i in S_t:
             w_i = copy.deepcopy(w).train()
             for x, y in clients[i]:
                 z, output = R(w_i, x, head)
-                loss = cross_entropy(output, y)  # ℓ_sup
+                loss = nn.functional.cross_entropy(output, y)  # ℓ_sup
                 if i in previous:
                     with torch.no_grad():
                         z_glob, z_prev = R(w_glob, x, head)[0], R(previous[i], x, head)[0]
@@ -72,7 +76,16 @@ def algorithm_1(
                 with torch.no_grad():
                     for p in w_i.parameters():
                         p -= η * p.grad
-            previous[i] = copy.deepcopy(w_i).eval()
+            previous[i] = copy.deepcopy(w_i).train(fixed)
             local.append(w_i.state_dict())
         averaged(w, local, [n_i[i] for i in S_t])
     return w, largest
+
+
+def of(μ: float = 2.0, τ: float = 0.5, head: str = "head", **options: Any) -> Callable[[Row], nn.Module]:
+    return lambda row: transcribed(algorithm_1, μ, τ, head, **options)(row)[0]
+
+
+WRONG = {"another layer's representation": of(head="body.1"), "half of mu": of(1.0), "another temperature": of(τ=1.0)}
+WRONG |= {"fixed models in training mode": of(fixed=True), "no term": of(0.0)}
+ROWS = [Row("moon: Algorithm 1", of(), WRONG, objective=("moon", {"mu": 2.0, "temperature": 0.5}), **SOME)]

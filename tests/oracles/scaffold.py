@@ -9,30 +9,42 @@ the paper with equal weights). Changes of control variates are added up with wei
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.oracles.fedavg import Client, Loss, averaged, cross_entropy, gradient
+from tests.equivalence.row import Client, Row, make_clients, transcribed
+from tests.oracles.fedavg import averaged, gradient
+from tests.oracles.fedprox import SOME
 
 
-def g_of_all(x: nn.Module, data: Client, F: Loss) -> list[Tensor]:
+def g_of_all(x: nn.Module, data: Client) -> list[Tensor]:
     """Return g_i(x): the mean gradient over all samples of ``data``. Copies of ``x`` compute it, so its statistics stay the same."""
     n = sum(len(labels) for _, labels in data)
     total = [torch.zeros_like(p) for p in x.parameters()]
     for images, labels in data:
-        g = gradient(copy.deepcopy(x).train(), images, labels, F)
+        g = gradient(copy.deepcopy(x).train(), images, labels)
         total = [t + len(labels) / n * g_p for t, g_p in zip(total, g, strict=True)]
     return total
 
 
 @dataclass
 class Scaffold:
-    """Hold the server's x and c, and every client's c_i. ``x`` is changed in place."""
+    """Hold the server's x and c, and every client's c_i. ``x`` is changed in place.
+
+    ``strength`` multiplies the correction, ``decay`` is SGD's weight decay. Two controls: with ``whole``, c moves by the mean over S,
+    without |S| / N; with ``weighted``, by samples.
+    """
 
     x: nn.Module
     N: int
+    strength: float = 1.0
+    decay: float = 0.0
+    whole: bool = False
+    weighted: bool = False
     c: list[Tensor] = field(init=False)
     c_i: list[list[Tensor]] = field(init=False)
 
@@ -41,14 +53,7 @@ class Scaffold:
         self.c_i = [[torch.zeros_like(p) for p in self.x.parameters()] for _ in range(self.N)]
 
     def round(
-        self,
-        S: list[int],
-        clients: list[Client],
-        n_i: list[int],
-        η_l: float,
-        option: int,
-        everything: list[Client] | None = None,
-        F: Loss = cross_entropy,
+        self, S: list[int], clients: list[Client], n_i: list[int], η_l: float, option: int, everything: list[Client] | None = None
     ) -> None:
         """Run one round, lines 2 to 18 of the algorithm; ``clients[i]`` has client i's K batches."""
         local, Δc = [], [torch.zeros_like(c) for c in self.c]
@@ -56,35 +61,50 @@ class Scaffold:
             y_i = copy.deepcopy(self.x).train()
             K = len(clients[i])
             for images, labels in clients[i]:  # line 8
-                g = gradient(y_i, images, labels, F)
+                g = gradient(y_i, images, labels)
                 with torch.no_grad():
                     for p, g_p, c_i, c in zip(y_i.parameters(), g, self.c_i[i], self.c, strict=True):
-                        p -= η_l * (g_p - c_i + c)  # line 10
+                        p -= η_l * (g_p + self.decay * p + self.strength * (c - c_i))  # line 10
             if option == 1:  # line 12
                 assert everything is not None
-                c_i_plus = g_of_all(self.x, everything[i], F)
+                g_x = zip(g_of_all(self.x, everything[i]), self.x.parameters(), strict=True)
+                c_i_plus = [g + self.decay * p.detach() for g, p in g_x]
             else:
                 pairs = zip(self.c_i[i], self.c, self.x.parameters(), y_i.parameters(), strict=True)
-                c_i_plus = [c_i - c + (x.detach() - y.detach()) / (K * η_l) for c_i, c, x, y in pairs]
-            Δc = [total + (plus - c_i) / len(S) for total, plus, c_i in zip(Δc, c_i_plus, self.c_i[i], strict=True)]  # lines 13 and 16
+                c_i_plus = [self.strength * (c_i - c) + (x.detach() - y.detach()) / (K * η_l) for c_i, c, x, y in pairs]
+            share = n_i[i] / sum(n_i[j] for j in S) if self.weighted else 1 / len(S)
+            Δc = [total + share * (plus - c_i) for total, plus, c_i in zip(Δc, c_i_plus, self.c_i[i], strict=True)]  # lines 13 and 16
             self.c_i[i] = c_i_plus  # line 14
             local.append(y_i.state_dict())
         averaged(self.x, local, [n_i[i] for i in S])  # line 17
-        self.c = [c + len(S) / self.N * change for c, change in zip(self.c, Δc, strict=True)]
+        moved = 1 if self.whole else len(S) / self.N
+        self.c = [c + moved * change for c, change in zip(self.c, Δc, strict=True)]
 
 
 def algorithm_1(
-    x: nn.Module,
-    S: list[list[int]],
-    clients: list[Client],
-    n_i: list[int],
-    η_l: float,
-    option: int,
-    everything: list[Client] | None = None,
-    F: Loss = cross_entropy,
-) -> Scaffold:
-    """Run a round for each entry of ``S``, every one with the same batches; return the final state."""
-    run = Scaffold(x, len(clients))
+    x: nn.Module, S: list[list[int]], clients: list[Client], n_i: list[int], η_l: float, option: int,
+    everything: list[Client] | None = None, **options: Any,
+) -> Scaffold:  # fmt: skip
+    """Run a round for each entry of ``S``, every one with the same batches; return the final state. ``options``: see ``Scaffold``."""
+    run = Scaffold(x, len(clients), **options)
     for S_r in S:
-        run.round(S_r, clients, n_i, η_l, option, everything, F)
+        run.round(S_r, clients, n_i, η_l, option, everything)
     return run
+
+
+def of(option: int, **options: Any) -> Callable[[Row], nn.Module]:
+    return lambda row: transcribed(algorithm_1, option, list(row.clients), decay=row.sgd.get("weight_decay", 0.0), **options)(row).x
+
+
+def compared(name: str, option: int, **fields: Any) -> Row:
+    wrong = {"the other option": of(3 - option), "c without |S| / N": of(option, whole=True), "c by samples": of(option, weighted=True)}
+    wrong |= {"half the correction": of(option, strength=0.5), "none": of(option, strength=0.0)}
+    return Row(f"scaffold: Algorithm 1, option {name}", of(option), wrong, objective=("scaffold", {"option": option}), **(SOME | fields))
+
+
+ROWS = [
+    compared("I", 1, clients=make_clients(6, 14, 10), epochs=2, doors=("application",)),
+    compared("II", 2),
+    Row("scaffold: half the strength, with weight decay", of(2, strength=0.5), {"whole": of(2), "variates without the decay": {"sgd": {}}},
+        objective=("scaffold", {"option": 2, "strength": 0.5}), sgd={"weight_decay": 0.1}, rounds=4),
+]  # fmt: skip

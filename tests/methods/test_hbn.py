@@ -1,0 +1,112 @@
+"""HBN's options, and its passes over clients' data: how many samples they take, and that they change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fl_bn import convert, local_round, server_state
+from fl_bn.federation.local import Samples, statistics_pass
+from fl_bn.federation.settings import LocalTraining
+from fl_bn.methods import METHODS, NORMALISERS, StatisticsPass
+from fl_bn.secure.settings import SecureAggregation
+from tests.in_process import WatchedGrid, client_app, run
+
+hbn, N, SPOTS = METHODS["hbn"], 200, 36  # samples of a client; values per sample and channel behind the convolution
+STEPS = LocalTraining(batch_size=4, steps=2)
+
+
+def samples(n: int = N) -> Samples:
+    rng = torch.Generator().manual_seed(n)
+    return Samples(torch.randint(0, 256, (n, 3, 8, 8), generator=rng, dtype=torch.uint8), torch.arange(n) * 3 // n)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize(
+    ("settings", "options", "expected"),
+    [
+        (STEPS, {}, 64),
+        (LocalTraining(batch_size=5, steps=20), {}, 100),
+        (LocalTraining(batch_size=4, epochs=1), {}, N),
+        (LocalTraining(batch_size=4, steps=2, weigh_all=True), {}, N),  # a client that counts for all it has
+        (STEPS, {"stat_samples": 0}, N),
+        (STEPS, {"stat_samples": 32}, 32),
+    ],
+    ids=["64 at least", "steps", "epoch", "weights of all", "all", "so many"],
+)
+def test_it_takes_as_many_as_the_client_trains_on(settings: LocalTraining, options: dict[str, int], expected: int, engine: str) -> None:
+    method = hbn(**options)
+    grid = WatchedGrid(client_app(method, [samples()] * 2, settings, model=network()), 2, engine=engine)
+    for reply in run(method, [samples()] * 2, 1, settings=settings, model=network(), grid=grid).grid.train(1, replies=True):
+        assert reply["moments"]["1.count"].item() == expected * SPOTS
+
+
+def test_they_are_random_ones() -> None:
+    """The samples are sorted by class, so the first 64 are of one class alone."""
+    own = samples()
+    own.x[: N // 3] = 0
+    first = Samples(own.x[:64], own.y[:64])
+    (found, alone) = run(hbn(), [own, first], 1, settings=STEPS, model=network()).grid.train(1, replies=True)
+    assert float(found["moments"]["1.var"].min()) > 10 * float(alone["moments"]["1.var"].max())
+
+
+def test_batches_of_one_s_own_are_all_measured() -> None:
+    own = [(torch.randn(25, 3, 8, 8), torch.zeros(25, dtype=torch.long))] * 4
+    with local_round(convert(network(), hbn()), hbn(), server_state(network(), hbn(), rounds=2).instruction()) as round:
+        round.measure(own)
+        assert round.statistics_pass.samples == 100
+
+
+def test_a_pass_changes_nothing_and_needs_two_samples() -> None:
+    model, how = convert(network(), hbn()), StatisticsPass.for_exchange(NORMALISERS)
+    before, state = {k: t.clone() for k, t in model.state_dict().items()}, torch.get_rng_state()
+    statistics_pass(model, samples(9), how, np.random.default_rng(0), batch_size=3)
+    assert all(torch.equal(before[k], t) for k, t in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+    assert all(module.training for module in model.modules())
+    assert statistics_pass(model, samples(1), how, np.random.default_rng(0)) == {}
+
+
+def test_by_default_all_clients_are_asked(tiny_clients: Callable[..., list[Samples]]) -> None:
+    ran = run(hbn(), tiny_clients((4, 7, 5, 6)), 1, policy={"fraction": 0.5})
+    assert sum(m.metadata.message_type == "query.statistics" and m.metadata.group_id == "1" for m in ran.grid.sent) == 4
+    assert [hbn(lam=lam).refresh.value for lam in (1.0, 0.99, 0.01)] == ["exact", "hybrid", "hybrid"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"separate": False},
+        {"separate": False, "evaluate_clients": "cohort", "stat_samples": 64},
+        {"separate": False, "evaluate_clients": "cohort", "measured": "normalisers"},
+        {"separate": False, "evaluate_clients": "cohort", "evaluate": "exact"},
+        {"mixing": "shared", "measured": "normalisers"},
+        {"measured": "normalisers", "lower_layers": "shared"},
+        {"merge": "average", "lam": 1.0},
+        {"mixing": "none"},
+        {"evaluate": "one"},
+        {"lam": 0.0},
+        {"stat_samples": 1},
+        {"lower_layers": "batch"},
+    ],
+)
+def test_an_option_out_of_range_or_without_effect_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="|".join(options)):
+        hbn(**options)
+
+
+def test_sums_alone_cannot_do_what_needs_single_reports(tiny_clients: Callable[..., list[Samples]]) -> None:
+    for options in ({"separate": False}, {"merge": "average"}):
+        with pytest.raises(ValueError, match="needs each client's own here"):
+            run(hbn(evaluate_clients="cohort", **options), tiny_clients((4, 4, 4)), 1, secure=SecureAggregation())
