@@ -27,7 +27,7 @@ def cases(first: bool = False) -> list[Any]:
     """Return the names of rows and interfaces as test cases: all, or each row with its first interface."""
     every = [(row, door, pytest.mark.slow if door in row.slow else ()) for row in ROWS.values() for door in (*row.doors, *row.slow)]
     chosen = [case for case in every if not first or case[1] == (*case[0].doors, *case[0].slow)[0]]
-    return [pytest.param(row.name, door, marks=marks, id=f"{row.name} ({door})") for row, door, marks in chosen]
+    return [pytest.param(row.method, row.name, door, marks=marks, id=f"{row.name} ({door})") for row, door, marks in chosen]
 
 
 @cache
@@ -42,13 +42,13 @@ def apart(name: str, door: str, other: Any) -> float:
     return off(found, compute(replace(row, **other), door)[1] if isinstance(other, Mapping) else other(row), row.only)
 
 
-@pytest.mark.parametrize(("name", "door"), cases())
-def test_fl_bn_computes_the_reference(name: str, door: str) -> None:
+@pytest.mark.parametrize(("method_name", "name", "door"), cases())
+def test_fl_bn_computes_the_reference(method_name: str, name: str, door: str) -> None:
     assert apart(name, door, ROWS[name].reference) < ROWS[name].tolerance
 
 
-@pytest.mark.parametrize(("name", "door"), cases(first=True))
-def test_no_wrong_rule_passes_for_it(name: str, door: str) -> None:
+@pytest.mark.parametrize(("method_name", "name", "door"), cases(first=True))
+def test_no_wrong_rule_passes_for_it(method_name: str, name: str, door: str) -> None:
     assert ROWS[name].wrong, "a row needs a negative control"
     passed = [rule for rule, wrong in ROWS[name].wrong.items() if apart(name, door, wrong) < ROWS[name].tolerance]
     assert not passed
