@@ -22,3 +22,11 @@ def refused(section: str, tensor: str = "") -> Iterator[pytest.ExceptionInfo[Wir
         yield caught
     assert (caught.value.section, caught.value.tensor) == (section, tensor)
     assert caught.value.problem
+
+
+@contextmanager
+def naming(word: str, kind: type[Exception] = ValueError) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """Expect an error of this kind whose text names this: a key, a file, a value or a shape."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    assert word in str(caught.value)

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 import scipy.io
 import torch
-from torchvision import datasets as published
 
-from fl_bn.data.dataset import DATASETS, DataNotFound, load
-from fl_bn.data.public import CLASSES, files_of
+from tests.data.inner import DataNotFound, load
+from tests.refusals import naming
 
 
 @pytest.fixture
@@ -26,17 +25,6 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
         raise URLError("no network in tests")
 
     monkeypatch.setattr(urllib.request, "urlopen", refuse)
-
-
-def test_names() -> None:
-    names = ["digits", "digits-plain", "cifar10", "cifar100", "mnist", "svhn", "usps", "mnist-m", "synth-digits", "digits-five"]
-    names += ["digits-five-pooled"]
-    names += ["office-caltech10", "domainnet", "pacs", "tiny-imagenet", "imagenet", "cityscapes", "abide", "npz", "folder", "csv"]
-    assert list(DATASETS) == names
-    with pytest.raises(ValueError, match=r"one of digits, digits-plain, cifar10.*but got 'imagenet-21k'"):
-        load("imagenet-21k")
-    with pytest.raises(ValueError, match="image_size must be positive, or 0"):
-        load("digits", image_size=-3)
 
 
 def test_loaded_once_however_the_call_is_written() -> None:
@@ -56,17 +44,12 @@ def test_loaded_once_however_the_call_is_written() -> None:
     ],
 )
 def test_offline_the_missing_files_are_named(name: str, files: list[str], tmp_path: Path) -> None:
-    with pytest.raises(DataNotFound, match="'digits', which works offline") as caught:
+    with naming("'digits'", DataNotFound) as caught:
         load(name, str(tmp_path))
     assert isinstance(caught.value, FileNotFoundError)
     assert f"dataset {name!r}" in str(caught.value)
     for file in files:
         assert str(tmp_path / file) in str(caught.value)
-
-
-def test_files_of_covers_every_public_set() -> None:
-    assert {kind.lower() for kind in CLASSES} < set(DATASETS)
-    assert len(files_of(published.MNIST, Path())) == 4
 
 
 def write_idx(file: Path, array: np.ndarray[Any, np.dtype[np.uint8]]) -> None:

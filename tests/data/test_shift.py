@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.linear_model import RidgeClassifier
 from torch import Tensor
 
-from fl_bn.data.dataset import Dataset, load, to_input
-from fl_bn.data.function import Measurements
-from fl_bn.data.segmentation import Segmentation
-from fl_bn.data.shift import SHIFTS, Limit, limited, shifted
+from tests.data.inner import SHIFTS, Dataset, Limit, Measurements, fracture, limited, shifted, swelling, thick, thin
 from tests.listed import listed
+from tests.refusals import naming
 
 NAMES = [name for name in SHIFTS if name != "none"]
 
@@ -85,53 +83,19 @@ def test_what_each_shift_does() -> None:
     assert torch.equal(255 - only("background", 255 - black), only("background", black))
 
 
-def test_grey_images_become_colour_only_where_a_shift_needs_it() -> None:
-    grey = made_up(channels=1)
-    assert shifted(grey, ["none", "invert"], 0).channels == 1
-    for name in ("colour", "background"):
-        found = shifted(grey, ["none", name], 0)
-        assert found.channels == 3
-        assert torch.equal(found.x_test[:6, 0], grey.x_test[:, 0])
-
-
-def test_shifts_are_shifts_for_a_model() -> None:
-    """Trained on either domain, a linear model knows that domain and fails on the other."""
-    data = shifted(load("digits-plain"), ["none", "invert"], 0)
-    assert data.domain_train is not None
-    assert data.domain_test is not None
-
-    def accuracy(train: Tensor, test: Tensor) -> float:
-        x, y = (to_input(images).flatten(1).numpy() for images in (data.x_train[train], data.x_test[test]))
-        return float(RidgeClassifier().fit(x, data.y_train[train].numpy()).score(y, data.y_test[test].numpy()))
-
-    for own, other in ((0, 1), (1, 0)):
-        assert accuracy(data.domain_train == own, data.domain_test == own) > 0.85
-        assert accuracy(data.domain_train == own, data.domain_test == other) < 0.3
-
-
-def test_domains_of_before_are_forgotten_and_masks_stay() -> None:
-    data = shifted(load("digits"), ["none", "blur"], 0)
-    assert data.domains == ("none", "blur")
-    x = torch.randint(0, 256, (4, 3, 4, 8), dtype=torch.uint8)
-    y = torch.randint(0, 2, (4, 4, 8))
-    masks = shifted(Segmentation("m", x, y, x, y, classes=2), ["none", "noise"], 0)
-    assert isinstance(masks, Segmentation)
-    assert torch.equal(masks.y_test[4:], y)
-
-
 def test_wrong_shifts_are_refused() -> None:
     data = made_up()
     for names in ([], ["invert", "invert"], ["sepia"]):
-        with pytest.raises(ValueError, match=r"shifts must be at least one of none, invert"):
+        with naming("shifts"):
             shifted(data, names, 0)
-    with pytest.raises(ValueError, match="2 shifts need as many training samples, but there are 1"):
+    with naming("2"):
         shifted(made_up(1), ["none", "blur"], 0)
-    with pytest.raises(ValueError, match="seed must not be negative"):
+    with naming("negative"):
         shifted(data, ["blur"], -1)
     table = Measurements("t", torch.rand(4, 3), torch.zeros(4, dtype=torch.int64), torch.rand(2, 3), torch.zeros(2, dtype=torch.int64), 1)
-    with pytest.raises(ValueError, match="these are measurements"):
+    with naming("measurements"):
         shifted(table, ["blur"], 0)
-    with pytest.raises(ValueError, match="at most 427 x 640 pixels, .* but got 430 x 430"):
+    with naming("427"):
         shifted(made_up(2, 2, size=430), ["background"], 0)
 
 
@@ -150,20 +114,6 @@ def test_limited_keeps_so_many_of_each_domain(per_domain: int, seed: int) -> Non
     assert torch.equal(found.x_train, again.x_train)
 
 
-def test_limited_without_domains_draws_at_random() -> None:
-    data = made_up(30)
-    one, other = (limited(data, Limit(10), seed).x_train[:, 0, 0, 0].tolist() for seed in (0, 1))
-    assert len(one) == 10
-    assert one == sorted(one) != list(range(10))
-    assert one != other
-    assert limited(data, Limit(), 0) is data
-    assert len(limited(data, Limit(99), 0).x_train) == 30
-    with pytest.raises(ValueError, match="must not be negative"):
-        Limit(-1)
-    few = replace(data, domains=("a", "b"), domain_train=torch.tensor([0] * 29 + [1]), domain_test=torch.zeros(6, dtype=torch.int64))
-    assert limited(few, Limit(5), 0).y_train.shape == (6,)  # a domain that has fewer keeps what it has
-
-
 def test_a_share_of_each_domain_is_kept_whatever_its_size() -> None:
     """Control: a limit by number gives all domains as many."""
     data = made_up(30)
@@ -180,5 +130,36 @@ def test_a_share_of_each_domain_is_kept_whatever_its_size() -> None:
     assert sizes(Limit(5, share=0.3)) == [5, 3]
     assert [Limit(share=0.1).of(n) for n in (79431, 7438, 391162, 56000)] == [7943, 743, 39116, 5600]  # FedBN, Table 15
     assert Limit(share=0.29).of(100) == 29  # in floating point 28.999...
-    with pytest.raises(ValueError, match="share of samples must be in"):
+    with naming("samples"):
         Limit(share=0.0)
+
+
+def bar(width: int, copies: int = 1) -> Tensor:
+    """Bars of this many columns, white on black: (copies, 1, 28, 28)."""
+    x = torch.zeros(1, 1, 28, 28, dtype=torch.uint8)
+    x[:, :, 4:24, 12 : 12 + width] = 255
+    return x.repeat(copies, 1, 1, 1)
+
+
+def widths(x: Tensor) -> Tensor:
+    """Columns that are bright in the middle row of each image, as a sum of brightness."""
+    return x[:, 0, 14].double().sum(-1) / 255
+
+
+def test_strokes_lose_seven_tenths_of_their_thickness_or_gain_as_much_again() -> None:
+    rng = np.random.default_rng(0)
+    assert float(widths(bar(8))) == 8
+    assert float(widths(thin(bar(8), rng))) == pytest.approx(0.3 * 8, abs=0.8)
+    assert float(widths(thick(bar(8), rng))) == pytest.approx(2 * 8, abs=0.8)
+
+
+def test_a_swelling_is_in_one_place_and_a_fracture_cuts_across() -> None:
+    before = bar(4, copies=50)
+    swollen, broken = (change(before, np.random.default_rng(0)) for change in (swelling, fracture))
+    rows = (swollen.double() / 255).sum(-1)[:, 0]
+    assert bool((rows.max(1).values > 6).all())  # the bar is wider somewhere
+    assert bool((rows[:, 4:24].min(1).values <= 4.1).all())  # and as wide as before somewhere
+    cut = (broken.double() / 255).sum(-1)[:, 0, 4:24]
+    assert bool((cut.min(1).values < 1).all())  # all of the stroke is gone in a row
+    assert float((cut > 3).double().mean()) > 0.5  # and most rows are whole
+    assert len({tuple(image.flatten().tolist()) for image in broken}) > 40  # each in a place of its own

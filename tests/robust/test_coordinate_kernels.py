@@ -1,4 +1,4 @@
-"""Order statistics of columns against NumPy's, for every number of rows at which another kernel may run."""
+"""Order statistics of columns against NumPy's for every number of rows, and the networks that sort them, by the 0-1 principle."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from fl_bn.robust import RULES, median, trimmed_mean
 from fl_bn.robust import coordinate as kernels
+from fl_bn.robust.networks import Keep, batcher, selection
 from tests.listed import listed
-from tests.robust.cases import cohorts, few, some, torch_kernels
+from tests.refusals import naming
+from tests.robust.cases import cohorts, few, some
 
 COUNTS = [*range(1, 41), 100, 128, 129, 254, 255, 256, 257, 300]
 DTYPES = ["float32", "float64"]
@@ -76,20 +78,6 @@ def test_the_kernels_of_torch_agree(n: int, dtype: str) -> None:
         np.testing.assert_array_less(np.abs(got.astype(np.float64) - want), rounding(x, trim))
 
 
-@pytest.mark.parametrize("n", [5, 16, 17, 300])
-def test_blocks_may_be_strided(n: int) -> None:
-    x = columns(n, "float32")
-    wide = np.empty((n, WIDTH + 16), np.float32)
-    wide[:, :WIDTH] = x
-    np.testing.assert_array_equal(kernels.median(wide[:, :WIDTH]), np.median(x, axis=0))
-
-
-@pytest.mark.parametrize("n", [2, 16, 18])
-def test_two_large_middles_have_a_finite_mean_at_any_n_with_sorting(n: int) -> None:
-    x = np.full((n, 3), 1.5e38, np.float32)
-    assert (kernels.median(x) == np.float32(1.5e38)).all()
-
-
 @st.composite
 def weighted(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     """Columns with ties, and whole weights, some of them 0."""
@@ -126,30 +114,6 @@ def test_equal_weights_are_none(name: str, data: st.DataObject) -> None:
     np.testing.assert_allclose(rule(x, cohort.f, weights=np.full(cohort.n, 7.0)).value, rule(x, cohort.f).value, rtol=0, atol=1e-9)
 
 
-@few
-@given(data=st.data())
-def test_rules_cut_off_what_the_heaviest_hold(data: st.DataObject) -> None:
-    """Weights so equal that none is capped; f rows of the others weigh at most as much."""
-    cohort = data.draw(cohorts(extra=12))
-    x, f = cohort.rows(3.0), cohort.f
-    weights = np.random.default_rng(cohort.n).integers(40, 42, cohort.n)
-    if 2 * np.sort(weights)[::-1][:f].sum() * cohort.n > (cohort.n - 1) * weights.sum():
-        return
-    many = np.repeat(x, weights, axis=0)
-    np.testing.assert_allclose(median(x, f, weights=weights).value, np.median(many, axis=0), rtol=0, atol=1e-12)
-    trim = int(np.sort(weights)[::-1][:f].sum())
-    np.testing.assert_allclose(trimmed_mean(x, f, weights=weights).value, middle(many, trim), rtol=0, atol=1e-10)
-
-
-def test_weighted_rules_take_what_torch_reads(rng: np.random.Generator) -> None:
-    x, weights = rng.normal(size=(7, 5)).astype(np.float32), [1, 2, 3, 1, 2, 3, 1]
-    for rule in (median, trimmed_mean):
-        want = rule(x, 2, weights=weights).value
-        with torch_kernels():
-            got = rule(x, 2, weights=weights).value
-        np.testing.assert_array_equal(got.numpy(), want)
-
-
 def test_denormals_and_huge_numbers_raise_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -157,3 +121,79 @@ def test_denormals_and_huge_numbers_raise_no_warning() -> None:
             x = np.resize(np.array([3e38, -3e38, 1e-45, 0.0, 1.0], np.float32), (n, 7))
             median(x, n // 5 + 1)
             trimmed_mean(x, n // 5 + 1)
+
+
+WIRES = range(1, 25)
+MANY = [25, 33, 50, 64, 100, 128]
+
+
+def zeros_and_ones(n: int) -> np.ndarray:
+    """(n, cases): every one up to 12 wires, above 4096 at random with any number of ones."""
+    if n <= 12:
+        return (np.arange(2**n)[None] >> np.arange(n)[:, None] & 1).astype(np.int8)
+    rng = np.random.default_rng(n)
+    return (rng.random((n, 4096)) < rng.random(4096)).astype(np.int8)
+
+
+def operations(n: int, trim: int) -> int:
+    """Minima and maxima taken."""
+    return sum(2 if keep is Keep.BOTH else 1 for _, _, keep in selection(n, trim))
+
+
+def run(wires: np.ndarray, n: int, trim: int) -> np.ndarray:
+    wires = wires.copy()
+    for low, high, keep in selection(n, trim):
+        a, b = wires[low].copy(), wires[high].copy()
+        wires[low] = np.minimum(a, b) if keep & Keep.LOW else -99  # nobody may read it
+        wires[high] = np.maximum(a, b) if keep & Keep.HIGH else 99
+    return wires
+
+
+@listed("n", [*WIRES, *MANY])
+def test_batchers_network_sorts(n: int) -> None:
+    wires = zeros_and_ones(n)
+    want = np.sort(wires, axis=0)
+    for i, j in batcher(n):
+        assert 0 <= i < j < n
+        wires[[i, j]] = np.minimum(wires[i], wires[j]), np.maximum(wires[i], wires[j])
+    np.testing.assert_array_equal(wires, want)
+
+
+@pytest.mark.parametrize("n", [2, 5, 8, 13, 16])
+def test_no_exchange_of_it_can_be_left_out(n: int) -> None:
+    """Negative control of the 0-1 test."""
+    pairs = batcher(n)
+    for left_out in range(len(pairs)):
+        wires = zeros_and_ones(n)
+        for i, j in pairs[:left_out] + pairs[left_out + 1 :]:
+            wires[[i, j]] = np.minimum(wires[i], wires[j]), np.maximum(wires[i], wires[j])
+        assert (np.diff(wires, axis=0) < 0).any()
+
+
+@listed("n", [*WIRES, *MANY])
+def test_the_middle_wires_hold_the_middle_order_statistics(n: int) -> None:
+    numbers = np.random.default_rng(n).permuted(np.tile(np.arange(n), (300, 1)).T, axis=0)
+    for cases in (zeros_and_ones(n), numbers):  # all different, in case the order of those in the middle matters
+        in_order = np.sort(cases, 0)
+        for trim in range((n + 1) // 2):
+            np.testing.assert_array_equal(np.sort(run(cases, n, trim)[trim : n - trim], 0), in_order[trim : n - trim])
+
+
+@listed("n", WIRES)
+def test_pruning_leaves_out_what_nobody_reads(n: int) -> None:
+    for trim in range((n + 1) // 2):
+        assert len(selection(n, trim)) <= len(batcher(n))
+        if n > 2 and trim > 0:
+            assert operations(n, trim) < 2 * len(batcher(n))
+        read = set(range(trim, n - trim))
+        for low, high, keep in reversed(selection(n, trim)):
+            assert keep in (Keep.LOW, Keep.HIGH, Keep.BOTH)
+            assert bool(keep & Keep.LOW) == (low in read)
+            assert bool(keep & Keep.HIGH) == (high in read)
+            read |= {low, high}
+
+
+@pytest.mark.parametrize(("n", "trim"), [(0, 0), (1, 1), (4, 2), (5, -1)])
+def test_trimming_all_is_an_error(n: int, trim: int) -> None:
+    with naming("half"):
+        selection(n, trim)

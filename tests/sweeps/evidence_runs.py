@@ -8,7 +8,7 @@ from pathlib import Path
 from experiments.catalogue import Experiment
 from experiments.claims import FILE, VARIANT, Comparison, Side
 from experiments.evidence import compact
-from fl_bn.sweep.file import read
+from tests.sweeps.inner import read
 
 DEFINITION = """
 title = "Two methods"
@@ -29,16 +29,6 @@ rounds = 4
 [variants.cause.run]
 rounds = 4
 learning-rate = 0.5
-"""
-RATES = """
-[variants.rates.run]
-rounds = 4
-seed = [7, 8]
-[variants.rates.axes.rate]
-"0.01" = { learning-rate = 0.01 }
-"0.1" = { learning-rate = 0.1 }
-[variants.rates.report]
-columns = ["rate"]
 """
 CLAIMS = """
 [rules]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fl_bn.run.config import RunConfig
+from tests.sweeps.inner import RunConfig
 
 DEFAULTS = RunConfig().to_mapping()
 At = Mapping[str, Any]

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from experiments.catalogue import FOLDER, Experiment, find, study
+from experiments.catalogue import Experiment, find, study
 from experiments.claims import VARIANT
-from experiments.definitions.programs import class_accuracy
 from experiments.definitions.programs.own_statistics import measure
-from experiments.evidence import RESULTS, compact, definition, gather, known_cells, measures, results_of, sources
+from experiments.evidence import RESULTS, compact, definition, gather, known_cells, results_of
 from experiments.evidence_page import markdown
 from experiments.kept import ANY_DATA, cells_of, keep, load, measured, own_config
-from fl_bn.cli.sweep import perform as perform_sweep
-from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.sweep import run
-from fl_bn.sweep.cells import Cell
-from fl_bn.sweep.file import read
-from fl_bn.sweep.run import Place
-from tests.sweeps.evidence_runs import ALL, CLAIMS, DEFINITION, OWN, kept, register
+from tests.refusals import naming
+from tests.sweeps.evidence_runs import ALL, CLAIMS, DEFINITION, kept, register
+from tests.sweeps.inner import ConfigError, Place, perform_sweep, read, run
 
 ROOT = Path(__file__).parents[2]
-MEASURE = "programs/own_statistics.py:measured"
 
 
 def test_finished_cells_are_kept_without_the_machine_s_paths(experiment: Experiment, tmp_path: Path) -> None:
@@ -57,14 +47,6 @@ def test_cells_come_bit_by_bit(experiment: Experiment, tmp_path: Path) -> None:
     assert "Cells run: 6 of 6 (6 on abc1234)" in page
 
 
-def test_missing_cells_take_as_long_as_the_same_settings_with_other_seeds(experiment: Experiment, tmp_path: Path) -> None:
-    folder = kept(experiment, tmp_path, {"FedAvg-seed0": 0.5, "FedAvg-seed1": 0.5, "FedBN-seed0": 0.6})
-    file = results_of(experiment, VARIANT, folder)
-    file.write_text(re.sub(r'("name": "FedBN-seed0".*"seconds": )40.0', r"\g<1>7200.0", file.read_text()))
-    page = markdown(gather(folder, experiment.file.parent))
-    assert "Missing: about 4.0 core hours." in page  # 40 s and twice 2 h; three of the mean are 2.0 h
-
-
 def test_cells_with_a_result_are_not_run_again(
     experiment: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,10 +69,10 @@ def test_results_of_another_definition_are_refused(experiment: Experiment, tmp_p
     folder = kept(experiment, tmp_path, ALL)
     gather(folder, experiment.file.parent)
     experiment.file.write_text(DEFINITION.replace("rounds = 4", "rounds = 4\nlearning-rate = 0.2", 1))
-    with pytest.raises(ConfigError, match="ran with other settings .learning-rate None there, 0.2 in the experiment's file"):
+    with naming("learning-rate", ConfigError):
         gather(folder, experiment.file.parent)
     experiment.file.write_text(DEFINITION.replace("FedBN = {", "Local = {"))
-    with pytest.raises(ConfigError, match="the experiment no longer has a cell FedBN-seed0"):
+    with naming("FedBN-seed0", ConfigError):
         gather(folder, experiment.file.parent)
 
 
@@ -105,13 +87,12 @@ def test_a_key_that_a_run_ignored_is_no_other_setting(experiment: Experiment, tm
     step = 'rounds = 4\nlearning-rate-schedule = "step"\nlearning-rate-decay = 0.1'
     experiment.file.write_text(DEFINITION.replace("rounds = 4", step, 1))
     file.write_text(plain.replace('"config": {', '"config": {"learning-rate-schedule": "step", "learning-rate-decay": 0.5, '))
-    with pytest.raises(ConfigError, match="ran with other settings .learning-rate-decay 0.5 there, 0.1 in the experiment's file"):
+    with naming("learning-rate-decay", ConfigError):
         gather(folder, experiments)
 
 
-@pytest.mark.parametrize("name", ["own-unseen-domain", "own-recalibration"])
-def test_a_program_s_runs_are_kept_in_every_way_of_measuring(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (experiment,) = find([name])
+def test_a_program_s_runs_are_kept_in_every_way_of_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (experiment,) = find(["own-unseen-domain"])
     of, (defined, _) = study(experiment), definition(experiment, VARIANT)
     planned = of.plan(tmp_path, VARIANT, "/somewhere")
     assert len(defined) == len(planned) * len(of.ways) == len({cell.config.name for cell in defined})
@@ -127,18 +108,6 @@ def test_a_program_s_runs_are_kept_in_every_way_of_measuring(name: str, tmp_path
     there = load(tmp_path / "kept.jsonl", defined)
     assert [one.axes for one in there] == [one.axes for one in found]
 
-    calls: list[str] = []
-
-    def again(cell: Cell) -> dict[str, float]:
-        calls.append(cell.config.name)
-        return dict.fromkeys(of.ways, 0.5)
-
-    assert list(measured(planned, defined, of.ways, again, there)) == there
-    assert calls == []  # the run of before
-    planned[1].write_outcome("finished", 13.0)
-    assert {one.curve[0]["accuracy"] for one in measured(planned, defined, of.ways, again, there)} == {0.5}
-    assert calls == [planned[1].config.name]  # another run of the same cell
-
 
 def test_a_place_that_the_table_does_not_have_is_refused(experiment: Experiment, tmp_path: Path) -> None:
     """Whether there are runs or not. Controls: the places that it has; another round of one of them."""
@@ -147,37 +116,14 @@ def test_a_place_that_the_table_does_not_have_is_refused(experiment: Experiment,
     gather(tmp_path, register(experiment, CLAIMS.replace('["FedBN", "accuracy"]', '["FedBN", "accuracy", 4]')))
     for wrong in ('["FedBN", "nowhere"]', '["HBN", "accuracy"]'):
         register(experiment, CLAIMS.replace('["FedBN", "accuracy"]', wrong))
-        with pytest.raises(ConfigError, match="X-1: the table has no place"):
+        with naming("X-1", ConfigError):
             gather(tmp_path, folder)
     register(experiment, CLAIMS.replace("place =", 'variant = "nothing"\nplace ='))
-    with pytest.raises(ConfigError, match="names the variant 'nothing'"):
+    with naming("'nothing'", ConfigError):
         gather(tmp_path, folder)
     register(experiment, CLAIMS.replace("place =", 'experiment = "X-2"\nplace ='))
-    with pytest.raises(ConfigError, match="experiment 'X-2'"):
+    with naming("'X-2'", ConfigError):
         gather(tmp_path, folder)
-
-
-def test_every_variant_but_the_small_one_is_kept(experiment: Experiment) -> None:
-    of = sources(replace(experiment, variants=("small", VARIANT, "cause")), {("X-1", "cause"): [MEASURE]})
-    assert of == [("paper", ""), (VARIANT, ""), ("cause", ""), ("cause", MEASURE)]
-
-
-def test_a_sweep_s_runs_are_measured_in_another_way(experiment: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The question's rows are those that the program measured, not the runs' own."""
-    own = OWN.replace('"cause"', '"evidence"').replace('"accuracy"', '"measured anew"') + f'measure = "{MEASURE}"\n'
-    (tmp_path / "defined" / "programs").symlink_to(FOLDER / "programs")
-    experiments = register(experiment, CLAIMS + own)
-    assert measures(experiments) == {("X-1", VARIANT): [MEASURE]}
-    folder = kept(experiment, tmp_path, ALL)
-    assert "**Is it the rate?** Not run yet." in markdown(gather(folder, experiments))
-    study(experiment, MEASURE)
-    module = importlib.import_module("experiments.definitions.programs.own_statistics")
-    monkeypatch.setattr(module, "measured", lambda cell: {"as kept": 0.5, "measured anew": 0.5 + 0.01 * cell.config.seed})
-    assert compact(experiment, VARIANT, tmp_path / "runs-out-evidence", "/somewhere", folder, MEASURE)[1:] == (12, 12)
-    assert results_of(experiment, VARIANT, folder, MEASURE).name == "X-1.own_statistics.jsonl"
-    page = markdown(gather(folder, experiments))
-    assert "**Is it the rate?** Undecided: 0 of 1 comparisons held, 0 contradicted." in page
-    assert "| FedBN > FedAvg (measured anew) | – | 51.0, 51.0 | +0.0" in page
 
 
 def test_exact_statistics_are_those_of_all_samples_in_every_layer() -> None:
@@ -196,20 +142,6 @@ def test_exact_statistics_are_those_of_all_samples_in_every_layer() -> None:
     assert torch.allclose(second.running_mean, inputs.mean(0))
     assert not torch.allclose(second.running_mean, net[3](hidden.relu()).mean(0))
     assert (first.momentum, second.momentum) == (0.1, 0.1)
-
-
-def test_classes_known_least_are_told_from_the_others(tmp_path: Path) -> None:
-    """Of the last round. Control: the round before, in which other classes are the least known, gives other values."""
-    rounds = [
-        json.dumps({"round": n, "per-class": accuracies})
-        for n, accuracies in enumerate(([0.0, 0.1, 0.2, 0.9, 0.9], [0.9, 0.8, 0.3, 0.0, 0.0]))
-    ]
-    cell = Cell(RunConfig(output=str(tmp_path), name="one"))
-    cell.path.mkdir()
-    (cell.path / "rounds.jsonl").write_text("\n".join(rounds) + "\n")
-    assert class_accuracy.measured(cell) == pytest.approx({"all": 0.4, "three known least": 0.1, "the others": 0.85})
-    (cell.path / "rounds.jsonl").write_text(rounds[0] + "\n")
-    assert class_accuracy.measured(cell) == pytest.approx({"all": 0.42, "three known least": 0.1, "the others": 0.9})
 
 
 def test_every_committed_result_is_found_though_its_run_ignored_keys() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments import catalogue as sweep_experiments
-from experiments import cli as cli_experiments
-from experiments.catalogue import FOLDER, Experiment, Log, find, perform_program, program_of
+from experiments.catalogue import FOLDER, Experiment, find, perform_program, program_of
 from experiments.definitions.programs import recalibration_study
-from fl_bn.cli.main import app
-from fl_bn.data.dataset import DataNotFound
-from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.sweep.cells import Cell
-from fl_bn.sweep.file import made, read
 from tests.integration.runs import TINY, tiny
 from tests.listed import listed
+from tests.refusals import naming
+from tests.sweeps.inner import Cell, ConfigError, DataNotFound, RunConfig, app, made, read
 
 EXPECTED = {
     "000": "T1 T2 T3 T4 T5 TH TI F1 F2 F2c F3 F3-TinyImageNet FD FE FG FH FI FJ FK FL FM S33",
@@ -66,7 +61,7 @@ def test_programs_can_be_called() -> None:
 @pytest.mark.parametrize("program", ["../outside.py:run", "programs/fedbn_synthetic.py:nothing", "programs/none.py:run", "os:system"])
 def test_a_program_is_a_function_in_a_file_beside_its_experiment(program: str) -> None:
     (experiment,) = find(["001-F9"])
-    with pytest.raises(ConfigError, match="program must be|has no function"):
+    with naming("programs", ConfigError):
         program_of(replace(experiment, program=program))
 
 
@@ -75,16 +70,8 @@ def test_names_a_paper_and_one_that_is_not_there() -> None:
     assert [e.name for e in find(["001-T1"])] == ["001-T1"]  # and not 001-T1-ABIDE, 001-T11
     assert {e.name for e in find(["own"])} == {f"own-{name}" for name in EXPECTED["own"].split()}
     assert [e.name for e in find(["003"])] == sorted(f"003-{name}" for name in EXPECTED["003"].split())
-    with pytest.raises(ConfigError, match="there is no experiment '003-F99': choose one of 000-F1, "):
+    with naming("'003-F99'", ConfigError):
         find(["003-F99"])
-
-
-def test_a_folder_without_experiments_or_with_a_wrong_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="run this command in a checkout"):
-        find(folder=tmp_path)
-    (tmp_path / "x.toml").write_text('title = "no paper"')
-    with pytest.raises(ConfigError, match="an experiment needs a title and"):
-        find(folder=tmp_path)
 
 
 def test_a_program_runs_once_and_its_variant_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,17 +83,8 @@ def test_a_program_runs_once_and_its_variant_must_be_there(tmp_path: Path, monke
         perform_program(experiment, "small", "data", tmp_path / "out")
     assert called == [True]
     assert (tmp_path / "out" / "report.html").exists()
-    with pytest.raises(ConfigError, match="003-F1 has no variant 'big'"):
+    with naming("'big'", ConfigError):
         perform_program(experiment, "big", "data", tmp_path / "other")
-
-
-def test_a_program_gets_what_it_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (experiment,) = find(["own-unseen-domain"])
-    module = importlib.import_module("experiments.definitions.programs.unseen_domain")
-    called: list[tuple[str, str, int]] = []
-    monkeypatch.setattr(module, "run", lambda folder, variant, data, jobs: called.append((variant, data, jobs)))
-    perform_program(experiment, "shared", "here", tmp_path / "out", jobs=3)
-    assert called == [("shared", "here", 3)]
 
 
 @pytest.mark.parametrize("error", [DataNotFound("no digits in nowhere"), PermissionError("no digits in nowhere")])
@@ -139,18 +117,6 @@ def test_options_of_sweeps_are_refused_for_a_program(given: tuple[str, ...], tmp
     assert ran == ["own-unseen-domain"]
 
 
-def test_among_several_experiments_programs_run_without_the_options_of_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-    monkeypatch.setattr(sweep_experiments, "perform_program", lambda experiment, *others: ran.append(experiment.name))
-    monkeypatch.setattr(cli_experiments, "perform", lambda file, *others, **more: ran.append(file.stem) or {})
-    names = ["001-T11", "own-unseen-domain"]
-    result = CliRunner().invoke(app, ["experiments", "run", *names, "--variant", "small", "--output", str(tmp_path), "--only", "*seed0"])
-    assert result.exit_code == 0, result.output
-    said = "--only can be given for sweeps, but not for experiments that are programs; these run without it: own-unseen-domain"
-    assert said in " ".join(result.output.split())
-    assert sorted(ran) == names
-
-
 def test_made_data_are_made_once_and_whole(tmp_path: Path) -> None:
     folder = made("fl_bn.data.made:abide", tmp_path / "data")
     files = sorted(folder.rglob("*.npz"))
@@ -158,27 +124,19 @@ def test_made_data_are_made_once_and_whole(tmp_path: Path) -> None:
     before = [file.stat().st_mtime_ns for file in files]
     assert made("fl_bn.data.made:abide", tmp_path / "data") == folder
     assert [file.stat().st_mtime_ns for file in files] == before
-    with pytest.raises(ConfigError, match="expected a function 'nothing' in fl_bn.data.made"):
+    with naming("'nothing'", ConfigError):
         made("fl_bn.data.made:nothing", tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("name", ["os:mkdir", "os:system", "torch.hub:load", "nowhere:f", "os"])
 def test_a_file_of_a_sweep_names_no_function_of_python_s(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a sweep's function"):
+    with naming("function", ConfigError):
         made(name, tmp_path / "none")
     (experiment,) = find(["003-F1"])
-    with pytest.raises(ConfigError, match="program must be programs/FILE.py:FUNCTION"):
+    with naming("FILE", ConfigError):
         perform_program(replace(experiment, program=name), "small", "", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_log_says_what_was_run(tmp_path: Path) -> None:
-    for _ in range(2):
-        Log(tmp_path / "log.csv").add("000-T1", "small", 12.3, {"BN": "no room"}, tmp_path / "x")
-    with (tmp_path / "log.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["experiment"], row["variant"], row["seconds"], row["failed"]) for row in rows] == [("000-T1", "small", "12", "1")] * 2
 
 
 def test_a_recalibration_that_was_interrupted_is_done_anew(tmp_path: Path) -> None:

@@ -15,12 +15,10 @@ import pytest
 
 from experiments.catalogue import FOLDER, find
 from fl_bn.methods import Phase
-from fl_bn.run.config import RunConfig
-from fl_bn.sweep.cells import Cell
-from fl_bn.sweep.file import read
 from tests.listed import listed
 from tests.sweeps.fedbn_settings import FEDBN_PAPER
 from tests.sweeps.fixbn_settings import CIFAR, FIXBN_PAPER
+from tests.sweeps.inner import Cell, RunConfig, read
 from tests.sweeps.paper_setting import DEFAULTS, At, Keys, Setting
 
 DECIDED = {"output", "name", "pictures"}  # by the sweep
@@ -60,6 +58,8 @@ def test_the_paper_s_variant_is_the_paper_key_by_key(name: str) -> None:
     setting, cells = PAPERS[name], paper(name)
     found = {cell.config.name: wrong for cell in cells if (wrong := differing(cell.config.to_mapping(), expected(setting, cell.axes)))}
     assert found == {}, setting.where
+    methods = [(cell.config.build_method(), cell.config.rounds) for cell in cells if not cell.centralised]
+    assert not any(method.centres(method.phase(at, rounds)) for method, rounds in methods for at in (1, rounds))  # the papers' gradients
     seeds = RUNS.get(name, USUAL[name[:3]])
     combinations: list[dict[str, str]] = [{}]
     for axis, values in setting.by.items():
@@ -117,21 +117,3 @@ def test_the_decisive_run_is_the_paper_s_in_all_but_the_network() -> None:
         assert differing(cell.config.to_mapping(), {**expected(setting, cell.axes), **own}) == {}
     before = read(FOLDER / "000-FD.toml", "evidence", "data").cells(Path("nowhere"))[0].config
     assert "learning-rate-schedule" in differing(before.to_mapping(), {**CIFAR, "model": "lenet-cnn-bn"})
-
-
-def test_one_division_of_abide_has_a_hundred_seeds_of_training() -> None:
-    cells = read(FOLDER / "001-T1-ABIDE.toml", "fixed", "data").cells(Path("nowhere"))
-    assert {cell.config.data_path for cell in cells} == {"data/abide/0"}  # control: the variant evidence has a division per seed
-    assert len({cell.config.data_path for cell in read(FOLDER / "001-T1-ABIDE.toml", "evidence", "data").cells(Path("nowhere"))}) == 10
-    assert len({cell.config.seed for cell in cells}) == 100
-    for cell in cells:
-        wanted = {**expected(PAPERS["001-T1-ABIDE"], cell.axes), "data-path": "data/abide/0", "batch-size": 16}
-        assert differing(cell.config.to_mapping(), wanted) == {}
-
-
-def test_the_clients_of_figure_4c_have_743_samples_however_many_they_are() -> None:
-    """Control: with a fixed number of samples per domain, more clients would share them."""
-    for cell in paper("001-F4c"):
-        assert cell.config.samples_per_domain * 5 == 743 * cell.config.clients
-    shared = [cell.config for cell in paper("001-F4a")]
-    assert {config.samples_per_domain for config in shared} == {743}

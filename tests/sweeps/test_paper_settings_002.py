@@ -15,11 +15,9 @@ import pytest
 
 from experiments.catalogue import FOLDER
 from experiments.kept import own_config
-from fl_bn.flower.population import round_half_up
 from fl_bn.methods import Phase, Refresh, StatisticsReport
-from fl_bn.sweep.cells import Cell
-from fl_bn.sweep.file import read
 from tests.listed import listed
+from tests.sweeps.inner import Cell, read, round_half_up
 
 Keys = dict[str, Any]
 

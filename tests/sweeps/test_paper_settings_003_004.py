@@ -17,12 +17,8 @@ import torch
 
 from experiments.kept import ANY_DATA, cells_of, own_config
 from fl_bn.methods import Phase
-from fl_bn.run.assembly import client_samples, partitions, source_model
-from fl_bn.run.config import RunConfig
-from fl_bn.sweep.cells import Cell
-from fl_bn.sweep.file import read
-from fl_bn.sweep.run import check
 from tests.listed import listed
+from tests.sweeps.inner import Cell, RunConfig, check, client_samples, partitions, read, source_model
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "definitions"
 Keys = dict[str, Any]

@@ -1,0 +1,19 @@
+"""The inner modules which the tests of sweeps and experiments are about, imported in one place: a module that moves is renamed here."""
+
+# ruff: noqa: F401
+
+from __future__ import annotations
+
+from fl_bn.cli.main import app
+from fl_bn.cli.sweep import perform as perform_sweep
+from fl_bn.data.dataset import DataNotFound
+from fl_bn.flower.log import LOGGER
+from fl_bn.flower.population import round_half_up
+from fl_bn.report.cells import Cell as ReportedCell
+from fl_bn.report.settings import SEED
+from fl_bn.run.assembly import client_samples, partitions, source_model
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.sweep import cells, run
+from fl_bn.sweep.cells import Cell, at_a_time, run_cell
+from fl_bn.sweep.file import Sweep, made, parse, read
+from fl_bn.sweep.run import Place, check
