@@ -114,9 +114,9 @@ def test_none_is_nothing_and_wrong_uses_are_refused() -> None:
     flip, segmentation = augmenter("flip", rng), augmenter("segmentation", rng)
     assert flip is not None
     assert segmentation is not None
-    with naming("changes"):
+    with naming("float32"):
         flip(torch.rand(2, 3, 4, 4), torch.zeros(2))
-    with naming("needs"):
+    with naming("one label"):
         flip(images(2), torch.zeros(2, 8, 8))
     with naming("(2, 8, 8)"):
         segmentation(images(2), torch.zeros(2))

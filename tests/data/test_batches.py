@@ -67,6 +67,9 @@ def test_wrong_arguments_are_refused_at_the_call() -> None:
     for epochs, steps in ((0, 0), (1, 1), (-1, 2), (2, -1), (-1, 0)):
         with naming(f"steps={steps}"):
             draw_batches(10, 4, rng(), epochs=epochs, steps=steps)
+    with naming("drop-last", ClientTooSmall):
+        draw_batches(3, 4, rng(), epochs=1, drop_last=True)
+    assert len(list(draw_batches(3, 4, rng(), epochs=1))) == 1  # control: a smaller batch is not left out
 
 
 @pytest.mark.parametrize(("n", "batch_size"), [(10, 4), (9, 4), (8, 4), (4, 4)])
@@ -77,9 +80,3 @@ def test_a_smaller_last_batch_is_left_out_where_asked(n: int, batch_size: int) -
     assert distinct(n, batch_size, epochs=1, drop_last=True) == len(first)
     kept = list(draw_batches(n, batch_size, rng(), epochs=1))
     assert sum(map(len, kept)) == distinct(n, batch_size, epochs=1) == n  # control: as it is by default
-
-
-def test_a_client_with_less_than_a_batch_is_refused_where_such_a_batch_is_left_out() -> None:
-    with naming("drop-last", ClientTooSmall):
-        draw_batches(3, 4, rng(), epochs=1, drop_last=True)
-    assert len(list(draw_batches(3, 4, rng(), epochs=1))) == 1  # control

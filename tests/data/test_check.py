@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from tests.data.inner import CATALOGUE, DATASETS, PACS_CLASSES, PACS_DOMAINS, SHIFTS, Finding, check_files, data, page
+from tests.data.inner import CATALOGUE, DATASETS, PACS_CLASSES, PACS_DOMAINS, SHIFTS, Finding, check_files, data_commands, page
 from tests.listed import listed
 from tests.refusals import naming
 
@@ -111,15 +111,15 @@ def test_mnist_in_place_and_packed(tmp_path: Path) -> None:
 
 def test_commands(tmp_path: Path, pacs: Path) -> None:
     runner = CliRunner()
-    listed = runner.invoke(data, ["list"], env={"COLUMNS": "200"})
+    listed = runner.invoke(data_commands, ["list"], env={"COLUMNS": "200"})
     assert listed.exit_code == 0
     assert all(name in listed.output for name in CATALOGUE)
-    assert runner.invoke(data, ["list", "--markdown"]).output == page() + "\n"
-    assert runner.invoke(data, ["check", "pacs", "--path", str(pacs)]).exit_code == 0  # warnings do not fail
+    assert runner.invoke(data_commands, ["list", "--markdown"]).output == page() + "\n"
+    assert runner.invoke(data_commands, ["check", "pacs", "--path", str(pacs)]).exit_code == 0  # warnings do not fail
     shutil.rmtree(pacs / "photo")
-    broken = runner.invoke(data, ["check", "pacs", "--path", str(pacs)])
+    broken = runner.invoke(data_commands, ["check", "pacs", "--path", str(pacs)])
     assert broken.exit_code == 1
     assert "lacks photo" in broken.output
-    unknown = runner.invoke(data, ["check", "imagenet-21k"])
+    unknown = runner.invoke(data_commands, ["check", "imagenet-21k"])
     assert unknown.exit_code == 2
     assert "dataset must be one of" in unknown.output

@@ -15,7 +15,6 @@ import torch
 from typer.testing import CliRunner
 
 from tests.data.inner import (
-    Columns,
     DataNotFound,
     TableData,
     TableError,
@@ -317,4 +316,3 @@ def test_the_commands(tmp_path: Path) -> None:
     failed = run(data_commands, ["check", "csv", "--path", str(tmp_path)])
     assert failed.exit_code == 1
     assert "fail  north.csv:" in failed.output
-    assert Columns("a").inputs == 0

@@ -66,7 +66,6 @@ def test_several_files_are_domains_of_one_shape(tmp_path: Path) -> None:
         ({"x_test": np.zeros((2, 8, 6), dtype=np.uint8)}, "x_test"),
         ({"y_train": np.zeros(3, dtype=int)}, "y_train"),
         ({"y_train": np.zeros(4)}, "y_train"),
-        ({"y_train": np.zeros(4, dtype=bool)}, "y_train"),
         ({"y_train": np.full((4, 2), 2)}, "y_train"),
         ({"y_train": np.array([0, 1, -1, 0])}, "y_train"),
         ({"y_train": np.array([0, "a", None, 1], dtype=object)}, "y_train"),

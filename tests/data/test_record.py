@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.data.inner import Dataset, images_to_input, images_to_tensor, only_domain, resize, without_domain
+from tests.data.inner import Dataset, images_to_tensor, only_domain, resize, to_input, without_domain
 from tests.listed import listed
 from tests.refusals import naming
 
@@ -40,20 +40,14 @@ def test_a_good_record_knows_its_shape() -> None:
         ({"x_test": torch.zeros(2, 8, 8, dtype=torch.uint8)}, "x_test"),
         ({"x_test": torch.zeros(0, 3, 8, 8, dtype=torch.uint8), "y_test": torch.zeros(0).long()}, "sample"),
         ({"x_train": torch.zeros(4, 3, 8, 6, dtype=torch.uint8)}, "x_train"),
-        (
-            {"x_test": torch.zeros(2, 1, 8, 8, dtype=torch.uint8)},
-            "(3, 8, 8)",
-        ),
+        ({"x_test": torch.zeros(2, 1, 8, 8, dtype=torch.uint8)}, "(3, 8, 8)"),
         ({"y_train": torch.tensor([0, 1, 2])}, "y_train"),
         ({"y_test": torch.tensor([0, 1], dtype=torch.int32)}, "y_test"),
         ({"y_train": torch.tensor([0, 1, 3, 1])}, "y_train"),
         ({"y_test": torch.tensor([-1, 1])}, "y_test"),
         ({"domains": ("a",)}, "domain_train"),
         ({"domain_train": torch.zeros(4).long()}, "domain_train"),
-        (
-            {"domain_train": torch.full((4,), 1), "domain_test": torch.zeros(2).long(), "domains": ("a",)},
-            "domain_train",
-        ),
+        ({"domain_train": torch.full((4,), 1), "domain_test": torch.zeros(2).long(), "domains": ("a",)}, "domain_train"),
     ],
 )
 def test_a_wrong_record_is_refused_with_the_reason(changes: dict[str, object], message: str) -> None:
@@ -64,7 +58,7 @@ def test_a_wrong_record_is_refused_with_the_reason(changes: dict[str, object], m
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_input_spans_minus_one_to_one(dtype: torch.dtype) -> None:
     images = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
-    x = images_to_input(images, dtype)
+    x = to_input(images, dtype)
     assert x.dtype == dtype
     assert (x.min().item(), x.max().item()) == (-1, 1)
     torch.testing.assert_close(x.flatten().diff(), torch.full((255,), 2 / 255, dtype=dtype), rtol=0, atol=1e-6)

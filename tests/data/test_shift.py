@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.data.inner import SHIFTS, Dataset, Limit, Measurements, fracture, limited, shifted, swelling, thick, thin
+from tests.data.inner import SHIFTS, Dataset, Limit, TableData, limited, shifted
 from tests.listed import listed
 from tests.refusals import naming
 
@@ -92,7 +92,7 @@ def test_wrong_shifts_are_refused() -> None:
         shifted(made_up(1), ["none", "blur"], 0)
     with naming("negative"):
         shifted(data, ["blur"], -1)
-    table = Measurements("t", torch.rand(4, 3), torch.zeros(4, dtype=torch.int64), torch.rand(2, 3), torch.zeros(2, dtype=torch.int64), 1)
+    table = TableData("t", torch.rand(4, 3), torch.zeros(4, dtype=torch.int64), torch.rand(2, 3), torch.zeros(2, dtype=torch.int64), 1)
     with naming("measurements"):
         shifted(table, ["blur"], 0)
     with naming("427"):
@@ -149,13 +149,13 @@ def widths(x: Tensor) -> Tensor:
 def test_strokes_lose_seven_tenths_of_their_thickness_or_gain_as_much_again() -> None:
     rng = np.random.default_rng(0)
     assert float(widths(bar(8))) == 8
-    assert float(widths(thin(bar(8), rng))) == pytest.approx(0.3 * 8, abs=0.8)
-    assert float(widths(thick(bar(8), rng))) == pytest.approx(2 * 8, abs=0.8)
+    assert float(widths(SHIFTS["thin"](bar(8), rng))) == pytest.approx(0.3 * 8, abs=0.8)
+    assert float(widths(SHIFTS["thick"](bar(8), rng))) == pytest.approx(2 * 8, abs=0.8)
 
 
 def test_a_swelling_is_in_one_place_and_a_fracture_cuts_across() -> None:
     before = bar(4, copies=50)
-    swollen, broken = (change(before, np.random.default_rng(0)) for change in (swelling, fracture))
+    swollen, broken = (change(before, np.random.default_rng(0)) for change in (SHIFTS["swelling"], SHIFTS["fracture"]))
     rows = (swollen.double() / 255).sum(-1)[:, 0]
     assert bool((rows.max(1).values > 6).all())  # the bar is wider somewhere
     assert bool((rows[:, 4:24].min(1).values <= 4.1).all())  # and as wide as before somewhere

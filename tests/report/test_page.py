@@ -144,5 +144,4 @@ def test_an_index_of_several(folder: Path, tmp_path: Path) -> None:
     assert {target[1:] for _, target in page.targets if target.startswith("#")} <= set(page.ids)
     assert "All & more" in page.text
     assert page.tags["table"] == 4  # two of results, two of runs that failed
-    assert "two There is no report: [report] rows names the axis 'nothing'" in page.text
-    assert "is not the folder of a sweep" in page.text
+    assert "'nothing'" in page.text  # why there is none of the second

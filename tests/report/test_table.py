@@ -174,8 +174,6 @@ def test_damaged_files_cost_their_run_only(tmp_path: Path) -> None:
     assert len(read_cells(tmp_path)) == 11
 
 
-# The formats
-
 PAPER = """
 [paper]
 source = "Table 3"

@@ -55,11 +55,9 @@ def distance_to(target: np.ndarray) -> Damage:
     [
         (sign_flip, [-3, -2, -2]),
         (foe(), [-1.5, -1, -1]),
-        (foe(0.1), [-0.3, -0.2, -0.2]),
         (foe(-2.0), [6, 4, 4]),
         (alie(1.5), MEAN - 1.5 * DEVIATION),
         (alie(-4.0), MEAN + 4 * DEVIATION),
-        (alie(0.0), MEAN),
         (mimic(), [1, 2, 3]),
         (mimic(2), [2, 2, 5]),
         (mimic(5), [3, 2, 1]),
@@ -96,9 +94,6 @@ def quantile(p: float) -> float:
         (50, 24, 24 / 26, 1.43),  # the paper's example, 24 of 50: s = 26 - 24 = 2 honest ones needed
         (50, 12, 24 / 38, 0.34),
         (10, 3, 4 / 7, 0.18),  # s = 6 - 3 = 3
-        (13, 3, 6 / 10, 0.25),
-        (20, 4, 9 / 16, 0.16),
-        (25, 11, 12 / 14, 1.07),
         (10, 1, 4 / 9, 0.0),  # below one half the quantile is negative: hidden at the mean only
         (10, 5, 4 / 5, 0.84),
     ],
@@ -179,14 +174,11 @@ def test_damage_that_is_no_number_is_not_looked_for(bad: float) -> None:
     ("name", "strength", "same"),
     [
         ("sign-flip", 0.0, sign_flip),
-        ("sign-flip", 9.0, sign_flip),
         ("foe", 0.0, foe(0.5)),
         ("foe", 3.0, foe(3.0)),
         ("alie", 0.0, alie()),
         ("alie", -1.2, alie(-1.2)),
-        ("mimic", 0.0, mimic(0)),
         ("mimic", 2.0, mimic(2)),
-        ("gaussian", 0.0, gaussian(1.0)),
         ("gaussian", 5.0, gaussian(5.0)),
         ("inf", 0.0, constant(np.inf)),
         ("nan", 0.0, constant(np.nan)),

@@ -37,17 +37,10 @@ def outside(cohort: Cohort, value: np.ndarray) -> float:
 @pytest.mark.parametrize("rule", COORDINATE)
 @some
 @given(case=lies())
-def test_coordinate_rules_stay_among_the_honest(rule: type, case: tuple[Cohort, np.ndarray, np.ndarray]) -> None:
-    cohort, rows, _ = case
-    assert outside(cohort, rule(rows, cohort.f).value) <= 1e-14
-    assert outside(cohort, nnm(rows, cohort.f, then=rule).value) <= 4 if cohort.f else 1e-14
-
-
-@pytest.mark.parametrize("rule", COORDINATE)
-@some
-@given(case=lies())
-def test_whatever_weights_are_claimed(rule: type, case: tuple[Cohort, np.ndarray, np.ndarray]) -> None:
+def test_coordinate_rules_stay_among_the_honest_whatever_they_claim(rule: type, case: tuple[Cohort, np.ndarray, np.ndarray]) -> None:
     cohort, rows, weights = case
+    assert outside(cohort, rule(rows, cohort.f).value) <= 1e-14
+    assert outside(cohort, nnm(rows, cohort.f, then=rule).value) <= (4 if cohort.f else 1e-14)
     assert outside(cohort, rule(rows, cohort.f, weights=weights).value) <= 1e-14
 
 

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_bn.robust import RULES, median, trimmed_mean
 from fl_bn.robust import coordinate as kernels
+from fl_bn.robust import median, trimmed_mean
 from fl_bn.robust.networks import Keep, batcher, selection
 from tests.listed import listed
 from tests.refusals import naming
-from tests.robust.cases import cohorts, few, some
+from tests.robust.cases import some
 
 COUNTS = [*range(1, 41), 100, 128, 129, 254, 255, 256, 257, 300]
 DTYPES = ["float32", "float64"]
@@ -103,15 +103,6 @@ def test_the_weighted_trimmed_mean_is_that_of_repeated_rows(case: tuple[np.ndarr
     trim = data.draw(st.integers(0, (total - 1) // 2))
     got = kernels.weighted_trimmed_mean(x, weights / total, trim / total)
     np.testing.assert_allclose(got, middle(np.repeat(x, weights, axis=0), trim), rtol=0, atol=1e-11 * total)
-
-
-@few
-@given(data=st.data())
-@pytest.mark.parametrize("name", ["mean", "median", "trimmed-mean", "geometric-median", "centered-clipping"])
-def test_equal_weights_are_none(name: str, data: st.DataObject) -> None:
-    cohort = data.draw(cohorts())
-    x, rule = cohort.rows(3.0), RULES[name]
-    np.testing.assert_allclose(rule(x, cohort.f, weights=np.full(cohort.n, 7.0)).value, rule(x, cohort.f).value, rtol=0, atol=1e-9)
 
 
 def test_denormals_and_huge_numbers_raise_no_warning() -> None:

@@ -130,7 +130,7 @@ def test_what_is_wrong_is_said_before_anything_runs(change: dict[str, str], mess
     assert not list(tmp_path.iterdir())
 
 
-def test_a_variant_that_is_not_there_or_keeps_what_is_not() -> None:
+def test_a_variant_that_is_not_there() -> None:
     with naming("'smal'", ConfigError):
         sweep(variant="smal")
     with naming("'skew'", ConfigError):
