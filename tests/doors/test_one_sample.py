@@ -238,41 +238,6 @@ def test_one_sample_is_evaluated(method: str) -> None:
 # Loaders that can be gone through once
 
 
-ONCE: dict[str, Callable[[], Iterable[Any]]] = {
-    "generator": lambda: (batch for batch in batches(5)),
-    "zip": lambda: zip(*zip(*batches(5), strict=True), strict=True),
-    "map": lambda: map(tuple, batches(5)),
-    "list_iterator": lambda: iter(batches(5)),
-}
-
-
-@pytest.mark.parametrize("kind", ONCE)
-def test_an_iterator_is_refused_as_a_client_by_its_number(kind: str) -> None:
-    with pytest.raises(ValueError, match=f"client 1: expected batches that can be iterated over again, but got a {kind}"):
-        Federation(linear(), methods.fedavg(), [batches(5), ONCE[kind]()], progress=False)
-    with pytest.raises(ValueError, match=f"test: expected batches that can be iterated over again, but got a {kind}"):
-        Federation(linear(), methods.fedavg(), [batches(5)], test=ONCE[kind](), progress=False)
-    fed = Federation(linear(), methods.fedavg(), [batches(5)], test=batches(4), progress=False)
-    assert fed.evaluate(ONCE[kind]()) == fed.evaluate(batches(5))  # control: once is enough there
-    with pytest.raises(ValueError, match="iterated over again"):
-        Federation(linear(), methods.fedbn(), [batches(5)], progress=False).evaluate(ONCE[kind]())
-
-
-def test_what_is_no_loader_is_refused() -> None:
-    with pytest.raises(ValueError, match="client 0: expected batches, but got a int"):
-        Federation(linear(), methods.fedavg(), [3], progress=False)  # type: ignore[list-item]
-
-
-def test_a_generator_is_refused_where_it_is_measured_before_training() -> None:
-    method = methods.hbn()
-    model = convert(linear(), method)
-    with (
-        local_round(model, method, server_state(linear(), method, rounds=2).instruction()) as round,
-        pytest.raises(ValueError, match=r"round.measure got a generator, which it would use up before training"),
-    ):
-        round.measure(ONCE["generator"]())
-
-
 class Exhausted:
     """Says that it can be iterated over again, and cannot."""
 
@@ -313,5 +278,3 @@ def test_worker_processes_tell_of_it_too(log: pytest.LogCaptureFixture) -> None:
     assert same(found, trained("fedavg", loader, batches(5))[0])
 
 
-def test_doors_are_all_tried() -> None:
-    assert set(DOORS) | {"application"} == set(ALL)

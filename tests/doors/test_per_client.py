@@ -31,7 +31,6 @@ def made(client: int, n: int = 24) -> tuple[Tensor, Tensor]:
 CLIENTS = [SeededBatches(*made(client), 8) for client in range(3)]
 TESTS = [[made(7, 10)], [made(8, 40)], [made(9, 22)]]
 SLOW, FAST = partial(SGD, lr=0.01), partial(SGD, lr=0.3)
-FLAT = SGD([nn.Parameter(torch.zeros(1))], lr=1)
 
 
 class Halved(Classification):
@@ -113,31 +112,6 @@ def test_test_batches_of_their_own_count_by_their_samples(method: str) -> None:
     assert [record.client_evaluation[i]["accuracy"] for i in range(3)] == [metrics["accuracy"] for metrics in own]
     assert fed.evaluate(per_client(TESTS)) == pytest.approx(record.evaluation, nan_ok=True)
     assert fed.evaluate(TESTS[0]) == pytest.approx(evaluate(fed.model, TESTS[0]).result(), nan_ok=True) or method == "fedbn"
-
-
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "too few": ({"optimizer": [SLOW, FAST]}, "optimizer has 2 values for 3 clients: give one for each client, or a single value for all"),
-    "too many": ({"task": per_client([Classification()] * 4)}, "task has 4 values for 3 clients: give one for each client, or"),
-    "no task": ({"task": [Classification(), "accuracy", Classification()]}, "task of client 1 must be a Task, but got a str"),
-    "a class": ({"task": Classification}, r"task must be a Task, a list .*, or per_client\(...\), but got Classification"),
-    "a bare function": ({"task": lambda client: Classification()}, r"task must be a Task, .* or per_client\(...\), but got a function"),
-    "an optimiser": ({"optimizer": [SLOW, FLAT, SLOW]}, "optimizer of client 1 must be a function that makes an optimiser"),
-    "a number": ({"loss": 3}, "loss must be a function of output and targets, a list with one for each client, or"),
-    "no metric": ({"metrics": {"auc": max}}, "metric 'auc' must be an object with update, compute and reset"),
-    "its class": ({"metrics": {"auc": Classification}}, "metric 'auc' must be an object with .*, but is the class Classification"),
-    "a name that is taken": ({"metrics": {"accuracy": max}}, "the name 'accuracy' is not allowed.* These names are taken: loss, accuracy"),
-    "a list of metrics": ({"metrics": per_client([[], [], []])}, "metrics of client 0 must be a dict of objects by name, but got a list"),
-    "too few tests": ({"test": per_client(TESTS[:2])}, "test has 2 values for 3 clients"),
-    "no batches": ({"test": per_client([TESTS[0], 3, TESTS[1]])}, "test of client 1: expected batches"),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_length_or_type_is_refused_in_one_sentence(wrong: str) -> None:
-    options, message = WRONG[wrong]
-    with pytest.raises(ValueError, match=message) as caught:
-        federation(**options)
-    assert "\n" not in str(caught.value)
 
 
 def test_clients_of_several_tasks_have_the_metrics_of_each() -> None:

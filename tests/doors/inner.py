@@ -1,0 +1,54 @@
+"""The inner names that tests of the doors need: objects that are given to a door or returned by it, and have no public name."""
+
+from __future__ import annotations
+
+from fl_bn.cli.main import app
+from fl_bn.composed import Unconvertible
+from fl_bn.derived import derivation
+from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.centring import centred_weights
+from fl_bn.federation.client import LocalRound
+from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.engines.processes import InWorkers, can_move
+from fl_bn.federation.engines.workers import Workers
+from fl_bn.federation.federation import Diverged
+from fl_bn.federation.loader_generators import generators
+from fl_bn.federation.local import Samples, evaluate
+from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, server_optimizer
+from fl_bn.federation.schema import START
+from fl_bn.models.build import build
+from fl_bn.models.weights import load_weights
+from fl_bn.roles import batch_norms, inputs_like, roles
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.support.durable import Damaged
+from fl_bn.support.wire import WireError
+
+__all__ = [
+    "ConfigError",
+    "Damaged",
+    "Defence",
+    "Diverged",
+    "ExchangeSettings",
+    "InWorkers",
+    "LocalRound",
+    "NO_DEFENCE",
+    "RunConfig",
+    "SERVER_OPTIMIZERS",
+    "START",
+    "Samples",
+    "Unconvertible",
+    "WireError",
+    "Workers",
+    "app",
+    "batch_norms",
+    "build",
+    "can_move",
+    "centred_weights",
+    "derivation",
+    "evaluate",
+    "generators",
+    "inputs_like",
+    "load_weights",
+    "roles",
+    "server_optimizer",
+]
