@@ -16,10 +16,12 @@ from fl_bn.federation.loader_generators import generators
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, server_optimizer
 from fl_bn.federation.schema import START
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.models.build import build
 from fl_bn.models.weights import load_weights
 from fl_bn.roles import batch_norms, inputs_like, roles
 from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support.durable import Damaged
 from fl_bn.support.wire import WireError
 
@@ -31,11 +33,13 @@ __all__ = [
     "ExchangeSettings",
     "InWorkers",
     "LocalRound",
+    "LocalTraining",
     "NO_DEFENCE",
     "RunConfig",
     "SERVER_OPTIMIZERS",
     "START",
     "Samples",
+    "SecureAggregation",
     "Unconvertible",
     "WireError",
     "Workers",

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from fl_bn import Federation, convert, local_round, methods, server_round, server_state
 from fl_bn.methods import METHODS, Method, Role
-from tests.doors.inner import roles
+from tests.doors.inner import LocalTraining, Samples, SecureAggregation, roles
+from tests.in_process import run
 from tests.listed import listed
 from tests.loops.loops import DOORS, RATE
 
@@ -143,3 +144,10 @@ def test_one_client_s_claim_does_not_freeze_the_average() -> None:
         replies.append(replace(reply, metrics={**reply.metrics, "steps": claimed}))
     state, _ = server_round(state, replies)
     assert int(state.shared.tensors()["1.num_batches_tracked"]) == 2
+
+
+def test_a_secure_round_counts_as_one_in_the_clear() -> None:
+    samples = [Samples(x.float(), y) for x, y in clients()] * 2
+    options = {"settings": LocalTraining(steps=5, batch_size=SIZE), "model": net().float()}
+    ends = [run(FEDAVG, samples, 2, secure=secure, **options).strategy.shared.tensors() for secure in (None, SecureAggregation())]
+    assert [int(end["1.num_batches_tracked"]) for end in ends] == [10, 10]
