@@ -87,7 +87,7 @@ def frozen_of(what: str) -> set[str]:
     asked = server_state(mixed(), method, rounds=2).instruction()
     before: dict[str, Tensor] = {name: p.detach().clone() for name, p in model.named_parameters()}
     with local_round(model, method, asked):
-        optimizer = SGD(model.parameters(), lr=0.1)
+        optimizer = SGD(model.parameters(), lr=0.1, weight_decay=0.1 if what != "statistics" else 0.0)
         nn.functional.cross_entropy(model(data()[1].x), data()[1].y).backward()
         optimizer.step()
     before.pop("1.bias")  # BatchNorm takes it away again, so that its gradient is a rounding error
