@@ -6,15 +6,15 @@ from fl_bn.cli.main import app
 from fl_bn.composed import Unconvertible
 from fl_bn.derived import derivation
 from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.centring import centred_weights
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.defence import NO_DEFENCE, Defence
-from fl_bn.federation.engines.processes import InWorkers, can_move
-from fl_bn.federation.engines.workers import Workers
 from fl_bn.federation.federation import Diverged
 from fl_bn.federation.loader_generators import generators
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, server_optimizer
+from fl_bn.federation.rounds import AS_METHOD
 from fl_bn.federation.schema import START
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.models.build import build
@@ -26,12 +26,12 @@ from fl_bn.support.durable import Damaged
 from fl_bn.support.wire import WireError
 
 __all__ = [
+    "AS_METHOD",
     "ConfigError",
     "Damaged",
     "Defence",
     "Diverged",
     "ExchangeSettings",
-    "InWorkers",
     "LocalRound",
     "LocalTraining",
     "NO_DEFENCE",
@@ -42,11 +42,10 @@ __all__ = [
     "SecureAggregation",
     "Unconvertible",
     "WireError",
-    "Workers",
     "app",
+    "auxiliary",
     "batch_norms",
     "build",
-    "can_move",
     "centred_weights",
     "derivation",
     "evaluate",

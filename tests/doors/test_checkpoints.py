@@ -20,6 +20,7 @@ from fl_bn.federation.checkpoint import FederationState
 from fl_bn.federation.same_run import described, of_method
 from fl_bn.objectives import Moon, Scaffold
 from tests.doors.inner import Damaged, generators, server_optimizer
+from tests.doors.naming import naming
 from tests.listed import listed
 
 
@@ -171,17 +172,16 @@ OTHER: dict[str, tuple[tuple[str, dict[str, Any]], tuple[str, dict[str, Any]], s
 @listed("same, other, key", [pytest.param(*case, id=name) for name, case in OTHER.items()])
 def test_what_is_of_another_federation_is_refused_in_one_sentence(same: Any, other: Any, key: str, tmp_path: Path) -> None:
     path, fed = tmp_path / "state.safetensors", federation(same[0], **same[1])
-    with pytest.raises(ValueError, match="finished round"):
+    with naming("finished round"):
         fed.checkpoint(path)
     next(fed.run(4))
     fed.checkpoint(path)
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
+    with naming(key) as caught:
         federation(other[0], **other[1]).resume(path)
-    assert key in str(caught.value)
     assert "\n" not in str(caught.value)
     again = federation(same[0], **same[1])
     again.resume(path)  # control
-    with pytest.raises(ValueError, match="of 4"):
+    with naming("of 4"):
         next(again.run(5))
     assert [record.round for record in again.run(4)] == [2, 3, 4]
 
@@ -197,7 +197,7 @@ def test_a_checkpoint_of_an_older_version_says_less_and_is_taken(tmp_path: Path)
     again = federation(server_optimizer="fedadam")
     again.resume(path)
     assert [record.round for record in again.run(4)] == [2, 3, 4]
-    with pytest.raises(ValueError, match="seed"):  # control
+    with naming("seed"):  # control
         federation(server_optimizer="fedadam", seed=1).resume(path)
 
 

@@ -68,20 +68,6 @@ def loop(round: Any, x: Tensor, y: Tensor) -> None:
     train(round.model, x, y)
 
 
-def with_one_network(method: Method = FEDAVG) -> list[Tensors]:
-    """A client that converts its network once, for all rounds."""
-    state, found, models = server_state(net(), method, ROUNDS, clients=2), [], [convert(net(), method) for _ in range(2)]
-    for _ in range(ROUNDS):
-        replies = []
-        for client, (x, y) in enumerate(clients()):
-            with local_round(models[client], method, state.instruction()) as round:
-                train(round.model, x, y)
-            replies.append(round.reply(8, client=client)[0])
-        state, _ = server_round(state, replies)
-        found.append(state.shared.tensors())
-    return found
-
-
 def federation(method: Method = FEDAVG, momentum: float | None = None) -> Federation:
     batches = [list(zip(x.split(SIZE), y.split(SIZE), strict=True)) for x, y in clients()]
     made = partial(torch.optim.SGD, lr=RATE)
@@ -96,10 +82,10 @@ def in_a_federation() -> list[Tensors]:
 def door(name: str) -> list[Tensors]:
     if name in DOORS:
         return DOORS[name](net(), FEDAVG, clients(), loop, ROUNDS)
-    return in_a_federation() if name == "federation" else with_one_network()
+    return in_a_federation()
 
 
-@pytest.mark.parametrize("name", [*DOORS, "one network", "federation"])
+@pytest.mark.parametrize("name", [*DOORS, "federation"])
 def test_the_average_goes_on_as_in_plain_pytorch(name: str) -> None:
     found = door(name)
     assert apart(found, plainly()) < CLOSE

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from fl_bn import Callback, Federation, SeededBatches, methods
-from tests.doors.inner import InWorkers, Workers, can_move
+from fl_bn import Federation, SeededBatches, methods
 from tests.doors.test_federation import CLIENTS, TEST, net
 
 ROOT = Path(__file__).parents[2]
@@ -122,23 +121,6 @@ def test_what_a_script_or_a_notebook_defines_works_without_a_guard(tmp_path: Pat
     assert ran.stdout.splitlines() == ["same bits: True"], ran.stderr[-3000:]
 
 
-def test_loaders_with_processes_of_their_own_stay_in_this_process() -> None:
-    own = [DataLoader(TensorDataset(*client), batch_size=16, num_workers=2) for client in CLIENTS]
-    plain = Federation(net(), methods.fedavg(), seeded(), progress=False)
-    assert can_move(plain._transport.clients)  # control
-    assert not can_move(Federation(net(), methods.fedavg(), own, progress=False)._transport.clients)
-    with pytest.raises(ValueError, match="num_workers=2"):
-        next(Federation(net(), methods.fedavg(), own, workers=2, progress=False).run(1))
-
-
-class Decay(Callback):
-    def __init__(self, rate: dict[str, float]) -> None:
-        self.rate = rate
-
-    def on_round(self, record: Any, rounds: int) -> None:
-        self.rate["lr"] *= 0.1
-
-
 def losses(workers: int, change: str) -> list[float]:
     """Of four rounds, between which the user's own code changes something."""
     labels, rate = [y.clone() for _, y in CLIENTS], {"lr": 0.5}
@@ -151,13 +133,13 @@ def losses(workers: int, change: str) -> list[float]:
         batches if "list" in change else loaders,
         optimizer=lambda parameters: SGD(parameters, lr=rate["lr"]),
         loss=lambda output, y: nn.functional.cross_entropy(output, y, weight.to(output.dtype)),
-        callbacks=[Decay(rate)] if change == "rate" else [],
         workers=workers,
         progress=False,
     )
     found = []
     for record in fed.run(4):
         found.append(record.loss)
+        rate["lr"] *= 0.1 if change == "rate" else 1
         if change in ("labels", "labels of a list"):
             for y in labels:
                 y.copy_(y.flip(0))
@@ -173,12 +155,3 @@ def losses(workers: int, change: str) -> list[float]:
 def test_changes_between_rounds_reach_the_workers(change: str) -> None:
     """A worker has a copy of what the functions read. Before, it kept the copy of round 1."""
     assert losses(2, change) == losses(1, change) != losses(1, "a list" if "list" in change else "nothing")
-
-
-def test_what_does_not_change_is_written_once(tmp_path: Path) -> None:
-    data = TensorDataset(*CLIENTS[0])
-    fed = Federation(net(), methods.fedavg(), [SeededBatches(*CLIENTS[0], 16), DataLoader(data, 16), [CLIENTS[0]]], progress=False)
-    made = InWorkers(fed._transport.clients, Workers(1), tmp_path)
-    assert not made._changed()
-    data.tensors = data.tensors[0], data.tensors[1].clone()
-    assert made._changed()  # control

@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import LBFGS, SGD, Adam, AdamW, NAdam, Rprop, SparseAdam
-from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim import LBFGS, SGD, Adam, AdamW, Rprop, SparseAdam
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from fl_bn import Classification, EarlyStop, Federation, SeededBatches, convert, local_round, methods, per_client, server_state
 from fl_bn.methods import METHODS, Method
 from fl_bn.objectives import Scaffold
 from tests.doors.inner import Defence
+from tests.doors.naming import naming
 from tests.listed import listed
 
 Give = Callable[[], Any]
@@ -48,6 +49,10 @@ def cases(table: dict[str, tuple[Any, ...]]) -> list[Any]:
 
 def loader() -> DataLoader[tuple[Tensor, ...]]:
     return DataLoader(TensorDataset(*batches()[0]), batch_size=4)
+
+
+def in_processes() -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(TensorDataset(*batches()[0]), batch_size=4, num_workers=2)
 
 
 class Pictures(Dataset[tuple[Tensor, int]]):
@@ -112,22 +117,13 @@ def without_values() -> nn.Module:
         return net()
 
 
-def uses_the_network(whole: bool) -> Federation:
-    model = net()
-    first = model[0].weight
-    if whole:
-        return fed(model=model, loss=lambda output, y: F.cross_entropy(output, y) + sum(p.square().sum() for p in model.parameters()))
-    return fed(model=model, loss=lambda output, y: F.cross_entropy(output, y) + first.square().sum())
-
-
 def ends_in(head: nn.Module) -> nn.Module:
     return nn.Sequential(*net()[:3], head)
 
 
+ITSELF = net()
 ONCE: dict[str, Callable[[], Any]] = {
     "generator": lambda: (batch for batch in batches()),
-    "zip": lambda: zip(*zip(*batches(), strict=True), strict=True),
-    "map": lambda: map(tuple, batches()),
     "list_iterator": lambda: iter(batches()),
 }
 TESTS = [batches(seed=i) for i in (7, 8, 9)]
@@ -136,12 +132,10 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "optimizer of one parameter more": ({"optimizer": with_one_more}, "1 of the 7"),
     "optimizer that is made already": ({"optimizer": [SGD, of_others(None), SGD]}, "client 1"),
     "optimizer that needs a closure": ({"optimizer": LBFGS}, "LBFGS"),
-    "optimizer of a client that needs one": ({"optimizer": per_client([SGD, LBFGS, SGD])}, "LBFGS"),
     "optimizer of sparse gradients": ({"optimizer": SparseAdam}, "0.weight"),
     "optimizer for too few": ({"optimizer": [SGD, SGD]}, "optimizer"),
     "scheduler of another optimiser": ({"scheduler": of_another}, "StepLR"),
     "scheduler that needs a metric": ({"scheduler": ReduceLROnPlateau}, "ReduceLROnPlateau"),
-    "scheduler of a client that needs one": ({"scheduler": per_client([None, ReduceLROnPlateau, None])}, "ReduceLROnPlateau"),
     "scheduler with rates of its own, and frozen rounds": (
         {"method": methods.fixbn(freeze_after=1), "scheduler": partial(OneCycleLR, max_lr=0.1, total_steps=4)},
         "schedule",
@@ -154,55 +148,42 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "loss with a parameter": ({"loss": Temperature()}, "'t'"),
     "loss that holds one": ({"loss": Holds()}, "'t'"),
     "loss that is a number": ({"loss": 3}, "loss"),
+    "loss of the network itself": ({"model": ITSELF, "loss": lambda output, y: output.sum() + ITSELF[0].weight.sum()}, "ITSELF"),
     "loss of a global layer of the network": (
         {"model": ends_in(HEAD), "loss": lambda output, y: F.cross_entropy(output, y) + HEAD.weight.sum()},
         "HEAD",
     ),
     "task for too many": ({"task": per_client([Classification()] * 4)}, "task"),
-    "task by name": ({"task": [Classification(), "accuracy", Classification()]}, "client 1"),
     "task that is a class": ({"task": Classification}, "task"),
     "task of a bare function": ({"task": lambda client: Classification()}, "per_client"),
     "metric that is a function": ({"metrics": {"auc": max}}, "'auc'"),
     "metric that is a class": ({"metrics": {"auc": Classification}}, "'auc'"),
     "metric of a name that is taken": ({"metrics": {"accuracy": max}}, "'accuracy'"),
-    "metrics in a list": ({"metrics": per_client([[], [], []])}, "client 0"),
     "clients as one loader": ({"clients": loader()}, "clients"),
-    "clients as one SeededBatches": ({"clients": SeededBatches(*batches()[0], 4)}, "clients"),
     "clients from a generator": ({"clients": (batches() for _ in range(3))}, "list(clients)"),
     "clients by name": ({"clients": {"a": batches()}}, "list(clients.values())"),
     "clients as a number": ({"clients": 7}, "clients"),
     "no clients": ({"clients": []}, "client"),
     "client that is a number": ({"clients": [3]}, "client 0"),
     "client that is a batch": ({"clients": batches()}, "client 0"),
-    "client that is a batch of dicts": ({"clients": [{"x": torch.ones(2), "y": torch.ones(2)}]}, "client 0"),
-    "client that is a tensor": ({"clients": [torch.ones(4, 5)]}, "client 0"),
     "client that is a list of loaders": ({"clients": [[loader()]]}, "client 0"),
     "client that is a dataset of samples": ({"clients": [loader().dataset]}, "client 0"),
-    "client that is a dataset of one's own": ({"clients": [Pictures()]}, "client 0"),
     "client that is a list of samples": ({"clients": [[*zip(*batches()[0], strict=True)]]}, "client 0"),
-    "client of samples with numbers": ({"clients": [[(torch.ones(5), 1)] * 4]}, "client 0"),
     "test that is a list of loaders": ({"test": [loader(), loader(), loader()]}, "per_client"),
-    "test that is a batch": ({"test": batches()[0]}, "test"),
     "test of samples": ({"test": Subset(Pictures(), [1])}, "test"),
     "test for too few": ({"test": per_client(TESTS[:2])}, "test"),
-    "test of a client that is a number": ({"test": per_client([TESTS[0], 3, TESTS[1]])}, "test of client 1"),
     "local_evaluation without a test": ({"local_evaluation": True}, "test"),
     **{f"client that is a {kind}": ({"clients": [batches(), make()]}, "client 1") for kind, make in ONCE.items()},
     **{f"test that is a {kind}": ({"test": make()}, "test") for kind, make in ONCE.items()},
-    **{f"device {device}": ({"device": device}, repr(device)) for device in ("gpu", "meta", "cuda:99", 3.5)},
+    **{f"device {device}": ({"device": device}, repr(device)) for device in ("gpu", "meta", "cuda:99")},
     "callback that is no list": ({"callbacks": EarlyStop(2)}, "callbacks"),
-    "callback that is a class": ({"callbacks": EarlyStop}, "callbacks"),
     "callbacks of a class": ({"callbacks": [EarlyStop]}, "callbacks"),
-    "callbacks of functions": ({"callbacks": [print]}, "callbacks"),
-    "no callbacks": ({"callbacks": None}, "callbacks"),
     "local_epochs in a text": ({"local_epochs": "2"}, "local_epochs"),
-    "local_epochs that are true": ({"local_epochs": True}, "local_epochs"),
     "evaluate_every of a half": ({"evaluate_every": 1.5}, "evaluate_every"),
     "workers below 0": ({"workers": -1}, "workers"),
     "workers of a half": ({"workers": 1.5}, "workers"),
     "workers of one program": ({"workers": 2, "engine": "vectorised"}, "workers"),
     "method by name": ({"method": "fbn"}, "method"),
-    "method that is a function": ({"method": methods.fbn}, "method"),
     "objective by name": ({"objective": "fedprox"}, "objective"),
     "server_optimizer by name": ({"server_optimizer": "fedadam"}, "server_optimizer"),
     "defence by name": ({"defence": "krum"}, "defence"),
@@ -211,7 +192,6 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "model with a lazy layer": ({"model": nn.Sequential(nn.LazyLinear(2))}, "LazyLinear"),
     "model with a gradient hook": ({"model": with_hook()}, "0.weight"),
     "model with nothing to train": ({"model": net().requires_grad_(False)}, "requires_grad"),
-    "model of no parameter": ({"model": nn.Sequential(nn.Flatten())}, "requires_grad"),
     "objective that FedTAN cannot follow": ({"method": methods.fedtan(), "objective": Scaffold()}, "objective"),
     "objective that no rule guards": ({"objective": Scaffold(), "defence": Defence(1, "median", "median")}, "robust"),
     "objective of plain SGD, with AdamW": ({"objective": Scaffold(), "optimizer": partial(AdamW, lr=0.1)}, "SGD"),
@@ -220,33 +200,22 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
 
 @listed("options, key", cases(ARGUMENTS))
 def test_an_argument_of_federation_is_refused_before_round_1(options: dict[str, Any], key: str) -> None:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
+    with naming(key) as caught:
         fed(**options)
-    assert key in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@listed("whole", [True, False])
-def test_a_loss_that_uses_the_network_is_refused(whole: bool) -> None:
-    with pytest.raises(ValueError, match="loss uses '(model|first)'"):
-        uses_the_network(whole)
 
 
 TAKEN: dict[str, tuple[dict[str, Any]]] = {
     "a part of the parameters": ({"optimizer": lambda parameters: SGD([*parameters][:2], lr=0.1)},),
-    "a scheduler of its optimiser": ({"scheduler": partial(StepLR, step_size=1)},),
     "no scheduler after all": ({"scheduler": lambda optimizer: None},),
     "a scheduler with rates of its own": ({"scheduler": partial(OneCycleLR, max_lr=0.1, total_steps=9)},),
     "a scheduler that follows the rate": (
         {"method": methods.fixbn(freeze_after=1), "scheduler": partial(LambdaLR, lr_lambda=lambda n: 0.5)},
     ),
     "Adam": ({"optimizer": Adam},),
-    "NAdam, and a cosine": ({"optimizer": NAdam, "scheduler": partial(CosineAnnealingLR, T_max=2)},),
     "Rprop": ({"optimizer": Rprop},),
     "a loss that learns no more": ({"loss": Temperature().requires_grad_(False)},),
-    "a loss with weights": ({"loss": nn.CrossEntropyLoss(weight=torch.ones(3))},),
     "a loss of a name as the network's": ({"model": ends_in(HEAD), "loss": lambda output, y: LOSSES.HEAD(output, y)},),
-    "a device": ({"device": torch.device("cpu")},),
     "a dataset of batches": ({"clients": [WholeBatches(), WholeBatches()]},),
 }
 
@@ -274,8 +243,9 @@ RUNS: dict[str, tuple[Give, str]] = {
     "no test batch of any client": (lambda: list(fed(test=per_client([[], [], []])).run(1)), "test"),
     "no gradients": (lambda: in_no_grad(torch.no_grad), "no_grad"),
     "inference mode": (lambda: in_no_grad(torch.inference_mode), "inference_mode"),
+    "loaders with workers, in workers": (lambda: list(fed(clients=[in_processes()] * 2, workers=2).run(1)), "num_workers=2"),
     "single samples": (lambda: fed().evaluate([(torch.randn(5), 1), (torch.randn(5), 0)]), "client 0"),
-    "test batches of each client from an iterator": (lambda: fed(methods.fedbn()).evaluate(ONCE["zip"]()), "iterated over again"),
+    "test batches of each client from an iterator": (lambda: fed(methods.fedbn()).evaluate(ONCE["generator"]()), "iterated over again"),
     **{f"the network of client {one!r}": (lambda one=one: trained().client_model(one), repr(one)) for one in (3, -1, "0", 1.0, True, None)},
     "fewer targets than inputs": (lambda: SeededBatches(torch.zeros(8, 4), torch.zeros(5), 4), "(5,)"),
     "arrays": (lambda: SeededBatches(torch.zeros(8, 4).numpy(), torch.zeros(8), 4), "ndarray"),
@@ -294,9 +264,8 @@ def trained(method: Method | None = None) -> Federation:
 
 @listed("give, key", cases(RUNS))
 def test_what_a_run_cannot_use_is_refused(give: Give, key: str) -> None:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
+    with naming(key):
         give()
-    assert key in str(caught.value)
 
 
 def test_control_of_what_a_run_can_use() -> None:
@@ -304,7 +273,7 @@ def test_control_of_what_a_run_can_use() -> None:
         assert list(fed(methods.fbn()).run(0)) == []  # measuring needs no gradients
     done = trained()
     assert not torch.equal(done.client_model(0)[1].weight, done.client_model(np.int64(2))[1].weight)
-    assert fed(test=batches()).evaluate(ONCE["zip"]()) == fed(test=batches()).evaluate(batches())  # once is enough for one network
+    assert fed(test=batches()).evaluate(ONCE["generator"]()) == fed(test=batches()).evaluate(batches())  # once is enough for one network
     assert next(iter(SeededBatches(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.zeros(4), 4)))[0].max() == -1  # an image
 
 
@@ -316,12 +285,12 @@ def test_an_optimiser_that_forgets_its_argument_later_is_refused_in_its_round() 
         made.append(SGD(parameters, lr=0.1))
         return made[0]
 
-    with pytest.raises(ValueError, match="SGD") as caught:
+    with naming("SGD") as caught:
         list(fed(optimizer=make).run(1))
     assert caught.value.__notes__ == ["at client 0, in round 1"]
 
 
-class WrongShapes:
+class Wrong:
     """Batches of which the network can make nothing, or that cannot be read."""
 
     def __init__(self, error: type[Exception]) -> None:
@@ -337,7 +306,7 @@ class WrongShapes:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_error_of_a_client_names_it_and_its_round(workers: int, error: type[Exception]) -> None:
     with pytest.raises(error) as caught:
-        list(fed(clients=[batches(), WrongShapes(error)], workers=workers).run(1))
+        list(fed(clients=[batches(), Wrong(error)], workers=workers).run(1))
     assert caught.value.__notes__[0] == "at client 1, in round 1"
     assert len(caught.value.__notes__) == workers  # the trace in the other process
 
@@ -349,7 +318,7 @@ def penalised(model: nn.Module, output: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_loss_that_uses_the_given_network_is_refused_by_its_gradients(workers: int) -> None:
     model = net()
-    with pytest.raises(ValueError, match="gradients"):
+    with naming("gradients"):
         list(fed(model=model, loss=partial(penalised, model), workers=workers).run(1))
     other = partial(penalised, net())  # control, a teacher's, say: not the network that clients copy
     assert next(fed(model=model, loss=other, workers=workers).run(1)).aggregated
@@ -360,7 +329,7 @@ def test_a_run_does_not_go_on_after_a_later_one() -> None:
     first, left = made.run(3), made.run(3)
     assert next(first).round == next(left).round == 1  # control: a run that was left is no obstacle
     assert [record.round for record in made.run(2)] == [1, 2]
-    with pytest.raises(ValueError, match="after round 1"):
+    with naming("after round 1"):
         next(first)
 
 
@@ -383,13 +352,6 @@ class Small(nn.Module):
         return super().load_state_dict(state, False, assign)
 
 
-class WithExtra(Small):
-    def get_extra_state(self) -> dict[str, int]:
-        return {"version": 3}
-
-    def set_extra_state(self, state: Any) -> None: ...
-
-
 @pytest.mark.parametrize("door", ["federation", "state"])
 def test_a_state_dict_that_lacks_what_is_trained_is_refused(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def given(model: nn.Module, less: str) -> None:
@@ -400,9 +362,9 @@ def test_a_state_dict_that_lacks_what_is_trained_is_refused(door: str, monkeypat
     frozen.body[0].requires_grad_(False)
     given(Small(), "none")  # control
     given(frozen, "body.0")  # control: what does not change need not travel
-    for model, less in ((Small(), "body.0.weight"), (Small(), "body.1.running_mean"), (WithExtra(), "none")):
-        with pytest.raises(ValueError, match=less if less != "none" else "_extra_state"):
-            given(model, less)
+    for less in ("body.0.weight", "body.1.running_mean"):
+        with pytest.raises(ValueError, match=less):
+            given(Small(), less)
 
 
 @pytest.mark.parametrize("method", [FEDAVG, methods.hbn()], ids=lambda method: method.name)
@@ -467,9 +429,8 @@ LOOPS: dict[str, tuple[Give, str]] = {
 
 @listed("give, key", cases(LOOPS))
 def test_what_a_loop_of_ones_own_cannot_use_is_refused(give: Give, key: str) -> None:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
+    with naming(key):
         give()
-    assert key in str(caught.value)
 
 
 @listed("name", [*REPLACES, "fedavg", "fixbn"])

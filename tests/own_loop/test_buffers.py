@@ -19,6 +19,7 @@ from fl_bn.methods import METHODS, Role
 from tests.conformance.cases import every_method
 from tests.doors.doors import DOORS, through, wide
 from tests.doors.inner import ConfigError, Defence, RunConfig, roles
+from tests.doors.naming import naming
 from tests.federation import random_samples
 from tests.listed import listed
 
@@ -28,7 +29,7 @@ MASK = torch.full((3, 3), -torch.inf).triu(1)
 
 
 class Averaging(nn.Module):
-    """Keeps the mean of the batches that it saw last, and has an attention mask."""
+    """Keeps the mean of the batches that it saw last, in a new tensor each time, and has an attention mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,8 +39,7 @@ class Averaging(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            with torch.no_grad():
-                self.ema.copy_(x.mean((0, 2, 3)))
+            self.ema = x.detach().mean((0, 2, 3))
         return x
 
 
@@ -160,9 +160,8 @@ def test_a_module_recomputes_its_own_buffers() -> None:
     ],
 )
 def test_what_cannot_be_stated_is_refused(stated: dict[str, str], key: str) -> None:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
+    with naming(key):
         net(stated)
-    assert key in str(caught.value)
 
 
 def test_the_last_pattern_counts_and_copies_know() -> None:
@@ -170,7 +169,7 @@ def test_the_last_pattern_counts_and_copies_know() -> None:
     assert [roles(convert(model, FEDAVG))[f"0.{key}"] for key in ("ema", "mask", "ids")] == [Role.CONSTANT, Role.BUFFER, Role.KEPT]
     assert RunConfig(buffers="*.ema=kept, mask = constant").buffers == "*.ema=kept, mask = constant"
     for wrong in ("ema", "ema=local", "=kept"):
-        with pytest.raises(ConfigError, match="buffers"):
+        with naming("buffers", ConfigError):
             RunConfig(buffers=wrong)
 
 
@@ -324,5 +323,5 @@ def test_roles_hold_in_other_engines(options: dict[str, Any]) -> None:
 def test_other_roles_are_another_model() -> None:
     """Server and client must state the same: the signature has the roles, and the message names the buffer."""
     asked, mine = server_state(net(), FEDAVG, rounds=1).instruction(), convert(net({"*.ema": "kept"}), FEDAVG)
-    with pytest.raises(ValueError, match=r"0\.ema"), local_round(mine, FEDAVG, asked):
+    with naming("0.ema"), local_round(mine, FEDAVG, asked):
         pass

@@ -20,6 +20,7 @@ from fl_bn.methods import METHODS
 from tests.conformance.cases import every_method
 from tests.doors.doors import DOORS, RATE, through, wide
 from tests.doors.inner import Unconvertible, derivation, server_optimizer
+from tests.doors.naming import naming
 from tests.federation import random_samples
 from tests.listed import listed
 
@@ -169,7 +170,7 @@ def test_workers_get_the_same_network() -> None:
     for kind in KINDS:
         model = derived(kind)
         if parametrize.is_parametrized(model[1]):
-            with pytest.raises(RuntimeError, match="parametrized"):
+            with naming("parametrized", RuntimeError):
                 pickle.dumps(model)
         there = from_pickle(pickle.loads(pickle.dumps(wrap_non_picklable_objects(to_pickle(model), keep_wrapper=False))))
         assert derivation(there[1]) == derivation(model[1])

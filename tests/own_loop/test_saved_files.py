@@ -21,6 +21,7 @@ from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, training
 from fl_bn.methods import METHODS
 from tests.conformance.cases import every_method
 from tests.doors.inner import load_weights
+from tests.doors.naming import naming
 from tests.listed import listed
 
 X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 2
@@ -64,7 +65,7 @@ def test_what_is_saved_loads_into_the_network_as_its_owner_wrote_it(method_name:
         assert int(plain.layers[1].num_batches_tracked) in ((2, 10) if method.exchanges else (10,))
         if method_name != "hbn":  # whose own layers mix
             assert torch.allclose(plain.eval()(X), fed.model(X), atol=1e-5)
-        with pytest.raises(RuntimeError, match='"ids"'):  # control: what travels
+        with naming('"ids"', RuntimeError):  # control: what travels
             net().load_state_dict(fed.server.shared.tensors())
         return
     missing, extra = convert(net(), method).load_state_dict(file, strict=False)
@@ -125,7 +126,7 @@ def test_prefixes_of_wrappers_are_not_in_the_file(kind: str, tmp_path: Path) -> 
     fed = trained("fedavg", wrapped(kind))
     fed.save(path)
     net().load_state_dict(load_file(path))
-    with pytest.raises(RuntimeError, match="Missing key"):  # control: the names of the wrapped network
+    with naming("Missing key", RuntimeError):  # control: the names of the wrapped network
         net().load_state_dict(fed.model.state_dict())
     other = wrapped(kind)
     load_weights(other, str(path))  # and back
@@ -143,7 +144,7 @@ def test_checkpoints_with_prefixes_are_weights_to_start_from(prefix: str, tmp_pa
     load_weights(model, str(path))
     assert torch.equal(model.layers[0].weight, source.layers[0].weight)
     save_file({f"other.{name}": tensor.clone() for name, tensor in source.state_dict().items()}, path)
-    with pytest.raises(ValueError, match="another network"):  # control: any other prefix
+    with naming("another network"):  # control: any other prefix
         load_weights(net(), str(path))
 
 
@@ -176,14 +177,14 @@ def test_every_classifier_of_torchvision(name: str, monkeypatch: pytest.MonkeyPa
         shared = SharedModel(plain, method)
         file = shared.whole(shared.tensors(), batches=7)
         if name.startswith("mnasnet"):  # looks at the version of a state_dict, which no safetensors file has
-            with pytest.raises(ValueError, match="version should be set"):
+            with naming("version should be set"):
                 plain.load_state_dict(dict(plain.state_dict()))
             load_tensors(plain, file, strict=True)
         else:
             plain.load_state_dict(file)
         assert {key: (tensor.shape, tensor.dtype) for key, tensor in file.items()} == shapes
     if name in ("maxvit_t", "swin_t"):  # control: what travels lacks their integers
-        with pytest.raises(RuntimeError, match="relative_position_index"):
+        with naming("relative_position_index", RuntimeError):
             plain.load_state_dict(shared.tensors())
 
 
@@ -207,5 +208,5 @@ def test_a_network_that_looks_at_the_version_of_a_state_dict_trains(tmp_path: Pa
     fed.save(tmp_path / "model.safetensors")
     load_weights(again := build(), str(tmp_path / "model.safetensors"))
     assert torch.equal(again[0].weight, fed.model[0].weight)
-    with pytest.raises(ValueError, match="version"):  # control
+    with naming("version"):  # control
         build().load_state_dict(load_file(tmp_path / "model.safetensors"))
