@@ -1,5 +1,6 @@
 """The inner names that tests of the doors need: objects that are given to a door or returned by it, and have no public name."""
 
+# ruff: noqa: F401
 from __future__ import annotations
 
 from fl_bn.cli.main import app
@@ -8,7 +9,6 @@ from fl_bn.derived import derivation
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.centring import centred_weights
-from fl_bn.federation.client import LocalRound
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.federation import Diverged
 from fl_bn.federation.loader_generators import generators
@@ -19,39 +19,7 @@ from fl_bn.federation.schema import START
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.models.build import build
 from fl_bn.models.weights import load_weights
-from fl_bn.roles import batch_norms, inputs_like, roles
+from fl_bn.roles import batch_norms, roles
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support.durable import Damaged
-from fl_bn.support.wire import WireError
-
-__all__ = [
-    "AS_METHOD",
-    "ConfigError",
-    "Damaged",
-    "Defence",
-    "Diverged",
-    "ExchangeSettings",
-    "LocalRound",
-    "LocalTraining",
-    "NO_DEFENCE",
-    "RunConfig",
-    "SERVER_OPTIMIZERS",
-    "START",
-    "Samples",
-    "SecureAggregation",
-    "Unconvertible",
-    "WireError",
-    "app",
-    "auxiliary",
-    "batch_norms",
-    "build",
-    "centred_weights",
-    "derivation",
-    "evaluate",
-    "generators",
-    "inputs_like",
-    "load_weights",
-    "roles",
-    "server_optimizer",
-]

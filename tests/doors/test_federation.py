@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fl_bn import Callback, Federation, SeededBatches, Task, methods
 from fl_bn.methods import Refresh
-from fl_bn.objectives import Moon
 from tests.conformance.cases import every_method
 from tests.doors.doors import apart
 from tests.doors.inner import Diverged, server_optimizer
-from tests.doors.naming import naming
 from tests.listed import listed
 
 
@@ -247,49 +245,6 @@ def test_the_network_given_is_not_changed() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     list(Federation(model, methods.fbn(), SEEDED, progress=False).run(1))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-class Breaks:
-    """A loader, whose pass of a certain number ends in an error."""
-
-    def __init__(self, batches: list[tuple[Tensor, Tensor]], number: int) -> None:
-        self.batches, self.left = batches, number
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        self.left -= 1
-        for batch in self.batches:
-            yield batch
-            if not self.left:
-                raise OSError("the disk is gone")
-
-
-@pytest.mark.parametrize("breaks", [2, 0])  # 0: control
-def test_a_moon_round_that_raises_leaves_no_hook(breaks: int) -> None:
-    """The client's network is lent again, to rounds that are as if nothing had happened."""
-    torch.manual_seed(0)
-    batch = torch.randn(8, 4), torch.randint(0, 2, (8,))
-    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-    fed = Federation(net, methods.fixbn(), [Breaks([batch, batch], breaks)], objective=Moon(), progress=False)
-    with nullcontext() if not breaks else naming("disk", OSError):
-        list(fed.run(2))
-    network = fed._transport.clients.network
-    ((lent, _),) = network._back
-    assert [len(module._forward_pre_hooks) for module in lent.model.modules()] == [0] * 5
-    assert [record.aggregated for record in fed.run(2)] == [True, True]
-    ((again, _),) = network._back
-    assert again is lent
-    assert [len(module._forward_pre_hooks) for module in again.model.modules()] == [0] * 5
-
-
-@pytest.mark.parametrize(("fraction", "most"), [(0.1, 2), (1.0, 20)])
-def test_copies_of_a_measurement_of_all_clients_are_let_go(fraction: float, most: int) -> None:
-    """Layer by layer everyone has a copy at once; a round of training takes the cohort's at most."""
-    clients = [SeededBatches(*made(client, 8), 4) for client in range(20)]
-    deep = nn.Sequential(net(4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
-    fed = Federation(deep, methods.fbn(), clients, fraction=fraction, progress=False)
-    (record,) = fed.run(1)
-    assert record.aggregated
-    assert len(fed._transport.clients.network._back) == most
 
 
 def test_a_scheduler_that_nobody_steps_is_said(log: pytest.LogCaptureFixture) -> None:

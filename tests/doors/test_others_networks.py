@@ -165,25 +165,6 @@ def test_a_replaced_layer_keeps_its_hooks() -> None:
     assert not convert(model, methods.gn(groups=2))[1](torch.randn(8, 8)).any()
 
 
-class First(nn.Module):
-    """Its first parameter has another dtype than the others."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.scale, self.net = nn.Parameter(torch.ones((), dtype=dtype)), net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x.float()) * self.scale.float()  # type: ignore[no-any-return]
-
-
-@listed("dtype", [torch.float16, torch.float64])
-@listed("method", [methods.fbn(), methods.hbn(), methods.static_bn()])
-def test_moments_have_the_dtype_of_their_layer(method: Method, dtype: torch.dtype) -> None:
-    mixed, plain = federation(First(dtype), method), federation(First(torch.float32), method)
-    assert losses(mixed) == pytest.approx(losses(plain), rel=2e-3)
-    assert mixed.model.net[1].running_mean.abs().max() > 0
-
-
 class Forked(nn.Module):
     """In evaluation mode, another layer uses the output of the layer before BatchNorm, too."""
 
@@ -292,24 +273,6 @@ class Bank(nn.Module):
         return x
 
 
-class ActNorm(nn.Module):
-    """Takes scale and shift from the first batch, as in Glow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift, self.scale = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.ones(8))
-        self.register_buffer("initialized", torch.tensor(0, dtype=torch.uint8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        flag = self.get_buffer("initialized")
-        if self.training and not flag:
-            with torch.no_grad():
-                self.shift.copy_(-x.mean(0))
-                self.scale.copy_(1 / (x.std(0) + 1e-6))
-                flag.fill_(1)
-        return self.scale * (x + self.shift)
-
-
 def around(layer: nn.Module, **role: str) -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), layer, nn.Linear(8, 2))
     return set_buffer_roles(model, {f"2.{name}": value for name, value in role.items()})
@@ -346,15 +309,6 @@ def test_buffers_that_grow_are_named_at_the_client(method: str, dtype: torch.dty
     """Before, they ended the run after three rounds, or in torch's error when a network was loaded."""
     with naming("2.bank"):
         list(federation(around(Bank(dtype), **role), METHODS[method]()).run(2))
-
-
-@listed(("method", "role", "said"), [("fbn", {}, 1), ("fedavg", {"initialized": "kept"}, 0), ("fedbn", {}, 0)])
-def test_a_flag_that_every_round_starts_anew_is_named_once(
-    method: str, role: dict[str, str], said: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Before, nothing said that the layer is initialised again in each round."""
-    list(federation(around(ActNorm(), **role), METHODS[method]()).run(2))
-    assert caplog.text.count("2.initialized changed") == said
 
 
 # objectives

@@ -187,16 +187,6 @@ def test_the_run_ends_after_its_last_round() -> None:
         one_round(state)[0].instruction()
 
 
-def test_a_rate_of_0_moves_nothing() -> None:
-    state = server_state(rough_network("plain"), FBN, rounds=3, rate=lambda round, rounds: 0.1 if round < 3 else 0)
-    found = [state.shared.tensors()]
-    for _ in range(3):
-        state, _ = one_round(state)
-        found.append(state.shared.tensors())
-    assert apart(found[2:3], found[3:]) == 0
-    assert apart(found[1:2], found[2:3]) > 1e-6  # control
-
-
 def test_clients_need_numbers() -> None:
     """None of those that share a number counts: nobody can tell whose it is."""
     state = server_state(rough_network("plain"), FBN, rounds=1, clients=3)
@@ -307,18 +297,3 @@ def test_stray_objects_among_replies_cost_nothing_else() -> None:
     _, record = server_round(state, [one_reply(0), stray, None, one_reply(2, metrics={"acc": 1.0})])  # type: ignore[list-item]
     assert [client.client for client in record.accepted] == [0, 2]
     assert record.own_metrics == {"acc": 1.0}
-
-
-def test_lbfgs_trains() -> None:
-    model, asked = started()
-    with local_round(model, FBN, asked) as round:
-        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
-
-        def closure() -> Any:
-            optimizer.zero_grad()
-            loss = model(CLIENTS[0].x).square().mean()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-    assert round.reply(8)[0].steps == 1

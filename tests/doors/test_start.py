@@ -284,16 +284,3 @@ def test_the_application_evaluates_clients_that_have_trained(tmp_path: Path) -> 
     assert len(list((tmp_path / "saved" / "clients").glob("*"))) == 3  # all save what they have
     all_of_them = run(METHODS["fedbn"](), data(), 1, model=pretrained())
     assert set(all_of_them.records[0].client_evaluation) == {0, 1, 2}  # control
-
-
-def test_what_unseen_clients_get_is_the_average_of_clients_that_have_trained() -> None:
-    def told(fraction: float) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-        grid = WatchedGrid(client_app(METHODS["fedbn"](), data(), model=pretrained(), tells=True), 3)
-        ran = run(METHODS["fedbn"](), data(), 1, grid=grid, model=pretrained(), policy={"fraction": fraction, "unseen": True})
-        return ran.strategy.unseen, [grid_state(grid, c.client) for c in ran.records[0].clients]
-
-    average, (kept,) = told(0.34)
-    assert all(torch.equal(average[name], kept[name]) for name in ("2.weight", "2.running_mean"))
-    average, everyone = told(1.0)
-    assert len(everyone) == 3
-    assert not torch.equal(average["2.weight"], everyone[0]["2.weight"])  # control

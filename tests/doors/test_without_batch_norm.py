@@ -12,7 +12,7 @@ from fl_bn.flower import OwnAppStrategy
 from fl_bn.methods import METHODS, Method, Role
 from tests.conformance.cases import every_method
 from tests.doors.doors import ALL, DOORS, apart, through
-from tests.doors.inner import Samples, roles
+from tests.doors.inner import Samples
 from tests.doors.naming import naming
 from tests.listed import listed
 from tests.test_roles import InPlace
@@ -136,11 +136,3 @@ def test_a_registered_kind_is_batch_norm(method: str, log: pytest.LogCaptureFixt
         kinds._BY_TYPE.update(known)
     assert "BatchNorm layer" not in log.text
     assert "register" not in log.text
-
-
-def test_no_role_is_local_that_nobody_meant() -> None:
-    """What FedBN keeps is BatchNorm's: five entries of a layer."""
-    role = roles(mixed())
-    kept = {name for name, r in role.items() if METHODS["fedbn"]().keeps(r) or r in METHODS["fedbn"]().local}
-    assert kept == {f"2.{key}" for key in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
-    assert {name for name, r in role.items() if r is Role.OTHER_AFFINE} == OTHERS  # control

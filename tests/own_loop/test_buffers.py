@@ -14,7 +14,7 @@ from torch.ao import quantization
 from torch.nn.utils import parametrizations, prune, spectral_norm
 from torch.optim import SGD
 
-from fl_bn import Federation, client_model, convert, local_round, methods, server_round, server_state, set_buffer_roles
+from fl_bn import Federation, convert, local_round, methods, server_round, server_state, set_buffer_roles
 from fl_bn.methods import METHODS, Role
 from tests.conformance.cases import every_method
 from tests.doors.doors import DOORS, through, wide
@@ -207,18 +207,6 @@ def test_observers_start_with_infinite_extremes_and_are_averaged() -> None:
     assert torch.equal(fed.model[1].scale, scale)  # from the averaged extremes
     assert torch.equal(fed.model[1].zero_point, zero_point)
     assert not torch.equal(model[1].scale, scale)  # control: as it was before
-
-
-def test_a_client_has_the_zero_point_that_belongs_to_the_server_s_scale() -> None:
-    state = server_state(quantised(), FEDAVG, rounds=2)
-    with local_round(convert(quantised(), FEDAVG), FEDAVG, state.instruction()) as round:
-        optimizer = SGD(round.model.parameters(), 0.1)
-        round.model(CLIENTS[0].x - 0.5).square().mean().backward()
-        optimizer.step()
-    state, _ = server_round(state, [round.reply(8)[0]])
-    mine, server = client_model(quantised(), FEDAVG, state.instruction())[1], state.model[1]
-    assert (mine.scale, mine.zero_point) == (server.scale, server.zero_point)
-    assert mine.zero_point != quantised()[1].zero_point  # control: training moved it
 
 
 def with_parameter(value: Tensor) -> nn.Module:

@@ -11,7 +11,7 @@ from fl_bn import Federation, convert, methods, server_state, set_buffer_roles
 from fl_bn.methods import METHODS
 from tests.conformance.cases import every_method
 from tests.doors.doors import ALL, apart, through, wide
-from tests.doors.inner import Samples, Unconvertible, evaluate, inputs_like
+from tests.doors.inner import Unconvertible
 from tests.doors.naming import naming
 from tests.federation import random_samples
 from tests.listed import listed
@@ -44,16 +44,6 @@ def test_an_integer_parameter_changes_nothing(door: str, extra: Tensor) -> None:
     ours = through(ALL[door], First(extra), methods.fbn(), CLIENTS, size=64)
     assert "extra" not in ours[-1]
     assert apart(ours, through(ALL[door], First(), methods.fbn(), CLIENTS, size=64)) == 0
-
-
-def test_the_tensor_that_inputs_are_like() -> None:
-    assert inputs_like(nn.Sequential()).dtype == torch.float32
-    assert inputs_like(First(torch.ones(2, dtype=torch.complex64))).dtype == torch.float64
-    buffers = nn.Module()
-    buffers.register_buffer("ids", torch.arange(3))
-    buffers.register_buffer("scale", torch.ones(1, dtype=torch.float64))
-    assert inputs_like(buffers).dtype == torch.float64
-    assert evaluate(nn.Flatten(), Samples(torch.randn(4, 2), torch.zeros(4, dtype=torch.int64))).result()["loss"] > 0
 
 
 @listed(
