@@ -20,22 +20,11 @@ from torch.optim import SGD
 
 from fl_bn import Federation, SeededBatches, convert, local_round, server_round, server_state
 from fl_bn.copying import copied
-from fl_bn.exchange import local
-from fl_bn.exchange.call import Layer
-from fl_bn.exchange.local import LocalExchange, Turns
-from fl_bn.exchange.session import Session
-from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.federation.auxiliary import auxiliary
-from fl_bn.federation.defence import NO_DEFENCE, Defence
-from fl_bn.federation.local import Samples
-from fl_bn.federation.rounds import AS_METHOD
-from fl_bn.federation.server import Server
-from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.values import NOTHING, ClientState, Reply
+from fl_bn.exchange import Layer, LocalExchange, Session, Turns, admit, dismiss
 from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, replayed, training
 from fl_bn.methods import Method, Phase, StatisticsReport
 from fl_bn.objectives import PLAIN, Objective
-from fl_bn.roles import batch_norms
+from tests.doors.inner import AS_METHOD, NO_DEFENCE, Defence, ExchangeSettings, LocalTraining, Samples, auxiliary, batch_norms
 from tests.in_process import run
 from tests.noted import noted
 
@@ -139,17 +128,17 @@ def own_loop(
     loaders = [SeededBatches(client.x, client.y, size) for client in clients]
     state = server_state(model, method, rounds, clients=len(clients), defence=defence, objective=objective, rate=same_rate)
     found = Rounds()
-    kept: list[ClientState] = [NOTHING] * len(clients)
+    kept: dict[int, Any] = {}
     for number in range(1, rounds + 1):
         asked, tokens, session = state.instruction(), dict[int, str](), None
         if asked.phase is Phase.EXCHANGE:
             session = session_of(state, len(clients))
-            tokens = local.admit(session)
+            tokens = admit(session)
 
-        def client(i: int, asked: Any = asked, tokens: dict[int, str] = tokens) -> Reply:
+        def client(i: int, asked: Any = asked, tokens: dict[int, str] = tokens) -> Any:
             mine = convert(fresh() if fresh else model, method)
             connect = partial(LocalExchange, tokens[i]) if tokens else None
-            with local_round(mine, method, asked, kept[i], objective=objective, connect=connect) as round:
+            with local_round(mine, method, asked, *([kept[i]] if i in kept else []), objective=objective, connect=connect) as round:
                 if method.reports(asked.phase) is StatisticsReport.PASS:
                     round.measure(loaders[i])
                 batches = epoch(loaders[i], i, asked.round)
@@ -160,7 +149,7 @@ def own_loop(
 
         tasks = [partial(client, i) for i in range(len(clients))]
         replies = Turns(len(tasks)).run(tasks) if tokens else [task() for task in tasks]
-        local.dismiss(tokens)
+        dismiss(tokens)
         state, record = server_round(state, replies, session)
         assert record.aggregated
         assert record.round == number
@@ -173,7 +162,7 @@ def same_rate(round: int, rounds: int) -> float:
     return RATE
 
 
-def session_of(state: Server, clients: int) -> Session:
+def session_of(state: Any, clients: int) -> Session:
     layers = {name: Layer(layer.num_features, torch.float64) for name, layer in batch_norms(state.model).items()}
     return Session(range(clients), layers)
 

@@ -15,20 +15,17 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fl_bn import Federation, convert, local_round, methods, server_state
-from fl_bn.federation.centring import centred_weights
-from fl_bn.federation.client import LocalRound
-from fl_bn.methods import Method, Phase, freeze
+from fl_bn.methods import METHODS, Method, Phase, freeze
 from fl_bn.objectives import PLAIN, Objective, Scaffold
-from fl_bn.run.config import RunConfig
-from tests.doors.doors import ALL, Rounds, apart, through, wide
+from tests.doors.doors import ALL, RATE, Rounds, apart, through, wide
+from tests.doors.inner import RunConfig, centred_weights
+from tests.doors.naming import naming
 from tests.federation import random_samples
 from tests.methods.centralised import rough_network
-from tests.training.cohorts import STEPS, Cohort
 
 CLIENTS = wide([random_samples(n, brightness=i / 2, seed=i) for i, n in enumerate((8, 9, 7))])
-METHODS = {
-    "fbn": methods.fbn(),
-    "hbn": methods.hbn(),
+CENTRING = {
+    **{name: make() for name, make in METHODS.items() if make().centres(Phase.TRAIN)},
     "gn": replace(methods.gn(), centre=True),
     "fixbn, frozen": methods.fixbn(freeze_after=0),
 }
@@ -45,26 +42,21 @@ def moved(rounds: Rounds, names: Sequence[str]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(first, last, strict=True))
 
 
-@pytest.mark.parametrize("door", ALL)
-@pytest.mark.parametrize("name", METHODS)
+def in_one_program(net: nn.Module, method: Method, clients: Any, rounds: int, *_: Any) -> Rounds:
+    made = partial(torch.optim.SGD, lr=RATE)
+    loaders = [[(client.x, client.y)] for client in clients]
+    fed = Federation(net, method, loaders, optimizer=made, clip="none", engine="vectorised", progress=False)
+    return [copy.deepcopy(fed.model.state_dict()) for _ in fed.run(rounds)]
+
+
+@pytest.mark.parametrize("door", {**ALL, "one program": in_one_program})
+@pytest.mark.parametrize("name", CENTRING)
 def test_the_sum_over_the_inputs_stays_in_every_door(name: str, door: str) -> None:
-    method, net = METHODS[name], rough_network("plain")
-    names = centred_weights(net)
+    method, net = CENTRING[name], rough_network("plain")
+    train, names = {**ALL, "one program": in_one_program}[door], centred_weights(net)
     assert len(names) > 1
-    assert moved(through(ALL[door], net, method, CLIENTS, rounds=3), names) < STILL
-    assert moved(through(ALL[door], net, replace(method, centre=False), CLIENTS, rounds=3), names) > MOVES
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_the_sum_stays_in_one_program_too(name: str) -> None:
-    phase = Phase.FROZEN if name == "fixbn, frozen" else Phase.TRAIN
-    cohort = Cohort(METHODS[name], settings=replace(STEPS, weight_decay=0.0), phase=phase)
-    names = centred_weights(cohort.network())
-    for one, centred in ((cohort, True), (replace(cohort, method=replace(METHODS[name], centre=False)), False)):
-        start = sums(convert(cohort.network(), one.method).state_dict(), names)
-        for reply, _ in one.together():
-            apart = max(float((a - b).abs().max()) for a, b in zip(sums(reply.sections["weights"], names), start, strict=True))
-            assert apart < STILL if centred else apart > MOVES
+    assert moved(through(train, net, method, CLIENTS, rounds=3), names) < STILL
+    assert moved(through(train, net, replace(method, centre=False), CLIENTS, rounds=3), names) > MOVES
 
 
 def test_a_gradient_is_that_of_plain_torch_without_its_mean() -> None:
@@ -91,7 +83,7 @@ def test_a_gradient_is_that_of_plain_torch_without_its_mean() -> None:
     assert all(float(p.grad.flatten(1).mean(1).abs().max()) > MOVES for n, p in model.named_parameters() if n in centred_weights(net))
 
 
-def functionally(round: LocalRound, how: str) -> None:
+def functionally(round: Any, how: str) -> None:
     """Write gradients that autograd did not make for the parameters to ``p.grad``, and step along them."""
     model, x, y = round.model, CLIENTS[0].x, CLIENTS[0].y
     own = dict(model.named_parameters())
@@ -127,13 +119,12 @@ def functionally(round: LocalRound, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["grad", "of the parameters themselves", "of single samples", "vjp", "of copies"])
-@pytest.mark.parametrize("name", ["fbn", "fixbn, frozen"])
-def test_gradients_of_torch_func_are_centred_before_the_step(name: str, how: str) -> None:
+def test_gradients_of_torch_func_are_centred_before_the_step(how: str) -> None:
     """The step is that of plain autograd; and without centring it is plain PyTorch's (control)."""
     net, ends = rough_network("plain"), {}
     names = centred_weights(net)
     for centre in (True, False):
-        method = METHODS[name] if centre else replace(METHODS[name], centre=False)
+        method = replace(methods.fbn(), centre=centre)
         asked = server_state(net, method, rounds=3, clients=3).instruction()
         for loop in ("plain", how):
             model = convert(net, method)
@@ -159,25 +150,21 @@ def test_a_step_by_hand_along_a_gradient_of_torch_func_is_refused() -> None:
         with local_round(convert(net, method), method, server_state(net, method, rounds=3).instruction()) as round:
             functionally(round, "by hand")
 
-    with pytest.raises(ValueError, match=r"fbn centres gradients .* 0\.weight moved along another gradient .*centre=False"):
-        loop(METHODS["fbn"])
-    loop(replace(METHODS["fbn"], centre=False))  # controls
-    loop(methods.fedavg())
+    with naming("0.weight"):
+        loop(methods.fbn())
+    loop(replace(methods.fbn(), centre=False))  # control
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("name", METHODS)
-def test_a_layer_that_the_loop_lets_learn_is_centred_too(name: str, by_hand: bool) -> None:
+def test_a_layer_that_the_loop_lets_learn_is_centred_too(by_hand: bool) -> None:
     net = rough_network("plain")
     (layer, *_) = (weight.removesuffix(".weight") for weight in centred_weights(net))
     net.get_submodule(layer).requires_grad_(False)
     start = net.get_submodule(layer).weight
     for centre in (True, False):
-        method = replace(METHODS[name], centre=centre)
+        method = replace(methods.fbn(), centre=centre)
         model = convert(net, method)
         with local_round(model, method, server_state(net, method, rounds=3).instruction()) as round:
-            if name == "hbn":
-                round.measure([(CLIENTS[0].x, CLIENTS[0].y)])
             optimizer = torch.optim.SGD(model.get_submodule(layer).parameters(), lr=0.1)
             model.get_submodule(layer).requires_grad_(True)
             F.cross_entropy(model(CLIENTS[0].x), CLIENTS[0].y).backward()
@@ -188,7 +175,6 @@ def test_a_layer_that_the_loop_lets_learn_is_centred_too(name: str, by_hand: boo
                 round.step_done()
             else:
                 optimizer.step()
-        assert round.steps == 1
         end = model.get_submodule(layer).weight
         assert not torch.equal(start, end)
         moves = float((end - start).detach().flatten(1).sum(1).abs().max())
@@ -196,39 +182,28 @@ def test_a_layer_that_the_loop_lets_learn_is_centred_too(name: str, by_hand: boo
 
 
 def test_heads_small_and_derived_weights_are_left() -> None:
-    tied = nn.Linear(8, 8)
-    net = nn.Sequential(
-        nn.Linear(7, 8),
-        nn.BatchNorm1d(8),
-        tied,
-        nn.BatchNorm1d(8),
-        tied,
-        nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
-        nn.Linear(8, 2),
-    )
+    tied, norms = nn.Linear(8, 8), [nn.BatchNorm1d(8), nn.BatchNorm1d(8)]
+    derived = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    net = nn.Sequential(nn.Linear(7, 8), norms[0], tied, norms[1], tied, derived, nn.Linear(8, 2))
     assert centred_weights(net) == ["2.weight"]
-    assert centred_weights(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 2, 3))) == [
-        "1.weight",
-        "2.weight",
-    ]
+    convolutions = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 2, 3))
+    assert centred_weights(convolutions) == ["1.weight", "2.weight"]
 
 
-def test_the_papers_constants_leave_gradients_as_they_are() -> None:
-    assert all(method.centres(Phase.TRAIN) for method in (methods.fbn(), methods.hbn()))
-    assert not any(method.centres(Phase.FROZEN) for method in (methods.fbn(momentum=0.1), methods.hbn(lam=0.1)))
-
-
-@pytest.mark.parametrize("method", [methods.fixbn(), methods.fedtan2(), freeze(methods.silobn(), 1)], ids=lambda method: method.name)
-def test_gradients_are_centred_while_statistics_are_frozen_and_only_then(method: Method) -> None:
-    assert [method.centres(phase) for phase in (Phase.TRAIN, Phase.EXCHANGE, Phase.MEASURE, Phase.FROZEN)] == [False, False, False, True]
-    assert not replace(method, centre=False).centres(Phase.FROZEN)
+def test_gradients_are_centred_in_frozen_rounds_and_where_the_method_bounds_its_path() -> None:
+    for name, make in METHODS.items():
+        method = make() if make().layer or make().exchanges or make().name == "fixbn" else freeze(make(), 1)
+        always = method.pools
+        assert [method.centres(phase) for phase in (Phase.TRAIN, Phase.EXCHANGE, Phase.MEASURE)] == [always] * 3, name
+        assert method.centres(Phase.FROZEN) == (always or method.freezes_statistics(Phase.FROZEN))
+        assert not replace(method, centre=False).centres(Phase.FROZEN)
     assert not methods.fixbn(freeze_what="affine").centres(Phase.FROZEN)
+    assert not any(method.centres(Phase.FROZEN) for method in (methods.fbn(momentum=0.1), methods.hbn(lam=0.1)))  # the papers' constants
 
 
-@pytest.mark.parametrize("door", ALL)
-def test_the_sum_moves_until_the_freeze_and_stays_afterwards(door: str) -> None:
+def test_the_sum_moves_until_the_freeze_and_stays_afterwards() -> None:
     net = rough_network("plain")
-    states = through(ALL[door], net, methods.fixbn(freeze_after=2), CLIENTS, rounds=4)
+    states = through(ALL["federation"], net, methods.fixbn(freeze_after=2), CLIENTS, rounds=4)
     names = centred_weights(net)
     assert moved(states[:2], names) > MOVES
     assert moved(states[2:], names) < STILL
@@ -242,10 +217,6 @@ def test_the_application_has_a_key_for_every_method() -> None:
         assert centres("fbn", wanted, Phase.TRAIN) is centre
         assert centres("fixbn", wanted, Phase.FROZEN) is centre
         assert centres("fixbn", wanted, Phase.TRAIN) is centres("gn", wanted, Phase.TRAIN) is (wanted == "always")
-    scales = [
-        RunConfig.from_mapping({"method": "fbn", **keys}).build_method().scale for keys in ({}, {"clip": "none"}, {"fbn-momentum": 0.1})
-    ]
-    assert scales == [0.3, 1.0, 1.0]
 
 
 class Decaying(torch.optim.SGD):
@@ -282,17 +253,3 @@ def test_a_weight_that_a_batch_does_not_reach_may_move(objective: Objective) -> 
         Branching(), methods.fbn(), [batches] * 2, optimizer=partial(made, lr=0.05), objective=objective, progress=False, workers=1
     )
     assert [record.aggregated for record in federation.run(2)] == [True, True]
-
-
-def test_so_may_it_in_a_loop_without_an_optimiser() -> None:
-    method, x, y = methods.fbn(), torch.randn(8, 16), torch.randint(0, 3, (8,))
-    with local_round(convert(Branching(), method), method, server_state(Branching(), method, 2).instruction()) as round:
-        for _ in range(3):
-            round.model.zero_grad(set_to_none=False)
-            F.cross_entropy(round.model(x), y).backward()
-            with torch.no_grad():
-                for parameter in round.parameters.values():
-                    if parameter.grad is not None:
-                        parameter.mul_(0.999).sub_(0.1 * parameter.grad)
-            round.step_done()
-    assert round.steps == 3

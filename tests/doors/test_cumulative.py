@@ -13,13 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_bn import Federation, convert, local_round, methods, server_round, server_state
-from fl_bn.federation.local import Samples
-from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.shared_model import median_steps
-from fl_bn.methods import METHODS, Method
-from fl_bn.roles import Role, roles
-from fl_bn.secure.settings import SecureAggregation
+from fl_bn.methods import METHODS, Method, Role
+from tests.doors.inner import LocalTraining, Samples, SecureAggregation, roles
 from tests.in_process import run
+from tests.listed import listed
 from tests.loops.loops import DOORS, RATE
 
 ROUNDS, SIZE = 3, 4
@@ -71,20 +68,6 @@ def loop(round: Any, x: Tensor, y: Tensor) -> None:
     train(round.model, x, y)
 
 
-def with_one_network(method: Method = FEDAVG) -> list[Tensors]:
-    """A client that converts its network once, for all rounds."""
-    state, found, models = server_state(net(), method, ROUNDS, clients=2), [], [convert(net(), method) for _ in range(2)]
-    for _ in range(ROUNDS):
-        replies = []
-        for client, (x, y) in enumerate(clients()):
-            with local_round(models[client], method, state.instruction()) as round:
-                train(round.model, x, y)
-            replies.append(round.reply(8, client=client)[0])
-        state, _ = server_round(state, replies)
-        found.append(state.shared.tensors())
-    return found
-
-
 def federation(method: Method = FEDAVG, momentum: float | None = None) -> Federation:
     batches = [list(zip(x.split(SIZE), y.split(SIZE), strict=True)) for x, y in clients()]
     made = partial(torch.optim.SGD, lr=RATE)
@@ -99,10 +82,10 @@ def in_a_federation() -> list[Tensors]:
 def door(name: str) -> list[Tensors]:
     if name in DOORS:
         return DOORS[name](net(), FEDAVG, clients(), loop, ROUNDS)
-    return in_a_federation() if name == "federation" else with_one_network()
+    return in_a_federation()
 
 
-@pytest.mark.parametrize("name", [*DOORS, "one network", "federation"])
+@pytest.mark.parametrize("name", [*DOORS, "federation"])
 def test_the_average_goes_on_as_in_plain_pytorch(name: str) -> None:
     found = door(name)
     assert apart(found, plainly()) < CLOSE
@@ -123,7 +106,7 @@ def test_a_checkpoint_has_the_count(tmp_path: Any) -> None:
     assert int(second.model.state_dict()["1.num_batches_tracked"]) == 6
 
 
-@pytest.mark.parametrize("name", ["fedbn", "silobn", "single"])
+@listed("name", [name for name, make in METHODS.items() if make().personal])
 def test_where_statistics_stay_at_home_the_count_does_too(name: str) -> None:
     method = METHODS[name]()
     assert roles(convert(net(), method))["1.num_batches_tracked"] is Role.BATCHES
@@ -131,17 +114,9 @@ def test_where_statistics_stay_at_home_the_count_does_too(name: str) -> None:
     list(made.run(ROUNDS))
     assert "1.num_batches_tracked" not in made.server.shared.tensors()
     assert [int(made.client_model(client).state_dict()["1.num_batches_tracked"]) for client in range(2)] == [6, 6]
-
-
-def test_of_other_layers_the_count_does_not_travel() -> None:
-    made = federation(momentum=0.1)
-    list(made.run(1))
-    assert "1.num_batches_tracked" not in made.server.shared.tensors()
-
-
-@pytest.mark.parametrize(("steps", "counted"), [([2, 4], 2), ([1, 2, 2], 2), ([0], 1), ([10, 10, 0], 10), ([3, 3, 2**53], 3)])
-def test_clients_of_other_numbers_of_steps_count_as_their_median(steps: list[int], counted: int) -> None:
-    assert median_steps(steps) == counted
+    others = federation(method, momentum=0.1)
+    list(others.run(1))
+    assert "1.num_batches_tracked" not in others.server.shared.tensors()
 
 
 def test_one_client_s_claim_does_not_freeze_the_average() -> None:
@@ -159,10 +134,6 @@ def test_one_client_s_claim_does_not_freeze_the_average() -> None:
 
 def test_a_secure_round_counts_as_one_in_the_clear() -> None:
     samples = [Samples(x.float(), y) for x, y in clients()] * 2
-    counts = []
-    for secure in (None, SecureAggregation()):
-        settings = LocalTraining(steps=5, batch_size=SIZE)
-        options = {"settings": settings, "model": net().float(), "secure": secure}
-        ran = run(FEDAVG, samples, 2, **options)
-        counts.append(int(ran.strategy.shared.tensors()["1.num_batches_tracked"]))
-    assert counts == [10, 10]
+    options = {"settings": LocalTraining(steps=5, batch_size=SIZE), "model": net().float()}
+    ends = [run(FEDAVG, samples, 2, secure=secure, **options).strategy.shared.tensors() for secure in (None, SecureAggregation())]
+    assert [int(end["1.num_batches_tracked"]) for end in ends] == [10, 10]

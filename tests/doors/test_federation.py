@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim import SGD, AdamW, SparseAdam
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from fl_bn import Callback, Federation, Regression, SeededBatches, Task, methods
-from fl_bn.federation.callbacks import Running
-from fl_bn.federation.defence import Defence
-from fl_bn.federation.federation import Diverged
-from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
-from fl_bn.federation.record import RoundRecord
-from fl_bn.objectives import Moon, Scaffold
-from tests.doors.doors import ALL, DOORS, apart, through, wide
-from tests.federation import random_samples
-from tests.methods.centralised import rough_network
+from fl_bn import Callback, Federation, SeededBatches, Task, methods
+from fl_bn.methods import Refresh
+from tests.conformance.cases import every_method
+from tests.doors.doors import apart
+from tests.doors.inner import Diverged, server_optimizer
+from tests.listed import listed
 
 
 def net(outputs: int = 3) -> nn.Sequential:
@@ -70,17 +66,21 @@ class TwoInputs(nn.Module):
         return {"logits": logits, "features": left} if self.shape is dict else (logits, left)
 
 
-@pytest.mark.parametrize("shape", [dict, tuple])
-@pytest.mark.parametrize("method", ["fixbn", "hbn", "fbn", "fedtan", "fedbn"])
-def test_loaders_of_dicts_and_networks_of_several_outputs(method: str, shape: type) -> None:
+@every_method
+def test_loaders_of_dicts_and_networks_of_several_outputs(method_name: str) -> None:
+    if method_name in ("in", "fedwon"):  # which take no network of linear layers
+        return
     loaders = [DataLoader(Dicts(*client), batch_size=16, shuffle=True) for client in CLIENTS]
-    fed = Federation(TwoInputs(shape), methods.METHODS[method](), loaders, test=DataLoader(Dicts(*TEST[0]), batch_size=64), progress=False)
-    records = list(fed.run(4))
-    assert records[-1].evaluation["loss"] < records[0].evaluation["loss"]
-    assert all(record.aggregated for record in records)
+    test = DataLoader(Dicts(*TEST[0]), batch_size=64)
+    for shape in (dict, tuple):
+        fed = Federation(TwoInputs(shape), methods.METHODS[method_name](), loaders, test=test, progress=False)
+        first, second = fed.run(2)
+        assert first.aggregated
+        assert second.aggregated
+        assert second.evaluation["loss"] != first.evaluation["loss"]
 
 
-@pytest.mark.parametrize("batches", [LOADERS, [[client] for client in CLIENTS], SEEDED], ids=["loader", "list", "seeded"])
+@listed("batches", [LOADERS, [[client] for client in CLIENTS], SEEDED], ids=["loader", "list", "seeded"])
 def test_adamw_with_a_scheduler(batches: list) -> None:
     fed = Federation(
         net(),
@@ -114,18 +114,14 @@ class Grades(Task):
         return {"mae": float(sums["error"] / sums["samples"])}
 
 
-@pytest.mark.parametrize("task", [Grades(), Regression()])
-def test_a_task_of_one_s_own(task: Task) -> None:
-    loaders, test = LOADERS, TEST
-    if isinstance(task, Regression):
-        loaders, test = [[(x, x[:, :1])] for x, _ in CLIENTS], [(TEST[0][0], TEST[0][0][:, :1])]
-    fed = Federation(net(1), methods.fbn(), loaders, task=task, test=test, optimizer=partial(SGD, lr=0.01), progress=False)
+def test_a_task_of_one_s_own() -> None:
+    fed = Federation(net(1), methods.fbn(), LOADERS, task=Grades(), test=TEST, optimizer=partial(SGD, lr=0.01), progress=False)
     first, *_, last = fed.run(10)
     assert last.evaluation["loss"] < first.evaluation["loss"]
-    assert task.metric in last.evaluation
+    assert "mae" in last.evaluation
 
 
-@pytest.mark.parametrize(("terminal", "wanted"), [(True, True), (False, True), (True, False)])
+@listed(("terminal", "wanted"), [(True, True), (False, True), (True, False)])
 def test_a_progress_bar_on_a_terminal_alone(terminal: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     said = io.StringIO()
     monkeypatch.setattr(said, "isatty", lambda: terminal)
@@ -151,21 +147,22 @@ class Ends(Callback):
     def __init__(self, by: str) -> None:
         self.by, self.evaluated = by, dict[int, dict[str, Tensor]]()
 
-    def on_start(self, running: Running) -> None:
+    def on_start(self, running: Any) -> None:
         self.running = running
 
-    def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
+    def on_evaluation(self, record: Any, rounds: int) -> None:
         self.evaluated[record.round] = dict(self.running.arrays())
 
-    def on_round(self, record: RoundRecord, rounds: int) -> None:
+    def on_round(self, record: Any, rounds: int) -> None:
         if record.round == 5 and self.by == "stop":
             self.running.stop("time is up")
         if record.round == 5 and self.by == "error":
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("by", ["stop", "error", "break", "a look"])
-@pytest.mark.parametrize("name", ["static-bn", "hbn", "fbn", "fixbn"])
+@pytest.mark.parametrize(
+    ("name", "by"), [("hbn", "stop"), ("hbn", "error"), ("hbn", "break"), ("hbn", "a look"), ("static-bn", "stop"), ("fbn", "stop")]
+)
 def test_the_model_is_one_that_was_evaluated_where_statistics_are_measured(name: str, by: str, log: pytest.LogCaptureFixture) -> None:
     """Else static BN's would have mean 0 and variance 1, and HBN's the statistics of another exchange."""
     notes, method = Ends(by), methods.METHODS[name]()
@@ -177,26 +174,16 @@ def test_the_model_is_one_that_was_evaluated_where_statistics_are_measured(name:
                 break
     if by == "break":
         going.close()  # type: ignore[attr-defined]
-    found, measures = fed.model.state_dict(), name in ("static-bn", "hbn")
+    found, measures = fed.model.state_dict(), method.refresh is not Refresh.NOTHING
     same = [key for key, tensor in notes.evaluated[4].items() if "tracked" not in key and torch.equal(found[key], tensor)]
     assert (len(same) > 4) == measures  # control: the others' weights are those of round 5
     assert not torch.equal(found["1.running_mean"], torch.zeros(16))
     last = fed.history[3].evaluation["loss"]
     assert (fed.evaluate()["loss"] == pytest.approx(last, abs=1e-6)) == measures
-    said = f"the run ends after round 5, but its model is that of round 4, the last evaluation: {name} measures statistics"
-    assert (said in log.text) == (measures and by != "a look")
+    assert ("its model is that of round 4" in log.text) == (measures and by != "a look")
 
 
-@pytest.mark.parametrize("name", ["static-bn", "hbn"])
-def test_without_an_evaluation_it_is_the_one_before_round_1(name: str, log: pytest.LogCaptureFixture) -> None:
-    notes = Ends("stop")
-    fed = Federation(net(), methods.METHODS[name](), SEEDED, test=TEST, evaluate_every=6, callbacks=[notes], progress=False)
-    list(fed.run(8))
-    assert torch.equal(fed.model.state_dict()["3.weight"], net().state_dict()["3.weight"])
-    assert "the run ends after round 5, but its model is that before round 1, since no round was evaluated" in log.text
-
-
-@pytest.mark.parametrize("name", ["static-bn", "hbn", "fbn"])
+@pytest.mark.parametrize("name", ["hbn", "fbn"])
 def test_a_resumed_run_has_the_model_of_the_last_evaluation(name: str, tmp_path: Path) -> None:
     def made(by: str) -> Federation:
         return Federation(net(), methods.METHODS[name](), SEEDED, test=TEST, evaluate_every=2, callbacks=[Ends(by)], progress=False)
@@ -212,43 +199,9 @@ def test_a_resumed_run_has_the_model_of_the_last_evaluation(name: str, tmp_path:
     assert apart([dict(resumed.model.state_dict())], [dict(whole.model.state_dict())]) == 0
 
 
-@pytest.mark.parametrize("method", ["fixbn", "fbn", "hbn", "fedtan"])
-def test_what_is_saved_loads_into_the_unconverted_network(method: str, tmp_path: Path) -> None:
-    fed = Federation(net(), methods.METHODS[method](), SEEDED, test=TEST, progress=False)
-    list(fed.run(4))
-    fed.save(tmp_path / "model.safetensors")
-    plain = net()
-    plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    state = fed.model.state_dict()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in load_file(tmp_path / "model.safetensors").items() if name in state)
-    assert state.keys() - load_file(tmp_path / "model.safetensors").keys() <= {"1.mixing_logit"}
-    if method != "hbn":  # whose own layers mix
-        x, _ = TEST[0]
-        assert torch.allclose(plain.eval()(x), fed.model(x), atol=1e-6)
-
-
-def test_fedbn_s_clients_have_networks_of_their_own() -> None:
-    fed = Federation(net(), methods.fedbn(), SEEDED, test=TEST, progress=False)
-    list(fed.run(2))
-    first, second = (fed.client_model(client).state_dict() for client in range(2))
-    assert torch.equal(first["0.weight"], second["0.weight"])
-    assert not torch.equal(first["1.running_mean"], second["1.running_mean"])
-
-
-def test_a_client_starts_with_layers_of_its_own_not_with_its_neighbour_s() -> None:
-    """FedBN, round 1: client 1 alone, and client 1 after client 0, train the same."""
-    both = Federation(net(), methods.fedbn(), SEEDED, progress=False)
-    other = Federation(net(), methods.fedbn(), [SeededBatches(*made(7), 16), SEEDED[1]], progress=False)
-    list(both.run(1)), list(other.run(1))
-    ours, theirs = both.client_model(1).state_dict(), other.client_model(1).state_dict()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours if name.startswith("1."))
-    assert not torch.equal(both.client_model(0).state_dict()["1.running_mean"], other.client_model(0).state_dict()["1.running_mean"])
-
-
-@pytest.mark.parametrize("method", ["fixbn", "fbn"])
-def test_a_federation_that_diverges_says_why(method: str) -> None:
-    fed = Federation(net(), methods.METHODS[method](), SEEDED, optimizer=partial(SGD, lr=1e30), clip="none", progress=False)
-    with pytest.raises(Diverged, match=r"3 rounds in a row .* The first reason: \w"):
+def test_a_federation_that_diverges_says_why() -> None:
+    fed = Federation(net(), methods.fixbn(), SEEDED, optimizer=partial(SGD, lr=1e30), clip="none", progress=False)
+    with pytest.raises(Diverged, match="3 rounds"):
         list(fed.run(10))
     assert [record.aggregated for record in fed.history[-3:]] == [False] * 3
     assert len(fed.history) < 10
@@ -267,30 +220,7 @@ def test_seeded_batches_repeat_bit_for_bit() -> None:
     assert not torch.equal(ends[0]["0.weight"], ends[2]["0.weight"])
 
 
-@pytest.mark.parametrize("method", ["fixbn", "fedbn", "fbn", "fedtan", "gn"])
-def test_the_same_bits_as_the_application(method: str) -> None:
-    """The same batches, settings and seed. HBN's pass sums its batches in another order, so it is equal to rounding alone (test_parity)."""
-    clients = wide([random_samples(n, seed=i) for i, n in enumerate((8, 13, 7))])
-    model, method_here = rough_network("cnn"), methods.METHODS[method]()
-    want = through(ALL["application"], model, method_here, clients, 3)
-    assert apart(through(DOORS["federation"], model, method_here, clients, 3), want) == 0
-
-
-def test_server_optimizer_and_defence_are_used() -> None:
-    ends = {}
-    for name, options in {
-        "plain": {},
-        "adam": {"server_optimizer": server_optimizer("fedadam", learning_rate=0.01)},
-        "median": {"defence": Defence(1, "median", "median")},
-    }.items():
-        fed = Federation(net(), methods.fbn(), SEEDED, progress=False, **options)
-        list(fed.run(2))
-        ends[name] = fed.model.state_dict()["0.weight"]
-    assert not torch.equal(ends["plain"], ends["adam"])
-    assert not torch.equal(ends["plain"], ends["median"])
-
-
-def of_two_runs(optimizer: ServerOptimizer, width: int = 16) -> list[Tensor]:
+def of_two_runs(optimizer: Any, width: int = 16) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3))
     fed, ends = Federation(model, methods.fbn(), SEEDED, progress=False, server_optimizer=optimizer), []
@@ -300,7 +230,7 @@ def of_two_runs(optimizer: ServerOptimizer, width: int = 16) -> list[Tensor]:
     return ends
 
 
-@pytest.mark.parametrize("name", ["fedavgm", "fedadam", "fedacg"])
+@listed("name", ["fedavgm", "fedadam", "fedacg"])
 def test_a_server_optimizer_for_two_federations_has_a_memory_for_each(name: str) -> None:
     one = server_optimizer(name)
     first, again, fresh = of_two_runs(one), of_two_runs(one), of_two_runs(server_optimizer(name))
@@ -310,17 +240,6 @@ def test_a_server_optimizer_for_two_federations_has_a_memory_for_each(name: str)
     assert not torch.equal(first[1], forgetting[1])  # control: within a federation it has a memory
 
 
-def test_what_does_not_go_together_is_refused_at_once() -> None:
-    with pytest.raises(ValueError, match="take another objective"):
-        Federation(net(), methods.fedtan(), SEEDED, objective=Scaffold())
-    with pytest.raises(ValueError, match="no robust rule guards them"):
-        Federation(net(), methods.fbn(), SEEDED, objective=Scaffold(), defence=Defence(1, "median", "median"))
-    with pytest.raises(ValueError, match="means of the gradients of plain SGD.*: take torch.optim.SGD without momentum"):
-        Federation(net(), methods.fbn(), SEEDED, objective=Scaffold(), optimizer=partial(AdamW, lr=0.1))
-    with pytest.raises(ValueError, match="a federation needs at least 1 client"):
-        Federation(net(), methods.fbn(), [])
-
-
 def test_the_network_given_is_not_changed() -> None:
     model = net()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -328,44 +247,39 @@ def test_the_network_given_is_not_changed() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-class Breaks:
-    """A loader, whose pass of a certain number ends in an error."""
+def test_a_scheduler_that_nobody_steps_is_said(log: pytest.LogCaptureFixture) -> None:
+    def both(parameters: Any) -> SGD:
+        optimizer = SGD(parameters, lr=0.1)
+        StepLR(optimizer, step_size=1)
+        return optimizer
 
-    def __init__(self, batches: list[tuple[Tensor, Tensor]], number: int) -> None:
-        self.batches, self.left = batches, number
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        self.left -= 1
-        for batch in self.batches:
-            yield batch
-            if not self.left:
-                raise OSError("the disk is gone")
+    Federation(net(), methods.fedavg(), SEEDED, optimizer=partial(SGD, lr=0.1), scheduler=partial(StepLR, step_size=1), progress=False)
+    assert "scheduler" not in log.text  # control
+    Federation(net(), methods.fedavg(), SEEDED, optimizer=both, progress=False)
+    assert "scheduler=" in log.text
 
 
-@pytest.mark.parametrize("breaks", [2, 0])  # 0: control
-def test_a_moon_round_that_raises_leaves_no_hook(breaks: int) -> None:
-    """The client's network is lent again, to rounds that are as if nothing had happened."""
-    torch.manual_seed(0)
-    batch = torch.randn(8, 4), torch.randint(0, 2, (8,))
-    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-    fed = Federation(net, methods.fixbn(), [Breaks([batch, batch], breaks)], objective=Moon(), progress=False)
-    with nullcontext() if not breaks else pytest.raises(OSError, match="the disk is gone"):
-        list(fed.run(2))
-    network = fed._transport.clients.network
-    ((lent, _),) = network._back
-    assert [len(module._forward_pre_hooks) for module in lent.model.modules()] == [0] * 5
-    assert [record.aggregated for record in fed.run(2)] == [True, True]
-    ((again, _),) = network._back
-    assert again is lent
-    assert [len(module._forward_pre_hooks) for module in again.model.modules()] == [0] * 5
+def test_callbacks_from_a_generator_are_called() -> None:
+    seen: list[int] = []
+
+    class Seen(Callback):
+        def on_round(self, record: Any, rounds: int) -> None:
+            seen.append(record.round)
+
+    list(Federation(net(), methods.fedavg(), SEEDED, callbacks=(Seen() for _ in range(2)), progress=False).run(2))
+    assert seen == [1, 1, 2, 2]
 
 
-@pytest.mark.parametrize(("fraction", "most"), [(0.1, 2), (1.0, 20)])
-def test_copies_of_a_measurement_of_all_clients_are_let_go(fraction: float, most: int) -> None:
-    """Layer by layer everyone has a copy at once; a round of training takes the cohort's at most."""
-    clients = [SeededBatches(*made(client, 8), 4) for client in range(20)]
-    deep = nn.Sequential(net(4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
-    fed = Federation(deep, methods.fbn(), clients, fraction=fraction, progress=False)
-    (record,) = fed.run(1)
-    assert record.aggregated
-    assert len(fed._transport.clients.network._back) == most
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.EmbeddingBag(20, 2, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.words(x)
+        return out
+
+
+def test_sparse_adam_trains_a_network_of_sparse_gradients() -> None:
+    batch = torch.randint(0, 20, (8, 3)), torch.randint(0, 2, (8,))
+    assert next(Federation(Sparse(), methods.fedavg(), [[batch]], optimizer=SparseAdam, progress=False).run(1)).aggregated

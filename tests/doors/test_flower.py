@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.federation.defence import Defence
-from fl_bn.flower import FBN, FedBN, FixBN, InProcessGrid, OwnAppStrategy, RunFailed, answer, replayed, training
+from fl_bn.flower import FBN, HBN, FedBN, FixBN, InProcessGrid, OwnAppStrategy, RunFailed, answer, replayed, training
 from fl_bn.methods import METHODS, Method
 from fl_bn.objectives import Scaffold
 from tests.doors.doors import apart
+from tests.doors.inner import Defence, ExchangeSettings
+from tests.listed import listed
 from tests.noted import noted
 
 SIZES = (24, 40, 32)
@@ -75,39 +75,42 @@ def test_fedtan_by_replay_draws_the_same_batches_each_time() -> None:
     assert not torch.equal(first["0.weight"], second["0.weight"])
 
 
-def test_replay_without_its_mod_says_which_line_is_missing(caplog: pytest.LogCaptureFixture) -> None:
+def replayed_without_its_mod() -> tuple[ClientApp, OwnAppStrategy]:
     method = METHODS["fedtan"]()
-    strategy = OwnAppStrategy(make_net(), method, fraction_evaluate=0, exchange=ExchangeSettings("replay"))
+    return my_app(method), OwnAppStrategy(make_net(), method, fraction_evaluate=0, exchange=ExchangeSettings("replay"))
+
+
+FAILED: dict[str, tuple[Callable[[], tuple[ClientApp, OwnAppStrategy]], str]] = {
+    "a line is missing": (replayed_without_its_mod, "mods=[fl_bn.flower.replayed]"),
+    "batches are missing": (lambda: (my_app(METHODS["hbn"](), give=False), HBN(make_net(), fraction_evaluate=0)), "batches="),
+    "one side has an objective": (
+        lambda: (my_app(METHODS["fixbn"](), objective=Scaffold()), FixBN(make_net(), fraction_evaluate=0)),
+        "control",
+    ),
+}
+
+
+@listed("make, key", [pytest.param(*case, id=name) for name, case in FAILED.items()])
+def test_an_app_that_lacks_something_fails_by_its_name(make: Any, key: str, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(RunFailed):
-        trained(my_app(method), strategy)
-    assert "write @app.train(mods=[fl_bn.flower.replayed]) in client_app.py" in caplog.text
+        trained(*make())
+    assert key in caplog.text
 
 
-def test_hbn_without_its_batches_says_what_to_give(caplog: pytest.LogCaptureFixture) -> None:
-    method = METHODS["hbn"]()
-    with pytest.raises(RunFailed):
-        trained(my_app(method, give=False), OwnAppStrategy(make_net(), method, fraction_evaluate=0))
-    assert "call training(..., batches=trainloader)" in caplog.text
-
-
-def test_scaffold_must_be_named_on_both_sides(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(RunFailed):
-        trained(my_app(METHODS["fixbn"](), objective=Scaffold()), FixBN(make_net(), fraction_evaluate=0))
-    assert "control" in caplog.text
-
-
-@pytest.mark.parametrize(("make", "options"), [(FixBN, {"freeze_after": 3}), (FBN, {"tracking": 0.5}), (FedBN, {"min_train_nodes": 1})])
-def test_a_strategy_takes_its_method_s_options(make: Callable[..., OwnAppStrategy], options: dict[str, Any]) -> None:
+@listed(
+    "make, options, wrong",
+    [
+        (FixBN, {"freeze_after": 3}, {"arrayrecord_key": "model"}),
+        (FBN, {"tracking": 0.5}, {"objective": Scaffold(), "defence": Defence(1, "median", "median")}),
+        (FedBN, {"min_train_nodes": 1}, {"min_fit_clients": 2}),
+    ],
+)
+def test_a_strategy_takes_its_method_s_options_and_none_that_would_be_ignored(
+    make: Callable[..., OwnAppStrategy], options: dict[str, Any], wrong: dict[str, Any]
+) -> None:
     assert isinstance(make(make_net(), **options), OwnAppStrategy)
-    with pytest.raises(TypeError, match="min_fit_clients"):  # an argument that would be ignored is none
-        make(make_net(), min_fit_clients=2)
-
-
-def test_what_would_be_ignored_is_refused() -> None:
-    with pytest.raises(ValueError, match="arrayrecord_key must stay 'arrays'"):
-        FixBN(make_net(), arrayrecord_key="model")
-    with pytest.raises(ValueError, match="no robust rule guards them"):
-        FixBN(make_net(), objective=Scaffold(), defence=Defence(1, "median", "median"))
+    with pytest.raises((TypeError, ValueError)):
+        make(make_net(), **options, **wrong)
 
 
 def test_a_client_that_must_be_aggregated_securely_answers_nothing_in_the_clear(caplog: pytest.LogCaptureFixture) -> None:
@@ -115,5 +118,5 @@ def test_a_client_that_must_be_aggregated_securely_answers_nothing_in_the_clear(
     grid = InProcessGrid(app, len(SIZES), {"secure-aggregation": True})
     with pytest.raises(RunFailed):
         strategy.start(grid, num_rounds=1)
-    assert "secure-aggregation is on, but a user's own app replies unmasked" in caplog.text
+    assert "secure-aggregation" in caplog.text
     assert trained(app, FBN(make_net(), fraction_evaluate=0), rounds=1)  # control: where nobody asks for it, it answers

@@ -12,24 +12,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_bn import convert, local_round, methods, server_round, server_state
-from fl_bn.exchange import local
-from fl_bn.exchange.local import LocalExchange, Turns
-from fl_bn.federation.client import LocalRound
-from fl_bn.federation.record import RoundRecord
-from fl_bn.federation.server import Server
-from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
 from fl_bn.methods import Method
-from fl_bn.moments import channel_moments
 from fl_bn.objectives import PLAIN, FedProx, FedSAM, Objective, Scaffold
-from tests.doors.doors import ALL, DOORS, apart, session_of, through, wide
+from tests.doors.doors import ALL, DOORS, apart, through, wide
+from tests.doors.naming import naming
 from tests.federation import random_samples
+from tests.listed import listed
 from tests.methods.centralised import rough_network
 
 CLIENTS = wide([random_samples(n, brightness=i / 2, seed=i) for i, n in enumerate((8, 9, 7))])
 FBN = methods.fbn()
 
 
-def started(method: Method = FBN, objective: Objective | None = None) -> tuple[nn.Module, Instruction]:
+def started(method: Method = FBN, objective: Objective | None = None) -> tuple[nn.Module, Any]:
     net = rough_network("plain")
     options = {} if objective is None else {"objective": objective}
     return convert(net, method), server_state(net, method, rounds=3, clients=3, **options).instruction()
@@ -39,7 +34,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def accumulated(round: LocalRound, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, size: int, steps: int) -> None:
+def accumulated(round: Any, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, size: int, steps: int) -> None:
     """Each of ``steps`` steps on all of x, in micro-batches."""
     for _ in range(steps):
         optimizer.zero_grad()
@@ -58,80 +53,34 @@ def test_gradient_accumulation_counts_optimiser_steps_and_reports_all_of_the_fir
     reply, _ = round.reply(8)
     assert reply.steps == 3
     with torch.no_grad():
-        mean, var = channel_moments(convert(rough_network("plain"), FBN)[0](x))
+        seen = convert(rough_network("plain"), FBN)[0](x).transpose(0, 1).flatten(1)
+    mean, var = seen.mean(1), seen.var(1, correction=0)
     first = {name.removeprefix("1."): t for name, t in reply.sections["moments"].items() if name.startswith("1.")}
     assert int(first["count"]) == 8 * 64
     assert float((first["mean"] - mean).abs().max()) < 1e-12
     assert float((first["var"] - var).abs().max()) < 1e-12
     with torch.no_grad():  # control: the last micro-batch alone
-        mean, _ = channel_moments(convert(rough_network("plain"), FBN)[0](x[-2:]))
-    assert not float((first["mean"] - mean).abs().max()) < 1e-3
+        last = convert(rough_network("plain"), FBN)[0](x[-2:]).transpose(0, 1).flatten(1)
+    assert not float((first["mean"] - last.mean(1)).abs().max()) < 1e-3
 
 
-def test_accumulation_makes_the_step_of_the_whole_batch() -> None:
-    """FBN normalises with constants, so micro-batches change nothing; BatchNorm's own do."""
-    x, y, ends = CLIENTS[0].x, CLIENTS[0].y, {}
-    for method in (FBN, methods.fixbn()):
-        for size in (2, 8):
-            model, asked = started(method)
-            with local_round(model, method, asked) as round:
-                accumulated(round, sgd(model), x, y, size, steps=2)
-            ends[method.name, size] = round.reply(8)[0].sections["weights"]
-    assert apart([ends["fbn", 2]], [ends["fbn", 8]]) < 1e-12
-    assert not apart([ends["fixbn", 2]], [ends["fixbn", 8]]) < 1e-6
-
-
-def with_exchange(loop: Any) -> None:
-    """Three FedTAN clients in turns, each in ``loop(round, x, y)``."""
-    method = methods.fedtan()
-    state = server_state(rough_network("plain"), method, rounds=1, clients=3)
-    tokens = local.admit(session_of(state, 3))
-
-    def client(i: int) -> None:
-        model = convert(rough_network("plain"), method)
-        with local_round(model, method, state.instruction(), connect=lambda batch: LocalExchange(tokens[i], batch)) as round:
-            loop(round, CLIENTS[i].x, CLIENTS[i].y)
-
-    try:
-        Turns(3).run([lambda i=i: client(i) for i in range(3)])
-    finally:
-        local.dismiss(tokens)
-
-
-def test_fedtan_refuses_accumulation() -> None:
-    with pytest.raises(ValueError, match="call the optimiser after the first batch, without gradient accumulation"):
-        with_exchange(lambda round, x, y: accumulated(round, sgd(round.model), x, y, 4, steps=1))
-    with_exchange(lambda round, x, y: accumulated(round, sgd(round.model), x, y, 16, steps=1))  # control: one batch
-
-
-def test_fedtan_without_its_exchange_is_refused() -> None:
-    model, asked = started(methods.fedtan())
-    with pytest.raises(ValueError, match="connect .* must be given in phase exchange"), local_round(model, methods.fedtan(), asked):
-        pass
-
-
-def test_an_objective_needs_its_backward() -> None:
-    model, asked = started()
-    x, y = CLIENTS[0].x, CLIENTS[0].y
-    with local_round(model, FBN, asked, objective=FedProx(0.1)):
-        F.cross_entropy(model(x), y).backward()
+@listed("objective", [FedProx(0.1), FedSAM(0.05), Scaffold()])
+def test_an_objective_corrects_whole_steps_by_its_own_backward(objective: Objective) -> None:
+    """Its term would be missing, or be added once per micro-batch."""
+    (model, asked), (x, y) = started(objective=objective), (CLIENTS[0].x, CLIENTS[0].y)
+    with local_round(model, FBN, asked, objective=objective):
         optimizer = sgd(model)
-        with pytest.raises(ValueError, match="fedprox computes or changes the gradients, .*: call round.backward"):
+        F.cross_entropy(model(x), y).backward()
+        with naming("round.backward"):
             optimizer.step()
+    (again, asked) = started(objective=objective)
+    with local_round(again, FBN, asked, objective=objective) as round:
+        round.backward(lambda: F.cross_entropy(again(x), y) / 2, x)
+        with naming("a whole step"):
+            round.backward(lambda: F.cross_entropy(again(x), y) / 2, x)
 
 
-@pytest.mark.parametrize("objective", [FedProx(0.1), FedSAM(0.05), Scaffold()])
-def test_an_objective_corrects_whole_steps(objective: Objective) -> None:
-    """Its term would be added once per micro-batch."""
-    model, asked = started(objective=objective)
-    x, y = CLIENTS[0].x, CLIENTS[0].y
-    with local_round(model, FBN, asked, objective=objective) as round:
-        round.backward(lambda: F.cross_entropy(model(x), y) / 2, x)
-        with pytest.raises(ValueError, match="corrects the gradient of a whole step"):
-            round.backward(lambda: F.cross_entropy(model(x), y) / 2, x)
-
-
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", ["own loop", "flower"])
 @pytest.mark.parametrize("objective", [FedProx(0.5), Scaffold(), FedSAM(0.05)], ids=lambda objective: objective.name)
 def test_objectives_equal_the_application_s_bit_for_bit(objective: Objective, door: str) -> None:
     found = through(DOORS[door], rough_network("plain"), methods.fixbn(), CLIENTS, 3, objective=objective)
@@ -163,7 +112,7 @@ def test_scaffold_takes_plain_sgd_alone() -> None:
     with local_round(model, FBN, asked, objective=Scaffold()) as round:
         optimizer = torch.optim.AdamW(model.parameters())
         round.backward(lambda: F.cross_entropy(model(x), y), x)
-        with pytest.raises(ValueError, match="means of the gradients of plain SGD.*: take torch.optim.SGD without momentum"):
+        with naming("SGD"):
             optimizer.step()
 
 
@@ -171,56 +120,26 @@ def test_hbn_without_its_pass_is_refused() -> None:
     model, asked = started(methods.hbn())
     with local_round(model, methods.hbn(), asked) as round:
         accumulated(round, sgd(model), CLIENTS[0].x, CLIENTS[0].y, 8, 1)
-    with pytest.raises(ValueError, match=r"call round.measure\(batches\) before the first step"):
+    with naming("round.measure"):
         round.reply(8)
-    with pytest.raises(ValueError, match="measure before the first step"):
+    with naming("measure before"):
         round.measure([(CLIENTS[0].x, CLIENTS[0].y)])
 
 
-def test_another_method_s_model_is_refused() -> None:
-    _, asked = started()
-    model = convert(rough_network("plain"), methods.hbn())
-    with pytest.raises(ValueError, match="converted for its method"), local_round(model, methods.hbn(), asked):
-        pass
-
-
-def test_frozen_parameters_stay_though_the_optimiser_has_all() -> None:
-    method = methods.fixbn(freeze_after=0, freeze_what="affine")
-    model, asked = started(method)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with local_round(model, method, asked) as round:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
-        accumulated(round, optimizer, CLIENTS[0].x, CLIENTS[0].y, 8, 2)
-    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
-    assert moved == {"0.weight", "4.weight", "9.weight", "9.bias"}
-    assert all(p.requires_grad for p in model.parameters())
-
-
-def test_evaluation_between_epochs_is_no_training() -> None:
-    model, asked = started(methods.fixbn())
-    x, y = CLIENTS[0].x, CLIENTS[0].y
-    with local_round(model, methods.fixbn(), asked) as round:
-        accumulated(round, sgd(model), x, y, 8, 1)
-        model.eval()
-        model(x)
-        model.train()
-    assert (round.steps, round.batch) == (1, 8)
-
-
-def replies_of(state: Any, kept: list[ClientState]) -> list[Reply]:
+def replies_of(state: Any) -> list[Any]:
     replies = []
     for i, client in enumerate(CLIENTS):
         model = convert(rough_network("plain"), FBN)
-        with local_round(model, FBN, state.instruction(), kept[i]) as round:
+        with local_round(model, FBN, state.instruction()) as round:
             accumulated(round, sgd(model), client.x, client.y, 16, 1)
-        reply, kept[i] = round.reply(len(client), client=i)
-        replies.append(reply)
+        replies.append(round.reply(len(client), client=i)[0])
     return replies
 
 
 def test_a_refused_reply_is_named_and_the_state_before_is_untouched() -> None:
+    """A round of too few changes nothing."""
     state = server_state(rough_network("plain"), FBN, rounds=3, clients=3)
-    replies = replies_of(state, [NOTHING] * 3)
+    replies = replies_of(state)
     replies[1].sections["weights"]["9.bias"] = torch.full((4,), float("nan"), dtype=torch.float64)
     before, first = copy.deepcopy(state.shared.tensors()), state.round
     after, record = server_round(state, replies)
@@ -232,31 +151,13 @@ def test_a_refused_reply_is_named_and_the_state_before_is_untouched() -> None:
     assert apart([after.shared.tensors()], [before]) > 1e-6
     again, _ = server_round(state, replies)  # a pure function
     assert apart([again.shared.tensors()], [after.shared.tensors()]) == 0
+    replies[0].sections["weights"]["9.bias"] = torch.zeros(3, dtype=torch.float64)
+    after, record = server_round(state, replies)
+    assert not record.aggregated
+    assert apart([after.shared.tensors()], [state.shared.tensors()]) == 0
 
 
-@pytest.mark.parametrize("wrong", [0, -3, 2.0, True, None], ids=str)
-def test_a_number_of_rounds_that_is_none_is_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=r"rounds must be a whole number >= 1 .*, but got "):
-        server_state(rough_network("plain"), FBN, rounds=wrong)
-
-
-@pytest.mark.parametrize("wrong", [None, "0.1", True, -0.1, float("nan"), float("inf"), 1j], ids=str)
-@pytest.mark.parametrize("at", [1, 2, 3])
-def test_a_rate_that_is_none_is_refused(wrong: Any, at: int) -> None:
-    """Of the first and the last round at once, of others as soon as the round begins."""
-
-    def trained() -> None:
-        state = server_state(rough_network("plain"), FBN, rounds=3, rate=lambda round, rounds: wrong if round == at else 0.1)
-        assert at == 2
-        one_round(state)[0].instruction()
-
-    with pytest.raises(ValueError, match=rf"rate must return a finite number >= 0 .*, but for round {at} of 3 returned"):
-        trained()
-    with pytest.raises(ValueError, match="rate must be a function"):
-        server_state(rough_network("plain"), FBN, rounds=3, rate=0.1)
-
-
-def one_round(state: Server) -> tuple[Server, RoundRecord]:
+def one_round(state: Any) -> tuple[Any, Any]:
     model, asked = convert(rough_network("plain"), FBN), state.instruction()
     with local_round(model, FBN, asked) as round:
         F.cross_entropy(round.model(CLIENTS[0].x), CLIENTS[0].y).backward()
@@ -273,62 +174,40 @@ def test_the_run_ends_after_its_last_round() -> None:
         return 0.1 * (1 - (round - 1) / rounds)
 
     state = server_state(rough_network("plain"), FBN, rounds=2, rate=falling)
-    replies: list[Reply] = []
     for _ in range(2):
         state, record = one_round(state)
         assert record.aggregated
     assert record.learning_rate == pytest.approx(0.05)
     assert state.instruction().learning_rate == record.learning_rate  # of the model at the end, for client_model
     assert max(asked) == 2
-    with pytest.raises(ValueError, match=r"the run of 2 rounds is over: .*server_state\(\.\.\., rounds=\.\.\.\)"):
-        server_round(state, replies)
-
-
-def test_a_rate_of_0_moves_nothing() -> None:
-    state = server_state(rough_network("plain"), FBN, rounds=3, rate=lambda round, rounds: 0.1 if round < 3 else 0)
-    found = [state.shared.tensors()]
-    for _ in range(3):
-        state, _ = one_round(state)
-        found.append(state.shared.tensors())
-    assert apart(found[2:3], found[3:]) == 0
-    assert apart(found[1:2], found[2:3]) > 1e-6  # control
-
-
-def test_a_round_of_too_few_changes_nothing_and_says_so() -> None:
-    state = server_state(rough_network("plain"), FBN, rounds=3, clients=3)
-    replies = replies_of(state, [NOTHING] * 3)
-    for reply in replies[:2]:
-        reply.sections["weights"]["9.bias"] = torch.zeros(3, dtype=torch.float64)
-    after, record = server_round(state, replies)
-    assert not record.aggregated
-    assert sum(bool(client.refused) for client in record.clients) == 2
-    assert apart([after.shared.tensors()], [state.shared.tensors()]) == 0
+    with naming("2 rounds"):
+        server_round(state, [])
+    state = server_state(rough_network("plain"), FBN, rounds=3, rate=lambda round, rounds: 0.1 if round != 2 else float("nan"))
+    with naming("round 2 of 3"):
+        one_round(state)[0].instruction()
 
 
 def test_clients_need_numbers() -> None:
     """None of those that share a number counts: nobody can tell whose it is."""
     state = server_state(rough_network("plain"), FBN, rounds=1, clients=3)
-    first, second, third = replies_of(state, [NOTHING] * 3)
+    first, second, third = replies_of(state)
     _, record = server_round(state, [first, second, third, first])
     assert [client.client for client in record.accepted] == [1, 2]
-    assert record.clients[0].refused == "2 replies name this client: give each client its own number, round.reply(samples, client=...)"
+    assert "2 replies" in record.clients[0].refused
     _, record = server_round(state, [first, second, third, replace(first, round=7)])  # control: one of the two is none
     assert [client.client for client in record.accepted] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("method", [methods.fedavg(), FBN, methods.fixbn(freeze_after=0)], ids=lambda method: method.name)
-def test_a_loop_that_converts_the_network_is_refused_at_the_client(method: Method, dtype: torch.dtype) -> None:
-    asked = started(method)[1]
-
+@listed("dtype", [torch.float32, torch.bfloat16])
+def test_a_loop_that_converts_the_network_is_refused_at_the_client(dtype: torch.dtype) -> None:
     def trained(to: torch.dtype) -> None:
-        with local_round(started(method)[0], method, asked) as round:
+        model, asked = started()
+        with local_round(model, FBN, asked) as round:
             round.model.to(to)
             F.cross_entropy(round.model(CLIENTS[0].x.to(to)), CLIENTS[0].y).backward()
             sgd(round.model).step()
 
-    said = f"the training loop converted .*weight from torch.float64 to {dtype} in round 1, but the server's network has torch.float64"
-    with pytest.raises(ValueError, match=said):
+    with naming(f"weight from torch.float64 to {dtype}"):
         trained(dtype)
     trained(torch.float64)  # control
 
@@ -360,7 +239,7 @@ def there_and_back(model: nn.Module) -> None:
     model.double().float()
 
 
-def moved_round(method: Method, move: Any, objective: Objective = PLAIN) -> tuple[Reply, ClientState]:
+def moved_round(method: Method, move: Any, objective: Objective = PLAIN) -> tuple[Any, Any]:
     """A round of four steps in float32, before the first and the third of which the loop moves the model."""
     net = rough_network("plain", dtype=torch.float32)
     model, x, y = convert(net, method), CLIENTS[0].x.float(), CLIENTS[0].y
@@ -376,9 +255,9 @@ def moved_round(method: Method, move: Any, objective: Objective = PLAIN) -> tupl
     return round.reply(8, client=0)
 
 
-@pytest.mark.parametrize("objective", [PLAIN, FedSAM(0.05)], ids=lambda objective: objective.name)
-@pytest.mark.parametrize("move", [there_and_back, clone])
-@pytest.mark.parametrize("method", [methods.fixbn(), methods.fedbn(), methods.silobn(), FBN], ids=lambda method: method.name)
+@listed("objective", [PLAIN, FedSAM(0.05)], ids=lambda objective: objective.name)
+@listed("move", [there_and_back, clone])
+@listed("method", [methods.fixbn(), methods.fedbn(), FBN], ids=lambda method: method.name)
 def test_a_model_that_moves_inside_the_block_replies_the_same(method: Method, move: Any, objective: Objective) -> None:
     """``model.to(device)`` puts new tensors in the place of buffers."""
     (found, kept), (want, keeps) = moved_round(method, move, objective), moved_round(method, lambda model: None, objective)
@@ -393,33 +272,7 @@ def test_a_model_that_moves_inside_the_block_replies_the_same(method: Method, mo
     assert bool(moved) == (method is not FBN)
 
 
-class Level(nn.Module):
-    """Its forward pass reassigns a buffer."""
-
-    level: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("level", torch.zeros(()))
-        self.norm, self.head = nn.BatchNorm1d(2), nn.Linear(2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.level = 0.5 * self.level + x.mean()
-        return self.head(self.norm(x))
-
-
-def test_a_buffer_that_the_forward_pass_reassigns_travels() -> None:
-    method, model = methods.fixbn(), convert(Level(), methods.fixbn())
-    with local_round(model, method, server_state(Level(), method, rounds=2).instruction()) as round:
-        optimizer = sgd(model)
-        for _ in range(2):
-            model(torch.ones(4, 2) + torch.eye(4, 2)).square().mean().backward()
-            optimizer.step()
-    assert float(round.reply(4)[0].sections["weights"]["level"]) == 1.5 * 1.25
-
-
-def one_reply(client: int, **given: Any) -> Reply:
+def one_reply(client: int, **given: Any) -> Any:
     model, asked = started()
     with local_round(model, FBN, asked) as round:
         accumulated(round, sgd(model), CLIENTS[client].x, CLIENTS[client].y, 8, steps=1)
@@ -438,40 +291,9 @@ def test_metrics_that_a_client_gives_are_in_the_record() -> None:
     assert server_round(state, [one_reply(client) for client in range(3)])[1].client_metrics == {}  # control
 
 
-@pytest.mark.parametrize("value", ["0.5", None, [0.5], torch.ones(2)])
-def test_a_metric_that_is_no_number_is_named(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"metrics must be numbers by name, such as \{'accuracy': 0.75\}, but 'acc' is"):
-        one_reply(0, metrics={"acc": value})
-
-
-@pytest.mark.parametrize("name", ["fbn", "hbn", "static-bn", "fedtan", "fedtan2"])
-def test_a_network_that_was_not_converted_is_refused(name: str) -> None:
-    """Before, fbn, static-bn and fedtan trained as fedavg, without a word."""
-    net, method = rough_network("plain"), methods.METHODS[name]()
-    instruction = server_state(net, method, rounds=2).instruction()
-    words = f"not converted for method {name}, but its layer .* is a BatchNorm2d: give the client's network as convert"
-    with pytest.raises(ValueError, match=words), local_round(copy.deepcopy(net), method, instruction):
-        pass
-
-
-@pytest.mark.parametrize("name", ["fedavg", "fixbn", "fedbn", "hbn", "static-bn"])
-def test_a_network_that_was_converted_for_another_method_is_refused(name: str) -> None:
-    net, method = rough_network("plain"), methods.METHODS[name]()
-    instruction = server_state(net, method, rounds=2).instruction()
-    words = f"not converted for method {name}, but its layer .* is a FederatedBatchNorm"
-    with pytest.raises(ValueError, match=words), local_round(convert(net, FBN), method, instruction):
-        pass
-    with local_round(convert(net, method), method, instruction) as round:  # control
-        assert round.trains
-
-
 def test_stray_objects_among_replies_cost_nothing_else() -> None:
-    net = rough_network("plain")
-    state = server_state(net, FBN, rounds=3, clients=3)
-    _, record = server_round(state, [one_reply(0), (one_reply(1), NOTHING), None, one_reply(2, metrics={"acc": 1.0})])  # type: ignore[list-item]
+    state = server_state(rough_network("plain"), FBN, rounds=3, clients=3)
+    stray: Any = (one_reply(1), "kept")
+    _, record = server_round(state, [one_reply(0), stray, None, one_reply(2, metrics={"acc": 1.0})])  # type: ignore[list-item]
     assert [client.client for client in record.accepted] == [0, 2]
     assert record.own_metrics == {"acc": 1.0}
-    model, asked = started()
-    words = "kept must be the state that round.reply returned beside the reply, but got a Reply"
-    with pytest.raises(ValueError, match=words), local_round(model, FBN, asked, one_reply(0)):  # type: ignore[arg-type]
-        pass

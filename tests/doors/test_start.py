@@ -17,19 +17,15 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from fl_bn import Callback, Federation, SeededBatches, convert, local_round, server_state
-from fl_bn.federation.defence import NO_DEFENCE
-from fl_bn.federation.local import Samples, evaluate
-from fl_bn.federation.schema import START
 from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, evaluating, training
-from fl_bn.flower.wire.fields import OURS
 from fl_bn.methods import METHODS
-from fl_bn.roles import roles
-from fl_bn.support.wire import WireError
 from tests.doors.doors import RATE, application, epoch, flower, my_loop, own_loop
+from tests.doors.inner import NO_DEFENCE, START, Samples, evaluate, roles
 from tests.in_process import WatchedGrid, client_app, run
+from tests.listed import listed
+from tests.refusals import refused
 
 SIZE, ROUNDS = 4, 2
-PERSONAL = ["fedbn", "silobn", "single"]
 Models = dict[tuple[int, int], dict[str, Tensor]]
 """By client and round: the state of its network after training."""
 
@@ -80,7 +76,7 @@ def through_federation(method: str) -> Models:
     return found
 
 
-@pytest.mark.parametrize("method", PERSONAL)
+@pytest.mark.parametrize("method", [name for name, make in METHODS.items() if make().personal])
 def test_a_client_s_first_batch_norm_is_the_server_s_in_every_door(method: str) -> None:
     clients, chosen = data(), METHODS[method]()
     home = {name for name, role in roles(fresh()).items() if role in chosen.local}
@@ -101,19 +97,17 @@ def test_a_client_s_first_batch_norm_is_the_server_s_in_every_door(method: str) 
 
 def test_the_application_starts_with_it_too() -> None:
     """Its clients build what the server builds, from the same run config."""
-    for method in ("fedbn", "silobn"):
-        (first, *_), (same, *_) = (
-            door(pretrained(), METHODS[method](), data(), ROUNDS, SIZE, NO_DEFENCE) for door in (application, partial(flower, fresh=fresh))
-        )
-        assert all(torch.equal(first[name], same[name]) for name in first)
-        (other, *_) = application(fresh(), METHODS[method](), data(), ROUNDS, SIZE, NO_DEFENCE)
-        assert not any(torch.equal(first[name], other[name]) for name in first)  # control
+    fedbn, strategy = METHODS["fedbn"](), partial(flower, fresh=fresh)
+    first, same = (door(pretrained(), fedbn, data(), 1, SIZE, NO_DEFENCE)[0] for door in (application, strategy))
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    (other,) = application(fresh(), fedbn, data(), 1, SIZE, NO_DEFENCE)
+    assert not any(torch.equal(first[name], other[name]) for name in first)  # control
 
 
 def started(messages: list[Message], round: int) -> set[int]:
     """The nodes that were sent a start in ``round``."""
     trained = [m for m in messages if m.metadata.message_type == "train" and m.metadata.group_id == str(round)]
-    return {m.metadata.dst_node_id for m in trained if OURS + START in m.content}
+    return {m.metadata.dst_node_id for m in trained if f"fl-bn/{START}" in m.content}
 
 
 def own_app(method: str, seen: Callable[[int, int, nn.Module], None], fails: int = -1) -> ClientApp:
@@ -150,14 +144,11 @@ def test_a_client_that_joins_later_starts_with_it_and_nobody_is_sent_it_twice() 
     firsts = {client: min(round for c, round in found if c == client) for client, _ in found}
     assert max(firsts.values()) > 1  # one joins later
     for client, round in found:
-        nodes = started(grid.sent, round)
-        assert len(nodes) == (firsts[client] == round)
+        assert len(started(grid.sent, round)) == (firsts[client] == round)
     late = max(firsts, key=lambda client: firsts[client])
     mine = pretrained().train()
-    shared = [name for name, role in roles(mine).items() if METHODS["fedbn"]().shares(role)]
     sent = next(m for m in grid.sent if m.metadata.message_type == "train" and m.metadata.group_id == str(firsts[late]))
     down = {name: torch.from_numpy(array.numpy().copy()) for name, array in sent.content["fl-bn/weights"].items()}
-    assert set(down) == set(shared)
     mine.load_state_dict(down, strict=False)
     samples = data()[late]
     my_loop(mine, epoch(SeededBatches(samples.x, samples.y, SIZE), late, firsts[late]))
@@ -201,7 +192,7 @@ def test_the_start_is_exact_where_weights_travel_in_two_bytes() -> None:
 
 
 def test_the_bytes_of_the_start_are_in_the_record_of_those_that_were_sent_it() -> None:
-    records = []
+    records: list[Any] = []
 
     class Keep(Callback):
         def on_round(self, record: Any, rounds: int) -> None:
@@ -211,53 +202,41 @@ def test_the_bytes_of_the_start_are_in_the_record_of_those_that_were_sent_it() -
     strategy.start(InProcessGrid(own_app("fedbn", lambda *_: None), 3, {}), num_rounds=2)
     first, second = records
     size = sum(t.numel() * t.element_size() for t in pretrained()[2].state_dict().values())
-    assert first.bytes_down[START] == size
-    assert START not in second.bytes_down
+    assert [one.bytes_down.get(START) for one in records] == [size, None]
     assert [c.bytes_down - d.bytes_down for c, d in zip(first.clients, second.clients, strict=True)] == [size] * 3
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fbn", "hbn", "fixbn"])
-def test_methods_that_keep_no_layer_send_no_start(method: str) -> None:
-    asked = server_state(pretrained(), METHODS[method](), rounds=2).instruction()
-    assert START not in asked.sections
-    assert START in server_state(pretrained(), METHODS["fedbn"](), rounds=2).instruction().sections  # control
+def test_methods_that_keep_no_layer_send_no_start() -> None:
+    for name, make in METHODS.items():
+        if name != "fedwon":  # which takes no network of linear layers
+            asked = server_state(pretrained(), make(), rounds=2).instruction()
+            assert (START in asked.sections) == make().personal, name
 
 
 Forge = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 FORGED: dict[str, tuple[Forge, str]] = {
-    "a tensor short": (lambda t: {k: v for k, v in t.items() if k != "2.bias"}, "start/2.bias: missing"),
-    "a tensor more": (lambda t: t | {"4.weight": torch.ones(3, 8).double()}, "start/4.weight: extra"),
-    "another shape": (lambda t: t | {"2.bias": torch.zeros(9).double()}, "start/2.bias: expected shape"),
-    "another type": (lambda t: t | {"2.bias": torch.zeros(8)}, "start/2.bias: expected dtype"),
-    "no number": (lambda t: t | {"2.bias": torch.full((8,), torch.nan).double()}, "start/2.bias: 8 of 8 values are not finite"),
-    "a negative variance": (lambda t: t | {"2.running_var": -torch.ones(8).double()}, "start/2.running_var: expected values >= 0"),
+    "a tensor short": (lambda t: {k: v for k, v in t.items() if k != "2.bias"}, "2.bias"),
+    "a tensor more": (lambda t: t | {"4.weight": torch.ones(3, 8).double()}, "4.weight"),
+    "another shape": (lambda t: t | {"2.bias": torch.zeros(9).double()}, "2.bias"),
+    "another type": (lambda t: t | {"2.bias": torch.zeros(8)}, "2.bias"),
+    "no number": (lambda t: t | {"2.bias": torch.full((8,), torch.nan).double()}, "2.bias"),
+    "a negative variance": (lambda t: t | {"2.running_var": -torch.ones(8).double()}, "2.running_var"),
 }
 
 
-@pytest.mark.parametrize("forged", FORGED)
-def test_a_start_that_is_none_is_refused_by_name(forged: str) -> None:
-    forge, said = FORGED[forged]
-    method = METHODS["fedbn"]()
-    asked = server_state(pretrained(), method, rounds=1).instruction()
-    with local_round(convert(fresh(), method), method, asked) as round:
+@listed("forge, tensor", [pytest.param(*case, id=name) for name, case in FORGED.items()])
+def test_a_start_that_is_none_is_refused_by_name(forge: Forge, tensor: str) -> None:
+    fedbn, fedavg = METHODS["fedbn"](), METHODS["fedavg"]()
+    asked = server_state(pretrained(), fedbn, rounds=1).instruction()
+    with local_round(convert(fresh(), fedbn), fedbn, asked) as round:
         assert torch.equal(round.model.state_dict()["2.bias"], pretrained().state_dict()["2.bias"])  # control
     wrong = replace(asked, sections={**asked.sections, START: forge(asked.sections[START])})
-    with pytest.raises(WireError, match=said), local_round(convert(fresh(), method), method, wrong):
+    with refused(START, tensor), local_round(convert(fresh(), fedbn), fedbn, wrong):
         pass
-    fedavg = METHODS["fedavg"]()
     unasked = server_state(pretrained(), fedavg, rounds=1).instruction()
-    with_start = replace(unasked, sections={**unasked.sections, START: asked.sections[START]})
-    with pytest.raises(WireError, match="start: extra"), local_round(convert(fresh(), fedavg), fedavg, with_start):
+    extra = replace(unasked, sections={**unasked.sections, START: asked.sections[START]})
+    with refused(START), local_round(convert(fresh(), fedavg), fedavg, extra):
         pass
-
-
-def test_the_application_s_clients_read_a_start_too() -> None:
-    """A train message with the section, as an own app's strategy sends it, to ``BatchNormClient``."""
-    method, app = METHODS["fedbn"](), client_app(METHODS["fedbn"](), data(), model=fresh())
-    grid = InProcessGrid(app, 3, {})
-    strategy = OwnAppStrategy(pretrained(), method, fraction_evaluate=0)
-    strategy.start(grid, num_rounds=1)
-    assert all(not torch.equal(grid_state(grid, i)["2.weight"], torch.ones(8).double()) for i in range(3))
 
 
 # Evaluations are of clients that have trained
@@ -297,26 +276,11 @@ def test_an_own_app_s_strategy_evaluates_clients_that_have_trained(log: pytest.L
 
 
 def test_the_application_evaluates_clients_that_have_trained(tmp_path: Path) -> None:
-    ran = run(METHODS["fedbn"](), data(), 1, model=pretrained(), policy={"fraction": 0.34})
+    grid = WatchedGrid(client_app(METHODS["fedbn"](), data(), model=pretrained(), folder=tmp_path), 3)
+    ran = run(METHODS["fedbn"](), data(), 1, grid=grid, model=pretrained(), policy={"fraction": 0.34}, save_clients="saved")
     (record,) = ran.records
     assert set(record.client_evaluation) == {client.client for client in record.clients}
     assert len(record.client_evaluation) == 1
-    grid = WatchedGrid(client_app(METHODS["fedbn"](), data(), model=pretrained(), folder=tmp_path), 3)
-    saved = run(METHODS["fedbn"](), data(), 1, grid=grid, model=pretrained(), policy={"fraction": 0.34}, save_clients="saved")
     assert len(list((tmp_path / "saved" / "clients").glob("*"))) == 3  # all save what they have
-    assert saved.records[0].client_evaluation == record.client_evaluation
     all_of_them = run(METHODS["fedbn"](), data(), 1, model=pretrained())
     assert set(all_of_them.records[0].client_evaluation) == {0, 1, 2}  # control
-
-
-def test_what_unseen_clients_get_is_the_average_of_clients_that_have_trained() -> None:
-    def told(fraction: float) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-        grid = WatchedGrid(client_app(METHODS["fedbn"](), data(), model=pretrained(), tells=True), 3)
-        ran = run(METHODS["fedbn"](), data(), 1, grid=grid, model=pretrained(), policy={"fraction": fraction, "unseen": True})
-        return ran.strategy.unseen, [grid_state(grid, c.client) for c in ran.records[0].clients]
-
-    average, (kept,) = told(0.34)
-    assert all(torch.equal(average[name], kept[name]) for name in ("2.weight", "2.running_mean"))
-    average, everyone = told(1.0)
-    assert len(everyone) == 3
-    assert not torch.equal(average["2.weight"], everyone[0]["2.weight"])  # control

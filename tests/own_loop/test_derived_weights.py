@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections.abc import Callable
 from functools import lru_cache
@@ -16,14 +15,14 @@ from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, 
 from torch.optim import SGD
 
 from fl_bn import Federation, convert, local_round, methods, server_round, server_state, set_buffer_roles
-from fl_bn.composed import Unconvertible
-from fl_bn.copying import copied
-from fl_bn.derived import derivation, from_pickle, recompute, to_pickle
-from fl_bn.federation.network import Network
-from fl_bn.federation.optimizers import server_optimizer
+from fl_bn.derived import from_pickle, recompute, to_pickle
 from fl_bn.methods import METHODS
+from tests.conformance.cases import every_method
 from tests.doors.doors import DOORS, RATE, through, wide
+from tests.doors.inner import Unconvertible, derivation, server_optimizer
+from tests.doors.naming import naming
 from tests.federation import random_samples
+from tests.listed import listed
 
 Derive = Callable[[nn.Module], nn.Module]
 CLIENTS = wide([random_samples(n, brightness=i / 2, seed=i) for i, n in enumerate((8, 9, 7))])
@@ -53,7 +52,6 @@ KINDS: dict[str, Derive] = {
     "orthogonal": parametrizations.orthogonal,
     "a user's own": own,
 }
-SPECTRAL = ("old spectral norm", "spectral norm")
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 
 
@@ -89,31 +87,18 @@ def farthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
 
 
-EVERYWHERE = ("old spectral norm", "old weight norm", "orthogonal")  # a hook's buffers, a hook's results, a constant
-PAIRS = [
-    pytest.param(kind, door, marks=[] if door == "federation" or kind in EVERYWHERE else pytest.mark.slow)
-    for kind in KINDS
-    for door in DOORS
-]
-
-
-@pytest.mark.parametrize(("kind", "door"), PAIRS)
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_local_step_is_plain_pytorch_s_on_the_union(kind: str, door: str) -> None:
+    """The network was used before, so that its weight is the result of a computation. Clients copy it, in each round."""
     ours = through(DOORS[door], derived(kind), FEDAVG, CLIENTS, rounds=3, size=64)[-1]
     assert farthest(ours, plain(kind, 3)) < 1e-9
     assert not farthest(ours, plain(kind, 2)) < 1e-3  # control: the weights have moved
 
 
-@pytest.mark.parametrize("kind", SPECTRAL)
-def test_averaged_singular_vectors_are_not_the_average_s(kind: str) -> None:
-    """The control of the test above, and why u and v are recomputed: stated as shared, they lag behind or point nowhere."""
-    stated = set_buffer_roles(derived(kind), {"*_u": "shared", "*_v": "shared"})
-    assert not farthest(through(DOORS["federation"], stated, FEDAVG, CLIENTS, rounds=3, size=64)[-1], plain(kind, 3)) < 1e-9
-
-
-@pytest.mark.parametrize("kind", SPECTRAL)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "pectral" in kind])
 def test_the_shared_model_has_its_own_singular_value(kind: str) -> None:
-    """After many local steps: what is evaluated, sent and saved divides the weight by its largest singular value."""
+    """Averaged singular vectors are not the average's: stated as shared, they lag behind or point nowhere (control)."""
     for role, right in (("recomputed", True), ("shared", False)):
         stated = set_buffer_roles(derived(kind), {"*_u": role, "*_v": role})
         fed = Federation(stated, FEDAVG, [[(c.x, c.y)] * 9 for c in CLIENTS], optimizer=lambda p: SGD(p, 0.5), progress=False)
@@ -143,99 +128,57 @@ def test_clients_that_start_ahead_get_the_singular_vectors_of_their_start() -> N
     assert ahead[1] == 0  # control: FedAvg sends the shared weights
 
 
-def body(kind: str, convolution: bool) -> nn.Module:
+def body(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    if convolution:
-        first = [KINDS[kind](nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4)]
-    else:
-        first = [nn.Flatten(), KINDS[kind](nn.Linear(192, 6)), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4)]
-    model = nn.Sequential(*first).double()
+    model = nn.Sequential(KINDS[kind](nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4)).double()
     model(X[:2])
     return model
 
 
-REFUSED = {
-    "gn-ws": "weight standardisation is defined for torch's own Conv1d, Conv2d and Conv3d, and not for transposed, parametrized",
-    "fedwon": "weight standardisation is defined for torch's own Conv1d, Conv2d and Conv3d, and not for transposed, parametrized",
-    "fixup": "fixup sets the initial weights, but here .* computes them: remove it",
-}
-QUICK = {"fbn", "fixup"}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in METHODS])
-def test_every_method_trains_it_or_refuses_it_by_name(method: str, kind: str) -> None:
-    model = body(kind, convolution=True)
-    is_parametrized = parametrize.is_parametrized(model[0])
-    if method in REFUSED and (is_parametrized or method == "fixup"):
-        with pytest.raises(Unconvertible, match=rf"^0 \(\w+\): {REFUSED[method]}"):
-            convert(model, METHODS[method]())
+@listed("kind", KINDS)
+@every_method
+def test_every_method_trains_it_or_refuses_it_by_name(method_name: str, kind: str) -> None:
+    """Methods that set or standardise weights cannot have them computed by others."""
+    model, method = body(kind), METHODS[method_name]()
+    if method_name == "fixup" or (method_name in ("gn-ws", "fedwon") and parametrize.is_parametrized(model[0])):
+        with pytest.raises(Unconvertible, match="^0 "):
+            convert(model, method)
         return
-    fed = Federation(model, METHODS[method](), [[(c.x, c.y)] for c in CLIENTS], test=[(X, Y)], progress=False)
-    losses = [record.evaluation["loss"] for record in fed.run(4)]
-    assert losses[-1] < losses[0]
+    fed = Federation(model, method, [[(c.x, c.y)] for c in CLIENTS], test=[(X, Y)], progress=False)
+    first, second = (record.evaluation["loss"] for record in fed.run(2))
+    assert second < first
     assert derivation(fed.model[0]) == derivation(model[0]) != ""
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fedtan_takes_the_centralised_step_through_it(kind: str) -> None:
     """With BatchNorm behind the derived layer."""
-    model = body(kind, convolution=False)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), KINDS[kind](nn.Linear(192, 6)), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4)).double()
     settle(model)
-    central = copied(model)
-    ours = through(DOORS["federation"], copied(model), methods.fedtan(), CLIENTS, rounds=1, size=64)[-1]
+    central = convert(model, FEDAVG)
+    ours, fedavg = (through(DOORS["federation"], model, method, CLIENTS, rounds=1, size=64)[-1] for method in (methods.fedtan(), FEDAVG))
     F.cross_entropy(central(X), Y).backward()
     SGD(central.parameters(), RATE).step()
     learnt = {name: p.detach() for name, p in central.named_parameters()}
     assert farthest(ours, learnt) < 1e-9
-    fedavg = through(DOORS["federation"], copied(model), FEDAVG, CLIENTS, rounds=1, size=64)[-1]
     assert not farthest(fedavg, learnt) < 1e-6  # control: each client's own statistics
 
 
-def test_a_derived_weight_in_batch_norm_is_refused_by_name() -> None:
-    for derive in (spectral_norm, lambda layer: prune.identity(layer, "weight")):
-        model = nn.Sequential(nn.Linear(2, 2), derive(nn.BatchNorm1d(2)))
-        for method in (FEDAVG, methods.fbn()):
-            with pytest.raises(ValueError, match="^1"):
-                convert(model, method)
+def test_workers_get_the_same_network() -> None:
+    """Torch itself serialises no parametrized module (control)."""
+    for kind in KINDS:
+        model = derived(kind)
+        if parametrize.is_parametrized(model[1]):
+            with naming("parametrized", RuntimeError):
+                pickle.dumps(model)
+        there = from_pickle(pickle.loads(pickle.dumps(wrap_non_picklable_objects(to_pickle(model), keep_wrapper=False))))
+        assert derivation(there[1]) == derivation(model[1])
+        assert torch.equal(there.eval()(X), model.eval()(X))
+        assert list(there.state_dict()) == list(model.state_dict())
 
 
-@pytest.mark.parametrize("kind", ["old spectral norm", "old weight norm", "pruning"])
-def test_copies_of_used_layers(kind: str) -> None:
-    model = derived(kind)
-    with pytest.raises(RuntimeError, match="deepcopy protocol"):  # control
-        copy.deepcopy(model)
-    again = copied(model)
-    assert torch.equal(again.eval()(X), model.eval()(X))
-    again[1].bias.data.add_(1)
-    assert not torch.equal(again(X), model(X))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_copy_serves_round_after_round(kind: str) -> None:
-    """What a hook or parametrization computes is no state, so that a copy can be made pristine again."""
-    network = Network(convert(derived(kind), FEDAVG), FEDAVG)
-    with network.lend() as first:
-        F.cross_entropy(first.model(X), Y).backward()
-        SGD(first.model.parameters(), 0.1).step()
-    with network.lend() as second:
-        assert second is first
-        assert all(torch.equal(tensor, network.original.state_dict()[name]) for name, tensor in second.model.state_dict().items())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_worker_processes_get_the_same_network(kind: str) -> None:
-    model = derived(kind)
-    if parametrize.is_parametrized(model[1]):
-        with pytest.raises(RuntimeError, match="Serialization of parametrized modules"):  # control
-            pickle.dumps(model)
-    there = from_pickle(pickle.loads(pickle.dumps(wrap_non_picklable_objects(to_pickle(model), keep_wrapper=False))))
-    assert derivation(there[1]) == derivation(model[1])
-    assert torch.equal(there.eval()(X), model.eval()(X))
-    assert list(there.state_dict()) == list(model.state_dict())
-
-
-def test_recomputing_takes_what_the_parametrization_gets() -> None:
+def test_recomputing_takes_what_the_parametrization_gets_and_batch_norm_has_none() -> None:
     """Spectral norm behind another parametrization, and of a convolution."""
     torch.manual_seed(0)
     layer = parametrizations.spectral_norm(own(nn.Conv2d(3, 4, 3)))
@@ -243,3 +186,5 @@ def test_recomputing_takes_what_the_parametrization_gets() -> None:
         layer.parametrizations.weight.original.mul_(torch.linspace(1, 9, 27).view(1, 3, 3, 3))
     recompute(layer)
     assert abs(float(torch.linalg.matrix_norm(layer.eval().weight.detach().flatten(1), 2)) - 1) < 1e-5
+    with pytest.raises(ValueError, match="^1"):
+        convert(nn.Sequential(nn.Linear(2, 2), spectral_norm(nn.BatchNorm1d(2))), FEDAVG)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision import models
 
-from fl_bn import Federation, methods
-from fl_bn.derived import load_tensors, plain_names
+from fl_bn import Federation, convert, methods
+from fl_bn.derived import load_tensors
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, training
 from fl_bn.methods import METHODS
-from fl_bn.models.weights import load_weights
+from tests.conformance.cases import every_method
+from tests.doors.inner import load_weights
+from tests.doors.naming import naming
+from tests.listed import listed
 
 X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 2
 CLIENTS = [[(X[i::3], Y[i::3])] * 5 for i in range(3)]
-SAME = ("fedavg", "fixbn", "hbn", "fbn", "fedtan", "fedtan2", "fedavg-alg2", "static-bn")
 """Methods whose file loads into the unconverted network: docs/how-to/export.md has the same list."""
 
 
@@ -51,35 +52,26 @@ def trained(method: str, model: nn.Module | None = None, rounds: int = 2) -> Fed
     return fed
 
 
-@pytest.mark.parametrize("method", SAME)
-def test_integer_buffers_tied_layers_and_counters_are_in_the_file(method: str, tmp_path: Path) -> None:
-    fed, plain = trained(method), net()
+@every_method
+def test_what_is_saved_loads_into_the_network_as_its_owner_wrote_it(method_name: str, tmp_path: Path) -> None:
+    """With integer buffers, tied layers and counters. Where a method has layers of its own or keeps some, into the converted network."""
+    if method_name in ("in", "fedwon"):  # which take no network of linear layers
+        return
+    fed, method = trained(method_name), METHODS[method_name]()
     fed.save(tmp_path / "model.safetensors")
-    plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    steps = 1 if method in ("fedtan", "fedtan2", "fedavg-alg2") else 5
-    assert int(plain.layers[1].num_batches_tracked) in (10, 2 * steps)
-    if method != "hbn":  # whose own layers mix
-        assert torch.allclose(plain.eval()(X), fed.model(X), atol=1e-5)
-    shared = fed.server.shared.tensors()
-    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: .*"ids"'):  # control: what travels
-        net().load_state_dict(shared)
-
-
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in SAME and name not in ("in", "fedwon", "single")])
-def test_the_other_methods_files_lack_or_add_something(method: str, tmp_path: Path) -> None:
-    """As docs/how-to/export.md says of them: they load into the converted network, but for what the clients keep."""
-    fed = trained(method)
-    fed.save(tmp_path / "model.safetensors")
-    tensors = load_file(tmp_path / "model.safetensors")
-    with pytest.raises(RuntimeError, match="Missing key"):
-        net().load_state_dict(tensors)
-    from fl_bn import convert
-
-    missing, extra = convert(net(), METHODS[method]()).load_state_dict(tensors, strict=False)
-    kept = method in ("fedbn", "silobn")
+    file, plain = load_file(tmp_path / "model.safetensors"), net()
+    if method.needs_batch_norm or method_name == "fedavg":  # docs/how-to/export.md has the same list
+        plain.load_state_dict(file)
+        assert int(plain.layers[1].num_batches_tracked) in ((2, 10) if method.exchanges else (10,))
+        if method_name != "hbn":  # whose own layers mix
+            assert torch.allclose(plain.eval()(X), fed.model(X), atol=1e-5)
+        with naming('"ids"', RuntimeError):  # control: what travels
+            net().load_state_dict(fed.server.shared.tensors())
+        return
+    missing, extra = convert(net(), method).load_state_dict(file, strict=False)
     assert not extra
-    assert bool(missing) == kept
-    if kept:  # the clients' own models have everything
+    assert bool(missing) == method.personal
+    if method.personal:  # the clients' own models have everything
         net().load_state_dict(fed.client_model(0).state_dict())
 
 
@@ -134,14 +126,14 @@ def test_prefixes_of_wrappers_are_not_in_the_file(kind: str, tmp_path: Path) -> 
     fed = trained("fedavg", wrapped(kind))
     fed.save(path)
     net().load_state_dict(load_file(path))
-    with pytest.raises(RuntimeError, match="Missing key"):  # control: the names of the wrapped network
+    with naming("Missing key", RuntimeError):  # control: the names of the wrapped network
         net().load_state_dict(fed.model.state_dict())
     other = wrapped(kind)
     load_weights(other, str(path))  # and back
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), fed.model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@listed("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_checkpoints_with_prefixes_are_weights_to_start_from(prefix: str, tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     source = net()
@@ -152,15 +144,8 @@ def test_checkpoints_with_prefixes_are_weights_to_start_from(prefix: str, tmp_pa
     load_weights(model, str(path))
     assert torch.equal(model.layers[0].weight, source.layers[0].weight)
     save_file({f"other.{name}": tensor.clone() for name, tensor in source.state_dict().items()}, path)
-    with pytest.raises(ValueError, match="it is a file of another network"):  # control: any other prefix
+    with naming("another network"):  # control: any other prefix
         load_weights(net(), str(path))
-
-
-def test_a_module_that_is_called_module_keeps_its_name() -> None:
-    model = nn.Module()
-    model.module = nn.Linear(2, 2)
-    assert plain_names(model) == {"module.weight": "module.weight", "module.bias": "module.bias"}
-    assert plain_names(nn.DataParallel(model)) == {"module.module.weight": "module.weight", "module.module.bias": "module.bias"}
 
 
 QUICK = {"resnet18", "swin_t"}
@@ -192,52 +177,36 @@ def test_every_classifier_of_torchvision(name: str, monkeypatch: pytest.MonkeyPa
         shared = SharedModel(plain, method)
         file = shared.whole(shared.tensors(), batches=7)
         if name.startswith("mnasnet"):  # looks at the version of a state_dict, which no safetensors file has
-            with pytest.raises(ValueError, match="version should be set"):
+            with naming("version should be set"):
                 plain.load_state_dict(dict(plain.state_dict()))
             load_tensors(plain, file, strict=True)
         else:
             plain.load_state_dict(file)
         assert {key: (tensor.shape, tensor.dtype) for key, tensor in file.items()} == shapes
     if name in ("maxvit_t", "swin_t"):  # control: what travels lacks their integers
-        with pytest.raises(RuntimeError, match="relative_position_index"):
+        with naming("relative_position_index", RuntimeError):
             plain.load_state_dict(shared.tensors())
 
 
+class Versioned(nn.Linear):
+    """Looks at the version of a state_dict, which no safetensors file has."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        if metadata.get("version") is None:
+            raise ValueError("version should be set")
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
 def test_a_network_that_looks_at_the_version_of_a_state_dict_trains(tmp_path: Path) -> None:
-    class Versioned(nn.Linear):
-        _version = 2
-
-        def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
-            if metadata.get("version") is None:
-                raise ValueError("version should be set")
-            super()._load_from_state_dict(state, prefix, metadata, *args)
-
     def build() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(Versioned(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
 
-    for method in ("fedavg", "fedbn", "fbn"):
-        fed = trained(method, build())
-        fed.save(tmp_path / "model.safetensors")
-        tensors, plain = load_file(tmp_path / "model.safetensors"), build()
-        with pytest.raises(ValueError, match="version should be set"):  # control
-            plain.load_state_dict(tensors)
-        state = OrderedDict(tensors)
-        state._metadata = plain.state_dict()._metadata
-        plain.load_state_dict(state, strict=method != "fedbn")
-        load_weights(build(), str(tmp_path / "model.safetensors")) if method != "fedbn" else None
-
-
-def test_a_real_file_of_a_real_network(tmp_path: Path) -> None:
-    def build() -> Any:
-        torch.manual_seed(0)
-        return models.shufflenet_v2_x0_5(num_classes=2)
-
-    images = torch.randn(4, 3, 32, 32)
-    fed = Federation(build(), methods.fedavg(), [[(images, Y[:4])]] * 2, progress=False)
-    list(fed.run(1))
+    fed = trained("fbn", build())
     fed.save(tmp_path / "model.safetensors")
-    plain = build()
-    plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    assert torch.equal(plain.eval()(images), fed.model(images))
-    assert not torch.equal(build().eval()(images), fed.model(images))  # control
+    load_weights(again := build(), str(tmp_path / "model.safetensors"))
+    assert torch.equal(again[0].weight, fed.model[0].weight)
+    with naming("version"):  # control
+        build().load_state_dict(load_file(tmp_path / "model.safetensors"))

@@ -1,0 +1,25 @@
+"""The inner names that tests of the doors need: objects that are given to a door or returned by it, and have no public name."""
+
+# ruff: noqa: F401
+from __future__ import annotations
+
+from fl_bn.cli.main import app
+from fl_bn.composed import Unconvertible
+from fl_bn.derived import derivation
+from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.auxiliary import auxiliary
+from fl_bn.federation.centring import centred_weights
+from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.federation import Diverged
+from fl_bn.federation.loader_generators import generators
+from fl_bn.federation.local import Samples, evaluate
+from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, server_optimizer
+from fl_bn.federation.rounds import AS_METHOD
+from fl_bn.federation.schema import START
+from fl_bn.federation.settings import LocalTraining
+from fl_bn.models.build import build
+from fl_bn.models.weights import load_weights
+from fl_bn.roles import batch_norms, roles
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.secure.settings import SecureAggregation
+from fl_bn.support.durable import Damaged

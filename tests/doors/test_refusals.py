@@ -1,0 +1,410 @@
+"""What users give to a federation or to a loop of their own by mistake: refused in one sentence that names it, and its like is taken."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import LBFGS, SGD, AdamW, SparseAdam
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+
+from fl_bn import Classification, EarlyStop, Federation, SeededBatches, convert, local_round, methods, per_client, server_state
+from fl_bn.methods import METHODS, Method
+from fl_bn.objectives import Scaffold
+from tests.doors.inner import Defence
+from tests.doors.naming import naming
+from tests.listed import listed
+
+Give = Callable[[], Any]
+HEAD, LOSSES = nn.Linear(8, 3), types.SimpleNamespace(HEAD=F.cross_entropy)
+FEDAVG = methods.fedavg()
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def batches(n: int = 8, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(n, 5, generator=generator), torch.randint(0, 3, (n,), generator=generator))]
+
+
+def fed(method: Any = FEDAVG, model: Any = None, clients: Any = None, **named: Any) -> Federation:
+    given = [batches(seed=i) for i in range(3)] if clients is None else clients
+    return Federation(model or net(), method, given, **{"progress": False, "workers": 1, **named})
+
+
+def cases(table: dict[str, tuple[Any, ...]]) -> list[Any]:
+    return [pytest.param(*case, id=name) for name, case in table.items()]
+
+
+def loader() -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(TensorDataset(*batches()[0]), batch_size=4)
+
+
+def in_processes() -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(TensorDataset(*batches()[0]), batch_size=4, num_workers=2)
+
+
+class Pictures(Dataset[tuple[Tensor, int]]):
+    """As torchvision's: each element is a picture and its class."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.ones(5), index % 3
+
+
+class WholeBatches(Dataset[tuple[Tensor, Tensor]]):
+    """A dataset of one's own, whose elements are batches."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index >= len(self):
+            raise IndexError
+        return batches(seed=index)[0]
+
+
+class Temperature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.t = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(output * self.t, targets)
+
+
+class Holds:
+    def __init__(self) -> None:
+        self.inner = Temperature()
+
+    def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
+        return self.inner(output, targets)  # type: ignore[no-any-return]
+
+
+def of_others(parameters: Any) -> SGD:
+    return SGD(net().parameters(), lr=0.1)
+
+
+def with_one_more(parameters: Any) -> SGD:
+    return SGD([*parameters, nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+def of_another(optimizer: Any) -> StepLR:
+    return StepLR(of_others(None), 1)
+
+
+def with_hook() -> nn.Module:
+    model = net()
+    model[0].weight.register_hook(lambda gradient: gradient * 0)
+    return model
+
+
+def without_values() -> nn.Module:
+    with torch.device("meta"):
+        return net()
+
+
+def ends_in(head: nn.Module) -> nn.Module:
+    return nn.Sequential(*net()[:3], head)
+
+
+ITSELF = net()
+ONCE: dict[str, Callable[[], Any]] = {
+    "generator": lambda: (batch for batch in batches()),
+    "list_iterator": lambda: iter(batches()),
+}
+TESTS = [batches(seed=i) for i in (7, 8, 9)]
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "optimizer of other parameters": ({"optimizer": of_others}, "SGD"),
+    "optimizer of one parameter more": ({"optimizer": with_one_more}, "1 of the 7"),
+    "optimizer that is made already": ({"optimizer": [SGD, of_others(None), SGD]}, "client 1"),
+    "optimizer that needs a closure": ({"optimizer": LBFGS}, "LBFGS"),
+    "optimizer of sparse gradients": ({"optimizer": SparseAdam}, "0.weight"),
+    "optimizer for too few": ({"optimizer": [SGD, SGD]}, "optimizer"),
+    "scheduler of another optimiser": ({"scheduler": of_another}, "StepLR"),
+    "scheduler that needs a metric": ({"scheduler": ReduceLROnPlateau}, "ReduceLROnPlateau"),
+    "scheduler with rates of its own, and frozen rounds": (
+        {"method": methods.fixbn(freeze_after=1), "scheduler": partial(OneCycleLR, max_lr=0.1, total_steps=4)},
+        "schedule",
+    ),
+    "scheduler with rates of its own, and a schedule": (
+        {"schedule": lambda round, rounds: 0.5, "scheduler": partial(CyclicLR, base_lr=0.01, max_lr=0.1, cycle_momentum=False)},
+        "schedule",
+    ),
+    "loss with a parameter": ({"loss": Temperature()}, "'t'"),
+    "loss that holds one": ({"loss": Holds()}, "'t'"),
+    "loss that is a number": ({"loss": 3}, "loss"),
+    "loss of the network itself": ({"model": ITSELF, "loss": lambda output, y: output.sum() + ITSELF[0].weight.sum()}, "ITSELF"),
+    "loss of a global layer of the network": (
+        {"model": ends_in(HEAD), "loss": lambda output, y: F.cross_entropy(output, y) + HEAD.weight.sum()},
+        "HEAD",
+    ),
+    "task that is a class": ({"task": Classification}, "task"),
+    "task of a bare function": ({"task": lambda client: Classification()}, "per_client"),
+    "metric that is a function": ({"metrics": {"auc": max}}, "'auc'"),
+    "metric that is a class": ({"metrics": {"auc": Classification}}, "'auc'"),
+    "metric of a name that is taken": ({"metrics": {"accuracy": max}}, "'accuracy'"),
+    "clients as one loader": ({"clients": loader()}, "clients"),
+    "clients from a generator": ({"clients": (batches() for _ in range(3))}, "list(clients)"),
+    "clients by name": ({"clients": {"a": batches()}}, "list(clients.values())"),
+    "no clients": ({"clients": []}, "client"),
+    "client that is a number": ({"clients": [3]}, "client 0"),
+    "client that is a batch": ({"clients": batches()}, "client 0"),
+    "client that is a list of loaders": ({"clients": [[loader()]]}, "client 0"),
+    "client that is a dataset of samples": ({"clients": [loader().dataset]}, "client 0"),
+    "test of samples": ({"test": Subset(Pictures(), [1])}, "test"),
+    "test for too few": ({"test": per_client(TESTS[:2])}, "test"),
+    "local_evaluation without a test": ({"local_evaluation": True}, "test"),
+    **{f"client that is a {kind}": ({"clients": [batches(), make()]}, "client 1") for kind, make in ONCE.items()},
+    **{f"test that is a {kind}": ({"test": make()}, "test") for kind, make in ONCE.items()},
+    **{f"device {device}": ({"device": device}, repr(device)) for device in ("gpu", "meta", "cuda:99")},
+    "callbacks of a class": ({"callbacks": [EarlyStop]}, "callbacks"),
+    "local_epochs in a text": ({"local_epochs": "2"}, "local_epochs"),
+    "workers of a half": ({"workers": 1.5}, "workers"),
+    "workers of one program": ({"workers": 2, "engine": "vectorised"}, "workers"),
+    "method by name": ({"method": "fbn"}, "method"),
+    "server_optimizer by name": ({"server_optimizer": "fedadam"}, "server_optimizer"),
+    "model that is a function": ({"model": print}, "model"),
+    "model without values": ({"model": without_values()}, "meta"),
+    "model with a lazy layer": ({"model": nn.Sequential(nn.LazyLinear(2))}, "LazyLinear"),
+    "model with a gradient hook": ({"model": with_hook()}, "0.weight"),
+    "model with nothing to train": ({"model": net().requires_grad_(False)}, "requires_grad"),
+    "objective that FedTAN cannot follow": ({"method": methods.fedtan(), "objective": Scaffold()}, "objective"),
+    "objective that no rule guards": ({"objective": Scaffold(), "defence": Defence(1, "median", "median")}, "robust"),
+    "objective of plain SGD, with AdamW": ({"objective": Scaffold(), "optimizer": partial(AdamW, lr=0.1)}, "SGD"),
+}
+
+
+@listed("options, key", cases(ARGUMENTS))
+def test_an_argument_of_federation_is_refused_before_round_1(options: dict[str, Any], key: str) -> None:
+    with naming(key) as caught:
+        fed(**options)
+    assert "\n" not in str(caught.value)
+
+
+TAKEN: dict[str, tuple[dict[str, Any]]] = {
+    "a part of the parameters": ({"optimizer": lambda parameters: SGD([*parameters][:2], lr=0.1)},),
+    "no scheduler after all": ({"scheduler": lambda optimizer: None},),
+    "a scheduler that follows the rate": (
+        {"method": methods.fixbn(freeze_after=1), "scheduler": partial(LambdaLR, lr_lambda=lambda n: 0.5)},
+    ),
+    "a loss that learns no more": ({"loss": Temperature().requires_grad_(False)},),
+    "a loss of a name as the network's": ({"model": ends_in(HEAD), "loss": lambda output, y: LOSSES.HEAD(output, y)},),
+    "a dataset of batches": ({"clients": [WholeBatches(), WholeBatches()]},),
+}
+
+
+@listed("options", cases(TAKEN))
+def test_control_its_like_is_taken(options: dict[str, Any]) -> None:
+    assert next(fed(**options).run(2)).aggregated
+
+
+def in_no_grad(off: Any) -> Any:
+    with off():
+        return list(fed().run(1))
+
+
+RUNS: dict[str, tuple[Give, str]] = {
+    **{f"{rounds!r} rounds": (lambda rounds=rounds: list(fed().run(rounds)), "rounds") for rounds in (1.5, "2", True, None, -1)},
+    **{
+        f"a schedule of {factor!r}": (lambda factor=factor: list(fed(schedule=lambda *_: factor).run(1)), "schedule")
+        for factor in (0.0, -1.0, float("nan"), None, "1")
+    },
+    "a loss that is a number": (lambda: list(fed(loss=lambda output, y: 0.5).run(1)), "0.5"),
+    "a loss of each sample": (lambda: list(fed(loss=lambda output, y: output.sum(1)).run(1)), "(8,)"),
+    "no test batch": (lambda: list(fed(test=[]).run(1)), "test"),
+    "no gradients": (lambda: in_no_grad(torch.no_grad), "no_grad"),
+    "loaders with workers, in workers": (lambda: list(fed(clients=[in_processes()] * 2, workers=2).run(1)), "num_workers=2"),
+    "single samples": (lambda: fed().evaluate([(torch.randn(5), 1), (torch.randn(5), 0)]), "client 0"),
+    "test batches of each client from an iterator": (lambda: fed(methods.fedbn()).evaluate(ONCE["generator"]()), "iterated over again"),
+    **{f"the network of client {one!r}": (lambda one=one: trained().client_model(one), repr(one)) for one in (3, -1, "0", 1.0, True, None)},
+    "fewer targets than inputs": (lambda: SeededBatches(torch.zeros(8, 4), torch.zeros(5), 4), "(5,)"),
+    "a batch size of a float": (lambda: SeededBatches(torch.zeros(8, 4), torch.zeros(8), 4.0), "batch_size"),
+    "a table of bytes": (lambda: SeededBatches(torch.zeros(8, 5, dtype=torch.uint8), torch.zeros(8), 4), "uint8"),
+    "images of integers": (lambda: SeededBatches(torch.zeros(4, 1, 2, 2, dtype=torch.int64), torch.zeros(4), 4), "int64"),
+}
+
+
+def trained(method: Method | None = None) -> Federation:
+    made = fed(method or methods.fedbn())
+    list(made.run(1))
+    return made
+
+
+@listed("give, key", cases(RUNS))
+def test_what_a_run_cannot_use_is_refused(give: Give, key: str) -> None:
+    with naming(key):
+        give()
+
+
+def test_control_of_what_a_run_can_use() -> None:
+    with torch.no_grad():
+        assert list(fed(methods.fbn()).run(0)) == []  # measuring needs no gradients
+    done = trained()
+    assert not torch.equal(done.client_model(0)[1].weight, done.client_model(np.int64(2))[1].weight)
+    assert fed(test=batches()).evaluate(ONCE["generator"]()) == fed(test=batches()).evaluate(batches())  # once is enough for one network
+    assert next(iter(SeededBatches(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.zeros(4), 4)))[0].max() == -1  # an image
+
+
+def test_an_optimiser_that_forgets_its_argument_later_is_refused_in_its_round() -> None:
+    """The function may behave well once. Without the check in each round, no weight changed in it."""
+    made: list[torch.optim.Optimizer] = []
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        made.append(SGD(parameters, lr=0.1))
+        return made[0]
+
+    with naming("SGD") as caught:
+        list(fed(optimizer=make).run(1))
+    assert caught.value.__notes__ == ["at client 0, in round 1"]
+
+
+class Wrong:
+    """Batches of which the network can make nothing, or that cannot be read."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.error is OSError:
+            raise OSError("the disk is gone")
+        yield batches()[0][0].double(), batches()[0][1]
+
+
+@listed("error", [RuntimeError, OSError])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_of_a_client_names_it_and_its_round(workers: int, error: type[Exception]) -> None:
+    with pytest.raises(error) as caught:
+        list(fed(clients=[batches(), Wrong(error)], workers=workers).run(1))
+    assert caught.value.__notes__[0] == "at client 1, in round 1"
+    assert len(caught.value.__notes__) == workers  # the trace in the other process
+
+
+def penalised(model: nn.Module, output: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(output, y) + sum(p.abs().sum() for p in model.parameters())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_loss_that_uses_the_given_network_is_refused_by_its_gradients(workers: int) -> None:
+    model = net()
+    with naming("gradients"):
+        list(fed(model=model, loss=partial(penalised, model), workers=workers).run(1))
+    other = partial(penalised, net())  # control, a teacher's, say: not the network that clients copy
+    assert next(fed(model=model, loss=other, workers=workers).run(1)).aggregated
+
+
+def test_a_run_does_not_go_on_after_a_later_one() -> None:
+    made = fed()
+    first, left = made.run(3), made.run(3)
+    assert next(first).round == next(left).round == 1  # control: a run that was left is no obstacle
+    assert [record.round for record in made.run(2)] == [1, 2]
+    with naming("after round 1"):
+        next(first)
+
+
+class Small(nn.Module):
+    """A network of which ``less`` names what its state_dict leaves out, to keep files small."""
+
+    less = "none"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+    def state_dict(self, *args: Any, **named: Any) -> dict[str, Any]:
+        return {name: value for name, value in super().state_dict(*args, **named).items() if not name.startswith(self.less)}
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state, False, assign)
+
+
+@pytest.mark.parametrize("door", ["federation", "state"])
+def test_a_state_dict_that_lacks_what_is_trained_is_refused(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def given(model: nn.Module, less: str) -> None:
+        monkeypatch.setattr(Small, "less", less)
+        list(fed(model=model).run(1)) if door == "federation" else server_state(model, FEDAVG, rounds=1)
+
+    frozen = Small()
+    frozen.body[0].requires_grad_(False)
+    given(Small(), "none")  # control
+    given(frozen, "body.0")  # control: what does not change need not travel
+    for less in ("body.0.weight", "body.1.running_mean"):
+        with pytest.raises(ValueError, match=less):
+            given(Small(), less)
+
+
+# Loops of one's own
+
+
+def entered(method: Method, model: nn.Module, *kept: Any, of: nn.Module | None = None, **options: Any) -> None:
+    with local_round(model, method, server_state(of or net(), method, rounds=2).instruction(), *kept, **options):
+        pass
+
+
+def a_round(method: Method = FEDAVG, train: Any = None, **reply: Any) -> Any:
+    model = convert(net(), method)
+    with local_round(model, method, server_state(net(), method, rounds=2).instruction()) as round:
+        if method.measures_first:
+            round.measure(batches())
+        trains = model if train is None else train
+        optimizer = SGD(trains.parameters(), lr=0.1)
+        F.cross_entropy(trains(batches()[0][0]), batches()[0][1]).backward()
+        optimizer.step()
+    return round.reply(8, **reply)
+
+
+def rated(wrong: Any, at: int = 1) -> Any:
+    return server_state(net(), FEDAVG, rounds=3, rate=lambda round, rounds: wrong if round == at else 0.1)
+
+
+def measured_from_a_generator() -> None:
+    method = methods.hbn()
+    with local_round(convert(net(), method), method, server_state(net(), method, rounds=2).instruction()) as round:
+        round.measure(ONCE["generator"]())
+
+
+REPLACES = [name for name, make in METHODS.items() if make().layer and make().needs_batch_norm]
+LOOPS: dict[str, tuple[Give, str]] = {
+    **{f"{n!r} rounds": (lambda n=n: server_state(net(), FEDAVG, rounds=n), "rounds") for n in (0, -3, 2.0, True, None)},
+    **{f"rate of {r!r}": (lambda r=r: rated(r), "rate") for r in (None, "0.1", True, -0.1, float("nan"), float("inf"), 1j)},
+    "rate of the last round": (lambda: rated(None, 3), "round 3 of 3"),
+    "model with nothing to train": (lambda: server_state(net().requires_grad_(False), FEDAVG, 1).instruction(), "requires_grad"),
+    **{f"model not converted for {n}": (lambda n=n: entered(METHODS[n](), net()), f"method {n}") for n in REPLACES},
+    "model of another method": (lambda: entered(FEDAVG, convert(net(), methods.fbn())), "FederatedBatchNorm"),
+    "kept that is a reply": (lambda: entered(FEDAVG, net(), a_round()[0]), "kept"),
+    "no exchange": (lambda: entered(methods.fedtan(), convert(net(), methods.fedtan())), "connect"),
+    "a pass over a generator": (measured_from_a_generator, "generator"),
+    **{f"metric {v!r}": (lambda v=v: a_round(metrics={"acc": v}), "'acc'") for v in ("0.5", None, [0.5], torch.ones(2))},
+    **{f"no step, {n}": (lambda n=n: a_round(METHODS[n](), net()), "round.model") for n in ("fedavg", "fbn", "hbn")},
+}
+
+
+@listed("give, key", cases(LOOPS))
+def test_what_a_loop_of_ones_own_cannot_use_is_refused(give: Give, key: str) -> None:
+    with naming(key):
+        give()
+
+
+@listed("name", [*REPLACES, "fedavg", "fixbn"])
+def test_control_of_what_a_loop_can_use(name: str) -> None:
+    method = METHODS[name]()
+    if method.exchanges:
+        return
+    assert a_round(method, metrics={"acc": torch.tensor(0.5)})[0].samples == 8
+    assert rated(0.0).instruction().learning_rate == 0
