@@ -80,6 +80,7 @@ def test_numbers_that_no_client_tells_cost_it_its_reply(case: str) -> None:
         assert [c.client for c in record.accepted] == [0, 2, 3, 4]
         assert record.clients[LIAR].refused.startswith(f"metrics/{field}: expected ")
 
+
 TOGETHER = "the combination of the clients' replies is not finite"
 
 
