@@ -1,19 +1,26 @@
-"""Clients that take turns in one process: one at a time, always in the same order."""
+"""Clients that take turns in one process: one at a time, in the same order, with their own random numbers; none is stuck if one fails."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
+from torch import Tensor
 
 from fl_bn.exchange.call import ExchangeFailed, Key, Quantity
 from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss, end_task
 from fl_bn.exchange.session import POLICIES, Session
+from fl_bn.federation.local import torch_seed
 from fl_bn.flower.in_process import InProcessGrid
-from tests.exchange.in_turns import LAYERS, MOMENTS, Broken, Round, Task, breaking
+from tests.exchange.in_turns import CPU, LAYERS, MOMENTS, Broken, Round, Task, breaking
+from tests.listed import listed
 
+both_policies = pytest.mark.parametrize("policy", POLICIES)
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
@@ -55,46 +62,35 @@ class Alone:
 
 
 @pytest.mark.usefixtures("hasty_scheduler")
-def test_only_one_task_runs_at_a_time() -> None:
-    round, alone = Round(4), Alone()
+@pytest.mark.parametrize("turns", [True, False])
+def test_only_one_task_runs_at_a_time(turns: bool) -> None:
+    """Control: threads that do not take turns are inside at once."""
+    round, alone, meet = Round(4), Alone(), threading.Barrier(4, timeout=10)
 
-    def task(client: int) -> Task:
-        def work() -> float:
-            alone.enter()
-            total = sum(float(torch.ones(8).sum()) for _ in range(20))
-            alone.leave()
-            return total
-
-        def run() -> list[float]:
-            came = [work()]
-            exchange = LocalExchange(round.tokens[client], 1)
-            for call in range(3):
-                came.append(work())
-                exchange(Key("bn", Quantity.MEAN, call), torch.ones(2, dtype=torch.float64), 1)
-            exchange.close()
-            return [*came, work()]
-
-        return run
-
-    assert round.run([task(client) for client in range(4)]) == [[160.0] * 5] * 4
-    assert alone.most == 1
-
-
-def test_threads_that_do_not_take_turns_run_at_once() -> None:
-    """The control of the test above."""
-    alone, meet = Alone(), threading.Barrier(2, timeout=10)
-
-    def work() -> None:
+    def work() -> float:
         alone.enter()
-        meet.wait()
+        if not turns:
+            meet.wait()
+        total = sum(float(torch.ones(8).sum()) for _ in range(20))
         alone.leave()
+        return total
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert alone.most == 2
+    def task(client: int) -> list[float]:
+        came = [work()]
+        exchange = LocalExchange(round.tokens[client], 1)
+        for call in range(3):
+            came.append(work())
+            exchange(Key("bn", Quantity.MEAN, call), torch.ones(2, dtype=torch.float64), 1)
+        exchange.close()
+        return [*came, work()]
+
+    if turns:
+        assert round.run([partial(task, client) for client in range(4)]) == [[160.0] * 5] * 4
+        assert alone.most == 1
+    else:
+        with ThreadPoolExecutor(4) as pool:
+            assert [future.result() for future in [pool.submit(work) for _ in range(4)]] == [160.0] * 4
+        assert alone.most == 4
 
 
 def test_answers_are_the_cohorts_and_a_gradient_is_cut_off() -> None:
@@ -135,61 +131,30 @@ def test_clients_that_all_wait_for_one_that_ended_unheard_are_told_so(clients: i
     """Nobody called ``ended`` for client 0.."""
     round = Round(clients)
     others: list[Task] = [round.client(client) for client in range(1, clients)]
-    with pytest.raises(ExchangeFailed, match="every client waits for another client"):
+    with pytest.raises(ExchangeFailed, match="every client waits"):
         Turns(clients).run([lambda: [0.0], *others])
     dismiss(round.tokens)
     assert [line for line in round.story if not line.endswith("starts")] == []
 
 
-def test_clients_that_are_told_so_still_run_one_at_a_time() -> None:
-    round, meet = Round(3), threading.Barrier(2)
-    met = []
-
-    def task(client: int) -> Task:
-        def run() -> list[float]:
-            with pytest.raises(ExchangeFailed):
-                LocalExchange(round.tokens[client], 1)
-            try:
-                meet.wait(0.2)
-                met.append(client)
-            except threading.BrokenBarrierError:
-                pass
-            return []
-
-        return run
-
-    Turns(3).run([task(0), task(1), lambda: [0.0]])
-    dismiss(round.tokens)
-    assert met == []
-
-
 def test_a_local_exchange_outside_of_turns_is_refused_before_it_joins() -> None:
     round = Round(1)
-    with pytest.raises(ExchangeFailed, match="needs all clients in this process"):
+    with pytest.raises(ExchangeFailed, match="in this process"):
         LocalExchange(round.tokens[0], 1)
     assert round.session.batches == {}
     assert round.run([round.client(0)]) == [[0.0, 0.0]]  # control: the token was good, and still is
 
 
-def test_tokens_are_secrets_of_one_round() -> None:
-    first, second = Round(), Round()
-    tokens = [*first.tokens.values(), *second.tokens.values()]
-    assert len(set(tokens)) == 6
-    assert all(len(token) >= 32 for token in tokens)
-    dismiss(first.tokens)
-    dismiss(second.tokens)
-
-
 @pytest.mark.parametrize("kind", ["dismissed", "of nobody", "empty"])
 def test_a_token_that_is_not_admitted_is_refused(kind: str) -> None:
     over, round = Round(1), Round(1)
+    assert len({over.tokens[0], round.tokens[0]}) == 2
+    assert min(len(over.tokens[0]), len(round.tokens[0])) >= 32
     dismiss(over.tokens)
     token = {"dismissed": over.tokens[0], "of nobody": "0" * 32, "empty": ""}[kind]
 
     def task() -> list[float]:
-        with pytest.raises(
-            ExchangeFailed, match="does not know this client's token: the round is over, or its server runs in another process"
-        ):
+        with pytest.raises(ExchangeFailed, match="token"):
             LocalExchange(token, 1)
         return [1.0]
 
@@ -202,7 +167,7 @@ def test_a_token_that_is_not_admitted_is_refused(kind: str) -> None:
 def test_after_many_rounds_no_thread_is_left() -> None:
     """Whether they end well or not; the fixture counts once more."""
     before = set(threading.enumerate())
-    for number in range(200):
+    for number in range(100):
         round = Round(3, POLICIES[number % 2])
         round.run([round.client(c, disturb=breaking(MOMENTS[number % 4]) if number % 3 == c else breaking()) for c in range(3)])
         assert not set(threading.enumerate()) - before
@@ -248,3 +213,170 @@ def test_a_client_app_that_raises_anything_keeps_nobody_waiting(error: type[Base
     dismiss(tokens)
     assert not hangs
     assert [type(came) for came in raised] == ([] if error is RuntimeError else [SystemExit])
+
+
+# clients that fail: nobody is stuck
+
+
+@both_policies
+@listed("broken", range(3))
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_task_that_raises_ends_all_under_abort_and_itself_alone_under_shrink(moment: str, broken: int, policy: str) -> None:
+    """After its last exchange the others have theirs, too; the session says that it failed."""
+    round = Round(policy=policy)
+    results = round.run([round.client(c, disturb=breaking(moment) if c == broken else breaking()) for c in range(3)])
+    assert results.pop(broken) == f"Broken: at {moment}"
+    assert round.session.dropped == {broken: f"Broken: at {moment}"}
+    if policy == "abort":
+        assert round.session.failure == f"client {broken}: Broken: at {moment}"
+        assert results == [[1.0, 1.0] if moment == "after" else f"ExchangeFailed: client {broken}: Broken: at {moment}"] * 2
+    else:
+        rest = sum({0, 1, 2} - {broken}) / 2
+        exchanged = {"before": 0, "exchange 0": 0, "exchange 1": 1, "after": 2}[moment]
+        assert results == [[1.0] * exchanged + [rest] * (2 - exchanged)] * 2
+        assert list(round.session.taking_part) == sorted({0, 1, 2} - {broken})
+        assert round.session.failure == ""
+
+
+@both_policies
+def test_all_may_raise_at_different_moments(policy: str) -> None:
+    round = Round(4, policy)
+    results = round.run([round.client(client, disturb=breaking(moment)) for client, moment in enumerate(MOMENTS)])
+    assert len(round.session.dropped) == (1 if policy == "abort" else 4)
+    assert all(isinstance(result, str) for result in results)
+    assert results[0] == "Broken: at before"
+
+
+@both_policies
+def test_a_task_that_ends_without_joining_or_needs_more_exchanges_than_the_others_keeps_nobody_waiting(policy: str) -> None:
+    round = Round(policy=policy)
+    first, own, last = round.run([round.client(0), lambda: [7.0], round.client(2)])
+    assert own == [7.0]
+    assert first == last
+    assert first == [1.0, 1.0] if policy == "shrink" else str(first).startswith("ExchangeFailed: client 1: ")
+    round = Round(2, policy)
+    results = round.run([round.client(0, exchanges=1), round.client(1, exchanges=3)])
+    assert results[0] == [0.5]
+    assert str(results[1]).startswith("ExchangeFailed: ")
+
+
+def test_a_refused_request_raises_in_the_task_that_sent_it() -> None:
+    round = Round(2, "shrink")
+
+    def wrong() -> list[float]:
+        LocalExchange(round.tokens[1], 1)(Key("bn", Quantity.MEAN), torch.ones(3), 1)
+        return []
+
+    results = round.run([round.client(0), wrong])
+    assert results[0] == [0.0, 0.0]
+    assert str(results[1]).startswith("ExchangeFailed: refused: bn (mean)")
+
+
+def test_a_client_that_sits_out_keeps_nobody_waiting() -> None:
+    round = Round()
+
+    def small() -> list[float]:
+        LocalExchange(round.tokens[1], 0).close()
+        return []
+
+    assert round.run([round.client(0), small, round.client(2)]) == [[1.0, 1.0], [], [1.0, 1.0]]
+    assert round.session.taking_part == {0: 1, 2: 3}
+
+
+def test_closing_twice_does_nothing_the_second_time() -> None:
+    """Not even with an error: the first call says how it ended."""
+    round = Round(1)
+
+    def task() -> list[float]:
+        exchange = LocalExchange(round.tokens[0], 2)
+        exchange.close()
+        exchange.close("too late")
+        return []
+
+    round.run([task])
+    assert round.session.dropped == {}
+    again = Round(1)
+
+    def failing() -> list[float]:
+        LocalExchange(again.tokens[0], 2).close("out of memory")
+        return []
+
+    again.run([failing])
+    assert again.session.dropped == {0: "out of memory"}  # control
+
+
+# random numbers: clients that take turns draw those that they draw alone
+
+
+def draws(exchange: Callable[[int], None], exchanges: int, numbers: list[Tensor]) -> None:
+    """Uniform numbers and dropout masks, around ``exchanges`` exchanges."""
+    for call in range(exchanges):
+        numbers += [torch.rand(3), torch.nn.functional.dropout(torch.ones(16))]
+        exchange(call)
+    numbers.append(torch.randn(3))
+
+
+def random_round(clients: int, exchanges: int, *, seeded: bool = True) -> dict[int, list[Tensor]]:
+    """What each client draws in its turns."""
+    round = Round(clients)
+    numbers: dict[int, list[Tensor]] = {client: [] for client in range(clients)}
+
+    def task(client: int) -> Task:
+        def run() -> list[float]:
+            channel = LocalExchange(round.tokens[client], 1)
+
+            def exchange(call: int) -> None:
+                channel(Key("bn", Quantity.MEAN, call), torch.ones(2, dtype=torch.float64), 1)
+
+            if seeded:
+                with torch_seed(100 + client, CPU):
+                    draws(exchange, exchanges, numbers[client])
+            else:
+                draws(exchange, exchanges, numbers[client])
+            channel.close()
+            return []
+
+        return run
+
+    assert round.run([task(client) for client in range(clients)]) == [[]] * clients
+    return numbers
+
+
+def alone(client: int, exchanges: int) -> list[Tensor]:
+    """What it draws when nobody else is there."""
+    numbers: list[Tensor] = []
+    with torch_seed(100 + client, CPU):
+        draws(lambda call: None, exchanges, numbers)
+    return numbers
+
+
+@listed("exchanges", [0, 1, 3])
+@listed("clients", [1, 3])
+def test_each_client_draws_what_it_draws_on_its_own_and_torchs_generator_is_as_it_was(clients: int, exchanges: int) -> None:
+    before = torch.get_rng_state()
+    for client, numbers in random_round(clients, exchanges).items():
+        assert all(torch.equal(a, b) for a, b in zip(numbers, alone(client, exchanges), strict=True))
+        assert not torch.equal(numbers[-1], alone(client + 1, exchanges)[-1])  # control: another seed
+    random_round(clients, exchanges, seeded=False)
+    assert torch.equal(torch.get_rng_state(), before)
+    with torch.random.fork_rng(devices=[]):  # control: drawing outside of turns moves it
+        draws(lambda call: None, 1, [])
+        assert not torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_handing_the_generator_on_clients_would_draw_each_others_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+    monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
+    with torch.random.fork_rng(devices=[]):
+        numbers = random_round(2, 2)
+    assert not all(torch.equal(a, b) for client in range(2) for a, b in zip(numbers[client], alone(client, 2), strict=True))
+
+
+def test_every_task_starts_with_torchs_generator_as_it_was() -> None:
+    """Unseeded, all draw the same. Control: one after the other without turns, they do not."""
+    tasks = [lambda: torch.rand(3).tolist() for _ in range(3)]
+    with torch.random.fork_rng(devices=[]):
+        first, *others = Turns(3).run(tasks)
+        assert others == [first, first]
+        assert tasks[0]() == first
+        assert tasks[1]() != first

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,28 +42,28 @@ def same(a: Answer, b: Answer) -> bool:
 # the exchange
 
 
-def test_answers_come_in_order_whatever_is_sent() -> None:
-    exchange = ReplayExchange(list(zip(KEYS, ANSWERS, strict=True)), 4)
-    assert (exchange.batch, exchange.seconds) == (4, 0.0)
-    assert [exchange(key, torch.rand(2, dtype=torch.float64), 1) for key in KEYS] == ANSWERS
+OWN = torch.zeros(2, dtype=torch.float64)
+NO_ANSWERS: dict[str, tuple[Key, Answer, str]] = {
+    "another shape": (KEYS[0], Answer(torch.zeros(3, dtype=torch.float64), 1, 1), "(3,)"),
+    "more dimensions": (KEYS[0], Answer(torch.zeros(2, 1, dtype=torch.float64), 1, 1), "(2, 1)"),
+    "another dtype": (KEYS[0], Answer(torch.zeros(2, dtype=torch.float32), 1, 1), "torch.float32"),
+    "no activation": (KEYS[0], Answer(OWN, 0, 1), "0 and 1"),
+    "no sample": (KEYS[0], Answer(OWN, 1, 0), "1 and 0"),
+    "another layer": (Key("other", Quantity.MOMENTS), Answer(OWN, 1, 1), "other"),
+    "another quantity": (Key("stem.bn", Quantity.MEAN), Answer(OWN, 1, 1), "(mean)"),
+    "another call": (Key("stem.bn", Quantity.MOMENTS, 1), Answer(OWN, 1, 1), "call 2"),
+}
 
 
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        (Answer(torch.zeros(3, dtype=torch.float64), 1, 1), r"shape \(2,\) and torch.float64, but got \(3,\)"),
-        (Answer(torch.zeros(2, 1, dtype=torch.float64), 1, 1), r"but got \(2, 1\)"),
-        (Answer(torch.zeros(2, dtype=torch.float32), 1, 1), "but got .* and torch.float32"),
-        (Answer(torch.zeros(2, dtype=torch.float64), 0, 1), "at least 1 activation and 1 sample, but it counts 0 and 1"),
-        (Answer(torch.zeros(2, dtype=torch.float64), 1, 0), "at least 1 activation and 1 sample, but it counts 1 and 0"),
-    ],
-)
-def test_an_answer_to_other_values_is_refused_by_its_layer(answer: Answer, said: str) -> None:
-    own = torch.zeros(2, dtype=torch.float64)
-    with pytest.raises(ExchangeFailed, match=rf"^stem.bn \(moments\): expected .*{said}"):
-        ReplayExchange([(KEYS[0], answer)], 4)(KEYS[0], own, 1)
+@listed("kind", NO_ANSWERS)
+def test_an_answer_to_something_else_is_refused_by_its_layer(kind: str) -> None:
+    key, answer, fact = NO_ANSWERS[kind]
+    with pytest.raises(ExchangeFailed) as caught:
+        ReplayExchange([(key, answer)], 4)(KEYS[0], OWN, 1)
+    assert "stem.bn (moments)" in str(caught.value)
+    assert fact in str(caught.value)
     good = Answer(torch.ones(2, dtype=torch.float64), 1, 1)
-    assert ReplayExchange([(KEYS[0], good)], 4)(KEYS[0], own, 1) is good  # control
+    assert ReplayExchange([(KEYS[0], good)], 4)(KEYS[0], OWN, 1) is good  # control
 
 
 @pytest.mark.parametrize("answered", range(4))
@@ -74,22 +74,13 @@ def test_the_first_unanswered_request_is_carried_out_with_its_batch(answered: in
     for key in keys[:answered]:
         exchange(key, own, 7)
     for _ in range(2):  # asking again does not help
-        with pytest.raises(Unanswered, match="no answer yet for ") as raised:
+        with pytest.raises(Unanswered) as raised:
             exchange(keys[answered], own, 7)
         request = raised.value.request
         assert (request.key, request.count, raised.value.batch) == (keys[answered], 7, 4)
         assert torch.equal(request.values, own)
         assert not request.values.requires_grad
     assert not isinstance(raised.value, ExchangeFailed)  # nothing has failed
-
-
-@pytest.mark.parametrize("wrong", [Key("other", Quantity.MOMENTS), Key("stem.bn", Quantity.MEAN), Key("stem.bn", Quantity.MOMENTS, 1)])
-def test_an_answer_to_another_question_is_refused(wrong: Key) -> None:
-    exchange = ReplayExchange([(KEYS[0], ANSWERS[0])], 4)
-    with pytest.raises(ExchangeFailed) as raised:
-        exchange(wrong, torch.ones(4), 1)
-    said = f"the transcript's next answer is for stem.bn (moments), but this repetition of the round needs {wrong}: "
-    assert str(raised.value) == said + "make the forward pass deterministic"
 
 
 def test_a_transcript_is_left_as_it_is() -> None:
@@ -208,12 +199,6 @@ def test_answers_taken_out_may_be_written_to() -> None:
     assert ANSWERS[1].values.tolist() == [1.0, 1.0]
 
 
-def test_a_message_without_a_transcript_has_an_empty_one() -> None:
-    payload, config = delivered(train_message())
-    assert detach(payload, config) == []
-    assert list(payload) == ["weights"]
-
-
 def test_a_transcript_replaces_the_one_before_and_spares_the_original() -> None:
     """The server attaches a longer one to copies of the same message each time."""
     original = train_message()
@@ -256,10 +241,6 @@ def test_a_request_travels_in_a_reply(
     assert same(Answer(read.values, 0, 0), Answer(request.values, 0, 0))
 
 
-def test_a_reply_without_a_request_is_the_rounds_last() -> None:
-    assert read_request(reply({"weights": {"w": np.ones(3)}}, loss=1.0), HEADER) is None
-
-
 GOOD = {"mean/0/bn": np.ones(3)}
 REFUSED: dict[str, tuple[Callable[[], Message], str, str, str]] = {  # section, tensor or field, and a fact that the reason names
     "an error": (lambda: Message(Error(2, "ValueError: out of memory"), reply_to=reply({})), "error", "", "ValueError: out of memory"),
@@ -272,11 +253,7 @@ REFUSED: dict[str, tuple[Callable[[], Message], str, str, str]] = {  # section, 
     "two vectors": (lambda: reply({"exchange": {**GOOD, "mean/1/bn": np.ones(3)}}, batch=1, count=3), "exchange", "", "mean/1/bn"),
     "no call": (lambda: reply({"exchange": {"mean/bn": np.ones(3)}}, batch=1, count=3), "exchange", "", "mean/bn"),
     "an unknown quantity": (lambda: reply({"exchange": {"median/0/bn": np.ones(3)}}, batch=1, count=3), "exchange", "", "median/0/bn"),
-    "a call in words": (lambda: reply({"exchange": {"mean/first/bn": np.ones(3)}}, batch=1, count=3), "exchange", "", "first"),
     "text": (lambda: reply({"exchange": {"mean/0/bn": np.array(["spam"])}}, batch=1, count=3), "exchange", "mean/0/bn", "<U4"),
-    "another byte order": (
-        lambda: reply({"exchange": {"mean/0/bn": np.ones(3, ">f4")}}, batch=1, count=3), "exchange", "mean/0/bn", ">f4"
-    ),
     "no metrics": (lambda: reply({"exchange": GOOD}), "metrics", "", "batch"),
     "no batch": (lambda: reply({"exchange": GOOD}, count=3), "metrics", "batch", "missing"),
     "no count": (lambda: reply({"exchange": GOOD}, batch=1), "metrics", "count", "missing"),
@@ -292,14 +269,7 @@ REFUSED: dict[str, tuple[Callable[[], Message], str, str, str]] = {  # section, 
 def test_a_reply_that_is_no_request_is_refused_by_name(kind: str) -> None:
     make, section, tensor, fact = REFUSED[kind]
     assert read_request(reply({"exchange": GOOD}, batch=1, count=3), HEADER) is not None  # control
+    assert read_request(reply({"weights": {"w": np.ones(3)}}, loss=1.0), HEADER) is None  # the round's last
     with refused(section, tensor) as caught:
         read_request(make(), HEADER)
     assert fact in caught.value.problem
-
-
-def test_a_vector_whose_bytes_cannot_be_read_is_refused_by_name() -> None:
-    content = to_records({}, HEADER)
-    content["fl-bn/exchange"] = ArrayRecord({"mean/0/bn": Array(dtype="float32", shape=(3,), stype="numpy.ndarray", data=b"spam")})
-    content["fl-bn/metrics"] = MetricRecord({"batch": 1, "count": 3})
-    with refused("exchange", "mean/0/bn"):
-        read_request(Message(content, 1, "train"), HEADER)

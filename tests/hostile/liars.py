@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 
@@ -64,6 +65,41 @@ def sets(kind: str, record: str, **fields: Any) -> Spoil:
         content[name] = MetricRecord(new) if numbers else ConfigRecord(new)
 
     return spoil
+
+
+def alters(section: str, change: Callable[[str, np.ndarray], np.ndarray], kind: str = "train", round: int = 0) -> Spoil:
+    """Return a function that changes each array of ``section`` in replies to ``kind``; in ``round`` alone, unless that is 0."""
+
+    def spoil(message: Message, asked: str, content: RecordDict) -> None:
+        name = OURS + section
+        if asked == kind and name in content.array_records and round in (0, message.content.config_records[OURS + "header"]["round"]):
+            arrays = {key: array.numpy() for key, array in content.array_records[name].items()}
+            content[name] = ArrayRecord({key: Array(change(key, array)) for key, array in arrays.items()})
+
+    return spoil
+
+
+def ending(suffix: str, value: float) -> Callable[[str, np.ndarray], np.ndarray]:
+    """Return a change of arrays: those whose name ends in ``suffix`` hold ``value`` alone."""
+    return lambda name, array: np.full_like(array, value) if name.endswith(suffix) else array
+
+
+def both(*spoils: Spoil) -> Spoil:
+    def spoil(message: Message, asked: str, content: RecordDict) -> None:
+        for one in spoils:
+            one(message, asked, content)
+
+    return spoil
+
+
+def nothing(message: Message, asked: str, content: RecordDict) -> None:
+    """Nobody lies."""
+
+
+def silent(message: Message, asked: str, content: RecordDict) -> None:
+    """Train, and send nothing."""
+    if asked == "train":
+        content.clear()
 
 
 def lacks(kind: str, record: str) -> Spoil:
