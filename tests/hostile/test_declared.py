@@ -11,9 +11,8 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from fl_bn.exchange.grpc import exchange_pb2 as pb
 from fl_bn.federation.checkpoint import FORMAT
-from fl_bn.federation.fields import Undeclared, Values, whole
+from fl_bn.federation.fields import Undeclared, Values
 from fl_bn.flower.app.checkpoint import Checkpoint
 from fl_bn.flower.app.client_state import NOTHING, MemoryState
 from fl_bn.flower.wire import messages
@@ -117,25 +116,22 @@ def test_every_field_of_every_honest_message_is_declared(name: str) -> None:
         assert undeclared(asked, True, reply) == []
 
 
-def test_control_a_field_that_nobody_declared_is_found() -> None:
-    content = RecordDict({"fl-bn/metrics": MetricRecord({"samples": 3, "height": 2.0}), "more": ConfigRecord({"a": 1})})
-    assert undeclared("query.statistics", True, content) == ["more", "fl-bn/metrics/height"]
-
-
 def test_the_scenarios_hold_every_kind_of_message() -> None:
     seen = {asked for name in SCENARIOS for asked, _, _ in recorded(name).exchanges}
     assert seen == {asked for asked, _ in EXPECTED}
+    content = RecordDict({"fl-bn/metrics": MetricRecord({"samples": 3, "height": 2.0}), "more": ConfigRecord({"a": 1})})
+    assert undeclared("query.statistics", True, content) == ["more", "fl-bn/metrics/height"]  # control
 
 
 def test_to_read_an_undeclared_field_is_an_error() -> None:
     values = messages.HELLO.read({"client": 1, "clients": 2, "samples": 3, "signature": "a", "label-counts": "[1, 2]", "height": 180})
     assert (values["client"], values.get("samples"), values["label-counts"], "signature" in values) == (1, 3, (1, 2), True)
     for read in (lambda: values["height"], lambda: values.get("height"), lambda: "height" in values):
-        with pytest.raises(Undeclared, match="fl-bn reads field hello/height, but this message does not declare it"):
+        with pytest.raises(Undeclared, match="hello/height"):
             read()
     trained = messages.TRAINED.read({"samples": 3, "steps": 1, "loss": 0.5})
     assert (trained.get("kept"), trained.get("kept", 7), "kept" in trained, trained["waited"]) == (None, 7, False, 0.0)
-    with pytest.raises(KeyError, match="kept"):
+    with pytest.raises(KeyError):
         trained["kept"]
 
 
@@ -165,32 +161,27 @@ def test_whatever_comes_is_a_value_or_a_sentence(name: str) -> None:
 def test_a_metric_out_of_its_range_is_refused_and_one_that_the_task_does_not_declare_is_dropped() -> None:
     form, honest = messages.evaluated(Regression()), {"samples": 3, "loss": 0.5, "r2": -7.5, "mse": 0.5}
     assert form.read({**honest, "accuracy": 1.0}) == honest
-    assert "r2: expected a number -inf..1, or NaN, but got 1.5" in refusal(form, {**honest, "r2": 1.5})
-    assert "mse: expected a number 0..inf, or NaN, but got -0.5" in refusal(form, {**honest, "mse": -0.5})
-    assert "r2: expected" in refusal(form, {"samples": 3, "loss": 0.5})  # without it there is nothing to show
+    for wrong, field in (({**honest, "r2": 1.5}, "r2"), ({**honest, "mse": -0.5}, "mse"), ({"samples": 3, "loss": 0.5}, "r2")):
+        with refused(form.record, field):  # without r2 there is nothing to show
+            form.read(wrong)
     assert refusal(form, {**honest, "r2": math.nan}) == ""
 
 
 def test_what_came_is_shown_in_a_few_characters_on_one_line() -> None:
-    assert printable("a\nb\x1b[31m") == r"'a\nb\x1b[31m'"
-    assert len(printable("x" * 10**7)) < 100
-    assert excerpt(10**5000) == "a whole number of 16610 bits"
-    assert excerpt([0] * 10**6) == "a list of 1000000"
-    assert str(WireError("a\nb", "c" * 1000, "bad")).count("\n") == 0
-
-
-def test_fields_of_the_exchange_s_requests_are_those_that_the_session_checks() -> None:
-    kinds = {kind.name: [field.name for field in kind.fields] for kind in pb.DESCRIPTOR.message_types_by_name.values()}
-    assert kinds["Join"] == ["batch"]
-    assert kinds["Local"] == ["layer", "quantity", "call", "count", "values"]
-    assert kinds["Leave"] == []
-    assert kinds["Request"] == ["join", "local", "leave"]
+    shown = [
+        printable("a\nb\x1b[31m"),
+        printable("x" * 10**7),
+        excerpt(10**5000),
+        excerpt([0] * 10**6),
+        str(WireError("a\nb", "c" * 1000, "bad")),
+    ]
+    assert all(text.isprintable() and len(text) < 1200 for text in shown)
 
 
 def test_a_checkpoint_whose_state_nests_is_damaged_and_ends_nothing(tmp_path: Path) -> None:
     about = {"format": FORMAT, "state": "[" * 100_000, "run_id": "{}", "generators": ""}
     durable.save_tensors(tmp_path / "checkpoint.safetensors", {"arrays/a": torch.zeros(1)}, about)
-    with pytest.raises(durable.Damaged, match="cannot read it"):
+    with pytest.raises(durable.Damaged):
         Checkpoint.load(tmp_path / "checkpoint.safetensors")
 
 
@@ -201,11 +192,3 @@ def test_what_a_client_kept_in_another_form_is_no_state_of_its_own() -> None:
     local = ArrayRecord({"a": Array(np.zeros(2))})
     state = RecordDict({"fl-bn/kept-for": ConfigRecord({"signature": "a", "round": 1}), "fl-bn/local": local})
     assert MemoryState(state, "a").read(before=9).round == 1  # control
-
-
-def test_control_of_whole() -> None:
-    form = Form("a", {"n": whole(1, 3)})
-    assert form.read({"n": 3})["n"] == 3
-    for bad in (0, 4, 1.0, True, "1"):
-        with refused("a", "n"):
-            form.read({"n": bad})
