@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,10 +21,8 @@ from fl_bn.exchange.session import Session
 from fl_bn.exchange.settings import Certificates
 from tests.exchange.certificates import make_certificates
 from tests.exchange.over_grpc import (
-    BROKE,
     HOST,
     JOIN,
-    KEYS,
     LARGEST,
     PATIENT,
     SECOND,
@@ -33,13 +30,10 @@ from tests.exchange.over_grpc import (
     Round,
     Stream,
     address_of,
-    batch_of,
     check,
-    expected,
     finish,
     local_of,
     play,
-    same,
     within,
 )
 
@@ -52,14 +46,6 @@ pytestmark = pytest.mark.usefixtures("log")
 @pytest.mark.parametrize("clients", [1, 5])
 def test_all_get_what_reduce_makes_of_their_values(service: ExchangeService, clients: int) -> None:
     finish(service, clients)
-
-
-def test_averages_over_other_members_differ() -> None:
-    """Negative control of ``check``: what it compares tells cohorts and keys apart."""
-    for key in KEYS:
-        assert same(expected(range(3), key), expected(range(3), key))
-        assert not same(expected(range(3), key), expected(range(2), key))
-    assert not same(expected(range(3), KEYS[0]), expected(range(3), KEYS[3]))
 
 
 def test_sessions_at_the_same_time_do_not_mix(service: ExchangeService) -> None:
@@ -79,18 +65,6 @@ def test_who_announces_no_samples_sits_the_round_out(service: ExchangeService) -
         out.close()
 
 
-def test_a_client_knows_how_long_it_waited(service: ExchangeService) -> None:
-    with Round(service, 2) as round:
-        (future,) = round.play(0)
-        round.joined(0)
-        time.sleep(0.2)
-        late = GrpcExchange(address_of(service), round.tokens[1], batch_of(1))
-        assert late.seconds < 0.2
-        late.close("it leaves")
-        with pytest.raises(ExchangeFailed, match=BROKE):
-            future.result(SOON)
-
-
 def test_values_as_long_as_the_longest_layer_pass_with_a_name_of_some_kilobytes() -> None:
     layers = {"b" * 4000: Layer(20_000, torch.float64)}
     (name,) = layers
@@ -103,17 +77,6 @@ def test_values_as_long_as_the_longest_layer_pass_with_a_name_of_some_kilobytes(
         exchange.close()
     finally:
         service.stop()
-
-
-def test_closing_twice_is_harmless_and_a_closed_exchange_answers_no_more(service: ExchangeService) -> None:
-    with within(), Round(service, 1) as round:
-        exchange = GrpcExchange(address_of(service), round.tokens[0], 1)
-        exchange.close()
-        exchange.close()
-        exchange.close("an error")
-        with pytest.raises(ExchangeFailed):
-            exchange(SECOND, local_of(0, SECOND).values, 1)
-        assert round.session.dropped == {}
 
 
 # TLS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import socket
 import threading
@@ -31,7 +30,6 @@ from tests.exchange.over_grpc import (
     asyncio_says,
     batch_of,
     changed,
-    check,
     eventually,
     finish,
     local_of,
@@ -75,21 +73,6 @@ def test_all_fail_when_the_service_stops_and_a_new_one_takes_its_port(when: str,
             again.stop()
 
 
-def test_nothing_is_left_of_services_that_were_stopped() -> None:
-    with within():
-        service = ExchangeService(HOST, 0, LARGEST).start()  # starts what gRPC keeps for a process
-        finish(service, 2)
-        service.stop()
-    before = threading.active_count()
-    with within():
-        for _ in range(10):
-            service = ExchangeService(HOST, 0, LARGEST).start()
-            finish(service, 2)
-            service.stop()
-            service.stop()
-    eventually(lambda: threading.active_count() <= before)
-
-
 def test_services_that_stop_under_silent_streams_leave_no_task_to_complain(log: pytest.LogCaptureFixture) -> None:
     """Twelve at once, since it is a matter of what is done when the loop closes."""
     services = [ExchangeService(HOST, 0, LARGEST).start() for _ in range(12)]
@@ -130,16 +113,6 @@ def test_where_no_service_answers_a_client_fails_in_time_and_names_the_address(k
             GrpcExchange(address, "token", 1, timeout=1)
 
 
-@pytest.mark.parametrize("batch", [1, 2**64])
-def test_a_client_that_could_not_join_leaves_no_thread_behind(batch: int, service: ExchangeService) -> None:
-    with Round(service, 1) as round:
-        check([play(address_of(service), round.tokens[0], 0)], [0])
-    before = threading.active_count()
-    with pytest.raises((ExchangeFailed, ValueError)):
-        GrpcExchange(address_of(service), "unknown", batch)
-    eventually(lambda: threading.active_count() <= before, seconds=2)
-
-
 def test_sessions_come_and_go_while_the_service_looks_at_the_clock(service: ExchangeService) -> None:
     """Another thread may open a session at any moment: the deadlines of all are kept all the same."""
 
@@ -163,13 +136,3 @@ def test_sessions_come_and_go_while_the_service_looks_at_the_clock(service: Exch
         (future,) = round.play(0)
         with pytest.raises(ExchangeFailed, match="client 1"):
             future.result(SOON)
-
-
-def test_the_service_keeps_no_task_of_a_round_that_is_over(service: ExchangeService) -> None:
-    finish(service)
-    before = len(asyncio.all_tasks(service._loop))
-    for _ in range(5):
-        finish(service)
-    eventually(lambda: len(asyncio.all_tasks(service._loop)) <= before)
-    assert not service._tickets
-    assert not service._streams

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss, end_task
 from fl_bn.exchange.session import POLICIES, Session
 from fl_bn.federation.local import torch_seed
 from fl_bn.flower.in_process import InProcessGrid
-from tests.exchange.in_turns import CPU, LAYERS, MOMENTS, Broken, Round, Task, breaking
+from tests.exchange.in_turns import CPU, LAYERS, MOMENTS, Round, Task, breaking
 from tests.listed import listed
 
 both_policies = pytest.mark.parametrize("policy", POLICIES)
@@ -44,55 +42,6 @@ def test_the_order_does_not_depend_on_the_scheduler() -> None:
     assert len(stories) == 1
 
 
-class Alone:
-    """Notices when two threads are inside at once."""
-
-    def __init__(self) -> None:
-        self.inside, self.most = 0, 0
-        self._lock = threading.Lock()
-
-    def enter(self) -> None:
-        with self._lock:
-            self.inside += 1
-            self.most = max(self.most, self.inside)
-
-    def leave(self) -> None:
-        with self._lock:
-            self.inside -= 1
-
-
-@pytest.mark.usefixtures("hasty_scheduler")
-@pytest.mark.parametrize("turns", [True, False])
-def test_only_one_task_runs_at_a_time(turns: bool) -> None:
-    """Control: threads that do not take turns are inside at once."""
-    round, alone, meet = Round(4), Alone(), threading.Barrier(4, timeout=10)
-
-    def work() -> float:
-        alone.enter()
-        if not turns:
-            meet.wait()
-        total = sum(float(torch.ones(8).sum()) for _ in range(20))
-        alone.leave()
-        return total
-
-    def task(client: int) -> list[float]:
-        came = [work()]
-        exchange = LocalExchange(round.tokens[client], 1)
-        for call in range(3):
-            came.append(work())
-            exchange(Key("bn", Quantity.MEAN, call), torch.ones(2, dtype=torch.float64), 1)
-        exchange.close()
-        return [*came, work()]
-
-    if turns:
-        assert round.run([partial(task, client) for client in range(4)]) == [[160.0] * 5] * 4
-        assert alone.most == 1
-    else:
-        with ThreadPoolExecutor(4) as pool:
-            assert [future.result() for future in [pool.submit(work) for _ in range(4)]] == [160.0] * 4
-        assert alone.most == 4
-
-
 def test_answers_are_the_cohorts_and_a_gradient_is_cut_off() -> None:
     round = Round(2)
     came: dict[int, tuple[list[float], int, int, bool]] = {}
@@ -109,21 +58,6 @@ def test_answers_are_the_cohorts_and_a_gradient_is_cut_off() -> None:
 
     round.run([task(0), task(1)])
     assert came == dict.fromkeys((0, 1), ([1.0] * 4, 10, 4, False))
-
-
-def test_results_are_in_the_order_of_tasks_and_the_first_error_is_raised_after_all_have_ended() -> None:
-    assert Turns(3).run([lambda: 1, lambda: 2, lambda: 3]) == [1, 2, 3]
-    done = []
-
-    def fails(name: str) -> int:
-        done.append(name)
-        raise Broken(name)
-
-    with pytest.raises(Broken, match="second"):
-        # type: ignore[func-returns-value]
-        Turns(4).run([lambda: 1, lambda: fails("second"), lambda: fails("third"), lambda: done.append("fourth") or 4])
-    assert done == ["second", "third", "fourth"]
-    assert Turns(0).run([]) == []
 
 
 @pytest.mark.parametrize("clients", [2, 4])
@@ -258,51 +192,6 @@ def test_a_task_that_ends_without_joining_or_needs_more_exchanges_than_the_other
     results = round.run([round.client(0, exchanges=1), round.client(1, exchanges=3)])
     assert results[0] == [0.5]
     assert str(results[1]).startswith("ExchangeFailed: ")
-
-
-def test_a_refused_request_raises_in_the_task_that_sent_it() -> None:
-    round = Round(2, "shrink")
-
-    def wrong() -> list[float]:
-        LocalExchange(round.tokens[1], 1)(Key("bn", Quantity.MEAN), torch.ones(3), 1)
-        return []
-
-    results = round.run([round.client(0), wrong])
-    assert results[0] == [0.0, 0.0]
-    assert str(results[1]).startswith("ExchangeFailed: refused: bn (mean)")
-
-
-def test_a_client_that_sits_out_keeps_nobody_waiting() -> None:
-    round = Round()
-
-    def small() -> list[float]:
-        LocalExchange(round.tokens[1], 0).close()
-        return []
-
-    assert round.run([round.client(0), small, round.client(2)]) == [[1.0, 1.0], [], [1.0, 1.0]]
-    assert round.session.taking_part == {0: 1, 2: 3}
-
-
-def test_closing_twice_does_nothing_the_second_time() -> None:
-    """Not even with an error: the first call says how it ended."""
-    round = Round(1)
-
-    def task() -> list[float]:
-        exchange = LocalExchange(round.tokens[0], 2)
-        exchange.close()
-        exchange.close("too late")
-        return []
-
-    round.run([task])
-    assert round.session.dropped == {}
-    again = Round(1)
-
-    def failing() -> list[float]:
-        LocalExchange(again.tokens[0], 2).close("out of memory")
-        return []
-
-    again.run([failing])
-    assert again.session.dropped == {0: "out of memory"}  # control
 
 
 # random numbers: clients that take turns draw those that they draw alone

@@ -13,12 +13,9 @@ from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from fl_bn.exchange.call import Answer, Exchange, ExchangeFailed, Join, Key, Layer, Local, Quantity
-from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss
+from fl_bn.exchange.call import Answer, ExchangeFailed, Key, Local, Quantity
 from fl_bn.exchange.replay import ReplayExchange, Unanswered
-from fl_bn.exchange.session import Session
 from fl_bn.federation.payload import Payload, to_numpy
 from fl_bn.flower.layerwise.transcript import attach, detach, question, read_request
 from fl_bn.flower.wire.codec import Header, flatten, from_records, to_records, unflatten
@@ -83,66 +80,6 @@ def test_the_first_unanswered_request_is_carried_out_with_its_batch(answered: in
     assert not isinstance(raised.value, ExchangeFailed)  # nothing has failed
 
 
-def test_a_transcript_is_left_as_it_is() -> None:
-    transcript = list(zip(KEYS, ANSWERS, strict=True))
-    for _ in range(2):  # every run starts at its beginning
-        exchange = ReplayExchange(transcript, 4)
-        assert exchange(KEYS[0], torch.ones(2, dtype=torch.float64), 1) is ANSWERS[0]
-        exchange.close()
-        exchange.close("twice")
-    assert len(transcript) == 3
-
-
-# a cohort by replay
-
-LAYERS = {"bn": Layer(2, torch.float64)}
-CLIENTS = 3
-
-
-def program(client: int, exchange: Exchange) -> Tensor:
-    """What it sends depends on the answers before."""
-    values = torch.tensor([0.1 + client, 1.0 / (client + 1)], dtype=torch.float64)
-    for call in range(4):
-        answer = exchange(Key("bn", Quantity.MEAN, call), values, client + 1)
-        values = (values - answer.values).sin() + answer.count / answer.batch
-    exchange.close()
-    return values
-
-
-def by_replay() -> tuple[list[Tensor], int]:
-    """The clients' results, and how often each ran: the server's loop without Flower."""
-    session, transcript, results, runs = Session(range(CLIENTS), LAYERS), list[tuple[Key, Answer]](), dict[int, Tensor](), 0
-    for client in range(CLIENTS):
-        session.submit(client, Join(2 * client + 1), lambda answer: None)
-    while len(results) < CLIENTS:
-        runs += 1
-        came: list[Answer | ExchangeFailed] = []
-        for client in range(CLIENTS):
-            try:
-                results[client] = program(client, ReplayExchange(transcript, 2 * client + 1))
-            except Unanswered as pending:
-                asked = pending.request.key
-                session.submit(client, pending.request, came.append)
-        if came:
-            assert isinstance(came[0], Answer)
-            transcript.append((asked, came[0]))
-    return [results[client] for client in range(CLIENTS)], runs
-
-
-def test_a_replayed_cohort_computes_what_one_that_waits_computes_bit_for_bit() -> None:
-    """Control: a client alone computes something else."""
-    session = Session(range(CLIENTS), LAYERS)
-    tokens = admit(session)
-    tasks = [partial(lambda client: program(client, LocalExchange(tokens[client], 2 * client + 1)), client) for client in range(CLIENTS)]
-    waited = Turns(CLIENTS).run(tasks)
-    dismiss(tokens)
-    replayed, runs = by_replay()
-    assert runs == 5  # one for each exchange, and the last
-    assert [a.tolist() for a in replayed] == [b.tolist() for b in waited]
-    alone = ReplayExchange([(Key("bn", Quantity.MEAN, call), Answer(torch.zeros(2).double(), 1, 1)) for call in range(4)], 1)
-    assert not torch.allclose(program(0, alone), waited[0])
-
-
 # the transcript in Flower's messages
 
 VALUES = st.lists(st.floats(width=32), max_size=4)
@@ -186,17 +123,6 @@ def test_a_transcript_travels_in_a_train_message_and_is_taken_out_again(transcri
     assert all(type(key) is Key and same(a, b) for (key, a), (_, b) in zip(came, transcript, strict=True))
     assert list(payload) == ["weights"]
     assert (config["exchange"], config["learning-rate"]) == ("replay", 0.1)
-
-
-def test_answers_taken_out_may_be_written_to() -> None:
-    """Arrays off the wire may be read-only, of which torch warns, and warnings are errors here."""
-    content = train_message()
-    attach(content, [(KEYS[0], ANSWERS[1])])
-    payload, config = delivered(content)
-    payload["transcript"]["0"].flags.writeable = False
-    ((_, answer),) = detach(payload, config)
-    answer.values.zero_()
-    assert ANSWERS[1].values.tolist() == [1.0, 1.0]
 
 
 def test_a_transcript_replaces_the_one_before_and_spares_the_original() -> None:

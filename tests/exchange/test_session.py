@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_bn.exchange import session as session_module
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Local, Quantity, Request
 from fl_bn.exchange.session import LARGEST_COUNT, POLICIES, Session, Traffic, reduce
 from fl_bn.federation.defence import Defence
@@ -69,14 +68,6 @@ def test_a_client_with_an_empty_batch_sits_out_and_is_not_awaited(order: tuple[i
         cohort.session.leave(1, said)
     assert cohort.session.taking_part == {0: 3, 2: 4}
     assert (cohort.session.dropped, cohort.session.failure) == ({}, "")
-
-
-def test_a_cohort_of_empty_batches_fails_nobody(clock: Clock) -> None:
-    cohort = Cohort()
-    assert [answer(cohort.submit(client, Join(0))).batch for client in range(3)] == [0, 0, 0]  # each at once
-    clock.now += 1e6
-    cohort.session.expire()
-    assert (cohort.session.taking_part, cohort.session.dropped, cohort.session.failure) == ({}, {}, "")
 
 
 def test_a_stranger_is_turned_away_and_changes_nothing() -> None:
@@ -168,12 +159,6 @@ def test_both_schedules_yield_the_moments_of_the_union_and_statistics_its_unbias
     assert deviation(plain.to(merged.dtype), want) > 1e3
 
 
-def test_statistics_of_a_single_value_have_no_unbiased_variance() -> None:
-    cohort = joined(batches=(1,))
-    got = answer(cohort.send(0, 3.0, 4.0, 0.0, 0.0, key=Key(WIDE, STATISTICS)))
-    assert (got.count, got.values.tolist()) == (1, [3.0, 4.0, 0.0, 0.0])
-
-
 def test_under_a_defence_the_unbiased_variance_is_that_of_counts_as_the_median_client_s() -> None:
     """As ``Defence.believed`` has it: of counts 2 and 6 it is 4."""
     sent = [Local(Key(WIDE, STATISTICS), torch.tensor([1.0, 1.0, 2.0, 2.0], dtype=torch.float64), count) for count in (2, 6)]
@@ -181,13 +166,6 @@ def test_under_a_defence_the_unbiased_variance_is_that_of_counts_as_the_median_c
     cohort.submit(0, sent[0])
     got = answer(cohort.submit(1, sent[1]))
     assert (got.count, got.values.tolist()) == (8, [1.0, 1.0, 2 * (8 / 7), 2 * (8 / 7)])
-
-
-def test_float32_values_are_averaged_in_float64() -> None:
-    """Of 2^25, 1 and -2^25 a float32 sum forgets the 1."""
-    sent = [Local(Key(NARROW, MEAN), torch.full((3,), v), 1) for v in (2.0**25, 1.0, -(2.0**25))]
-    assert exchange(sent)[0].values.tolist() == [torch.tensor(1 / 3).item()] * 3
-    assert (torch.tensor(2.0**25) + torch.tensor(1.0)) - torch.tensor(2.0**25) == 0  # control
 
 
 @listed("layer", LAYERS)
@@ -220,16 +198,6 @@ def test_the_average_it_is_given_is_used_for_every_quantity(quantity: Quantity) 
     assert weights == [[3.0, 1.0, 4.0] if quantity is GRADIENTS else [12.0, 3.0, 8.0]] * (2 if quantity in (MOMENTS, STATISTICS) else 1)
 
 
-def test_what_is_exchanged_may_come_in_any_sequence_that_all_share() -> None:
-    """Twice through the same layer, another layer, gradients first: the clients' program decides, not the session."""
-    cohort = joined(batches=(1, 1))
-    for key in (Key(NARROW, GRADIENTS), Key(WIDE, MEAN), Key(WIDE, MEAN), Key(WIDE, MEAN, 1), Key(NARROW, MOMENTS, 3)):
-        width = key.quantity.width(LAYERS[key.layer].channels)
-        cohort.send(0, *[1.0] * width, key=key)
-        assert answer(cohort.send(1, *[1.0] * width, key=key)).count == 2
-    assert cohort.session.exchanges == 5
-
-
 # traffic
 
 
@@ -249,18 +217,6 @@ def test_traffic_counts_exchanges_and_bytes_both_ways() -> None:
 
 
 # what came is said in the log
-
-
-@pytest.mark.parametrize(("policy", "says"), [("abort", "has failed"), ("shrink", "2 clients")], ids=POLICIES)
-def test_the_log_says_who_was_dropped_why_and_what_follows(
-    policy: str, says: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(session_module.LOGGER, "propagate", True)
-    cohort = joined(policy)
-    cohort.session.leave(1, "its stream broke")
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("exchange: client 1: its stream broke")
-    assert says in line
 
 
 # the session's gate
@@ -335,33 +291,6 @@ def test_a_refusal_ends_its_client_and_under_abort_the_round(kind: str, policy: 
         assert cohort.session.taking_part == {1: 1, 2: 4}
         assert cohort.session.failure == ""
     assert list(cohort.session.dropped) == [0]
-
-
-ACCEPTED: dict[str, tuple[Request, ...]] = {
-    "the largest batch": (Join(LARGEST_COUNT),),
-    "the largest count": (Join(1), local(1.0, 1.0, count=LARGEST_COUNT)),
-    "one value": (Join(1), local(1.0, 1.0, count=1)),
-    "a variance of 0": (Join(1), local(0.0, -0.0, quantity=VARIANCE)),
-    "a negative mean": (Join(1), local(-1.0, -2.0, 0.0, 0.0, quantity=MOMENTS)),
-    "negative gradients": (Join(1), local(-1.0, -2.0, -3.0, -4.0, quantity=GRADIENTS)),
-    "large gradients": (Join(1), local(*[3e153] * 4, quantity=GRADIENTS)),
-    "large float32 gradients": (Join(1), local(*[-4e18] * 6, quantity=GRADIENTS, layer=NARROW, dtype=torch.float32)),
-    "large moments": (Join(1), local(-3e153, 3e153, 8e307, 8e307, quantity=MOMENTS)),
-    "large float32 moments": (Join(1), local(*[-4e18] * 3, *[1.6e38] * 3, quantity=MOMENTS, layer=NARROW, dtype=torch.float32)),
-    "subnormal values": (Join(1), local(5e-324, 5e-324, quantity=VARIANCE)),
-}
-
-
-@listed("kind", ACCEPTED)
-def test_what_is_just_right_is_answered(kind: str) -> None:
-    """The control of the refusals: a client alone gets its own values back."""
-    cohort = Cohort(clients=1)
-    for request in ACCEPTED[kind]:
-        got = answer(cohort.submit(0, request))
-        if isinstance(request, Local):
-            assert torch.equal(got.values, request.values)
-            assert got.count == request.count
-    assert cohort.session.dropped == {}
 
 
 @pytest.mark.parametrize(("far", "answered"), [(1.0, True), (4.6e18, True), (1e20, False), (3e38, False)])
@@ -439,16 +368,6 @@ def test_the_join_deadline_starts_again_with_each_newcomer(batch: int, clock: Cl
 
 
 @both_policies
-def test_where_nobody_joins_all_are_late(policy: str, clock: Clock) -> None:
-    cohort = Cohort(policy=policy, join_deadline=60.0)
-    clock.now += 61
-    cohort.session.expire()
-    assert cohort.session.dropped == dict.fromkeys(range(3), "did not join within 60 s")
-    assert cohort.session.taking_part == {}
-    assert cohort.session.failure == ("clients 0, 1, 2: did not join within 60 s" if policy == "abort" else "")
-
-
-@both_policies
 def test_who_does_not_send_in_time_is_late(policy: str, clock: Clock) -> None:
     cohort = joined(policy, deadline=30.0, join_deadline=1.0)
     clock.now += 40  # the first comes when it likes: nobody waits yet
@@ -486,30 +405,6 @@ def test_who_waits_alone_starts_no_clock(policy: str, clock: Clock) -> None:
     assert bool(cohort.session.failure) == (policy == "abort")
 
 
-def test_who_waits_alone_is_not_counted_with_those_that_left(clock: Clock) -> None:
-    cohort = joined("shrink", (3, 1, 4, 1, 5), deadline=30.0)
-    cohort.send(1)
-    for client in (0, 2, 3):
-        cohort.session.leave(client)
-    clock.now += 1000
-    cohort.session.expire()  # client 4 still trains
-    assert cohort.session.dropped == {}
-    cohort.session.leave(4)
-    assert list(cohort.session.dropped) == [1]
-
-
-def test_the_deadline_starts_again_with_each_answer(clock: Clock) -> None:
-    cohort = joined("shrink", deadline=30.0)
-    for call in range(4):
-        cohort.send(0, key=Key(WIDE, MEAN, call))
-        clock.now += 29
-        cohort.session.expire()
-        for client in (1, 2):
-            cohort.send(client, key=Key(WIDE, MEAN, call))
-    assert cohort.session.exchanges == 4
-    assert cohort.session.dropped == {}
-
-
 @both_policies
 def test_while_nobody_waits_nobody_is_late(policy: str, clock: Clock) -> None:
     """All are computing, or training on after the last exchange."""
@@ -522,15 +417,6 @@ def test_while_nobody_waits_nobody_is_late(policy: str, clock: Clock) -> None:
     cohort.session.expire()
     assert (cohort.session.dropped, cohort.session.failure) == ({}, "")
     assert cohort.session.taking_part == {0: 3, 1: 1, 2: 4}
-
-
-def test_who_left_before_joining_is_not_late(clock: Clock) -> None:
-    cohort = Cohort(policy="shrink", join_deadline=60.0)
-    cohort.session.leave(0)
-    cohort.submit(1, Join(1))
-    clock.now += 61
-    cohort.session.expire()
-    assert list(cohort.session.dropped) == [2]
 
 
 # leaving
@@ -622,15 +508,6 @@ def test_who_leaves_in_good_order_while_the_others_go_on_is_dropped(moment: str,
     else:
         assert [answer(outcome).values.tolist() for outcome in outcomes] == [[2.0, 3.0]] * 2
         assert cohort.session.taking_part == {1: 1, 2: 4}
-
-
-def test_who_leaves_with_a_request_unanswered_is_told_and_the_others_go_on() -> None:
-    cohort = joined("shrink")
-    own, waits = cohort.send(0), cohort.send(1, 2.0, 2.0)
-    cohort.session.leave(0)
-    assert f"client 0: {reason(own)}" == LEFT
-    assert waits == []
-    assert answer(cohort.send(2, 2.0, 2.0)).values.tolist() == answer(waits).values.tolist() == [2.0, 2.0]
 
 
 def test_one_client_that_goes_on_cannot_drop_the_majority_that_left_in_good_order() -> None:
@@ -743,13 +620,3 @@ def test_close_tells_all_that_the_round_is_over_and_blames_nobody(clock: Clock) 
     cohort.session.leave(2, "too late")
     assert cohort.session.taking_part == {0: 3, 1: 1, 2: 4}
     assert (cohort.session.dropped, cohort.session.failure) == ({}, "")
-
-
-def test_fail_tells_all_why_and_the_first_reason_stays() -> None:
-    cohort = joined("shrink")
-    waits = cohort.send(0)
-    for said in ("the first reason", "the second"):
-        cohort.session.fail(said)
-    cohort.session.close()
-    assert reason(waits) == reason(cohort.send(1)) == cohort.session.failure == "the first reason"
-    assert cohort.session.dropped == {}

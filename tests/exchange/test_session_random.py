@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_bn.exchange import session as session_module
-from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Local, Request
-from fl_bn.exchange.session import POLICIES, Traffic
+from fl_bn.exchange.call import Answer, Join, Local, Request
+from fl_bn.exchange.session import POLICIES
 from tests.exchange.cohorts import (
     GRADIENTS,
-    MEAN,
     NAN,
     VARIANCE,
     WIDE,
@@ -130,57 +127,3 @@ def test_whatever_comes_nobody_hangs_nobody_is_answered_twice_and_all_get_the_sa
         for client, action in actions:
             random.act(client % clients, action)
         random.end()
-
-
-BAD = ["sends", "sends", "sends odd", "sends garbage", "sends again", "sends nothing", "leaves", "leaves dying"]
-
-
-@given(st.sampled_from(POLICIES), st.lists(st.tuples(st.integers(0, 4), st.sampled_from(BAD)), max_size=60))
-def test_under_shrink_an_honest_majority_is_never_dropped(policy: str, actions: list[tuple[int, str]]) -> None:
-    """Clients 0, 1 and 2 do what the protocol says, 3 and 4 anything. Control: under abort any drop fails the round."""
-    clock = Clock()
-    with silent_at(clock):
-        random = Random(5, policy, clock)
-        for client, action in actions:
-            random.act(client, action if client > 2 else "sends")
-        for client in (3, 4):
-            random.act(client, "leaves dying")
-        for _ in range(3):
-            for client in range(3):
-                random.act(client, "sends")
-        session = random.session
-        if policy == "shrink":
-            assert session.failure == ""
-            assert not {0, 1, 2} & set(session.dropped)
-            assert session.taking_part == {0: 1, 1: 2, 2: 3}
-            assert min(random.answers[client] for client in range(3)) > 2
-        else:
-            assert bool(session.failure) == bool(session.dropped)
-
-
-def test_clients_in_threads_of_their_own_all_get_the_same_answers() -> None:
-    """Control: the values differ from one exchange to the next."""
-    clients, rounds = 4, 40
-    cohort = Cohort(clients)
-    came: list[list[bytes]] = [[] for _ in range(clients)]
-
-    def run(client: int) -> None:
-        answered: queue.SimpleQueue[Answer | ExchangeFailed] = queue.SimpleQueue()
-        cohort.session.submit(client, Join(client + 1), answered.put)
-        answered.get(timeout=10)
-        for call in range(rounds):
-            values = torch.tensor([0.1 * client + call, 1.0 / (client + call + 1)], dtype=torch.float64)
-            cohort.session.submit(client, Local(Key(WIDE, MEAN, call), values, client + 1), answered.put)
-            got = answered.get(timeout=10)
-            assert isinstance(got, Answer)
-            came[client].append(bits(got.values))
-
-    threads = [threading.Thread(target=run, args=(client,)) for client in range(clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [len(c) for c in came] == [rounds] * clients
-    assert came == [came[0]] * clients
-    assert len(set(came[0])) == rounds
-    assert cohort.session.traffic == dict.fromkeys(range(clients), Traffic(rounds, rounds * 16, rounds * 16))
