@@ -170,9 +170,6 @@ class ProcessGrid(Grid):
         self._nodes[client].struck = False
         self._signal(client, signal.SIGCONT)
 
-    def kill(self, client: int) -> None:
-        self._signal(client, signal.SIGKILL)
-
     def when(self, client: int, what: str) -> list[float]:
         """Return the times at which ``what`` happened to ``client``."""
         return [at for at, who, came in self.log if who == client and what in came]

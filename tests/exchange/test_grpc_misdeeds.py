@@ -18,8 +18,6 @@ from fl_bn.exchange.grpc.wire import encode_request
 from fl_bn.exchange.session import LARGEST_COUNT
 from tests.exchange.over_grpc import (
     BROKE,
-    HOST,
-    JOIN,
     KEYS,
     LARGEST,
     LAYERS,
@@ -71,31 +69,16 @@ LAYER = "block.bn"
 MISDEEDS = {
     "NaN": refused(spoilt(float("nan")), LAYER, "1 of 3"),
     "negative variance": refused(spoilt(-0.5, KEYS[2]), LAYER, "-0.5"),
-    "too short": refused(changed(values=bytes(16)), LAYER, "24", "16"),
-    "odd number of bytes": refused(changed(values=bytes(25)), LAYER, "24", "25"),
     "unknown layer": refused(changed(layer="spam"), "spam", LAYER),
-    "unspecified quantity": refused(changed(quantity=0), "quantity", "0"),
-    "unknown quantity": refused(changed(quantity=99), "quantity", "99"),
-    "no activations": refused(changed(count=0), LAYER, "0"),
-    "too many activations": refused(changed(count=2**63), LAYER, str(LARGEST_COUNT)),
     "another layer": refused(encode_request(local_of(2, KEYS[5])), LAYER, str(KEYS[5])),
-    "another call": refused(changed(call=7), LAYER, "call 8"),
-    "empty request": refused(b""),
-    "unknown fields": refused(b"\x78\x01"),
-    "second join": refused(JOIN),
-    "not joined": refused(encode_request(local_of(2, KEYS[0])), str(KEYS[0]), joins=False),
     "batch": refused(encode_request(Join(LARGEST_COUNT + 1)), str(LARGEST_COUNT), joins=False),
     "garbage": refused(b"\xff" * 99, "99"),
-    "garbage at once": refused(b"\xff" * 99, "99", joins=False),
-    "a name that is no text": refused(b"\x12\x03\x0a\x01\xff", "5"),
     "oversized": sends(bytes(16 << 20), BROKE),
     "oversized at once": sends(bytes(16 << 20), BROKE, joins=False),
     "oversized by a byte": sends(bytes(LARGEST + FRAME + 1), BROKE),
     "oversized when unpacked": sends(changed(values=bytes(3 << 20)), compressed=True),
     "half-closed": Misdeed(lambda stream: stream.end(), (BROKE,)),
-    "half-closed at once": Misdeed(lambda stream: stream.end(), (BROKE,), joins=False),
     "channel closed": Misdeed(lambda stream: stream.channel.close(), (BROKE,)),
-    "channel closed at once": Misdeed(lambda stream: stream.channel.close(), (BROKE,), joins=False),
     "cancelled": Misdeed(lambda stream: stream.call.cancel(), (BROKE,)),
     "cancelled with a request under way": Misdeed(lambda stream: (stream.send(changed()), stream.call.cancel()), (BROKE,)),
     "silent": Misdeed(lambda stream: None, (LAYER, "0.5 s")),
@@ -181,34 +164,6 @@ def test_a_stream_that_broke_is_not_taken_for_leaving_in_good_order(kind: str, s
                     future.result(SOON)
                 said.append(round.session.dropped[2])
     assert said == [BROKE] * 10
-
-
-@pytest.mark.parametrize("layer", ["spam\nWARNING : exchange: client 0: refused", "spam" * (1 << 14)], ids=["lines", "kilobytes"])
-def test_a_name_neither_forges_lines_of_the_log_nor_floods_it_or_the_others(layer: str, log: pytest.LogCaptureFixture) -> None:
-    service = ExchangeService(HOST, 0, 1 << 16).start()  # so names of 64 KiB get through
-    try:
-        with within(), ExitStack() as stack, Round(service) as round:
-            futures = round.play(0, 1)
-            misbehave(round, sends(changed(layer=layer)), stack)
-            errors = [str(future.exception(SOON)) for future in futures]
-    finally:
-        service.stop()
-    assert "client 2" in log.text
-    assert all("client 2" in error and len(error) < 1000 for error in errors)
-    assert all(len(record.getMessage()) < 1000 and "\n" not in record.getMessage() for record in log.records)
-
-
-def test_one_request_after_the_last_layer_costs_its_sender_alone(service: ExchangeService) -> None:
-    with within(), Round(service, 3, "shrink") as round, Stream(service, round.tokens[0]) as liar:
-        playing = round.play(1, 2)
-        liar.ask(Join(batch_of(0)))
-        for key in KEYS:
-            liar.ask(local_of(0, key))
-        liar.send(encode_request(local_of(0, KEYS[-1])))
-        check([future.result(SOON) for future in playing], round.clients)
-        liar.outcome()
-        assert list(round.session.dropped) == [0]
-        assert list(round.session.taking_part) == [1, 2]
 
 
 @pytest.mark.parametrize("kind", ["silent", "silent at once"])

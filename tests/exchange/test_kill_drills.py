@@ -14,11 +14,9 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord
-from flwr.server.superlink.linkstate.utils import NODE_UNAVAILABLE_ERROR_REASON
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_bn.exchange.grpc.service import FRAME, ExchangeService
 from fl_bn.exchange.session import POLICIES, Session
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.callbacks import Callback, Callbacks
@@ -28,7 +26,6 @@ from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower import BatchNormStrategy, Rounds
-from fl_bn.flower.layerwise.carriers import GrpcCarrier
 from fl_bn.methods.fedtan import fedtan
 from tests.exchange.processes import FIRST_NODE, SIZES, ProcessGrid, Strike, federation, network
 from tests.federation import largest_deviation, union
@@ -59,12 +56,6 @@ class Drill:
     def session(self) -> Session:
         return self.strategy.exchanges.session
 
-    @property
-    def carrier(self) -> GrpcCarrier:
-        carrier = self.strategy.exchanges._carrier
-        assert isinstance(carrier, GrpcCarrier)
-        return carrier
-
 
 def drill(
     policy: str,
@@ -72,7 +63,6 @@ def drill(
     meanwhile: Callable[[Drill], None] = lambda ran: None,
     *,
     rounds: int = 4,
-    steps: int = 1,
     deadline: float = 30.0,
     join_deadline: float = 30.0,
     notice: float = 0.5,
@@ -81,7 +71,7 @@ def drill(
     """``strikes``: by client and round; ``meanwhile`` is called again and again; ``notice``, ``restarts``: see ``ProcessGrid``."""
     exchange = ExchangeSettings(carrier="grpc", policy=policy, deadline=deadline, join_deadline=join_deadline)
     rules = Rounds(clients=len(SIZES), timeout=MESSAGE_TIMEOUT, rate=lambda round, rounds: RATE, exchange=exchange)
-    with ProcessGrid(LocalTraining(batch_size=64, steps=steps), notice=notice, restarts=restarts) as grid:
+    with ProcessGrid(LocalTraining(batch_size=64, steps=1), notice=notice, restarts=restarts) as grid:
         ran = Drill(policy, grid, BatchNormStrategy(network(), fedtan(), rules))
         ran.strategy.callbacks = Callbacks([ByRound(ran.records)])
         ran.models[0] = to_numpy(ran.strategy.shared.tensors())
@@ -115,12 +105,11 @@ def centralised(start: Mapping[str, np.ndarray], together: Sequence[int] = EVERY
     return average([model], [1])
 
 
-def fedavg(start: Mapping[str, np.ndarray], counted: Sequence[int] = EVERYONE, steps: int = 1) -> dict[str, Tensor]:
+def fedavg(start: Mapping[str, np.ndarray], counted: Sequence[int] = EVERYONE) -> dict[str, Tensor]:
     """Every client by itself, in plain torch."""
     models, clients = {client: loaded(start) for client in counted}, federation()
     for client, model in models.items():
-        for _ in range(steps):
-            sgd_step(model, clients[client])
+        sgd_step(model, clients[client])
     return average(list(models.values()), [SIZES[client] for client in counted])
 
 
@@ -242,41 +231,6 @@ def test_one_is_stopped_past_the_deadline_and_finds_itself_refused(policy: str, 
         assert deviation(ran.models[2], centralised(ran.models[1], SURVIVORS)) < 1e-10
     assert_recovers(ran)
     assert_undisturbed_and_quick(ran)
-
-
-@both_policies
-def test_the_service_is_stopped_in_mid_round_and_started_again(policy: str) -> None:
-    """It listens again after a round in which nobody reached it."""
-    stopped: list[ExchangeService] = []
-
-    def restart(ran: Drill) -> None:
-        if not stopped and ran.grid.struck(VICTIM) and len(ran.session._waiting) == 4:
-            stopped.append(ran.carrier.service)
-            stopped[0].stop()
-        if stopped and len(ran.models) == 4 and ran.carrier.service is stopped[0]:
-            ran.carrier.service = ExchangeService(stopped[0].host, stopped[0].port, stopped[0]._largest - FRAME).start()
-        if stopped and ran.grid.struck(VICTIM):
-            ran.grid.resume(VICTIM)
-
-    ran = drill(policy, {(VICTIM, 2): Strike(signal.SIGSTOP, "backward", 1)}, restart)
-    assert stopped
-    assert_given_up(ran, 2, "the exchange service was stopped")
-    assert_exact(ran, 4)
-    assert_undisturbed_and_quick(ran)
-
-
-@both_policies
-def test_one_is_killed_in_a_later_local_step(policy: str, log: pytest.LogCaptureFixture) -> None:
-    """Its batch is in everybody's first step, but its weights are lost."""
-    ran = drill(policy, {(VICTIM, 2): Strike(signal.SIGKILL, "step", 1)}, steps=2)
-    ended = f"client {VICTIM}: code 5: {NODE_UNAVAILABLE_ERROR_REASON}"
-    assert f"exchange: {ended}" in log.text
-    if policy == "abort":
-        assert_given_up(ran, 2, ended)
-    else:
-        assert_survivors_averaged(ran, 2)
-        assert deviation(ran.models[2], fedavg(ran.models[1], SURVIVORS, steps=2)) > 1e-4
-    assert [c.client for c in ran.records[4].accepted] == list(EVERYONE)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

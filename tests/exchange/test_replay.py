@@ -125,17 +125,6 @@ def test_a_transcript_travels_in_a_train_message_and_is_taken_out_again(transcri
     assert (config["exchange"], config["learning-rate"]) == ("replay", 0.1)
 
 
-def test_a_transcript_replaces_the_one_before_and_spares_the_original() -> None:
-    """The server attaches a longer one to copies of the same message each time."""
-    original = train_message()
-    for length in (1, 3):
-        copy = RecordDict(dict(original.items()))
-        attach(copy, list(zip(KEYS, ANSWERS, strict=True))[:length])
-        assert len(detach(*delivered(copy))) == length
-    assert detach(*delivered(original)) == []
-    assert "exchange" not in original.config_records["fl-bn/config"]
-
-
 # the request in a client's reply
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn.exchange.session import POLICIES
-from fl_bn.exchange.settings import CARRIERS, Certificates, ExchangeSettings
+from fl_bn.exchange.settings import Certificates, ExchangeSettings
 from fl_bn.support.loopback import is_loopback
 from tests.exchange.certificates import make_certificates
 from tests.listed import listed
@@ -38,14 +37,6 @@ def test_what_makes_no_sense_is_refused_by_name(kind: str) -> None:
     field, value = WRONG[kind]
     with pytest.raises(ValueError, match=field):
         ExchangeSettings(**{field: value})  # type: ignore[arg-type]
-
-
-@listed("carrier", CARRIERS)
-@listed("policy", POLICIES)
-@listed("port", [0, 65535])
-def test_what_makes_sense_is_not_refused(carrier: str, policy: str, port: int) -> None:
-    settings = ExchangeSettings(carrier, policy, deadline=0.1, join_deadline=1e6, port=port)
-    assert (settings.carrier, settings.policy, settings.port) == (carrier, policy, port)
 
 
 @listed("host", LOOPBACK)

@@ -114,12 +114,6 @@ def test_what_is_neither_a_join_nor_a_known_layers_values_is_refused_by_name(kin
     assert str(refused.value).isprintable()
 
 
-@listed("request_", [Join(-1), Join(2**64), Local(Key("", Quantity.MEAN), torch.ones(1), -1)])
-def test_numbers_that_do_not_fit_are_not_sent(request_: Request) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011
-        encode_request(request_)
-
-
 def read(garbage: bytes) -> None:
     """What a server does with bytes from anywhere: a request, a leave, or a refusal."""
     try:

@@ -2,60 +2,24 @@
 
 from __future__ import annotations
 
-import ast
 import math
-from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
-from fl_bn.federation.checkpoint import FORMAT
 from fl_bn.federation.fields import Undeclared, Values
-from fl_bn.flower.app.checkpoint import Checkpoint
-from fl_bn.flower.app.client_state import NOTHING, MemoryState
 from fl_bn.flower.wire import messages
 from fl_bn.flower.wire.fields import Form
-from fl_bn.support import durable
-from fl_bn.support.wire import WireError, excerpt, printable
+from fl_bn.support.wire import WireError
 from fl_bn.task import CLASSIFICATION, TASKS, Regression
 from tests.hostile.recorded import SCENARIOS, recorded
 from tests.listed import listed
 from tests.refusals import refused
 
-ROOT = Path(__file__).parents[2]
 FORMS = {name: value for name, value in vars(messages).items() if isinstance(value, Form)}
 FORMS |= {f"evaluated, {name}": messages.evaluated(task()) for name, task in TASKS.items()}
 
 # who may touch records as they came, and why; every other file of the package gets ``Values``
-READERS = {
-    "fl_bn/flower/wire/fields.py": "the forms themselves",
-    "fl_bn/flower/wire/codec.py": "arrays, and whether there is a header",
-    "fl_bn/flower/wire/replies.py": "decodes a reply; the disclosure report counts it before anything is checked",
-    "fl_bn/flower/wire/gate.py": "this side's own replies; the kind of a message, before its form is chosen",
-    "fl_bn/flower/wire/versions.py": "whether a message is of an earlier fl-bn",
-    "fl_bn/flower/in_process.py": "the ServerApp's own state",
-    "fl_bn/flower/app/client_state.py": "a client's own state",
-    "fl_bn/flower/secagg/stages.py": "messages that this side makes; replies through forms",
-    "fl_bn/flower/secagg/client.py": "the stage, before its form is chosen; arrays that are decoded; this side's own state",
-    "fl_bn/flower/secagg/instruction_digest.py": "hashes an instruction as it came",
-    "fl_bn/flower/own/legacy_client.py": "takes parameters and numbers of a reply that its own client made",
-    "fl_bn/flower/own/legacy_server.py": "the user's own metrics of replies that were checked",
-    "fl_bn_site/leaving.py": "counts what a reply of this side holds, for the site's audit log",
-    "fl_bn_site/policy.py": "this side's own reply, against the site's policy",
-}
-
-
-def reads_records(source: str) -> bool:
-    records = {"config_records", "metric_records", "array_records", "records_of", "our_records", "their_records"}
-    return any(getattr(node, "attr", getattr(node, "id", "")) in records for node in ast.walk(ast.parse(source)))
-
-
-def test_records_as_they_came_are_read_in_few_places() -> None:
-    files = [path for house in ("fl_bn", "fl_bn_site") for path in (ROOT / house).rglob("*.py")]
-    assert {path.relative_to(ROOT).as_posix() for path in files if reads_records(path.read_text())} == set(READERS)
-    assert reads_records("x = reply.content.metric_records['metrics']")  # control
 
 
 EITHER = messages.TO_TRAIN.and_also(messages.TO_MEASURE, messages.TO_EVALUATE, messages.COMBINED_HISTORY)  # a secure sum
@@ -165,30 +129,3 @@ def test_a_metric_out_of_its_range_is_refused_and_one_that_the_task_does_not_dec
         with refused(form.record, field):  # without r2 there is nothing to show
             form.read(wrong)
     assert refusal(form, {**honest, "r2": math.nan}) == ""
-
-
-def test_what_came_is_shown_in_a_few_characters_on_one_line() -> None:
-    shown = [
-        printable("a\nb\x1b[31m"),
-        printable("x" * 10**7),
-        excerpt(10**5000),
-        excerpt([0] * 10**6),
-        str(WireError("a\nb", "c" * 1000, "bad")),
-    ]
-    assert all(text.isprintable() and len(text) < 1200 for text in shown)
-
-
-def test_a_checkpoint_whose_state_nests_is_damaged_and_ends_nothing(tmp_path: Path) -> None:
-    about = {"format": FORMAT, "state": "[" * 100_000, "run_id": "{}", "generators": ""}
-    durable.save_tensors(tmp_path / "checkpoint.safetensors", {"arrays/a": torch.zeros(1)}, about)
-    with pytest.raises(durable.Damaged):
-        Checkpoint.load(tmp_path / "checkpoint.safetensors")
-
-
-def test_what_a_client_kept_in_another_form_is_no_state_of_its_own() -> None:
-    for kept in ({"signature": "a", "round": 1.5}, {"signature": "a"}, {"round": 1}):
-        state = RecordDict({"fl-bn/kept-for": ConfigRecord(kept), "fl-bn/local": ArrayRecord({"a": Array(np.zeros(2))})})
-        assert MemoryState(state, "a").read(before=9) == NOTHING
-    local = ArrayRecord({"a": Array(np.zeros(2))})
-    state = RecordDict({"fl-bn/kept-for": ConfigRecord({"signature": "a", "round": 1}), "fl-bn/local": local})
-    assert MemoryState(state, "a").read(before=9).round == 1  # control

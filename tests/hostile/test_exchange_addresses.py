@@ -11,12 +11,9 @@ import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fl_bn.exchange.session import Session
-from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower import InProcessGrid
-from fl_bn.flower.layerwise.carriers import GrpcCarrier
 from fl_bn.flower.wire.codec import header_for, to_records
 from fl_bn.methods import METHODS, Phase
 from fl_bn.run.assembly import source_model
@@ -138,17 +135,3 @@ def test_the_exchange_of_a_round_and_of_statistics_is_where_the_site_allows_it(k
         allowed = Site(app, exchange_addresses=HOST).error(speechless, kind, content())  # control
         assert connected(server)
         assert FAILED in allowed
-
-
-@apps
-@pytest.mark.parametrize("named", [HOST, f"superlink, {HOST}", "port"])
-def test_where_it_is_allowed_the_client_takes_part(app: str, named: str) -> None:
-    carrier = GrpcCarrier(ExchangeSettings(carrier="grpc"), {})
-    try:
-        session = Session([0], {}, join_deadline=10.0)
-        tokens = carrier.service.open(session)
-        site = Site(app, exchange_addresses=carrier.address if named == "port" else named)
-        assert not site.asked(carrier.address, token=tokens[0]).has_error()
-        assert session.batches == {0: 1}
-    finally:
-        carrier.stop()

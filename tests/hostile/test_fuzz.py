@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
-
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Message
 
 from fl_bn.exchange.session import Session
 from fl_bn.federation import report_claims, schema, server
@@ -15,15 +12,14 @@ from fl_bn.flower import InProcessGrid, RunFailed
 from fl_bn.flower.secagg import client as secure_client
 from fl_bn.flower.secagg import stages as secure_stages
 from tests.hostile.liars import LIAR, lied, sets
-from tests.hostile.outcomes import BROKEN, REFUSED, SAME, Outcome, honest, judged, listening
 from tests.hostile.recorded import CLIENTS, SCENARIOS, app_of
 from tests.listed import listed
 from tools.hostile.claim_lies import boast
 from tools.hostile.exchange_lies import lie_to_session
-from tools.hostile.fuzz import fuzz, run_machine, sequences, table
+from tools.hostile.fuzz import fuzz, sequences, table
 from tools.hostile.lies import lie_to_server, rendezvous
+from tools.hostile.outcomes import BROKEN, REFUSED, SAME, Outcome, honest, judged, listening
 from tools.hostile.secure_lies import two_faced, two_faced_before
-from tools.hostile.secure_machine import Clients
 
 MEMORY = 300.0  # MB: the largest mutated payload has some 4, and the liar is in this process, too
 
@@ -110,18 +106,6 @@ def test_control_a_sum_of_clients_that_were_told_different_things_is_found(monke
     monkeypatch.setattr(secure_client, "instruction_digest", lambda *told: bytes(32))
     outcomes = (two_faced("fbn secure", np.random.default_rng([1, i]))[1] for i in range(4))
     assert any("who were told different things" in outcome.why for outcome in outcomes)
-
-
-def test_sequences_of_secure_clients_reach_the_last_stage() -> None:
-    reached = Counter[str]()
-
-    class Counted(Clients):
-        def heard(self, node: int, stage: str, asked: dict[str, Any], content: RecordDict) -> None:
-            reached[stage] += 1
-            super().heard(node, stage, asked, content)
-
-    assert run_machine(Counted, 10, 20, 1, lambda: None) == ""
-    assert len(reached) == 4, reached
 
 
 @listed("field", ["exchange-timeout", "exchange-patience", "exchange-token"])

@@ -13,17 +13,14 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 
 from fl_bn.federation.local import evaluate
-from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import Gate, answer, evaluating
-from fl_bn.flower.wire.gate import KINDS, Kind, enough
+from fl_bn.flower.wire.gate import KINDS, Kind
 from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS
 from fl_bn.methods import METHODS
-from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
-from fl_bn.task import Classification, Segmentation
 from tests.costs import slow
 from tests.hostile.bisecting import Bisecting, network, samples, secrets_of, with_node_config
-from tests.in_process import FULL_BATCH, WatchedGrid, client_app, run
+from tests.in_process import WatchedGrid, client_app, run
 from tests.listed import listed
 
 DATA = [samples(12, seed=i) for i in range(3)]
@@ -140,16 +137,6 @@ def test_where_evaluations_cannot_be_counted_none_is_answered(wrong: Any, tmp_pa
     assert ("count its evaluations" if wrong == "a file in the way" else "node config/max-evaluations") in attacker.refusals[0]
 
 
-def test_a_run_goes_on_without_evaluations_and_says_so_once(log: pytest.LogCaptureFixture) -> None:
-    asked = with_node_config(WatchedGrid(client_app(METHODS["fedbn"](), DATA, LocalTraining(batch_size=4, steps=1), model=network()), 3))
-    for context in asked._contexts.values():
-        context.node_config["max-evaluations"] = 2
-    ran = run(METHODS["fedbn"](), DATA, 5, grid=asked, model=network(), policy={"evaluate_every": 1})
-    assert [bool(record.evaluation) for record in ran.records] == [True, True, False, False, False]
-    assert all(record.aggregated for record in ran.records)
-    assert len([line for line in log.messages if "client 0 did not evaluate" in line]) == 1
-
-
 # samples behind a number
 
 
@@ -163,14 +150,6 @@ def test_numbers_of_few_samples_are_withheld() -> None:
     assert attacker.bisect(1, "accuracy-class-0", (1.0,)) == [(0.0, 1.0)]
 
 
-def test_min_samples_alone_does_not_stop_a_server_that_chooses_its_weights() -> None:
-    """The accuracy over all samples tells the same, where the weights get all other classes wrong or right: hence the budget."""
-    attacker = Bisecting(grid(min_samples=4))
-    low, high = attacker.bisect(1, "accuracy", (1 / 12,))[0]
-    assert high - low < 1e-5
-    assert attacker.answers == 22
-
-
 @pytest.mark.parametrize("door", ["application", "own app with a gate"])
 def test_an_evaluation_of_few_samples_does_not_leave(door: str) -> None:
     """Without a gate around an app of one's own, nothing sees what its handler replies."""
@@ -178,16 +157,6 @@ def test_an_evaluation_of_few_samples_does_not_leave(door: str) -> None:
     attacker.bisect(1, "accuracy", (1.0,))
     assert attacker.answers == 0
     assert "min-samples = 13" in attacker.refusals[0]
-
-
-def test_samples_behind_metrics() -> None:
-    assert Classification().samples_behind(torch.tensor([0, 2, 2])) == {"accuracy-class-0": 1, "accuracy-class-1": 0, "accuracy-class-2": 2}
-    masks = torch.tensor([[[0, 0], [1, 255]], [[0, 0], [0, 0]]])
-    behind = Segmentation().samples_behind(masks)
-    assert (behind["accuracy-class-0"], behind["accuracy-class-1"], behind["accuracy-class-2"]) == (2, 1, 0)  # images, not pixels
-    kept, fewest = enough({"accuracy": 0.5, "accuracy-class-0": 1.0}, 9, {"accuracy-class-0": 2}, 3)
-    assert (kept["accuracy"], np.isnan(kept["accuracy-class-0"]), fewest) == (0.5, True, 9)
-    assert enough({"accuracy": 0.5, "accuracy-class-0": 1.0}, 9, {"accuracy-class-0": 2}, 0)[1] == 2
 
 
 # kinds
@@ -236,11 +205,6 @@ def test_a_server_of_another_version_is_refused_at_the_gate(kind: str) -> None:
     assert "0.0.1" in str(reply.error.reason)
 
 
-def test_the_application_s_own_handlers_are_all_known() -> None:
-    app = client_app(METHODS["fedavg"](), DATA, model=network())
-    assert {name.removesuffix(".default") for name in app._registered_funcs} == set(KINDS)
-
-
 # failures
 
 
@@ -270,18 +234,6 @@ def test_a_client_that_fails_does_not_say_why_and_fails_three_times_at_most(log:
     assert all(str(secret) in why for why in reasons(WatchedGrid(app, 1)))  # control: a client that does not require secure aggregation
     before = reasons(with_node_config(WatchedGrid(app, 1), secure_aggregation=True), "setup")  # its data may be of another form
     assert not any(str(secret) in why for why in before)
-
-
-def test_which_samples_overflow_is_not_told() -> None:
-    """The same through a whole secure round: the victim's loss is infinite where one of its samples lies above a threshold."""
-    people = [samples(12, seed=i) for i in range(4)]
-    people[0].x[0, 0, 0, 0] = float("nan")
-    asked = with_node_config(WatchedGrid(client_app(METHODS["fedavg"](), people, FULL_BATCH, model=network()), 4), secure_aggregation=True)
-    ran = run(METHODS["fedavg"](), people, 5, settings=FULL_BATCH, grid=asked, model=network(), secure=SecureAggregation())
-    refused = [next(c.refused for c in record.clients if c.client == 0) for record in ran.records]
-    assert all(record.aggregated for record in ran.records)
-    assert all(refused)
-    assert "finite" not in "".join(refused)
 
 
 # evaluations in a secure sum
@@ -334,16 +286,6 @@ def test_a_client_whose_evaluations_are_spent_or_too_small_has_no_part_in_the_me
     assert all(record.aggregated for record in ran.records)
     parts = [sum(d.what.startswith("a masked evaluation") for d in record.disclosures) for record in ran.records]
     assert parts == ([clients if first else clients - 1, clients - 1, clients - 1] if clients > 3 else [3 * first, 0, 0])
-
-
-def test_with_noise_no_client_evaluates_and_the_log_says_so_once(log: pytest.LogCaptureFixture) -> None:
-    people = [samples(12 + i, seed=i, of_class_0=6) for i in range(3)]
-    secure = SecureAggregation(privacy=Privacy(1.0, 1.0, 1.0))
-    policy = {"evaluate_every": 1, "client_weights": "uniform"}
-    ran = run(METHODS["fedbn"](), people, 3, model=network(), secure=secure, policy=policy)
-    assert all(record.aggregated and not record.evaluation for record in ran.records)
-    assert len([line for line in log.messages if "client 0 did not evaluate" in line and "dp-noise" in line]) == 1
-    assert not any(m.metadata.message_type == "evaluate" for m in ran.grid.sent)
 
 
 def test_a_client_of_few_test_samples_requires_eight_unless_its_policy_says_otherwise() -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, RECORD_KEY_STATE
@@ -252,14 +251,3 @@ def test_nothing_of_local_statistics_is_told_unasked(name: str) -> None:
     numbers = {float(v) for m in grid.received for record in m.content.metric_records.values() for v in record.values()}
     assert not values & (numbers - {0.0, 1.0})
     assert len(values) > 30
-
-
-def test_asked_for_it_is_told_and_reported() -> None:
-    clients, method = people(3), METHODS["fedbn"]()
-    grid = WatchedGrid(client_app(method, clients, TWO_STEPS, shares_drift=True), len(clients))
-    ran = run(method, clients, 1, grid=grid)
-    assert ran.records[0].drift is not None
-    (said,) = {d.what for d in ran.records[0].disclosures if d.section == "drift"}
-    assert all(word in said for word in ("drift", "growth", "min-var"))
-    assert not any("min-var" in d.what for d in ran.records[0].disclosures if d.section == "metrics")
-    assert np.isfinite(ran.records[0].drift.largest)

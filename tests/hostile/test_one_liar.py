@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import pytest
-import torch
 from flwr.app import ConfigRecord, Message, RecordDict
-from torch import Tensor
 
-from fl_bn.federation.defence import Defence, TooFew
 from fl_bn.federation.optimizers import server_optimizer
-from fl_bn.federation.payload import to_numpy
-from fl_bn.federation.server import without_overflow
-from fl_bn.federation.shared_model import SharedModel
-from fl_bn.federation.values import Reply
-from fl_bn.methods import METHODS, Phase
 from fl_bn.secure.settings import SecureAggregation
 from tests.hostile.liars import LIAR, Spoil, alters, both, ending, lacks, lied, people, sets
 from tests.in_process import identical
-from tests.networks import seeded_network
 
 HELLO = {
     "samples=inf": {"samples": math.inf},
@@ -59,33 +50,11 @@ def without_the_liar() -> dict[str, np.ndarray]:
     return lied(lacks("query.hello", "hello")).trajectory[2]
 
 
-METRICS = {
-    "kept=nan": {"kept": math.nan},
-    "kept=inf": {"kept": math.inf},
-    "kept in the future": {"kept": 7},
-    "samples=True": {"samples": [1, 2]},
-    "steps=inf": {"steps": math.inf},
-    "waited=nan": {"waited": math.nan},
-    "waited below 0": {"waited": -1.0},
-    "loss a list": {"loss": [1.0]},
-    "no loss": {"loss": None},
-}
-
-
-@pytest.mark.parametrize("case", METRICS)
-def test_numbers_that_no_client_tells_cost_it_its_reply(case: str) -> None:
-    (field,) = METRICS[case]
-    for record in lied(sets("train", "metrics", **METRICS[case]), "hbn").records:
-        assert [c.client for c in record.accepted] == [0, 2, 3, 4]
-        assert record.clients[LIAR].refused.startswith(f"metrics/{field}: ")
-
-
 # secure aggregation
 
 SECURE: dict[str, tuple[Spoil, str]] = {
     "setup without pk1": (sets("train setup", "secaggplus_configs", pk1=None), "secaggplus_configs/pk1: "),
     "pk2 no key": (sets("train setup", "secaggplus_configs", pk2=b"no key at all"), "secaggplus_configs/pk2: "),
-    "pk1 of 10 MB": (sets("train setup", "secaggplus_configs", pk1=b"k" * 10_000_000), "secaggplus_configs/pk1: "),
     "plan of text": (sets("train setup", "plan", samples=2.5), "plan/samples: "),
     "no plan": (lacks("train setup", "plan"), "plan: "),
     "hashes of a round to come": (
@@ -96,25 +65,15 @@ SECURE: dict[str, tuple[Spoil, str]] = {
     "keys without dsts": (sets("train share_keys", "secaggplus_configs", dsts=None), "secaggplus_configs/dsts: "),
     "dsts of text": (sets("train share_keys", "secaggplus_configs", dsts=["a", "b"]), "secaggplus_configs/dsts: "),
     "dsts of a stranger": (sets("train share_keys", "secaggplus_configs", dsts=[1, 3, 4, 999]), "secaggplus_configs/dsts: "),
-    "dsts twice": (sets("train share_keys", "secaggplus_configs", dsts=[1, 3, 4, 4]), "secaggplus_configs/dsts: "),
-    "fewer ctxts": (sets("train share_keys", "secaggplus_configs", ctxts=[b"x"]), "secaggplus_configs/ctxts: "),
     "collect without num_examples": (lacks("train collect_masked_vectors", "fitres.num_examples"), "fitres.num_examples: "),
     "collect without status": (lacks("train collect_masked_vectors", "fitres.status"), "fitres.status: "),
     "status code x": (sets("train collect_masked_vectors", "fitres.status", code="x"), "fitres.status/code: "),
-    "status code 7": (sets("train collect_masked_vectors", "fitres.status", code=7), "fitres.status/code: "),
     "activations deep": (sets("train collect_masked_vectors", "fitres.metrics", activations="[" * 100_000), "fitres.metrics/activations: "),
-    "activations of others": (
-        sets("train collect_masked_vectors", "fitres.metrics", activations='{"z": 3}'),
-        "fitres.metrics/activations: ",
-    ),
     "activations unlike the others'": (
         sets("train collect_masked_vectors", "fitres.metrics", activations='{"1": 63, "5": 64}'),
         "fitres.metrics/activations: ",
     ),
-    "unmask without shares": (sets("train unmask", "secaggplus_configs", shares=None), "secaggplus_configs/shares: "),
     "nids of a stranger": (sets("train unmask", "secaggplus_configs", nids=[1, 2, 3, 4, 999]), "secaggplus_configs/nids: "),
-    "nids of text": (sets("train unmask", "secaggplus_configs", nids=["a"]), "secaggplus_configs/nids: "),
-    "short shares": (sets("train unmask", "secaggplus_configs", shares=[b"a"] * 5), "secaggplus_configs/shares: "),
 }
 
 
@@ -132,14 +91,6 @@ def test_in_a_secure_round_too(case: str, log: pytest.LogCaptureFixture) -> None
         assert begins in log.text
     else:
         assert record.clients[LIAR].refused.startswith(begins)
-
-
-def test_a_reply_without_what_nobody_reads_counts() -> None:
-    """Flower's stages want an empty record of parameters: they get it from this side."""
-    kinds = ("train collect_masked_vectors", "")
-    ran, honest = (lied(lacks(kind, "fitres.parameters"), "fbn", secure=SecureAggregation(), rounds=1) for kind in kinds)
-    assert len(ran.records[0].accepted) == 5
-    assert identical(ran.trajectory[1], honest.trajectory[1])
 
 
 def altered(kind: str, field: str, change: Callable[[bytes], bytes]) -> Spoil:
@@ -193,46 +144,7 @@ def test_one_finite_report_does_not_end_an_undefended_run(name: str) -> None:
     assert all(np.isfinite(array).all() for array in ran.trajectory[2].values())
 
 
-def test_where_all_reports_are_in_range_but_their_union_is_not_the_round_goes_on() -> None:
-    """Two activations with the largest variance that may be reported: unbiased, it is twice that, and no float32."""
-    lies = {"count": 2**53, "var": 1.69e38, "mean": 4.6e18}
-    spoil = alters("moments", lambda name, array: np.full_like(array, lies[name.rpartition(".")[2]]))
-    ran = lied(spoil, "hbn", people(4, 2))
-    assert all(record.aggregated for record in ran.records)
-    assert all(np.isfinite(array).all() for array in ran.trajectory[2].values())
-
-
-def test_what_is_not_finite_is_not_stored_and_the_farthest_is_named() -> None:
-    """Also where too few are left then."""
-    shared = SharedModel(seeded_network("cnn"), METHODS["hbn"](lam=1.0))
-    before = to_numpy(shared.tensors())
-    parts = [Reply(i, {"moments": moments(size)}, 4, 4) for i, size in enumerate((1.0, 1e39, 2.0))]
-
-    def attempt(left: list[Reply], out: int, fewest: int = 2) -> None:
-        if len(left) < fewest:
-            raise TooFew("too few")
-        shared.store(shared.combined(left, Phase.TRAIN, Defence()))
-
-    left, refused, _ = without_overflow(parts, attempt)
-    assert [part.client for part in left] == [0, 2]
-    assert list(refused) == [1]
-    assert refused[1].startswith("1.running_var")
-    assert all(np.isfinite(array).all() for array in to_numpy(shared.tensors()).values())
-    assert not identical(before, to_numpy(shared.tensors()))
-    with pytest.raises(TooFew, match="client 1: 1.running_var"):
-        without_overflow(parts, partial(attempt, fewest=3))
-
-
-def moments(var: float) -> dict[str, Tensor]:
-    """Of one activation per channel, at 0; layer 1 has the variance."""
-    tensors = {}
-    for layer, channels in (("1", 4), ("5", 6)):
-        tensors |= {f"{layer}.count": torch.tensor([1]), f"{layer}.mean": torch.zeros(channels, dtype=torch.float64)}
-        tensors[f"{layer}.var"] = torch.full((channels,), var if layer == "1" else 1.0, dtype=torch.float64)
-    return tensors
-
-
-@pytest.mark.parametrize("optimizer", ["fedadam", "fedavgm"])
+@pytest.mark.parametrize("optimizer", ["fedadam"])
 def test_weights_that_overflow_in_the_server_s_step_are_never_stored(optimizer: str) -> None:
     spoil = alters("weights", lambda name, array: np.full_like(array, -3e38))
     ran = lied(spoil, "gn", people(3), rounds=3, optimizer=server_optimizer(optimizer, 20.0))
@@ -243,7 +155,7 @@ def test_weights_that_overflow_in_the_server_s_step_are_never_stored(optimizer: 
 # counts in a secure sum
 
 
-@pytest.mark.parametrize("passes", [6, 2**50])
+@pytest.mark.parametrize("passes", [2**50])
 def test_counts_beside_which_the_others_vanish_cost_their_sender_its_part(passes: int) -> None:
     """It introduces itself with as many. Before, all the others refused the sum in every round, since it would not have held them."""
     boast = both(sets("query.hello", "hello", samples=2**50), sets("train setup", "plan", samples=2**50, passes=passes))

@@ -10,12 +10,11 @@ import pytest
 from flwr.app import Message, RecordDict
 
 from fl_bn.federation.defence import Defence
-from fl_bn.flower import OwnAppStrategy, RunFailed
-from fl_bn.methods import METHODS
+from fl_bn.flower import RunFailed
 from tests.costs import slow
 from tests.doors.doors import apart
 from tests.hostile.liars import nothing, sets
-from tests.hostile.own_app import CLIENTS, LyingGrid, lied, net, own_app
+from tests.hostile.own_app import CLIENTS, lied
 
 NODES = pytest.mark.parametrize("node", [1, 5], ids=["the first", "the last"])
 ANY_NODE = pytest.mark.parametrize("node", [5, slow(1)], ids=["the last", "the first"])
@@ -64,32 +63,12 @@ def test_a_run_whose_least_number_of_nodes_is_all_fails_with_the_reason(node: in
         lied(node, sets("query.hello", "hello", signature="0" * 16), min_available_nodes=CLIENTS)
 
 
-TRAIN: dict[str, tuple[dict[str, Any], str]] = {
-    "steps=nan": ({"steps": math.nan}, "metrics/steps: "),
-    "samples=17": ({"samples": 17}, "metrics/samples: "),
-    "loss a list": ({"loss": [1.0]}, "metrics/loss: "),
-    "kept in the future": ({"kept": 7}, "metrics/kept: "),
-}
-
-
-@NODES
-@pytest.mark.parametrize("case", TRAIN)
-def test_numbers_that_no_client_tells_cost_it_its_reply(case: str, node: int) -> None:
-    fields, begins = TRAIN[case]
-    for record in lied(node, sets("train", "metrics", **fields)).records:
-        assert [c.client for c in record.accepted] == others(node)
-        assert record.clients[node - 1].refused.startswith(begins)
-
-
 EVALUATED: dict[str, tuple[dict[str, Any], str]] = {
     "accuracy=nan": ({"accuracy": math.nan}, "accuracy"),
     "accuracy=1e9": ({"accuracy": 1e9}, "accuracy"),
-    "accuracy=-1": ({"accuracy": -1}, "accuracy"),
     "loss=inf": ({"loss": math.inf}, "loss"),
-    "loss=1e308": ({"loss": 1e308}, "loss"),
     "no accuracy": ({"accuracy": None}, "accuracy"),
     "num-examples=-1": ({"num_examples": -1}, "num-examples"),
-    "num-examples=nan": ({"num_examples": math.nan}, "num-examples"),
     "no num-examples": ({"num_examples": None}, "num-examples"),
     "a name of two lines": ({"a\nround 1: all is well": 1.0}, "all is well"),
     "a name with an escape": ({"\x1b[2Ja": 1.0}, "2Ja"),
@@ -116,14 +95,6 @@ def test_an_evaluation_that_no_client_makes_is_not_counted(case: str, node: int,
     assert all(line.isprintable() and len(line) < 500 for line in lines)
 
 
-def test_why_a_client_did_not_evaluate_is_said_once(log: pytest.LogCaptureFixture) -> None:
-    grid = LyingGrid(own_app(), {1}, nothing)
-    grid._contexts[1].node_config["max-evaluations"] = 1
-    result = OwnAppStrategy(net(), METHODS["fbn"]()).start(grid, num_rounds=4)
-    assert len(result.evaluate_metrics_clientapp) == 4  # of the others
-    assert len([line for line in log.messages if "client 0's evaluation is not counted" in line]) == 1
-
-
 @NODES
 @pytest.mark.parametrize("defence", [Defence(), Defence(1, "median", "median")], ids=["undefended", "defended"])
 def test_no_client_weighs_more_than_all_others_together(node: int, defence: Defence, log: pytest.LogCaptureFixture) -> None:
@@ -140,12 +111,6 @@ def test_no_client_weighs_more_than_all_others_together(node: int, defence: Defe
         assert float(claimed["loss"]) == pytest.approx(loss / 2)  # type: ignore[arg-type]
         assert any(f"client {node - 1} " in line and str(2**53) in line for line in log.messages)
     assert float(modest["loss"]) < float(honest["loss"])  # type: ignore[arg-type]
-
-
-def test_a_metric_that_one_client_alone_sends_is_named_and_not_averaged(log: pytest.LogCaptureFixture) -> None:
-    ran = lied(3, sets("evaluate", "metrics", fame=1e6))
-    assert set(ran.result.evaluate_metrics_clientapp[2]) == {"loss", "accuracy"}
-    assert any("fame" in line for line in log.messages)
 
 
 def test_accuracies_may_be_told_in_per_cent() -> None:

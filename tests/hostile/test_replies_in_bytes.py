@@ -8,10 +8,11 @@ import pytest
 from flwr.app import Message
 
 from tests.hostile.liars import LIAR, what
-from tests.hostile.outcomes import Said, listening
 from tests.hostile.recorded import CLIENTS, Liar, PlayingGrid, Served, recorded, served
-from tests.hostile.transport import ByteGrid
+from tests.listed import listed
+from tools.hostile.outcomes import Said, listening
 from tools.hostile.protobuf import Field, fields_of, opened, put_together
+from tools.hostile.transport import ByteGrid
 
 pytestmark = pytest.mark.pinned
 
@@ -80,8 +81,8 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize("asked", ["query.hello", "query.statistics", "train", "evaluate"])
-@pytest.mark.parametrize("change", UNREADABLE)
+@listed("asked", ["query.hello", "query.statistics", "train", "evaluate"])
+@listed("change", UNREADABLE)
 def test_a_reply_that_flower_cannot_open_costs_its_sender_alone(change: str, asked: str) -> None:
     if (asked == "query.hello" and ("array" in change or "metrics" in change)) or (asked == "evaluate" and "array" in change):
         return  # it has none
@@ -93,7 +94,7 @@ def test_a_reply_that_flower_cannot_open_costs_its_sender_alone(change: str, ask
     assert not any("\n" in line or len(line) > 2000 for line in said.lines)
 
 
-@pytest.mark.parametrize("asked", ["query.hello", "train", "evaluate"])
+@listed("asked", ["query.hello", "train", "evaluate"])
 def test_a_reply_that_says_it_is_another_node_s_is_not_taken_for_that_one_s(asked: str) -> None:
     """Flower reads the sender of a reply from bytes that the client made: the other's own reply was then thrown away."""
     run, said, _ = ran(asked, metadata(SOURCE, (SOURCE, 0, OTHER)))
@@ -104,11 +105,8 @@ def test_a_reply_that_says_it_is_another_node_s_is_not_taken_for_that_one_s(aske
 
 
 def test_a_reply_to_another_message_is_nobody_s() -> None:
-    run, said, _ = ran("train", metadata(ANSWERS, (ANSWERS, 2, b"0" * 64)))
-    assert [c.client for c in run.record.clients if c.refused] == [LIAR]
-
-
-def test_control_as_it_was_the_reply_counts() -> None:
-    run, said, liar = ran("train", lambda kind, body: body)
-    assert [c.client for c in run.record.accepted] == list(range(CLIENTS))
+    """Control: as it was, the reply counts."""
+    run, _, liar = ran("train", metadata(ANSWERS, (ANSWERS, 2, b"0" * 64)))
     assert liar.spoilt
+    assert [c.client for c in run.record.clients if c.refused] == [LIAR]
+    assert [c.client for c in ran("train", lambda kind, body: body)[0].record.accepted] == list(range(CLIENTS))
