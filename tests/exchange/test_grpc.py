@@ -14,12 +14,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from fl_bn.exchange.call import ExchangeFailed, Join
-from fl_bn.exchange.grpc.client import GrpcExchange
-from fl_bn.exchange.grpc.service import ExchangeService
-from fl_bn.exchange.session import Session
-from fl_bn.exchange.settings import Certificates
 from tests.exchange.certificates import make_certificates
+from tests.exchange.cohorts import Certificates, ExchangeFailed, ExchangeService, GrpcExchange, Join, Session
 from tests.exchange.over_grpc import (
     DEADLINE,
     HOST,

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from fl_bn.exchange import Session
-from fl_bn.exchange.grpc.client import GrpcExchange
-from fl_bn.exchange.grpc.service import ExchangeService
+from tests.exchange.cohorts import ExchangeService, GrpcExchange
 from tests.exchange.over_grpc import KEYS, LAYERS, PATIENT, address_of, batch_of, expected, local_of, same
 
 DESCRIPTORS = Path("/proc/self/fd")

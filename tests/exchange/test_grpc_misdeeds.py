@@ -11,11 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from fl_bn.exchange.call import Answer, Join, Key, Local
-from fl_bn.exchange.grpc import exchange_pb2 as pb
-from fl_bn.exchange.grpc.service import FRAME, ExchangeService
-from fl_bn.exchange.grpc.wire import encode_request
-from fl_bn.exchange.session import LARGEST_COUNT
+from fl_bn.exchange.grpc.service import FRAME
+from tests.exchange.cohorts import LARGEST_COUNT, Answer, ExchangeService, Join, Key, Local, encode_request, pb
 from tests.exchange.over_grpc import (
     BROKE,
     KEYS,

@@ -17,16 +17,11 @@ from flwr.app import ArrayRecord
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_bn.exchange.session import POLICIES, Session
-from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.callbacks import Callback, Callbacks
-from fl_bn.federation.local import Samples
-from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.record import RoundRecord
-from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower import BatchNormStrategy, Rounds
-from fl_bn.methods.fedtan import fedtan
+from tests.exchange.cohorts import POLICIES, ExchangeSettings, LocalTraining, Samples, Session, fedtan, to_numpy
 from tests.exchange.processes import FIRST_NODE, SIZES, ProcessGrid, Strike, federation, network
 from tests.federation import largest_deviation, union
 from tests.in_process import arrays_of, identical, sections

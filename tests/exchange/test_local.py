@@ -11,11 +11,9 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from torch import Tensor
 
-from fl_bn.exchange.call import ExchangeFailed, Key, Quantity
-from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss, end_task
-from fl_bn.exchange.session import POLICIES, Session
 from fl_bn.federation.local import torch_seed
 from fl_bn.flower.in_process import InProcessGrid
+from tests.exchange.cohorts import POLICIES, ExchangeFailed, Key, LocalExchange, Quantity, Session, Turns, admit, dismiss, end_task
 from tests.exchange.in_turns import CPU, LAYERS, MOMENTS, Round, Task, breaking
 from tests.listed import listed
 

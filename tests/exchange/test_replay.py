@@ -14,11 +14,11 @@ from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_bn.exchange.call import Answer, ExchangeFailed, Key, Local, Quantity
 from fl_bn.exchange.replay import ReplayExchange, Unanswered
-from fl_bn.federation.payload import Payload, to_numpy
+from fl_bn.federation.payload import Payload
 from fl_bn.flower.layerwise.transcript import attach, detach, question, read_request
 from fl_bn.flower.wire.codec import Header, flatten, from_records, to_records, unflatten
+from tests.exchange.cohorts import Answer, ExchangeFailed, Key, Local, Quantity, to_numpy
 from tests.listed import listed
 from tests.refusals import refused
 

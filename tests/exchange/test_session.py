@@ -10,30 +10,40 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Local, Quantity, Request
-from fl_bn.exchange.session import LARGEST_COUNT, POLICIES, Session, Traffic, reduce
+from fl_bn.exchange.session import Traffic
 from fl_bn.federation.defence import Defence
 from tests.exchange.cohorts import (
     BATCHES,
     GOOD,
     GRADIENTS,
     INF,
+    LARGEST_COUNT,
     LAYERS,
     MEAN,
     MOMENTS,
     NAN,
     NARROW,
+    POLICIES,
     STATISTICS,
     VARIANCE,
     WIDE,
+    Answer,
     Clock,
     Cohort,
+    ExchangeFailed,
+    Join,
+    Key,
+    Local,
     Outcome,
+    Quantity,
+    Request,
+    Session,
     answer,
     bits,
     joined,
     local,
     reason,
+    reduce,
 )
 from tests.listed import listed
 from tools.hostile.fuzz import sequences

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn.exchange.settings import Certificates, ExchangeSettings
 from fl_bn.support.loopback import is_loopback
 from tests.exchange.certificates import make_certificates
+from tests.exchange.cohorts import Certificates, ExchangeSettings
 from tests.listed import listed
 
 LOOPBACK = ["127.0.0.1", "127.0.0.53", "127.255.255.254", "::1", "localhost"]

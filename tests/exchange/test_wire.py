@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
-from fl_bn.exchange.call import Answer, Join, Key, Layer, Local, Quantity, Refused, Request
-from fl_bn.exchange.grpc import exchange_pb2 as pb
-from fl_bn.exchange.grpc.wire import decode_answer, decode_request, encode_answer, encode_request
+from fl_bn.exchange.call import Refused
+from fl_bn.exchange.grpc.wire import decode_answer, decode_request, encode_answer
+from tests.exchange.cohorts import Answer, Join, Key, Layer, Local, Quantity, Request, encode_request, pb
 from tests.listed import listed
 
 ROOT = Path(__file__).parents[2]

@@ -1,3 +1,4 @@
+# ruff: noqa: F401  # inner names, which the tests of this folder import from here
 """Change one client's replies on their way to the server, and run a federation with this client."""
 
 from __future__ import annotations
@@ -11,10 +12,27 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.clientapp import ClientApp
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 
+from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.auxiliary import auxiliary
+from fl_bn.federation.defence import Defence
 from fl_bn.federation.local import Samples
+from fl_bn.federation.payload import to_numpy
+from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.shared_model import SharedModel
+from fl_bn.federation.values import ClientState, Reply
+from fl_bn.flower.log import LOGGER
+from fl_bn.flower.secagg import client as secure_client
+from fl_bn.flower.secagg import rounds as secure_rounds
+from fl_bn.flower.secagg import stages as secure_stages
+from fl_bn.flower.wire.codec import header_for, to_record, to_records
 from fl_bn.flower.wire.fields import OURS
 from fl_bn.methods import METHODS
+from fl_bn.run.assembly import source_model
+from fl_bn.run.config import RunConfig
+from fl_bn.secure.privacy import Privacy
+from fl_bn.secure.settings import SecureAggregation
+from fl_bn.support.wire import WireError
 from tests.federation import random_samples
 from tests.in_process import TWO_STEPS, Run, WatchedGrid, client_app, run
 

@@ -10,7 +10,7 @@ import struct
 import numpy as np
 
 from fl_bn.flower.wire.codec import array_from
-from fl_bn.support.wire import WireError
+from tests.hostile.liars import WireError
 from tools.hostile.npy import changed
 
 HONEST = [("'<f4'", (2, 3)), ("'<i8'", (3,))]

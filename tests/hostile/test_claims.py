@@ -14,20 +14,31 @@ from flwr.app import ConfigRecord, Message, MetricRecord
 from fl_bn.exchange import Session
 from fl_bn.exchange.call import Join, Local, Quantity, Request
 from fl_bn.exchange.session import Deliver
-from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.federation.auxiliary import auxiliary
-from fl_bn.federation.defence import Defence
-from fl_bn.federation.record import RoundRecord
-from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import BatchNormStrategy, InProcessGrid
 from fl_bn.objectives import Scaffold
 from fl_bn.robust import RULES
-from fl_bn.run.assembly import source_model
-from fl_bn.run.config import RunConfig
-from fl_bn.secure.settings import SecureAggregation
 from tests.costs import slow
 from tests.hostile import own_app
-from tests.hostile.liars import LIAR, Spoil, alters, both, ending, lied, nothing, people, sets, silent
+from tests.hostile.liars import (
+    LIAR,
+    Defence,
+    ExchangeSettings,
+    LocalTraining,
+    RoundRecord,
+    RunConfig,
+    SecureAggregation,
+    Spoil,
+    alters,
+    auxiliary,
+    both,
+    ending,
+    lied,
+    nothing,
+    people,
+    sets,
+    silent,
+    source_model,
+)
 from tests.in_process import Run, identical
 from tests.kept import Kept
 from tests.listed import listed

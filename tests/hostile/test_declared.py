@@ -10,8 +10,8 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from fl_bn.federation.fields import Undeclared, Values
 from fl_bn.flower.wire import messages
 from fl_bn.flower.wire.fields import Form
-from fl_bn.support.wire import WireError
 from fl_bn.task import CLASSIFICATION, TASKS, Regression
+from tests.hostile.liars import WireError
 from tests.hostile.recorded import SCENARIOS, recorded
 from tests.listed import listed
 from tests.refusals import refused

@@ -11,13 +11,9 @@ import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fl_bn.federation.payload import to_numpy
-from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower import InProcessGrid
-from fl_bn.flower.wire.codec import header_for, to_records
 from fl_bn.methods import METHODS, Phase
-from fl_bn.run.assembly import source_model
-from fl_bn.run.config import RunConfig
+from tests.hostile.liars import RunConfig, SharedModel, header_for, source_model, to_numpy, to_records
 from tests.hostile.own_app import net, own_app
 from tests.listed import listed
 

@@ -9,9 +9,7 @@ from flwr.app import ConfigRecord, Message
 from fl_bn.exchange.session import Session
 from fl_bn.federation import report_claims, schema, server
 from fl_bn.flower import InProcessGrid, RunFailed
-from fl_bn.flower.secagg import client as secure_client
-from fl_bn.flower.secagg import stages as secure_stages
-from tests.hostile.liars import LIAR, lied, sets
+from tests.hostile.liars import LIAR, lied, secure_client, secure_stages, sets
 from tests.hostile.recorded import CLIENTS, SCENARIOS, app_of
 from tests.listed import listed
 from tools.hostile.claim_lies import boast

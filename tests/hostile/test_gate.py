@@ -17,9 +17,9 @@ from fl_bn.flower import Gate, answer, evaluating
 from fl_bn.flower.wire.gate import KINDS, Kind
 from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS
 from fl_bn.methods import METHODS
-from fl_bn.secure.settings import SecureAggregation
 from tests.costs import slow
 from tests.hostile.bisecting import Bisecting, network, samples, secrets_of, with_node_config
+from tests.hostile.liars import SecureAggregation
 from tests.in_process import WatchedGrid, client_app, run
 from tests.listed import listed
 

@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_bn.federation.local import Samples
-from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS
 from tests.federation import random_samples
-from tests.hostile.liars import LIAR, LyingGrid, Spoil, nothing
+from tests.hostile.liars import LIAR, LocalTraining, LyingGrid, Samples, Spoil, nothing
 from tests.in_process import Run, client_app, run
 
 STEPS = LocalTraining(batch_size=4, steps=5)

@@ -14,16 +14,10 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Message
 
-from fl_bn.federation.values import ClientState
-from fl_bn.flower.secagg import client as secure_client
-from fl_bn.flower.secagg import rounds as secure_rounds
-from fl_bn.flower.secagg import stages as secure_stages
 from fl_bn.flower.secagg.instruction_history import History, history_of, problem, telling, to_write
-from fl_bn.flower.wire.codec import to_record
 from fl_bn.flower.wire.messages import HISTORY_HASHES, HISTORY_ROUNDS
 from fl_bn.methods import METHODS
-from fl_bn.secure.settings import SecureAggregation
-from tests.hostile.liars import people, what
+from tests.hostile.liars import ClientState, SecureAggregation, people, secure_client, secure_rounds, secure_stages, to_record, what
 from tests.hostile.test_lying_set_up import COLLECT, NODES, OTHERS, VICTIM, is_noise, spying
 from tests.in_process import TWO_STEPS, WatchedGrid, client_app, run
 

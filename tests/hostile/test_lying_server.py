@@ -16,9 +16,7 @@ from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_
 
 from fl_bn.flower.wire.messages import WEIGHED
 from fl_bn.methods import METHODS
-from fl_bn.secure.privacy import Privacy
-from fl_bn.secure.settings import SecureAggregation
-from tests.hostile.liars import people, what
+from tests.hostile.liars import Privacy, SecureAggregation, people, what
 from tests.in_process import TWO_STEPS, WatchedGrid, client_app, run
 from tests.listed import listed
 

@@ -15,18 +15,11 @@ import pytest
 from flwr.app import ConfigRecord, Message
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 
-from fl_bn.flower.secagg import client as secure_client
 from fl_bn.flower.secagg import masks
-from fl_bn.flower.secagg import rounds as secure_rounds
-from fl_bn.flower.secagg import stages as secure_stages
 from fl_bn.flower.secagg.sums import Weighting
-from fl_bn.flower.wire.codec import to_record
-from fl_bn.flower.wire.fields import OURS
 from fl_bn.methods import METHODS
-from fl_bn.secure.privacy import Privacy
-from fl_bn.secure.settings import SecureAggregation
 from tests.costs import slow
-from tests.hostile.liars import people, what
+from tests.hostile.liars import OURS, Privacy, SecureAggregation, people, secure_client, secure_rounds, secure_stages, to_record, what
 from tests.in_process import TWO_STEPS, WatchedGrid, client_app, run
 from tests.listed import listed
 

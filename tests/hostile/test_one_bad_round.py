@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.values import ClientState, Reply
 from fl_bn.methods import METHODS
 from fl_bn.objectives import Scaffold
 from tests.conformance.doors import Asked, federation, flower, own_loop
-from tests.hostile.liars import people
+from tests.hostile.liars import ClientState, LocalTraining, Reply, auxiliary, people
 from tests.in_process import TWO_STEPS, run
 
 VICTIM, BAD, ROUNDS, HUGE = 2, 2, 4, 1e200  # the third client to train in round 2; its squares overflow in float64

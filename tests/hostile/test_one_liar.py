@@ -11,8 +11,7 @@ import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fl_bn.federation.optimizers import server_optimizer
-from fl_bn.secure.settings import SecureAggregation
-from tests.hostile.liars import LIAR, Spoil, alters, both, ending, lacks, lied, people, sets
+from tests.hostile.liars import LIAR, SecureAggregation, Spoil, alters, both, ending, lacks, lied, people, sets
 from tests.in_process import identical
 
 HELLO = {

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from flwr.app import Message, RecordDict
 
-from fl_bn.federation.defence import Defence
 from fl_bn.flower import RunFailed
 from tests.costs import slow
 from tests.doors.doors import apart
-from tests.hostile.liars import nothing, sets
+from tests.hostile.liars import Defence, nothing, sets
 from tests.hostile.own_app import CLIENTS, lied
 
 NODES = pytest.mark.parametrize("node", [1, 5], ids=["the first", "the last"])

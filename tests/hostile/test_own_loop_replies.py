@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from fl_bn import convert, local_round, methods, server_round, server_state
 from fl_bn.federation.server import Server
-from fl_bn.federation.values import Reply
 from fl_bn.methods import Method
+from tests.hostile.liars import Reply
 from tests.hostile.own_app import net
 from tests.listed import listed
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from fl_bn.flower import RunFailed
-from fl_bn.flower.log import LOGGER
 from fl_bn.run.config import ConfigError
+from tests.hostile.liars import LOGGER
 from tests.listed import listed
 from tools.hostile.run_configs import BAD, GOOD, Case, base, cases, parsed, ran, some_config
 
