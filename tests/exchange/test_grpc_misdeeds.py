@@ -71,13 +71,11 @@ MISDEEDS = {
     "batch": refused(encode_request(Join(LARGEST_COUNT + 1)), str(LARGEST_COUNT), joins=False),
     "garbage": refused(b"\xff" * 99, "99"),
     "oversized": sends(bytes(16 << 20), BROKE),
-    "oversized at once": sends(bytes(16 << 20), BROKE, joins=False),
     "oversized by a byte": sends(bytes(LARGEST + FRAME + 1), BROKE),
     "oversized when unpacked": sends(changed(values=bytes(3 << 20)), compressed=True),
     "half-closed": Misdeed(lambda stream: stream.end(), (BROKE,)),
     "channel closed": Misdeed(lambda stream: stream.channel.close(), (BROKE,)),
     "cancelled": Misdeed(lambda stream: stream.call.cancel(), (BROKE,)),
-    "cancelled with a request under way": Misdeed(lambda stream: (stream.send(changed()), stream.call.cancel()), (BROKE,)),
     "silent": Misdeed(lambda stream: None, (LAYER, "0.5 s")),
     "silent at once": Misdeed(lambda stream: None, ("join", "0.5 s"), joins=False),
 }

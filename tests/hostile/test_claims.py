@@ -218,9 +218,8 @@ def test_a_count_far_from_the_others_ends_its_client_s_exchange(
 
 @pytest.mark.parametrize("policy", [slow("abort"), "shrink"])
 @pytest.mark.parametrize("rule", ["mean", *ROBUST])
-def test_under_a_defence_claims_change_no_bit_and_the_model_stays_within_the_honest_range(
-    rule: str, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_under_a_defence_claims_change_no_bit(rule: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with whatever values, the model stays within the honest range."""
     alone = honest_run(rule)
     lies(monkeypatch, batch=HUGE // 8, count=HUGE // 8)
     claimed = fedtan(BOASTS, policy, rule)
@@ -228,8 +227,8 @@ def test_under_a_defence_claims_change_no_bit_and_the_model_stays_within_the_hon
     assert identical(claimed.trajectory[2], alone.trajectory[2])
     if rule == "mean":  # control: undefended, a client that also boasts of its samples is believed, as weighting by batches means
         assert not identical(fedtan(BOASTS, policy).trajectory[2], honest_run("").trajectory[2])
-    monkeypatch.undo()
-    if rule != "mean":
+    else:
+        monkeypatch.undo()
         lies(monkeypatch, batch=HUGE // 8, count=1, size=1e9)
         lied_to = fedtan(BOASTS, policy, rule)
         assert all(record.aggregated for record in lied_to.records)
