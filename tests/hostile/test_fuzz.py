@@ -56,9 +56,7 @@ def test_a_client_that_calls_itself_another_is_refused_and_the_other_takes_part(
     others = [client for client in range(CLIENTS) if client != LIAR]
     assert [[c.client for c in record.accepted] for record in ran.records] == [others] * 2
     assert any("node 2 " in line and "client 3" in line for line in caplog.messages)
-    with pytest.raises(
-        RunFailed, match="nodes 2 and 4"
-    ):  # control: in the application a number decides on the data, so neither is preferred
+    with pytest.raises(RunFailed, match="nodes 2 and 4"):  # control: here a number decides on the data, so neither is preferred
         lied(lie, "ln")
 
 
