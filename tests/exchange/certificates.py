@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fl_bn.exchange.settings import Certificates
 from fl_bn_site.certificates import make_authority, make_server
+from tests.exchange.cohorts import Certificates
 
 
 def make_certificates(folder: Path, authority: str = "the federation's authority") -> Certificates:

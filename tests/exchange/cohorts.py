@@ -1,3 +1,4 @@
+# ruff: noqa: F401  # inner names, which the tests of this folder import from here
 """Submit requests of clients to an exchange session, keep the outcomes in lists, and control the clock."""
 
 from __future__ import annotations
@@ -6,7 +7,17 @@ import torch
 from torch import Tensor
 
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local, Quantity, Request
-from fl_bn.exchange.session import Session
+from fl_bn.exchange.grpc import exchange_pb2 as pb
+from fl_bn.exchange.grpc.client import GrpcExchange
+from fl_bn.exchange.grpc.service import ExchangeService
+from fl_bn.exchange.grpc.wire import encode_request
+from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss, end_task
+from fl_bn.exchange.session import LARGEST_COUNT, POLICIES, Session, reduce
+from fl_bn.exchange.settings import Certificates, ExchangeSettings
+from fl_bn.federation.local import Samples
+from fl_bn.federation.payload import to_numpy
+from fl_bn.federation.settings import LocalTraining
+from fl_bn.methods.fedtan import fedtan
 
 MEAN, VARIANCE, MOMENTS, GRADIENTS, STATISTICS = Quantity
 WIDE, NARROW = "stem.bn", ""  # float64 and 2 channels; float32 and 3 channels: the model itself

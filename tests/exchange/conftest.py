@@ -11,11 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from fl_bn.exchange import session as session_module
-from fl_bn.exchange.grpc.service import ExchangeService
 from fl_bn.exchange.session import LOGGER
-from fl_bn.exchange.settings import Certificates
 from tests.exchange.certificates import make_certificates
-from tests.exchange.cohorts import Clock
+from tests.exchange.cohorts import Certificates, Clock, ExchangeService
 from tests.exchange.over_grpc import HOST, LARGEST, asyncio_says
 
 

@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from fl_bn.exchange.call import Key, Layer, Quantity
-from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss, end_task
-from fl_bn.exchange.session import Session
+from tests.exchange.cohorts import Key, Layer, LocalExchange, Quantity, Session, Turns, admit, dismiss, end_task
 
 LAYERS = {"bn": Layer(2, torch.float64)}
 CPU = torch.device("cpu")

@@ -14,12 +14,22 @@ import numpy as np
 import pytest
 import torch
 
-from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local, Quantity
-from fl_bn.exchange.grpc import exchange_pb2 as pb
-from fl_bn.exchange.grpc.client import GrpcExchange
-from fl_bn.exchange.grpc.service import TOKEN, ExchangeService
-from fl_bn.exchange.grpc.wire import encode_request
-from fl_bn.exchange.session import Session, reduce
+from fl_bn.exchange.grpc.service import TOKEN
+from tests.exchange.cohorts import (
+    Answer,
+    ExchangeFailed,
+    ExchangeService,
+    GrpcExchange,
+    Join,
+    Key,
+    Layer,
+    Local,
+    Quantity,
+    Session,
+    encode_request,
+    pb,
+    reduce,
+)
 
 HOST = "127.0.0.1"
 LAYERS = {"1": Layer(4, torch.float32), "block.bn": Layer(3, torch.float64)}

@@ -23,13 +23,10 @@ from flwr.server.superlink.linkstate.utils import create_message_error_unavailab
 from flwr.serverapp import Grid
 from torch import Tensor, nn
 
-from fl_bn.exchange.call import Answer, Key, Quantity
-from fl_bn.federation.local import Samples
-from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import InProcessGrid
 from fl_bn.flower.layerwise import exchange_address
 from fl_bn.flower.layerwise.exchange_address import SiteExchange
-from fl_bn.methods.fedtan import fedtan
+from tests.exchange.cohorts import Answer, Key, LocalTraining, Quantity, Samples, fedtan
 from tests.federation import random_samples
 from tests.in_process import client_app
 from tests.networks import seeded_network
@@ -169,9 +166,6 @@ class ProcessGrid(Grid):
     def resume(self, client: int) -> None:
         self._nodes[client].struck = False
         self._signal(client, signal.SIGCONT)
-
-    def kill(self, client: int) -> None:
-        self._signal(client, signal.SIGKILL)
 
     def when(self, client: int, what: str) -> list[float]:
         """Return the times at which ``what`` happened to ``client``."""

@@ -1,20 +1,24 @@
-"""Clients that take turns in one process: one at a time, always in the same order."""
+"""Clients that take turns in one process: one at a time, in the same order, with their own random numbers; none is stuck if one fails."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
+from torch import Tensor
 
-from fl_bn.exchange.call import ExchangeFailed, Key, Quantity
-from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss, end_task
-from fl_bn.exchange.session import POLICIES, Session
+from fl_bn.federation.local import torch_seed
 from fl_bn.flower.in_process import InProcessGrid
-from tests.exchange.in_turns import LAYERS, MOMENTS, Broken, Round, Task, breaking
+from tests.exchange.cohorts import POLICIES, ExchangeFailed, Key, LocalExchange, Quantity, Session, Turns, admit, dismiss, end_task
+from tests.exchange.in_turns import CPU, LAYERS, MOMENTS, Round, Task, breaking
+from tests.listed import listed
 
-pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+both_policies = pytest.mark.parametrize("policy", POLICIES)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_thread_is_left")]
 
 
 def test_clients_run_one_after_the_other_and_change_only_where_they_wait() -> None:
@@ -37,66 +41,6 @@ def test_the_order_does_not_depend_on_the_scheduler() -> None:
     assert len(stories) == 1
 
 
-class Alone:
-    """Notices when two threads are inside at once."""
-
-    def __init__(self) -> None:
-        self.inside, self.most = 0, 0
-        self._lock = threading.Lock()
-
-    def enter(self) -> None:
-        with self._lock:
-            self.inside += 1
-            self.most = max(self.most, self.inside)
-
-    def leave(self) -> None:
-        with self._lock:
-            self.inside -= 1
-
-
-@pytest.mark.usefixtures("hasty_scheduler")
-def test_only_one_task_runs_at_a_time() -> None:
-    round, alone = Round(4), Alone()
-
-    def task(client: int) -> Task:
-        def work() -> float:
-            alone.enter()
-            total = sum(float(torch.ones(8).sum()) for _ in range(20))
-            alone.leave()
-            return total
-
-        def run() -> list[float]:
-            came = [work()]
-            exchange = LocalExchange(round.tokens[client], 1)
-            for call in range(3):
-                came.append(work())
-                exchange(Key("bn", Quantity.MEAN, call), torch.ones(2, dtype=torch.float64), 1)
-            exchange.close()
-            return [*came, work()]
-
-        return run
-
-    assert round.run([task(client) for client in range(4)]) == [[160.0] * 5] * 4
-    assert alone.most == 1
-
-
-def test_threads_that_do_not_take_turns_run_at_once() -> None:
-    """The control of the test above."""
-    alone, meet = Alone(), threading.Barrier(2, timeout=10)
-
-    def work() -> None:
-        alone.enter()
-        meet.wait()
-        alone.leave()
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert alone.most == 2
-
-
 def test_answers_are_the_cohorts_and_a_gradient_is_cut_off() -> None:
     round = Round(2)
     came: dict[int, tuple[list[float], int, int, bool]] = {}
@@ -115,81 +59,35 @@ def test_answers_are_the_cohorts_and_a_gradient_is_cut_off() -> None:
     assert came == dict.fromkeys((0, 1), ([1.0] * 4, 10, 4, False))
 
 
-def test_results_are_in_the_order_of_tasks_and_the_first_error_is_raised_after_all_have_ended() -> None:
-    assert Turns(3).run([lambda: 1, lambda: 2, lambda: 3]) == [1, 2, 3]
-    done = []
-
-    def fails(name: str) -> int:
-        done.append(name)
-        raise Broken(name)
-
-    with pytest.raises(Broken, match="second"):
-        # type: ignore[func-returns-value]
-        Turns(4).run([lambda: 1, lambda: fails("second"), lambda: fails("third"), lambda: done.append("fourth") or 4])
-    assert done == ["second", "third", "fourth"]
-    assert Turns(0).run([]) == []
-
-
 @pytest.mark.parametrize("clients", [2, 4])
 def test_clients_that_all_wait_for_one_that_ended_unheard_are_told_so(clients: int) -> None:
     """Nobody called ``ended`` for client 0.."""
     round = Round(clients)
     others: list[Task] = [round.client(client) for client in range(1, clients)]
-    with pytest.raises(ExchangeFailed, match="every client waits for another client"):
+    with pytest.raises(ExchangeFailed):
         Turns(clients).run([lambda: [0.0], *others])
     dismiss(round.tokens)
     assert [line for line in round.story if not line.endswith("starts")] == []
 
 
-def test_clients_that_are_told_so_still_run_one_at_a_time() -> None:
-    round, meet = Round(3), threading.Barrier(2)
-    met = []
-
-    def task(client: int) -> Task:
-        def run() -> list[float]:
-            with pytest.raises(ExchangeFailed):
-                LocalExchange(round.tokens[client], 1)
-            try:
-                meet.wait(0.2)
-                met.append(client)
-            except threading.BrokenBarrierError:
-                pass
-            return []
-
-        return run
-
-    Turns(3).run([task(0), task(1), lambda: [0.0]])
-    dismiss(round.tokens)
-    assert met == []
-
-
 def test_a_local_exchange_outside_of_turns_is_refused_before_it_joins() -> None:
     round = Round(1)
-    with pytest.raises(ExchangeFailed, match="needs all clients in this process"):
+    with pytest.raises(ExchangeFailed):
         LocalExchange(round.tokens[0], 1)
     assert round.session.batches == {}
     assert round.run([round.client(0)]) == [[0.0, 0.0]]  # control: the token was good, and still is
 
 
-def test_tokens_are_secrets_of_one_round() -> None:
-    first, second = Round(), Round()
-    tokens = [*first.tokens.values(), *second.tokens.values()]
-    assert len(set(tokens)) == 6
-    assert all(len(token) >= 32 for token in tokens)
-    dismiss(first.tokens)
-    dismiss(second.tokens)
-
-
 @pytest.mark.parametrize("kind", ["dismissed", "of nobody", "empty"])
 def test_a_token_that_is_not_admitted_is_refused(kind: str) -> None:
     over, round = Round(1), Round(1)
+    assert len({over.tokens[0], round.tokens[0]}) == 2
+    assert min(len(over.tokens[0]), len(round.tokens[0])) >= 32
     dismiss(over.tokens)
     token = {"dismissed": over.tokens[0], "of nobody": "0" * 32, "empty": ""}[kind]
 
     def task() -> list[float]:
-        with pytest.raises(
-            ExchangeFailed, match="does not know this client's token: the round is over, or its server runs in another process"
-        ):
+        with pytest.raises(ExchangeFailed):
             LocalExchange(token, 1)
         return [1.0]
 
@@ -202,49 +100,128 @@ def test_a_token_that_is_not_admitted_is_refused(kind: str) -> None:
 def test_after_many_rounds_no_thread_is_left() -> None:
     """Whether they end well or not; the fixture counts once more."""
     before = set(threading.enumerate())
-    for number in range(200):
+    for number in range(100):
         round = Round(3, POLICIES[number % 2])
         round.run([round.client(c, disturb=breaking(MOMENTS[number % 4]) if number % 3 == c else breaking()) for c in range(3)])
         assert not set(threading.enumerate()) - before
 
 
+# clients that fail: nobody is stuck
+
+
+@both_policies
+@listed("broken", range(3))
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_task_that_raises_ends_all_under_abort_and_itself_alone_under_shrink(moment: str, broken: int, policy: str) -> None:
+    """After its last exchange the others have theirs, too; the session says that it failed."""
+    round = Round(policy=policy)
+    results = round.run([round.client(c, disturb=breaking(moment) if c == broken else breaking()) for c in range(3)])
+    assert results.pop(broken) == f"Broken: at {moment}"
+    assert round.session.dropped == {broken: f"Broken: at {moment}"}
+    if policy == "abort":
+        assert round.session.failure == f"client {broken}: Broken: at {moment}"
+        assert results == [[1.0, 1.0] if moment == "after" else f"ExchangeFailed: client {broken}: Broken: at {moment}"] * 2
+    else:
+        rest = sum({0, 1, 2} - {broken}) / 2
+        exchanged = {"before": 0, "exchange 0": 0, "exchange 1": 1, "after": 2}[moment]
+        assert results == [[1.0] * exchanged + [rest] * (2 - exchanged)] * 2
+        assert list(round.session.taking_part) == sorted({0, 1, 2} - {broken})
+        assert round.session.failure == ""
+
+
+@both_policies
+def test_a_task_that_ends_without_joining_or_needs_more_exchanges_than_the_others_keeps_nobody_waiting(policy: str) -> None:
+    round = Round(policy=policy)
+    first, own, last = round.run([round.client(0), lambda: [7.0], round.client(2)])
+    assert own == [7.0]
+    assert first == last
+    assert first == [1.0, 1.0] if policy == "shrink" else str(first).startswith("ExchangeFailed: client 1: ")
+    round = Round(2, policy)
+    results = round.run([round.client(0, exchanges=1), round.client(1, exchanges=3)])
+    assert results[0] == [0.5]
+    assert str(results[1]).startswith("ExchangeFailed: ")
+
+
+# random numbers: clients that take turns draw those that they draw alone
+
+
+def draws(exchange: Callable[[int], None], exchanges: int, numbers: list[Tensor]) -> None:
+    """Uniform numbers and dropout masks, around ``exchanges`` exchanges."""
+    for call in range(exchanges):
+        numbers += [torch.rand(3), torch.nn.functional.dropout(torch.ones(16))]
+        exchange(call)
+    numbers.append(torch.randn(3))
+
+
+def random_round(clients: int, exchanges: int, *, seeded: bool = True) -> dict[int, list[Tensor]]:
+    """What each client draws in its turns."""
+    round = Round(clients)
+    numbers: dict[int, list[Tensor]] = {client: [] for client in range(clients)}
+
+    def task(client: int) -> Task:
+        def run() -> list[float]:
+            channel = LocalExchange(round.tokens[client], 1)
+
+            def exchange(call: int) -> None:
+                channel(Key("bn", Quantity.MEAN, call), torch.ones(2, dtype=torch.float64), 1)
+
+            if seeded:
+                with torch_seed(100 + client, CPU):
+                    draws(exchange, exchanges, numbers[client])
+            else:
+                draws(exchange, exchanges, numbers[client])
+            channel.close()
+            return []
+
+        return run
+
+    assert round.run([task(client) for client in range(clients)]) == [[]] * clients
+    return numbers
+
+
+def alone(client: int, exchanges: int) -> list[Tensor]:
+    """What it draws when nobody else is there."""
+    numbers: list[Tensor] = []
+    with torch_seed(100 + client, CPU):
+        draws(lambda call: None, exchanges, numbers)
+    return numbers
+
+
+@listed("exchanges", [0, 1, 3])
+@listed("clients", [1, 3])
+def test_each_client_draws_what_it_draws_on_its_own_and_torchs_generator_is_as_it_was(clients: int, exchanges: int) -> None:
+    before = torch.get_rng_state()
+    for client, numbers in random_round(clients, exchanges).items():
+        assert all(torch.equal(a, b) for a, b in zip(numbers, alone(client, exchanges), strict=True))
+        assert not torch.equal(numbers[-1], alone(client + 1, exchanges)[-1])  # control: another seed
+    random_round(clients, exchanges, seeded=False)
+    assert torch.equal(torch.get_rng_state(), before)
+    with torch.random.fork_rng(devices=[]):  # control: drawing outside of turns moves it
+        draws(lambda call: None, 1, [])
+        assert not torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_handing_the_generator_on_clients_would_draw_each_others_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+    monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
+    with torch.random.fork_rng(devices=[]):
+        numbers = random_round(2, 2)
+    assert not all(torch.equal(a, b) for client in range(2) for a, b in zip(numbers[client], alone(client, 2), strict=True))
+
+
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit])
 def test_a_client_app_that_raises_anything_keeps_nobody_waiting(error: type[BaseException]) -> None:
     """In the grid itself. An app that calls ``sys.exit`` must end the run, as it does without an exchange, not stop it for ever."""
-    session = Session(range(2), LAYERS)
-    tokens = admit(session)
-    turns: list[Turns] = []
+    tokens = admit(Session(range(2), LAYERS))
 
     def app(message: Message, context: Context) -> Message:
-        turns.append(Turns.current()[0])
-        client = int(context.node_config["partition-id"])
-        if client == 1:
+        if context.node_config["partition-id"] == 1:
             raise error("enough")
-        exchange = LocalExchange(tokens[client], 1)
-        exchange.close()
+        LocalExchange(tokens[0], 1).close()
         return Message(RecordDict(), reply_to=message)
 
-    grid = InProcessGrid(app, 2, {})  # type: ignore[arg-type]
-    messages = [
-        Message(RecordDict({"fl-bn/config": ConfigRecord({"exchange": "local", "exchange-token": tokens[client]})}), client + 1, "train")
-        for client in range(2)
-    ]
-    raised: list[BaseException] = []
-
-    def push() -> None:
-        try:
-            grid.push_messages(messages)
-        except BaseException as came:
-            raised.append(came)
-
-    pusher = threading.Thread(target=push)
-    pusher.start()
-    pusher.join(1.0)
-    hangs = pusher.is_alive()
-    if hangs:  # so that this test ends
-        session.fail("stuck")
-        turns[0]._next()
-        pusher.join()
+    config = [ConfigRecord({"exchange": "local", "exchange-token": tokens[client]}) for client in range(2)]
+    messages = [Message(RecordDict({"fl-bn/config": config[client]}), client + 1, "train") for client in range(2)]
+    with nullcontext() if error is RuntimeError else pytest.raises(SystemExit):
+        InProcessGrid(app, 2, {}).push_messages(messages)  # type: ignore[arg-type]
     dismiss(tokens)
-    assert not hangs
-    assert [type(came) for came in raised] == ([] if error is RuntimeError else [SystemExit])

@@ -13,11 +13,9 @@ import torch
 from flwr.app import ConfigRecord, Message
 from torch import nn
 
-from fl_bn.federation.local import Samples
-from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower import BatchNormStrategy, Rounds
-from fl_bn.flower.wire.codec import header_for, to_records
 from fl_bn.methods import METHODS, Method, Phase
+from tests.hostile.liars import Samples, SharedModel, header_for, to_records
 from tests.in_process import WatchedGrid
 
 FEATURE, CLASSES, SIDE = 5, 2, 4

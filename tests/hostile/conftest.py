@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from fl_bn.flower.log import LOGGER
+from tests.hostile.liars import LOGGER
 
 
 @pytest.fixture

@@ -1,3 +1,4 @@
+# ruff: noqa: F401  # inner names, which the tests of this folder import from here
 """Change one client's replies on their way to the server, and run a federation with this client."""
 
 from __future__ import annotations
@@ -6,14 +7,32 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 
+from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.auxiliary import auxiliary
+from fl_bn.federation.defence import Defence
 from fl_bn.federation.local import Samples
+from fl_bn.federation.payload import to_numpy
+from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.shared_model import SharedModel
+from fl_bn.federation.values import ClientState, Reply
+from fl_bn.flower.log import LOGGER
+from fl_bn.flower.secagg import client as secure_client
+from fl_bn.flower.secagg import rounds as secure_rounds
+from fl_bn.flower.secagg import stages as secure_stages
+from fl_bn.flower.wire.codec import header_for, to_record, to_records
 from fl_bn.flower.wire.fields import OURS
 from fl_bn.methods import METHODS
+from fl_bn.run.assembly import source_model
+from fl_bn.run.config import RunConfig
+from fl_bn.secure.privacy import Privacy
+from fl_bn.secure.settings import SecureAggregation
+from fl_bn.support.wire import WireError
 from tests.federation import random_samples
 from tests.in_process import TWO_STEPS, Run, WatchedGrid, client_app, run
 
@@ -64,6 +83,41 @@ def sets(kind: str, record: str, **fields: Any) -> Spoil:
         content[name] = MetricRecord(new) if numbers else ConfigRecord(new)
 
     return spoil
+
+
+def alters(section: str, change: Callable[[str, np.ndarray], np.ndarray], kind: str = "train", round: int = 0) -> Spoil:
+    """Return a function that changes each array of ``section`` in replies to ``kind``; in ``round`` alone, unless that is 0."""
+
+    def spoil(message: Message, asked: str, content: RecordDict) -> None:
+        name = OURS + section
+        if asked == kind and name in content.array_records and round in (0, message.content.config_records[OURS + "header"]["round"]):
+            arrays = {key: array.numpy() for key, array in content.array_records[name].items()}
+            content[name] = ArrayRecord({key: Array(change(key, array)) for key, array in arrays.items()})
+
+    return spoil
+
+
+def ending(suffix: str, value: float) -> Callable[[str, np.ndarray], np.ndarray]:
+    """Return a change of arrays: those whose name ends in ``suffix`` hold ``value`` alone."""
+    return lambda name, array: np.full_like(array, value) if name.endswith(suffix) else array
+
+
+def both(*spoils: Spoil) -> Spoil:
+    def spoil(message: Message, asked: str, content: RecordDict) -> None:
+        for one in spoils:
+            one(message, asked, content)
+
+    return spoil
+
+
+def nothing(message: Message, asked: str, content: RecordDict) -> None:
+    """Nobody lies."""
+
+
+def silent(message: Message, asked: str, content: RecordDict) -> None:
+    """Train, and send nothing."""
+    if asked == "train":
+        content.clear()
 
 
 def lacks(kind: str, record: str) -> Spoil:

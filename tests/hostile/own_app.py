@@ -13,9 +13,9 @@ from flwr.serverapp.strategy import Result
 from torch import nn
 from torch.nn import functional as F
 
-from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, evaluating, replayed, training
 from fl_bn.methods import METHODS
+from tests.hostile.liars import RoundRecord
 from tests.kept import Kept
 from tests.noted import noted
 

@@ -12,17 +12,22 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.federation.auxiliary import auxiliary
-from fl_bn.federation.defence import NO_DEFENCE, Defence
-from fl_bn.federation.payload import to_numpy
-from fl_bn.federation.record import RoundRecord
-from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.defence import NO_DEFENCE
 from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds
 from fl_bn.methods import METHODS
 from fl_bn.objectives import Scaffold
-from fl_bn.secure.settings import SecureAggregation
-from tests.hostile.liars import LIAR, people, what
+from tests.hostile.liars import (
+    LIAR,
+    Defence,
+    ExchangeSettings,
+    LocalTraining,
+    RoundRecord,
+    SecureAggregation,
+    auxiliary,
+    people,
+    to_numpy,
+    what,
+)
 from tests.in_process import TWO_STEPS, client_app
 from tests.kept import Kept
 from tests.networks import seeded_network

@@ -2,61 +2,24 @@
 
 from __future__ import annotations
 
-import ast
 import math
-from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
-from fl_bn.exchange.grpc import exchange_pb2 as pb
-from fl_bn.federation.checkpoint import FORMAT
-from fl_bn.federation.fields import Undeclared, Values, whole
-from fl_bn.flower.app.checkpoint import Checkpoint
-from fl_bn.flower.app.client_state import NOTHING, MemoryState
+from fl_bn.federation.fields import Undeclared, Values
 from fl_bn.flower.wire import messages
 from fl_bn.flower.wire.fields import Form
-from fl_bn.support import durable
-from fl_bn.support.wire import WireError, excerpt, printable
 from fl_bn.task import CLASSIFICATION, TASKS, Regression
+from tests.hostile.liars import WireError
 from tests.hostile.recorded import SCENARIOS, recorded
 from tests.listed import listed
 from tests.refusals import refused
 
-ROOT = Path(__file__).parents[2]
 FORMS = {name: value for name, value in vars(messages).items() if isinstance(value, Form)}
 FORMS |= {f"evaluated, {name}": messages.evaluated(task()) for name, task in TASKS.items()}
 
 # who may touch records as they came, and why; every other file of the package gets ``Values``
-READERS = {
-    "fl_bn/flower/wire/fields.py": "the forms themselves",
-    "fl_bn/flower/wire/codec.py": "arrays, and whether there is a header",
-    "fl_bn/flower/wire/replies.py": "decodes a reply; the disclosure report counts it before anything is checked",
-    "fl_bn/flower/wire/gate.py": "this side's own replies; the kind of a message, before its form is chosen",
-    "fl_bn/flower/wire/versions.py": "whether a message is of an earlier fl-bn",
-    "fl_bn/flower/in_process.py": "the ServerApp's own state",
-    "fl_bn/flower/app/client_state.py": "a client's own state",
-    "fl_bn/flower/secagg/stages.py": "messages that this side makes; replies through forms",
-    "fl_bn/flower/secagg/client.py": "the stage, before its form is chosen; arrays that are decoded; this side's own state",
-    "fl_bn/flower/secagg/instruction_digest.py": "hashes an instruction as it came",
-    "fl_bn/flower/own/legacy_client.py": "takes parameters and numbers of a reply that its own client made",
-    "fl_bn/flower/own/legacy_server.py": "the user's own metrics of replies that were checked",
-    "fl_bn_site/leaving.py": "counts what a reply of this side holds, for the site's audit log",
-    "fl_bn_site/policy.py": "this side's own reply, against the site's policy",
-}
-
-
-def reads_records(source: str) -> bool:
-    records = {"config_records", "metric_records", "array_records", "records_of", "our_records", "their_records"}
-    return any(getattr(node, "attr", getattr(node, "id", "")) in records for node in ast.walk(ast.parse(source)))
-
-
-def test_records_as_they_came_are_read_in_few_places() -> None:
-    files = [path for house in ("fl_bn", "fl_bn_site") for path in (ROOT / house).rglob("*.py")]
-    assert {path.relative_to(ROOT).as_posix() for path in files if reads_records(path.read_text())} == set(READERS)
-    assert reads_records("x = reply.content.metric_records['metrics']")  # control
 
 
 EITHER = messages.TO_TRAIN.and_also(messages.TO_MEASURE, messages.TO_EVALUATE, messages.COMBINED_HISTORY)  # a secure sum
@@ -117,25 +80,22 @@ def test_every_field_of_every_honest_message_is_declared(name: str) -> None:
         assert undeclared(asked, True, reply) == []
 
 
-def test_control_a_field_that_nobody_declared_is_found() -> None:
-    content = RecordDict({"fl-bn/metrics": MetricRecord({"samples": 3, "height": 2.0}), "more": ConfigRecord({"a": 1})})
-    assert undeclared("query.statistics", True, content) == ["more", "fl-bn/metrics/height"]
-
-
 def test_the_scenarios_hold_every_kind_of_message() -> None:
     seen = {asked for name in SCENARIOS for asked, _, _ in recorded(name).exchanges}
     assert seen == {asked for asked, _ in EXPECTED}
+    content = RecordDict({"fl-bn/metrics": MetricRecord({"samples": 3, "height": 2.0}), "more": ConfigRecord({"a": 1})})
+    assert undeclared("query.statistics", True, content) == ["more", "fl-bn/metrics/height"]  # control
 
 
 def test_to_read_an_undeclared_field_is_an_error() -> None:
     values = messages.HELLO.read({"client": 1, "clients": 2, "samples": 3, "signature": "a", "label-counts": "[1, 2]", "height": 180})
     assert (values["client"], values.get("samples"), values["label-counts"], "signature" in values) == (1, 3, (1, 2), True)
     for read in (lambda: values["height"], lambda: values.get("height"), lambda: "height" in values):
-        with pytest.raises(Undeclared, match="fl-bn reads field hello/height, but this message does not declare it"):
+        with pytest.raises(Undeclared, match="hello/height"):
             read()
     trained = messages.TRAINED.read({"samples": 3, "steps": 1, "loss": 0.5})
     assert (trained.get("kept"), trained.get("kept", 7), "kept" in trained, trained["waited"]) == (None, 7, False, 0.0)
-    with pytest.raises(KeyError, match="kept"):
+    with pytest.raises(KeyError):
         trained["kept"]
 
 
@@ -165,47 +125,7 @@ def test_whatever_comes_is_a_value_or_a_sentence(name: str) -> None:
 def test_a_metric_out_of_its_range_is_refused_and_one_that_the_task_does_not_declare_is_dropped() -> None:
     form, honest = messages.evaluated(Regression()), {"samples": 3, "loss": 0.5, "r2": -7.5, "mse": 0.5}
     assert form.read({**honest, "accuracy": 1.0}) == honest
-    assert "r2: expected a number -inf..1, or NaN, but got 1.5" in refusal(form, {**honest, "r2": 1.5})
-    assert "mse: expected a number 0..inf, or NaN, but got -0.5" in refusal(form, {**honest, "mse": -0.5})
-    assert "r2: expected" in refusal(form, {"samples": 3, "loss": 0.5})  # without it there is nothing to show
+    for wrong, field in (({**honest, "r2": 1.5}, "r2"), ({**honest, "mse": -0.5}, "mse"), ({"samples": 3, "loss": 0.5}, "r2")):
+        with refused(form.record, field):  # without r2 there is nothing to show
+            form.read(wrong)
     assert refusal(form, {**honest, "r2": math.nan}) == ""
-
-
-def test_what_came_is_shown_in_a_few_characters_on_one_line() -> None:
-    assert printable("a\nb\x1b[31m") == r"'a\nb\x1b[31m'"
-    assert len(printable("x" * 10**7)) < 100
-    assert excerpt(10**5000) == "a whole number of 16610 bits"
-    assert excerpt([0] * 10**6) == "a list of 1000000"
-    assert str(WireError("a\nb", "c" * 1000, "bad")).count("\n") == 0
-
-
-def test_fields_of_the_exchange_s_requests_are_those_that_the_session_checks() -> None:
-    kinds = {kind.name: [field.name for field in kind.fields] for kind in pb.DESCRIPTOR.message_types_by_name.values()}
-    assert kinds["Join"] == ["batch"]
-    assert kinds["Local"] == ["layer", "quantity", "call", "count", "values"]
-    assert kinds["Leave"] == []
-    assert kinds["Request"] == ["join", "local", "leave"]
-
-
-def test_a_checkpoint_whose_state_nests_is_damaged_and_ends_nothing(tmp_path: Path) -> None:
-    about = {"format": FORMAT, "state": "[" * 100_000, "run_id": "{}", "generators": ""}
-    durable.save_tensors(tmp_path / "checkpoint.safetensors", {"arrays/a": torch.zeros(1)}, about)
-    with pytest.raises(durable.Damaged, match="cannot read it"):
-        Checkpoint.load(tmp_path / "checkpoint.safetensors")
-
-
-def test_what_a_client_kept_in_another_form_is_no_state_of_its_own() -> None:
-    for kept in ({"signature": "a", "round": 1.5}, {"signature": "a"}, {"round": 1}):
-        state = RecordDict({"fl-bn/kept-for": ConfigRecord(kept), "fl-bn/local": ArrayRecord({"a": Array(np.zeros(2))})})
-        assert MemoryState(state, "a").read(before=9) == NOTHING
-    local = ArrayRecord({"a": Array(np.zeros(2))})
-    state = RecordDict({"fl-bn/kept-for": ConfigRecord({"signature": "a", "round": 1}), "fl-bn/local": local})
-    assert MemoryState(state, "a").read(before=9).round == 1  # control
-
-
-def test_control_of_whole() -> None:
-    form = Form("a", {"n": whole(1, 3)})
-    assert form.read({"n": 3})["n"] == 3
-    for bad in (0, 4, 1.0, True, "1"):
-        with refused("a", "n"):
-            form.read({"n": bad})

@@ -11,22 +11,15 @@ import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fl_bn.exchange.session import Session
-from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.federation.payload import to_numpy
-from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower import InProcessGrid
-from fl_bn.flower.layerwise.carriers import GrpcCarrier
-from fl_bn.flower.wire.codec import header_for, to_records
 from fl_bn.methods import METHODS, Phase
-from fl_bn.run.assembly import source_model
-from fl_bn.run.config import RunConfig
+from tests.hostile.liars import RunConfig, SharedModel, header_for, source_model, to_numpy, to_records
 from tests.hostile.own_app import net, own_app
+from tests.listed import listed
 
 HOST = "127.0.0.1"
 CONFIG = {"clients": 2, "method": "fedtan", "dataset": "digits-plain", "model": "digits-cnn-small", "output": ""}
-FAILED = "the exchange failed at this client, whose own log says why"
-NOT_ALLOWED = "this client does not connect to the address of the exchange: its node config (exchange-addresses) does not allow it"
+FAILED, NOT_ALLOWED = "own log", "exchange-addresses"  # words of the two sentences that a server may hear
 APPS: dict[str, ClientApp | str] = {"application": "fl_bn.apps.client:app", "own app": own_app("fedtan")}
 apps = pytest.mark.parametrize("app", APPS)
 
@@ -83,9 +76,10 @@ def test_errors_do_not_tell_an_open_port_from_a_closed_one(app: str, log: pytest
     with listening() as (server, speechless), closed() as nobody:
         errors = {Site(app).error(address) for address in (speechless, nobody)}
         assert connected(server)  # control
-        assert errors == {f"ExchangeFailed: {FAILED}"}
-        assert f"the exchange at {nobody} failed: UNAVAILABLE" in log.text
-        assert f"the exchange at {speechless} failed: " in log.text
+        (only,) = errors
+        assert FAILED in only
+        assert nobody in log.text
+        assert speechless in log.text
 
 
 PLACES = {
@@ -110,14 +104,14 @@ def test_a_client_connects_to_no_address_that_its_site_does_not_allow(
         errors = {site.error(address) for address in (speechless, nobody, "no-such-host.invalid:22")}
         assert not connected(server)
     (only,) = errors
-    assert only == f"ExchangeFailed: {NOT_ALLOWED}"
-    assert f"the server asks this client to connect to the exchange at {speechless!r}, which is refused: " in log.text
+    assert NOT_ALLOWED in only
+    assert speechless in log.text
 
 
-@apps
-@pytest.mark.parametrize("address", ["unix:/run/a.sock", "unix:a:1", "ipv4:127.0.0.1:22,127.0.0.1:23", "dns://h/x:1", "a:1/", "", "x"])
+@listed("app", APPS)
+@listed("address", ["unix:/run/a.sock", "unix:a:1", "ipv4:127.0.0.1:22,127.0.0.1:23", "dns://h/x:1", "a:1/", "", "x"])
 def test_what_is_no_host_and_port_is_refused_by_its_form(app: str, address: str) -> None:
-    assert Site(app, exchange_addresses="unix, dns, a").error(address).startswith("WireError: config/exchange-address: expected HOST:PORT")
+    assert Site(app, exchange_addresses="unix, dns, a").error(address).startswith("WireError: config/exchange-address: ")
 
 
 @apps
@@ -132,22 +126,8 @@ def test_the_exchange_of_a_round_and_of_statistics_is_where_the_site_allows_it(k
         return made
 
     with listening() as (server, speechless):
-        assert Site(app, exchange_addresses="superlink").error(speechless, kind, content()) == f"ExchangeFailed: {NOT_ALLOWED}"
+        assert NOT_ALLOWED in Site(app, exchange_addresses="superlink").error(speechless, kind, content())
         assert not connected(server)
         allowed = Site(app, exchange_addresses=HOST).error(speechless, kind, content())  # control
         assert connected(server)
-        assert allowed == f"ExchangeFailed: {FAILED}"
-
-
-@apps
-@pytest.mark.parametrize("named", [HOST, f"superlink, {HOST}", "port"])
-def test_where_it_is_allowed_the_client_takes_part(app: str, named: str) -> None:
-    carrier = GrpcCarrier(ExchangeSettings(carrier="grpc"), {})
-    try:
-        session = Session([0], {}, join_deadline=10.0)
-        tokens = carrier.service.open(session)
-        site = Site(app, exchange_addresses=carrier.address if named == "port" else named)
-        assert not site.asked(carrier.address, token=tokens[0]).has_error()
-        assert session.batches == {0: 1}
-    finally:
-        carrier.stop()
+        assert FAILED in allowed

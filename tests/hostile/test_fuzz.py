@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
-
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Message
 
 from fl_bn.exchange.session import Session
 from fl_bn.federation import report_claims, schema, server
 from fl_bn.flower import InProcessGrid, RunFailed
-from fl_bn.flower.secagg import client as secure_client
-from fl_bn.flower.secagg import stages as secure_stages
-from tests.hostile.liars import LIAR, lied, sets
-from tests.hostile.outcomes import BROKEN, REFUSED, Outcome, honest, judged, listening
+from tests.hostile.liars import LIAR, lied, secure_client, secure_stages, sets
 from tests.hostile.recorded import CLIENTS, SCENARIOS, app_of
+from tests.listed import listed
 from tools.hostile.claim_lies import boast
 from tools.hostile.exchange_lies import lie_to_session
-from tools.hostile.fuzz import fuzz, run_machine, sequences, table
+from tools.hostile.fuzz import fuzz, sequences, table
 from tools.hostile.lies import lie_to_server, rendezvous
+from tools.hostile.outcomes import BROKEN, REFUSED, SAME, Outcome, honest, judged, listening
 from tools.hostile.secure_lies import two_faced, two_faced_before
-from tools.hostile.secure_machine import Clients
 
 MEMORY = 300.0  # MB: the largest mutated payload has some 4, and the liar is in this process, too
 
@@ -60,8 +55,8 @@ def test_a_client_that_calls_itself_another_is_refused_and_the_other_takes_part(
     ran = lied(lie, "ln", policy={"nodes": tuple(range(1, CLIENTS + 1))})
     others = [client for client in range(CLIENTS) if client != LIAR]
     assert [[c.client for c in record.accepted] for record in ran.records] == [others] * 2
-    assert "node 2 is refused: it calls itself client 3, but its key belongs to client 1: correct its partition-id" in caplog.messages
-    with pytest.raises(RunFailed, match="nodes 2 and 4 call themselves client 3, so none of them takes part"):  # control
+    assert any("node 2 " in line and "client 3" in line for line in caplog.messages)
+    with pytest.raises(RunFailed, match="nodes 2 and 4"):  # control: here a number decides on the data, so neither is preferred
         lied(lie, "ln")
 
 
@@ -70,6 +65,8 @@ def test_control_where_nobody_lies_everyone_counts(name: str) -> None:
     ran = honest(name)
     assert ran.record.aggregated
     assert [c.refused for c in ran.record.clients] == [""] * CLIENTS
+    assert judged(name, ran, []) == Outcome(SAME, "")
+    assert judged(name, ran, ["a line\nof two"]).kind == BROKEN  # control
 
 
 def test_control_a_broken_server_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,12 +75,6 @@ def test_control_a_broken_server_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(schema.Schema, "check", lambda self, payload: None)
     outcomes = (lie_to_server("fedavg", np.random.default_rng([1, i]))[1] for i in range(150))
     assert any(outcome.kind == BROKEN for outcome in outcomes)
-
-
-def test_control_another_client_that_pays_is_found() -> None:
-    ran = honest("fbn")
-    assert judged("fbn", ran, []) == Outcome("accepted: no bit of the model changed", "")
-    assert judged("fbn", ran, ["a line\nof two"]).kind == BROKEN
 
 
 def test_control_a_broken_session_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,35 +104,18 @@ def test_control_a_sum_of_clients_that_were_told_different_things_is_found(monke
     assert any("who were told different things" in outcome.why for outcome in outcomes)
 
 
-def test_sequences_of_secure_clients_reach_the_last_stage() -> None:
-    reached = Counter[str]()
-
-    class Counted(Clients):
-        def heard(self, node: int, stage: str, asked: dict[str, Any], content: RecordDict) -> None:
-            reached[stage] += 1
-            super().heard(node, stage, asked, content)
-
-    assert run_machine(Counted, 10, 20, 1, lambda: None) == ""
-    assert len(reached) == 4, reached
-
-
-@pytest.mark.parametrize("far", [0.0, 1e9, 1e50])
-def test_a_client_meets_with_any_patience(far: float) -> None:
+@listed("field", ["exchange-timeout", "exchange-patience", "exchange-token"])
+@listed("carrier", ["grpc", "local"])
+def test_a_client_meets_with_any_patience_and_names_the_field_that_an_exchange_lacks(carrier: str, field: str) -> None:
     """gRPC counts in whole numbers of 32 bits."""
     grid, content = InProcessGrid(app_of(SCENARIOS["fedtan"]), CLIENTS, {}), rendezvous()
-    content["fl-bn/config"] = ConfigRecord({**content["fl-bn/config"], "exchange-timeout": far, "exchange-patience": far})  # type: ignore[dict-item]
+    config = dict(content.config_records["fl-bn/config"])
+    told = {"exchange": carrier} if field == "exchange-token" else {**config, field: 1e50}
+    content["fl-bn/config"] = ConfigRecord(told)  # type: ignore[arg-type]
     with listening():
         (answer,) = grid.send_and_receive([Message(content, 1, "query.rendezvous", ttl=60.0, group_id="1")])
-    assert str(answer.error.reason).startswith("ExchangeFailed: ")
-
-
-@pytest.mark.parametrize("carrier", ["grpc", "local"])
-def test_a_client_names_the_field_that_an_exchange_lacks(carrier: str) -> None:
-    grid = InProcessGrid(app_of(SCENARIOS["fedtan"]), CLIENTS, {})
-    content = RecordDict({"fl-bn/config": ConfigRecord({"exchange": carrier})})
-    with listening():
-        (answer,) = grid.send_and_receive([Message(content, 1, "query.rendezvous", ttl=60.0, group_id="1")])
-    assert answer.error.reason == f"WireError: config/exchange-token: missing, but exchange='{carrier}' needs it"
+    said = "WireError: config/exchange-token: " if field == "exchange-token" else "ExchangeFailed: "
+    assert str(answer.error.reason).startswith(said)
 
 
 def test_control_counts_and_weights_of_any_size_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

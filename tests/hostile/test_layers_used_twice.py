@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flwr.app import Message, RecordDict
 from torch import Tensor, nn
 
-from fl_bn.federation.local import Samples
-from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS
 from tests.federation import random_samples
-from tests.hostile.liars import LIAR, LyingGrid, Spoil
+from tests.hostile.liars import LIAR, LocalTraining, LyingGrid, Samples, Spoil, nothing
 from tests.in_process import Run, client_app, run
 
 STEPS = LocalTraining(batch_size=4, steps=5)
@@ -42,10 +39,6 @@ def siamese(spoil: Spoil, method: str = "fedavg", rounds: int = 2, scale: float 
         model.conv.weight.data.mul_(scale)
     grid = LyingGrid(client_app(METHODS[method](), clients, STEPS, model=model), 5, spoil)
     return run(METHODS[method](), clients, rounds, settings=STEPS, grid=grid, model=model)
-
-
-def nothing(message: Message, asked: str, content: RecordDict) -> None:
-    """Nobody lies."""
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])

@@ -14,17 +14,10 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Message
 
-from fl_bn.federation.values import ClientState
-from fl_bn.flower.secagg import client as secure_client
-from fl_bn.flower.secagg import rounds as secure_rounds
-from fl_bn.flower.secagg import stages as secure_stages
-from fl_bn.flower.secagg.instruction_history import History, history_of, problem, put_together, telling, to_write
-from fl_bn.flower.wire.codec import to_record
+from fl_bn.flower.secagg.instruction_history import History, history_of, problem, telling, to_write
 from fl_bn.flower.wire.messages import HISTORY_HASHES, HISTORY_ROUNDS
 from fl_bn.methods import METHODS
-from fl_bn.secure.settings import SecureAggregation
-from tests.costs import slow
-from tests.hostile.liars import people, what
+from tests.hostile.liars import ClientState, SecureAggregation, people, secure_client, secure_rounds, secure_stages, to_record, what
 from tests.hostile.test_lying_set_up import COLLECT, NODES, OTHERS, VICTIM, is_noise, spying
 from tests.in_process import TWO_STEPS, WatchedGrid, client_app, run
 
@@ -107,38 +100,25 @@ def control() -> float:
         return float(np.linalg.norm(len(NODES) * seen["mean"] - vectors_of_round_2(seen)[VICTIM - 1]))
 
 
-def others_history(node: int, told: dict[int, History]) -> History:
-    return told[OTHERS[0]]
+SAYS: dict[str, tuple[Says, list[int]]] = {  # and who then refuses
+    "the others' history": (lambda node, told: told[OTHERS[0]], [VICTIM]),
+    "the victim's history": (lambda node, told: told[VICTIM], [*OTHERS]),
+    "no history": (lambda node, told: {}, [*NODES]),
+}
 
 
-def victims_history(node: int, told: dict[int, History]) -> History:
-    return told[VICTIM]
-
-
-def own_history(node: int, told: dict[int, History]) -> History:
-    return told[node]
-
-
-def no_history(node: int, told: dict[int, History]) -> History:
-    return {}
-
-
-@pytest.mark.parametrize(
-    ("says", "refuse"), [(others_history, [VICTIM]), (victims_history, [*OTHERS]), (no_history, [*NODES])], ids=lambda case: str(case)[:24]
-)
-def test_whoever_was_told_something_else_than_the_server_says_of_round_1_sends_no_vector(
-    says: Says, refuse: list[int], seen: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("case", SAYS)
+def test_whoever_was_told_something_else_than_the_server_says_of_round_1_sends_no_vector(case: str, seen: dict[str, Any]) -> None:
+    says, refuse = SAYS[case]
     grid = Earlier(OTHERS, says, seen)
     ran(grid)
-    why = "the others got another instruction in round 1"
-    refused = {m.metadata.src_node_id for m in grid.received if m.has_error() and why in str(m.error.reason)}
+    refused = {m.metadata.src_node_id for m in grid.received if m.has_error() and "another instruction in round 1" in m.error.reason}
     assert sorted(refused) == refuse
     assert len(vectors_of_round_2(seen)) == 5 - len(refuse)
 
 
 def test_told_each_what_it_was_told_before_their_masks_do_not_cancel(control: float, seen: dict[str, Any]) -> None:
-    ran(Earlier(OTHERS, own_history, seen))
+    ran(Earlier(OTHERS, lambda node, told: told[node], seen))
     assert len(vectors_of_round_2(seen)) == 5
     found = float(np.linalg.norm(len(NODES) * seen["mean"] - vectors_of_round_2(seen)[VICTIM - 1]))
     assert is_noise(found, control, {"plain": vectors_of_round_2(seen)})
@@ -147,14 +127,14 @@ def test_told_each_what_it_was_told_before_their_masks_do_not_cancel(control: fl
 def test_control_where_nobody_looks_back_the_sum_is_the_victim_s_vector(seen: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """As before: the masks of round 2 are bound to what is told in round 2. Only the last layer's bias learns at the others."""
     monkeypatch.setattr(secure_client, "problem", lambda *of: "")
-    ran(Earlier(OTHERS, no_history, seen))
+    ran(Earlier(OTHERS, SAYS["no history"][0], seen))
     vectors, learns = vectors_of_round_2(seen), slice(None, -9)  # without the last bias, loss, flags and constants
     shown, mine = len(NODES) * seen["mean"][learns], vectors[VICTIM - 1][learns]
     assert np.linalg.norm(mine) > 0.01
     assert np.linalg.norm(shown - mine) < 0.02 * np.linalg.norm(mine)
 
 
-@pytest.mark.parametrize(("limit", "part"), [(None, True), (1, True), (0, False)])
+@pytest.mark.parametrize(("limit", "part"), [(None, True), (0, False)])
 def test_what_others_were_told_without_a_client_it_cannot_know_and_its_site_may_refuse(limit: int | None, part: bool) -> None:
     grid = Earlier(())
     if limit is not None:
@@ -162,8 +142,7 @@ def test_what_others_were_told_without_a_client_it_cannot_know_and_its_site_may_
     done = run(FEDBN, people(), 2, grid=grid, secure=SecureAggregation(), policy={"joining": {VICTIM - 1: 2}})
     assert [c.client + 1 for c in done.records[0].clients] == [*OTHERS]
     assert (VICTIM - 1 in [c.client for c in done.records[1].accepted]) == part
-    said = "this site allows max-unknown-rounds = 0, but the others' states come from rounds [1], in which it took no part"
-    assert any(said in str(m.error.reason) for m in grid.received if m.has_error()) != part
+    assert any("max-unknown-rounds = 0" in m.error.reason for m in grid.received if m.has_error()) != part
 
 
 def test_an_honest_server_leaves_out_by_name_who_was_told_something_else() -> None:
@@ -172,16 +151,16 @@ def test_an_honest_server_leaves_out_by_name_who_was_told_something_else() -> No
     for record in done.records[1:]:
         assert record.aggregated
         assert [c.client + 1 for c in record.accepted] == [*OTHERS]
-        assert "in round 1 this client got another instruction than most clients" in record.clients[VICTIM - 1].refused
+        assert "another instruction" in record.clients[VICTIM - 1].refused
 
 
-@pytest.mark.parametrize("name", ["fedbn", slow("silobn"), "hbn"])
+@pytest.mark.parametrize("name", ["fedbn", "hbn"])
 def test_control_honest_clients_of_other_rounds_are_all_in_the_sum(name: str) -> None:
     """Half of them take part in a round, so that their histories differ rightly."""
     people_of = people(8)
-    done = run(METHODS[name](), people_of, 6, secure=SecureAggregation(), policy={"fraction": 0.5})
+    done = run(METHODS[name](), people_of, 4, secure=SecureAggregation(), policy={"fraction": 0.5})
     cohorts = {tuple(c.client for c in record.clients) for record in done.records}
-    assert len(cohorts) > 3
+    assert len(cohorts) > 2
     assert all(record.aggregated and not any(c.refused for c in record.clients) for record in done.records)
 
 
@@ -197,21 +176,3 @@ def test_a_state_that_came_about_in_the_clear_has_no_part_in_a_sum() -> None:
     assert problem(ClientState(1, first), {1: b"a" * 32}) == ""
     assert to_write(ClientState(2, local), ClientState(1, first), 2) == local
     assert problem(none, {}) == problem(none, {1: bytes(32)}) == ""
-
-
-def test_where_as_many_say_one_thing_as_another_both_are_left_out() -> None:
-    a, b = bytes(32), b"b" * 32
-    assert put_together({1: {1: a}, 2: {1: a}, 3: {1: b}, 4: {}}) == ({1: a}, {3: 1})
-    assert put_together({1: {1: a, 2: a}, 3: {1: b, 2: a}, 4: {2: a}}) == ({2: a}, {1: 1, 3: 1})
-    assert put_together({1: {1: a}, 2: {2: b}}) == ({1: a, 2: b}, {})
-
-
-def test_a_round_whose_numbers_were_not_finite_is_in_the_history_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else what a client says of earlier rounds would tell whether its data made the network overflow."""
-    grid = WatchedGrid(client_app(FEDBN, people(), TWO_STEPS), 5)
-    rates = {1: 0.1, 2: 1e30, 3: 0.1}
-    run(FEDBN, people(), 3, grid=grid, secure=SecureAggregation(), may_fail=True, policy={"rate": lambda round, rounds: rates[round]})
-    records = [m.content.config_records for m in grid.received if m.has_content()]
-    said = [configs["fl-bn/told"][HISTORY_ROUNDS] for configs in records if "fl-bn/told" in configs]
-    assert [1, 2] in said
-    assert all(rounds in ([1], [1, 2], [1, 2, 3]) for rounds in said)

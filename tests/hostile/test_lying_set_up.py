@@ -7,6 +7,7 @@ it removes each client's private mask by that client's own instruction, which it
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,20 +15,13 @@ import pytest
 from flwr.app import ConfigRecord, Message
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 
-from fl_bn.flower.secagg import client as secure_client
 from fl_bn.flower.secagg import masks
-from fl_bn.flower.secagg import rounds as secure_rounds
-from fl_bn.flower.secagg import stages as secure_stages
 from fl_bn.flower.secagg.sums import Weighting
-from fl_bn.flower.wire.codec import to_record
-from fl_bn.flower.wire.fields import OURS
 from fl_bn.methods import METHODS
-from fl_bn.secure.privacy import Privacy
-from fl_bn.secure.settings import SecureAggregation
 from tests.costs import slow
-from tests.documentation.pages import ROOT
-from tests.hostile.liars import people, what
+from tests.hostile.liars import OURS, Privacy, SecureAggregation, people, secure_client, secure_rounds, secure_stages, to_record, what
 from tests.in_process import TWO_STEPS, WatchedGrid, client_app, run
+from tests.listed import listed
 
 VICTIM, NODES = 2, (1, 2, 3, 4, 5)
 Tell = Callable[[Message], None]
@@ -174,25 +168,15 @@ def is_noise(found: float, control: float, vectors: dict[str, Any]) -> bool:
 
 
 @BOTH_WAYS
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *PRIVATE, "another run config"])
 def test_told_otherwise_the_sum_is_noise(case: str, told: tuple[int, ...], control: float, vectors: dict[str, Any]) -> None:
-    assert is_noise(distance(TwoFaced(*CASES[case], told), vectors), control, vectors)
-
-
-@BOTH_WAYS
-def test_another_run_config_is_told_otherwise_too(told: tuple[int, ...], control: float, vectors: dict[str, Any]) -> None:
-    assert is_noise(distance(TwoFaced(told=told, run_config={"local-steps": 0}), vectors), control, vectors)
-
-
-@BOTH_WAYS
-@pytest.mark.parametrize("case", PRIVATE)
-def test_another_clip_or_noise_is_told_otherwise_too(case: str, told: tuple[int, ...], control: float, vectors: dict[str, Any]) -> None:
-    assert is_noise(distance(TwoFaced(COLLECT, PRIVATE[case], told), vectors, Privacy(1.0, 1.0, 0.01)), control, vectors)
-
-
-def test_the_page_says_how_many_things_are_told_otherwise() -> None:
-    number = len(CASES) + len(PRIVATE) + 1  # the run config
-    assert f"In each of {number} cases something is told otherwise" in (ROOT / "docs" / "privacy.md").read_text()
+    if case in PRIVATE:
+        found = distance(TwoFaced(COLLECT, PRIVATE[case], told), vectors, Privacy(1.0, 1.0, 0.01))
+    elif case in CASES:
+        found = distance(TwoFaced(*CASES[case], told), vectors)
+    else:
+        found = distance(TwoFaced(told=told, run_config={"local-steps": 0}), vectors)
+    assert is_noise(found, control, vectors)
 
 
 @pytest.mark.parametrize("case", ["all weights", "the clipping range"])
@@ -223,33 +207,19 @@ def test_a_client_that_was_told_something_else_is_left_out_by_name(log: pytest.L
     (record,) = ran.records
     assert record.aggregated
     assert [c.client for c in record.clients if c.refused] == [VICTIM - 1]
-    assert "this client got another instruction than most clients" in record.clients[VICTIM - 1].refused
+    assert "another instruction" in record.clients[VICTIM - 1].refused
 
 
-@pytest.mark.parametrize(
-    ("weighting", "fits"),
-    [
-        (Weighting(6, 8, 6), True),
-        (Weighting(0, 0, 6), True),
-        (Weighting(2**53, 8, 6), False),
-        (Weighting(6, 2**53, 6), False),
-        (Weighting(6, 8, 2**53), False),
-        (Weighting(5, 8, 6), False),
-        (Weighting(6, 7, 6), False),
-    ],
-)
-def test_a_client_bounds_the_weights_by_itself(weighting: Weighting, fits: bool) -> None:
-    plan = secure_client.Plan(6, 8, 2)
-    try:
-        secure_client.check_weights(weighting, ("weights", "moments", "loss", "check"), plan, 2**22)
-        refused = False
-    except secure_client.Insecure:
-        refused = True
-    assert refused != fits
+@listed("weights", [(6, 8, 6), (0, 0, 6), (2**53, 8, 6), (6, 2**53, 6), (6, 8, 2**53), (5, 8, 6), (6, 7, 6)], ids=str)
+def test_a_client_bounds_the_weights_by_itself(weights: tuple[int, int, int]) -> None:
+    """The first two fit the plan: its own counts, or no weight at all."""
+    fits = weights in ((6, 8, 6), (0, 0, 6))
+    with nullcontext() if fits else pytest.raises(secure_client.Insecure):
+        secure_client.check_weights(Weighting(*weights), ("weights", "moments", "loss", "check"), secure_client.Plan(6, 8, 2), 2**22)
 
 
 def test_a_client_bounds_the_range_by_itself() -> None:
     grid = TwoFaced("train setup", record(RECORD_KEY_CONFIGS, clipping_range=1e6), OTHERS)
     ran = run(METHODS["fbn"](), people(), 1, grid=grid, secure=SecureAggregation(), may_fail=True, policy={"max_failed": 1})
     assert not any(record.aggregated for record in ran.records)
-    assert sum("clipping_range: expected a finite number" in str(m.error.reason) for m in grid.received if m.has_error()) >= 4
+    assert sum("clipping_range" in str(m.error.reason) for m in grid.received if m.has_error()) >= 4

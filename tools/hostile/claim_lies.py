@@ -10,9 +10,9 @@ from fl_bn.federation.bounds import WIDEST_WEIGHT
 from fl_bn.flower import RunFailed
 from fl_bn.support.stated_sizes import FAR
 from tests.hostile.liars import LIAR
-from tests.hostile.outcomes import BROKEN, Outcome, honest, judged, largest, listening
 from tests.hostile.recorded import CLIENTS, Liar, PlayingGrid, recorded, served
 from tools.hostile.mutations import Rng, pick, plain, replace_record
+from tools.hostile.outcomes import BROKEN, Outcome, honest, judged, largest, listening
 
 TIMES = [0.5, 2, 8, 60, 70, 1e3, 1e6, 2.0**40, 2.0**53]
 CLAIMS = ("samples", "batch", "measured", "steps")

@@ -19,10 +19,10 @@ from fl_bn.exchange.session import Session
 from fl_bn.flower import RunFailed
 from fl_bn.support.stated_sizes import FAR
 from tests.hostile.liars import LIAR
-from tests.hostile.outcomes import BROKEN, HONEST, REFUSED, SAME, Outcome, honest, judged, listening
 from tests.hostile.recorded import CLIENTS, SCENARIOS, Liar, LivingGrid, app_of, served
 from tools.hostile import protobuf
 from tools.hostile.mutations import Rng, pick
+from tools.hostile.outcomes import BROKEN, HONEST, REFUSED, SAME, Outcome, honest, judged, listening
 
 Heard = Callable[[Any], None]  # called with the answer to a request
 EDGES = [0.0, 1.0, -1.0, 1e6, 1e12, 4.6e18, 1e20, 1.6e38, 3e38, -3e38, 1e-45, float("nan"), float("inf")]

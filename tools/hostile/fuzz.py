@@ -43,13 +43,13 @@ import torch
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from tests.hostile.outcomes import BROKEN, GIVEN_UP, HONEST, REFUSED, SAME, Outcome, honest, listening
 from tests.hostile.recorded import CANNED, MEETINGS, SCENARIOS, SECURE, recorded
 from tools.hostile.claim_lies import SCENARIOS_OF, boast
 from tools.hostile.exchange_lies import lie_in_a_round, lie_to_session, requests
 from tools.hostile.exchange_machine import Exchange
 from tools.hostile.lies import lie_to_client, lie_to_server
 from tools.hostile.mutations import Rng, pick
+from tools.hostile.outcomes import BROKEN, GIVEN_UP, HONEST, REFUSED, SAME, Outcome, honest, listening
 from tools.hostile.own_app_lies import METHODS_OF, lie_to_own_app
 from tools.hostile.secure_lies import KEEPING, two_faced, two_faced_before
 from tools.hostile.secure_machine import Clients

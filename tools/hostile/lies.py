@@ -9,11 +9,11 @@ from flwr.serverapp import Grid
 from fl_bn.flower import RunFailed
 from fl_bn.flower.in_process import InProcessGrid
 from tests.hostile.liars import LIAR
-from tests.hostile.outcomes import BROKEN, GIVEN_UP, HONEST, REFUSED, Outcome, judged, listening
 from tests.hostile.recorded import CLIENTS, SCENARIOS, Liar, LivingGrid, PlayingGrid, app_of, cloned, recorded, served
-from tests.hostile.transport import ByteGrid
 from tools.hostile import protobuf
 from tools.hostile.mutations import CHANGES, TEXTS, Rng, pick, plain
+from tools.hostile.outcomes import BROKEN, GIVEN_UP, HONEST, REFUSED, Outcome, judged, listening
+from tools.hostile.transport import ByteGrid
 
 UNREADABLE = "the other side cannot open it"
 ERRORS = (

@@ -13,12 +13,12 @@ from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import InProcessGrid, OwnAppStrategy, RunFailed
 from fl_bn.methods import METHODS
 from tests.hostile.liars import what
-from tests.hostile.outcomes import BROKEN, FEW, HONEST, REFUSED, Outcome, listening
 from tests.hostile.own_app import CLIENTS, net, own_app
-from tests.hostile.transport import ByteGrid
 from tests.kept import Kept
 from tools.hostile.lies import Lies
 from tools.hostile.mutations import Rng, pick
+from tools.hostile.outcomes import BROKEN, FEW, HONEST, REFUSED, Outcome, listening
+from tools.hostile.transport import ByteGrid
 
 METHODS_OF = ["fbn", "fedbn", "fedavg"]
 TURNS = 6  # more messages than a client gets in one round

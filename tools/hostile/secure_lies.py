@@ -19,9 +19,9 @@ from fl_bn.flower import RunFailed
 from fl_bn.flower.secagg import rounds as secure_rounds
 from fl_bn.flower.secagg.workflow import Sum, secure_sum
 from tests.hostile.liars import LIAR, what
-from tests.hostile.outcomes import BROKEN, GIVEN_UP, REFUSED, SAME, Outcome, listening
 from tests.hostile.recorded import CLIENTS, SCENARIOS, Liar, LivingGrid, app_of, cloned, recorded, served
 from tools.hostile.mutations import Rng, pick, plain
+from tools.hostile.outcomes import BROKEN, GIVEN_UP, REFUSED, SAME, Outcome, listening
 
 TOLD = {  # fields that may be told differently: field -> its record, and its other values
     "secagg-update-weight": ("config", [1, 2, 2**53]),
