@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -19,8 +17,7 @@ from fl_bn.cli.main import app
 from fl_bn_site import audit
 from fl_bn_site.audit import AuditError, append, digest, files_in, head_in, lines_in
 from fl_bn_site.audit_check import check, forget
-from fl_bn_site.audit_report import Filter, chosen, report_of
-from fl_bn_site.folders import SiteFolder, render
+from fl_bn_site.folders import SiteFolder
 from fl_bn_site.kit import KitPlan, create
 from fl_bn_site.verify import verify
 
@@ -188,16 +185,6 @@ def test_old_files_are_forgotten_by_a_line_that_says_so(tmp_path: Path) -> None:
     assert "removed or moved away" in check(tmp_path).faults[0]
 
 
-@pytest.mark.parametrize("wrong", ['"time": "yesterday"', '"time": 7', '"late": ""'])
-def test_a_line_without_a_time_that_can_be_read_is_kept(tmp_path: Path, wrong: str) -> None:
-    for _ in range(20):
-        append(tmp_path, ENTRY, largest=1500)
-    first = files_in(tmp_path)[0]
-    lines = first.read_text().splitlines(keepends=True)
-    first.write_text("".join([*lines[:-1], re.sub(r'"time": ?"[^"]*"', wrong, lines[-1])]))
-    assert forget(tmp_path, datetime.now(UTC) + timedelta(hours=1)) == (0, 0)
-
-
 # What is typed at a site
 
 
@@ -252,15 +239,3 @@ def test_the_command_and_kit_verify_name_a_change(site: SiteFolder) -> None:
     assert (code, "1 of 1 checks failed" in out) == (1, True)
     code, out = typed("audit", str(site.audit_log), columns=500)
     assert (code, "the log is not whole: line 3 was cut off at the end" in out) == (1, True)
-
-
-def test_a_site_names_the_folder_of_its_log(site: SiteFolder) -> None:
-    assert site.audit_log == site.path / "state/audit"
-    (site.path / site.file).write_text(render(SiteFolder, site="a", superlink="h:9092", audit="elsewhere"))
-    assert SiteFolder.read(site.path).audit_log == site.path / "elsewhere"
-
-
-def test_totals_add_up_what_the_lines_say(log: Path) -> None:
-    report = report_of(chosen(log, Filter.of(rounds="2-4")))
-    total: Any = report.totals["7", "fedbn", "train", "weights"]
-    assert (total.answers, total.nbytes, total.first, total.last, report.message_bytes) == (3, 3000, 2, 4, 6000)

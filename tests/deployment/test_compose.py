@@ -30,7 +30,7 @@ from fl_bn.cli.main import app
 from fl_bn_site.app_host import parser as host_parser
 from fl_bn_site.supernode import own_options
 from tests.listed import listed
-from tools.deployment.docker_federation import ROOT, SERVICES, SITES, base_image
+from tools.deployment.docker_federation import ROOT, SERVICES, SITES
 
 Compose = dict[str, Any]
 ONCE = ("kit", "register", "run")
@@ -251,13 +251,6 @@ def test_a_broken_promise_is_found(compose: Compose, service: str, change: Compo
     assert any(fault.startswith(service) for fault in faults(compose))
 
 
-def test_the_gpu_override_adds_only_a_gpu() -> None:
-    override = read("docker-compose.gpu.yml")["services"]
-    assert set(override) == {"serverapp", *(name for name, _ in services_of("clientapp"))}
-    wanted = {"deploy": {"resources": {"reservations": {"devices": [{"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}]}}}}
-    assert all(service == wanted for service in override.values())
-
-
 @pytest.mark.parametrize("files", [["docker-compose.yml"], ["docker-compose.yml", "docker-compose.gpu.yml"]], ids=["plain", "gpu"])
 @pytest.mark.parametrize("program", ["docker-compose", "docker compose"])
 def test_compose_itself_accepts_the_files(program: str, files: list[str]) -> None:
@@ -270,14 +263,6 @@ def test_compose_itself_accepts_the_files(program: str, files: list[str]) -> Non
 
 def dockerfile() -> str:
     return (ROOT / "deploy/docker/Dockerfile").read_text()
-
-
-def test_the_image_is_what_a_user_with_a_registry_builds() -> None:
-    assert re.fullmatch(r"python:3\.11\.\d+-slim-bookworm", base_image()), "pinned to a patch release"
-    assert re.findall(r"^FROM (\S+)", dockerfile(), re.MULTILINE) == ["${BASE}", "installed", "${BASE}"]
-    assert "/wheels" not in dockerfile()
-    assert "USER 10001:10001" in dockerfile()
-    assert "FLWR_TELEMETRY_ENABLED=0" in dockerfile()
 
 
 def test_the_image_has_a_folder_of_the_user_s_for_every_mount_point(compose: Compose) -> None:
@@ -297,14 +282,6 @@ def test_the_engine_is_sent_what_the_image_needs_and_no_keys() -> None:
     wanted = [words[1] for service in read()["services"].values() for words in [argv(service)] if words[0] == "sh"]
     assert {path.removeprefix(IMAGE) for path in wanted} | {"deploy/docker/healthcheck.py"} <= kept
     assert not any(fnmatch.fnmatch(path, pattern) for path in kept for pattern in ("kit*", "*.key", ".git*", "runs*"))
-
-
-def test_nothing_but_copies_comes_after_the_large_layer() -> None:
-    last = dockerfile().rpartition("\nFROM ")[2].splitlines()
-    steps = [line.split()[0] for line in last if re.match(r"[A-Z]+ ", line)]
-    assert steps[-2:] == ["COPY", "COPY"]
-    assert "COPY" not in steps[:-2]
-    assert last[-2].startswith("COPY --from=installed /opt/venv")
 
 
 def test_the_variant_without_cuda_installs_none(tmp_path: Path) -> None:

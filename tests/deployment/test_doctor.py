@@ -13,7 +13,6 @@ import pytest
 from typer.testing import CliRunner
 
 from fl_bn.checks import machine
-from fl_bn.checks.run import diagnose as diagnose_here
 from fl_bn.cli.main import app
 from fl_bn.support.finding import Finding
 from fl_bn_site.audit import append
@@ -111,15 +110,6 @@ def test_the_runs_config_is_held_against_the_sites_data(setup: Setup) -> None:
     assert "no data of its own, so this checks a client's share of the run's digits" in rehearsal["data"]
 
 
-def test_what_the_kit_says_is_passed_on(setup: Setup) -> None:
-    (setup.site / "site.key").chmod(0o644)
-    (setup.site / "site.pub").write_bytes((setup.kit / "sites" / "B" / "site.pub").read_bytes())
-    texts = [finding.text for finding in diagnose(setup.site) if finding.status == "fail"]
-    assert len(texts) == 2
-    assert "site.key is readable by its owner only" in texts[0]
-    assert "site.key belongs to" in texts[1]
-
-
 def test_a_sound_server(tmp_path: Path) -> None:
     kit = tls_servers.make_kit(tmp_path / "kit", tls_servers.free_port())
     findings = list(diagnose(kit / "server"))
@@ -176,11 +166,6 @@ def test_ports_in_use_by_the_folders_own_programs_are_no_failure(tmp_path: Path)
             running = {finding.check: finding for finding in diagnose(kit / "server")}
     assert running["fleet"].status == "ok"
     assert "in use while `fl-bn start`" in running["fleet"].text
-
-
-def test_without_a_folder_only_the_machine_and_the_run_are_looked_at() -> None:
-    checks = [finding.check for finding in diagnose_here("method='hbn'")]
-    assert checks == ["python", *machine.PACKAGES, "memory", "time service", "run config", "gpu", "data", "model"]
 
 
 def test_lines_json_and_exit_code(tmp_path: Path) -> None:

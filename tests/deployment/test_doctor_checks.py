@@ -15,25 +15,13 @@ import pytest
 import torch
 
 from fl_bn.checks import clock, experiment, machine
-from fl_bn.checks.guard import guard
-from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.run.config import RunConfig
 from fl_bn.support.finding import Finding
 from fl_bn.support.loopback import EXCEPTIONS
 from fl_bn_site.checks import network
 from fl_bn_site.folders import ServerFolder
 from tests.deployment import tls_servers
 from tests.listed import listed
-
-
-def test_a_finding_says_what_to_do_unless_all_is_well() -> None:
-    with pytest.raises(ValueError, match="a warning or a failure must say what to do, and an ok must not"):
-        Finding("warn", "disk", "it is full")
-    with pytest.raises(ValueError, match="a warning or a failure must say what to do, and an ok must not"):
-        Finding("ok", "disk", "it is empty", "fill it")
-    assert str(Finding("warn", "disk", "it is\nfull", "empty  it")) == "warn  disk: it is full -> empty it"
-    assert guard("disk", lambda: Finding("ok", "disk", "fine")).status == "ok"
 
 
 def install(folder: Path, name: str, version: str) -> Path:
@@ -62,14 +50,6 @@ def test_versions(name: str, version: str, status: str, words: str, tmp_path: Pa
     assert (found.status, words in found.text) == (status, True), str(found)
     if name == "flwr" and version == "1.25.3":
         assert machine.package(name, tmp_path / "none.txt").status == "ok"
-
-
-def test_a_package_that_is_missing_and_an_old_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine.package("fl-bn-none").status == "fail"
-    assert machine.python().status == "ok"
-    monkeypatch.setattr("platform.python_version", lambda: "3.10.4")
-    found = machine.python()
-    assert (found.status, "3.10.4, but fl-bn needs >=3.11" in found.text) == ("fail", True)
 
 
 def no_gpu(monkeypatch: pytest.MonkeyPatch, driver: bool = False) -> None:
@@ -153,12 +133,6 @@ def test_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lost", "mounts"]
 
 
-def test_a_disk_that_forgets_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine.storage("state", tmp_path).status != "fail"
-    monkeypatch.setattr(Path, "read_bytes", lambda path: b"")
-    assert "expected to read back what was written, but got other content" in machine.storage("state", tmp_path).text
-
-
 def test_ports() -> None:
     with tls_servers.listen() as listening:
         port = tls_servers.port_of(listening)
@@ -171,15 +145,6 @@ def test_ports() -> None:
     assert network.holder(port) == ""
     away = network.port_free("fleet", f"192.0.2.1:{port}", "fleet in server.toml", running=False)
     assert (away.status, "192.0.2.1 is not an address of this machine" in away.text) == ("fail", True)
-
-
-def test_a_port_whose_last_connection_has_just_ended_is_free() -> None:
-    with tls_servers.listen() as listening:
-        port = tls_servers.port_of(listening)
-        with socket.create_connection(("127.0.0.1", port)) as client:
-            assert network.holder(client.getsockname()[1]) == ""  # one end of a connection, but nobody listens there
-            listening.accept()[0].close()  # it closes first, and so waits
-    assert network.port_free("fleet", f"127.0.0.1:{port}", "fleet", running=False).status == "ok"
 
 
 def test_the_ports_of_fedtan_s_runs() -> None:
@@ -201,35 +166,6 @@ def test_the_ports_of_fedtan_s_runs() -> None:
             assert said().status == "warn"
             none = said(count=2)
             assert (none.status, "needs a port for the layer-wise exchange, and none is free" in none.text) == ("fail", True)
-
-
-def test_names_and_whose_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert network.resolves("127.0.0.1", 1).text == "127.0.0.1"
-    assert network.leads_here("localhost", 1).status == "ok"
-
-    def answer(host: str, *_: Any, **__: Any) -> list[Any]:
-        if host == "gone":
-            raise socket.gaierror(-2, "Name or service not known")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 1))]
-
-    monkeypatch.setattr(socket, "getaddrinfo", answer)
-    assert network.resolves("away", 1).text == "away is 192.0.2.1"
-    assert network.leads_here("away", 1).status == "warn"
-    assert network.resolves("gone", 1).status == network.leads_here("gone", 1).status == "fail"
-
-
-def test_what_answers_what_refuses_and_what_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    with tls_servers.listen() as listening:
-        assert network.reachable("127.0.0.1", tls_servers.port_of(listening)).status == "ok"
-    refused = network.reachable("127.0.0.1", tls_servers.free_port())
-    assert (refused.status, "no program listens" in refused.text) == ("warn", True)
-
-    def silent(*_: Any, **__: Any) -> Any:
-        raise TimeoutError("timed out")
-
-    monkeypatch.setattr(socket, "create_connection", silent)
-    assert "no answer within 5 s" in network.reachable("192.0.2.1", 9092).text
-    assert network.reachable("192.0.2.1", 9092).status == "fail"
 
 
 @pytest.mark.parametrize(
@@ -266,10 +202,6 @@ def test_the_kernels_word_on_the_clock(state: int, status: str, words: str, monk
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Library())
     found = clock.time_service()
     assert (found.status, words in found.text) == (status, True), str(found)
-
-
-def test_the_kernel_is_really_asked() -> None:
-    assert clock.time_service().status in ("ok", "warn")
 
 
 @pytest.mark.parametrize(
@@ -310,33 +242,6 @@ def test_the_smallest_batch(samples: int, size: int, rounds: dict[str, int], sta
     assert (found.status, words in found.text) == (status, True), str(found)
 
 
-def test_models() -> None:
-    found = experiment.model_layers(RunConfig(method="fedbn"))
-    assert found.status == "ok"
-    assert "3 BatchNorm2d, 1 BatchNorm1d" in found.text
-    assert "stays at its client" in found.text
-    for method, status in {"fedbn": "warn", "fbn": "fail"}.items():  # federated averaging; refused
-        bare = RunConfig(method=method, model="squeezenet1_1", dataset="sites", classes=4, channels=3, image_size=64)
-        plain = experiment.model_layers(bare)
-        assert (plain.status, "no BatchNorm layer" in plain.text) == (status, True), str(plain)
-    assert experiment.model_layers(RunConfig(model="resnet20:nothing")).status == "fail"
-
-
-def test_a_model_that_does_not_take_the_data() -> None:
-    config = RunConfig(model="mlp", dataset="sites", classes=4, channels=3, image_size=8)
-    good = Samples(torch.zeros(8, 3, 8, 8, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64))
-    assert experiment.model_on_data(config, good).text == "a batch (8, 3, 8, 8) gives (8, 4)"
-    bad = Samples(torch.zeros(8, 3, 9, 9, dtype=torch.uint8), good.y)
-    found = experiment.model_on_data(config, bad)
-    assert (found.status, "fails on a batch (8, 3, 9, 9)" in found.text) == ("fail", True)
-
-
-def test_what_a_site_holds() -> None:
-    x, y = torch.full((5, 3, 8, 8), 9, dtype=torch.uint8), torch.zeros(5, dtype=torch.int64)
-    found = experiment.site_data(Samples(x, y), Samples(x[:2], y[:2]), (4, 0, 1), "npz", "sites")
-    assert found.text == "own data (npz); 5 training and 2 test samples (3, 8, 8); training samples per class 0: 4, 2: 1; none of 1"
-
-
 def site_with(folder: Path, x: np.ndarray, y: np.ndarray) -> dict[str, str | int]:
     path = folder / f"{len(list(folder.iterdir()))}.npz"  # a process reads a file once
     np.savez(path, x_train=x, y_train=y, x_test=x[:2], y_test=y[:2])
@@ -374,21 +279,3 @@ def test_floats_that_became_black_images_are_warned_about(tmp_path: Path) -> Non
     found = data_finding(site_with(tmp_path, x.astype("uint8"), np.arange(40) % 4))
     assert (found.status, "no pixel of 0..255 is above 1" in found.text) == ("warn", True)
     assert data_finding(site_with(tmp_path, np.rint(x * 255).astype("uint8"), np.arange(40) % 4)).status == "ok"
-
-
-def test_the_run_s_labels_are_looked_at_too(tmp_path: Path) -> None:
-    y = np.arange(40) % 4
-    y[5] = 9
-    node = site_with(tmp_path, np.full((40, 8, 8), 7, dtype=np.uint8), y)
-    found = experiment.run_data(RunConfig(dataset="npz", data_path=str(node["data-path"])))
-    assert (found.status, "10 classes, but no training sample of 4, 5, 6, 7, 8" in found.text) == ("warn", True)
-
-
-def test_a_sites_own_form_is_taken_only_where_the_run_names_none(tmp_path: Path) -> None:
-    x, y = np.zeros((4, 8, 8), dtype=np.uint8), np.array([0, 1, 2, 1])
-    np.savez(tmp_path / "a.npz", x_train=x, y_train=y, x_test=x, y_test=y)
-    node = {"dataset": "npz", "data-path": str(tmp_path / "a.npz")}
-    assert experiment.own_form(node, {"clients": 2}) == {"clients": 2, "dataset": "sites", "classes": 3, "channels": 1, "image-size": 8}
-    assert experiment.own_form(node, {"image-size": 12})["image-size"] == 12
-    assert experiment.own_form(node, {"dataset": "digits"}) == {"dataset": "digits"}
-    assert experiment.own_form({}, {"clients": 2}) == {"clients": 2}

@@ -79,51 +79,6 @@ def test_the_reason_of_a_death_is_the_reply_at_once(site: Site) -> None:
     assert site.state.create_token(RUN), "the next message can be worked on"
 
 
-def test_flower_drops_the_answer_of_a_process_that_it_takes_for_dead() -> None:
-    """Negative control, and what is left for a process that hangs: the same moment with the change and without."""
-    for changed in (True, False):
-        site = Site(changed)
-        message = site.receive()
-        site.take()
-        site.state.token_store[RUN].active_until = 0.0
-        (reply,) = site.state.get_messages(is_reply=True)
-        assert reply.error.code == 8
-        if changed:
-            assert reply.error.reason == supernode.SILENT
-            site.state.get_message_processing_duration(message_id=message.metadata.message_id)
-        else:
-            with pytest.raises(ValueError, match="Start time or end time"):
-                site.state.get_message_processing_duration(message_id=message.metadata.message_id)
-
-
-def test_a_message_that_is_still_on_its_way_loses_no_tensors_by_the_death(site: Site) -> None:
-    """The SuperNode still puts them into its store; it would end itself if they had gone from there."""
-    message = site.receive()
-    site.tell(site.take(), "x")
-    assert message.object_id in site.objects
-    assert site.errors() == [(8, "x")]
-
-
-def test_a_death_of_one_run_is_no_death_of_another(site: Site) -> None:
-    for run in (RUN, OTHER):
-        site.receive(run)
-    first, second = site.take(RUN), site.take(OTHER)
-    site.tell(first, "x")
-    assert site.errors() == [(8, "x")]
-    site.tell("no token", "y")
-    assert site.errors() == []
-    assert site.state.verify_token(OTHER, second)
-
-
-def test_a_host_that_starts_ends_what_its_predecessor_had_begun(site: Site) -> None:
-    site.receive(RUN)
-    site.take(RUN)
-    site.receive(OTHER)  # nobody works on it yet
-    site.tell("", endings.RESTARTED)
-    assert site.errors() == [(8, endings.RESTARTED)]
-    assert list(site.state.get_run_ids_with_pending_messages()) == [OTHER]
-
-
 def test_a_part_of_a_reply_does_not_go_on_its_way(site: Site) -> None:
     """The SuperNode would wait for the rest for ever. A whole one goes when its process has handed its token back."""
     message = site.receive()
@@ -164,20 +119,6 @@ def test_a_message_that_nobody_asks_for_is_answered_in_the_end(site: Site, monke
     now[0] += 100  # no message, so nobody looks
     site.receive()
     assert wait(supernode.ABSENT - 1, asking=False) == [], "from when the message came"
-
-
-def test_how_a_process_ended_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [endings.ending(code, True) for code in (0, 1, -int(signal.SIGKILL), -int(signal.SIGTERM), -99)] == [
-        "",
-        "ended with exit code 1",
-        "was killed by SIGKILL: out of memory",
-        "was killed by SIGTERM",
-        "was killed by signal 99",
-    ]
-    monkeypatch.setattr(endings, "VMSTAT", tmp_path / "vmstat")
-    assert endings.out_of_memory_kills() == 0
-    (tmp_path / "vmstat").write_text("nr_free_pages 3\noom_kill 4\n")
-    assert endings.out_of_memory_kills() == 4
 
 
 def test_a_watcher_tells_how_the_process_of_its_message_ended(monkeypatch: pytest.MonkeyPatch) -> None:

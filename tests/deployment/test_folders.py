@@ -41,11 +41,6 @@ def test_what_is_rendered_is_read(tmp_path: Path) -> None:
     assert read_folder(site.path) == site
 
 
-def test_every_line_is_explained() -> None:
-    for text in (SERVER, SITE):
-        assert all("  # " in line for line in text.splitlines())
-
-
 def test_paths_start_at_the_folder_wherever_the_command_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (
         SERVER.replace('"state"', '"../elsewhere"')
@@ -72,11 +67,6 @@ def test_paths_start_at_the_folder_wherever_the_command_is_typed(tmp_path: Path,
 def test_data_paths_are_absolute_unless_a_function_reads_them(tmp_path: Path, dataset: str, given: str, read: str) -> None:
     text = SITE.replace('dataset = ""', f'dataset = "{dataset}"').replace('data-path = ""', f'data-path = "{given}"')
     assert SiteFolder.read(folder(tmp_path, SiteFolder, text)).data_path == read.format(tmp_path)
-
-
-def test_a_line_that_has_a_default_may_be_missing(tmp_path: Path) -> None:
-    text = "".join(line for line in SITE.splitlines(keepends=True) if not line.startswith(("device", "clientappio")))
-    assert SiteFolder.read(folder(tmp_path, SiteFolder, text)) == SiteFolder.read(folder(tmp_path, SiteFolder, SITE))
 
 
 @listed(

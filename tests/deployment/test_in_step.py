@@ -103,12 +103,6 @@ def test_a_late_reply_of_a_run_that_has_ended_does_not_delay_the_others(changed:
     assert len(loop.sent) == (3 if changed else 2)
 
 
-def test_a_message_of_a_run_that_has_ended_is_not_handed_to_the_app() -> None:
-    loop = Loop()
-    loop.pull(ENDED)
-    assert loop.state.get_messages(is_reply=False) == []
-
-
 @pytest.mark.parametrize("changed", [True, False])
 def test_a_message_that_was_not_received_is_answered_by_an_error(changed: bool) -> None:
     loop = Loop(changed)

@@ -17,7 +17,6 @@ from fl_bn.exchange.call import Key, Layer, Quantity
 from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn.exchange.grpc.service import ExchangeService
 from fl_bn.exchange.session import Session
-from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.local import Samples
 from fl_bn.federation.record import Disclosure
 from fl_bn.flower.wire.codec import to_record
@@ -87,15 +86,6 @@ def test_a_site_counts_a_secure_run(clients: list[Samples]) -> None:
     ran = run(METHODS["hbn"](), clients, 2, secure=SecureAggregation())
     site, server = counted(ran.grid), told(d for record in ran.records for d in record.disclosures)
     assert {section for _, section in server} >= {"masked"}
-    assert differing(site, server) == {}
-
-
-@pytest.mark.parametrize("method", ["fedtan", "fedavg-alg2"])
-def test_a_site_counts_an_exchange_by_replay(method: str, clients: list[Samples]) -> None:
-    """Its questions are messages."""
-    ran = run(METHODS[method](), clients, 2, policy={"exchange": ExchangeSettings("replay")})
-    site, server = counted(ran.grid), told(d for record in ran.records for d in record.disclosures)
-    assert (0, "exchange") in server
     assert differing(site, server) == {}
 
 
@@ -205,13 +195,3 @@ def test_the_host_writes_a_line_before_an_answer_leaves_or_an_error_leaves_in_it
     assert left.has_error()
     assert "this site's audit log cannot be written" in left.error.reason
     assert not left.has_content()
-
-
-def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:
-    asked = made({})
-    record = app_host.Record(app_host.Site("nowhere", tmp_path), asked, {}, b"zip")
-    record.listen()
-    reply = Message(RecordDict(), reply_to=asked)
-    assert record.checked(reply) is reply
-    assert record.failed(KeyError("x")).has_error()
-    assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from fl_bn_site import certificates
 from fl_bn_site.certificates import names_in, public_half, read_certificate, read_public, write_site_key
-from fl_bn_site.commands import server_commands, supernode
+from fl_bn_site.commands import server_commands
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder
 from fl_bn_site.kit import KitError, KitPlan, create
 from fl_bn_site.membership import (
@@ -113,29 +113,6 @@ def test_a_site_that_goes_is_out_and_its_key_is_kept_as_a_former_one(kit: Path, 
         remove_site(changed, "B")
 
 
-@pytest.mark.parametrize(
-    ("lines", "fits"),
-    [
-        ('sites = [\n    "A",  # since [May]\n    "B",\n]', False),
-        ('sites = [\n    "A",  # since May\n    "B",\n]', True),
-    ],
-)
-def test_a_list_of_sites_that_cannot_be_changed_leaves_all_as_it_was(kit: Path, server: ServerFolder, lines: str, fits: bool) -> None:
-    path = kit / "server/server.toml"
-    path.write_text(path.read_text().replace('sites = ["A", "B"]', lines))
-    if fits:  # control
-        assert add_site(server, "east", None, kit / "sites/east").sites == ("A", "B", "east")
-        assert remove_site(ServerFolder.read(kit / "server"), "A").sites == ("B", "east")
-        assert failures(kit) == []
-        return
-    before = contents(kit)
-    with pytest.raises(KitError, match="correct it by hand"):
-        add_site(server, "east", None, kit / "sites/east")
-    with pytest.raises(KitError, match="correct it by hand"):
-        remove_site(server, "A")
-    assert contents(kit) == before
-
-
 def test_a_renewed_certificate_is_for_the_same_names_and_reaches_no_site(kit: Path, server: ServerFolder) -> None:
     sites, old = contents(kit / "sites"), read_certificate(server.certificate)
     former = renew_server(server, kit / "authority", 400)
@@ -212,12 +189,6 @@ def test_a_certificate_is_renewed_when_it_expires_soon_and_the_authority_is_here
     assert "renewal" not in [command.name for command in server_commands(server)]
 
 
-def test_programs_start_again_when_their_certificates_change(kit: Path, server: ServerFolder) -> None:
-    superlink = next(command for command in server_commands(server) if command.name == "superlink")
-    assert set(superlink.reads) == {server.certificate, server.key, server.authority}
-    assert kit / "sites/A/ca.crt" in supernode(SiteFolder.read(kit / "sites/A")).reads
-
-
 def test_another_authority_renews_nothing(kit: Path, server: ServerFolder, tmp_path: Path) -> None:
     create(PLAN, tmp_path / "other")
     before = contents(kit)
@@ -251,15 +222,6 @@ def test_a_key_that_cannot_be_renewed_leaves_all_as_it_was(kit: Path, server: Se
     with pytest.raises(KitError, match=said):
         renew_site(server, "A", tmp_path / key, kit / "sites/A")
     assert contents(kit) == before
-    assert failures(kit) == []
-
-
-def test_a_site_whose_key_is_gone_can_be_renewed_and_removed(kit: Path, server: ServerFolder) -> None:
-    server.public_key("A").unlink()
-    renew_site(server, "A", kit / "sites/A/site.pub", kit / "sites/A")
-    assert failures(kit) == []
-    server.public_key("A").unlink()
-    assert remove_site(server, "A").sites == ("B",)
     assert failures(kit) == []
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,22 +97,6 @@ def test_an_app_that_cannot_be_opened_is_answered_and_is_a_line(tmp_path: Path, 
     assert node.state.get_run(5) is None, "nothing of it is kept"
 
 
-def test_a_lost_connection_is_no_app_that_cannot_be_opened(tmp_path: Path) -> None:
-    node = a_site(tmp_path, 'allow-code = "any"\n', package_of(FILES))
-    supernode.answer_for_the_unreadable(node.names)
-
-    class Gone(supernode.grpc.RpcError):
-        """What gRPC raises."""
-
-    def get_run(run: int) -> Any:
-        raise Gone
-
-    node.get_run = get_run  # type: ignore[method-assign]
-    with pytest.raises(Gone):
-        node.step()
-    assert node.answers() == []
-
-
 def test_where_no_line_can_be_written_an_error_that_says_so_leaves(tmp_path: Path, log: Path) -> None:
     (tmp_path / "node").write_text("a file in the place of the folder")
     node = a_site(tmp_path, 'allow-code = "any"\n', package_of(FILES))
@@ -125,28 +106,6 @@ def test_where_no_line_can_be_written_an_error_that_says_so_leaves(tmp_path: Pat
     assert "AuditError" in str(answer.error.reason)
     assert "this site's audit log cannot be written" in str(answer.error.reason)
     assert DIED not in str(answer.error.reason)
-
-
-def test_admission_names_the_run_that_it_refuses(tmp_path: Path) -> None:
-    from fl_bn_site.admission import refuse_runs
-
-    known: dict[int, Any] = {}
-    node = a_site(tmp_path, 'allow-code = "installed"\n', package_of(FILES), name="mine")
-    node.runs = [replace(node.runs[0], fab_hash="c0de" * 16)]  # as the server says
-    node.names["_pull_and_store_message"] = find("start_client_internal").__globals__["_pull_and_store_message"]
-    refuse_runs(node.names, node.admission, lambda *of: supernode.fail(*of, refused=True), known)
-    node.step()
-    assert (known[5].override_config, known[5].fab_hash) == ({"name": "mine"}, Package(package_of(FILES)).code)
-
-
-def test_the_program_loads_it_by_its_path_and_no_package_of_a_run() -> None:
-    code = (
-        "import runpy, sys; names = runpy.run_path(sys.argv[1]); names['write_errors']; "
-        "print([name for name in sys.modules if name.split('.')[0] in ('fl_bn', 'fl_bn_site', 'torch')])"
-    )
-    file = Path(supernode.__file__).with_name("node_audit.py")
-    done = subprocess.run([sys.executable, "-P", "-c", code, str(file)], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 # Both logs of a site
@@ -184,11 +143,6 @@ def test_an_officer_reads_both_logs_in_the_order_of_time(site: SiteFolder) -> No
     assert [name in shown(str(site.path), "--lines", "--run", "third") for name in ("first", "second", "third")] == [False, False, True]
     assert "second" not in shown(str(site.node_audit_log))
     assert shown(str(site.path), "--forget", "2020-01-01").count("no file is that old") == 2
-
-
-def test_a_site_that_only_refused_has_a_log(site: SiteFolder) -> None:
-    append(site.node_audit_log, line("first", "refused", "by the policy"))
-    assert "by the policy" in shown(str(site.path))
 
 
 def test_a_change_of_either_log_is_named(site: SiteFolder) -> None:

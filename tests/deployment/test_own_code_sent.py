@@ -81,14 +81,6 @@ def test_a_flower_app_of_one_s_own_is_packed_as_it_is_with_the_keys_of_its_run(s
     assert (own_app / "pyproject.toml").read_text() == before, "the user's own file is as it was"
 
 
-def test_keys_that_an_app_has_itself_keep_their_defaults(server: ServerFolder, own_app: Path) -> None:
-    file = own_app / "pyproject.toml"
-    file.write_text(file.read_text().replace("lr = 0.01", 'lr = 0.01\nname = "mine"\n\n[tool.flwr.app.config.more]\ndepth = 3'))
-    found = Package(build(server, own_app)).defaults
-    assert found is not None
-    assert (found["name"], found["more.depth"]) == ("mine", 3)
-
-
 def test_modules_are_packed_beside_fl_bn_s_app(server: ServerFolder, modules: Path) -> None:
     ours, package = build(server), build(server, modules)
     assert names(package) - names(ours) == {"mynets.py", "parts/more.py"}, "modules, and no data"

@@ -17,7 +17,6 @@ from flwr.app import Message
 from flwr.common.constant import ErrorCode
 
 from fl_bn_site import app_host
-from fl_bn_site.doctor import _policy
 from fl_bn_site.guides import site_policy
 from fl_bn_site.policy import NotAllowed, Policy, PolicyError
 from fl_bn_site.signing import Submitter
@@ -192,21 +191,3 @@ def test_the_host_hands_the_policy_s_limits_to_the_gate(tmp_path: Path, monkeypa
     assert all("max-evaluations" not in node for node in contexts)  # what the SuperNode keeps is as it was
     app_host.answer(site, app_host.Request(), app_host.App("c0de" * 16, "fl-bn/fl-bn", app), tmp_path)
     assert "this site has loaded another package than the one that came with the message" in str(replies[-1].error.reason)
-
-
-def test_the_doctor_reads_the_policy(tmp_path: Path) -> None:
-    for text, words in (
-        ("", "takes part in every run"), ('allow-methods = ["hbn"]\n', "allow-methods = ('hbn',)"), ('allow-code = "any"\n', "takes part"),
-    ):  # fmt: skip
-        (tmp_path / "policy.toml").write_text(text)
-        found = _policy(tmp_path / "policy.toml")
-        assert (found.status, words in found.text) == ("warn", True)
-        assert "The policy is open: whoever holds the server runs any code here" in found.text
-    hand_out([alice := Submitter("alice", bytes(32))], tmp_path)
-    for code, more in (("signed", f"; trusted-submitters = {alice}"), ("installed", "")):
-        (tmp_path / "policy.toml").write_text(f'allow-code = "{code}"\n' + 'trusted-submitters = ["alice"]\n' * bool(more))
-        found = _policy(tmp_path / "policy.toml")
-        assert (found.status, found.text) == ("ok", f"{tmp_path / 'policy.toml'}: allow-code = {code}{more}")
-    (tmp_path / "policy.toml").write_text("min-sample = 8\n")
-    found = _policy(tmp_path / "policy.toml")
-    assert (found.status, "unknown line 'min-sample'" in found.text) == ("fail", True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,7 @@ from typer.testing import CliRunner
 from fl_bn.cli.main import app
 from fl_bn.run.config import ConfigError
 from fl_bn.support.flower_config import PROGRESS, Scalar
-from fl_bn_site.control import ControlError
 from fl_bn_site.folders import ServerFolder
-from fl_bn_site.queue import Queue, whoami
 from fl_bn_site.registered import Submitted
 from fl_bn_site.runs import NOT_RESUMED, NOT_TOLD, NoSuchRun, NotHere, abort, fetch, list_runs
 from fl_bn_site.status import _run
@@ -74,21 +71,6 @@ def test_a_run_with_whose_folder_another_went_on_has_not_that_one_s_rounds(serve
     assert "/9" not in shown.output.replace("2/9", "")
 
 
-def test_a_run_that_was_dropped_is_in_the_list_with_who_did_it(server: ServerFolder, superlink: Any) -> None:
-    queue = Queue(server)
-    queue.add({"name": "never", "rounds": 1})
-    abort(server, "never")
-    (run,) = list_runs(server)
-    assert (run.name, run.state, run.submitter) == ("never", "dropped", whoami())
-    assert f"by {whoami()}" in run.why
-
-
-def test_resume_without_a_site_that_took_part_says_which(server: ServerFolder, superlink: Any) -> None:
-    interrupted_run(server, superlink, **{"client-names": "a,gone"})
-    with pytest.raises(ControlError, match=r"clients of the run died are not sites in .* any more: gone\. Add them again"):
-        resume(server, "died", say=lambda line: None)
-
-
 def test_every_failure_prints_the_command_to_type(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted_run(server, superlink)
     monkeypatch.setattr(superlink, "status", lambda run: "finished:failed")
@@ -120,22 +102,6 @@ def test_fetch_copies_a_run_or_says_where_it_is(server: ServerFolder, superlink:
         fetch(server, "far", None)
 
 
-def test_fetch_of_a_run_that_goes_on_leaves_out_what_vanishes(
-    server: ServerFolder, superlink: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, real = interrupted_run(server, superlink), shutil.copy2
-    (folder / "checkpoints/round-000006.safetensors").write_bytes(b"")
-
-    def copy(source: str, target: str) -> Any:
-        (folder / "checkpoints/round-000004.safetensors").unlink(missing_ok=True)
-        return real(source, target)
-
-    monkeypatch.setattr(shutil, "copy2", copy)
-    copied = Path(fetch(server, "died", tmp_path / "here"))
-    assert [path.name for path in (copied / "checkpoints").iterdir()] == ["round-000006.safetensors"]
-    assert list((tmp_path / "here").iterdir()) == [copied]
-
-
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_a_fetch_that_fails_leaves_nothing_and_can_be_tried_again(
     server: ServerFolder, superlink: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
@@ -153,17 +119,6 @@ def test_a_fetch_that_fails_leaves_nothing_and_can_be_tried_again(
             fetch(server, "died", tmp_path / "here")
     assert list((tmp_path / "here").iterdir()) == []
     assert fetch(server, "died", tmp_path / "here") == str(tmp_path / "here/died")
-
-
-def test_runs_of_a_server_that_moved_are_found_where_they_are_now(server: ServerFolder, superlink: Any) -> None:
-    folder = interrupted_run(server, superlink)
-    moved = replace(superlink.known[0], config={"name": "died", "output": "/srv/former/results"})
-    superlink.known = [moved]
-    assert (list_runs(server)[0].round, list_runs(server)[0].rounds) == (2, 9)
-    assert fetch(server, "1", None) == str(folder)
-    shutil.rmtree(folder)
-    with pytest.raises(NotHere, match="/srv/former/results/died is not on this machine"):
-        fetch(server, "1", None)
 
 
 def test_what_people_and_programs_read(server: ServerFolder, superlink: Any) -> None:
@@ -224,18 +179,6 @@ def test_rounds_of_an_own_app_are_those_that_it_tells(server: ServerFolder, supe
     assert shown["loop"].left is None, "nobody knows how many rounds are left"
 
 
-def test_what_people_read_of_own_apps(server: ServerFolder, superlink: Any) -> None:
-    superlink.known = [
-        own_run(server, 1, "silent", "running", [], **{"num-server-rounds": 10}),
-        own_run(server, 2, "tells", "finished:failed", [told(0, 4), told(3, 4)]),
-    ]
-    shown = CliRunner().invoke(app, ["runs", str(server.path)]).output
-    assert "?/10" in shown
-    assert "3/4" in shown
-    assert f"silent: {NOT_TOLD}" in shown
-    assert f"tells: {NOT_RESUMED}" in shown
-
-
 def test_a_run_of_an_own_app_is_never_resumed(server: ServerFolder, superlink: Any) -> None:
     superlink.known = [own_run(server, 1, "mine", "finished:failed", [told(0, 4), told(3, 4)])]
     for name in ("mine", "1"):
@@ -248,29 +191,3 @@ def test_a_run_of_an_own_app_is_never_resumed(server: ServerFolder, superlink: A
     superlink.away = True
     with pytest.raises(ConfigError, match="cannot be resumed: a run of a Flower app"):
         resume(server, "mine")
-
-
-def test_what_to_do_after_the_end_of_an_own_app_s_run(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    superlink.known = [own_run(server, 1, "mine", "running", [told(0, 4)])]
-    with pytest.raises(NotHere, match="mine is a run of a Flower app of your own, so fl-bn has no results of it"):
-        fetch(server, "mine", None)
-    monkeypatch.setattr(superlink, "stop", lambda run: None)
-    said = abort(server, "mine")
-    assert said.startswith("mine is stopped; server/logs/serverapp.log says why it ended; a run of a Flower app of your own is not resumed")
-    assert said.endswith(f"fl-bn submit {server.path} --app FOLDER")
-
-
-def test_a_resumed_run_has_the_modules_that_it_was_submitted_with(
-    server: ServerFolder, superlink: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fl_bn_site import submit as module
-    from fl_bn_site.project import build
-
-    packed: list[Path | None] = []
-    monkeypatch.setattr(module, "build", lambda server, own=None: packed.append(own) or build(server))
-    interrupted_run(server, superlink)
-    monkeypatch.setattr(superlink, "status", lambda run: "finished:failed")
-    said: list[str] = []
-    assert not resume(server, "died", say=said.append, own=tmp_path / "my nets")
-    assert packed == [tmp_path / "my nets"]
-    assert said[-1] == f"resume it from round 4: fl-bn resume {server.path} died --app '{tmp_path}/my nets'"

@@ -406,8 +406,3 @@ def test_where_it_cannot_be_written_down_no_run_is_let_in(strict: Path) -> None:
     node.step()
     assert "cannot write down that it accepted the run" in str(node.answers()[0].error.reason)
     assert node.kept == {}
-
-
-def test_a_supernode_with_a_policy_needs_a_memory() -> None:
-    own, rest = supernode.own_options(["--policy", "p", "--accepted", "a", "--insecure"])
-    assert (own.policy, own.accepted, rest) == (Path("p"), Path("a"), ["--insecure"])

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from fl_bn.cli.main import app
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn_site import submit as submit_module
-from fl_bn_site.control import ControlError
 from fl_bn_site.folders import FolderError, ServerFolder
 from fl_bn_site.membership import add_site, remove_site
-from fl_bn_site.queue import NameTaken, Queue, whoami
-from fl_bn_site.queue_store import LOCK, WAITING, NoQueue, QueueError, QueueStore
+from fl_bn_site.queue import NameTaken, Queue
+from fl_bn_site.queue_store import WAITING, QueueError, QueueStore
 from fl_bn_site.registered import Submitted
 from fl_bn_site.runs import abort, list_runs
 from fl_bn_site.submit import run_config, submit
-from tests.deployment.superlink import THEN, named
+from tests.deployment.superlink import THEN
 
 OF_EXCHANGE = [
     f"exchange-{key}" for key in ("host", "port", "join-timeout", "certificate", "key", "authority")
@@ -78,23 +74,6 @@ def test_a_submit_that_cannot_look_for_a_while_waits_on(
     assert said[:2] == [f"mine waits: {error}; trying again", "run 1 is submitted to h:1 as mine, for sites a, b"]
 
 
-def test_a_submit_that_cannot_look_for_long_says_that_its_run_stays(
-    server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def held(queue: Queue, control: Any) -> None:
-        raise QueueError("held by another fl-bn")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(submit_module, "SILENCE", -1.0)
-        patch.setattr(Queue, "dispatch", held)
-        shown = CliRunner().invoke(app, ["submit", str(server.path), "--run-config", "name='mine' rounds=1"])
-    assert shown.exit_code == 1
-    assert "mine stays in the queue, and `fl-bn start` of the server starts it" in shown.output
-    assert "held by another fl-bn" in shown.output
-    Queue(server).dispatch(superlink)
-    assert superlink.going() == ["mine"]
-
-
 def test_a_waiting_submit_notices_sites_that_come_and_go(
     server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -110,51 +89,6 @@ def test_a_waiting_submit_notices_sites_that_come_and_go(
     assert submit(server, "name='mine' rounds=1", say=said.append)
     assert said[1] == "run 2 is submitted to h:1 as mine, for sites b, c"
     assert superlink.known[1].config["client-names"] == "b,c"
-
-
-def test_a_submit_whose_run_was_taken_out_follows_no_other(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    superlink.known = [Submitted(1, "running", {"name": "other"}, THEN, None)]
-
-    def another(seconds: float) -> None:
-        abort(server, "mine")
-        Queue(server).add(named("another"))
-
-    monkeypatch.setattr("fl_bn_site.submit.time.sleep", another)
-    said: list[str] = []
-    assert not submit(server, "name='mine' rounds=1", say=said.append)
-    assert said[0] == "mine waits: other is going on, and at most 1 may run at a time"
-    assert said[1].startswith(f"mine was taken out of the queue by {whoami()} at ")
-
-
-def test_an_outage_is_said_once_and_its_end(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    status, answers = superlink.status, [ControlError("away")] * 30
-
-    def away(run: str) -> str:
-        if answers:
-            raise answers.pop()
-        return str(status(run))
-
-    monkeypatch.setattr(superlink, "status", away)
-    said: list[str] = []
-    assert submit(server, "name='mine' rounds=1", say=said.append)
-    assert [line for line in said if "away" in line] == ["away; trying again for up to 600 s"]
-    assert said.count("the SuperLink at h:1 answers again") == 1
-
-
-def test_a_folder_that_may_not_be_written_to_has_no_queue(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_file = Path.open
-
-    def read_only(path: Path, *arguments: Any, **options: Any) -> Any:
-        if path.name == LOCK:
-            raise OSError(errno.EROFS, "Read-only file system")
-        return open_file(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "open", read_only)
-    said: list[str] = []
-    assert submit(server, "name='mine' rounds=1", say=said.append)
-    assert "the run cannot be queued: it is started at once" in said[0]
-    with pytest.raises(NoQueue):
-        Queue(server).add(named("x"))
 
 
 def test_a_run_without_an_exchange_is_given_no_address_for_one(server: ServerFolder) -> None:

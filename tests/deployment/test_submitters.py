@@ -20,11 +20,9 @@ from fl_bn_site.kit import KitError, KitPlan, create
 from fl_bn_site.membership import add_site
 from fl_bn_site.policy import Policy, PolicyError
 from fl_bn_site.queue import Queue
-from fl_bn_site.queue_store import NoQueue
 from fl_bn_site.signing import KEY, NotSigned, check
 from fl_bn_site.submit import UNSIGNED, resume, sign_only, submit, submit_signed
 from fl_bn_site.submitters import VARIABLE, Package, key_file, read_key, write_submitter_key
-from fl_bn_site.verify import verify
 from tests.deployment.superlink import named
 
 CODE = Package(b"a package").code  # what conftest's project is packed as
@@ -74,23 +72,6 @@ def test_what_waits_in_the_queue_is_what_was_signed(server: ServerFolder, superl
     superlink.end(1)
     queue.dispatch(superlink)
     assert (sent[1], KEY in superlink.known[1].config) == (b"a package", False)
-
-
-def test_a_package_that_is_gone_is_said(server: ServerFolder, superlink: Any) -> None:
-    queue = Queue(server)
-    queue.add(named("mine"), package=Package(b"as it was", read_key(own_key(server))))
-    next(queue.store.folder.glob("*.fab")).unlink()
-    assert "No such file" in queue.dispatch(superlink)[1]
-    assert superlink.known == []
-
-
-def test_a_server_without_a_queue_sends_the_signature_too(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_queue(*of: Any, **more: Any) -> None:
-        raise NoQueue("read only")
-
-    monkeypatch.setattr(Queue, "add", no_queue)
-    assert submit(server, "name='mine' rounds=1", say=lambda line: None)
-    assert check(CODE, superlink.known[0].config, keys_of(server))
 
 
 def test_a_file_that_was_signed_elsewhere_is_submitted_as_it_is(server: ServerFolder, superlink: Any, tmp_path: Path) -> None:
@@ -156,12 +137,6 @@ def test_a_key_may_need_a_passphrase(tmp_path: Path, monkeypatch: pytest.MonkeyP
         write_submitter_key(tmp_path, "alice")
 
 
-def test_another_kind_of_key_is_named(server: ServerFolder, tmp_path: Path) -> None:
-    for path in (server.key, server.path.parent / "sites/a/site.key", server.authority, tmp_path / "none"):
-        with pytest.raises(FolderError, match=f"the submitter's key {path}: "):
-            read_key(path)
-
-
 # Whom sites trust
 
 
@@ -212,14 +187,3 @@ def test_a_site_trusts_another_submitter_by_a_command(server: ServerFolder, tmp_
     write_submitter_key(tmp_path / "false", "alice")
     false = CliRunner().invoke(app, ["kit", "trust", str(site.path), "alice", str(tmp_path / "false/submitter.pub")])
     assert (false.exit_code, "holds another key of alice" in " ".join(false.output.split())) == (2, True)
-
-
-def test_verify_finds_a_policy_that_lets_nobody_in_and_a_key_that_others_can_read(server: ServerFolder) -> None:
-    kit = server.path.parent
-    assert all(check.ok for check in verify(kit))
-    (kit / "sites/a/submitters/submitter.pub").unlink()
-    own_key(server).chmod(0o640)
-    failed = [str(check) for check in verify(kit) if not check.ok]
-    assert len(failed) == 2
-    assert "policy.toml is complete" in failed[1] or "policy.toml is complete" in failed[0]
-    assert any("submitter.key is readable by its owner only" in line for line in failed)
