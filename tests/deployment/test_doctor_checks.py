@@ -8,7 +8,8 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -31,47 +32,37 @@ def install(folder: Path, name: str, version: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("name", "version", "status", "words"),
+@listed(
+    ("name", "version", "status"),
     [
-        ("flwr", "1.25.0", "ok", "needed: >=1.25,<1.26"),
-        ("flwr", "1.26.0", "fail", "1.26.0 is installed, but fl-bn needs >=1.25,<1.26"),
-        ("flwr", "1.24.9", "fail", "fl-bn needs"),
-        ("flwr", "1.25.3", "warn", "1.25.3 is installed, but 1.25.0 was tested"),
-        ("torch", "2.7.1+cu128", "ok", "as tested"),
-        ("torch", "2.5.0", "fail", "fl-bn needs >=2.6"),
-        ("protobuf", "99.0", "ok", "99.0"),
+        ("flwr", "1.25.0", "ok"),
+        ("flwr", "1.26.0", "fail"),
+        ("flwr", "1.24.9", "fail"),
+        ("flwr", "1.25.3", "warn"),  # works, but another was tested
+        ("torch", "2.7.1+cu128", "ok"),
+        ("torch", "2.5.0", "fail"),
+        ("fl-bn-none", "", "fail"),
     ],
 )
-def test_versions(name: str, version: str, status: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(install(tmp_path / "packages", name, version))
+def test_versions(name: str, version: str, status: str, tmp_path: Path) -> None:
     (tmp_path / "constraints.txt").write_text("flwr==1.25.0\ntorch==2.7.1\n")
-    found = machine.package(name, tmp_path / "constraints.txt")
-    assert (found.status, words in found.text) == (status, True), str(found)
-    if name == "flwr" and version == "1.25.3":
-        assert machine.package(name, tmp_path / "none.txt").status == "ok"
-
-
-def no_gpu(monkeypatch: pytest.MonkeyPatch, driver: bool = False) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(shutil, "which", lambda name: "nvidia-smi" if driver else None)
+    with pytest.MonkeyPatch.context() as patch:
+        if version:
+            patch.syspath_prepend(install(tmp_path / "packages", name, version))
+        found = machine.package(name, tmp_path / "constraints.txt")
+    assert (found.status, version in found.text) == (status, True), str(found)
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_gpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     assert machine.gpu("cpu", "site.toml").status == "ok"
-    if not Path("/proc/driver/nvidia/version").exists():
-        assert "training is on the CPU" in machine.gpu("auto", "site.toml").text
-        assert machine.gpu("auto", "site.toml").status == "ok"
-    found = machine.gpu("cuda:1", "site.toml")
-    assert (found.status, "torch sees no GPU" in found.text) == ("fail", True), str(found)
-    no_gpu(monkeypatch, driver=True)
-    found = machine.gpu("auto", "site.toml")
-    assert (found.status, "an NVIDIA driver, but torch sees no GPU" in found.text) == ("warn", True), str(found)
+    assert machine.gpu("cuda:1", "site.toml").status == "fail"
+    monkeypatch.setattr(shutil, "which", lambda name: "nvidia-smi")  # a driver, which torch does not see
+    assert machine.gpu("auto", "site.toml").status == "warn"
 
 
-@pytest.mark.parametrize(("free", "status"), [(8 << 30, "ok"), (1 << 20, "warn")])
-def test_with_a_gpu(free: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine without one: torch's answers are staged, the doctor's are not."""
     allocated: list[str] = []
     real: Callable[..., torch.Tensor] = torch.ones
@@ -80,12 +71,14 @@ def test_with_a_gpu(free: int, status: str, monkeypatch: pytest.MonkeyPatch) -> 
         allocated.append(device)
         return real(*shape)
 
-    for name, value in (("is_available", True), ("device_count", 2), ("get_device_name", "Some GPU"), ("mem_get_info", (free, 16 << 30))):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch, "ones", ones)
-    found = machine.gpu("cuda:1", "site.toml")
-    assert (found.status, "Some GPU" in found.text, allocated) == (status, True, ["cuda:1"])
-    assert "torch sees only 2 GPUs" in machine.gpu("cuda:2", "site.toml").text
+    for free, status in ((8 << 30, "ok"), (1 << 20, "warn")):
+        told = {"is_available": True, "device_count": 2, "get_device_name": "Some GPU", "mem_get_info": (free, 16 << 30)}
+        for name, value in told.items():
+            monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+        assert machine.gpu("cuda:1", "site.toml").status == status
+    assert allocated == ["cuda:1", "cuda:1"]
+    assert machine.gpu("cuda:2", "site.toml").status == "fail"
 
 
 def proc_of(folder: Path, available: int, limit: str = "max", used: int = 0) -> tuple[Path, Path]:
@@ -96,11 +89,9 @@ def proc_of(folder: Path, available: int, limit: str = "max", used: int = 0) -> 
 
 
 def test_memory(tmp_path: Path) -> None:
-    assert machine.memory(*proc_of(tmp_path, 8 << 20)).text == "8.0 of 16.0 GB are free"
+    assert machine.memory(*proc_of(tmp_path, 8 << 20)).status == "ok"
     assert machine.memory(*proc_of(tmp_path, 500 << 10)).status == "warn"
-    container = machine.memory(*proc_of(tmp_path, 8 << 20, str(2 << 30), (2 << 30) - 1000))
-    assert (container.status, "of 2.0 GB" in container.text) == ("warn", True)
-    assert machine.memory(tmp_path, tmp_path / "none").status == "ok"
+    assert machine.memory(*proc_of(tmp_path, 8 << 20, str(2 << 30), (2 << 30) - 1000)).status == "warn"  # a container's limit
 
 
 class Usage(NamedTuple):
@@ -110,16 +101,11 @@ class Usage(NamedTuple):
 def test_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(f"disk / ext4 rw\nmemory {tmp_path}/lost tmpfs rw\n")
-    synced: list[int] = []
-    real = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(handle), real(handle)))
     monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(8 << 30))
-    fine = machine.storage("state", tmp_path / "state" / "deep", mounts)
-    assert (fine.status, "not made yet" in fine.text, len(synced)) == ("ok", True, 1), str(fine)
+    assert machine.storage("state", tmp_path / "state" / "deep", mounts).status == "ok"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mounts"]
     (tmp_path / "lost").mkdir()
-    lost = machine.storage("state", tmp_path / "lost", mounts)
-    assert (lost.status, "memory (tmpfs)" in lost.text) == ("warn", True), str(lost)
+    assert machine.storage("state", tmp_path / "lost", mounts).status == "warn"  # in memory
     monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(8 << 20))
     assert machine.storage("state", tmp_path, mounts).status == "warn"
     assert machine.storage("state", mounts, mounts).status == "fail"
@@ -128,83 +114,68 @@ def test_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    found = machine.storage("state", tmp_path, mounts)
-    assert (found.status, "No space left on device" in found.text) == ("fail", True)
+    assert machine.storage("state", tmp_path, mounts).status == "fail"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lost", "mounts"]
 
 
 def test_ports() -> None:
+    def said(address: str, running: bool = False) -> Finding:
+        return network.port_free("fleet", address, "fleet in server.toml", running=running)
+
     with tls_servers.listen() as listening:
         port = tls_servers.port_of(listening)
-        taken = network.port_free("fleet", f"127.0.0.1:{port}", "fleet in server.toml", running=False)
-        assert taken.status == "fail"
-        assert f"taken by process {os.getpid()} (" in taken.text
-        assert network.port_free("fleet", f"0.0.0.0:{port}", "fleet in server.toml", running=False).status == "fail"
-        assert network.port_free("fleet", f"127.0.0.1:{port}", "fleet in server.toml", running=True).status == "ok"
-    assert network.port_free("fleet", f"127.0.0.1:{port}", "fleet in server.toml", running=False).status == "ok"
-    assert network.holder(port) == ""
-    away = network.port_free("fleet", f"192.0.2.1:{port}", "fleet in server.toml", running=False)
-    assert (away.status, "192.0.2.1 is not an address of this machine" in away.text) == ("fail", True)
+        assert (said(f"127.0.0.1:{port}").status, f"process {os.getpid()}" in said(f"127.0.0.1:{port}").text) == ("fail", True)
+        assert said(f"0.0.0.0:{port}").status == "fail"
+        assert said(f"127.0.0.1:{port}", running=True).status == "ok"
+    assert said(f"127.0.0.1:{port}").status == "ok"
+    assert said(f"192.0.2.1:{port}").status == "fail"  # no address of this machine
 
 
 def test_the_ports_of_fedtan_s_runs() -> None:
     first = tls_servers.free_range(3)
 
-    def said(running: bool = False, count: int = 3) -> Finding:
-        return network.ports_free("exchange-port", first, first + count - 1, "its lines", running=running)
+    def said(running: bool = False, count: int = 3) -> str:
+        return network.ports_free("exchange-port", first, first + count - 1, "its lines", running=running).status
 
-    assert (said().status, f"{first} to {first + 2} (its lines)" in said().text) == ("ok", True)
+    assert said() == "ok"
     with socket.create_server(("", first + 1)):
-        some = said()
-        assert (some.status, "only 2 of 3 ports can be used" in some.text, f"0.0.0.0:{first + 1} (its lines) is taken" in some.text) == (
-            "warn",
-            True,
-            True,
-        )
-        assert (said(running=True).status, "1 of them in use" in said(running=True).text) == ("ok", True)
+        assert (said(), said(running=True)) == ("warn", "ok")
         with socket.create_server(("", first)):
-            assert said().status == "warn"
-            none = said(count=2)
-            assert (none.status, "needs a port for the layer-wise exchange, and none is free" in none.text) == ("fail", True)
+            assert (said(), said(count=2)) == ("warn", "fail")
 
 
-@pytest.mark.parametrize(
-    ("variables", "status", "advice"),
+@listed(
+    ("variables", "advice"),
     [
-        ({}, "ok", ""),
-        ({"https_proxy": "http://me:secret@proxy:3128"}, "warn", "export no_proxy=fl.example.org"),
-        ({"https_proxy": "http://proxy:3128", "no_proxy": "a.org, .example.org"}, "ok", ""),
-        ({"https_proxy": "http://proxy:3128", "no_proxy": "ample.org"}, "warn", "export no_proxy=ample.org,fl.example.org"),
+        ({}, ""),
+        ({"https_proxy": "http://me:secret@proxy:3128"}, "export no_proxy=fl.example.org"),
+        ({"https_proxy": "http://proxy:3128", "no_proxy": "a.org, .example.org"}, ""),
+        ({"https_proxy": "http://proxy:3128", "no_proxy": "ample.org"}, "export no_proxy=ample.org,fl.example.org"),
         (
             {"https_proxy": "http://proxy:3128", "no_grpc_proxy": "a.org", "no_proxy": "fl.example.org"},
-            "warn",
             "export no_grpc_proxy=a.org,fl.example.org",
         ),
     ],
 )
-def test_proxies_of_grpc(variables: dict[str, str], status: str, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*network.PROXIES, *EXCEPTIONS):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    found = network.proxy("fl.example.org")
-    assert (found.status, "secret" in str(found), found.do.endswith(advice)) == (status, False, True)
-    assert network.proxy("127.0.0.1").status == network.proxy("localhost").status == "ok", "fl-bn excepts this machine itself"
+def test_proxies_of_grpc(variables: dict[str, str], advice: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (*network.PROXIES, *EXCEPTIONS):
+            patch.delenv(name, raising=False)
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        found = network.proxy("fl.example.org")
+        assert (found.status, "secret" in str(found), found.do.endswith(advice)) == ("warn" if advice else "ok", False, True)
+        assert network.proxy("127.0.0.1").status == "ok", "fl-bn excepts this machine itself"
 
 
-@pytest.mark.parametrize(("state", "status", "words"), [(0, "ok", "to 12 ms at worst"), (5, "warn", "no time service")])
-def test_the_kernels_word_on_the_clock(state: int, status: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Library:
-        def adjtimex(self, buffer: Any) -> int:
-            buffer[24:32] = (12_000).to_bytes(8, "little")  # maxerror, microseconds
-            return state
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Library())
-    found = clock.time_service()
-    assert (found.status, words in found.text) == (status, True), str(found)
+def test_the_kernels_word_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert clock.time_service().status in ("ok", "warn")
+    for state, status in ((0, "ok"), (5, "warn")):
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, state=state, **__: SimpleNamespace(adjtimex=lambda buffer: state))
+        assert clock.time_service().status == status
 
 
-@pytest.mark.parametrize(
+@listed(
     ("changes", "status"),
     [
         ({}, "ok"),
@@ -222,24 +193,23 @@ def test_who_reaches_the_server(changes: dict[str, str], status: str, tmp_path: 
 
 
 @listed(
-    ("samples", "size", "rounds", "status", "words"),
+    ("samples", "rounds", "status"),
     [
-        (0, 16, {"steps": 5}, "fail", "would have no training sample"),
-        (1, 16, {"steps": 5}, "fail", "which BatchNorm cannot train on"),
-        (3, 16, {"steps": 5}, "warn", "the smallest that is drawn has 3"),
-        (16, 16, {"epochs": 1}, "ok", "has 16"),
-        (17, 16, {"epochs": 1}, "ok", "the last sample joins the batch before it"),
-        (33, 16, {"epochs": 1}, "ok", "has 16 (the last sample joins"),
-        (18, 16, {"epochs": 1}, "warn", "has 2"),
-        (18, 16, {"steps": 1}, "ok", "has 16"),
-        (18, 16, {"steps": 2}, "warn", "has 2"),
-        (18, 16, {"steps": 2, "drop_last": True}, "ok", "has 16"),
-        (15, 16, {"steps": 2, "drop_last": True}, "fail", "drop-last leaves out a batch of fewer than 16"),
+        (0, {"steps": 5}, "fail"),
+        (1, {"steps": 5}, "fail"),
+        (3, {"steps": 5}, "warn"),
+        (16, {"epochs": 1}, "ok"),
+        (17, {"epochs": 1}, "ok"),  # the last sample joins the batch before it
+        (18, {"epochs": 1}, "warn"),
+        (18, {"steps": 1}, "ok"),
+        (18, {"steps": 2}, "warn"),
+        (18, {"steps": 2, "drop_last": True}, "ok"),
+        (15, {"steps": 2, "drop_last": True}, "fail"),
     ],
 )
-def test_the_smallest_batch(samples: int, size: int, rounds: dict[str, int], status: str, words: str) -> None:
-    found = experiment.smallest_batch(samples, LocalTraining(size, **rounds))  # type: ignore[arg-type]
-    assert (found.status, words in found.text) == (status, True), str(found)
+def test_the_smallest_batch(samples: int, rounds: dict[str, int], status: str) -> None:
+    found = experiment.smallest_batch(samples, LocalTraining(16, **rounds))  # type: ignore[arg-type]
+    assert found.status == status, str(found)
 
 
 def site_with(folder: Path, x: np.ndarray, y: np.ndarray) -> dict[str, str | int]:

@@ -17,6 +17,7 @@ from flwr.server.superlink.fleet.grpc_rere import node_auth_server_interceptor a
 from fl_bn_site.checks import tls
 from fl_bn_site.checks.credentials import expiry
 from tests.deployment import tls_servers
+from tests.listed import listed
 
 
 @pytest.fixture
@@ -30,49 +31,38 @@ def shaken(kit: Path, authority: Path | None = None, server: Path | None = None,
         return tls.handshake(host, port, authority or kit / "sites" / "A" / "ca.crt")
 
 
-@pytest.mark.parametrize(
+@listed(
     ("hosts", "begins", "ends", "status", "words"),
     [
-        (["localhost"], -9, 40, "ok", "has a certificate for localhost, signed by ca.crt"),
-        (["localhost"], -9, 20, "warn", "has a certificate for localhost, signed by ca.crt"),
+        (["localhost"], -9, 40, "ok", "localhost"),
+        (["localhost"], -9, 20, "warn", "localhost"),
         (["localhost"], -9, -1, "fail", "expired on"),
         (["localhost"], 2, 9, "fail", "is not valid before"),
-        (["elsewhere.example.org"], -9, 40, "fail", "is not for localhost, but for elsewhere.example.org"),
-        (["elsewhere.example.org"], -9, -1, "fail", "UTC) and is not for localhost"),
+        (["elsewhere.example.org"], -9, 40, "fail", "elsewhere.example.org"),
+        (["elsewhere.example.org"], -9, -1, "fail", "is not for localhost"),
     ],
 )
-def test_dates_and_names_are_told_apart(kit: Path, hosts: list[str], begins: float, ends: float, status: str, words: str) -> None:
+def test_dates_and_names_are_told_apart(tmp_path: Path, hosts: list[str], begins: float, ends: float, status: str, words: str) -> None:
+    kit = tls_servers.make_kit(tmp_path / "kit", 9092)
     tls_servers.reissue(kit, hosts, begins, ends)
     found = shaken(kit)
     assert (found.status, words in found.text) == (status, True), str(found)
+    files = [kit / "server/ca.crt", kit / "server/server.crt"]
+    assert expiry(files).status == {40: "ok", 9: "warn", 20: "warn", -1: "fail"}[int(ends)]
 
 
 def test_a_stranger_with_a_certificate_of_the_right_name(kit: Path, tmp_path: Path) -> None:
     other = tls_servers.make_kit(tmp_path / "other", 9092)
-    found = shaken(kit, server=other / "server")
-    assert found.status == "fail"
-    assert "is not signed by" in found.text
+    assert shaken(kit, server=other / "server").status == "fail"
     assert shaken(kit, authority=other / "server" / "ca.crt", server=other / "server").status == "ok"
 
 
 def test_what_does_not_speak_tls_and_what_is_no_certificate(kit: Path, tmp_path: Path) -> None:
     with tls_servers.listen() as listening, tls_servers.serving(listening, None) as port:
-        found = tls.handshake("localhost", port, kit / "server" / "ca.crt")
-    assert (found.status, "accepts connections, but does not speak TLS" in found.text) == ("fail", True), str(found)
+        assert tls.handshake("localhost", port, kit / "server" / "ca.crt").status == "fail"
     (tmp_path / "ca.crt").write_text("no certificate")
     for authority in (tmp_path / "ca.crt", tmp_path / "gone.crt"):
         assert "cannot be read" in shaken(kit, authority=authority).text
-
-
-def test_expiry_of_files(kit: Path, tmp_path: Path) -> None:
-    files = [kit / "server" / "ca.crt", kit / "server" / "server.crt"]
-    assert (expiry(files).status, expiry(files[:1]).status) == ("ok", "ok")
-    for days, status in ((40, "ok"), (20, "warn"), (-1, "fail")):
-        tls_servers.reissue(kit, ["localhost"], -9, days)
-        found = expiry(files)
-        assert (found.status, "server.crt" in found.text) == (status, True)
-    assert expiry(files, lambda: tls.now() + timedelta(days=9000)).status == "fail"
-    assert expiry([tmp_path / "gone.crt"]).status == "fail"
 
 
 class Server:
@@ -99,33 +89,25 @@ def server(kit: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize(
-    ("ahead", "status", "words"),
-    [
-        (0.0, "ok", "Flower accepts 5 s ahead"),
-        (100.0, "ok", "s behind the server's"),
-        (200.0, "warn", "s behind the server's"),
-        (400.0, "fail", "s behind the server's"),
-        (-3.5, "warn", "s ahead of the server's"),
-        (-7.0, "fail", "s ahead of the server's"),
-        (86400.0 * 3, "fail", "refused all time stamps"),
-    ],
+    ("ahead", "status"),
+    [(0.0, "ok"), (100.0, "ok"), (200.0, "warn"), (400.0, "fail"), (-3.5, "warn"), (-7.0, "fail"), (86400.0 * 3, "fail")],
 )
-def test_a_clock_that_flower_would_refuse_is_found(kit: Path, server: Server, ahead: float, status: str, words: str) -> None:
+def test_a_clock_that_flower_would_refuse_is_found(kit: Path, server: Server, ahead: float, status: str) -> None:
     server.ahead, authority = ahead, kit / "server" / "ca.crt"
+    if ahead < 1000:
+        assert tls.server_skew("localhost", server.port, authority) == pytest.approx(ahead, abs=2 * tls.CLOSE)
     found = tls.clock(authority, lambda: tls.server_skew("localhost", server.port, authority))
-    assert (found.status, words in found.text) == (status, True), str(found)
+    assert found.status == status, str(found)
 
 
 def test_a_clock_without_a_server_is_held_against_the_authority(kit: Path) -> None:
     authority = kit / "server" / "ca.crt"
-    assert "the server cannot be reached" in tls.clock(authority, None).text
-    assert tls.clock(authority, None, lambda: tls.now() - timedelta(days=2)).status == "fail"
 
     def silent() -> float:
         raise LookupError("UNAVAILABLE")
 
-    found = tls.clock(authority, silent)
-    assert (found.status, "the server did not answer as expected: UNAVAILABLE" in found.text) == ("ok", True)
+    assert tls.clock(authority, None).status == tls.clock(authority, silent).status == "ok"
+    assert tls.clock(authority, None, lambda: tls.now() - timedelta(days=2)).status == "fail"
 
 
 def test_what_is_said_of_flower_is_flowers() -> None:
