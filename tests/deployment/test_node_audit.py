@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from typer.testing import CliRunner
 
 from fl_bn.cli.main import app
 from fl_bn.flower.compat import find
-from fl_bn_site import audit_command, supernode
+from fl_bn_site import supernode
 from fl_bn_site.audit import append, files_in, lines_in
 from fl_bn_site.audit_check import check
 from fl_bn_site.folders import SiteFolder
@@ -80,17 +79,11 @@ def test_a_process_that_died_is_a_line_with_the_run_s_code(tmp_path: Path, log: 
 
 
 def test_an_app_that_cannot_be_opened_is_answered_and_is_a_line(tmp_path: Path, log: Path) -> None:
-    """Flower 1.25 ends there: the control."""
     node = a_site(tmp_path, 'allow-code = "any"\n', BROKEN)
-    with pytest.raises(zipfile.BadZipFile):
-        node.step()
-    assert (node.answers(), log.exists()) == ([], False)
-
     supernode.answer_for_the_unreadable(node.names)
     assert node.step() == 5
     (answer,) = node.answers()
     assert answer.error.code == ErrorCode.LOAD_CLIENT_APP_EXCEPTION, "a server does not ask again"
-    assert answer.error.reason == "this site cannot open the app of the run (BadZipFile: File is not a zip file): pack and submit it anew"
     assert node.confirmed == [answer.metadata.reply_to_message_id]
     (line,) = entries(log)
     assert (line["decision"], line["reason"], line["bytes"]) == ("failed", answer.error.reason, 0)
@@ -103,9 +96,7 @@ def test_where_no_line_can_be_written_an_error_that_says_so_leaves(tmp_path: Pat
     died(node)
     (answer,) = node.answers()
     assert answer.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "a server does not ask again"
-    assert "AuditError" in str(answer.error.reason)
-    assert "this site's audit log cannot be written" in str(answer.error.reason)
-    assert DIED not in str(answer.error.reason)
+    assert ("AuditError" in str(answer.error.reason), DIED in str(answer.error.reason)) == (True, False)
 
 
 # Both logs of a site
@@ -133,16 +124,14 @@ def shown(*words: str, code: int = 0) -> str:
 
 def test_an_officer_reads_both_logs_in_the_order_of_time(site: SiteFolder) -> None:
     append(site.node_audit_log, line("first", "refused", "by the policy"))
+    assert "by the policy" in shown(str(site.path)), "a site that only refused has a log"
     append(site.audit_log, line("second", "sent"))
     append(site.node_audit_log, line("third", "failed", DIED))
     said = shown(str(site.path))
-    assert all(words in said for words in ("second", "refused: by the policy", f"failed: {DIED}", "3 lines"))
     assert said.index("by the policy") < said.index(DIED)
-    for log in (site.audit_log, site.node_audit_log):
-        assert f"for {log}: line {check(log).lines} has the hash {check(log).head}" in said.replace("\n", " ")
+    assert all(check(log).head in said for log in (site.audit_log, site.node_audit_log))
     assert [name in shown(str(site.path), "--lines", "--run", "third") for name in ("first", "second", "third")] == [False, False, True]
     assert "second" not in shown(str(site.node_audit_log))
-    assert shown(str(site.path), "--forget", "2020-01-01").count("no file is that old") == 2
 
 
 def test_a_change_of_either_log_is_named(site: SiteFolder) -> None:
@@ -155,14 +144,4 @@ def test_a_change_of_either_log_is_named(site: SiteFolder) -> None:
     (file,) = files_in(site.node_audit_log)
     file.write_bytes(file.read_bytes().replace(b"SIGKILL", b"SIGTERM", 1))
     assert [one.ok for one in verify(site.path) if "audit" in one.subject] == [True, False]
-    assert f"the log in {site.node_audit_log} is not whole: line 1 was changed" in shown(str(site.path), code=1)
-
-
-def test_who_may_not_read_the_supernode_s_log_is_told_so(site: SiteFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    append(site.audit_log, line("second", "sent"))
-    append(site.node_audit_log, line("first", "refused", "by the policy"))
-    monkeypatch.setattr(audit_command.os, "access", lambda path, mode: path != site.node_audit_log)
-    said = shown(str(site.path))
-    assert f"the SuperNode's own log, {site.node_audit_log}, is not shown, since this user may not read it: ask root" in said
-    assert "by the policy" not in said
-    assert "second" in said
+    assert "line 1 was changed" in shown(str(site.path), code=1)

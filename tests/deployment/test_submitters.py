@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 from fl_bn.cli.main import app
 from fl_bn.run.config import RunConfig
 from fl_bn_site import submit as submit_module
-from fl_bn_site.doctor import _submitter
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder
-from fl_bn_site.kit import KitError, KitPlan, create
+from fl_bn_site.kit import KitPlan, create
 from fl_bn_site.membership import add_site
 from fl_bn_site.policy import Policy, PolicyError
 from fl_bn_site.queue import Queue
@@ -40,19 +39,16 @@ def own_key(server: ServerFolder) -> Path:
 # fl-bn submit
 
 
-def test_a_kit_s_own_key_signs_what_is_submitted_beside_it(server: ServerFolder, superlink: Any) -> None:
-    """As the sites of the same kit check it."""
-    assert submit(server, "name='mine' rounds=1", say=lambda line: None)
-    assert check(CODE, superlink.known[0].config, keys_of(server)).submitter.name == "submitter"
-
-
 def test_without_a_key_a_run_is_submitted_and_it_is_said_that_sites_may_refuse_it(server: ServerFolder, superlink: Any) -> None:
-    own_key(server).unlink()
+    """Control: the kit's own key signs what is submitted beside it."""
     said: list[str] = []
     assert submit(server, "name='mine' rounds=1", say=said.append)
-    assert said[0] == UNSIGNED
-    with pytest.raises(NotSigned, match="not signed"):
-        check(CODE, superlink.known[0].config, keys_of(server))
+    assert (UNSIGNED in said, check(CODE, superlink.known[0].config, keys_of(server)).submitter.name) == (False, "submitter")
+    own_key(server).unlink()
+    assert submit(server, "name='other' rounds=1", say=said.append)
+    assert UNSIGNED in said
+    with pytest.raises(NotSigned):
+        check(CODE, superlink.known[1].config, keys_of(server))
 
 
 def test_what_waits_in_the_queue_is_what_was_signed(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,21 +76,19 @@ def test_a_file_that_was_signed_elsewhere_is_submitted_as_it_is(server: ServerFo
     assert submit_signed(server, tmp_path / "run", say=lambda line: None)
     assert check(CODE, superlink.known[0].config, keys_of(server))
     content = json.loads((tmp_path / "run").read_text())
-    content["config"]["rounds"] = 2
-    content["config"]["name"] = "other"
+    content["config"] |= {"rounds": 2, "name": "other"}
     (tmp_path / "run").write_text(json.dumps(content))
     assert submit_signed(server, tmp_path / "run", say=lambda line: None)
-    with pytest.raises(NotSigned, match="one of the two was changed after the signing"):  # negative control
+    with pytest.raises(NotSigned):  # negative control
         check(CODE, superlink.known[1].config, keys_of(server))
     form = '"form": "fl-bn signed run 1"'
-    for text, says in {"": "", "{}": "", "[]": "", f"{{{form}}}": "no 'config'", f'{{{form}, "config": {{}}}}': "no 'package'"}.items():
+    for text in ("", "{}", "[]", f"{{{form}}}", f'{{{form}, "config": {{}}}}'):
         (tmp_path / "run").write_text(text)
-        with pytest.raises(FolderError, match=f"run: .*{says}"):
+        with pytest.raises(FolderError):
             submit_signed(server, tmp_path / "run")
-    with pytest.raises(FolderError, match="there is no key to sign with: give --key"):
+    with pytest.raises(FolderError, match="key"):
         sign_only(server, "rounds=1", tmp_path / "another")
-    wrong = CliRunner().invoke(app, ["submit", str(server.path), "--signed", "run", "--run-config", "rounds=1"])
-    assert (wrong.exit_code, "--signed submits a run unchanged" in wrong.output) == (2, True)
+    assert CliRunner().invoke(app, ["submit", str(server.path), "--signed", "run", "--run-config", "rounds=1"]).exit_code == 2
 
 
 def test_a_resumed_run_is_signed_anew(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,18 +105,14 @@ def test_a_resumed_run_is_signed_anew(server: ServerFolder, superlink: Any, monk
 
 def test_the_key_is_the_one_that_is_named(server: ServerFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert key_file(server) == own_key(server)
-    assert "signs runs, with" in _submitter(server).text
     write_submitter_key(server.path.parent / "submitters/bob", "bob")
-    with pytest.raises(FolderError, match="there are 2 keys of submitters in .*: name one by --key FILE"):
+    with pytest.raises(FolderError, match="--key"):
         key_file(server)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "alice.key"))
     assert key_file(server) == tmp_path / "alice.key"
     assert key_file(server, tmp_path / "k") == tmp_path / "k"
-    monkeypatch.delenv(VARIABLE)
-    for name in ("bob", "submitter"):
-        (server.path.parent / "submitters" / name / "submitter.key").unlink()
-    assert key_file(server) is None
-    assert "no key is found here" in _submitter(server).text
+    with pytest.raises(FolderError):  # of another kind
+        read_key(server.key)
 
 
 def test_a_key_may_need_a_passphrase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,9 +142,6 @@ def test_a_kit_hands_out_public_keys_alone(tmp_path: Path) -> None:
     added = add_site(ServerFolder.read(tmp_path / "kit/server"), "c", None, tmp_path / "kit/sites/c")
     assert Policy.read(tmp_path / "kit/sites/c/policy.toml") == Policy.read(tmp_path / "kit/sites/a/policy.toml")
     assert added.sites == ("a", "b", "c")
-    for names in ([], ["bob", "bob"], ["../bob"]):
-        with pytest.raises(KitError):
-            KitPlan("127.0.0.1", ["a"], submitters=names)
 
 
 def test_a_new_site_of_a_kit_without_submitters_takes_part_in_nothing_until_it_trusts_somebody(
@@ -163,7 +150,7 @@ def test_a_new_site_of_a_kit_without_submitters_takes_part_in_nothing_until_it_t
     """As of a kit of an earlier version."""
     (server.path / "submitters/submitter.pub").unlink()
     add_site(server, "c", None, tmp_path / "c")
-    with pytest.raises(PolicyError, match="needs trusted-submitters.*`fl-bn kit trust` adds one"):
+    with pytest.raises(PolicyError, match="trusted-submitters"):
         Policy.read(tmp_path / "c/policy.toml")
     typed = ["kit", "trust", str(tmp_path / "c"), "submitter", str(own_key(server).with_name("submitter.pub"))]
     done = CliRunner().invoke(app, typed)
