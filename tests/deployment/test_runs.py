@@ -14,12 +14,11 @@ from typer.testing import CliRunner
 
 from fl_bn.cli.main import app
 from fl_bn.run.config import ConfigError
-from fl_bn.support.flower_config import PROGRESS, Scalar
+from fl_bn.support.flower_config import Scalar
 from fl_bn_site.control import ControlError
 from fl_bn_site.folders import ServerFolder
 from fl_bn_site.registered import Submitted
-from fl_bn_site.runs import NOT_RESUMED, NOT_TOLD, NoSuchRun, NotHere, abort, fetch, list_runs
-from fl_bn_site.status import _run
+from fl_bn_site.runs import NoSuchRun, NotHere, abort, fetch, list_runs
 from fl_bn_site.submit import resume, submit
 from tests.deployment.superlink import THEN
 
@@ -132,45 +131,6 @@ def test_what_people_and_programs_read(server: ServerFolder, superlink: Any) -> 
 # Runs of a Flower app of one's own
 
 
-def own_run(server: ServerFolder, number: int, name: str, status: str, told: list[dict[str, Any]], **config: Scalar) -> Submitted:
-    """A run of an own app, which has ``told`` its rounds."""
-    if told:
-        (server.results / name).mkdir(parents=True)
-        lines = [json.dumps(line) + "\n" for line in told]
-        (server.results / name / PROGRESS).write_text("".join(lines) + '{"round": 99, "rou')  # being written
-    given = {"name": name, "output": str(server.results), "client-names": "a,b", "client-nodes": "1,2", **config}
-    ended = THEN + timedelta(seconds=9) if status.startswith("finished") else None
-    return Submitted(number, status, given, THEN, ended, THEN, app="you/myapp")
-
-
 def told(number: int, rounds: int, **more: Any) -> dict[str, Any]:
     usual = {"cohort": 2, "accepted": 2, "loss": 1.5, "accuracy": 0.5, "seconds": 3.0, "clients": []}
     return {"round": number, "rounds": rounds, **(usual if number else {}), **more}
-
-
-def test_rounds_of_an_own_app_are_those_that_it_tells(server: ServerFolder, superlink: Any) -> None:
-    rows = [told(0, 20), told(1, 20), told(2, 20, accepted=1, clients=[{"client": 1, "refused": "loss is nan"}])]
-    cases = {  # status, what it told, its run config -> round, rounds, note
-        "tells": ("running", rows, {"num-server-rounds": 10}, 2, 20, ""),
-        "loop-planned": ("running", [told(0, 0), told(1, 0)], {"num-server-rounds": 7}, 1, 7, ""),
-        "silent": ("running", [], {"num-server-rounds": 10}, None, 10, NOT_TOLD),
-        "pending": ("pending", [], {"num-server-rounds": 10}, 0, 10, ""),
-        "failed": ("finished:failed", rows, {}, 2, 20, NOT_RESUMED),
-    }
-    superlink.known = [
-        own_run(server, number, name, status, lines, **config)
-        for number, (name, (status, lines, config, *_)) in enumerate(cases.items(), 1)
-    ]
-    assert {run.name: (run.round, run.rounds, run.note) for run in list_runs(server)} == {name: case[3:] for name, case in cases.items()}
-    tells = _run(server, superlink.known[0], {}, False)
-    assert (tells.accepted, tells.cohort, tells.loss, tells.metric, tells.value) == (1, 2, 1.5, "accuracy", 0.5)
-    assert (tells.seconds, tells.left, tells.refused) == (3.0, 54.0, {"b": "loss is nan"})
-
-
-def test_a_run_of_an_own_app_is_never_resumed(server: ServerFolder, superlink: Any) -> None:
-    superlink.known = [own_run(server, 1, "mine", "finished:failed", [told(0, 4), told(3, 4)])]
-    for name in ("mine", "1", ""):
-        with pytest.raises(ConfigError):
-            resume(server, name)
-    superlink.known.append(own_run(server, 2, "mine", "running", []))
-    assert [run.state for run in list_runs(server)] == ["running", "failed"], "two runs of one name, and none is `resumed`"
