@@ -17,8 +17,8 @@ import pytest
 from fl_bn.flower.layerwise.exchange_address import DEPLOYED
 from fl_bn_site import app_host
 from fl_bn_site.app_host import CannotLoad, Request, load
-from fl_bn_site.submitters import Package
 from tests.deployment.federation import wait_until
+from tests.deployment.inner import Package
 from tests.deployment.test_signing import package_of
 
 # The host by its path, as deployments run it: the package around it would import torch.

@@ -13,12 +13,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fl_bn.cli.main import app
 from fl_bn_site import audit
-from fl_bn_site.audit import AuditError, append, digest, files_in, head_in, lines_in
-from fl_bn_site.audit_check import check, forget
-from fl_bn_site.folders import SiteFolder
-from fl_bn_site.kit import KitPlan, create
+from fl_bn_site.audit import AuditError, digest, head_in
+from fl_bn_site.audit_check import forget
+from tests.deployment.inner import KitPlan, SiteFolder, app, append, check, create, files_in, lines_in
 from tests.listed import listed
 
 Change = Callable[[list[bytes]], list[bytes]]

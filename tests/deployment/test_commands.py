@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +20,28 @@ from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode, _try_
 from typer.testing import CliRunner
 
 from fl_bn.cli.main import app as cli
-from fl_bn.run.config import ConfigError
-from fl_bn.run.overrides import parse_overrides
-from fl_bn.support.flower_config import flower_config
 from fl_bn_site import control as control_module
-from fl_bn_site import submit as submit_module
 from fl_bn_site.app_host import parser
-from fl_bn_site.certificates import read_public, write_site_key
-from fl_bn_site.commands import APP_HOST, SUPERLINK, SUPERNODE, commands, environment, node_config, prepare, superlink
-from fl_bn_site.control import ControlError, register_sites
-from fl_bn_site.folders import ServerFolder, SiteFolder
-from fl_bn_site.kit import KitPlan, create
-from fl_bn_site.project import stage
-from fl_bn_site.registered import Submitted
-from fl_bn_site.submit import COMPLETED, run_config, submit
-from fl_bn_site.supernode import own_options
+from fl_bn_site.commands import APP_HOST, SUPERLINK, SUPERNODE, prepare, superlink
+from fl_bn_site.control import register_sites
+from tests.deployment.inner import (
+    ConfigError,
+    ControlError,
+    KitPlan,
+    ServerFolder,
+    SiteFolder,
+    commands,
+    create,
+    environment,
+    flower_config,
+    node_config,
+    own_options,
+    parse_overrides,
+    read_public,
+    run_config,
+    stage,
+    write_site_key,
+)
 from tests.deployment.superlink import stand_in
 from tests.listed import listed
 
@@ -56,38 +61,25 @@ def server(kit: Path) -> ServerFolder:
 
 
 def test_flower_accepts_the_superlink(kit: Path, server: ServerFolder) -> None:
-    command = superlink(server)
-    assert command.argv[1:3] == ("-P", str(SUPERLINK))
-    args = _parse_args_run_superlink().parse_args(command.argv[3:])
+    command, folder = superlink(server), kit / "server"
+    args = _parse_args_run_superlink().parse_args(command.argv[command.argv.index(str(SUPERLINK)) + 1 :])
     assert (args.insecure, args.enable_supernode_auth, args.isolation) == (False, True, "process")
-    assert (args.fleet_api_address, args.control_api_address, args.serverappio_api_address) == (
-        "0.0.0.0:9092",
-        "127.0.0.1:9093",
-        "127.0.0.1:9091",
-    )
-    assert (args.database, args.storage_dir) == (str(kit / "server/state/superlink.db"), str(kit / "server/state/superlink-files"))
-    read = try_obtain_server_certificates(args)
-    assert read == tuple((kit / "server" / name).read_bytes() for name in ("ca.crt", "server.crt", "server.key"))
+    addresses = (args.fleet_api_address, args.control_api_address, args.serverappio_api_address)
+    assert addresses == ("0.0.0.0:9092", "127.0.0.1:9093", "127.0.0.1:9091")
+    assert (args.database, args.storage_dir) == (str(folder / "state/superlink.db"), str(folder / "state/superlink-files"))
+    assert try_obtain_server_certificates(args) == tuple((folder / name).read_bytes() for name in ("ca.crt", "server.crt", "server.key"))
 
 
 def test_flower_accepts_the_supernode_and_reads_its_node_config(kit: Path) -> None:
-    text = (
-        (kit / "sites/B/site.toml")
-        .read_text()
-        .replace('dataset = ""', 'dataset = "npz"')
-        .replace('data-path = ""', 'data-path = "my data.npz"')
-    )
-    (kit / "sites/B/site.toml").write_text(text)
+    file = kit / "sites/B/site.toml"
+    file.write_text(file.read_text().replace('dataset = ""', 'dataset = "npz"').replace('data-path = ""', 'data-path = "my data.npz"'))
     site = SiteFolder.read(kit / "sites/B")
     command, app = commands(site)
-    place = command.argv.index(str(SUPERNODE))
-    own, rest = own_options(list(command.argv[place + 1 :]))
-    assert own.poll_seconds == 0.5
+    _, rest = own_options(list(command.argv[command.argv.index(str(SUPERNODE)) + 1 :]))
     args = _parse_args_run_supernode().parse_args(rest)
     assert (args.superlink, args.isolation, args.clientappio_api_address) == ("fl.example.org:9092", "process", "127.0.0.1:9094")
     host = parser().parse_args(app.argv[app.argv.index(str(APP_HOST)) + 1 :])
     assert (host.appio_api_address, host.policy) == ("127.0.0.1:9094", kit / "sites/B/policy.toml")
-    assert not any(str(site.private_key) in word for word in (*app.argv, *app.env.values()))
     assert args.insecure is False
     assert try_obtain_root_certificates(args, args.superlink) == (kit / "sites/B/ca.crt").read_bytes()
     assert _try_setup_client_authentication(args) is not None
@@ -111,19 +103,9 @@ def test_each_role_has_its_own_flower_home_and_no_telemetry(kit: Path, server: S
 
 
 def test_configs_come_back_as_they_were() -> None:
-    values = {
-        "a": 1,
-        "b": 0.5,
-        "c": 1e-9,
-        "d": True,
-        "e": "St. Mary's",
-        "f": 'say "a"',
-        "g": "",
-        "h": "k=v w='1'",
-        "i": r"back\slash",
-        "j": "äß",
-    }
-    assert parse_config_args([flower_config(values)]) == parse_overrides(flower_config(values)) == values
+    values = dict(enumerate([1, 0.5, 1e-9, True, "St. Mary's", 'say "a"', "", "k=v w='1'", r"back\slash", "äß"]))
+    config = {f"key-{place}": value for place, value in values.items()}
+    assert parse_config_args([flower_config(config)]) == parse_overrides(flower_config(config)) == config
 
 
 @listed("value", ["both \" and '", "\\ and '", "two\nlines"])
@@ -220,50 +202,3 @@ def said(answer: Any) -> Any:
     if isinstance(answer, Exception):
         raise answer
     return answer
-
-
-class Breaking:
-    """A SuperLink whose log breaks off twice, and which is then away for a moment."""
-
-    address = "h:1"
-
-    def __init__(self, last: str) -> None:
-        self.logs = iter([[("a\nb", 1.0)], [("\n", 2.0)], [("c\n", 3.0), ("d", 4.0)], [("", 5.0)]])
-        self.asked = iter([0.0, 1.0, 2.0, 4.0])
-        self.answers: Iterator[Any] = iter([ControlError("away"), "running", last])
-
-    def log(self, run: str, after: float) -> Iterator[tuple[str, float]]:
-        assert after == next(self.asked)
-        return iter(next(self.logs))
-
-    def status(self, run: str) -> str:
-        return str(said(next(self.answers)))
-
-    def runs(self) -> list[Submitted]:
-        return []
-
-    def nodes(self, sites: list[Path]) -> list[int]:
-        assert [path.name for path in sites] == ["A.pub", "B.pub"]
-        return [2**64 - 1, 7]
-
-    def start_run(self, package: Path, config: str, lock: int | None = None) -> str:
-        assert "client_app/app.py" in zipfile.ZipFile(package).namelist()
-        sent = parse_config_args([config])
-        assert (sent["clients"], sent["client-nodes"]) == (2, "18446744073709551615,7")
-        return "7"
-
-
-@pytest.mark.parametrize("last", [COMPLETED, "finished:failed"])
-def test_submit_says_each_line_once_and_how_the_run_ended(server: ServerFolder, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
-    @contextmanager
-    def control_of(server: ServerFolder, address: str) -> Iterator[Breaking]:
-        yield Breaking(last)
-
-    monkeypatch.setattr(submit_module, "control_of", control_of)
-    monkeypatch.setattr(submit_module.time, "sleep", lambda seconds: None)
-    said: list[str] = []
-    assert submit(server, "rounds=1 name='x'", say=said.append) is (last == COMPLETED)
-    told = ["run 7 is submitted to h:1 as x, for sites A, B", "a", "away; trying again for up to 600 s", "b"]
-    told += ["the SuperLink at h:1 answers again", "c", "d", f"run 7: {last}"]
-    assert said[: len(told)] == told
-    assert all(line.startswith("it has no checkpoint to resume from") for line in said[len(told) :])

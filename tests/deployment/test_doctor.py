@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fl_bn.checks import machine
-from fl_bn.cli.main import app
-from fl_bn.support.finding import Finding
 from fl_bn_site.doctor import diagnose
 from tests.deployment import tls_servers
 from tests.deployment.broken import BROKEN, Setup, made
+from tests.deployment.inner import Finding, app, machine
 from tests.listed import listed
 from tools.deployment import doctor_report
 

@@ -21,14 +21,13 @@ from flwr.common.constant import PUBLIC_KEY_HEADER, SIGNATURE_HEADER, SYSTEM_TIM
 from flwr.proto.fleet_pb2_grpc import FleetServicer, add_FleetServicer_to_server
 from flwr.server.superlink.fleet.grpc_rere import node_auth_server_interceptor as flower
 
-from fl_bn.checks import clock, experiment, machine
+from fl_bn.checks import clock, experiment
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.support.finding import Finding
 from fl_bn.support.loopback import EXCEPTIONS
 from fl_bn_site.checks import network, tls
 from fl_bn_site.checks.credentials import expiry
-from fl_bn_site.folders import ServerFolder
 from tests.deployment import tls_servers
+from tests.deployment.inner import Finding, ServerFolder, machine
 from tests.listed import listed
 
 
@@ -234,28 +233,24 @@ def test_labels_that_look_like_mistakes_are_warned_about(tmp_path: Path) -> None
     """One label 17 among 0..9 makes 18 classes, and labels 1..10 make 11, unless the run says how many there are."""
     x = np.random.default_rng(0).integers(0, 256, (40, 8, 8), dtype=np.uint8)
     good = np.arange(40) % 10
-    assert data_finding(site_with(tmp_path, x, good)).status == "ok"  # control
-    stray = good.copy()
-    stray[3] = 17
-    found = data_finding(site_with(tmp_path, x, stray))
-    assert (found.status, "none of 10, 11, 12, 13, 14, 15, 16; 18 classes, as the largest label is 17" in found.text) == ("warn", True)
-    found = data_finding(site_with(tmp_path, x, good + 1))
-    assert (found.status, "none of 0; 11 classes" in found.text, "count from 0" in found.do) == ("warn", True, True)
+    stray = np.where(np.arange(40) == 3, 17, good)
     shape: dict[str, str | int] = {"dataset": "sites", "classes": 10, "channels": 1, "image-size": 8}
-    node = site_with(tmp_path, x, good % 3 + 2)  # a site that lacks classes of the run's
-    assert data_finding(node, **shape).status == "ok"
-    found = data_finding(site_with(tmp_path, x, stray), **shape)
-    assert (found.status, "labels up to 17" in found.text) == ("fail", True)
+    for labels, of_run, status in (
+        (good, {}, "ok"),
+        (stray, {}, "warn"),
+        (good + 1, {}, "warn"),
+        (good % 3 + 2, shape, "ok"),  # a site that lacks classes of the run's
+        (stray, shape, "fail"),
+    ):
+        assert data_finding(site_with(tmp_path, x, labels), **of_run).status == status
 
 
 def test_floats_that_became_black_images_are_warned_about(tmp_path: Path) -> None:
-    x = np.random.default_rng(0).random((40, 8, 8))
-    found = data_finding(site_with(tmp_path, x, np.arange(40) % 4))
-    assert found.status == "fail"
-    assert "np.rint(x * 255).astype('uint8')" in found.text
-    found = data_finding(site_with(tmp_path, x.astype("uint8"), np.arange(40) % 4))
-    assert (found.status, "no pixel of 0..255 is above 1" in found.text) == ("warn", True)
-    assert data_finding(site_with(tmp_path, np.rint(x * 255).astype("uint8"), np.arange(40) % 4)).status == "ok"
+    x, labels = np.random.default_rng(0).random((40, 8, 8)), np.arange(40) % 4
+    for images, status in ((x, "fail"), (x.astype("uint8"), "warn"), (np.rint(x * 255).astype("uint8"), "ok")):
+        found = data_finding(site_with(tmp_path, images, labels))
+        assert found.status == status
+    assert "np.rint(x * 255)" in data_finding(site_with(tmp_path, x, labels)).text
 
 
 # Handshakes and clocks

@@ -17,8 +17,8 @@ from flwr.common.inflatable import get_all_nested_objects
 from flwr.common.typing import Run
 from flwr.supercore.object_store import ObjectStoreFactory
 
-from fl_bn.flower.compat import find
 from fl_bn_site import app_host, endings, supernode
+from tests.deployment.inner import find
 
 RUN = 7
 

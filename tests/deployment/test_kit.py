@@ -11,11 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fl_bn.cli.main import app
-from fl_bn_site.commands import node_config
-from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port, read_folder, render
-from fl_bn_site.kit import KitError, KitPlan, create
-from fl_bn_site.verify import verify
+from fl_bn_site.folders import host_port, read_folder, render
+from tests.deployment.inner import FolderError, KitError, KitPlan, ServerFolder, SiteFolder, app, create, node_config, verify
 from tests.listed import listed
 
 PLAN = KitPlan(

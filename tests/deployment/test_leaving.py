@@ -14,7 +14,6 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 from fl_bn.exchange.call import Key, Layer, Quantity
-from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn.exchange.grpc.service import ExchangeService
 from fl_bn.exchange.session import Session
 from fl_bn.exchange.settings import ExchangeSettings
@@ -25,9 +24,9 @@ from fl_bn.methods import METHODS
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support import departures
 from fl_bn_site import app_host
-from fl_bn_site.audit import lines_in
-from fl_bn_site.leaving import OTHER, about, answered, message_bytes, sections_of
+from fl_bn_site.leaving import about, answered, message_bytes, sections_of
 from tests.costs import common_first
+from tests.deployment.inner import OTHER, GrpcExchange, lines_in
 from tests.in_process import run
 
 Clients = Callable[..., list[Samples]]

@@ -16,20 +16,21 @@ import pytest
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from fl_bn_site import certificates
-from fl_bn_site.certificates import names_in, public_half, read_certificate, read_public, write_site_key
-from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder
-from fl_bn_site.kit import KitError, KitPlan, create
-from fl_bn_site.membership import (
+from fl_bn_site.certificates import names_in, public_half, read_certificate
+from fl_bn_site.membership import check_expiry, former_owner, renew_server, renew_site, renews, replace_authority
+from tests.deployment.inner import (
+    FolderError,
+    KitError,
+    KitPlan,
+    ServerFolder,
+    SiteFolder,
     add_site,
-    check_expiry,
-    former_owner,
+    create,
+    read_public,
     remove_site,
-    renew_server,
-    renew_site,
-    renews,
-    replace_authority,
+    verify,
+    write_site_key,
 )
-from fl_bn_site.verify import verify
 from tests.listed import listed
 
 PLAN = KitPlan("fl.example.org", ["A", "B"], exchange_host="x.example.org", also=["10.1.2.3"], fleet_port=21092, exchange_port=21095)

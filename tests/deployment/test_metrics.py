@@ -12,11 +12,9 @@ from urllib.request import urlopen
 import pytest
 
 from fl_bn_site import metrics as module
-from fl_bn_site.control import ControlError
-from fl_bn_site.folders import ServerFolder
-from fl_bn_site.kit import KitPlan, create
 from fl_bn_site.metrics import make_server, metrics
 from fl_bn_site.status import RunStatus, SiteStatus, Status
+from tests.deployment.inner import ControlError, KitPlan, ServerFolder, create
 
 SITES = [SiteStatus("east", 7, "online", "2026-11-22T12:00:00+00:00"), SiteStatus("west", None, "not registered", "")]
 RUNS = [

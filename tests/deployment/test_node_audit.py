@@ -10,16 +10,9 @@ from flwr.app import Message, RecordDict
 from flwr.common.constant import ErrorCode
 from typer.testing import CliRunner
 
-from fl_bn.cli.main import app
-from fl_bn.flower.compat import find
 from fl_bn_site import supernode
-from fl_bn_site.audit import append, files_in, lines_in
-from fl_bn_site.audit_check import check
-from fl_bn_site.folders import SiteFolder
-from fl_bn_site.kit import KitPlan, create
 from fl_bn_site.node_audit import write_errors
-from fl_bn_site.submitters import Package
-from fl_bn_site.verify import verify
+from tests.deployment.inner import KitPlan, Package, SiteFolder, app, append, check, create, files_in, find, lines_in, verify
 from tests.deployment.test_signing import FILES, Node, package_of, run_of
 
 DIED = "its process was killed by SIGKILL: out of memory"

@@ -16,13 +16,10 @@ import pytest
 from fl_bn.run.errors import ConfigError
 from fl_bn_site import submit as submit_module
 from fl_bn_site.app_host import placed
-from fl_bn_site.folders import FolderError, ServerFolder
 from fl_bn_site.own_config import own_config
-from fl_bn_site.project import OF_RUN, build
-from fl_bn_site.signing import OF_SERVER
-from fl_bn_site.submit import submit
-from fl_bn_site.submitters import Package
+from fl_bn_site.project import OF_RUN
 from tests.deployment.federation import FL_BN, Federation, wait_until
+from tests.deployment.inner import OF_SERVER, FolderError, Package, ServerFolder, build, submit
 
 NOW = datetime(2026, 11, 26, 21, 30)
 NETS = """

@@ -18,9 +18,8 @@ from flwr.common.constant import ErrorCode
 
 from fl_bn_site import app_host
 from fl_bn_site.guides import site_policy
-from fl_bn_site.policy import NotAllowed, Policy, PolicyError
-from fl_bn_site.signing import Submitter
-from fl_bn_site.submitters import hand_out
+from fl_bn_site.policy import NotAllowed
+from tests.deployment.inner import Policy, PolicyError, Submitter, hand_out
 from tests.hostile.bisecting import Bisecting
 from tests.hostile.test_gate import grid
 from tests.listed import listed

@@ -13,18 +13,22 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fl_bn.cli.main import app
-from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn_site import queue as module
-from fl_bn_site.certificates import read_public
-from fl_bn_site.control import ControlError
-from fl_bn_site.folders import FolderError, ServerFolder
-from fl_bn_site.membership import add_site, remove_site
-from fl_bn_site.queue import NameTaken, Queue
+from fl_bn_site.queue import NameTaken
 from fl_bn_site.queue_store import REFUSED, STARTED, STARTING, WAITING, QueueError, QueueStore
-from fl_bn_site.registered import Submitted
-from fl_bn_site.runs import abort, list_runs
-from fl_bn_site.submit import run_config, submit
+from tests.deployment.inner import (
+    ConfigError,
+    ControlError,
+    FolderError,
+    Queue,
+    RunConfig,
+    ServerFolder,
+    Submitted,
+    abort,
+    app,
+    list_runs,
+    run_config,
+    submit,
+)
 from tests.deployment.superlink import THEN, full_disk, named, states
 
 
@@ -121,34 +125,6 @@ def test_a_superlink_that_is_away_loses_nothing_and_one_that_refuses_is_believed
     assert queue.dispatch(superlink) == {1: "no such federation"}
     superlink.refuses = ""
     assert (queue.dispatch(superlink), states(queue), superlink.known) == ({}, {"one": REFUSED}, [])
-
-
-def test_what_cannot_be_started_is_refused_and_holds_up_no_other(
-    server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queue = Queue(server)
-    queue.add(named("one"))
-
-    def broken(server: ServerFolder) -> None:
-        raise shutil.Error([("a.py", "b", "gone")])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "build", broken)
-        assert queue.dispatch(superlink).keys() == {1}
-    queue.add(named("two"))
-    assert queue.dispatch(superlink) == {}
-    assert states(queue) == {"one": REFUSED, "two": STARTED}
-
-
-def test_a_run_waits_for_a_site_that_is_not_registered_yet(server: ServerFolder, superlink: Any) -> None:
-    queue = Queue(server)
-    queue.add(named("one"))
-    superlink.unknown = {read_public(server.public_key("b"))}
-    assert queue.dispatch(superlink).keys() == {1}
-    assert states(queue) == {"one": WAITING}
-    superlink.unknown = set()
-    assert queue.dispatch(superlink) == {}
-    assert states(queue) == {"one": STARTED}
 
 
 def test_a_full_disk_is_said_and_loses_no_run(server: ServerFolder, superlink: Any) -> None:
@@ -260,21 +236,6 @@ def test_a_submit_that_cannot_look_for_a_while_waits_on(
     monkeypatch.setattr(owner, where, fails)
     assert submit(server, "name='mine' rounds=1", say=lambda line: None)
     assert errors == []
-
-
-def test_a_waiting_submit_notices_sites_that_come_and_go(
-    server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    superlink.known = [Submitted(1, "running", {"name": "other"}, THEN, None)]
-
-    def changed(seconds: float) -> None:
-        if superlink.going() == ["other"]:
-            add_site(remove_site(server, "a"), "c", None, tmp_path / "c")
-        superlink.end(1)
-
-    monkeypatch.setattr("fl_bn_site.submit.time.sleep", changed)
-    assert submit(server, "name='mine' rounds=1", say=lambda line: None)
-    assert superlink.known[1].config["client-names"] == "b,c"
 
 
 def test_a_run_without_an_exchange_is_given_no_address_for_one(server: ServerFolder) -> None:

@@ -12,14 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fl_bn.cli.main import app
-from fl_bn.run.config import ConfigError
-from fl_bn.support.flower_config import Scalar
-from fl_bn_site.control import ControlError
-from fl_bn_site.folders import ServerFolder
-from fl_bn_site.registered import Submitted
-from fl_bn_site.runs import NoSuchRun, NotHere, abort, fetch, list_runs
-from fl_bn_site.submit import resume, submit
+from fl_bn_site.runs import NoSuchRun, NotHere, fetch
+from tests.deployment.inner import ConfigError, ControlError, Scalar, ServerFolder, Submitted, abort, app, list_runs, resume, submit
 from tests.deployment.superlink import THEN
 
 

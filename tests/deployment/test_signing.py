@@ -21,13 +21,11 @@ from flwr.common.serde import user_config_from_proto, user_config_to_proto
 from flwr.common.typing import Fab, Run
 from flwr.supercore.object_store import ObjectStoreFactory
 
-from fl_bn.flower.compat import find
-from fl_bn.support.flower_config import flower_config
 from fl_bn_site import supernode
 from fl_bn_site.admission import Admission, refuse_runs
-from fl_bn_site.policy import Policy
-from fl_bn_site.signing import AHEAD, DAY, KEY, LASTS, OF_SERVER, Accepted, NotSigned, Submitter, check, fingerprint, read_submitter, sign
-from fl_bn_site.submitters import Package, hand_out, public_line
+from fl_bn_site.signing import AHEAD, DAY, LASTS, Accepted, check, fingerprint, read_submitter, sign
+from fl_bn_site.submitters import public_line
+from tests.deployment.inner import KEY, OF_SERVER, NotSigned, Package, Policy, Submitter, find, flower_config, hand_out
 from tests.listed import listed
 
 MINE, OTHER = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()

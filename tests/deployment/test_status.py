@@ -11,13 +11,9 @@ import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 from typer.testing import CliRunner
 
-from fl_bn.cli.main import app
 from fl_bn_site.control import Control
-from fl_bn_site.folders import ServerFolder
-from fl_bn_site.kit import KitPlan, create
-from fl_bn_site.membership import remove_site
-from fl_bn_site.registered import Node, Submitted
-from fl_bn_site.status import status
+from fl_bn_site.registered import Node
+from tests.deployment.inner import KitPlan, ServerFolder, Submitted, app, create, remove_site, status
 
 SEEN = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
 

@@ -11,17 +11,31 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fl_bn.cli.main import app
-from fl_bn.run.config import RunConfig
 from fl_bn_site import submit as submit_module
-from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder
-from fl_bn_site.kit import KitPlan, create
-from fl_bn_site.membership import add_site
-from fl_bn_site.policy import Policy, PolicyError
-from fl_bn_site.queue import Queue
-from fl_bn_site.signing import KEY, NotSigned, check
-from fl_bn_site.submit import UNSIGNED, resume, sign_only, submit, submit_signed
-from fl_bn_site.submitters import VARIABLE, Package, key_file, read_key, write_submitter_key
+from fl_bn_site.signing import check
+from fl_bn_site.submit import UNSIGNED, sign_only, submit_signed
+from fl_bn_site.submitters import VARIABLE
+from tests.deployment.inner import (
+    KEY,
+    FolderError,
+    KitPlan,
+    NotSigned,
+    Package,
+    Policy,
+    PolicyError,
+    Queue,
+    RunConfig,
+    ServerFolder,
+    SiteFolder,
+    add_site,
+    app,
+    create,
+    key_file,
+    read_key,
+    resume,
+    submit,
+    write_submitter_key,
+)
 from tests.deployment.superlink import named
 
 CODE = Package(b"a package").code  # what conftest's project is packed as

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
@@ -10,14 +9,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from fl_bn_site.commands import Command, program
-from fl_bn_site.supervisor import AlreadyRunning, DailyLog, Delays, supervise
+from fl_bn_site.commands import Command
+from fl_bn_site.supervisor import AlreadyRunning, Delays, supervise
 
 QUICK = Delays(first=0.2, longest=0.8, grace=1.0)
 
@@ -90,28 +88,6 @@ def test_a_program_starts_again_when_a_file_that_it_has_read_changes(tmp_path: P
     supervised([command("supernode", code, tmp_path, reads=(key,))], tmp_path, done)
 
 
-def test_a_log_file_is_put_aside_when_it_is_large_or_a_day_old(tmp_path: Path) -> None:
-    path = tmp_path / "speaker.log"
-
-    def say(text: str, at: float) -> None:
-        handler = DailyLog(path, maxBytes=1000, backupCount=2, encoding="utf-8")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-        record = logging.LogRecord("speaker", logging.INFO, "", 0, text, (), None)
-        record.created = at
-        handler.emit(record)
-        handler.close()
-
-    now = time.time()
-    say("first", now - 86300)
-    say("second", now - 86200)
-    assert not (tmp_path / "speaker.log.1").exists(), "control: 100 s after the first line it is no day old"
-    say("third", now + 200)
-    assert [line[24:] for line in lines(tmp_path / "speaker.log.1")] == ["first", "second"]
-    say("x" * 990, now + 200)
-    assert [line[24:] for line in lines(tmp_path / "speaker.log.1")] == ["third"]
-    assert not (tmp_path / "speaker.log.3").exists()
-
-
 def test_programs_are_asked_to_end_and_killed_if_they_do_not(tmp_path: Path) -> None:
     ready, polite = tmp_path / "ready", tmp_path / "polite"
     on_term = "import os, signal, sys, time; signal.signal(signal.SIGTERM, lambda *a: {then}); {ready}; time.sleep(60)"
@@ -158,13 +134,3 @@ def test_programs_and_what_they_started_die_with_a_supervisor_that_is_killed(tmp
         assert all(running(pid) for pid in both)
         supervisor.kill()
     until(lambda: not any(running(pid) for pid in both), 10)
-
-
-@contextmanager
-def started(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([program("fl-bn"), "start", str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
