@@ -20,10 +20,9 @@ from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode, _try_
 from typer.testing import CliRunner
 
 from fl_bn.cli.main import app as cli
-from fl_bn_site import control as control_module
 from fl_bn_site.app_host import parser
 from fl_bn_site.commands import APP_HOST, SUPERLINK, SUPERNODE, prepare, superlink
-from fl_bn_site.control import register_sites
+from fl_bn_site.control import Control, register_sites
 from tests.deployment.inner import (
     ConfigError,
     ControlError,
@@ -169,7 +168,13 @@ def test_registration_waits_for_the_superlink_and_may_be_repeated(
     (server.path / "sites/former/C.pub.20261122T101112").write_bytes(former.read_bytes())
     known = {read_public(server.public_key("B")): 4, read_public(stranger): 5, read_public(former): 6}
     answers: list[Any] = [away, known, known, away]
-    monkeypatch.setattr(control_module.Control, "registered", lambda self: said(answers.pop(0)))
+
+    def answer(control: Control) -> Any:
+        if isinstance(first := answers.pop(0), Exception):
+            raise first
+        return first
+
+    monkeypatch.setattr(Control, "registered", answer)
     (tmp_path / "yes").write_text(json.dumps({"success": True}))
     stand_in(tmp_path, monkeypatch, f'echo "$@" >> "{tmp_path}/asked"; cat "{tmp_path}/yes"')
     out = "shut out: no site of server.toml has this key"
@@ -196,9 +201,3 @@ def test_a_key_that_cannot_be_read_is_named_at_once(tmp_path: Path, breaks: Any)
         list(register_sites(server))
     shown = CliRunner().invoke(cli, ["register", str(server.path)])
     assert (shown.exit_code, "sites/B.pub: " in shown.output) == (1, True), shown.output
-
-
-def said(answer: Any) -> Any:
-    if isinstance(answer, Exception):
-        raise answer
-    return answer

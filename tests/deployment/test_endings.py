@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import time
-from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +13,7 @@ from flwr.common.inflatable import get_all_nested_objects
 from flwr.common.typing import Run
 from flwr.supercore.object_store import ObjectStoreFactory
 
-from fl_bn_site import app_host, endings, supernode
+from fl_bn_site import endings, supernode
 from tests.deployment.inner import find
 
 RUN = 7
@@ -96,18 +92,6 @@ def test_a_part_of_a_reply_does_not_go_on_its_way(site: Site, whole: bool) -> No
         assert site.replies() == []
         site.tell(token, "x")
         assert site.errors() == [(8, "x")]
-
-
-def test_a_watcher_tells_how_the_process_of_its_message_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real processes; who is told is this one."""
-    said: list[Any] = []
-    monkeypatch.setattr(app_host, "_stub", lambda site: None)
-    monkeypatch.setattr(app_host, "tell_end", lambda stub, token, why: said.append((token, why)))
-    request, app = app_host.Request("token", "c"), app_host.App("c", "a/b", lambda **of: None)
-    for work in (lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: os._exit(3), lambda: time.sleep(0)):
-        monkeypatch.setattr(app_host, "answer", lambda *of, work=work: work())
-        app_host.watch(app_host.Site("nowhere", Path()), request, app)
-    assert said == [("token", "its process was killed by SIGKILL"), ("token", "its process ended with exit code 3")]
 
 
 def test_what_the_server_says_is_no_line_of_its_own_in_the_log() -> None:

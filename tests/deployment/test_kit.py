@@ -43,13 +43,10 @@ def test_a_kit_is_complete_and_verifies(kit: Path) -> None:
 
 
 def test_keys_are_their_owner_s_alone(kit: Path) -> None:
-    for name in PRIVATE:
-        assert (kit / name).stat().st_mode & 0o777 == 0o600
-        assert (kit / name).parent.stat().st_mode & 0o777 == 0o700
-    secrets = [(kit / name).read_bytes() for name in PRIVATE]
-    others = [path.read_bytes() for path in kit.rglob("*") if path.is_file() and path.relative_to(kit).as_posix() not in PRIVATE]
-    assert len(set(secrets)) == len(PRIVATE)
-    assert not any(b"PRIVATE" in content for content in others)
+    assert all(((kit / name).stat().st_mode & 0o777, (kit / name).parent.stat().st_mode & 0o777) == (0o600, 0o700) for name in PRIVATE)
+    assert len({(kit / name).read_bytes() for name in PRIVATE}) == len(PRIVATE)
+    others = [path for path in kit.rglob("*") if path.is_file() and path.relative_to(kit).as_posix() not in PRIVATE]
+    assert not any(b"PRIVATE" in path.read_bytes() for path in others)
 
 
 def handshake(server: Path, authority: Path, host: str) -> None:

@@ -175,21 +175,16 @@ def test_the_host_writes_a_line_before_an_answer_leaves_or_an_error_leaves_in_it
     record = app_host.Record(app_host.Site("nowhere", tmp_path, audit=folder), asked, {}, b"zip")
     reply = Message(RecordDict({"fl-bn/hello": ConfigRecord({"samples": 6, "label-counts": "[3, 3]"})}), reply_to=asked)
     if writable:
-        record.submitted_by("")
-        assert record.checked(reply) is reply
         record.submitted_by("anna")
+        assert record.checked(reply) is reply
         assert record.failed(app_host.policy_module().NotAllowed("no")).error.reason.endswith("no'>")
         assert record.failed(KeyError("x")).has_error()
-        lines = [line.values for line in lines_in(folder)]
-        assert [line["decision"] for line in lines if line] == ["sent", "refused", "failed"]
-        assert [line["submitter"] for line in lines if line] == [None, "anna", "anna"]
-        assert lines[0] is not None
+        lines = [line.values for line in lines_in(folder) if line.values]
+        assert [(line["decision"], line["submitter"]) for line in lines] == [(of, "anna") for of in ("sent", "refused", "failed")]
         assert lines[0]["sections"]["introduction"] == {"tensors": 1, "bytes": 6}
         assert lines[0]["code"] == hashlib.sha256(b"zip").hexdigest()
         return
     with pytest.raises(Exception, match="the answer does not leave") as raised:
         record.checked(reply)
     left = record.failed(raised.value)
-    assert left.has_error()
-    assert "this site's audit log cannot be written" in left.error.reason
-    assert not left.has_content()
+    assert (left.has_error(), left.has_content()) == (True, False)

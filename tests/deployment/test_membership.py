@@ -28,12 +28,10 @@ from tests.deployment.inner import (
     create,
     read_public,
     remove_site,
-    verify,
     write_site_key,
 )
+from tests.deployment.test_kit import PLAN, failures
 from tests.listed import listed
-
-PLAN = KitPlan("fl.example.org", ["A", "B"], exchange_host="x.example.org", also=["10.1.2.3"], fleet_port=21092, exchange_port=21095)
 
 
 @pytest.fixture
@@ -45,10 +43,6 @@ def kit(tmp_path: Path) -> Path:
 @pytest.fixture
 def server(kit: Path) -> ServerFolder:
     return ServerFolder.read(kit / "server")
-
-
-def failures(kit: Path) -> list[str]:
-    return [str(check) for check in verify(kit) if not check.ok]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import sys
-import zipfile
-from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +17,7 @@ from fl_bn_site import app_host
 from fl_bn_site.guides import site_policy
 from fl_bn_site.policy import NotAllowed
 from tests.deployment.inner import Policy, PolicyError, Submitter, hand_out
+from tests.deployment.test_signing import package_of
 from tests.hostile.bisecting import Bisecting
 from tests.hostile.test_gate import grid
 from tests.listed import listed
@@ -30,14 +28,6 @@ RUN: dict[str, Any] = {"method": "hbn", "batch-size": 16, "hbn-stat-samples": 0,
 def policy(tmp_path: Path, text: str) -> Policy:
     (tmp_path / "policy.toml").write_text(text)
     return Policy.read(tmp_path / "policy.toml")
-
-
-def fab(files: Mapping[str, str]) -> bytes:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w") as archive:
-        for name, text in files.items():
-            archive.writestr(name, text)
-    return out.getvalue()
 
 
 def test_without_a_file_or_a_line_everything_is_allowed(tmp_path: Path) -> None:
@@ -90,8 +80,8 @@ def test_only_the_installed_code_runs_where_the_policy_says_so(tmp_path: Path) -
     (package.parent / "mine.py").write_text("x = 3\n")  # the server does not learn that it guessed this file
     same = {"fl_bn/__init__.py": "VERSION = 1\n", "fl_bn/methods/hbn.py": "x = 1\n", "client_app/app.py": "not loaded"}
     only = policy(tmp_path, 'allow-code = "installed"')
-    only.check_code(fab(same), package)
-    assert not only.decide(sha256(fab(same)).hexdigest(), fab(same), {}, package).refusal
+    only.check_code(package_of(same), package)
+    assert not only.decide(sha256(package_of(same)).hexdigest(), package_of(same), {}, package).refusal
     for other, name in (
         ({**same, "fl_bn/methods/hbn.py": "x = 2\n"}, "fl_bn/methods/hbn.py"),
         ({**same, "fl_bn/new.py": ""}, "fl_bn/new.py"),
@@ -99,9 +89,9 @@ def test_only_the_installed_code_runs_where_the_policy_says_so(tmp_path: Path) -
         ({"other/app.py": ""}, "app"),
     ):
         with pytest.raises(NotAllowed, match=name):
-            only.check_code(fab(other), package)
-        assert name in only.decide(sha256(fab(other)).hexdigest(), fab(other), {}, package).refusal
-        policy(tmp_path, 'allow-code = "any"').check_code(fab(other), package)  # control
+            only.check_code(package_of(other), package)
+        assert name in only.decide(sha256(package_of(other)).hexdigest(), package_of(other), {}, package).refusal
+        policy(tmp_path, 'allow-code = "any"').check_code(package_of(other), package)  # control
 
 
 def test_replies_of_few_samples_do_not_leave(tmp_path: Path) -> None:

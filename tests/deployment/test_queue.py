@@ -69,7 +69,7 @@ def test_names_are_not_given_twice(server: ServerFolder) -> None:
     queue = Queue(server)
     (server.results / "old").mkdir(parents=True)
     assert [queue.add(named(name)).name for name in ("x", "x", "old", "x")] == ["x", "x-2", "old-2", "x-3"]
-    with pytest.raises(NameTaken, match="old"):
+    with pytest.raises(NameTaken):
         queue.add(named("old"), rename=False)
 
 
