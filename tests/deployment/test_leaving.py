@@ -13,9 +13,9 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
-from fl_bn.exchange.call import Key, Layer, Quantity
+from fl_bn.exchange import Layer, Session
+from fl_bn.exchange.call import Key, Quantity
 from fl_bn.exchange.grpc.service import ExchangeService
-from fl_bn.exchange.session import Session
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.local import Samples
 from fl_bn.federation.record import Disclosure

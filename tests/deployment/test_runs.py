@@ -12,29 +12,19 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from fl_bn.run.run_directory import to_toml
 from fl_bn_site.runs import NoSuchRun, NotHere, fetch
-from tests.deployment.inner import ConfigError, ControlError, Scalar, ServerFolder, Submitted, app, list_runs, resume
+from tests.deployment.inner import ConfigError, ControlError, RunConfig, ServerFolder, Submitted, app, list_runs, resume
 from tests.deployment.superlink import THEN
 
 
-def interrupted_run(server: ServerFolder, superlink: Any, **more: Scalar) -> Path:
+def interrupted_run(server: ServerFolder, superlink: Any) -> Path:
     """A folder as a run leaves it whose server died after round 4."""
-    from fl_bn.run.config import RunConfig
-    from fl_bn.run.run_directory import to_toml
-
     folder = server.results / "died"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints/round-000004.safetensors").write_bytes(b"")
-    given = {
-        "rounds": 9,
-        "clients": 2,
-        "client-nodes": "1,2",
-        "client-names": "a,b",
-        "checkpoint-every": 2,
-        "method": "hbn",
-        "name": "died",
-    }
-    config = RunConfig.from_mapping({**given, "output": str(server.results), **more})
+    given = {"rounds": 9, "clients": 2, "client-nodes": "1,2", "client-names": "a,b", "checkpoint-every": 2, "method": "hbn"}
+    config = RunConfig.from_mapping({**given, "name": "died", "output": str(server.results)})
     (folder / "config.toml").write_text(to_toml(config.to_mapping()))
     (folder / "rounds.jsonl").write_text('{"round": 1}\n{"round": 2}\n')
     superlink.known = [Submitted(1, "finished:failed", {"name": "died"}, THEN, THEN + timedelta(seconds=7), THEN)]
@@ -107,11 +97,3 @@ def test_what_people_and_programs_read(server: ServerFolder, superlink: Any) -> 
     assert json.loads(told.output)[0]["seconds"] == 7.0
     assert CliRunner().invoke(app, ["abort", str(server.path), "died"]).output == "died had ended already: failed\n"
     assert CliRunner().invoke(app, ["abort", str(server.path), "other"]).exit_code == 2
-
-
-# Runs of a Flower app of one's own
-
-
-def told(number: int, rounds: int, **more: Any) -> dict[str, Any]:
-    usual = {"cohort": 2, "accepted": 2, "loss": 1.5, "accuracy": 0.5, "seconds": 3.0, "clients": []}
-    return {"round": number, "rounds": rounds, **(usual if number else {}), **more}

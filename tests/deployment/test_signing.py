@@ -25,7 +25,7 @@ from fl_bn_site import supernode
 from fl_bn_site.admission import Admission, refuse_runs
 from fl_bn_site.signing import AHEAD, DAY, LASTS, Accepted, check, fingerprint, read_submitter, sign
 from fl_bn_site.submitters import public_line
-from tests.deployment.inner import KEY, OF_SERVER, NotSigned, Package, Policy, Submitter, find, flower_config, hand_out
+from tests.deployment.inner import KEY, OF_SERVER, NotSigned, Package, Policy, Submitter, find, flower_config, hand_out, read_key
 from tests.listed import listed
 
 MINE, OTHER = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
@@ -114,8 +114,6 @@ def test_what_is_signed_is_what_arrives() -> None:
 
 
 def test_keys_are_openssh_s(tmp_path: Path) -> None:
-    from fl_bn_site.submitters import read_key
-
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "key")], check=True, timeout=60)
     shown = subprocess.run(["ssh-keygen", "-lf", str(tmp_path / "key.pub")], capture_output=True, text=True, check=True, timeout=60).stdout
     public = read_submitter("bob", (tmp_path / "key.pub").read_text())
