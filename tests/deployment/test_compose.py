@@ -284,9 +284,9 @@ def test_the_variant_without_cuda_installs_none(tmp_path: Path) -> None:
     assert (tmp_path / "gpu/hashed.txt").read_text() == hashed
 
 
-def make_kit(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def make_kit(folder: Path) -> subprocess.CompletedProcess[str]:
     scripts = Path(sys.executable).parent
-    env = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "KIT": str(folder), "SITES": ",".join(SITES), **environment}
+    env = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "KIT": str(folder), "SITES": ",".join(SITES)}
     words = ["sh", str(ROOT / "deploy/docker/kit.sh")]
     return subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=120)
 
