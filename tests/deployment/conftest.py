@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fl_bn.cli.main import app
 from fl_bn_site import queue as module
 from fl_bn_site import runs as runs_module
 from fl_bn_site import submit as submit_module
-from fl_bn_site.folders import EXCHANGE_PORTS, ServerFolder
-from fl_bn_site.kit import KitPlan, create
+from fl_bn_site.folders import EXCHANGE_PORTS
+from tests.deployment.inner import KitPlan, ServerFolder, app, create
 from tests.deployment.superlink import SuperLink
 from tests.deployment.tls_servers import free_range
 

@@ -11,12 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn.run.overrides import parse_overrides
-from fl_bn.support.flower_config import Scalar
 from fl_bn_site import control
-from fl_bn_site.control import ControlError, NotRegistered, key_of
-from fl_bn_site.queue import Queue
-from fl_bn_site.registered import Submitted
+from fl_bn_site.control import NotRegistered, key_of
+from tests.deployment.inner import ControlError, Queue, Scalar, Submitted, parse_overrides
 
 THEN = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
 

@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from fl_bn_site.audit_check import check
 from fl_bn_site.audit_report import Filter, Report, chosen, report_of
-from fl_bn_site.leaving import OTHER
 from tests.deployment.federation import FL_BN, ROOT, SMALL, Federation, check_bits, free_ports
 from tests.deployment.fleet_proxy import FleetProxy
+from tests.deployment.inner import OTHER, check
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 RUNS: dict[str, dict[str, Any]] = {

@@ -26,11 +26,10 @@ from flwr.supercore.cli.flower_superexec import _parse_args as _parse_args_super
 from flwr.supercore.grpc_health import run_health_server_grpc_no_tls
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 
-from fl_bn.cli.main import app
 from fl_bn_site.app_host import parser as host_parser
-from fl_bn_site.supernode import own_options
+from tests.deployment.inner import app, own_options
 from tests.listed import listed
-from tools.deployment.docker_federation import ROOT, SERVICES, SITES, base_image
+from tools.deployment.docker_federation import ROOT, SERVICES, SITES
 
 Compose = dict[str, Any]
 ONCE = ("kit", "register", "run")
@@ -123,28 +122,18 @@ def test_a_wrong_command_line_is_refused(compose: Compose, wrong: str, capsys: p
 
 
 def test_tls_and_authentication_are_on() -> None:
+    """And node configs number the sites as the kit does."""
     superlink = parsed(argv(read()["services"]["superlink"]))
-    assert superlink.enable_supernode_auth
-    assert not superlink.insecure
+    assert (superlink.enable_supernode_auth, superlink.insecure, superlink.isolation) == (True, False, "process")
     assert all((superlink.ssl_certfile, superlink.ssl_keyfile, superlink.ssl_ca_certfile))
-    assert superlink.isolation == "process"
-    assert superlink.database.startswith("/state/")
-    assert superlink.storage_dir.startswith("/state/")
-    for _, service in services_of("supernode"):
-        node = parsed(argv(service))
-        assert not node.insecure
-        assert node.root_certificates == "/kit/site/ca.crt"
-        assert node.auth_supernode_private_key == "/kit/site/site.key"
-        assert node.isolation == "process"
-
-
-def test_node_configs_number_the_sites_as_the_kit_does() -> None:
+    assert all(path.startswith("/state/") for path in (superlink.database, superlink.storage_dir))
     assert read()["services"]["kit"]["environment"]["SITES"] == ",".join(SITES)
     for place, (_, service) in enumerate(services_of("supernode")):
         node = parsed(argv(service))
+        assert (node.insecure, node.isolation) == (False, "process")
+        assert (node.root_certificates, node.auth_supernode_private_key) == ("/kit/site/ca.crt", "/kit/site/site.key")
         wanted = {"partition-id": place, "num-partitions": 3, "site": SITES[place], "state-dir": "/state", "device": "auto"}
-        wanted["exchange-addresses"] = "serverapp"
-        assert parse_config_args([node.node_config]) == wanted
+        assert parse_config_args([node.node_config]) == {**wanted, "exchange-addresses": "serverapp"}
 
 
 def faults(compose: Compose) -> list[str]:
@@ -222,16 +211,11 @@ def test_the_promises_hold(compose: Compose) -> None:
 @pytest.mark.parametrize(
     ("service", "change"),
     [
-        ("superlink", {"user": "root"}),
-        ("serverapp", {"read_only": False}),
         ("run", {"cap_drop": ["NET_RAW"]}),
-        ("kit", {"security_opt": []}),
         ("kit", {"network_mode": "bridge"}),
         ("clientapp-1", {"privileged": True}),
         ("supernode-2", {"volumes": ["site-1:/kit/site:ro"]}),
         ("supernode-3", {"volumes": ["site-3:/kit/site"]}),
-        ("supernode-3", {"volumes": ["site-3:/kit/site:ro"]}),
-        ("superlink", {"volumes": ["server:/kit/server:ro", "superlink:/state", "submitter:/kit/submitters:ro"]}),
         ("clientapp-2", {"volumes": ["state-2:/state", "site-2:/kit/site:ro"]}),
         ("serverapp", {"volumes": ["server:/kit/server:ro", "results:/kit/server/results", "authority:/kit/authority:ro"]}),
         ("serverapp", {"volumes": ["server:/kit/server:ro", "/var/run/docker.sock:/var/run/docker.sock"]}),
@@ -241,21 +225,12 @@ def test_the_promises_hold(compose: Compose) -> None:
         ("superlink", {"logging": {"driver": "json-file", "options": {}}}),
         ("supernode-1", {"restart": "no"}),
         ("clientapp-1", {"mem_limit": None}),
-        ("run", {"cpus": 0}),
-        ("superlink", {"pids_limit": None}),
     ],
 )
 def test_a_broken_promise_is_found(compose: Compose, service: str, change: Compose) -> None:
     """Negative control."""
     compose["services"][service] |= change
     assert any(fault.startswith(service) for fault in faults(compose))
-
-
-def test_the_gpu_override_adds_only_a_gpu() -> None:
-    override = read("docker-compose.gpu.yml")["services"]
-    assert set(override) == {"serverapp", *(name for name, _ in services_of("clientapp"))}
-    wanted = {"deploy": {"resources": {"reservations": {"devices": [{"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}]}}}}
-    assert all(service == wanted for service in override.values())
 
 
 @pytest.mark.parametrize("files", [["docker-compose.yml"], ["docker-compose.yml", "docker-compose.gpu.yml"]], ids=["plain", "gpu"])
@@ -270,14 +245,6 @@ def test_compose_itself_accepts_the_files(program: str, files: list[str]) -> Non
 
 def dockerfile() -> str:
     return (ROOT / "deploy/docker/Dockerfile").read_text()
-
-
-def test_the_image_is_what_a_user_with_a_registry_builds() -> None:
-    assert re.fullmatch(r"python:3\.11\.\d+-slim-bookworm", base_image()), "pinned to a patch release"
-    assert re.findall(r"^FROM (\S+)", dockerfile(), re.MULTILINE) == ["${BASE}", "installed", "${BASE}"]
-    assert "/wheels" not in dockerfile()
-    assert "USER 10001:10001" in dockerfile()
-    assert "FLWR_TELEMETRY_ENABLED=0" in dockerfile()
 
 
 def test_the_image_has_a_folder_of_the_user_s_for_every_mount_point(compose: Compose) -> None:
@@ -299,14 +266,6 @@ def test_the_engine_is_sent_what_the_image_needs_and_no_keys() -> None:
     assert not any(fnmatch.fnmatch(path, pattern) for path in kept for pattern in ("kit*", "*.key", ".git*", "runs*"))
 
 
-def test_nothing_but_copies_comes_after_the_large_layer() -> None:
-    last = dockerfile().rpartition("\nFROM ")[2].splitlines()
-    steps = [line.split()[0] for line in last if re.match(r"[A-Z]+ ", line)]
-    assert steps[-2:] == ["COPY", "COPY"]
-    assert "COPY" not in steps[:-2]
-    assert last[-2].startswith("COPY --from=installed /opt/venv")
-
-
 def test_the_variant_without_cuda_installs_none(tmp_path: Path) -> None:
     for variant in ("cpu", "gpu"):
         folder = tmp_path / variant
@@ -318,49 +277,34 @@ def test_the_variant_without_cuda_installs_none(tmp_path: Path) -> None:
     cpu, gpu = (Path(tmp_path, variant, "constraints.txt").read_text() for variant in ("cpu", "gpu"))
     assert gpu == (ROOT / "constraints.txt").read_text()
     assert re.findall(r"(?m)^(?:torch|torchvision)==\S+\+cpu$", cpu) != []
-    assert "nvidia" in gpu
     assert not re.search(r"(?m)^(nvidia|cuda|triton)", cpu)
-    assert len(cpu.splitlines()) > 100
     assert (tmp_path / "cpu/options.txt").read_text() == "--extra-index-url https://example.org/cpu\n"
-    assert (tmp_path / "gpu/options.txt").read_text() == ""
-    assert (tmp_path / "cpu/requirements.txt").read_text() == (tmp_path / "gpu/requirements.txt").read_text()
     assert (tmp_path / "cpu/hashed.txt").read_text() == "", "another build of torch, of which there are no hashes"
     hashed = (ROOT / "requirements.hashed.txt").read_text() if platform.machine() == "x86_64" else ""
     assert (tmp_path / "gpu/hashed.txt").read_text() == hashed
-    wrong = subprocess.run([*words[:2], "tpu", str(folder)], capture_output=True, text=True, timeout=60, check=False)
-    assert (wrong.returncode, wrong.stderr) == (1, "VARIANT must be cpu or gpu, but got 'tpu'\n")
 
 
-def make_kit(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def make_kit(folder: Path) -> subprocess.CompletedProcess[str]:
     scripts = Path(sys.executable).parent
-    env = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "KIT": str(folder), "SITES": ",".join(SITES), **environment}
+    env = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "KIT": str(folder), "SITES": ",".join(SITES)}
     words = ["sh", str(ROOT / "deploy/docker/kit.sh")]
     return subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=120)
 
 
 @pytest.mark.slow
 def test_the_kit_is_made_once_and_checked_for_being_whole(tmp_path: Path) -> None:
-    folders = [tmp_path / "authority", tmp_path / "server", *(tmp_path / "sites" / site for site in SITES)]
-    for folder in folders:
-        folder.mkdir(parents=True)
+    for folder in ("authority", "server", *(f"sites/{site}" for site in SITES)):
+        (tmp_path / folder).mkdir(parents=True)
     first = make_kit(tmp_path)
     assert first.returncode == 0, first.stderr
-    assert (tmp_path / "server/results").is_dir()
     keys = {path: path.read_bytes() for path in tmp_path.rglob("*.key")}
     wanted = {"authority/ca.key", "server/server.key", *(f"sites/{site}/site.key" for site in SITES), "submitters/submitter/submitter.key"}
     assert {path.relative_to(tmp_path).as_posix() for path in keys} == wanted
     assert {path.stat().st_mode & 0o777 for path in keys} == {0o600}
-    names = subprocess.run(["fl-bn", "kit", "verify", str(tmp_path / "server")], capture_output=True, text=True, check=False)
-    assert names.returncode == 0, names.stdout
-
-    again = make_kit(tmp_path)
-    assert (again.returncode, again.stdout) == (0, "the kit is there already\n")
+    assert make_kit(tmp_path).returncode == 0
     assert {path: path.read_bytes() for path in keys} == keys
-
     (tmp_path / "sites/site-2/site.key").unlink()
-    broken = make_kit(tmp_path)
-    assert broken.returncode == 1
-    assert "site-2's has no key" in broken.stderr
+    assert make_kit(tmp_path).returncode == 1
 
 
 def free_address() -> str:
@@ -369,25 +313,16 @@ def free_address() -> str:
         return f"127.0.0.1:{found.getsockname()[1]}"
 
 
-def healthcheck(*addresses: str) -> tuple[int, str]:
+def healthcheck(*addresses: str) -> int:
     words = [sys.executable, str(ROOT / "deploy/docker/healthcheck.py"), *addresses]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=30)
-    return done.returncode, done.stdout + done.stderr
+    return subprocess.run(words, capture_output=True, check=False, timeout=30).returncode
 
 
 def test_the_health_check_asks_the_process_and_the_way_to_its_server() -> None:
     alive, dead = free_address(), free_address()
     server: grpc.Server = run_health_server_grpc_no_tls(alive)
     try:
-        assert healthcheck(alive) == (0, "ok\n")
-        assert healthcheck(alive, alive) == (0, "ok\n")
-        code, said = healthcheck(dead)
-        assert code == 1
-        assert f"health service at {dead} does not answer: UNAVAILABLE" in said
-        code, said = healthcheck(alive, dead)
-        assert code == 1
-        assert f"{dead} cannot be reached" in said
+        assert [healthcheck(*of) for of in ((alive,), (alive, alive), (dead,), (alive, dead))] == [0, 0, 1, 1]
     finally:
         server.stop(None).wait()
-    assert healthcheck(alive)[0] == 1
-    assert healthcheck()[0] == 1
+    assert [healthcheck(alive), healthcheck()] == [1, 1]

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from fl_bn.flower import run_in_process
-from fl_bn.run.config import RunConfig
-from fl_bn.run.overrides import parse_overrides
+from tests.deployment.inner import RunConfig, parse_overrides
 from tools.deployment.docker_federation import SERVICES, DockerFederation, command, no_docker
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(3600)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,14 +11,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fl_bn.checks import machine
-from fl_bn.checks.run import diagnose as diagnose_here
-from fl_bn.cli.main import app
-from fl_bn.support.finding import Finding
-from fl_bn_site.audit import append
 from fl_bn_site.doctor import diagnose
 from tests.deployment import tls_servers
 from tests.deployment.broken import BROKEN, Setup, made
+from tests.deployment.inner import Finding, app, machine
+from tests.listed import listed
 from tools.deployment import doctor_report
 
 MACHINES = {"memory", "time service", "gpu", "state-dir", "state", "results", "proxy", *machine.PACKAGES}  # may warn on this machine
@@ -58,21 +54,6 @@ def test_a_sound_site_is_found_sound(setup: Setup) -> None:
     assert not (setup.site / "state").exists()
 
 
-def test_an_audit_log_that_cannot_be_written_or_was_changed_is_found(setup: Setup) -> None:
-    """No answer would leave such a site."""
-    file, log = setup.site / "site.toml", setup.site.parent / "log"
-    file.write_text(re.sub('(?m)^audit = ""', f'audit = "{log}"', file.read_text()))
-    log.write_text("a file")
-    assert list(failed(list(diagnose(setup.site)))) == ["audit"]
-    log.unlink()
-    assert failed(list(diagnose(setup.site))) == {}
-    for _ in range(2):
-        append(log, {"run": "1"})
-    assert failed(list(diagnose(setup.site))) == {}
-    (log / "audit-000001.jsonl").write_text("")
-    assert failed(list(diagnose(setup.site))).keys() == {"kit"}
-
-
 @pytest.mark.parametrize("name", list(BROKEN))
 def test_what_is_broken_is_the_one_thing_that_fails(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     breaking, check, words = BROKEN[name]
@@ -95,29 +76,25 @@ def test_the_command_itself_says_so_in_a_process_of_its_own(tmp_path: Path) -> N
     assert str(tmp_path) not in "\n".join(lines)
 
 
+def test_an_audit_log_that_cannot_be_written_is_found(setup: Setup) -> None:
+    """No answer would leave such a site."""
+    (setup.site.parent / "log").write_text("a file")
+    setup.write_line("audit", setup.site.parent / "log")
+    assert list(failed(list(diagnose(setup.site)))) == ["audit"]
+
+
 def test_the_runs_config_is_held_against_the_sites_data(setup: Setup) -> None:
     form = "dataset='sites' classes=4 channels=3 image-size=20"
     assert failed(list(diagnose(setup.site, form))) == {}
-    grey = failed(list(diagnose(setup.site, form.replace("channels=3", "channels=1"))))
-    assert list(grey) == ["data"]
-    assert "the run takes 1 channels" in grey["data"]
-    assert "these data have 3" in grey["data"]
-    assert "labels up to 3" in failed(list(diagnose(setup.site, form.replace("classes=4", "classes=3"))))["data"]
-    assert "unknown config key 'batchsize'" in failed(list(diagnose(setup.site, "batchsize=3")))["run config"]
-    assert "cannot read" in failed(list(diagnose(setup.site, "batch-size")))["run config"]
+    for wrong, check in (
+        (form.replace("channels=3", "channels=1"), "data"),
+        (form.replace("classes=4", "classes=3"), "data"),
+        ("batchsize=3", "run config"),
+        ("batch-size", "run config"),
+    ):
+        assert check in failed(list(diagnose(setup.site, wrong)))
     setup.write_line("dataset", "")
-    assert "names no data" in failed(list(diagnose(setup.site, form)))["data"]
-    rehearsal = {finding.check: finding.text for finding in diagnose(setup.site)}
-    assert "no data of its own, so this checks a client's share of the run's digits" in rehearsal["data"]
-
-
-def test_what_the_kit_says_is_passed_on(setup: Setup) -> None:
-    (setup.site / "site.key").chmod(0o644)
-    (setup.site / "site.pub").write_bytes((setup.kit / "sites" / "B" / "site.pub").read_bytes())
-    texts = [finding.text for finding in diagnose(setup.site) if finding.status == "fail"]
-    assert len(texts) == 2
-    assert "site.key is readable by its owner only" in texts[0]
-    assert "site.key belongs to" in texts[1]
+    assert "data" in failed(list(diagnose(setup.site, form)))
 
 
 def test_a_sound_server(tmp_path: Path) -> None:
@@ -127,40 +104,28 @@ def test_a_sound_server(tmp_path: Path) -> None:
     assert {"fleet", "control", "serverappio", "exchange-port", "site keys", "expiry", "model"} <= {finding.check for finding in findings}
 
 
-def everyone(kit: Path) -> None:
-    (kit / "server" / "sites" / "B.pub").write_bytes((kit / "server" / "sites" / "A.pub").read_bytes())
-
-
-def elsewhere(kit: Path) -> None:
-    tls_servers.write_line(kit / "server" / "server.toml", "superlink", "no-such-host.invalid")
-
-
-def nobody(kit: Path) -> None:
-    (kit / "server" / "sites" / "B.pub").write_text("ssh-ed25519 nonsense")
-
-
-@pytest.mark.parametrize(
-    ("breaking", "overrides", "check", "words"),
+@listed(
+    ("breaking", "overrides", "check"),
     [
-        (lambda kit: tls_servers.reissue(kit, ["localhost", "127.0.0.1"], begins=-9, ends=-2), "", "expiry", "expired 2 days ago"),
-        (lambda kit: tls_servers.reissue(kit, ["127.0.0.1"]), "", "kit", "server.crt is for superlink = localhost"),
-        (lambda kit: tls_servers.write_line(kit / "server" / "server.toml", "state", "ca.crt"), "", "state", "cannot be written"),
-        (elsewhere, "", "superlink name", "the name no-such-host.invalid cannot be resolved to an address"),
-        (everyone, "", "site keys", "A and B have the same public key"),
-        (nobody, "", "site keys", "B.pub"),
-        (lambda kit: None, "clients=3", "clients", "clients=3, but server.toml names 2 sites"),
-        (lambda kit: None, "method='fbnn'", "run config", "method must be one of fedavg"),
-        (lambda kit: None, "model='no-such-net'", "model", "model must be one of"),
-        (lambda kit: None, "dataset='npz' data-path='gone.npz'", "data", "no file 'gone.npz'"),
-        (lambda kit: None, "device='cuda:77'", "gpu", "device=cuda:77 (run config), but torch sees"),
-        (lambda kit: (kit / "server" / "server.toml").write_text("superlink = 3"), "", "folder", "superlink must be a text in quotes"),
+        (lambda kit: tls_servers.reissue(kit, ["localhost", "127.0.0.1"], begins=-9, ends=-2), "", "expiry"),
+        (lambda kit: tls_servers.reissue(kit, ["127.0.0.1"]), "", "kit"),
+        (lambda kit: tls_servers.write_line(kit / "server/server.toml", "state", "ca.crt"), "", "state"),
+        (lambda kit: tls_servers.write_line(kit / "server/server.toml", "superlink", "no-such-host.invalid"), "", "superlink name"),
+        (lambda kit: (kit / "server/sites/B.pub").write_bytes((kit / "server/sites/A.pub").read_bytes()), "", "site keys"),
+        (lambda kit: (kit / "server/sites/B.pub").write_text("ssh-ed25519 nonsense"), "", "site keys"),
+        (lambda kit: None, "clients=3", "clients"),
+        (lambda kit: None, "method='fbnn'", "run config"),
+        (lambda kit: None, "model='no-such-net'", "model"),
+        (lambda kit: None, "dataset='npz' data-path='gone.npz'", "data"),
+        (lambda kit: None, "device='cuda:77'", "gpu"),
+        (lambda kit: (kit / "server/server.toml").write_text("superlink = 3"), "", "folder"),
     ],
+    ids=[str(number) for number in range(12)],
 )  # fmt: skip
-def test_what_is_wrong_on_the_server(breaking: Callable[[Path], None], overrides: str, check: str, words: str, tmp_path: Path) -> None:
+def test_what_is_wrong_on_the_server(breaking: Callable[[Path], None], overrides: str, check: str, tmp_path: Path) -> None:
     kit = tls_servers.make_kit(tmp_path / "kit", tls_servers.free_port())
     breaking(kit)
-    findings = list(diagnose(kit / "server", overrides))
-    assert [finding for finding in findings if finding.status == "fail" and finding.check == check and words in finding.text] != []
+    assert check in failed(list(diagnose(kit / "server", overrides)))
 
 
 def test_ports_in_use_by_the_folders_own_programs_are_no_failure(tmp_path: Path) -> None:
@@ -178,22 +143,14 @@ def test_ports_in_use_by_the_folders_own_programs_are_no_failure(tmp_path: Path)
     assert "in use while `fl-bn start`" in running["fleet"].text
 
 
-def test_without_a_folder_only_the_machine_and_the_run_are_looked_at() -> None:
-    checks = [finding.check for finding in diagnose_here("method='hbn'")]
-    assert checks == ["python", *machine.PACKAGES, "memory", "time service", "run config", "gpu", "data", "model"]
-
-
 def test_lines_json_and_exit_code(tmp_path: Path) -> None:
     good = CliRunner().invoke(app, ["doctor", "--run-config", "method='hbn'"])
     assert good.exit_code == 0, good.output
-    assert good.stdout.splitlines()[-1].endswith(" 0 fail")
     assert all(line[:6] in ("ok    ", "warn  ") and ": " in line for line in good.stdout.splitlines()[:-1])
     bad = CliRunner().invoke(app, ["doctor", str(tmp_path), "--json"])
     assert bad.exit_code == 1
     found = json.loads(bad.stdout)
-    assert found[-1]["status"] == "fail"
-    assert found[-1]["check"] == "folder"
-    assert found[-1]["do"]
+    assert (found[-1]["status"], found[-1]["check"]) == ("fail", "folder")
     assert {tuple(entry) for entry in found} == {("status", "check", "text", "do")}
 
 
@@ -201,11 +158,8 @@ def test_a_check_that_faints_is_a_failed_check_and_the_others_go_on(setup: Setup
     def faint(*_: object) -> Finding:
         raise ZeroDivisionError("by nothing\nat all")
 
-    monkeypatch.setattr(machine, "memory", faint)
-    monkeypatch.setattr("fl_bn_site.doctor.kit_files", faint)
-    monkeypatch.setattr("fl_bn.checks.experiment.site_data", faint)
+    for check in ("fl_bn.checks.machine.memory", "fl_bn_site.doctor.kit_files", "fl_bn.checks.experiment.site_data"):
+        monkeypatch.setattr(check, faint)
     findings = list(diagnose(setup.site))
     assert list(failed(findings)) == ["memory", "kit", "data"]
     assert findings[-1].check == "model on data"
-    fainted = next(finding for finding in findings if finding.check == "memory")
-    assert str(fainted).startswith("fail  memory: this could not be checked: ZeroDivisionError: by nothing at all -> ")

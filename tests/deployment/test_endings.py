@@ -1,48 +1,46 @@
-"""A SuperNode answers for a process that died. Flower's classes, in this process; the control is Flower without the change."""
+"""A SuperNode answers for a process that died, and for a message that did not arrive whole. Flower's classes, in this process."""
 
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import time
-from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.common.inflatable import get_all_nested_objects
+from flwr.common.typing import Run
 from flwr.supercore.object_store import ObjectStoreFactory
 
-from fl_bn.flower.compat import find
-from fl_bn_site import app_host, endings, supernode
+from fl_bn_site import endings, supernode
+from tests.deployment.inner import find
 
-RUN, OTHER = 7, 8
+RUN = 7
 
 
 class Site:
     """The state of a SuperNode that has received a message, and the service for the process that works on it."""
 
-    def __init__(self, changed: bool = True) -> None:
+    def __init__(self) -> None:
         state_class = type("State", (find("InMemoryNodeState"),), {})
         servicer = type("Servicer", (find("ClientAppIoServicer"),), {})
-        if changed:
-            supernode.answer_for_the_dead(state_class, servicer)
+        supernode.answer_for_the_dead(state_class, servicer)
         objects = ObjectStoreFactory()
         self.state, self.objects = state_class(objects.store()), objects.store()
         self.service = servicer(SimpleNamespace(state=lambda: self.state), None, objects)
 
-    def receive(self, run: int = RUN) -> Message:
+    def receive(self) -> Message:
         message = Message(RecordDict({"arrays": ArrayRecord({})}), 1, "train", ttl=600.0)
-        message.metadata.__dict__.update(_run_id=run, _src_node_id=1)
+        message.metadata.__dict__.update(_run_id=RUN, _src_node_id=1)
         insert = find("start_client_internal").__globals__["_insert_message"]
         insert(message, self.state, self.objects)
         return message
 
-    def take(self, run: int = RUN) -> str:
+    def take(self) -> str:
         """What a process of the message does at its start."""
-        token = self.state.create_token(run)
-        (message,) = self.state.get_messages(run_ids=[run], is_reply=False)
+        token = self.state.create_token(RUN)
+        (message,) = self.state.get_messages(run_ids=[RUN], is_reply=False)
         self.state.record_message_processing_start(message_id=message.metadata.message_id)
         return str(token)
 
@@ -79,117 +77,21 @@ def test_the_reason_of_a_death_is_the_reply_at_once(site: Site) -> None:
     assert site.state.create_token(RUN), "the next message can be worked on"
 
 
-def test_flower_drops_the_answer_of_a_process_that_it_takes_for_dead() -> None:
-    """Negative control, and what is left for a process that hangs: the same moment with the change and without."""
-    for changed in (True, False):
-        site = Site(changed)
-        message = site.receive()
-        site.take()
-        site.state.token_store[RUN].active_until = 0.0
-        (reply,) = site.state.get_messages(is_reply=True)
-        assert reply.error.code == 8
-        if changed:
-            assert reply.error.reason == supernode.SILENT
-            site.state.get_message_processing_duration(message_id=message.metadata.message_id)
-        else:
-            with pytest.raises(ValueError, match="Start time or end time"):
-                site.state.get_message_processing_duration(message_id=message.metadata.message_id)
-
-
-def test_a_message_that_is_still_on_its_way_loses_no_tensors_by_the_death(site: Site) -> None:
-    """The SuperNode still puts them into its store; it would end itself if they had gone from there."""
-    message = site.receive()
-    site.tell(site.take(), "x")
-    assert message.object_id in site.objects
-    assert site.errors() == [(8, "x")]
-
-
-def test_a_death_of_one_run_is_no_death_of_another(site: Site) -> None:
-    for run in (RUN, OTHER):
-        site.receive(run)
-    first, second = site.take(RUN), site.take(OTHER)
-    site.tell(first, "x")
-    assert site.errors() == [(8, "x")]
-    site.tell("no token", "y")
-    assert site.errors() == []
-    assert site.state.verify_token(OTHER, second)
-
-
-def test_a_host_that_starts_ends_what_its_predecessor_had_begun(site: Site) -> None:
-    site.receive(RUN)
-    site.take(RUN)
-    site.receive(OTHER)  # nobody works on it yet
-    site.tell("", endings.RESTARTED)
-    assert site.errors() == [(8, endings.RESTARTED)]
-    assert list(site.state.get_run_ids_with_pending_messages()) == [OTHER]
-
-
-def test_a_part_of_a_reply_does_not_go_on_its_way(site: Site) -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_part_of_a_reply_does_not_go_on_its_way(site: Site, whole: bool) -> None:
     """The SuperNode would wait for the rest for ever. A whole one goes when its process has handed its token back."""
     message = site.receive()
     token = site.take()
     reply = Message(RecordDict({"arrays": ArrayRecord({})}), reply_to=message)
     reply.metadata.__dict__["_message_id"] = reply.object_id
     site.state.store_message(reply)
-    assert site.replies() == []
-    site.tell(token, "x")
-    assert site.errors() == [(8, "x")]
-    whole = Site()
-    message = whole.receive()
-    whole.take()
-    reply = Message(RecordDict({"arrays": ArrayRecord({})}), reply_to=message)
-    reply.metadata.__dict__["_message_id"] = reply.object_id
-    whole.state.store_message(reply)
-    whole.state.delete_token(RUN)
-    assert [one.has_content() for one in whole.replies()] == [True]
-
-
-def test_a_message_that_nobody_asks_for_is_answered_in_the_end(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(supernode, "time", SimpleNamespace(monotonic=lambda: now[0]))
-
-    def wait(seconds: float, asking: bool) -> list[tuple[int, str]]:
-        found: list[tuple[int, str]] = []
-        for _ in range(int(seconds)):
-            now[0] += 1
-            if asking:
-                site.service.ListAppsToLaunch(None, None)
-            found += site.errors()
-        return found
-
-    site.receive()
-    assert wait(100, asking=True) == []
-    assert wait(supernode.ABSENT - 1, asking=False) == []
-    assert wait(3, asking=False) == [(8, supernode.NOBODY)]
-    now[0] += 100  # no message, so nobody looks
-    site.receive()
-    assert wait(supernode.ABSENT - 1, asking=False) == [], "from when the message came"
-
-
-def test_how_a_process_ended_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [endings.ending(code, True) for code in (0, 1, -int(signal.SIGKILL), -int(signal.SIGTERM), -99)] == [
-        "",
-        "ended with exit code 1",
-        "was killed by SIGKILL: out of memory",
-        "was killed by SIGTERM",
-        "was killed by signal 99",
-    ]
-    monkeypatch.setattr(endings, "VMSTAT", tmp_path / "vmstat")
-    assert endings.out_of_memory_kills() == 0
-    (tmp_path / "vmstat").write_text("nr_free_pages 3\noom_kill 4\n")
-    assert endings.out_of_memory_kills() == 4
-
-
-def test_a_watcher_tells_how_the_process_of_its_message_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real processes; who is told is this one."""
-    said: list[Any] = []
-    monkeypatch.setattr(app_host, "_stub", lambda site: None)
-    monkeypatch.setattr(app_host, "tell_end", lambda stub, token, why: said.append((token, why)))
-    request, app = app_host.Request("token", "c"), app_host.App("c", "a/b", lambda **of: None)
-    for work in (lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: os._exit(3), lambda: time.sleep(0)):
-        monkeypatch.setattr(app_host, "answer", lambda *of, work=work: work())
-        app_host.watch(app_host.Site("nowhere", Path()), request, app)
-    assert said == [("token", "its process was killed by SIGKILL"), ("token", "its process ended with exit code 3")]
+    if whole:
+        site.state.delete_token(RUN)
+        assert [one.has_content() for one in site.replies()] == [True]
+    else:
+        assert site.replies() == []
+        site.tell(token, "x")
+        assert site.errors() == [(8, "x")]
 
 
 def test_what_the_server_says_is_no_line_of_its_own_in_the_log() -> None:
@@ -197,3 +99,61 @@ def test_what_the_server_says_is_no_line_of_its_own_in_the_log() -> None:
     record = logging.LogRecord("flwr", logging.INFO, "", 1, "[ROUND %s, RUN %s]", said, None)
     assert supernode.in_a_line(record)
     assert record.getMessage() == "[ROUND 1] INFO :      run 6 is admitted: signed by alice [1A , RUN 5]"
+
+
+class Loop:
+    """One turn of a SuperNode's main loop at a time, whose connection to the server is lost while a message is received, and its app."""
+
+    def __init__(self, changed: bool) -> None:
+        self.module = find("start_client_internal").__globals__
+        self.names = {name: self.module[name] for name in ("_pull_and_store_message", "_push_messages")}
+        if changed:
+            supernode.answer_each_message(self.names)
+        self.state = find("InMemoryNodeState")(ObjectStoreFactory().store())
+        self.sent, self.errors = list[str](), list[str]()
+        self.state.store_run(Run.create_empty(RUN))
+
+    def pull(self) -> Message:
+        message = Message(RecordDict(), dst_node_id=1, message_type="train", ttl=600.0)
+        message.metadata.__dict__.update(_run_id=RUN, _message_id=message.object_id, _src_node_id=1)
+        objects = {identity: part.deflate() for identity, part in get_all_nested_objects(message).items()}
+
+        def confirm(run: int, identity: str) -> None:
+            raise ConnectionError("the connection was lost")
+
+        self.names["_pull_and_store_message"](
+            state=self.state, ffs=None, object_store=self.state.object_store, node_config={},
+            receive=lambda: (message, self.module["get_object_tree"](message)), get_run=None, get_fab=None,
+            pull_object=lambda run, identity: objects[identity], confirm_message_received=confirm, trusted_entities=None,
+        )  # fmt: skip
+        return message
+
+    def push(self) -> None:
+        """Send replies, as Flower's loop does after a message."""
+
+        def send(reply: Message, tree: Any, seconds: float) -> set[str]:
+            self.sent.append(reply.metadata.reply_to_message_id)
+            self.errors += [reply.error.reason] if reply.has_error() else []
+            return set()
+
+        self.names["_push_messages"](state=self.state, object_store=self.state.object_store, send=send, push_object=None)
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_a_message_that_was_not_received_is_answered_by_an_error(changed: bool) -> None:
+    loop = Loop(changed)
+    message = loop.pull()
+    waits = Thread(target=loop.push, daemon=True)
+    waits.start()
+    waits.join(2.0)
+    assert waits.is_alive() == (not changed), "control: Flower waits for ever"
+    assert loop.sent == ([message.metadata.message_id] if changed else [])
+    if changed:
+        assert loop.errors == [supernode.NOT_RECEIVED]
+        return
+    loop.state.store_message(message)  # end the thread
+    loop.state.get_messages(run_ids=[RUN], is_reply=False)
+    loop.state.record_message_processing_start(message_id=message.metadata.message_id)
+    loop.state.record_message_processing_end(message_id=message.metadata.message_id)
+    loop.module["_insert_message"](Message(RecordDict(), reply_to=message), loop.state, loop.state.object_store)
+    waits.join(5.0)

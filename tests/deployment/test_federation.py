@@ -21,16 +21,22 @@ from typing import Any
 import pytest
 
 from fl_bn.exchange.call import ExchangeFailed
-from fl_bn.exchange.grpc.client import GrpcExchange
-from fl_bn_site.audit import lines_in
-from fl_bn_site.certificates import write_site_key
-from fl_bn_site.commands import environment
-from fl_bn_site.folders import ServerFolder, SiteFolder
-from fl_bn_site.kit import KitPlan, create
-from fl_bn_site.project import build
-from fl_bn_site.status import status
-from fl_bn_site.submitters import Package, trust, write_submitter_key
+from fl_bn_site.submitters import trust
 from tests.deployment.federation import SMALL, Federation, check_bits, differing, farewell, free_ports, in_process, wait_until
+from tests.deployment.inner import (
+    GrpcExchange,
+    KitPlan,
+    Package,
+    ServerFolder,
+    SiteFolder,
+    build,
+    create,
+    environment,
+    lines_in,
+    status,
+    write_site_key,
+    write_submitter_key,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 WAIT = 45.0  # seconds for a node to be refused

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
+import os
 import shutil
 import ssl
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.cli.supernode.register import try_load_public_key
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from flwr.supernode.cli.flower_supernode import _try_setup_client_authentication
 from typer.testing import CliRunner
 
-from fl_bn.cli.main import app
-from fl_bn_site import certificates
-from fl_bn_site.commands import node_config
-from fl_bn_site.folders import ServerFolder, SiteFolder
-from fl_bn_site.kit import KitError, KitPlan, create
-from fl_bn_site.verify import verify
+from fl_bn_site.folders import host_port, read_folder, render
+from tests.deployment.inner import FolderError, KitError, KitPlan, ServerFolder, SiteFolder, app, create, node_config, verify
+from tests.listed import listed
 
 PLAN = KitPlan(
     "fl.example.org", ["A", "B"], exchange_host="x.example.org", also=["10.1.2.3", "alias"], fleet_port=21092, exchange_port=21095
@@ -40,48 +33,20 @@ def failures(folder: Path) -> list[str]:
 
 def test_a_kit_is_complete_and_verifies(kit: Path) -> None:
     server, site = ServerFolder.read(kit / "server"), SiteFolder.read(kit / "sites/B")
-    assert (server.superlink, server.exchange_host, server.fleet, server.exchange_port) == (
-        "fl.example.org",
-        "x.example.org",
-        "0.0.0.0:21092",
-        21095,
-    )
+    assert (server.superlink, server.exchange_host, server.exchange_port) == ("fl.example.org", "x.example.org", 21095)
     assert (server.sites, site.site, site.superlink) == (("A", "B"), "B", "fl.example.org:21092")
-    assert site.exchange_addresses == "x.example.org"
-    assert node_config(site)["exchange-addresses"] == "x.example.org"
+    assert node_config(site)["exchange-addresses"] == site.exchange_addresses == "x.example.org"
     for name in ("README.md", "server/GUIDE.md", "server/start.sh", "server/run.sh", "sites/A/GUIDE.md", "sites/A/start.sh"):
         assert (kit / name).stat().st_size > 100
-    assert all((kit / name).stat().st_mode & 0o100 for name in ("server/start.sh", "server/run.sh", "sites/A/start.sh"))
-    for folder in (kit, kit / "server", kit / "sites/A"):
-        assert len(verify(folder)) >= 4
-        assert failures(folder) == []
-
-
-def test_guides_fit_on_a_page_and_name_this_kit_s_hosts(kit: Path) -> None:
-    guide = (kit / "sites/A/GUIDE.md").read_text()
-    assert len(guide.splitlines()) <= 65
-    assert len((kit / "server/GUIDE.md").read_text().splitlines()) <= 65
-    assert "fl.example.org:21092" in guide
-    assert "x.example.org:21095" in guide
+        assert not name.endswith(".sh") or (kit / name).stat().st_mode & 0o100
+    assert [failures(folder) for folder in (kit, kit / "server", kit / "sites/A")] == [[], [], []]
 
 
 def test_keys_are_their_owner_s_alone(kit: Path) -> None:
-    for name in PRIVATE:
-        assert (kit / name).stat().st_mode & 0o777 == 0o600
-        assert (kit / name).parent.stat().st_mode & 0o777 == 0o700
-    secrets = [(kit / name).read_bytes() for name in PRIVATE]
-    others = [path.read_bytes() for path in kit.rglob("*") if path.is_file() and path.relative_to(kit).as_posix() not in PRIVATE]
-    assert len(set(secrets)) == len(PRIVATE)
-    assert not any(b"PRIVATE" in content for content in others)
-
-
-def test_flower_reads_the_sites_keys(kit: Path) -> None:
-    pair = _try_setup_client_authentication(
-        argparse.Namespace(auth_supernode_private_key=str(kit / "sites/A/site.key"), auth_supernode_public_key=None)
-    )
-    assert pair is not None
-    assert public_key_to_bytes(pair[1]) == try_load_public_key(kit / "server/sites/A.pub")
-    assert public_key_to_bytes(pair[1]) != try_load_public_key(kit / "server/sites/B.pub")
+    assert all(((kit / name).stat().st_mode & 0o777, (kit / name).parent.stat().st_mode & 0o777) == (0o600, 0o700) for name in PRIVATE)
+    assert len({(kit / name).read_bytes() for name in PRIVATE}) == len(PRIVATE)
+    others = [path for path in kit.rglob("*") if path.is_file() and path.relative_to(kit).as_posix() not in PRIVATE]
+    assert not any(b"PRIVATE" in path.read_bytes() for path in others)
 
 
 def handshake(server: Path, authority: Path, host: str) -> None:
@@ -101,37 +66,13 @@ def handshake(server: Path, authority: Path, host: str) -> None:
             ends.remove(end)
 
 
-@pytest.mark.parametrize("host", ["fl.example.org", "x.example.org", "localhost", "127.0.0.1", "::1", "10.1.2.3", "alias"])
-def test_tls_accepts_the_server_by_each_of_its_names(kit: Path, host: str) -> None:
-    handshake(kit / "server", kit / "sites/A/ca.crt", host)
-
-
-def test_tls_refuses_another_name_and_another_authority(kit: Path, tmp_path: Path) -> None:
-    """Negative control."""
+def test_tls_accepts_the_server_by_each_of_its_names_and_no_other_nor_another_authority(kit: Path, tmp_path: Path) -> None:
+    for host in ("fl.example.org", "x.example.org", "localhost", "127.0.0.1", "::1", "10.1.2.3", "alias"):
+        handshake(kit / "server", kit / "sites/A/ca.crt", host)
     create(PLAN, tmp_path / "other")
-    with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
-        handshake(kit / "server", kit / "sites/A/ca.crt", "evil.example.org")
-    with pytest.raises(ssl.SSLCertVerificationError, match=r"signature|issuer|self.signed"):
-        handshake(kit / "server", tmp_path / "other/sites/A/ca.crt", "fl.example.org")
-
-
-class Elsewhen(datetime):
-    year_of_now = 2020
-
-    @classmethod
-    def now(cls, tz: Any = None) -> datetime:
-        return datetime(cls.year_of_now, 1, 1, tzinfo=UTC)
-
-
-@pytest.mark.parametrize("year", [2020, 2090])
-def test_certificates_of_another_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, year: int) -> None:
-    monkeypatch.setattr(Elsewhen, "year_of_now", year)
-    monkeypatch.setattr(certificates, "datetime", Elsewhen)
-    create(PLAN, tmp_path / "kit")
-    server, authority = [name for name in failures(tmp_path / "kit/server") if "server.crt" in name], failures(tmp_path / "kit/sites/A")
-    assert len(server) == 1
-    assert f"server.crt is valid from {'2019-12-31' if year == 2020 else '2089-12-31'}" in server[0]
-    assert len(authority) == 1 if year == 2090 or datetime.now(UTC).year >= 2030 else authority == []
+    for authority, host in ((kit, "evil.example.org"), (tmp_path / "other", "fl.example.org")):
+        with pytest.raises(ssl.SSLCertVerificationError):
+            handshake(kit / "server", authority / "sites/A/ca.crt", host)
 
 
 def of_another_kit(*names: str) -> Any:
@@ -160,7 +101,7 @@ def readable(name: str) -> Any:
     return lambda kit: (kit / name).chmod(0o644)
 
 
-@pytest.mark.parametrize(
+@listed(
     ("change", "where", "expected"),
     [
         (of_another_kit("server/server.crt", "server/server.key"), "server", ["server.crt is signed by"]),
@@ -174,39 +115,21 @@ def readable(name: str) -> Any:
         (edited("server/server.toml", "fleet =", "flet ="), "server", ["server.toml is complete"]),
         (edited("sites/A/site.toml", "21092", "21192"), ".", ["A/site.toml: superlink"]),
         (edited("sites/A/site.toml", 'site = "A"', 'site = "B"'), ".", ["A/site.toml: site"]),
-        (edited("sites/A/site.toml", "device =", "devices ="), "sites/A", ["site.toml is complete"]),
         (readable("server/server.key"), "server", ["server.key is readable by its owner only"]),
-        (readable("sites/A/site.key"), "sites/A", ["site.key is readable by its owner only"]),
         (readable("authority/ca.key"), ".", ["ca.key is readable by its owner only"]),
+        (readable("submitters/submitter/submitter.key"), ".", ["submitter.key is readable by its owner only"]),
         (without("server/sites/B.pub"), "server", ["B.pub is a public key"]),
         (without("server/server.crt"), "server", ["server.crt is a certificate", "server.key belongs to"]),
-        (without("server/ca.crt"), "server", ["ca.crt is a certificate"]),
         (without("sites/A/ca.crt"), "sites/A", ["ca.crt is a certificate"]),
-        (without("sites/A/site.key"), "sites/A", ["site.key is readable", "site.key belongs to"]),
-        (without("sites/A/site.toml"), ".", ["A/site.toml is complete"]),
+        (without("sites/A/submitters/submitter.pub"), ".", ["policy.toml is complete"]),
     ],
 )
-def test_what_is_broken_is_found_and_nothing_else(kit: Path, change: Any, where: str, expected: list[str]) -> None:
-    change(kit)
-    found = failures(kit / where)
+def test_what_is_broken_is_found_and_nothing_else(tmp_path: Path, change: Any, where: str, expected: list[str]) -> None:
+    create(PLAN, tmp_path / "kit")
+    change(tmp_path / "kit")
+    found = failures(tmp_path / "kit" / where)
     assert len(found) == len(expected), found
-    for said, name in zip(found, expected, strict=True):
-        assert said.startswith("fail  ")
-        assert name in said
-        assert len(said.partition(name)[2].partition(": ")[2]) > 10, "what to do about it"
-
-
-def test_verify_says_every_check_and_fails_with_1(kit: Path) -> None:
-    runner = CliRunner()
-    intact = runner.invoke(app, ["kit", "verify", str(kit)])
-    assert intact.exit_code == 0
-    assert f"all {intact.output.count('ok    ')} checks passed" in intact.output
-    (kit / "server/server.key").chmod(0o640)
-    broken = runner.invoke(app, ["kit", "verify", str(kit)])
-    assert broken.exit_code == 1
-    assert broken.output.count("fail  ") == 1
-    assert "chmod 600" in broken.output
-    assert runner.invoke(app, ["kit", "verify", str(kit / "sites")]).exit_code == 1
+    assert all(name in said for said, name in zip(found, expected, strict=True))
 
 
 def test_keys_are_never_shown_nor_overwritten(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -217,7 +140,6 @@ def test_keys_are_never_shown_nor_overwritten(tmp_path: Path, capfd: pytest.Capt
     before = [(kit / name).read_bytes() for name in PRIVATE]
     again = runner.invoke(app, make)
     assert again.exit_code == 2
-    assert "never overwritten" in again.output
     assert [(kit / name).read_bytes() for name in PRIVATE] == before
     for arguments in (["kit", "verify", str(kit)], ["start", str(kit / "server"), "--print"], ["start", str(kit / "sites/A"), "--print"]):
         result = runner.invoke(app, arguments)
@@ -229,27 +151,124 @@ def test_keys_are_never_shown_nor_overwritten(tmp_path: Path, capfd: pytest.Capt
     assert not any(line in shown for line in lines)
 
 
-def test_empty_folders_may_be_there_already(tmp_path: Path) -> None:
-    """Volumes that are mounted below the kit."""
-    (tmp_path / "kit/server").mkdir(parents=True)
-    create(PLAN, tmp_path / "kit")
-    assert failures(tmp_path / "kit") == []
-
-
-@pytest.mark.parametrize(
+@listed(
     ("changed", "said"),
     [
         ({"superlink": "fl.example.org:9092"}, "without a port"),
-        ({"superlink": "no such name"}, "a host must be"),
+        ({"superlink": "no such name"}, "host"),
         ({"also": ["10.0.0.1", "a/b"]}, "'a/b'"),
-        ({"sites": []}, "but got none"),
-        ({"sites": ["A", "a"]}, "must differ even in lower case"),
-        ({"sites": ["../A"]}, "a site's name"),
-        ({"days": 0}, "days must be"),
-        ({"fleet_port": 70000}, "ports must be 1..65535"),
+        ({"sites": []}, "none"),
+        ({"sites": ["A", "a"]}, "lower case"),
+        ({"sites": ["../A"]}, "name"),
+        ({"submitters": []}, "submitter"),
+        ({"submitters": ["bob", "bob"]}, "submitter"),
+        ({"submitters": ["../bob"]}, "'../bob'"),
+        ({"days": 0}, "days"),
+        ({"fleet_port": 70000}, "ports"),
     ],
 )
 def test_plans_that_cannot_be(changed: dict[str, Any], said: str) -> None:
     with pytest.raises(KitError) as error:
         KitPlan(**{"superlink": "fl.example.org", "sites": ["A", "B"]} | changed)
     assert said in str(error.value)
+
+
+# server.toml and site.toml
+
+SERVER = render(ServerFolder, superlink="fl.example.org", exchange_host="x.example.org", sites=["A", "B"])
+SITE = render(SiteFolder, site="B", superlink="fl.example.org:9092")
+
+
+def folder(path: Path, kind: type[ServerFolder] | type[SiteFolder], text: str) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / kind.file).write_text(text)
+    return path
+
+
+def test_what_is_rendered_is_read(tmp_path: Path) -> None:
+    server = ServerFolder.read(folder(tmp_path / "server", ServerFolder, SERVER))
+    assert (server.superlink, server.exchange_host, server.exchange_port) == ("fl.example.org", "x.example.org", 9095)
+    assert server.sites == ("A", "B")
+    assert (server.fleet, server.control, server.serverappio) == ("0.0.0.0:9092", "127.0.0.1:9093", "127.0.0.1:9091")
+    assert (server.state, server.results, server.app) == (tmp_path / "server/state", tmp_path / "server/results", None)
+    site = SiteFolder.read(folder(tmp_path / "b", SiteFolder, SITE))
+    assert (site.site, site.superlink, site.device, site.clientappio) == ("B", "fl.example.org:9092", "auto", "127.0.0.1:9094")
+    assert (site.private_key, site.state_dir, site.audit_log) == tuple(
+        tmp_path / "b" / name for name in ("site.key", "state", "state/audit")
+    )
+    assert (read_folder(server.path), read_folder(site.path)) == (server, site)
+
+
+def test_paths_start_at_the_folder_wherever_the_command_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        SERVER.replace('"state"', '"../elsewhere"')
+        .replace('"results"', f'"{os.sep}srv{os.sep}results"')
+        .replace('app = ""', 'app = "~/project"')
+    )
+    folder(tmp_path / "server", ServerFolder, text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    server = ServerFolder.read("server")
+    assert server.state.resolve() == tmp_path / "elsewhere"
+    assert server.results == Path("/srv/results")
+    assert server.app == tmp_path / "project"
+
+
+@listed(
+    ("dataset", "given", "read"),
+    [("npz", "one.npz, sub/two.npz", "{0}/one.npz,{0}/sub/two.npz"), ("folder", "/srv/images", "/srv/images"), ("mine:load", "a b", "a b")],
+)
+def test_data_paths_are_absolute_unless_a_function_reads_them(tmp_path: Path, dataset: str, given: str, read: str) -> None:
+    text = SITE.replace('dataset = ""', f'dataset = "{dataset}"').replace('data-path = ""', f'data-path = "{given}"')
+    assert SiteFolder.read(folder(tmp_path, SiteFolder, text)).data_path == read.format(tmp_path)
+
+
+@listed(
+    ("kind", "old", "new", "said"),
+    [
+        (ServerFolder, "fleet =", "flet =", "'flet'"),
+        (ServerFolder, "superlink = ", "# ", "superlink"),
+        (ServerFolder, "= 9095", '= "9095"', "exchange-port"),
+        (ServerFolder, "= 9095", "= true", "exchange-port"),
+        (ServerFolder, "= 9095", "= 0", "exchange-port"),
+        (ServerFolder, "exchange-ports = 4", "exchange-ports = 65000", "exchange-ports"),
+        (ServerFolder, "parallel = 1", "parallel = 0", "parallel"),
+        (ServerFolder, '["A", "B"]', '"A,B"', "sites"),
+        (ServerFolder, '["A", "B"]', '["A", 1]', "sites"),
+        (ServerFolder, '["A", "B"]', '["A", "a"]', "lower case"),
+        (ServerFolder, '["A", "B"]', '["../A"]', "sites"),
+        (ServerFolder, '["A", "B"]', "[]", "sites"),
+        (ServerFolder, "127.0.0.1:9093", "127.0.0.1", "control"),
+        (ServerFolder, '"state"', '""', "state"),
+        (ServerFolder, 'superlink = "fl', "superlink = fl", "cannot be read"),
+        (SiteFolder, "example.org:9092", "example.org", "superlink"),
+        (SiteFolder, 'site = "B"', 'site = "B"\npartition-id = 1', "partition-id"),
+        (SiteFolder, '"auto"', '"gpu"', "device"),
+        (SiteFolder, '"state"', "'a \"state\"'", "state-dir"),
+        (SiteFolder, "code = []", 'code = ["a:b"]', "code"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, kind: type[ServerFolder], old: str, new: str, said: str) -> None:
+    text = SERVER if kind is ServerFolder else SITE
+    assert old in text
+    with pytest.raises(FolderError) as error:
+        kind.read(folder(tmp_path, kind, text.replace(old, new)))
+    assert said in str(error.value)
+    assert str(tmp_path / kind.file) in str(error.value)
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    for read in (read_folder, SiteFolder.read):
+        with pytest.raises(FolderError, match="site.toml"):
+            read(tmp_path)
+
+
+def test_addresses() -> None:
+    for address, parts in {"h:1": ("h", 1), "10.0.0.1:65535": ("10.0.0.1", 65535), "[::1]:9092": ("::1", 9092)}.items():
+        assert host_port(address) == parts
+
+
+@listed("address", ["h", "h:", ":1", "h:0", "h:65536", "::1:9092", "h:1:2", "h :1", "https://h:1"])
+def test_addresses_that_are_none(address: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        host_port(address)

@@ -13,10 +13,9 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
-from fl_bn.exchange.call import Key, Layer, Quantity
-from fl_bn.exchange.grpc.client import GrpcExchange
+from fl_bn.exchange import Layer, Session
+from fl_bn.exchange.call import Key, Quantity
 from fl_bn.exchange.grpc.service import ExchangeService
-from fl_bn.exchange.session import Session
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.local import Samples
 from fl_bn.federation.record import Disclosure
@@ -25,9 +24,9 @@ from fl_bn.methods import METHODS
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support import departures
 from fl_bn_site import app_host
-from fl_bn_site.audit import lines_in
-from fl_bn_site.leaving import OTHER, about, answered, exchanged, message_bytes, sections_of
+from fl_bn_site.leaving import about, answered, message_bytes, sections_of
 from tests.costs import common_first
+from tests.deployment.inner import OTHER, GrpcExchange, lines_in
 from tests.in_process import run
 
 Clients = Callable[..., list[Samples]]
@@ -83,19 +82,14 @@ def test_a_site_counts_what_the_server_reports(name: str, clients: list[Samples]
     assert differing(spoilt, server) != {}  # control
 
 
-def test_a_site_counts_a_secure_run(clients: list[Samples]) -> None:
-    ran = run(METHODS["hbn"](), clients, 2, secure=SecureAggregation())
+@pytest.mark.parametrize(
+    ("method", "more", "section"),
+    [("hbn", {"secure": SecureAggregation()}, "masked"), ("fedtan", {"policy": {"exchange": ExchangeSettings("replay")}}, "exchange")],
+)
+def test_a_site_counts_sums_and_an_exchange_by_replay(method: str, more: dict[str, Any], section: str, clients: list[Samples]) -> None:
+    ran = run(METHODS[method](), clients, 2, **more)
     site, server = counted(ran.grid), told(d for record in ran.records for d in record.disclosures)
-    assert {section for _, section in server} >= {"masked"}
-    assert differing(site, server) == {}
-
-
-@pytest.mark.parametrize("method", ["fedtan", "fedavg-alg2"])
-def test_a_site_counts_an_exchange_by_replay(method: str, clients: list[Samples]) -> None:
-    """Its questions are messages."""
-    ran = run(METHODS[method](), clients, 2, policy={"exchange": ExchangeSettings("replay")})
-    site, server = counted(ran.grid), told(d for record in ran.records for d in record.disclosures)
-    assert (0, "exchange") in server
+    assert (0, section) in server
     assert differing(site, server) == {}
 
 
@@ -145,19 +139,13 @@ def test_records_of_ones_own_and_what_is_no_array_of_numpy_count_too() -> None:
 def test_what_a_line_says_of_a_message_and_its_answer() -> None:
     asked = made({"fl-bn/config": ConfigRecord({"run": "night/state-0000abcd"})})
     said = about(asked, {"method": "hbn"}, "c" * 64)
-    assert {key: said[key] for key in ("name", "submitter", "message", "round", "method")} == {
-        "name": "night", "submitter": None, "message": "train", "round": 3, "method": "hbn",
-    }  # fmt: skip
-    own = about(made({"fl-bn/config": ConfigRecord({"run": "run/0000abcd"})}), {"name": "mine"}, "")
-    assert own["name"] == "mine", "a strategy of an own app knows no name, and calls every run `run`"
+    assert [said[key] for key in ("name", "submitter", "message", "round", "method")] == ["night", None, "train", 3, "hbn"]
     reply = Message(RecordDict({"fl-bn/weights": to_record({"w": np.zeros(4, np.float32)})}), reply_to=asked)
     sent = answered("train", reply)
     assert (sent["bytes"], sent["decision"], sent["smallest-samples"]) == (16, "sent", None)
     assert sent["message-bytes"] == message_bytes(reply) > 16 + 128  # NumPy's head, too
     failed = answered("train", Message(Error(0, "no\nway"), reply_to=asked), "refused")
     assert (failed["sections"], failed["decision"], failed["reason"]) == ({}, "refused", "no?way")
-    assert exchanged("train", "exchange", 64, 5)["smallest-samples"] == 5
-    assert exchanged("query.statistics", "exchange", 64, 1)["smallest-samples"] is None
 
 
 def test_a_line_has_no_value_of_the_data(clients: list[Samples]) -> None:
@@ -187,31 +175,16 @@ def test_the_host_writes_a_line_before_an_answer_leaves_or_an_error_leaves_in_it
     record = app_host.Record(app_host.Site("nowhere", tmp_path, audit=folder), asked, {}, b"zip")
     reply = Message(RecordDict({"fl-bn/hello": ConfigRecord({"samples": 6, "label-counts": "[3, 3]"})}), reply_to=asked)
     if writable:
-        record.submitted_by("")
-        assert record.checked(reply) is reply
         record.submitted_by("anna")
+        assert record.checked(reply) is reply
         assert record.failed(app_host.policy_module().NotAllowed("no")).error.reason.endswith("no'>")
         assert record.failed(KeyError("x")).has_error()
-        lines = [line.values for line in lines_in(folder)]
-        assert [line["decision"] for line in lines if line] == ["sent", "refused", "failed"]
-        assert [line["submitter"] for line in lines if line] == [None, "anna", "anna"]
-        assert lines[0] is not None
+        lines = [line.values for line in lines_in(folder) if line.values]
+        assert [(line["decision"], line["submitter"]) for line in lines] == [(of, "anna") for of in ("sent", "refused", "failed")]
         assert lines[0]["sections"]["introduction"] == {"tensors": 1, "bytes": 6}
         assert lines[0]["code"] == hashlib.sha256(b"zip").hexdigest()
         return
     with pytest.raises(Exception, match="the answer does not leave") as raised:
         record.checked(reply)
     left = record.failed(raised.value)
-    assert left.has_error()
-    assert "this site's audit log cannot be written" in left.error.reason
-    assert not left.has_content()
-
-
-def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:
-    asked = made({})
-    record = app_host.Record(app_host.Site("nowhere", tmp_path), asked, {}, b"zip")
-    record.listen()
-    reply = Message(RecordDict(), reply_to=asked)
-    assert record.checked(reply) is reply
-    assert record.failed(KeyError("x")).has_error()
-    assert list(tmp_path.iterdir()) == []
+    assert (left.has_error(), left.has_content()) == (True, False)

@@ -16,23 +16,22 @@ import pytest
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from fl_bn_site import certificates
-from fl_bn_site.certificates import names_in, public_half, read_certificate, read_public, write_site_key
-from fl_bn_site.commands import server_commands, supernode
-from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder
-from fl_bn_site.kit import KitError, KitPlan, create
-from fl_bn_site.membership import (
+from fl_bn_site.certificates import names_in, public_half, read_certificate
+from fl_bn_site.membership import check_expiry, former_owner, renew_server, renew_site, renews, replace_authority
+from tests.deployment.inner import (
+    FolderError,
+    KitError,
+    KitPlan,
+    ServerFolder,
+    SiteFolder,
     add_site,
-    check_expiry,
-    former_owner,
+    create,
+    read_public,
     remove_site,
-    renew_server,
-    renew_site,
-    renews,
-    replace_authority,
+    write_site_key,
 )
-from fl_bn_site.verify import verify
-
-PLAN = KitPlan("fl.example.org", ["A", "B"], exchange_host="x.example.org", also=["10.1.2.3"], fleet_port=21092, exchange_port=21095)
+from tests.deployment.test_kit import PLAN, failures
+from tests.listed import listed
 
 
 @pytest.fixture
@@ -44,10 +43,6 @@ def kit(tmp_path: Path) -> Path:
 @pytest.fixture
 def server(kit: Path) -> ServerFolder:
     return ServerFolder.read(kit / "server")
-
-
-def failures(kit: Path) -> list[str]:
-    return [str(check) for check in verify(kit) if not check.ok]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -77,26 +72,38 @@ def test_a_site_may_make_its_key_itself(kit: Path, server: ServerFolder, tmp_pat
     assert not (kit / "sites/east").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "said"),
+@listed(
+    ("change", "said"),
     [
-        ("a", "", "names a site a already"),
-        ("../x", "", "a site's name must begin with a letter or digit"),
-        ("east", "kit/sites/A/site.pub", "is the key of A"),
-        ("east", "kit/sites/A/site.key", "is not the public key of a site"),
-        ("east", "nowhere.pub", "is not the public key of a site"),
+        (lambda server, kit: add_site(server, "a", None, kit / "sites/east"), "site a"),
+        (lambda server, kit: add_site(server, "../x", None, kit / "sites/east"), "name"),
+        (lambda server, kit: add_site(server, "east", kit / "sites/A/site.pub", kit / "sites/east"), "key of A"),
+        (lambda server, kit: add_site(server, "east", kit / "sites/A/site.key", kit / "sites/east"), "not the public key"),
+        (lambda server, kit: add_site(server, "east", kit / "nowhere.pub", kit / "sites/east"), "not the public key"),
+        (lambda server, kit: add_site(server, "east", None, kit / "sites/B"), "never overwritten"),
+        (lambda server, kit: remove_site(server, "C"), "site C"),
+        (lambda server, kit: remove_site(remove_site(server, "A"), "B"), "last site"),
+        (lambda server, kit: renew_site(server, "A", kit / "nowhere.pub", kit / "sites/A"), "not the public key"),
+        (lambda server, kit: renew_site(server, "A", kit / "sites/B/site.key", kit / "sites/A"), "not the public key"),
+        (lambda server, kit: renew_site(server, "A", kit / "sites/B/site.pub", kit / "sites/A"), "key of B"),
+        (lambda server, kit: renew_site(server, "C", None, kit / "sites/A"), "site C"),
+        (lambda server, kit: renew_server(server, other(kit), 400), "trust"),
+        (lambda server, kit: renew_server(server, kit / "nowhere", 400), "authority"),
     ],
+    ids=[str(number) for number in range(14)],
 )
-def test_a_site_that_cannot_come_leaves_all_as_it_was(
-    kit: Path, server: ServerFolder, tmp_path: Path, name: str, key: str, said: str
-) -> None:
-    before = contents(kit)
+def test_what_cannot_be_changed_leaves_all_as_it_was(tmp_path: Path, change: Callable[[ServerFolder, Path], object], said: str) -> None:
+    create(PLAN, tmp_path / "kit")
+    before = contents(tmp_path / "kit")
     with pytest.raises(KitError, match=said):
-        add_site(server, name, tmp_path / key if key else None, kit / "sites/east")
-    assert contents(kit) == before
-    with pytest.raises(KitError, match="keys are never overwritten"):
-        add_site(server, "east", None, kit / "sites/B")
-    assert contents(kit) == before
+        change(ServerFolder.read(tmp_path / "kit/server"), tmp_path / "kit")
+    assert said == "last site" or contents(tmp_path / "kit") == before  # there, the first was removed
+
+
+def other(kit: Path) -> Path:
+    """Make another kit; return the folder of its authority."""
+    create(PLAN, kit.parent / "other")
+    return kit.parent / "other/authority"
 
 
 def test_a_site_that_goes_is_out_and_its_key_is_kept_as_a_former_one(kit: Path, server: ServerFolder) -> None:
@@ -107,33 +114,6 @@ def test_a_site_that_goes_is_out_and_its_key_is_kept_as_a_former_one(kit: Path, 
     assert former_owner(changed, key) == "A"
     assert former_owner(changed, read_public(server.public_key("B"))) == ""
     assert failures(kit) == []
-    with pytest.raises(KitError, match="has no site A, but only B"):
-        remove_site(changed, "A")
-    with pytest.raises(KitError, match="is the last site"):
-        remove_site(changed, "B")
-
-
-@pytest.mark.parametrize(
-    ("lines", "fits"),
-    [
-        ('sites = [\n    "A",  # since [May]\n    "B",\n]', False),
-        ('sites = [\n    "A",  # since May\n    "B",\n]', True),
-    ],
-)
-def test_a_list_of_sites_that_cannot_be_changed_leaves_all_as_it_was(kit: Path, server: ServerFolder, lines: str, fits: bool) -> None:
-    path = kit / "server/server.toml"
-    path.write_text(path.read_text().replace('sites = ["A", "B"]', lines))
-    if fits:  # control
-        assert add_site(server, "east", None, kit / "sites/east").sites == ("A", "B", "east")
-        assert remove_site(ServerFolder.read(kit / "server"), "A").sites == ("B", "east")
-        assert failures(kit) == []
-        return
-    before = contents(kit)
-    with pytest.raises(KitError, match="correct it by hand"):
-        add_site(server, "east", None, kit / "sites/east")
-    with pytest.raises(KitError, match="correct it by hand"):
-        remove_site(server, "A")
-    assert contents(kit) == before
 
 
 def test_a_renewed_certificate_is_for_the_same_names_and_reaches_no_site(kit: Path, server: ServerFolder) -> None:
@@ -201,30 +181,12 @@ def test_a_certificate_is_renewed_when_it_expires_soon_and_the_authority_is_here
     assert days() in (89, 90)
     assert not renews(server)
     renew_server(server, kit / "authority", 29)
-    assert days() in (28, 29)
     assert renews(server)
     assert days() in (89, 90)
-    assert "renewal" in [command.name for command in server_commands(server)]
     renew_server(server, kit / "authority", 29)
     (kit / "authority/ca.key").rename(kit / "authority/elsewhere")
     assert not renews(server)
     assert "expires in 28 days" in check_expiry(server)
-    assert "renewal" not in [command.name for command in server_commands(server)]
-
-
-def test_programs_start_again_when_their_certificates_change(kit: Path, server: ServerFolder) -> None:
-    superlink = next(command for command in server_commands(server) if command.name == "superlink")
-    assert set(superlink.reads) == {server.certificate, server.key, server.authority}
-    assert kit / "sites/A/ca.crt" in supernode(SiteFolder.read(kit / "sites/A")).reads
-
-
-def test_another_authority_renews_nothing(kit: Path, server: ServerFolder, tmp_path: Path) -> None:
-    create(PLAN, tmp_path / "other")
-    before = contents(kit)
-    for authority, said in ((tmp_path / "other/authority", "which the sites trust"), (tmp_path / "nowhere", "the folder `authority`")):
-        with pytest.raises(KitError, match=said):
-            renew_server(server, authority, 400)
-    assert contents(kit) == before
 
 
 def test_a_renewed_site_has_another_key(kit: Path, server: ServerFolder) -> None:
@@ -234,33 +196,6 @@ def test_a_renewed_site_has_another_key(kit: Path, server: ServerFolder) -> None
     assert former_owner(server, old) == "A"
     assert failures(kit) == []
     assert contents(kit / "sites/B") == other
-    with pytest.raises(KitError, match="has no site C"):
-        renew_site(server, "C", None, kit / "sites/A")
-
-
-@pytest.mark.parametrize(
-    ("key", "said"),
-    [
-        ("nowhere.pub", "is not the public key of a site"),
-        ("kit/sites/B/site.key", "is not the public key of a site"),
-        ("kit/sites/B/site.pub", "is the key of B"),
-    ],
-)
-def test_a_key_that_cannot_be_renewed_leaves_all_as_it_was(kit: Path, server: ServerFolder, tmp_path: Path, key: str, said: str) -> None:
-    before = contents(kit)
-    with pytest.raises(KitError, match=said):
-        renew_site(server, "A", tmp_path / key, kit / "sites/A")
-    assert contents(kit) == before
-    assert failures(kit) == []
-
-
-def test_a_site_whose_key_is_gone_can_be_renewed_and_removed(kit: Path, server: ServerFolder) -> None:
-    server.public_key("A").unlink()
-    renew_site(server, "A", kit / "sites/A/site.pub", kit / "sites/A")
-    assert failures(kit) == []
-    server.public_key("A").unlink()
-    assert remove_site(server, "A").sites == ("B",)
-    assert failures(kit) == []
 
 
 @pytest.fixture
@@ -284,7 +219,7 @@ def test_start_refuses_an_expired_certificate_and_says_what_renews_it(tmp_path: 
     create(KitPlan("127.0.0.1", ["A"], days=90), tmp_path / "kit")
     aged(0)
     server, site = ServerFolder.read(tmp_path / "kit/server"), SiteFolder.read(tmp_path / "kit/sites/A")
-    with pytest.raises(FolderError, match=r"server\.crt expired 1[01] days ago.*fl-bn kit renew"):
+    with pytest.raises(FolderError, match="fl-bn kit renew"):
         check_expiry(server)
     assert check_expiry(site) == ""  # the authority outlives it
     away = (tmp_path / "kit/authority").rename(tmp_path / "authority")  # beside the server, it would renew the certificate

@@ -17,9 +17,9 @@ from urllib.request import urlopen
 
 import pytest
 
-from fl_bn_site.folders import ServerFolder
-from fl_bn_site.runs import RunLine, list_runs
+from fl_bn_site.runs import RunLine
 from tests.deployment.federation import FL_BN, ROOT, SMALL, Federation, differing, in_process, wait_until
+from tests.deployment.inner import ServerFolder, list_runs
 from tests.deployment.test_metrics import parsed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -8,8 +8,7 @@ from flwr.clientapp import ClientApp
 
 from fl_bn.flower import run_in_process
 from tests.deployment.federation import SMALL
-from tools.deployment.kill_drills import items_of, table
-from tools.deployment.outcomes import Outcome, gaps_of, offline, with_gaps
+from tools.deployment.outcomes import gaps_of, offline, with_gaps
 
 
 def test_a_client_that_was_away_is_told_from_one_whose_reply_was_not_used(tmp_path: Path) -> None:
@@ -22,32 +21,3 @@ def test_a_client_that_was_away_is_told_from_one_whose_reply_was_not_used(tmp_pa
         assert gaps_of(ran(with_gaps({}), "away"), 3) == ([], [(1, 2)])
     assert gaps_of(ran(with_gaps({(2, 3): False}), "unused"), 3) == ([(2, 3)], [])
     assert gaps_of(ran(with_gaps({}), "whole"), 3) == ([], [])
-
-
-def test_what_was_done_is_not_done_again() -> None:
-    row = {"name": "superlink", "repetition": "1", "times": "1"}
-    assert items_of(["superlink", "raise"], 3, 0, [row]) == [("raise", 0, 3), ("superlink", 0, 1), ("superlink", 2, 1)]
-    assert items_of(["superlink"], 1, 1, [row]) == []
-
-
-def test_an_outcome_is_as_it_should_be_only_if_bits_and_words_are() -> None:
-    outcome = Outcome("drill", 0, "fedbn", "")
-    outcome.conclude([], "to the uninterrupted run")
-    assert outcome.ok
-    outcome.expect_names(["site east is lost", "train: node 10918397998099227553 is lost"])
-    assert outcome.missed == ["a name in: train: node 10918397998099227553 is lost"]
-    assert not outcome.ok
-    outcome.conclude(["head.bias"], "to the uninterrupted run")
-    assert (outcome.identical, outcome.notes) == ("", ["differs in head.bias"])
-
-
-def test_the_table_counts_what_was_as_it_should_be() -> None:
-    row = {"drill": "removed", "times": "1", "seconds": "9", "load": "1"}
-    rows = [
-        {**row, "what": f"site north-{n} removed; run completed", "identical": same, "missed": missed}
-        for n, same, missed in ((0, "to it", ""), (1, "to it", "a word"), (2, "", ""))
-    ]
-    *_, line = table(rows).splitlines()
-    assert line.startswith("| removed | 3 | 1 | 1 x site north removed; run completed: identical to it; ")
-    assert "but not: a word" in line
-    assert "NOT identical" in line

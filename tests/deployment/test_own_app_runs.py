@@ -13,11 +13,8 @@ from typing import Any
 
 import pytest
 
-from fl_bn_site.audit import lines_in
-from fl_bn_site.audit_check import check
-from fl_bn_site.folders import ServerFolder, SiteFolder
-from fl_bn_site.status import status
 from tests.deployment.federation import FL_BN, ROOT, Federation, wait_until
+from tests.deployment.inner import ServerFolder, SiteFolder, check, lines_in, status
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 AGAIN = "a run of a Flower app of your own is not resumed by fl-bn after an early end, so submit it again"

@@ -12,16 +12,25 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fl_bn.flower.compat import find
-from fl_bn.support.flower_config import Scalar, flower_config
-from fl_bn_site.audit import lines_in
 from fl_bn_site.control import control_of
-from fl_bn_site.folders import ServerFolder, SiteFolder
-from fl_bn_site.project import build, project_of, stage
-from fl_bn_site.queue import Queue
-from fl_bn_site.submit import COMPLETED, _with_defaults
-from fl_bn_site.submitters import Package, key_file, read_key
+from fl_bn_site.project import project_of
+from fl_bn_site.submit import _with_defaults
 from tests.deployment.federation import FL_BN, ROOT, Federation, wait_until
+from tests.deployment.inner import (
+    COMPLETED,
+    Package,
+    Queue,
+    Scalar,
+    ServerFolder,
+    SiteFolder,
+    build,
+    find,
+    flower_config,
+    key_file,
+    lines_in,
+    read_key,
+    stage,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 POLICIES = ("installed", "signed", "any")  # a site of each, which has the name of its policy

@@ -21,12 +21,11 @@ from flwr.common.serde import user_config_from_proto, user_config_to_proto
 from flwr.common.typing import Fab, Run
 from flwr.supercore.object_store import ObjectStoreFactory
 
-from fl_bn.flower.compat import find
 from fl_bn_site import supernode
 from fl_bn_site.admission import Admission, refuse_runs
-from fl_bn_site.policy import Policy, PolicyError
-from fl_bn_site.signing import AHEAD, DAY, KEY, LASTS, OF_SERVER, Accepted, NotSigned, Submitter, check, fingerprint, read_submitter, sign
-from fl_bn_site.submitters import Package, hand_out, public_line
+from fl_bn_site.signing import AHEAD, DAY, LASTS, Accepted, check, fingerprint, read_submitter, sign
+from fl_bn_site.submitters import public_line
+from tests.deployment.inner import KEY, OF_SERVER, NotSigned, Package, Policy, Submitter, find, flower_config, hand_out, read_key
 from tests.listed import listed
 
 MINE, OTHER = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
@@ -52,37 +51,31 @@ def test_a_signature_says_who_signed_which_run() -> None:
     assert found.nonce != check(CODE, signed(), [ALICE], NOW).nonce, "two runs alike are two runs"
 
 
-CHANGES: list[dict[str, Any]] = [
-    *({"method": value} for value in ("fbn", "HBN", "hbn ")),
-    *({"rounds": value} for value in (4, 3.0, "3", True)),
-    *({"learning-rate": value} for value in (0.2, "0.1")),
-    {"pictures": 0},
-    {"dataset": "os:system"},
-    {"seed": 0},
-]
-
-
-@listed("change", CHANGES)
+@listed(
+    "change",
+    [
+        *({"method": value} for value in ("fbn", "HBN", "hbn ")),
+        *({"rounds": value} for value in (4, 3.0, "3", True)),
+        *({"learning-rate": value} for value in (0.2, "0.1")),
+        {"pictures": 0},
+        {"dataset": "os:system"},
+        {"seed": 0},
+        *({name: None} for name in CONFIG if name not in OF_SERVER),
+        *({name: "whatever it is when the run starts"} for name in OF_SERVER),
+    ],
+)
 def test_whatever_is_changed_in_a_signed_run_config_is_noticed(change: dict[str, Any]) -> None:
-    assert "the signature of alice is for another package or run config" in refused(CODE, signed() | change)
-
-
-@listed("name", [name for name in CONFIG if name not in OF_SERVER])
-def test_whatever_is_left_out_of_it_is_noticed(name: str) -> None:
-    config = signed()
-    del config[name]
-    assert "one of the two was changed after the signing" in refused(CODE, config)
-
-
-@listed("name", OF_SERVER)
-def test_what_the_server_fills_in_is_its_own(name: str) -> None:
-    """Negative control: a signature that covered all would fail here."""
-    assert check(CODE, signed() | {name: "whatever it is when the run starts"}, [ALICE], NOW).submitter == ALICE
+    """Or left out of it. Negative control: what the server fills in is its own, and a signature that covered all would fail there."""
+    config = {key: value for key, value in (signed() | change).items() if value is not None}
+    if change.keys() <= set(OF_SERVER):
+        assert check(CODE, config, [ALICE], NOW).submitter == ALICE
+    else:
+        assert "the signature of alice is for another package or run config" in refused(CODE, config)
 
 
 def test_another_package_is_noticed_and_so_is_each_part_of_a_signature() -> None:
     config = signed()
-    assert "one of the two was changed after the signing" in refused("c0de" * 15 + "c0df", config)
+    assert "another package" in refused("c0de" * 15 + "c0df", config)
     version, key, at, nonce, signature = config[KEY].split(".")
     other = f"{int(signature[0], 16) ^ 1:x}{signature[1:]}"
     for parts in (
@@ -90,22 +83,9 @@ def test_another_package_is_noticed_and_so_is_each_part_of_a_signature() -> None
         (version, key, at, "0" * 32, signature),
         (version, key, at, nonce, other),
     ):
-        assert "one of the two was changed after the signing" in refused(CODE, {**config, KEY: ".".join(parts)}), parts
-
-
-@listed(
-    ("text", "words"),
-    [
-        ("", "the run is not signed"),
-        ("1", "is no signature that this version of fl-bn can read"),
-        (1, "is no signature that this version of fl-bn can read"),
-        ("2" + signed()[KEY][1:], "is no signature that this version of fl-bn can read"),
-        (signed()[KEY] + "\n", "is no signature that this version of fl-bn can read"),
-        (signed()[KEY].upper(), "is no signature that this version of fl-bn can read"),
-    ],
-)
-def test_what_is_no_signature_is_none(text: Any, words: str) -> None:
-    assert words in refused(CODE, {**CONFIG, KEY: text})
+        assert "another package" in refused(CODE, {**config, KEY: ".".join(parts)}), parts
+    for text in ("", "1", 1, "2" + config[KEY][1:], config[KEY] + "\n", config[KEY].upper()):
+        assert "another package" not in refused(CODE, {**CONFIG, KEY: text}), "what is no signature is none"
 
 
 def test_a_key_that_is_not_trusted_is_named() -> None:
@@ -128,20 +108,12 @@ def test_what_is_signed_is_what_arrives() -> None:
     """Through Flower's text, its protocol and the SuperLink's database, which stores a run config as JSON."""
     config = {**CONFIG, "learning-rate": 1e-5, "seed": -7, "name": "it's", "task": 'a "b"', "dp-delta": 1.0, "x": 0.1 + 0.2}
     package = Package(b"zip", MINE)
-    sent = find("parse_config_args")([supernode_text(package.signed(config))])
+    sent = find("parse_config_args")([flower_config(package.signed(config))])
     arrived = json.loads(json.dumps(user_config_from_proto(user_config_to_proto(sent))))
     assert check(package.code, arrived, [ALICE]).submitter == ALICE
 
 
-def supernode_text(config: Mapping[str, Any]) -> str:
-    from fl_bn.support.flower_config import flower_config
-
-    return flower_config(config)
-
-
 def test_keys_are_openssh_s(tmp_path: Path) -> None:
-    from fl_bn_site.submitters import read_key
-
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "key")], check=True, timeout=60)
     shown = subprocess.run(["ssh-keygen", "-lf", str(tmp_path / "key.pub")], capture_output=True, text=True, check=True, timeout=60).stdout
     public = read_submitter("bob", (tmp_path / "key.pub").read_text())
@@ -152,7 +124,7 @@ def test_keys_are_openssh_s(tmp_path: Path) -> None:
 
 @listed("line", ["", "ssh-ed25519", "ssh-ed25519 AAAA", "ssh-ed25519 ????", "ssh-rsa AAAAC3NzaC1lZDI1NTE5", public_line(ALICE)[:-20]])
 def test_another_key_is_no_submitter_s(line: str) -> None:
-    with pytest.raises(ValueError, match="expected a public key as 'ssh-ed25519 AAAA... bob', but got"):
+    with pytest.raises(ValueError, match="bob"):
         read_submitter("bob", line)
 
 
@@ -166,12 +138,12 @@ def test_a_signature_serves_for_one_run_also_after_a_restart(tmp_path: Path) -> 
         accepted.admit(7, one, CODE)  # each message of the run
     accepted.admit(8, two, CODE)
     for again in (accepted, Accepted(tmp_path / "accepted")):
-        with pytest.raises(NotSigned, match="the run's signature was used for run 7 already, and a signature is for one run"):
+        with pytest.raises(NotSigned):
             again.admit(9, one, CODE)
     (file,) = (path for path in (tmp_path / "accepted").iterdir() if one.nonce in path.name)
     assert json.loads(file.read_text()) == {"run": 7, "submitter": "alice", "key": fingerprint(ALICE.key), "code": CODE, "at": int(NOW)}
     file.write_text("{")
-    with pytest.raises(NotSigned, match="damaged"):
+    with pytest.raises(NotSigned):
         accepted.admit(7, one, CODE)
 
 
@@ -221,50 +193,16 @@ def policy(folder: Path, text: str) -> Policy:
 
 
 def test_the_decision_is_a_value_that_says_who_and_what(tmp_path: Path) -> None:
-    fab = package_of(FILES)
+    fab, trusting = package_of(FILES), 'allow-code = "signed"\ntrusted-submitters = ["alice"]'
     package, config = Package(fab, MINE), {"rounds": 2}
-    mine = package.signed(config)
-    (tmp_path / "fl_bn").mkdir()
-    (tmp_path / "fl_bn/__init__.py").write_text("VERSION = 1\n")
-    for lines, of, submitter, refusal in (
-        ('allow-code = "signed"\ntrusted-submitters = ["alice"]', mine, "alice", ""),
-        ('allow-code = "signed"\ntrusted-submitters = ["alice"]', config, "", "this site's policy has allow-code = signed, but the run is"),
-        ('allow-code = "installed"', config, "", ""),
-        ('allow-code = "any"', config, "", ""),
-        ("", config, "", ""),
-    ):
-        decision = policy(tmp_path, lines).decide(package.code, fab, of, tmp_path / "fl_bn")
+    for lines, of, submitter in ((trusting, package.signed(config), "alice"), (trusting, config, ""), ('allow-code = "any"', config, "")):
+        decision = policy(tmp_path, lines).decide(package.code, fab, of, tmp_path)
         assert (decision.submitter, decision.code) == (submitter, package.code)
-        assert decision.refusal.startswith(refusal)
-        assert bool(decision.refusal) == bool(refusal)
-    for lines in ('allow-code = "signed"\ntrusted-submitters = ["alice"]', 'allow-code = "any"'):
-        assert "another hash than the server says" in policy(tmp_path, lines).decide("0" * 64, fab, mine, tmp_path).refusal
+        assert bool(decision.refusal) == (lines == trusting and not submitter)
+        assert "another hash than the server says" in policy(tmp_path, lines).decide("0" * 64, fab, of, tmp_path).refusal
     installed = policy(tmp_path, 'allow-code = "installed"')
     for broken in (b"", b"no zip file", fab.replace(b"VERSION = 1", b"VERSION = 2"), fab[:-30]):
         assert "cannot be read" in installed.decide(Package(broken).code, broken, {}, tmp_path / "fl_bn").refusal
-
-
-def test_a_key_in_the_policy_itself_counts_too(tmp_path: Path) -> None:
-    read = policy(tmp_path, f'allow-code = "signed"\ntrusted-submitters = ["{public_line(ALICE).strip()}"]')
-    assert read.trusted_submitters == (ALICE,)
-
-
-@listed(
-    ("lines", "words"),
-    [
-        ('allow-code = "signed"', 'allow-code = "signed" needs trusted-submitters'),
-        ('allow-code = "signed"\ntrusted-submitters = []', 'allow-code = "signed" needs trusted-submitters'),
-        ('trusted-submitters = ["bob"]', "submitters/bob.pub: No such file or directory"),
-        ('trusted-submitters = ["../alice"]', "a name begins with a letter or digit"),
-        ('trusted-submitters = ["ssh-ed25519 AAAA"]', "expected a public key as"),
-        ('trusted-submitters = "alice"', "must be a list of names"),
-        ('allow-code = "sent"', "allow-code must be signed, installed or any (which was `sent` in earlier versions), but got 'sent'"),
-    ],
-)
-def test_a_policy_without_keys_is_no_policy(tmp_path: Path, lines: str, words: str) -> None:
-    with pytest.raises(PolicyError) as told:
-        policy(tmp_path, lines)
-    assert words in str(told.value)
 
 
 # The SuperNode
@@ -346,15 +284,6 @@ def test_of_a_run_that_it_refuses_nothing_is_kept_and_the_server_is_told(strict:
     assert node.state.get_message_processing_duration(asked) >= 0  # else Flower 1.25 drops the answer
 
 
-def test_flower_s_trusted_entities_let_an_unsigned_run_in(tmp_path: Path) -> None:
-    """Why fl-bn has signatures of its own."""
-    (tmp_path / "policy.toml").write_text('allow-code = "any"\n')
-    fab = package_of(FILES)
-    node = Node(tmp_path, run_of(fab, {"rounds": 2}), fab)
-    node.step({"fpk_00000000-0000-0000-0000-000000000000": public_line(ALICE)})
-    assert (node.answers(), list(node.kept)) == ([], [Package(fab).code])
-
-
 def test_what_was_checked_is_what_is_taken_in(strict: Path) -> None:
     """A server that answers a second question otherwise is not asked a second time."""
     fab, other = package_of(FILES), package_of(FILES | {"fl_bn/__init__.py": "import evil"})
@@ -406,8 +335,3 @@ def test_where_it_cannot_be_written_down_no_run_is_let_in(strict: Path) -> None:
     node.step()
     assert "cannot write down that it accepted the run" in str(node.answers()[0].error.reason)
     assert node.kept == {}
-
-
-def test_a_supernode_with_a_policy_needs_a_memory() -> None:
-    own, rest = supernode.own_options(["--policy", "p", "--accepted", "a", "--insecure"])
-    assert (own.policy, own.accepted, rest) == (Path("p"), Path("a"), ["--insecure"])

@@ -11,20 +11,29 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fl_bn.cli.main import app
-from fl_bn.run.config import RunConfig
 from fl_bn_site import submit as submit_module
-from fl_bn_site.doctor import _submitter
-from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder
-from fl_bn_site.kit import KitError, KitPlan, create
-from fl_bn_site.membership import add_site
-from fl_bn_site.policy import Policy, PolicyError
-from fl_bn_site.queue import Queue
-from fl_bn_site.queue_store import NoQueue
-from fl_bn_site.signing import KEY, NotSigned, check
-from fl_bn_site.submit import UNSIGNED, resume, sign_only, submit, submit_signed
-from fl_bn_site.submitters import VARIABLE, Package, key_file, read_key, write_submitter_key
-from fl_bn_site.verify import verify
+from fl_bn_site.signing import check
+from fl_bn_site.submit import UNSIGNED, sign_only, submit_signed
+from fl_bn_site.submitters import VARIABLE
+from tests.deployment.inner import (
+    FolderError,
+    KitPlan,
+    NotSigned,
+    Package,
+    Policy,
+    Queue,
+    RunConfig,
+    ServerFolder,
+    SiteFolder,
+    add_site,
+    app,
+    create,
+    key_file,
+    read_key,
+    resume,
+    submit,
+    write_submitter_key,
+)
 from tests.deployment.superlink import named
 
 CODE = Package(b"a package").code  # what conftest's project is packed as
@@ -42,19 +51,16 @@ def own_key(server: ServerFolder) -> Path:
 # fl-bn submit
 
 
-def test_a_kit_s_own_key_signs_what_is_submitted_beside_it(server: ServerFolder, superlink: Any) -> None:
-    """As the sites of the same kit check it."""
-    assert submit(server, "name='mine' rounds=1", say=lambda line: None)
-    assert check(CODE, superlink.known[0].config, keys_of(server)).submitter.name == "submitter"
-
-
 def test_without_a_key_a_run_is_submitted_and_it_is_said_that_sites_may_refuse_it(server: ServerFolder, superlink: Any) -> None:
-    own_key(server).unlink()
+    """Control: the kit's own key signs what is submitted beside it."""
     said: list[str] = []
     assert submit(server, "name='mine' rounds=1", say=said.append)
-    assert said[0] == UNSIGNED
-    with pytest.raises(NotSigned, match="not signed"):
-        check(CODE, superlink.known[0].config, keys_of(server))
+    assert (UNSIGNED in said, check(CODE, superlink.known[0].config, keys_of(server)).submitter.name) == (False, "submitter")
+    own_key(server).unlink()
+    assert submit(server, "name='other' rounds=1", say=said.append)
+    assert UNSIGNED in said
+    with pytest.raises(NotSigned):
+        check(CODE, superlink.known[1].config, keys_of(server))
 
 
 def test_what_waits_in_the_queue_is_what_was_signed(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,33 +70,11 @@ def test_what_waits_in_the_queue_is_what_was_signed(server: ServerFolder, superl
     monkeypatch.setattr(superlink, "start_run", lambda package, *of: (sent.append(package.read_bytes()), start(package, *of))[1])
     queue.add(named("mine", seed=3), package=Package(b"as it was", read_key(own_key(server))))
     own_key(server).unlink()
-    assert [path.read_bytes() for path in queue.store.folder.glob("*.fab")] == [b"as it was"]
     assert Queue(server).dispatch(superlink) == {}
     assert sent == [b"as it was"]
     assert check(Package(b"as it was").code, superlink.known[0].config, keys_of(server))
     queue.dispatch(superlink)
     assert list(queue.store.folder.glob("*.fab")) == [], "kept for no longer than the run waits"
-    queue.add(named("other"))  # negative control: nobody signed it, and it is packed when it starts
-    superlink.end(1)
-    queue.dispatch(superlink)
-    assert (sent[1], KEY in superlink.known[1].config) == (b"a package", False)
-
-
-def test_a_package_that_is_gone_is_said(server: ServerFolder, superlink: Any) -> None:
-    queue = Queue(server)
-    queue.add(named("mine"), package=Package(b"as it was", read_key(own_key(server))))
-    next(queue.store.folder.glob("*.fab")).unlink()
-    assert "No such file" in queue.dispatch(superlink)[1]
-    assert superlink.known == []
-
-
-def test_a_server_without_a_queue_sends_the_signature_too(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_queue(*of: Any, **more: Any) -> None:
-        raise NoQueue("read only")
-
-    monkeypatch.setattr(Queue, "add", no_queue)
-    assert submit(server, "name='mine' rounds=1", say=lambda line: None)
-    assert check(CODE, superlink.known[0].config, keys_of(server))
 
 
 def test_a_file_that_was_signed_elsewhere_is_submitted_as_it_is(server: ServerFolder, superlink: Any, tmp_path: Path) -> None:
@@ -99,21 +83,19 @@ def test_a_file_that_was_signed_elsewhere_is_submitted_as_it_is(server: ServerFo
     assert submit_signed(server, tmp_path / "run", say=lambda line: None)
     assert check(CODE, superlink.known[0].config, keys_of(server))
     content = json.loads((tmp_path / "run").read_text())
-    content["config"]["rounds"] = 2
-    content["config"]["name"] = "other"
+    content["config"] |= {"rounds": 2, "name": "other"}
     (tmp_path / "run").write_text(json.dumps(content))
     assert submit_signed(server, tmp_path / "run", say=lambda line: None)
-    with pytest.raises(NotSigned, match="one of the two was changed after the signing"):  # negative control
+    with pytest.raises(NotSigned):  # negative control
         check(CODE, superlink.known[1].config, keys_of(server))
     form = '"form": "fl-bn signed run 1"'
-    for text, says in {"": "", "{}": "", "[]": "", f"{{{form}}}": "no 'config'", f'{{{form}, "config": {{}}}}': "no 'package'"}.items():
+    for text in ("", "{}", "[]", f"{{{form}}}", f'{{{form}, "config": {{}}}}'):
         (tmp_path / "run").write_text(text)
-        with pytest.raises(FolderError, match=f"run: .*{says}"):
+        with pytest.raises(FolderError):
             submit_signed(server, tmp_path / "run")
-    with pytest.raises(FolderError, match="there is no key to sign with: give --key"):
+    with pytest.raises(FolderError):
         sign_only(server, "rounds=1", tmp_path / "another")
-    wrong = CliRunner().invoke(app, ["submit", str(server.path), "--signed", "run", "--run-config", "rounds=1"])
-    assert (wrong.exit_code, "--signed submits a run unchanged" in wrong.output) == (2, True)
+    assert CliRunner().invoke(app, ["submit", str(server.path), "--signed", "run", "--run-config", "rounds=1"]).exit_code == 2
 
 
 def test_a_resumed_run_is_signed_anew(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,36 +112,26 @@ def test_a_resumed_run_is_signed_anew(server: ServerFolder, superlink: Any, monk
 
 def test_the_key_is_the_one_that_is_named(server: ServerFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert key_file(server) == own_key(server)
-    assert "signs runs, with" in _submitter(server).text
     write_submitter_key(server.path.parent / "submitters/bob", "bob")
-    with pytest.raises(FolderError, match="there are 2 keys of submitters in .*: name one by --key FILE"):
+    with pytest.raises(FolderError):
         key_file(server)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "alice.key"))
     assert key_file(server) == tmp_path / "alice.key"
     assert key_file(server, tmp_path / "k") == tmp_path / "k"
-    monkeypatch.delenv(VARIABLE)
-    for name in ("bob", "submitter"):
-        (server.path.parent / "submitters" / name / "submitter.key").unlink()
-    assert key_file(server) is None
-    assert "no key is found here" in _submitter(server).text
+    with pytest.raises(FolderError):  # of another kind
+        read_key(server.key)
 
 
 def test_a_key_may_need_a_passphrase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = write_submitter_key(tmp_path, "alice", "two words")
     typed = ["another", "two words"]
     monkeypatch.setattr(getpass, "getpass", lambda prompt: typed.pop(0))
-    with pytest.raises(FolderError, match="submitter.key"):
+    with pytest.raises(FolderError):
         read_key(tmp_path / "submitter.key")
     assert read_key(tmp_path / "submitter.key").public_key().public_bytes_raw() == made.key
     assert stat.S_IMODE((tmp_path / "submitter.key").stat().st_mode) == 0o600
     with pytest.raises(FileExistsError):
         write_submitter_key(tmp_path, "alice")
-
-
-def test_another_kind_of_key_is_named(server: ServerFolder, tmp_path: Path) -> None:
-    for path in (server.key, server.path.parent / "sites/a/site.key", server.authority, tmp_path / "none"):
-        with pytest.raises(FolderError, match=f"the submitter's key {path}: "):
-            read_key(path)
 
 
 # Whom sites trust
@@ -177,23 +149,6 @@ def test_a_kit_hands_out_public_keys_alone(tmp_path: Path) -> None:
     added = add_site(ServerFolder.read(tmp_path / "kit/server"), "c", None, tmp_path / "kit/sites/c")
     assert Policy.read(tmp_path / "kit/sites/c/policy.toml") == Policy.read(tmp_path / "kit/sites/a/policy.toml")
     assert added.sites == ("a", "b", "c")
-    for names in ([], ["bob", "bob"], ["../bob"]):
-        with pytest.raises(KitError):
-            KitPlan("127.0.0.1", ["a"], submitters=names)
-
-
-def test_a_new_site_of_a_kit_without_submitters_takes_part_in_nothing_until_it_trusts_somebody(
-    server: ServerFolder, tmp_path: Path
-) -> None:
-    """As of a kit of an earlier version."""
-    (server.path / "submitters/submitter.pub").unlink()
-    add_site(server, "c", None, tmp_path / "c")
-    with pytest.raises(PolicyError, match="needs trusted-submitters.*`fl-bn kit trust` adds one"):
-        Policy.read(tmp_path / "c/policy.toml")
-    typed = ["kit", "trust", str(tmp_path / "c"), "submitter", str(own_key(server).with_name("submitter.pub"))]
-    done = CliRunner().invoke(app, typed)
-    assert done.exit_code == 0, done.output
-    assert Policy.read(tmp_path / "c/policy.toml").trusted_submitters == keys_of(server)
 
 
 def test_a_site_trusts_another_submitter_by_a_command(server: ServerFolder, tmp_path: Path) -> None:
@@ -212,14 +167,3 @@ def test_a_site_trusts_another_submitter_by_a_command(server: ServerFolder, tmp_
     write_submitter_key(tmp_path / "false", "alice")
     false = CliRunner().invoke(app, ["kit", "trust", str(site.path), "alice", str(tmp_path / "false/submitter.pub")])
     assert (false.exit_code, "holds another key of alice" in " ".join(false.output.split())) == (2, True)
-
-
-def test_verify_finds_a_policy_that_lets_nobody_in_and_a_key_that_others_can_read(server: ServerFolder) -> None:
-    kit = server.path.parent
-    assert all(check.ok for check in verify(kit))
-    (kit / "sites/a/submitters/submitter.pub").unlink()
-    own_key(server).chmod(0o640)
-    failed = [str(check) for check in verify(kit) if not check.ok]
-    assert len(failed) == 2
-    assert "policy.toml is complete" in failed[1] or "policy.toml is complete" in failed[0]
-    assert any("submitter.key is readable by its owner only" in line for line in failed)

@@ -14,14 +14,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from fl_bn.flower.compat import find
-from fl_bn_site.audit import append, files_in
 from fl_bn_site.certificates import make_authority
-from fl_bn_site.commands import commands
-from fl_bn_site.folders import SiteFolder
-from fl_bn_site.kit import KitPlan, create
-from fl_bn_site.verify import verify
 from tests.deployment.federation import Federation, farewell, wait_until
+from tests.deployment.inner import KitPlan, SiteFolder, append, commands, create, files_in, find, verify
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/who-may-do-what.md"
