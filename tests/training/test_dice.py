@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.optim import Adam
 
 from fl_bn import Dice, Federation, SeededBatches, Segmentation, methods
-from fl_bn.federation.local import evaluate
 from fl_bn.task import find_task
+from tests.training.core import evaluate
 
 SHAPES = {"images": (3, 5, 7, 6), "volumes": (3, 5, 4, 3, 6)}  # B, C, and the rest
 

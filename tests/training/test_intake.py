@@ -14,15 +14,11 @@ import torch
 from torch import Tensor
 
 from fl_bn.federation import blocks as module
-from fl_bn.federation.aggregation import average
 from fl_bn.federation.blocks import BLOCK, SMALL, WeightedSum, all_finite, extremes, fits, sizes
 from fl_bn.federation.intake import PartialAverage, StreamingAverage, streaming
-from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, server_optimizer
-from fl_bn.federation.rounds import Rounds
-from fl_bn.federation.server import Server
-from fl_bn.federation.values import Reply, RoundReplies
 from fl_bn.methods import METHODS
 from tests.networks import seeded_network
+from tests.training.core import SERVER_OPTIMIZERS, Reply, RoundReplies, Rounds, Server, average, server_optimizer
 
 SIZES = (3.0, 7.0, 5.0, 2.0)
 
@@ -56,12 +52,6 @@ def test_blocks_change_no_bit_of_the_average(size: int) -> None:
     assert same(one_by_one.tensors, written_out(parts, SIZES))
     divided_last = sum(w * part["w"].double() for part, w in zip(parts, SIZES, strict=True)) / 17
     assert size == 1 or not torch.equal(divided_last, average(parts, SIZES)["w"])  # control
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64])
-def test_other_dtypes_and_orders_of_memory(dtype: torch.dtype) -> None:
-    parts = [{"w": part["w"].T} for part in parts_of(BLOCK // 64, 100, dtype=dtype)]
-    assert same(average(parts, SIZES), written_out(parts, SIZES))
 
 
 def test_small_tensors_that_are_added_as_one_block_change_no_bit() -> None:

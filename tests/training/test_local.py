@@ -12,53 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_bn.conversion import convert
-from fl_bn.data.batches import draw_batches
-from fl_bn.federation.aggregation import average
-from fl_bn.federation.local import Samples, evaluate, statistics_pass, torch_seed
-from fl_bn.federation.optimizers import server_optimizer
-from fl_bn.federation.settings import LocalTraining, seeded
-from fl_bn.methods import METHODS, Phase
-from fl_bn.roles import Role, roles
+from fl_bn import convert
+from fl_bn.methods import METHODS, Phase, Role
 from tests.federation import largest_deviation
 from tests.local import train
 from tests.networks import seeded_network
+from tests.training.core import LocalTraining, Samples, average, roles, server_optimizer, statistics_pass, torch_seed
 
 Clients = Callable[..., list[Samples]]
 CPU = torch.device("cpu")
 DSGD = LocalTraining(batch_size=4, steps=1, momentum=0.99, weight_decay=0.01, update="gradients")
-
-
-def test_training_is_torchs_own_loop(tiny_clients: Clients) -> None:
-    (client,) = tiny_clients((11,))
-    settings = LocalTraining(4, epochs=2, momentum=0.9, weight_decay=0.01)
-    batches = list(draw_batches(11, 4, seeded(0), epochs=2))
-    model, by_hand = (seeded_network("plain") for _ in range(2))
-    result = train(model, client, batches, settings, 0.1, METHODS["fedavg"]())
-    optimizer, total = torch.optim.SGD(by_hand.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01), 0.0
-    for index in batches:
-        loss = F.cross_entropy(by_hand((client.x[index].float() / 255 - 0.5) / 0.5), client.y[index])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        total += float(loss.detach()) * len(index)
-    assert largest_deviation(model.state_dict(), by_hand.state_dict()) == 0
-    assert (result.steps, result.samples, result.moments, result.gradients) == (6, 11, {}, {})
-    assert result.loss == pytest.approx(total / 22, rel=1e-6)
-    other = seeded_network("plain")
-    train(other, client, batches[:-1], settings, 0.1, METHODS["fedavg"]())
-    assert largest_deviation(other.state_dict(), by_hand.state_dict()) > 0
-
-
-def test_samples_are_counted_once_and_no_batch_is_no_sample(tiny_clients: Clients) -> None:
-    (client,) = tiny_clients((11,))
-    settings = LocalTraining(4, steps=3)
-    one = np.arange(4)
-    assert train(seeded_network("plain"), client, [one, one, one + 2], settings, 0.1, METHODS["fedavg"]()).samples == 6
-    model = seeded_network("plain")
-    nothing = train(model, client, [], settings, 0.1, METHODS["fbn"]())
-    assert (nothing.samples, nothing.steps, nothing.loss, nothing.moments) == (0, 0, 0.0, {})
-    assert largest_deviation(model.state_dict(), seeded_network("plain").state_dict()) == 0
 
 
 def test_frozen_training_switches_off_no_dropout(tiny_clients: Clients) -> None:
@@ -163,32 +126,3 @@ def test_torch_seed_leaves_the_global_generator_as_it_was(monkeypatch: pytest.Mo
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
     assert reseeded == [3]  # control: a plain seed touches every accelerator
-
-
-def test_the_same_seed_gives_the_same_bits(tiny_clients: Clients) -> None:
-    (client,) = tiny_clients((16,))
-
-    def trained(batches: int, dropout: int) -> dict[str, Tensor]:
-        model = seeded_network("cnn")
-        with torch_seed(dropout, CPU):
-            drawn = draw_batches(16, 4, seeded(batches), epochs=2)
-            train(model, client, drawn, LocalTraining(4, epochs=2, momentum=0.9), 0.1, METHODS["fedavg"]())
-        return model.state_dict()
-
-    want = trained(0, 0)
-    torch.rand(5)  # whatever happens in between
-    assert largest_deviation(trained(0, 0), want) == 0
-    assert largest_deviation(trained(0, 1), want) > 0
-    assert largest_deviation(trained(1, 0), want) > 0
-
-
-def test_evaluation_is_the_mean_over_samples_whatever_the_batches(tiny_clients: Clients) -> None:
-    (client,) = tiny_clients((11,))
-    model = seeded_network("cnn", dtype=torch.float64)
-    whole, pieces = evaluate(model, client), evaluate(model, client, batch_size=4)
-    assert (pieces.loss, pieces["accuracy"]) == (pytest.approx(whole.loss, rel=1e-12), whole["accuracy"])
-    x, y = client.batch(np.arange(11), torch.zeros((), dtype=torch.float64))
-    with torch.no_grad():
-        out = model.eval()(x)
-    assert whole.loss == pytest.approx(float(F.cross_entropy(out, y)), rel=1e-12)
-    assert whole["accuracy"] == float((out.argmax(1) == y).double().mean())

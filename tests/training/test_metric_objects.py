@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn import Classification, Federation, MultiLabel, SeededBatches, methods, per_client
-from fl_bn.federation.local import evaluate
 from fl_bn.task import ClassificationAUC, MetricState, extended
+from tests.training.core import evaluate
 
 torchmetrics = pytest.importorskip("torchmetrics.classification")
 

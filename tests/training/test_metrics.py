@@ -10,12 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_bn.federation.local import Samples, evaluate
-from fl_bn.federation.metrics import named_series, over_clients, series
-from fl_bn.federation.settings import LocalTraining
-from fl_bn.methods import METHODS
 from fl_bn.task import CLASS, CLASSIFICATION, MetricState, Segmentation, Task, confusion_counts
-from tests.local import train
+from tests.training.core import Samples, evaluate, named_series, over_clients, series
 
 PIXELS = Segmentation()
 COUNTS = torch.tensor([[3, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])  # class 2 never hit, class 3 nowhere
@@ -113,14 +109,6 @@ def test_segmentation_is_evaluated_per_labelled_pixel_whatever_the_batches(rng: 
     assert whole["accuracy"] == float((out.argmax(1) == y)[y != 255].double().mean())
     per_image = [float(F.cross_entropy(out[i : i + 1], y[i : i + 1], ignore_index=255)) for i in range(11)]
     assert whole.loss != pytest.approx(np.mean(per_image), rel=1e-4)  # control: images do not weigh alike
-
-
-def test_segmentation_can_be_trained(rng: np.random.Generator) -> None:
-    samples, model = segmentation(rng), PerPixel()
-    before = evaluate(model, samples, task=PIXELS).loss
-    result = train(model, samples, [np.arange(11)] * 20, LocalTraining(batch_size=11, steps=20), 0.5, METHODS["fedavg"](), task=PIXELS)
-    assert evaluate(model.train(), samples, task=PIXELS).loss < before
-    assert np.isfinite(result.loss)
 
 
 def test_the_union_of_parts_is_the_evaluation_of_the_whole(rng: np.random.Generator) -> None:

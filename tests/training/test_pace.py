@@ -62,15 +62,6 @@ def test_a_run_on_a_gpu_starts_no_workers_by_itself(device: str, gpu: bool, watc
     assert (given[0] is not None) is watched
 
 
-def test_a_resumed_run_counts_the_rounds_that_are_left() -> None:
-    watched = Pace(2, 100)
-    for round in (91, 92):
-        watched.note(round, 1.0)
-    assert not watched.worth_it(93)
-    watched.rounds = 200
-    assert watched.worth_it(93)
-
-
 class Own(Dataset):  # type: ignore[type-arg]
     def __len__(self) -> int:
         return 4
@@ -159,9 +150,3 @@ class OwnSampler(RandomSampler):
 def test_functions_that_read_variables_stay_in_the_user_s_process(options: dict[str, object], expected: bool) -> None:
     """A callback may change such a variable between rounds. Processes that started by themselves went on with the old value."""
     assert can_move(federation(SeededBatches(X, Y, 4), **options)._transport.clients) is expected
-
-
-def test_samplers_of_one_s_own_stay_in_the_user_s_process() -> None:
-    data = TensorDataset(X, Y)
-    assert can_move(federation(DataLoader(data, 4, sampler=RandomSampler(data)))._transport.clients)
-    assert not can_move(federation(DataLoader(data, 4, sampler=OwnSampler(data)))._transport.clients)

@@ -11,18 +11,14 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from fl_bn import Federation
-from fl_bn.conversion import convert
-from fl_bn.federation.aggregation import running_statistics
-from fl_bn.federation.local import Samples
-from fl_bn.federation.recalibration import epsilons, recalibrate
+from fl_bn import Federation, convert
 from fl_bn.federation.unit_scale import producers, rescaled
 from fl_bn.methods import METHODS, freeze
 from fl_bn.methods.hbn import SCALE
-from fl_bn.models import build
 from tests.federation import union
 from tests.in_process import arrays_of, run
 from tests.networks import NETWORKS, seeded_network
+from tests.training.core import Samples, build, epsilons, recalibrate, running_statistics
 
 Clients = Callable[..., list[Samples]]
 
@@ -184,15 +180,6 @@ def test_the_function_stays_where_eps_counts(eps: float, deviation: float) -> No
     assert (model(x) - before).norm() < (1e-9 if deviation < 1 else 0.01) * (before - before.mean(0)).norm()
     with torch.no_grad():
         assert (model[0](x).var(0, correction=1) - model[1].running_var).abs().max() < 1e-9  # the statistics are the true ones
-
-
-def test_without_scale_of_its_own_such_a_layer_is_left_alone() -> None:
-    model, x, before = settled(1e-3, 0.02, affine=False)
-    on_unit_scale(model)
-    assert torch.equal(model(x), before)
-    model, x, before = settled(1e-12, 0.02, affine=False)  # control: where eps does not count, it is rescaled
-    on_unit_scale(model)
-    assert (model[1].running_var - 1).abs().max() < 1e-6
 
 
 def test_a_scale_that_two_layers_share_is_left_alone() -> None:
