@@ -20,7 +20,6 @@ from fl_bn.federation.adaptation import (
     Adaptation,
     Known,
     divergence,
-    first_layer,
     recompute_statistics,
     with_batch_statistics,
 )
@@ -29,7 +28,7 @@ from fl_bn.observation import observe
 from tests.federation import largest_deviation, random_samples
 from tests.listed import listed
 from tests.networks import seeded_network
-from tests.training.core import Running, Samples, batch_norms, evaluate, roles, to_input
+from tests.training.core import Running, batch_norms, roles, to_input
 
 OWN = random_samples(90, brightness=0.5, seed=7)
 
@@ -159,19 +158,6 @@ def test_the_distance_is_torchs_divergence_both_ways_and_knows_no_scale(rng: np.
     assert divergence(Running(mean_a, 0 * sd_a), Running(mean_a, 0 * sd_a), 1e-5) == 0  # dead channels
 
 
-def test_the_first_layer_is_the_first_that_runs() -> None:
-    class Backwards(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.last, self.first = nn.BatchNorm2d(3), nn.BatchNorm2d(3, eps=1e-3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.first(x * self.first.weight.mean()))  # type: ignore[no-any-return]
-
-    assert list(batch_norms(Backwards())) == ["last", "first"]  # as written
-    assert first_layer(Backwards(), OWN.x) == ("first", 1e-3)
-
-
 def test_test_batch_is_the_forward_pass_of_training() -> None:
     model = adaptation().adapt(TEST_BATCH, OWN.x).model
     batch = to_input(OWN.x[:32], torch.float64)
@@ -181,28 +167,6 @@ def test_test_batch_is_the_forward_pass_of_training() -> None:
     assert float((found - trained).abs().max()) < 1e-12
     assert float((found - evaluated).abs().max()) > 0.01  # control
     assert largest_deviation(model.state_dict(), before) == 0
-
-
-def test_evaluation_in_batches_takes_each_batchs_statistics() -> None:
-    model = adaptation().adapt(TEST_BATCH, OWN.x).model
-    other = random_samples(30, brightness=1.0, seed=9)
-    both = Samples(torch.cat([OWN.x[:30], other.x]), torch.cat([OWN.y[:30], other.y]))
-    parts = [evaluate(with_batch_statistics(model), Samples(s.x[:30], s.y[:30])).loss for s in (OWN, other)]
-    assert evaluate(with_batch_statistics(model), both, 30).loss == pytest.approx(sum(parts) / 2, rel=1e-12)
-    assert evaluate(with_batch_statistics(model), both, 60).loss != pytest.approx(sum(parts) / 2, rel=1e-3)  # control
-
-
-def test_what_the_server_hands_out_is_shared_or_averaged() -> None:
-    run = adaptation("silobn")
-    model = run.before()
-    assert model is not None
-    states = list(run.known.clients.values())
-    statistics = {name: sum(state[name] for state in states) / 3 for name in states[0] if "running" in name}
-    assert largest_deviation(model.state_dict(), {**run.known.shared, **statistics}) < 1e-12  # type: ignore[dict-item]
-    shared = adaptation("fedavg")
-    model = shared.before()
-    assert model is not None
-    assert largest_deviation(model.state_dict(), dict(shared.known.shared)) == 0
 
 
 @listed("method", WITH_STATISTICS)

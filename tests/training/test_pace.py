@@ -82,21 +82,6 @@ def federation(client: object, **options: object) -> Federation:
     return Federation(net, methods.fedavg(), [client, SeededBatches(X, Y, 4)], progress=False, **options)  # type: ignore[list-item, arg-type]
 
 
-@listed(
-    ("client", "options", "expected"),
-    [
-        pytest.param(SeededBatches(X, Y, 4), {}, True, id="seeded"),
-        pytest.param(DataLoader(TensorDataset(X, Y), 4, shuffle=True), {}, True, id="tensors"),
-        pytest.param([(X, Y)], {}, False, id="a list"),
-        pytest.param(DataLoader(Own(), 4), {}, False, id="own data set"),
-        pytest.param(DataLoader(TensorDataset(X, Y), 4, collate_fn=lambda rows: (X, Y)), {}, False, id="own batches"),
-        pytest.param(SeededBatches(X, Y, 4), {"task": OwnTask()}, False, id="own task"),
-    ],
-)
-def test_code_of_the_user_s_own_stays_in_the_user_s_process(client: object, options: dict[str, object], expected: bool) -> None:
-    assert can_move(federation(client, **options)._transport.clients) is expected
-
-
 def test_large_data_are_not_copied_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fl_bn.federation.engines.processes.MOST_BYTES", 2 * (X.nbytes + Y.nbytes))
     clients = federation(SeededBatches(X, Y, 4))._transport.clients
@@ -120,7 +105,7 @@ def test_a_federation_goes_on_in_workers_with_the_same_bits(worth: bool, monkeyp
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
 
 
-RATE = 0.1
+RATE, SEEDED, DATA = 0.1, SeededBatches(X, Y, 4), TensorDataset(X, Y)
 
 
 def rate_of_this_module(parameters: object) -> SGD:
@@ -132,21 +117,27 @@ class OwnSampler(RandomSampler):
 
 
 @listed(
-    ("options", "expected"),
+    ("expected", "client", "options"),
     [
-        pytest.param({"optimizer": partial(SGD, lr=0.1)}, True, id="partial of torch's"),
-        pytest.param({"optimizer": lambda parameters: SGD(parameters, lr=0.1)}, True, id="no variable"),
-        pytest.param({"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}, True, id="torch's module"),
-        pytest.param({"optimizer": lambda parameters: SGD(parameters, lr=RATE)}, False, id="a global variable"),
-        pytest.param({"optimizer": rate_of_this_module}, False, id="a global variable of a named function"),
-        pytest.param({"optimizer": (lambda rate: lambda parameters: SGD(parameters, lr=rate["v"]))({"v": 0.1})}, False, id="a closure"),
-        pytest.param({"optimizer": partial(SGD, lr=torch.tensor(0.1))}, False, id="a tensor"),
-        pytest.param({"optimizer": partial(rate_of_this_module)}, False, id="partial of one's own"),
-        pytest.param({"schedule": lambda round, rounds: 1 / round}, True, id="schedule"),
-        pytest.param({"schedule": lambda round, rounds: RATE}, False, id="schedule with a variable"),
-        pytest.param({"scheduler": lambda optimizer: StepLR(optimizer, int(10 * RATE))}, False, id="scheduler with a variable"),
+        pytest.param(True, SEEDED, {}, id="seeded"),
+        pytest.param(True, DataLoader(DATA, 4, shuffle=True), {}, id="tensors"),
+        pytest.param(True, DataLoader(DATA, 4, sampler=RandomSampler(DATA)), {}, id="torch's sampler"),
+        pytest.param(False, DataLoader(DATA, 4, sampler=OwnSampler(DATA)), {}, id="own sampler"),
+        pytest.param(False, [(X, Y)], {}, id="a list"),
+        pytest.param(False, DataLoader(Own(), 4), {}, id="own data set"),
+        pytest.param(False, DataLoader(DATA, 4, collate_fn=lambda rows: (X, Y)), {}, id="own batches"),
+        pytest.param(False, SEEDED, {"task": OwnTask()}, id="own task"),
+        pytest.param(True, SEEDED, {"optimizer": partial(SGD, lr=0.1)}, id="partial of torch's"),
+        pytest.param(True, SEEDED, {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}, id="no variable"),
+        pytest.param(False, SEEDED, {"optimizer": lambda parameters: SGD(parameters, lr=RATE)}, id="a global variable"),
+        pytest.param(False, SEEDED, {"optimizer": partial(rate_of_this_module)}, id="partial of one's own"),
+        pytest.param(False, SEEDED, {"optimizer": (lambda r: lambda p: SGD(p, lr=r["v"]))({"v": 0.1})}, id="a closure"),
+        pytest.param(False, SEEDED, {"optimizer": partial(SGD, lr=torch.tensor(0.1))}, id="a tensor"),
+        pytest.param(True, SEEDED, {"schedule": lambda round, rounds: 1 / round}, id="schedule"),
+        pytest.param(False, SEEDED, {"schedule": lambda round, rounds: RATE}, id="schedule with a variable"),
+        pytest.param(False, SEEDED, {"scheduler": lambda o: StepLR(o, int(10 * RATE))}, id="scheduler with a variable"),
     ],
 )
-def test_functions_that_read_variables_stay_in_the_user_s_process(options: dict[str, object], expected: bool) -> None:
-    """A callback may change such a variable between rounds. Processes that started by themselves went on with the old value."""
-    assert can_move(federation(SeededBatches(X, Y, 4), **options)._transport.clients) is expected
+def test_code_of_the_user_s_own_stays_in_the_user_s_process(expected: bool, client: object, options: dict[str, object]) -> None:
+    """A callback may change a variable between rounds. Processes that started by themselves went on with the old value."""
+    assert can_move(federation(client, **options)._transport.clients) is expected

@@ -1,10 +1,10 @@
-"""Tasks: metrics against scikit-learn and torchmetrics, sums that add, batches and networks of any form."""
+"""Tasks: metrics by hand, against scikit-learn and torchmetrics, sums that add, batches and networks of any form, and what is refused."""
 
 from __future__ import annotations
 
 import math
 from collections import namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from fl_bn.methods import METHODS
 from fl_bn.task import (
+    CLASS,
     CLASSIFICATION,
     LABEL_SETS,
     MASKS,
@@ -31,13 +32,13 @@ from fl_bn.task import (
     Regression,
     Segmentation,
     Task,
+    confusion_counts,
     find_task,
     kind_of,
 )
 from fl_bn.task.ranking import log_odds
 from tests.listed import listed
-from tests.local import train
-from tests.training.core import LocalTraining, Samples, evaluate, over_clients
+from tests.training.core import Samples, evaluate, named_series, over_clients, series
 
 REGRESSION, TAGS = Regression(), MultiLabel()
 
@@ -183,45 +184,10 @@ def test_a_class_without_samples_has_no_part_in_the_auc_and_one_class_has_none()
     assert state_of(ClassificationAUC(), (torch.zeros(4, 2), torch.tensor([0, 1, 0, 1])))["auc"] == 0.5  # all are equal
 
 
-class Own(Task):
-    """Ten lines: grades as numbers, by absolute error; the lower the better."""
-
-    name, metric, higher_is_better = "grades", "mean-absolute-error", False
-
-    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.smooth_l1_loss(output.squeeze(1), targets.to(output.dtype))
-
-    def sums(self, output: Tensor, targets: Tensor) -> Mapping[str, Tensor | float]:
-        return {"error": (output.squeeze(1) - targets).abs().sum(), "samples": len(targets)}
-
-    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        return {"mean-absolute-error": float(sums["error"] / sums["samples"])}
-
-
 def network(outputs: int = 1) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, outputs))
-
-
-@pytest.mark.parametrize("task", [Own(), REGRESSION, TAGS], ids=lambda task: task.name)
-def test_every_task_can_be_trained(task: Task, rng: np.random.Generator) -> None:
-    x = torch.from_numpy(rng.normal(size=(40, 3))).float()
-    y = (x[:, :2] > 0).long() if task is TAGS else x.sum(1) if task is REGRESSION else (x.sum(1) > 0).long() * 3
-    model, samples = network(2 if task is TAGS else 1), Samples(x, y)
-    before = evaluate(model, samples, task=task)
-    result = train(model, samples, [np.arange(40)] * 60, LocalTraining(40, steps=60), 0.2, METHODS["fbn"](), task=task)
-    after = evaluate(model, samples, task=task)
-    assert after.loss < 0.7 * before.loss
-    assert (after[task.metric] > before[task.metric]) is task.higher_is_better
-    assert math.isfinite(result.loss)
-
-
-def test_the_worst_client_of_a_metric_that_should_be_low_has_the_highest() -> None:
-    found = over_clients(Own(), [{"mean-absolute-error": 1.0, "loss": 1.0}, {"mean-absolute-error": 3.0, "loss": 2.0}])
-    assert found == {"mean-absolute-error": 2.0, "mean-absolute-error-std": 1.0, "mean-absolute-error-max": 3.0, "loss": 1.5}
-    texts = Own().format_metric(0.51234), CLASSIFICATION.format_metric(0.51234), REGRESSION.format_metric(-12.3456)
-    assert texts == ("0.5123", "51.2%", "-12.35")
 
 
 def test_batches_of_any_loader_are_read(rng: np.random.Generator) -> None:
@@ -282,11 +248,6 @@ def test_labels_may_have_an_axis_of_channels() -> None:
         assert torch.equal(task.loss(scores, labels[:, None]), task.loss(scores, labels))
         known = state_of(task, (scores[labels >= 0], labels[labels >= 0])).result()
         assert {**state_of(task, (scores, labels[:, None])).result(), "loss": 0} == {**known, "loss": 0}
-
-
-def test_control_soft_labels_train() -> None:
-    scores = torch.zeros(4, 3)
-    assert float(Classification().loss(scores, torch.full((4, 3), 1 / 3))) == pytest.approx(math.log(3))
 
 
 def test_the_loss_of_partly_labelled_samples_does_not_hang_on_the_batches() -> None:
@@ -409,6 +370,8 @@ def test_pixels_without_a_label_do_not_count_in_classification() -> None:
         (lambda: CLASSIFICATION.read({"label": 1, "y": 2, "image": 3}), "target_key"),
         (lambda: CLASSIFICATION.read({"image": 1, "text": 2}), "image, text"),
         (lambda: Classification().count(None), "read"),
+        (lambda: Dice().loss(PIXELS[:, :1], torch.zeros(2, 4, 4, dtype=torch.int64)), "class"),
+        (lambda: Dice(cross_entropy=-1), "cross_entropy"),
         (lambda: CLASSIFICATION.output({"aux": 1, "mine": 2}), "aux, mine"),
         (lambda: Classification(output_key="logits").output(SimpleNamespace(out=3)), "output_key"),
         (lambda: find_task("auto", kind_of(torch.zeros(2, 3))), "regression"),
@@ -435,3 +398,88 @@ def test_pixels_without_a_label_do_not_count_in_classification() -> None:
 def test_refused(call: Callable[[], Any], key: str) -> None:
     with pytest.raises(ValueError, match=key):
         call()
+
+
+PER_PIXEL = Segmentation()
+COUNTS = torch.tensor([[3, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])  # class 2 never hit, class 3 nowhere
+
+
+def state(task: Task, counts: Tensor, total: float = 0.0) -> MetricState:
+    return MetricState(task, total, int(counts.sum()), {"confusion": counts})
+
+
+def scores(predicted: Tensor, classes: int) -> Tensor:
+    """(B, C, *) whose largest is at ``predicted`` (B, *)."""
+    return F.one_hot(predicted, classes).movedim(-1, 1).double()
+
+
+def masks(rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+    """Scores (4, 6, 5, 7) and masks with unlabelled pixels; class 5 occurs in neither, class 4 in predictions alone."""
+    predicted, y = torch.from_numpy(rng.integers(0, 5, (4, 5, 7))), torch.from_numpy(rng.integers(0, 4, (4, 5, 7)))
+    y[:, 0], y[3] = 255, 255
+    return scores(predicted, 6), y
+
+
+def test_by_hand() -> None:
+    found = state(PER_PIXEL, COUNTS, total=3.5).result()
+    assert (found["loss"], found["accuracy"]) == (0.5, 5 / 7)
+    assert series(found, CLASS)[:3] == [3 / 4, 1, 0]
+    assert math.isnan(series(found, CLASS)[3])
+    assert len(series(found, CLASS)) == 4
+    assert found["mean-iou"] == pytest.approx((3 / 5 + 2 / 3 + 0 / 1) / 3)  # of class 0: 3 hits, 1 missed, 1 too many
+    assert "mean-iou" not in state(CLASSIFICATION, COUNTS).result()
+
+
+def test_nothing_to_count_is_nan() -> None:
+    empty = state(PER_PIXEL, torch.zeros(3, 3, dtype=torch.int64))
+    assert math.isnan(empty["accuracy"])
+    assert math.isnan(empty["mean-iou"])
+    assert empty.loss == 0
+    with pytest.raises(ValueError):  # noqa: PT011
+        PER_PIXEL.state().result()
+
+
+def test_counts_and_mean_iou_are_torchmetrics(rng: np.random.Generator) -> None:
+    functional = pytest.importorskip("torchmetrics.functional.classification")
+    out, y = masks(rng)
+    counts = confusion_counts(out, y)
+    assert counts.tolist() == functional.multiclass_confusion_matrix(out, y, 6, ignore_index=255).tolist()
+    want = functional.multiclass_jaccard_index(out, y, 6, ignore_index=255)
+    found = state(PER_PIXEL, counts)
+    assert found["mean-iou"] == pytest.approx(float(want), rel=1e-6)
+    accuracies = functional.multiclass_accuracy(out, y, 6, average=None, ignore_index=255)
+    assert series(found.result(), CLASS)[:4] == pytest.approx(accuracies[:4].tolist(), rel=1e-6)
+    hits, union = counts.diagonal().double(), counts.sum(0) + counts.sum(1) - counts.diagonal()
+    assert float((hits / union.clamp(min=1)).mean()) != pytest.approx(float(want), rel=1e-2)  # control: a class nowhere is not IoU 0
+    assert PER_PIXEL.count(y) == found.count == 3 * 4 * 7  # control: 255 is counted nowhere
+
+
+def test_the_loss_leaves_unlabelled_pixels_out_and_only_those_of_masks(rng: np.random.Generator) -> None:
+    out, y = masks(rng)
+    labelled = out.movedim(1, -1)[y != 255]
+    assert float(PER_PIXEL.loss(out, y)) == pytest.approx(float(F.cross_entropy(labelled, y[y != 255])), rel=1e-12)
+    nothing = PER_PIXEL.loss(out.requires_grad_(), torch.full_like(y, 255))
+    nothing.backward()
+    assert float(nothing.detach()) == 0 == float(out.grad.abs().max())  # type: ignore[union-attr]
+    classes = torch.randn(3, 300, dtype=torch.float64)
+    label = torch.tensor([255, 1, 255])  # ImageNet has such a class
+    assert torch.equal(CLASSIFICATION.loss(classes, label), F.cross_entropy(classes, label))
+    assert not torch.equal(CLASSIFICATION.loss(classes, label), F.cross_entropy(classes, label, ignore_index=255))  # control
+    assert int(confusion_counts(classes, label).sum()) == 3
+
+
+def test_means_over_clients_are_of_those_that_have_the_class() -> None:
+    clients = [
+        {"accuracy": 1.0, "loss": 1.0, "mean-iou": 0.5, **named_series(CLASS, [1.0, math.nan, math.nan])},
+        {"accuracy": 0.5, "loss": 2.0, **named_series(CLASS, [0.5, 0.25])},
+        {"accuracy": 0.0, "loss": 6.0, "mean-iou": 7.0, **named_series(CLASS, [-1.0, 0.75])},  # what is no share does not count
+    ]
+    found = over_clients(PER_PIXEL, clients)
+    assert (found["accuracy"], found["accuracy-min"], found["loss"]) == (0.5, 0.0, 3.0)
+    assert found["accuracy-std"] == pytest.approx((1 / 6) ** 0.5)
+    assert found["mean-iou"] == 0.5
+    assert series(found, CLASS)[:2] == [0.75, 0.5]
+    assert math.isnan(series(found, CLASS)[2])
+    assert len(series(found, CLASS)) == 3
+    made_up = over_clients(PER_PIXEL, [{"accuracy": 1.0, "loss": 1.0, f"{CLASS}99999999": 1.0}])
+    assert set(made_up) == {"accuracy", "accuracy-std", "accuracy-min", "loss"}  # one that is made up costs nothing
