@@ -17,17 +17,52 @@ from torch.nn import functional as F
 from fl_bn import convert, local_round, server_round, server_state
 from fl_bn.exchange import local
 from fl_bn.exchange.local import LocalExchange, Turns
+from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, server_optimizer
 from fl_bn.federation.server import Server
 from fl_bn.federation.values import NOTHING, ClientState, Reply
 from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, replayed, training
 from fl_bn.methods import Method, Phase, StatisticsReport
+from fl_bn.moments import Moments
+from fl_bn.roles import batch_norms
 from tests.doors.doors import session_of
 from tests.noted import noted
+
+__all__ = ["NOTHING", "SERVER_OPTIMIZERS", "ClientState", "Moments", "batch_norms", "server_optimizer"]
+"""Names that are not public, for the tests of this folder."""
 
 RATE = 0.1
 Batch = tuple[Any, Tensor]
 Loop = Callable[[Any, Any, Tensor], None]
 """``loop(round, x, y)`` trains ``round.model`` on one batch, inside the ``with`` block of ``local_round`` or ``training``."""
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    """Build a network of float64 with two BatchNorm layers."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).double()
+
+
+def clients() -> list[tuple[Tensor, Tensor]]:
+    """Return a batch of each of three clients, of 16, 8 and 12 samples."""
+    rng = torch.Generator().manual_seed(1)
+    return [(torch.randn(n, 4, generator=rng, dtype=torch.float64) * 3 + 5, torch.randint(0, 2, (n,), generator=rng)) for n in (16, 8, 12)]
+
+
+def opened(method: Method, model: nn.Module | None = None, network: Callable[[], nn.Module] = net, **options: Any) -> Any:
+    """Open a client's round 1 of 2, of ``model`` or of a network that is converted for it."""
+    asked = server_state(network(), method, rounds=2, **options).instruction()
+    return local_round(convert(network(), method) if model is None else model, method, asked, **options)
+
+
+def trained(method: Method, loop: Loop, network: Callable[[], nn.Module] = net) -> Any:
+    """Return the round after ``loop`` trained the first client's batch, and the statistics pass before it."""
+    x, y = clients()[0]
+    with opened(method, network=network) as round:
+        if method.reports(Phase.TRAIN) is StatisticsReport.PASS:
+            round.measure([(x, y)])
+        loop(round, x, y)
+    return round
 
 
 def step(model: Callable[..., Tensor], own: nn.Module, x: Any, y: Tensor) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_bn import Federation, convert, local_round, methods, server_state
-from fl_bn.composed import Unconvertible
 from fl_bn.copying import copied
 from fl_bn.methods import METHODS
 
@@ -92,7 +91,14 @@ def made(remembers: Callable[[Net], None]) -> Net:
     return net
 
 
-REMEMBERS = [closure, partial, weak, defaults, nested, hook, autocast, compiled]
+def recursive(net: Net) -> None:
+    def block(x: Tensor, again: bool = True) -> Tensor:
+        return block(x, False) if again else net.plain(x)
+
+    net.block = block
+
+
+REMEMBERS = [closure, recursive, partial, weak, defaults, nested, hook, autocast, compiled]
 
 
 @pytest.mark.parametrize("remembers", REMEMBERS, ids=lambda one: one.__name__)
@@ -142,25 +148,13 @@ def test_functions_of_the_copy_share_what_those_of_the_original_share() -> None:
     assert net.first() is net.fc  # type: ignore[operator]
 
 
-def test_a_function_that_calls_itself_is_copied() -> None:
-    net = made(method)
-
-    def block(x: Tensor, again: bool = True) -> Tensor:
-        return block(x, False) if again else net.plain(x)
-
-    net.block = block
-    copy = copied(net)
-    copy.fc.weight.data.zero_()
-    assert not torch.equal(copy.block(X), net.block(X))
-
-
 NETWORK = Net()
 
 
 def test_a_function_that_reads_the_network_from_a_global_variable_is_refused() -> None:
     for use in (lambda x: F.relu(NETWORK.bn(NETWORK.fc(x))), lambda x: [NETWORK.plain(one) for one in (x,)][0]):
         NETWORK.block = use
-        with pytest.raises(Unconvertible, match="<lambda> in 'block' of the model .Net. reads the global variable 'NETWORK', which is the"):
+        with pytest.raises(ValueError, match="NETWORK"):
             convert(NETWORK, methods.fedavg())
     other = made(method)
     other.block = use
@@ -173,7 +167,7 @@ def test_a_function_that_reads_the_network_from_a_global_variable_is_refused() -
 def test_an_attribute_that_cannot_be_copied_is_named(value: Any) -> None:
     net = made(method)
     net.fc.tool = value
-    with pytest.raises(Unconvertible, match="attribute 'tool' of fc .Linear. cannot be copied, and fl-bn trains a copy.*cannot pickle"):
+    with pytest.raises(ValueError, match="'tool' of fc"):
         convert(net, methods.fbn())
 
 
@@ -216,5 +210,5 @@ def test_a_network_that_trains_another_in_its_place_is_an_error() -> None:
     trainer = Trainer(net)
     net.forward = lambda x: trainer.predict(x)  # type: ignore[method-assign]
     federation = Federation(net, methods.fedavg(), [[(X, Y)]] * 2, progress=False)
-    with pytest.raises(Exception, match="the loss gave no parameter of the converted network a gradient: the network's forward"):
+    with pytest.raises(Exception, match="gradient"):
         list(federation.run(3))

@@ -12,16 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_bn import Federation, server_state
-from fl_bn.conversion import convert
+from fl_bn import Federation, convert, server_state
 from fl_bn.layers import freeze_statistics
-from fl_bn.methods import METHODS, Method
-from fl_bn.modes import train_mode
-from fl_bn.roles import batch_norms
-from tests.loops.loops import DOORS, plain
-from tests.loops.test_frozen import clients
-
-BATCH_NORM = ["fedavg", "fedbn", "silobn", "fixbn", "hbn", "fbn", "fedtan", "fedtan2", "fedavg-alg2", "static-bn", "single"]
+from fl_bn.methods import METHODS, Method, Refresh
+from tests.loops.loops import DOORS, batch_norms, clients, plain
 
 
 class Tuned(nn.Module):
@@ -31,12 +25,12 @@ class Tuned(nn.Module):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5))
+            self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, affine=how != "no affine"), nn.ReLU(), nn.Dropout(0.5))
             self.head = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
             nn.init.normal_(self.body[1].running_mean)
         self.how = how
         self.double()
-        if how == "parameters":
+        if how in ("parameters", "no affine"):
             self.body.requires_grad_(False)
         if how == "mode":
             self.train()
@@ -53,6 +47,9 @@ class Tuned(nn.Module):
                 if isinstance(module, nn.BatchNorm1d):
                     module.eval()
         return self
+
+
+BATCH_NORM = [name for name in METHODS if METHODS[name]().has_statistics or METHODS[name]().personal]
 
 
 def moved(after: Tensor, before: Tensor) -> float:
@@ -73,15 +70,18 @@ DOORS_1_TO_3: dict[str, Callable[..., Any]] = {"federation": door_1, **DOORS}
 
 
 @pytest.mark.parametrize("door", ["federation", "own loop", pytest.param("flower", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("how", ["parameters", "mode", "train()"])
+@pytest.mark.parametrize("how", ["parameters", "no affine", "mode", "train()"])
 @pytest.mark.parametrize("name", BATCH_NORM)
 def test_what_the_user_froze_does_not_move(name: str, how: str, door: str) -> None:
     model = Tuned(how)
     before = copy.deepcopy(model.state_dict())
     *_, found = DOORS_1_TO_3[door](model, method_of(name), clients(), plain, 2)
     affine, statistics = ("body.1.weight", "body.1.bias"), ("body.1.running_mean", "body.1.running_var")
-    kept = {"parameters": ("body.0.weight", "body.0.bias", *affine), "mode": statistics, "train()": statistics}[how]
-    if how == "parameters" and name in ("hbn", "fbn", "static-bn"):  # whose statistics this project measures
+    weights = ("body.0.weight", "body.0.bias")
+    kept = {"parameters": (*weights, *affine), "no affine": weights}.get(how, statistics)
+    if kept is not statistics and (
+        method_of(name).pools or method_of(name).refresh is not Refresh.NOTHING
+    ):  # whose statistics this project measures
         kept += statistics
     for key in kept:
         assert key not in found or moved(found[key], before[key]) < 1e-12, key
@@ -101,19 +101,6 @@ def test_a_network_whose_every_batch_norm_is_held(name: str, door: str) -> None:
     assert moved(found["head.weight"], before["head.weight"]) > 1e-3
     if name != "fixbn":
         assert moved(found["body.1.running_mean"], before["body.1.running_mean"]) < 1e-12
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_the_mode_that_a_part_came_in(name: str) -> None:
-    if name == "fedwon":
-        return  # has no linear layers' BatchNorm
-    model = convert(Tuned("mode"), method_of(name))
-    train_mode(model)
-    assert not any(module.training for module in model.body.modules())
-    assert all(module.training for module in model.head.modules())
-    model = convert(Tuned("mode").eval(), method_of(name))  # control: all of it in evaluation mode says nothing about a part
-    train_mode(model)
-    assert all(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])

@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_bn import Federation, kinds, register_batch_norm
-from fl_bn.composed import Unconvertible
-from fl_bn.conversion import convert
+from fl_bn import Federation, convert, kinds, register_batch_norm
 from fl_bn.methods import METHODS
 from fl_bn.observation import observe
 from tests.doors.doors import apart
@@ -91,7 +89,7 @@ def test_timm_s_layers_keep_their_activation(name: str) -> None:
 @pytest.mark.parametrize("name", LAYERS)
 def test_registered_kinds(name: str) -> None:
     if METHODS[name]().layer is not None:
-        with pytest.raises(Unconvertible, match=r"fl_bn\.register_batch_norm\(Activated, then=\['act'\]\)"):
+        with pytest.raises(ValueError, match="Activated"):
             trained(name, Activated(4))
     register_batch_norm(Activated, then=["swish"])
     register_batch_norm(Foreign, then=["act"], convert=of_foreign)
@@ -102,9 +100,9 @@ def test_registered_kinds(name: str) -> None:
 
 def test_what_is_registered_must_be_there() -> None:
     register_batch_norm(Activated, then=["act"])
-    with pytest.raises(Unconvertible, match="Activated has no submodule 'act'"):
+    with pytest.raises(ValueError, match="'act'"):
         convert(network(Activated(4)), METHODS["fbn"]())
-    with pytest.raises(ValueError, match="Foreign is no subclass of torch's BatchNorm: pass convert="):
+    with pytest.raises(ValueError, match="Foreign"):
         register_batch_norm(Foreign)
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fl_bn import convert, local_round, methods, server_state
 from fl_bn.methods import Method
 from fl_bn.objectives import PLAIN, FedProx, Objective
-from fl_bn.roles import batch_norms
+from tests.loops.loops import batch_norms
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,6 +32,7 @@ CONSTANT: dict[str, Method] = {
     "fbn": methods.fbn(),
     "fixbn": methods.fixbn(freeze_after=0),
     "fedtan2": methods.fedtan2(freeze_after=0),
+    "fixbn, both": methods.fixbn(freeze_after=0, freeze_what="both"),
 }
 """Methods that normalise with constants: they train where the affine parameters of BatchNorm do not learn."""
 MIXING: dict[str, Method] = {
@@ -131,8 +132,9 @@ def test_a_method_without_statistics_trains(name: str) -> None:
 
     method, model = methods.METHODS[name](), net()
     assert ModuleValidator.is_valid(convert(model, method).train())
-    found, _ = trained(method, model)
-    assert apart(found, by_hand(method, model)) < 1e-9
+    for mode in ("hooks", "functorch")[: 2 if name == "gn" else 1]:
+        found, _ = trained(method, model, mode=mode)
+        assert apart(found, by_hand(method, model)) < 1e-9
     assert not apart(found, by_hand(method, model, together=True)) < 1e-9
 
 
@@ -146,15 +148,13 @@ def test_a_method_with_constants_trains_where_the_affine_does_not_learn(name: st
         assert "moments" not in reply.sections
 
 
-def test_fixbn_trains_where_it_freezes_the_affine_too() -> None:
-    method = methods.fixbn(freeze_after=0, freeze_what="both")
-    found, _ = trained(method, net())
-    assert apart(found, by_hand(methods.fixbn(freeze_after=0), still(net()))) < 1e-9
-
-
 @pytest.mark.parametrize("name", CONSTANT)
 def test_opacus_refuses_constants_whose_affine_learns(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=r"trainable layer with buffers.*1:\w+BatchNorm"):
+    if "both" in name:  # freezes the affine, too
+        found, _ = trained(CONSTANT[name], net())
+        assert apart(found, by_hand(CONSTANT["fixbn"], still(net()))) < 1e-9
+        return
+    with pytest.raises(NotImplementedError, match="BatchNorm"):
         trained(CONSTANT[name], net())
 
 
@@ -162,11 +162,11 @@ def test_opacus_refuses_constants_whose_affine_learns(name: str) -> None:
 def test_batch_statistics_are_refused(name: str) -> None:
     """By opacus where the affine learns, and by the round where it does not."""
     method = MIXING.get(name, methods.hbn())
-    with pytest.raises(Exception, match=r"BatchNorm cannot support training with differential privacy|trainable layer with buffers"):
+    with pytest.raises(Exception, match="BatchNorm|buffers"):
         trained(method, net())
     if name == "hbn":  # the mixing logits always learn
         return
-    with pytest.raises(ValueError, match=r"BatchNorm layer '1' normalises every sample with the statistics of its batch, .* such as gn"):
+    with pytest.raises(ValueError, match="layer '1'"):
         trained(method, net(affine=False))
 
 
@@ -199,19 +199,14 @@ def test_parts_that_are_called_one_by_one_are_refused_too() -> None:
             F.cross_entropy(out, y).backward()
             torch.optim.SGD(model.parameters(), RATE).step()
 
-    with pytest.raises(ValueError, match="BatchNorm layer '1' normalises every sample"):
+    with pytest.raises(ValueError, match="layer '1'"):
         train()
 
 
 def test_an_objective_is_refused() -> None:
     """opacus would step along its own gradients, without FedProx's part."""
-    with pytest.raises(ValueError, match="opacus replaces the gradients, and so drops the part that fedprox adds"):
+    with pytest.raises(ValueError, match="fedprox"):
         trained(methods.gn(), net(), FedProx(0.1))
-
-
-@pytest.mark.parametrize("mode", ["hooks", "functorch"])
-def test_the_ways_in_which_opacus_computes(mode: str) -> None:
-    assert apart(trained(methods.gn(), net(), mode=mode)[0], by_hand(methods.gn(), net())) < 1e-9
 
 
 def test_what_the_noise_does_not_protect_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fl_bn import methods
 from fl_bn.methods import Method
 from tests.doors.doors import apart
-from tests.loops.loops import DOORS, RATE
-from tests.loops.test_frozen import clients, net
+from tests.loops.loops import DOORS, RATE, clients, net
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of the trainers, about machines, loggers and workers
 METHODS: dict[str, Method] = {

@@ -13,11 +13,9 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
-from fl_bn import convert, local_round, methods, server_state
-from fl_bn.federation.client import LocalRound
-from fl_bn.federation.payload import Named
+from fl_bn import convert, methods
+from tests.loops.loops import RATE, opened
 
-RATE = 0.1
 METHODS = {"first": methods.fbn(), "all": methods.fbn(report="all")}
 Batches = Sequence[tuple[Tensor, Tensor]]
 
@@ -144,13 +142,53 @@ def attacked(model: nn.Module, given: Batches) -> list[Tensor]:
 
 def attacked_by_grad(model: nn.Module, given: Batches) -> list[Tensor]:
     optimizer, x, y = sgd(model), *given[0]
-    bad = x.clone()
     for _ in range(2):
-        bad.requires_grad_(True)
-        bad = (bad + 0.1 * torch.autograd.grad(loss_of(model, bad, y), bad)[0].sign()).detach()
-    loss_of(model, bad, y).backward()
+        x = x.detach().requires_grad_(True)
+        x = x + 0.1 * torch.autograd.grad(loss_of(model, x, y), x)[0].sign()
+    loss_of(model, x.detach(), y).backward()
     optimizer.step()
-    return [bad]
+    return [x.detach()]
+
+
+def sharpness_aware(model: nn.Module, given: Batches) -> list[Tensor]:
+    """Gradients by ``torch.autograd.grad``, at weights that move there and back."""
+    parameters, (x, y) = list(model.parameters()), given[0]
+    gradients = torch.autograd.grad(loss_of(model, x, y), parameters)
+    with torch.no_grad():
+        torch._foreach_add_(parameters, gradients, alpha=0.5)
+    flat = torch.autograd.grad(loss_of(model, x, y), parameters)
+    with torch.no_grad():
+        torch._foreach_sub_(parameters, gradients, alpha=0.5)
+    for parameter, gradient in zip(parameters, flat, strict=True):
+        parameter.grad = gradient
+    sgd(model).step()
+    return [x]
+
+
+def a_loss_that_is_not_finite(model: nn.Module, given: Batches) -> list[Tensor]:
+    optimizer, (x, y) = sgd(model), given[0]
+    for batch in (x * torch.nan, x):
+        optimizer.zero_grad()
+        if (value := loss_of(model, batch, y)).isfinite():
+            value.backward()
+            optimizer.step()
+    return [x]
+
+
+def out_of_memory(model: nn.Module, given: Batches) -> list[Tensor]:
+    """The forward pass of the whole batch fails behind a BatchNorm layer, and the loop trains a part."""
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("too large")
+
+    optimizer, (x, y) = sgd(model), given[0]
+    full = model[-2].register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(x)
+    full.remove()
+    loss_of(model, x[:4], y[:4]).backward()
+    optimizer.step()
+    return [x[:4]]
 
 
 class OutOfMemory(Exception):
@@ -232,11 +270,12 @@ def passes_after_the_last_step(model: nn.Module, given: Batches) -> list[Tensor]
 LOOPS: list[Callable[[Any, Batches], list[Tensor]]] = [
     clipped_sample_by_sample, gradient_surgery, a_first_loss_of_zero, skipped_as_the_norm_is_not_finite, skipped_and_set_to_zero,
     skipped_before_the_backward_pass, gradients_by_hand_and_a_skip, attacked, attacked_by_grad, halved_after_an_error, head_only,
-    head_only_and_skips, restored_then_skipped, two_parts_after_two_losses, passes_after_the_last_step,
+    head_only_and_skips, restored_then_skipped, two_parts_after_two_losses, passes_after_the_last_step, sharpness_aware,
+    a_loss_that_is_not_finite, out_of_memory,
 ]  # fmt: skip
 
 
-def reported(round: LocalRound) -> Named:
+def reported(round: Any) -> dict[str, Tensor]:
     return round.reply(1000)[0].sections["moments"]
 
 
@@ -259,11 +298,10 @@ def moments(model: nn.Module, used: Sequence[Tensor]) -> dict[str, tuple[int, Te
 @pytest.mark.parametrize("first", ["linear", "norm", "probe"])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_the_report_has_the_batches_of_the_step(loop: Any, first: str, report: str) -> None:
-    if first == "probe" and loop is gradients_by_hand_and_a_skip:
+    if first == "probe" and loop in (gradients_by_hand_and_a_skip, sharpness_aware):
         pytest.skip("torch.autograd.grad leaves out the way to a layer in front of all parameters: docs/how-to/in-your-loop.md")
     given, method = batches(), METHODS[report]
-    asked = server_state(net(first), method, rounds=2).instruction()
-    with local_round(convert(net(first), method), method, asked) as round:
+    with opened(method, network=lambda: net(first)) as round:
         before = {name: tensor.clone() for name, tensor in round.model.state_dict().items()}
         used = loop(round.model, given)
     sent = reported(round)
@@ -297,30 +335,10 @@ class Half(nn.Module):
 def test_layers_inside_and_outside_a_reentrant_checkpoint_report(which: str, report: str) -> None:
     torch.manual_seed(0)
     model, method = Half(which).double(), METHODS[report]
-    with local_round(convert(model, method), method, server_state(model, method, rounds=2).instruction()) as round:
+    with opened(method, network=lambda: model) as round:
         optimizer = sgd(round.model)
         for x, y in batches():
             optimizer.zero_grad()
             loss_of(round.model, x.clone(), y).backward()
             optimizer.step()
     assert [int(reported(round)[f"{block}.1.count"]) for block in "ab"] == [16 if report == "first" else 48] * 2
-
-
-class Experts(nn.Module):
-    """Each sample goes through one of two experts; the second gets none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.cat([self.experts[0](x), self.experts[1](x[:0])]))
-
-
-def test_a_layer_without_samples_reports_none() -> None:
-    method = methods.fbn()
-    with local_round(convert(Experts(), method), method, server_state(Experts(), method, rounds=2).instruction()) as round:
-        loss_of(round.model, batches()[0][0].float(), batches()[0][1]).backward()
-        sgd(round.model).step()
-    assert [int(reported(round)[f"experts.{i}.1.count"]) for i in (0, 1)] == [16, 0]

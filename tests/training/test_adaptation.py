@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_bn.conversion import convert
-from fl_bn.data.dataset import to_input
+from fl_bn import convert
 from fl_bn.federation.adaptation import (
     AVERAGE_AFFINE,
     HOW,
@@ -21,19 +19,16 @@ from fl_bn.federation.adaptation import (
     TEST_BATCH,
     Adaptation,
     Known,
-    NotAdaptable,
     divergence,
-    first_layer,
     recompute_statistics,
     with_batch_statistics,
 )
-from fl_bn.federation.local import Samples, evaluate
-from fl_bn.methods import METHODS
-from fl_bn.moments import Running
+from fl_bn.methods import METHODS, Role
 from fl_bn.observation import observe
-from fl_bn.roles import Role, batch_norms, roles
 from tests.federation import largest_deviation, random_samples
+from tests.listed import listed
 from tests.networks import seeded_network
+from tests.training.core import Running, batch_norms, roles, to_input
 
 OWN = random_samples(90, brightness=0.5, seed=7)
 
@@ -42,8 +37,7 @@ def network(dtype: torch.dtype = torch.float64) -> nn.Module:
     return seeded_network("no dropout", 1, dtype)
 
 
-WITH_STATISTICS = [name for name in METHODS if name != "single" and batch_norms(convert(network(), METHODS[name]()))]
-WITHOUT_STATISTICS = [name for name in METHODS if name not in ("single", *WITH_STATISTICS)]
+WITH_STATISTICS = [name for name in METHODS if METHODS[name]().shares(Role.WEIGHT) and batch_norms(convert(network(), METHODS[name]()))]
 
 
 def known(method: str = "fedbn", dtype: torch.dtype = torch.float64, clients: int = 3) -> Known:
@@ -138,17 +132,6 @@ def test_the_affine_is_the_clients_average_and_the_weights_are_the_shared_ones()
     assert largest_deviation(network().state_dict(), dict(run.known.shared)) > 0.01
 
 
-def test_where_the_affine_is_shared_the_average_is_the_shared_one() -> None:
-    for method in [name for name in WITH_STATISTICS if name != "fedbn"]:
-        run = adaptation(method)
-        first, second = (run.adapt(how, OWN.x).model.state_dict() for how in (AVERAGE_AFFINE, RECOMPUTE))
-        assert largest_deviation(first, second) == 0
-        assert largest_deviation(first, affine_of(run.known.shared)) == 0
-    run = adaptation("fedbn")
-    first, second = (run.adapt(how, OWN.x).model.state_dict() for how in (AVERAGE_AFFINE, RECOMPUTE))
-    assert largest_deviation(first, second) > 0.1  # control
-
-
 @pytest.mark.parametrize("method", ["fedbn", "silobn"])
 @pytest.mark.parametrize("like", range(3))
 def test_the_nearest_client_is_the_one_with_such_data(like: int, method: str) -> None:
@@ -175,19 +158,6 @@ def test_the_distance_is_torchs_divergence_both_ways_and_knows_no_scale(rng: np.
     assert divergence(Running(mean_a, 0 * sd_a), Running(mean_a, 0 * sd_a), 1e-5) == 0  # dead channels
 
 
-def test_the_first_layer_is_the_first_that_runs() -> None:
-    class Backwards(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.last, self.first = nn.BatchNorm2d(3), nn.BatchNorm2d(3, eps=1e-3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.first(x * self.first.weight.mean()))  # type: ignore[no-any-return]
-
-    assert list(batch_norms(Backwards())) == ["last", "first"]  # as written
-    assert first_layer(Backwards(), OWN.x) == ("first", 1e-3)
-
-
 def test_test_batch_is_the_forward_pass_of_training() -> None:
     model = adaptation().adapt(TEST_BATCH, OWN.x).model
     batch = to_input(OWN.x[:32], torch.float64)
@@ -199,38 +169,18 @@ def test_test_batch_is_the_forward_pass_of_training() -> None:
     assert largest_deviation(model.state_dict(), before) == 0
 
 
-def test_evaluation_in_batches_takes_each_batchs_statistics() -> None:
-    model = adaptation().adapt(TEST_BATCH, OWN.x).model
-    other = random_samples(30, brightness=1.0, seed=9)
-    both = Samples(torch.cat([OWN.x[:30], other.x]), torch.cat([OWN.y[:30], other.y]))
-    parts = [evaluate(with_batch_statistics(model), Samples(s.x[:30], s.y[:30])).loss for s in (OWN, other)]
-    assert evaluate(with_batch_statistics(model), both, 30).loss == pytest.approx(sum(parts) / 2, rel=1e-12)
-    assert evaluate(with_batch_statistics(model), both, 60).loss != pytest.approx(sum(parts) / 2, rel=1e-3)  # control
-
-
-@pytest.mark.parametrize("method", WITH_STATISTICS)
-def test_every_method_has_a_model_before_and_after_for_the_network_as_written(method: str) -> None:
-    run = adaptation(method, torch.float32)
-    before = run.before()
-    assert before is not None
-    for how in [how for how in HOW if not run.refusal(how)]:
-        made = run.adapt(how, OWN.x).model
-        network(torch.float32).load_state_dict(made.state_dict(), strict=True)
-        assert largest_deviation(made.state_dict(), dict(run.known.shared)) == 0 or method not in ("fedbn", "silobn")
-    assert (NEAREST in [how for how in HOW if not run.refusal(how)]) == (method in ("fedbn", "silobn"))
-
-
-def test_what_the_server_hands_out_is_shared_or_averaged() -> None:
-    run = adaptation("silobn")
-    model = run.before()
-    assert model is not None
-    states = list(run.known.clients.values())
-    statistics = {name: sum(state[name] for state in states) / 3 for name in states[0] if "running" in name}
-    assert largest_deviation(model.state_dict(), {**run.known.shared, **statistics}) < 1e-12  # type: ignore[dict-item]
-    shared = adaptation("fedavg")
-    model = shared.before()
-    assert model is not None
-    assert largest_deviation(model.state_dict(), dict(shared.known.shared)) == 0
+@listed("method", WITH_STATISTICS)
+def test_each_method_has_the_ways_that_its_shared_tensors_allow(method: str) -> None:
+    """Where the affine is shared, the clients' average is the shared one; the nearest client is one that keeps something."""
+    run, chosen = adaptation(method, torch.float32), METHODS[method]()
+    assert run.before() is not None
+    made = {how: run.adapt(how, OWN.x).model.state_dict() for how in HOW if not run.refusal(how)}
+    assert (NEAREST in made) == chosen.personal
+    for state in made.values():
+        network(torch.float32).load_state_dict(state, strict=True)
+        assert largest_deviation(state, dict(run.known.shared)) == 0 or not chosen.personal
+    same = largest_deviation(made[AVERAGE_AFFINE], made[RECOMPUTE])
+    assert same == 0 if chosen.shares(Role.AFFINE) else same > 0.1
 
 
 def test_the_clients_average_may_be_told_instead() -> None:
@@ -241,51 +191,42 @@ def test_the_clients_average_may_be_told_instead() -> None:
     assert run.before() is None  # the affine alone was told
     for how in (AVERAGE_AFFINE, RECOMPUTE):
         assert largest_deviation(run.adapt(how, OWN.x).model.state_dict(), whole.adapt(how, OWN.x).model.state_dict()) < 1e-12
-    with pytest.raises(NotAdaptable, match="nearest: the models of the clients that trained are needed, but not given"):
-        run.adapt(NEAREST, OWN.x)
-    nobody = Adaptation(network(), METHODS["fedbn"](), Known(whole.known.shared))
-    for how in (AVERAGE_AFFINE, TEST_BATCH):
-        with pytest.raises(NotAdaptable, match=f"{how}: the affine parameters that fedbn keeps at the clients, or"):
-            nobody.adapt(how, OWN.x)
 
 
-@pytest.mark.parametrize("method", WITHOUT_STATISTICS)
-def test_methods_without_statistics_are_refused(method: str) -> None:
-    shared = convert(network(), METHODS[method]()).state_dict()
-    with pytest.raises(NotAdaptable, match=f"with {method} the network has no BatchNorm layer, so there are no statistics to adapt"):
-        Adaptation(network(), METHODS[method](), Known(shared))
+def given(method: str, known: Known, how: str = RECOMPUTE, samples: int = 90, net: nn.Module | None = None) -> None:
+    Adaptation(net or network(), METHODS[method](), known).adapt(how, OWN.x[:samples])
 
 
-def test_no_method_is_missed() -> None:
-    assert {"fedavg", "fixbn", "fedbn", "silobn", "hbn", "fbn", "fedtan", "static-bn"} <= set(WITH_STATISTICS)
-    assert {"gn", "ln", "in", "fedfn", "fixup"} <= set(WITHOUT_STATISTICS)
+def changed(**tensors: Tensor | None) -> Known:
+    """What is known of a run with other tensors, or without them."""
+    shared = {**known().shared, **{key.replace("_", "."): tensor for key, tensor in tensors.items()}}
+    return Known({key: tensor for key, tensor in shared.items() if tensor is not None})
 
 
-def test_other_refusals() -> None:
-    with pytest.raises(NotAdaptable, match="single shares no tensor"):
-        Adaptation(network(), METHODS["single"](), Known({}))
-    with pytest.raises(NotAdaptable, match="nearest: fedavg shares all tensors of BatchNorm, so no client keeps any that"):
-        adaptation("fedavg").adapt(NEAREST, OWN.x)
-    with pytest.raises(ValueError, match="how to adapt must be one of average-affine, recompute, nearest, test-batch, but got 'guess'"):
-        adaptation().adapt("guess", OWN.x)
-    shared = dict(known().shared)
-    weight = shared.pop("9.weight")
-    missing = r"the run's model: expected 9.weight of shape \(4, 24\), but it is missing: use a run of this network and method"
-    with pytest.raises(NotAdaptable, match=missing):
-        Adaptation(network(), METHODS["fedbn"](), Known(shared))
-    with pytest.raises(NotAdaptable, match=r"expected 9.weight of shape \(4, 24\), but it is \(24, 4\)"):
-        Adaptation(network(), METHODS["fedbn"](), Known({**shared, "9.weight": weight.T}))
-    with pytest.raises(NotAdaptable, match="client 7: expected 1.weight of shape .* but it is missing"):
-        Adaptation(network(), METHODS["fedbn"](), Known(known().shared, {"client 7": {}}))
+FLAT = nn.Sequential(nn.Flatten(), nn.Linear(192, 4), nn.BatchNorm1d(4))
 
 
-def test_a_single_sample_has_no_variance() -> None:
-    flat = nn.Sequential(nn.Flatten(), nn.Linear(192, 4), nn.BatchNorm1d(4))
-    run = Adaptation(flat, METHODS["fedavg"](), Known(flat.state_dict()))
-    with pytest.raises(NotAdaptable, match="layer 2: a variance needs at least 2 values .* got 1 sample\\(s\\): adapt with more"):
-        run.adapt(RECOMPUTE, OWN.x[:1])
-    run.adapt(RECOMPUTE, OWN.x[:2])
-
-
-def test_no_label_can_reach_an_adaptation() -> None:
-    assert list(inspect.signature(Adaptation.adapt).parameters) == ["self", "how", "x"]
+@listed(
+    ("key", "call"),
+    [
+        *[
+            (name, lambda name=name: given(name, Known(convert(network(), METHODS[name]()).state_dict())))
+            for name in METHODS
+            if name not in WITH_STATISTICS
+        ],
+        ("affine", lambda: given("fedbn", Known(known().shared), AVERAGE_AFFINE)),
+        ("affine", lambda: given("fedbn", Known(known().shared), TEST_BATCH)),
+        ("nearest", lambda: given("fedbn", Known(known().shared), NEAREST)),
+        ("nearest", lambda: given("fedavg", known("fedavg"), NEAREST)),
+        ("guess", lambda: given("fedbn", known(), "guess")),
+        ("9.weight", lambda: given("fedbn", changed(**{"9_weight": None}))),
+        ("9.weight", lambda: given("fedbn", changed(**{"9_weight": torch.zeros(24, 4)}))),
+        ("client 7", lambda: given("fedbn", Known(known().shared, {"client 7": {}}))),
+        ("layer 2", lambda: given("fedavg", Known(FLAT.state_dict()), samples=1, net=FLAT)),  # has no variance
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refused(key: str, call: Callable[[], None]) -> None:
+    with pytest.raises(ValueError, match=key):
+        call()
+    given("fedavg", Known(FLAT.state_dict()), samples=2, net=FLAT)  # control

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fl_bn.moments import Moments, Running, plain_average, pool
 from fl_bn.secure.additive import (
-    average_error,
     deviations,
     from_deviations,
     from_running_deviations,
-    level,
     lost,
     moments_error,
     running_deviations,
     running_within,
     within,
 )
+from tests.training.core import Moments, Running, plain_average, pool
 
 number, positive = st.floats(-20, 20), st.floats(1e-3, 50)
 
@@ -81,16 +78,6 @@ def test_errors_of_the_averages_stay_below_the_bound(moments: list[Moments], see
     assert bool((var > 0).all())
 
 
-def test_a_bound_without_the_square_is_too_small() -> None:
-    """Negative control: far from the reference an error of the mean counts twice its distance."""
-    reference, first, error = Running(tensor(0.0), tensor(1.0)), tensor(6.0), 1e-3
-    exact, _ = from_deviations(1, first, tensor(40.0), reference)
-    found, _ = from_deviations(1, first - error, tensor(40.0), reference)
-    off = float((found.var - exact.var).abs())
-    assert off > error
-    assert off <= float(moments_error(first, reference, error, 8.0)[1])
-
-
 @given(count=st.integers(1, 10), mean=st.floats(-1e4, 1e4), var=st.floats(0, 1e6))
 def test_what_does_not_fit_becomes_the_nearest_moments_that_do(count: int, mean: float, var: float) -> None:
     reference, limit = Running(tensor(0.0), tensor(1.0)), 8.0
@@ -107,26 +94,6 @@ def test_what_does_not_fit_becomes_the_nearest_moments_that_do(count: int, mean:
         assert torch.allclose(found.var, moments.var, rtol=1e-6, atol=1e-9)
 
 
-def test_cutting_both_numbers_apart_would_leave_no_variance() -> None:
-    """Negative control: cut each by itself, mean 20 and variance 4 become a variance below 0."""
-    reference = Running(tensor(0.0), tensor(1.0))
-    moments = Moments(5, tensor(20.0), tensor(4.0))
-    first, second = deviations(moments, reference)
-    _, negative = from_deviations(5, first.clamp(-8, 8), second.clamp(-8, 8), reference)
-    assert negative == 1
-    kept, halved, cut = within(first, second, 8.0)
-    assert cut == 1
-    assert float(from_deviations(5, kept, 8 * halved, reference)[0].var) == pytest.approx(1.0, abs=3.1)
-
-
-def test_a_negative_variance_is_set_to_zero_and_counted() -> None:
-    reference = Running(tensor(0.0, 0.0), tensor(1.0, 1.0))
-    found, negative = from_deviations(5, tensor(0.5, 0.5), tensor(-0.9, 0.0), reference)
-    assert negative == 1
-    assert float(found.var[0]) == 0
-    assert float(found.var[1]) > 0
-
-
 def test_running_statistics_go_there_and_back() -> None:
     reference, running = Running(tensor(1.0, 2.0), tensor(4.0, 0.0)), Running(tensor(3.0, 2.0), tensor(1.0, 2e-6))
     mean, var, cut = running_within(*running_deviations(running, reference), 8.0)
@@ -136,19 +103,6 @@ def test_running_statistics_go_there_and_back() -> None:
     assert torch.allclose(found.var, running.var, rtol=1e-4)
     *_, cut = running_within(*running_deviations(Running(tensor(99.0, 2.0), tensor(1.0, 1.0)), reference), 8.0)
     assert cut == 2
-
-
-def test_a_layer_that_did_not_run_adds_nothing() -> None:
-    first, second = deviations(Moments(0, tensor(0.0), tensor(0.0)), Running(tensor(5.0), tensor(2.0)))
-    assert float(first) == float(second) == 0
-
-
-def test_one_level_for_equal_weights_and_more_for_unequal_ones() -> None:
-    assert level(8.0, 22) == 16 / 2**22
-    assert average_error(8.0, 22, [5, 5, 5]) == pytest.approx(level(8.0, 22))
-    assert average_error(8.0, 22, [1, 1, 10]) == pytest.approx(2.5 * level(8.0, 22))
-    with pytest.raises(ValueError, match="positive weights"):
-        average_error(8.0, 22, [])
 
 
 def test_a_reference_far_above_the_variance_loses_it() -> None:

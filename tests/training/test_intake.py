@@ -14,15 +14,11 @@ import torch
 from torch import Tensor
 
 from fl_bn.federation import blocks as module
-from fl_bn.federation.aggregation import average
-from fl_bn.federation.blocks import BLOCK, SMALL, WeightedSum, all_finite, extremes, fits, sizes
-from fl_bn.federation.intake import PartialAverage, StreamingAverage, streaming
-from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, server_optimizer
-from fl_bn.federation.rounds import Rounds
-from fl_bn.federation.server import Server
-from fl_bn.federation.values import Reply, RoundReplies
+from fl_bn.federation.blocks import BLOCK, SMALL, WeightedSum, all_finite, sizes
+from fl_bn.federation.intake import StreamingAverage, streaming
 from fl_bn.methods import METHODS
 from tests.networks import seeded_network
+from tests.training.core import SERVER_OPTIMIZERS, Reply, RoundReplies, Rounds, Server, average, server_optimizer
 
 SIZES = (3.0, 7.0, 5.0, 2.0)
 
@@ -58,12 +54,6 @@ def test_blocks_change_no_bit_of_the_average(size: int) -> None:
     assert size == 1 or not torch.equal(divided_last, average(parts, SIZES)["w"])  # control
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64])
-def test_other_dtypes_and_orders_of_memory(dtype: torch.dtype) -> None:
-    parts = [{"w": part["w"].T} for part in parts_of(BLOCK // 64, 100, dtype=dtype)]
-    assert same(average(parts, SIZES), written_out(parts, SIZES))
-
-
 def test_small_tensors_that_are_added_as_one_block_change_no_bit() -> None:
     def part(seed: int) -> dict[str, Tensor]:
         rng = np.random.default_rng(seed)
@@ -94,29 +84,6 @@ def test_one_value_that_is_not_finite_is_found_in_any_tensor(at: str, value: flo
     assert sizes(tensors)[at] == 3.0
 
 
-@pytest.mark.parametrize("name", SERVER_OPTIMIZERS)
-def test_a_step_in_pieces_is_the_step_of_whole_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, slopes = parts_of(64, 5, n=1)[0], [{k: t.double() for k, t in part.items()} for part in parts_of(64, 5)]
-    steps = []
-    for block in (1 << 17, 16):
-        monkeypatch.setattr(module, "BLOCK", block)
-        optimizer = server_optimizer(name, *([] if name == "fedacg" else [0.7]))
-        steps.append([optimizer.step(weights, slope, factor) for slope, factor in zip(slopes, (1.0, 0.3, 0.1, 2.0), strict=True)])
-    assert all(same(a, b) for a, b in zip(*steps, strict=True))
-
-
-def test_extremes_and_fits_see_every_value() -> None:
-    for at in (0, BLOCK, 2 * BLOCK + 4):
-        for value in (np.nan, np.inf, -np.inf, 7.0):
-            x = np.zeros(2 * BLOCK + 5)
-            x[at] = value
-            least, most = extremes(x)
-            np.testing.assert_equal((least, most), (x.min(), x.max()))
-            assert fits(torch.from_numpy(x), torch.float32) == bool(np.isfinite(value))
-    assert not fits(torch.full((3,), 1e39, dtype=torch.float64), torch.float32)
-    assert fits(torch.full((3,), 1e39, dtype=torch.float64), torch.float64)
-
-
 def replies(parts: Sequence[dict[str, Tensor]]) -> list[Reply]:
     return [Reply(i, {"weights": dict(part)}, int(w), int(w)) for i, (part, w) in enumerate(zip(parts, SIZES, strict=True))]
 
@@ -144,12 +111,6 @@ def test_the_order_of_arrival_changes_no_bit() -> None:
     assert not all(same(mean, want) for mean in by_arrival)  # control: added as they come
 
 
-def test_who_waits_and_who_is_late_changes_no_bit() -> None:
-    parts = parts_of(1000)
-    for waits in ((0,), (2,), (3,), (1, 3), (0, 1, 2, 3)):
-        assert all(same(taken(order, waits=waits), written_out(parts, SIZES)) for order in permutations(replies(parts)))
-
-
 def test_without_a_client_the_average_is_rounded_once_more_and_not_with_the_order() -> None:
     parts = parts_of(1000)
     left, weights = [parts[0], parts[2], parts[3]], [3.0, 5.0, 2.0]
@@ -163,17 +124,6 @@ def test_without_a_client_the_average_is_rounded_once_more_and_not_with_the_orde
     assert float((got[0]["w"].float() != whole.float()).double().mean()) < 0.01  # float32: the same but for ties
     wrong = written_out(parts, SIZES)["w"]  # control: with the client that is not there
     assert float(((wrong - torch.tensor(exact, dtype=torch.float64)).abs() / sizes).max()) > 1e-3
-
-
-def test_a_retry_finds_the_sum_as_it_was() -> None:
-    parts = parts_of(100)
-    intake = StreamingAverage(dict(enumerate(SIZES)), lambda reply: float(reply.weight), lambda reply, others: reply.client == 2)
-    for reply in replies(parts):
-        intake.take(reply)
-    came, folded = intake.end()
-    for _ in range(2):
-        assert same(folded.mean(came, "weights", SIZES), written_out(parts, SIZES))
-    assert isinstance(folded, PartialAverage)
 
 
 # the server's round
@@ -211,16 +161,6 @@ def spoilt(reply: Reply, size: float) -> Reply:
     return Reply(reply.client, {**reply.sections, "weights": weights}, 10, 10, reply.metrics, largest=abs(size))
 
 
-@pytest.mark.parametrize("method", ["fedavg", "gn", "fedbn"])
-def test_a_round_of_replies_one_by_one_is_a_round_of_all_at_once(method: str) -> None:
-    streamed, whole = server(method), server(method)
-    assert concluded(streamed, list(honest(streamed))[::-1])
-    assert concluded(whole, list(honest(whole)), at_once=True)
-    assert same(streamed.shared.tensors(), whole.shared.tensors())
-    assert streamed.record.clients == whole.record.clients
-    assert streamed.record.bytes_up == whole.record.bytes_up != {}
-
-
 def test_who_makes_the_result_overflow_is_named_and_left_out_as_before() -> None:
     made = []
     for at_once in (False, True):
@@ -245,3 +185,14 @@ def test_where_nobody_can_be_left_out_any_more_the_next_round_keeps_all(
     assert same(before, made.shared.tensors())
     made.begin(2)
     assert streaming(made, dict.fromkeys(range(4), 10)) is None
+
+
+@pytest.mark.parametrize("name", SERVER_OPTIMIZERS)
+def test_a_step_in_pieces_is_the_step_of_whole_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, slopes = parts_of(64, 5, n=1)[0], [{k: t.double() for k, t in part.items()} for part in parts_of(64, 5)]
+    steps = []
+    for block in (1 << 17, 16):
+        monkeypatch.setattr(module, "BLOCK", block)
+        optimizer = server_optimizer(name, *([] if name == "fedacg" else [0.7]))
+        steps.append([optimizer.step(weights, slope, factor) for slope, factor in zip(slopes, (1.0, 0.3, 0.1, 2.0), strict=True)])
+    assert all(same(a, b) for a, b in zip(*steps, strict=True))

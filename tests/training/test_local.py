@@ -1,10 +1,11 @@
-"""The client's half: what training reports, DSGD's gradients, and what must leave no trace."""
+"""The client's half: DSGD's gradients and clipping against their definitions, the learning rate's calendar, settings that are refused."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,53 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_bn.conversion import convert
-from fl_bn.data.batches import draw_batches
-from fl_bn.federation.aggregation import average
-from fl_bn.federation.local import Samples, evaluate, statistics_pass, torch_seed
-from fl_bn.federation.optimizers import server_optimizer
-from fl_bn.federation.settings import LocalTraining, seeded
-from fl_bn.methods import METHODS, Phase
-from fl_bn.roles import Role, roles
+from fl_bn import convert
+from fl_bn.federation.clipping import clip
+from fl_bn.methods import METHODS, Phase, Role
+from fl_bn.models.head import head_of
 from tests.federation import largest_deviation
+from tests.listed import listed
 from tests.local import train
-from tests.networks import seeded_network
+from tests.networks import NETWORKS, seeded_network
+from tests.oracles import clipping
+from tests.training.core import LocalTraining, Samples, average, learning_rate, milestones_of, roles, seeded, server_optimizer
 
 Clients = Callable[..., list[Samples]]
 CPU = torch.device("cpu")
 DSGD = LocalTraining(batch_size=4, steps=1, momentum=0.99, weight_decay=0.01, update="gradients")
-
-
-def test_training_is_torchs_own_loop(tiny_clients: Clients) -> None:
-    (client,) = tiny_clients((11,))
-    settings = LocalTraining(4, epochs=2, momentum=0.9, weight_decay=0.01)
-    batches = list(draw_batches(11, 4, seeded(0), epochs=2))
-    model, by_hand = (seeded_network("plain") for _ in range(2))
-    result = train(model, client, batches, settings, 0.1, METHODS["fedavg"]())
-    optimizer, total = torch.optim.SGD(by_hand.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01), 0.0
-    for index in batches:
-        loss = F.cross_entropy(by_hand((client.x[index].float() / 255 - 0.5) / 0.5), client.y[index])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        total += float(loss.detach()) * len(index)
-    assert largest_deviation(model.state_dict(), by_hand.state_dict()) == 0
-    assert (result.steps, result.samples, result.moments, result.gradients) == (6, 11, {}, {})
-    assert result.loss == pytest.approx(total / 22, rel=1e-6)
-    other = seeded_network("plain")
-    train(other, client, batches[:-1], settings, 0.1, METHODS["fedavg"]())
-    assert largest_deviation(other.state_dict(), by_hand.state_dict()) > 0
-
-
-def test_samples_are_counted_once_and_no_batch_is_no_sample(tiny_clients: Clients) -> None:
-    (client,) = tiny_clients((11,))
-    settings = LocalTraining(4, steps=3)
-    one = np.arange(4)
-    assert train(seeded_network("plain"), client, [one, one, one + 2], settings, 0.1, METHODS["fedavg"]()).samples == 6
-    model = seeded_network("plain")
-    nothing = train(model, client, [], settings, 0.1, METHODS["fbn"]())
-    assert (nothing.samples, nothing.steps, nothing.loss, nothing.moments) == (0, 0, 0.0, {})
-    assert largest_deviation(model.state_dict(), seeded_network("plain").state_dict()) == 0
 
 
 def test_frozen_training_switches_off_no_dropout(tiny_clients: Clients) -> None:
@@ -123,72 +91,85 @@ def test_with_gradients_the_client_steps_what_stays_home(name: str, home: Role, 
         assert torch.equal(parameter, before[key]) == (role[key] is not home)
 
 
-def test_parameters_that_do_not_require_gradients_stay(tiny_clients: Clients) -> None:
-    (client,) = tiny_clients((8,))
-    model = seeded_network("plain")
-    model[0].weight.requires_grad_(False)
-    before = model[0].weight.clone()
-    assert "0.weight" not in train(model, client, [np.arange(8)], DSGD, 0.5, METHODS["fedavg"]()).gradients
-    train(model, client, [np.arange(8)], LocalTraining(8, steps=1, weight_decay=0.1), 0.5, METHODS["fedavg"]())
-    assert torch.equal(model[0].weight, before)
+def test_learning_rate_schedules() -> None:
+    assert [learning_rate("constant", 0.1, 0.5, t, 4) for t in range(1, 5)] == [0.1] * 4
+    assert [learning_rate("step", 1.0, 0.1, t, 8) for t in range(1, 9)] == pytest.approx([1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01])
+    assert [learning_rate("exponential", 1.0, 0.5, t, 4) for t in range(1, 5)] == [1, 0.5, 0.25, 0.125]
+    assert [learning_rate("cosine", 1.0, 0.5, t, 4) for t in (1, 3)] == pytest.approx([1, 0.5])
+    steps = milestones_of("0.25:0.5, 0.75:0.1")
+    assert [learning_rate("milestones", 2.0, 0.9, t, 8, steps) for t in (1, 2, 3, 6, 7, 8)] == pytest.approx([2, 2, 1, 1, 0.2, 0.2])
+    with pytest.raises(ValueError, match="schedule must be one of constant, step, exponential, cosine, milestones, but got 'linear'"):
+        learning_rate("linear", 1.0, 0.5, 1, 4)
 
 
-@pytest.mark.parametrize("lower_layers", ["shared", "hybrid"])
-def test_a_failing_statistics_pass_restores_modes_and_hooks(lower_layers: str, tiny_clients: Clients) -> None:
-    (client,) = tiny_clients((8,))
-    method = METHODS["hbn"](lower_layers=lower_layers)
-    model = convert(nn.Sequential(seeded_network("cnn"), nn.Linear(5, 2)), method).train()
-    with pytest.raises(RuntimeError):
-        statistics_pass(model, client, method.statistics_pass, np.random.default_rng(0))
-    assert all(module.training for module in model.modules())
-    assert not any(module._forward_pre_hooks for module in model.modules())
+def test_seeded_depends_on_the_key_alone() -> None:
+    draws = {key: seeded(*key).integers(2**62) for key in [(0, 1, 2), (0, 2, 1), (1, 1, 2), (0, 1, 2, 0)]}
+    assert seeded(0, 1, 2).integers(2**62) == draws[(0, 1, 2)]
+    assert len(set(draws.values())) >= 3
 
 
-def test_torch_seed_leaves_the_global_generator_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = torch.get_rng_state()
-    draws = []
-    for seed in (1, 1, 2):
-        with torch_seed(seed, CPU):
-            draws.append(torch.rand(3))
-    assert torch.equal(draws[0], draws[1])
-    assert not torch.equal(draws[0], draws[2])
-    assert torch.equal(state, torch.get_rng_state())
-    with pytest.raises(RuntimeError), torch_seed(1, CPU):
-        torch.rand(3).reshape(2)
-    assert torch.equal(state, torch.get_rng_state())
-    reseeded: list[int] = []
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", reseeded.append)
-    with torch_seed(3, CPU):
-        assert not reseeded
+@listed(
+    ("field", "options"),
+    [
+        ("batch_size", {"batch_size": 1}),
+        ("either", {"steps": 0}),
+        ("either", {"epochs": 1}),
+        ("steps", {"steps": -1, "epochs": 1}),
+        ("optimizer", {"optimizer": "lbfgs"}),
+        ("momentum", {"momentum": 1.0}),
+        ("weight_decay", {"weight_decay": -1e-4}),
+        ("update", {"update": "delta"}),
+        ("steps=1", {"steps": 2, "update": "gradients"}),
+        ("steps=1", {"steps": 0, "epochs": 1, "update": "gradients"}),
+        ("optimizer='adam'", {"update": "gradients", "optimizer": "adam"}),
+    ],
+)
+def test_refused(field: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=field):
+        LocalTraining(**{"batch_size": 2, "steps": 1, **options})
+
+
+Arrays = list[np.ndarray]
+
+
+def clipped(network: str, how: str, limit: float) -> tuple[nn.Module, Arrays, Arrays]:
+    """The network, its gradients before, and after."""
+    model = seeded_network(network, dtype=torch.float64)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-    assert reseeded == [3]  # control: a plain seed touches every accelerator
+        torch.manual_seed(1)
+        model(torch.randn(6, 3, 8, 8, dtype=torch.float64)).square().mean().backward()
+    before = [p.grad.numpy().copy() for p in model.parameters()]
+    head = head_of(model)
+    assert head is not None
+    clip(model.parameters(), how, limit, head[1].parameters())
+    return model, before, [p.grad.numpy().copy() for p in model.parameters()]
 
 
-def test_the_same_seed_gives_the_same_bits(tiny_clients: Clients) -> None:
-    (client,) = tiny_clients((16,))
-
-    def trained(batches: int, dropout: int) -> dict[str, Tensor]:
-        model = seeded_network("cnn")
-        with torch_seed(dropout, CPU):
-            drawn = draw_batches(16, 4, seeded(batches), epochs=2)
-            train(model, client, drawn, LocalTraining(4, epochs=2, momentum=0.9), 0.1, METHODS["fedavg"]())
-        return model.state_dict()
-
-    want = trained(0, 0)
-    torch.rand(5)  # whatever happens in between
-    assert largest_deviation(trained(0, 0), want) == 0
-    assert largest_deviation(trained(0, 1), want) > 0
-    assert largest_deviation(trained(1, 0), want) > 0
+def off(a: Arrays, b: Arrays) -> float:
+    return max(float(np.abs(x - y).max()) for x, y in zip(a, b, strict=True))
 
 
-def test_evaluation_is_the_mean_over_samples_whatever_the_batches(tiny_clients: Clients) -> None:
-    (client,) = tiny_clients((11,))
-    model = seeded_network("cnn", dtype=torch.float64)
-    whole, pieces = evaluate(model, client), evaluate(model, client, batch_size=4)
-    assert (pieces.loss, pieces["accuracy"]) == (pytest.approx(whole.loss, rel=1e-12), whole["accuracy"])
-    x, y = client.batch(np.arange(11), torch.zeros((), dtype=torch.float64))
-    with torch.no_grad():
-        out = model.eval()(x)
-    assert whole.loss == pytest.approx(float(F.cross_entropy(out, y)), rel=1e-12)
-    assert whole["accuracy"] == float((out.argmax(1) == y).double().mean())
+@pytest.mark.parametrize("network", NETWORKS)
+def test_by_norm_and_by_value(network: str) -> None:
+    rules = {"norm": clipping.by_norm, "value": clipping.by_value}
+    for how, rule in rules.items():
+        _, before, after = clipped(network, how, 0.01)
+        assert off(after, rule(before, 0.01)) < 1e-6 * 0.01 / 1e-3  # torch adds 1e-6 to the norm
+        for other, wrong in rules.items():
+            assert other == how or not off(after, wrong(before, 0.01)) < 1e-5
+        _, before, after = clipped(network, how, 1e6)
+        assert off(after, before) == 0
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("limit", [1e-3, 0.02])
+def test_adaptive(network: str, limit: float) -> None:
+    model, before, after = clipped(network, "adaptive", limit)
+    weights = [p.detach().numpy() for p in model.parameters()]
+    want = clipping.agc(weights, before, limit)
+    assert off(after[:-2], want[:-2]) < 1e-15
+    assert off(after[-2:], before[-2:]) == 0  # the head, which the paper leaves alone
+    assert off(want[-2:], before[-2:]) > 1e-6
+    assert off(after[:-2], before[:-2]) > 1e-6
+    whole = [clipping.agc([w.ravel()], [g.ravel()], limit)[0].reshape(g.shape) for w, g in zip(weights, before, strict=True)]
+    assert not off(after[:-2], whole[:-2]) < 1e-9  # control: a layer as one unit

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
+from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from fl_bn import convert, methods
-from fl_bn.federation.network import Copy, Network
-from tests.networks import seeded_network
+from fl_bn.federation.network import Network
+from tests.listed import listed
 
 
 class Odd(nn.Module):
@@ -56,43 +55,20 @@ def test_a_copy_that_came_back_is_lent_again_as_it_was_at_first() -> None:
         assert first.first.weight is first.second.weight  # type: ignore[union-attr]
 
 
-def test_copies_that_are_out_at_a_time_are_different_ones() -> None:
-    of = network()
-    with of.lend() as one, of.lend() as other:
-        assert one.model is not other.model
-        assert one.model is not of.original
-
-
-def grow(model: nn.Module) -> None:
-    model.calls += 1  # type: ignore[operator]
-
-
-def extend(model: nn.Module) -> None:
-    model.widths.append(3)  # type: ignore[operator,union-attr]
-
-
-def replace_parameter(model: nn.Module) -> None:
-    model.first.bias = nn.Parameter(torch.zeros(4))  # type: ignore[union-attr]
-
-
-def replace_module(model: nn.Module) -> None:
-    model.norm = nn.Identity()
-
-
-def add_attribute(model: nn.Module) -> None:
-    model.new = 1
-
-
-def hook(model: nn.Module) -> None:
-    model.norm.register_forward_pre_hook(lambda module, args: None)  # type: ignore[union-attr]
-
-
-def replace_buffers(model: nn.Module) -> None:
-    model._apply(torch.clone)
-
-
-@pytest.mark.parametrize("change", [grow, extend, replace_parameter, replace_module, add_attribute, hook, replace_buffers])
-def test_what_cannot_be_put_back_is_not_lent_again(change: Callable[[nn.Module], None]) -> None:
+@listed(
+    "change",
+    [
+        lambda model: setattr(model, "calls", 1),
+        lambda model: model.widths.append(3),
+        lambda model: setattr(model.first, "bias", nn.Parameter(torch.zeros(4))),
+        lambda model: setattr(model, "norm", nn.Identity()),
+        lambda model: setattr(model, "new", 1),
+        lambda model: model.norm.register_forward_pre_hook(lambda module, args: None),
+        lambda model: model._apply(torch.clone),
+    ],
+    ids=["number", "list", "parameter", "module", "attribute", "hook", "buffers"],
+)
+def test_what_cannot_be_put_back_is_not_lent_again(change: Callable[[Any], None]) -> None:
     of = network()
     with of.lend() as lent:
         changed = lent.model
@@ -102,32 +78,3 @@ def test_what_cannot_be_put_back_is_not_lent_again(change: Callable[[nn.Module],
         assert vars(lent.model).get("calls") == 0
         assert vars(lent.model)["widths"] == [1, 2]
         assert "new" not in vars(lent.model)
-
-
-def test_a_network_with_state_that_nobody_can_compare_is_copied_each_time() -> None:
-    unknown = Network(convert(seeded_network("mlp"), methods.fedavg()), methods.fedavg())
-    unknown.original.cache = object()
-    with unknown.lend() as lent:
-        first = lent.model
-    with unknown.lend() as lent:
-        assert lent.model is not first
-
-
-class Doubling(nn.Linear):
-    """Loads twice what it is given."""
-
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
-        super()._load_from_state_dict({k: 2 * v for k, v in state_dict.items()}, prefix, *args)
-
-
-@pytest.mark.parametrize("layer", [nn.Linear(4, 2), Doubling(4, 2)])
-def test_loading_is_what_load_state_dict_does(layer: nn.Module) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(layer, nn.BatchNorm1d(2))
-    tensors = {name: torch.randn_like(t) for name, t in model.state_dict().items() if t.is_floating_point()}
-    expected = copy.deepcopy(model)
-    expected.load_state_dict(tensors, strict=False)
-    lent = Copy.of(model, methods.fedavg())
-    lent.load(tensors)
-    assert lent.state.keys() == expected.state_dict().keys()
-    assert all(torch.equal(t, expected.state_dict()[name]) for name, t in lent.state.items())

@@ -9,13 +9,10 @@ import torch
 from torch import nn
 
 from fl_bn import Federation, SeededBatches, methods
-from fl_bn.federation.local import Samples
-from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.run import run
-from fl_bn.federation.server import Server
-from fl_bn.federation.settings import LocalTraining
 from tests.extension import threads_transport
 from tests.federation import random_samples
+from tests.training.core import LocalTraining, Rounds, Samples, Server
 
 ROUNDS, SEED = 3, 0
 

@@ -62,15 +62,6 @@ def test_a_run_on_a_gpu_starts_no_workers_by_itself(device: str, gpu: bool, watc
     assert (given[0] is not None) is watched
 
 
-def test_a_resumed_run_counts_the_rounds_that_are_left() -> None:
-    watched = Pace(2, 100)
-    for round in (91, 92):
-        watched.note(round, 1.0)
-    assert not watched.worth_it(93)
-    watched.rounds = 200
-    assert watched.worth_it(93)
-
-
 class Own(Dataset):  # type: ignore[type-arg]
     def __len__(self) -> int:
         return 4
@@ -89,21 +80,6 @@ X, Y = torch.randn(8, 3), torch.randint(0, 2, (8,))
 def federation(client: object, **options: object) -> Federation:
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     return Federation(net, methods.fedavg(), [client, SeededBatches(X, Y, 4)], progress=False, **options)  # type: ignore[list-item, arg-type]
-
-
-@listed(
-    ("client", "options", "expected"),
-    [
-        pytest.param(SeededBatches(X, Y, 4), {}, True, id="seeded"),
-        pytest.param(DataLoader(TensorDataset(X, Y), 4, shuffle=True), {}, True, id="tensors"),
-        pytest.param([(X, Y)], {}, False, id="a list"),
-        pytest.param(DataLoader(Own(), 4), {}, False, id="own data set"),
-        pytest.param(DataLoader(TensorDataset(X, Y), 4, collate_fn=lambda rows: (X, Y)), {}, False, id="own batches"),
-        pytest.param(SeededBatches(X, Y, 4), {"task": OwnTask()}, False, id="own task"),
-    ],
-)
-def test_code_of_the_user_s_own_stays_in_the_user_s_process(client: object, options: dict[str, object], expected: bool) -> None:
-    assert can_move(federation(client, **options)._transport.clients) is expected
 
 
 def test_large_data_are_not_copied_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +105,7 @@ def test_a_federation_goes_on_in_workers_with_the_same_bits(worth: bool, monkeyp
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
 
 
-RATE = 0.1
+RATE, SEEDED, DATA = 0.1, SeededBatches(X, Y, 4), TensorDataset(X, Y)
 
 
 def rate_of_this_module(parameters: object) -> SGD:
@@ -141,27 +117,27 @@ class OwnSampler(RandomSampler):
 
 
 @listed(
-    ("options", "expected"),
+    ("expected", "client", "options"),
     [
-        pytest.param({"optimizer": partial(SGD, lr=0.1)}, True, id="partial of torch's"),
-        pytest.param({"optimizer": lambda parameters: SGD(parameters, lr=0.1)}, True, id="no variable"),
-        pytest.param({"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}, True, id="torch's module"),
-        pytest.param({"optimizer": lambda parameters: SGD(parameters, lr=RATE)}, False, id="a global variable"),
-        pytest.param({"optimizer": rate_of_this_module}, False, id="a global variable of a named function"),
-        pytest.param({"optimizer": (lambda rate: lambda parameters: SGD(parameters, lr=rate["v"]))({"v": 0.1})}, False, id="a closure"),
-        pytest.param({"optimizer": partial(SGD, lr=torch.tensor(0.1))}, False, id="a tensor"),
-        pytest.param({"optimizer": partial(rate_of_this_module)}, False, id="partial of one's own"),
-        pytest.param({"schedule": lambda round, rounds: 1 / round}, True, id="schedule"),
-        pytest.param({"schedule": lambda round, rounds: RATE}, False, id="schedule with a variable"),
-        pytest.param({"scheduler": lambda optimizer: StepLR(optimizer, int(10 * RATE))}, False, id="scheduler with a variable"),
+        pytest.param(True, SEEDED, {}, id="seeded"),
+        pytest.param(True, DataLoader(DATA, 4, shuffle=True), {}, id="tensors"),
+        pytest.param(True, DataLoader(DATA, 4, sampler=RandomSampler(DATA)), {}, id="torch's sampler"),
+        pytest.param(False, DataLoader(DATA, 4, sampler=OwnSampler(DATA)), {}, id="own sampler"),
+        pytest.param(False, [(X, Y)], {}, id="a list"),
+        pytest.param(False, DataLoader(Own(), 4), {}, id="own data set"),
+        pytest.param(False, DataLoader(DATA, 4, collate_fn=lambda rows: (X, Y)), {}, id="own batches"),
+        pytest.param(False, SEEDED, {"task": OwnTask()}, id="own task"),
+        pytest.param(True, SEEDED, {"optimizer": partial(SGD, lr=0.1)}, id="partial of torch's"),
+        pytest.param(True, SEEDED, {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}, id="no variable"),
+        pytest.param(False, SEEDED, {"optimizer": lambda parameters: SGD(parameters, lr=RATE)}, id="a global variable"),
+        pytest.param(False, SEEDED, {"optimizer": partial(rate_of_this_module)}, id="partial of one's own"),
+        pytest.param(False, SEEDED, {"optimizer": (lambda r: lambda p: SGD(p, lr=r["v"]))({"v": 0.1})}, id="a closure"),
+        pytest.param(False, SEEDED, {"optimizer": partial(SGD, lr=torch.tensor(0.1))}, id="a tensor"),
+        pytest.param(True, SEEDED, {"schedule": lambda round, rounds: 1 / round}, id="schedule"),
+        pytest.param(False, SEEDED, {"schedule": lambda round, rounds: RATE}, id="schedule with a variable"),
+        pytest.param(False, SEEDED, {"scheduler": lambda o: StepLR(o, int(10 * RATE))}, id="scheduler with a variable"),
     ],
 )
-def test_functions_that_read_variables_stay_in_the_user_s_process(options: dict[str, object], expected: bool) -> None:
-    """A callback may change such a variable between rounds. Processes that started by themselves went on with the old value."""
-    assert can_move(federation(SeededBatches(X, Y, 4), **options)._transport.clients) is expected
-
-
-def test_samplers_of_one_s_own_stay_in_the_user_s_process() -> None:
-    data = TensorDataset(X, Y)
-    assert can_move(federation(DataLoader(data, 4, sampler=RandomSampler(data)))._transport.clients)
-    assert not can_move(federation(DataLoader(data, 4, sampler=OwnSampler(data)))._transport.clients)
+def test_code_of_the_user_s_own_stays_in_the_user_s_process(expected: bool, client: object, options: dict[str, object]) -> None:
+    """A callback may change a variable between rounds. Processes that started by themselves went on with the old value."""
+    assert can_move(federation(client, **options)._transport.clients) is expected

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torchvision.models.resnet import Bottleneck, ResNet
 
-from fl_bn.conversion import convert
-from fl_bn.data.dataset import to_input
-from fl_bn.federation.aggregation import running_statistics
-from fl_bn.federation.local import Samples
-from fl_bn.federation.recalibration import TOLERANCE, Pass, recalibrate, why_not
-from fl_bn.methods import METHODS
-from fl_bn.moments import Running
-from fl_bn.roles import batch_norms
+from fl_bn import convert
+from fl_bn.methods import METHODS, Role
 from tests.federation import random_samples, union
+from tests.listed import listed
 from tests.networks import seeded_network
+from tests.training.core import Running, Samples, batch_norms, recalibrate, running_statistics, to_input, why_not
 
 Clients = Callable[..., list[Samples]]
 EXACT = 1e-11  # relative to a layer's scale, in float64
@@ -134,13 +128,6 @@ def test_pass_p_makes_layers_1_to_p_exact_and_no_further(passes: int, clients: l
         assert moved[one.number - 1] > 0.0
 
 
-def test_one_pass_per_layer_is_enough(clients: list[Samples]) -> None:
-    for name, layers in LAYERS.items():
-        made = recalibrate(network(name), clients)
-        assert [one.number for one in made] == list(range(1, layers + 1))
-        assert all(one.settled == (name == "resnet" and one.number == layers) for one in made)  # the last two stand side by side there
-
-
 class Backwards(nn.Module):
     """A chain that registers its layers from the last to the first, the worst order for passes that go by it."""
 
@@ -194,6 +181,31 @@ def test_the_errors_of_a_deep_network_do_not_multiply() -> None:
     assert largest > 1e18
 
 
+@listed(
+    ("model", "samples", "passes"),
+    [
+        (chain(), 4, -1),
+        (chain(), 0, None),
+        (nn.Sequential(nn.Flatten(), nn.Linear(192, 4)), 4, None),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)), 4, None),
+    ],
+    ids=["passes", "no data", "no BatchNorm", "no running statistics"],
+)
+def test_what_cannot_be_recalibrated_is_refused(model: nn.Module, samples: int, passes: int | None) -> None:
+    clients = [random_samples(samples)] if samples else []
+    with pytest.raises(ValueError):  # noqa: PT011
+        recalibrate(model, clients, *([] if passes is None else [passes]))
+
+
+@listed("name", METHODS)
+def test_methods_without_shared_statistics_are_refused_with_the_reason(name: str) -> None:
+    method = METHODS[name]()
+    converted = convert(seeded_network("cnn"), method)
+    reason = why_not(converted, method)
+    assert bool(reason) == (not batch_norms(converted) or not method.shares(Role.STATISTIC))
+    assert ("at the clients" in reason) == (not method.shares(Role.STATISTIC))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_is_exact_already_is_left_after_one_pass(dtype: torch.dtype, clients: list[Samples]) -> None:
     model = network("resnet", dtype)
@@ -204,87 +216,3 @@ def test_what_is_exact_already_is_left_after_one_pass(dtype: torch.dtype, client
     after = running_statistics(model)
     assert all(torch.equal(before[k].mean, after[k].mean) and torch.equal(before[k].var, after[k].var) for k in before)
     assert len(recalibrate(model, clients[:-1])) > 1  # control: other data
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_tolerance_is_some_roundings_of_the_dtype(dtype: torch.dtype) -> None:
-    old = {"norm": Running(torch.tensor([4.0, 0.0], dtype=dtype), torch.tensor([1.0, 0.0], dtype=dtype))}
-
-    def moved(by: float) -> Pass:
-        step = 1 + by * torch.finfo(dtype).eps
-        return Pass.between(1, 1, old, {"norm": Running(old["norm"].mean * step, old["norm"].var * step)}, {"norm": 1e-5})
-
-    assert moved(0).settled
-    assert moved(TOLERANCE / 2).settled
-    assert not moved(4 * TOLERANCE).settled
-    assert not Pass.between(1, 0, old, old, {"norm": 1e-5}).settled  # nobody was measured
-    broken = {"norm": Running(old["norm"].mean * math.nan, old["norm"].var)}
-    assert not Pass.between(1, 1, old, broken, {"norm": 1e-5}).settled
-
-
-def test_movements_are_in_standard_deviations_and_factors() -> None:
-    old = {"a": Running(torch.tensor([1.0, 2.0]), torch.tensor([4.0, 1.0])), "b": Running(torch.zeros(1), torch.ones(1))}
-    new = {"a": Running(torch.tensor([2.0, 2.25]), torch.tensor([8.0, 0.25])), "b": Running(torch.zeros(1), torch.ones(1))}
-    one = Pass.between(2, 3, old, new, {"a": 0.0, "b": 1e-5})
-    assert one.movements[0] == ("a", 0.5, 0.25)  # a factor of 1/4 is farther from 1 than 2 is
-    assert one.largest.layer == "a"
-    assert (one.number, one.clients, one.settled) == (2, 3, False)
-
-
-def test_float32_is_exact_to_its_rounding(clients: list[Samples]) -> None:
-    model = network("chain", torch.float32)
-    recalibrate(model, clients)
-    true = reference(network("chain"), union(clients))
-    found = {name: Running(r.mean.double(), r.var.double()) for name, r in running_statistics(model).items()}
-    distances = off(found, true)
-    assert 1e-9 < max(distances.values()) < 1e-4
-
-
-@pytest.mark.parametrize("method", ["fbn", "hbn", "static-bn", "fedtan"])
-def test_converted_networks_find_what_plain_ones_find(method: str, clients: list[Samples]) -> None:
-    plain = network("resnet")
-    converted = convert(plain, METHODS[method]()).train()
-    recalibrate(plain, clients)
-    recalibrate(converted, clients)
-    found, wanted = running_statistics(converted), running_statistics(plain)
-    assert max(off(found, wanted).values()) < EXACT
-    assert all(module.training for module in converted.modules())
-
-
-def test_empty_clients_and_the_order_of_clients_do_not_matter(clients: list[Samples]) -> None:
-    nobody = Samples(clients[0].x[:0], clients[0].y[:0])
-    one, two = network("chain"), network("chain")
-    recalibrate(one, clients)
-    recalibrate(two, [nobody, *reversed(clients)])
-    assert max(off(running_statistics(two), running_statistics(one)).values()) < EXACT
-
-
-def test_bad_input_is_refused_with_a_sentence(clients: list[Samples]) -> None:
-    with pytest.raises(ValueError, match="passes .* and tolerance must be >= 0, but got -1"):
-        recalibrate(network("chain"), clients, -1)
-    with pytest.raises(ValueError, match="needs data to measure: no client has a sample"):
-        recalibrate(network("chain"), [])
-    with pytest.raises(ValueError, match="this model has no BatchNorm layer"):
-        recalibrate(nn.Sequential(nn.Flatten(), nn.Linear(192, 4)), clients)
-    untracked = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False))
-    with pytest.raises(ValueError, match="BatchNorm layer '1' keeps no running statistics"):
-        recalibrate(untracked, clients)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_methods_without_shared_statistics_are_refused_with_the_reason(name: str) -> None:
-    method = METHODS[name]()
-    reason = why_not(convert(seeded_network("cnn"), method), method)
-    wanted = {
-        **dict.fromkeys(("fedbn", "silobn", "single"), "keeps running statistics at the clients"),
-        **dict.fromkeys(("gn", "ln", "in", "gn-ws", "fixup", "fedfn", "fedwon"), "has no BatchNorm layer"),
-    }
-    assert wanted[name] in reason if name in wanted else reason == ""
-
-
-def test_clients_of_many_batches(rng: np.random.Generator) -> None:
-    """A pass divides a client's data into batches; the pooled moments do not show it."""
-    large = [random_samples(n, seed=i, brightness=i) for i, n in enumerate((1, 700))]
-    model = network("chain")
-    recalibrate(model, large)
-    assert max(off(running_statistics(model), reference(model, union(large))).values()) < EXACT

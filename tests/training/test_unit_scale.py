@@ -11,18 +11,15 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from fl_bn import Federation
-from fl_bn.conversion import convert
-from fl_bn.federation.aggregation import running_statistics
-from fl_bn.federation.local import Samples
-from fl_bn.federation.recalibration import epsilons, recalibrate
+from fl_bn import Federation, convert
 from fl_bn.federation.unit_scale import producers, rescaled
 from fl_bn.methods import METHODS, freeze
 from fl_bn.methods.hbn import SCALE
-from fl_bn.models import build
 from tests.federation import union
 from tests.in_process import arrays_of, run
+from tests.listed import listed
 from tests.networks import NETWORKS, seeded_network
+from tests.training.core import Samples, build, epsilons, recalibrate, running_statistics
 
 Clients = Callable[..., list[Samples]]
 
@@ -61,6 +58,9 @@ def test_the_function_stays_and_the_deviations_become_one(name: str, tiny_client
 
 
 def test_which_layer_is_before_which() -> None:
+    assert producers(shared_by("")) == {"1": "0", "3": "2"}
+    assert producers(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.BatchNorm1d(8))) == {"2": "0"}
+    assert producers(nn.Sequential(nn.Conv2d(4, 8, 3), nn.MaxPool2d(2), nn.BatchNorm2d(8))) == {"2": "0"}
     assert producers(NETWORKS["cnn"]()) == {"1": "0", "5": "4"}
     found = producers(NETWORKS["resnet"]())
     assert found["body.0.downsample.1"] == "body.0.downsample.0"
@@ -92,22 +92,14 @@ class Twice(nn.Module):
 
 
 class Depends(nn.Module):
-    def __init__(self) -> None:
+    """Runs its layers by the values of the inputs."""
+
+    def __init__(self, features: int = 3) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+        self.linear, self.norm = nn.Linear(features, features), nn.BatchNorm1d(features)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.conv(x)) if float(x.mean()) > 0 else x
-
-
-def test_what_is_used_twice_stays_as_it_is() -> None:
-    assert producers(Shared()) == {}
-    assert producers(Twice()) == {}
-    tied = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
-    tied[2].weight = tied[0].weight
-    assert producers(tied) == {}
-    with pytest.raises(ValueError, match=r"torch\.fx cannot trace Depends"):
-        producers(Depends())
+        return self.norm(self.linear(x)) if len(x) > int(x.sum() * 0) else x
 
 
 def test_a_run_starts_on_unit_scale(tiny_clients: Clients) -> None:
@@ -151,20 +143,6 @@ def on_unit_scale_of(model: nn.Module) -> dict[str, np.ndarray]:
     return {k: t.numpy() for k, t in rescaled(state, running_statistics(model), epsilons(model), producers(source)).items()}
 
 
-def test_a_network_that_cannot_be_traced_is_trained_as_it_is(tiny_clients: Clients, caplog: pytest.LogCaptureFixture) -> None:
-    class Untraceable(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = seeded_network("cnn")
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.body(x) if x.shape[0] > int(x.sum() * 0) else x
-
-    ran = run(METHODS["fbn"](), tiny_clients((6, 4)), 1, model=Untraceable(), policy={"calibrate": -2, "unit_scale": True})
-    assert np.array_equal(ran.grid.train(1)[0]["weights"]["body.0.weight"], seeded_network("cnn").state_dict()["0.weight"].numpy())
-    assert arrays_of(ran.result.arrays)
-
-
 def settled(eps: float, deviation: float, affine: bool = True) -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
     """A trained network whose BatchNorm layer gets inputs of a small deviation; inputs; its outputs."""
     torch.manual_seed(0)
@@ -186,35 +164,37 @@ def test_the_function_stays_where_eps_counts(eps: float, deviation: float) -> No
         assert (model[0](x).var(0, correction=1) - model[1].running_var).abs().max() < 1e-9  # the statistics are the true ones
 
 
-def test_without_scale_of_its_own_such_a_layer_is_left_alone() -> None:
-    model, x, before = settled(1e-3, 0.02, affine=False)
-    on_unit_scale(model)
-    assert torch.equal(model(x), before)
-    model, x, before = settled(1e-12, 0.02, affine=False)  # control: where eps does not count, it is rescaled
-    on_unit_scale(model)
-    assert (model[1].running_var - 1).abs().max() < 1e-6
+def shared_by(part: str) -> nn.Module:
+    """Two layers of each kind; the convolutions or the BatchNorm layers have one weight."""
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+    first, second = (0, 2) if part == "convolution" else (1, 3)
+    if part:
+        model[second].weight = model[first].weight
+    return model
 
 
-def test_a_scale_that_two_layers_share_is_left_alone() -> None:
-    """Before, each layer's epsilon changed it for the other one, too."""
-    first, second = nn.Linear(4, 8), nn.Linear(8, 8)
-    model = nn.Sequential(first, nn.BatchNorm1d(8), nn.ReLU(), second, nn.BatchNorm1d(8))
-    assert producers(model) == {"1": "0", "4": "3"}  # control
-    model[4].weight = model[1].weight
-    assert producers(model) == {}
-
-
-@pytest.mark.parametrize(
+@listed(
     "model",
     [
+        Shared(),
+        Twice(),
+        shared_by("convolution"),
+        shared_by("scale"),  # each layer's epsilon would change it for the other one, too
         nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(5)),  # of (B, 5, 4): the channels are tokens
         nn.Sequential(nn.Linear(4, 8), nn.BatchNorm2d(8)),
         nn.Sequential(nn.Linear(4, 8), nn.MaxPool1d(3, 1, 1), nn.BatchNorm1d(8)),  # pools over features
         nn.Sequential(nn.Linear(4, 8), nn.MaxPool1d(2), nn.BatchNorm1d(4)),
     ],
-    ids=["tokens", "of a picture", "pooled features", "maxout"],
+    ids=["two norms", "twice", "one convolution", "one scale", "tokens", "picture", "pooled features", "maxout"],
 )
-def test_outputs_on_another_axis_than_the_channels_are_left_alone(model: nn.Module) -> None:
+def test_what_is_used_twice_or_on_another_axis_stays_as_it_is(model: nn.Module) -> None:
     assert producers(model) == {}
-    assert producers(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.BatchNorm1d(8))) == {"2": "0"}  # controls
-    assert producers(nn.Sequential(nn.Conv2d(4, 8, 3), nn.MaxPool2d(2), nn.BatchNorm2d(8))) == {"2": "0"}
+
+
+def test_a_network_that_cannot_be_traced_is_trained_as_it_is(tiny_clients: Clients) -> None:
+    with pytest.raises(ValueError, match="Depends"):
+        producers(Depends())
+    model = nn.Sequential(seeded_network("cnn"), Depends(4))
+    ran = run(METHODS["fbn"](), tiny_clients((6, 4)), 1, model=model, policy={"calibrate": -2, "unit_scale": True})
+    assert np.array_equal(ran.grid.train(1)[0]["weights"]["0.0.weight"], seeded_network("cnn").state_dict()["0.weight"].numpy())
+    assert arrays_of(ran.result.arrays)

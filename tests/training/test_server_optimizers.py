@@ -1,18 +1,30 @@
-"""The server's optimizers against Algorithm 2 of Reddi et al., FedAvgM and FedACG, transcribed, and against Flower's own."""
+"""The server's optimizers against transcribed algorithms and Flower's own, what never passes through them, and what is refused."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedYogi
+from torch import Tensor
 
-from fl_bn.federation.aggregation import average, pseudo_gradient
-from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
+from tests.listed import listed
 from tests.oracles import fedacg, fedopt
+from tests.training.core import (
+    SERVER_OPTIMIZERS,
+    Drift,
+    Running,
+    ServerOptimizer,
+    average,
+    merge_drifts,
+    pseudo_gradient,
+    server_optimizer,
+)
 
 SIZES, ROUNDS = [3.0, 7.0, 5.0], 6
 BETA = {"fedadagrad": 0.3, "fedadam": 0.9, "fedyogi": 0.9}
@@ -87,17 +99,6 @@ def test_the_papers_momentum_is_the_default(kind: str, beta: float, clients: lis
     assert near(ours(server_optimizer(kind, 0.1), clients), transcribed(fedopt.Algorithm2(kind, 0.1, beta, 0.99, 1e-3), clients))
 
 
-def test_yogis_second_moment_falls_slower_than_adams(rng: np.random.Generator) -> None:
-    """One large step, then small ones: Adam forgets it by a factor per round, Yogi by what the small ones are."""
-    second = {}
-    for kind in ("fedadam", "fedyogi"):
-        optimizer, weights = adaptive(kind, 0.1, 1e-3, 0.9, momentum=0.0), {"w": torch.zeros(1, dtype=torch.float64)}
-        for size in [1.0] + [1e-2] * 20:
-            optimizer.step(weights, {"w": torch.full((1,), size, dtype=torch.float64)})
-        second[kind] = float(optimizer.buffers()["second/w"])
-    assert second["fedyogi"] > 5 * second["fedadam"] > 0
-
-
 @pytest.mark.parametrize(("rate", "beta"), [(1.0, 0.0), (1.0, 0.9), (0.7, 0.5)])
 def test_fedavgm(rate: float, beta: float, clients: list[Client]) -> None:
     got = ours(server_optimizer("fedavgm", rate, beta), clients)
@@ -150,3 +151,65 @@ def test_against_flower(clients: list[Client], monkeypatch: pytest.MonkeyPatch) 
         assert not near(flower(make(), clients, monkeypatch), got), kind
     theirs = flower(kinds["fedadam"](), clients, monkeypatch)
     assert near(theirs, transcribed(fedopt.FlowerFedAdam(0.5, 0.9, 0.95, 1e-2), clients))
+
+
+Named = dict[str, Tensor]
+
+
+def replies(rng: np.random.Generator, n: int = 3) -> list[Named]:
+    return [{"a": torch.from_numpy(rng.normal(size=(50, 7))).float(), "b": torch.from_numpy(rng.normal(size=9)).float()} for _ in range(n)]
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [3.0, 7.0]])
+def test_sgd_with_rate_1_is_the_average_bit_for_bit(rng: np.random.Generator, weights: list[float], scale: float) -> None:
+    optimizer, half, state = server_optimizer("fedavg", 1.0), server_optimizer("fedavg", 0.5), replies(rng, 1)[0]
+    state = {k: t * scale for k, t in state.items()}
+    for _ in range(4):
+        mean = average(replies(rng, 2), weights)
+        want = {k: t.float() for k, t in mean.items()}
+        pseudo = pseudo_gradient(state, mean)
+        got = {k: t.float() for k, t in optimizer.step(state, pseudo).items()}
+        assert same(got, want)
+        assert not same({k: t.float() for k, t in half.step(state, pseudo).items()}, want)
+        state = got
+
+
+def same(a: Named, b: Named) -> bool:
+    return all(torch.equal(a[k], b[k]) for k in b)
+
+
+@pytest.mark.parametrize("name", [*SERVER_OPTIMIZERS])
+def test_names_outside_the_gradient_never_enter_the_optimiser(rng: np.random.Generator, name: str) -> None:
+    optimizer, state = server_optimizer(name), replies(rng, 1)[0]
+    before = state["b"].clone()
+    stepped = optimizer.step({**state, "running_mean": torch.ones(2)}, {"a": torch.ones(50, 7)})
+    assert set(stepped) == {"a"}
+    assert torch.equal(state["b"], before)
+    assert not torch.equal(stepped["a"].float(), state["a"])
+
+
+@listed(
+    "arguments",
+    [
+        ("rmsprop", 1.0), ("fedavg", 0.0), ("fedavgm", 1.0, 1.0), ("fedavg", 1.0, 0.5), ("fedacg", 0.5), ("fedadam", 1.0, 0.9, 1.0),
+        ("fedyogi", 1.0, 0.9, 0.99, 0.0),
+    ],
+)  # fmt: skip
+def test_server_optimizers_that_are_refused(arguments: Any) -> None:
+    with pytest.raises(ValueError, match=arguments[0]):
+        server_optimizer(*arguments)
+
+
+def test_drift_names_the_layer_that_moved_most_or_diverged() -> None:
+    old = {"a": Running(torch.zeros(2), torch.ones(2)), "b": Running(torch.zeros(1), torch.full((1,), 4.0))}
+    new = {"a": Running(torch.tensor([0.0, 1.0]), torch.tensor([0.5, 1.0])), "b": Running(torch.full((1,), 6.0), torch.full((1,), 8.0))}
+    drift, diverged = Drift.between(old, new, eps=0.0), Drift.between(old, new | {"b": Running(torch.full((1,), torch.nan), torch.ones(1))})
+    assert drift == Drift(largest=3.0, layer="b", min_var=0.5, growth=2.0)
+    assert merge_drifts([Drift(1, "x", 0.1, 9), drift]) == Drift(3.0, "b", 0.1, 9)
+    assert Drift.between({}, {}) is merge_drifts([]) is None
+    merged = merge_drifts([drift, diverged])
+    assert diverged is not None
+    assert merged is not None
+    assert diverged.layer == "b"  # plain max() answers with layer a
+    assert math.isnan(merged.largest)

@@ -1,0 +1,26 @@
+"""Parts of the server's and the clients' arithmetic that have no public name, imported once for the tests of this folder."""
+
+from __future__ import annotations
+
+from fl_bn.data.dataset import to_input
+from fl_bn.federation.aggregation import Drift, average, combine, merge_drifts, pseudo_gradient, running_statistics
+from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
+from fl_bn.federation.local import Samples, evaluate, statistics_pass, torch_seed
+from fl_bn.federation.metrics import named_series, over_clients, series
+from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, ServerOptimizer, server_optimizer
+from fl_bn.federation.recalibration import TOLERANCE, Pass, epsilons, recalibrate, why_not
+from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.server import Server
+from fl_bn.federation.settings import LocalTraining, learning_rate, milestones_of, seeded
+from fl_bn.federation.values import Reply, RoundReplies
+from fl_bn.models import build
+from fl_bn.moments import Average, Moments, Running, plain_average, pool, weighted_mean
+from fl_bn.roles import batch_norms, roles
+
+__all__ = [
+    "NO_DEFENCE", "SERVER_OPTIMIZERS", "TOLERANCE", "Average", "Defence", "Drift", "LocalTraining", "Moments", "Pass", "Reply",
+    "RoundReplies", "Rounds", "Running", "Samples", "Server", "ServerOptimizer", "TooFew", "average", "batch_norms", "build", "combine",
+    "epsilons", "evaluate", "learning_rate", "merge_drifts", "milestones_of", "named_series", "over_clients", "plain_average", "pool",
+    "pseudo_gradient", "recalibrate", "roles", "running_statistics", "seeded", "series", "server_optimizer", "statistics_pass",
+    "to_input", "torch_seed", "weighted_mean", "why_not",
+]  # fmt: skip
