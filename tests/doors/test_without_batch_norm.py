@@ -51,7 +51,8 @@ def test_a_method_about_statistics_is_refused_and_one_that_is_averaging_says_so(
     is_averaging = method.shares(Role.WEIGHT) and found[0].keys() == averaged[0].keys() and apart(found, averaged) == 0
     assert said == ["WARNING"] * (is_averaging and method_name not in ("fedavg", "gn-ws", "fixup", "fedfn"))
     log.clear()
-    through(ALL[door], bare(nn.BatchNorm1d), method, data(), 1)
+    if method_name != "in":  # which is undefined without a spatial extent
+        through(ALL[door], bare(nn.BatchNorm1d), method, data(), 1)
     assert "no BatchNorm layer" not in log.text  # control
 
 
