@@ -22,7 +22,18 @@ from tests.listed import listed
 from tests.local import train
 from tests.networks import NETWORKS, seeded_network
 from tests.oracles import clipping
-from tests.training.core import LocalTraining, Samples, average, learning_rate, milestones_of, roles, seeded, server_optimizer
+from tests.training.core import (
+    LocalTraining,
+    Samples,
+    average,
+    learning_rate,
+    milestones_of,
+    roles,
+    seeded,
+    server_optimizer,
+    statistics_pass,
+    torch_seed,
+)
 
 Clients = Callable[..., list[Samples]]
 CPU = torch.device("cpu")
@@ -173,3 +184,35 @@ def test_adaptive(network: str, limit: float) -> None:
     assert off(after[:-2], before[:-2]) > 1e-6
     whole = [clipping.agc([w.ravel()], [g.ravel()], limit)[0].reshape(g.shape) for w, g in zip(weights, before, strict=True)]
     assert not off(after[:-2], whole[:-2]) < 1e-9  # control: a layer as one unit
+
+
+@pytest.mark.parametrize("lower_layers", ["shared", "hybrid"])
+def test_a_failing_statistics_pass_restores_modes_and_hooks(lower_layers: str, tiny_clients: Clients) -> None:
+    (client,) = tiny_clients((8,))
+    method = METHODS["hbn"](lower_layers=lower_layers)
+    model = convert(nn.Sequential(seeded_network("cnn"), nn.Linear(5, 2)), method).train()
+    with pytest.raises(RuntimeError):
+        statistics_pass(model, client, method.statistics_pass, np.random.default_rng(0))
+    assert all(module.training for module in model.modules())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_torch_seed_leaves_the_global_generator_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = torch.get_rng_state()
+    draws = []
+    for seed in (1, 1, 2):
+        with torch_seed(seed, CPU):
+            draws.append(torch.rand(3))
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+    assert torch.equal(state, torch.get_rng_state())
+    with pytest.raises(RuntimeError), torch_seed(1, CPU):
+        torch.rand(3).reshape(2)
+    assert torch.equal(state, torch.get_rng_state())
+    reseeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", reseeded.append)
+    with torch_seed(3, CPU):
+        assert not reseeded
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+    assert reseeded == [3]  # control: a plain seed touches every accelerator

@@ -124,3 +124,19 @@ def test_what_promises_nothing_is_refused(field: str) -> None:
     for value in (0.0, -1.0, 1.0 if field == "delta" else math.inf):
         with pytest.raises(ValueError, match=field):
             Privacy(**{**good, field: value})
+
+
+def test_the_accountant_says_what_it_has_spent() -> None:
+    accountant = Accountant(Privacy(clip=1.0, statistics_clip=2.0, noise=4.0))
+    for _ in range(10):
+        accountant.spend(2)
+    assert "after 20 releases" in accountant.statement()
+    assert f"epsilon {epsilon(20, 4.0, 1e-5):.3g} at delta 1e-05" in accountant.statement()
+
+
+def test_the_accountant_says_what_it_has_spent() -> None:
+    accountant = Accountant(Privacy(clip=1.0, statistics_clip=2.0, noise=4.0))
+    for _ in range(10):
+        accountant.spend(2)
+    assert "after 20 releases" in accountant.statement()
+    assert f"epsilon {epsilon(20, 4.0, 1e-5):.3g} at delta 1e-05" in accountant.statement()

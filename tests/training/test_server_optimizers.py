@@ -11,16 +11,19 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedYogi
-from torch import Tensor
+from torch import Tensor, nn
 
+from fl_bn.methods import METHODS, LayerReports
 from tests.listed import listed
 from tests.oracles import fedacg, fedopt
 from tests.training.core import (
     SERVER_OPTIMIZERS,
     Drift,
+    Moments,
     Running,
     ServerOptimizer,
     average,
+    combine,
     merge_drifts,
     pseudo_gradient,
     server_optimizer,
@@ -213,3 +216,23 @@ def test_drift_names_the_layer_that_moved_most_or_diverged() -> None:
     assert merged is not None
     assert diverged.layer == "b"  # plain max() answers with layer a
     assert math.isnan(merged.largest)
+
+
+def test_combine_keeps_layers_that_nobody_ran_and_weighs_steps_by_count() -> None:
+    layers = {"one": nn.BatchNorm1d(1, momentum=0.3), "two": nn.BatchNorm1d(1)}
+    shared = {k: Running(torch.zeros(1), torch.ones(1)) for k in layers}
+    seen: list[LayerReports] = []
+
+    def rule(reports: LayerReports) -> Running:
+        seen.append(reports)
+        return METHODS["fbn"](momentum=reports.momentum, report="all").combine(reports)
+
+    def part(count: int) -> Moments:
+        return Moments(count, torch.ones(1).double(), torch.ones(1).double())
+
+    new = combine(rule, shared, [{"one": part(30)}, {"one": part(10), "two": part(0)}], [1, 5], layers)
+    assert new["two"] is shared["two"]
+    (only,) = seen
+    assert (only.momentum, only.steps, [p.count for p in only.parts]) == (0.3, 2.0, [30, 10])
+    assert new["one"].mean.dtype is torch.float64
+    assert new["one"].mean.item() == pytest.approx(1 - 0.7**2)
