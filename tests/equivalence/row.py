@@ -113,5 +113,5 @@ def off(found: Found, want: Found, only: Sequence[str] = ()) -> float:
     got, wanted = tensors(found), {name: t for name, t in tensors(want).items() if not only or any(part in name for part in only)}
     if not any("/" in name for name in got):
         wanted = {name: t for name, t in wanted.items() if "/" not in name}
-    assert wanted, "nothing is compared"
-    return max(float((got[name] - t).abs().max()) for name, t in wanted.items())
+    assert {name: got[name].shape for name in wanted} == {name: t.shape for name, t in wanted.items()} != {}
+    return float(torch.stack([(got[name] - t).abs().max() for name, t in wanted.items()]).max())  # NaN if one of them is

@@ -38,8 +38,9 @@ def computed(name: str, door: str) -> Computed:
 def apart(name: str, door: str, other: Any) -> float:
     """Return how far fl-bn's result is from ``other``, a reference or a wrong rule of the row."""
     cohorts, found = computed(name, door)
-    row = replace(ROWS[name], cohorts=cohorts)
-    return off(found, compute(replace(row, **other), door)[1] if isinstance(other, Mapping) else other(row), row.only)
+    row = ROWS[name]
+    changed = compute(replace(row, **other), door)[1] if isinstance(other, Mapping) else other(replace(row, cohorts=cohorts))
+    return off(found, changed, row.only)
 
 
 @pytest.mark.parametrize(("method_name", "name", "door"), cases())

@@ -42,7 +42,6 @@ def network() -> nn.Module:
         (STEPS, {"stat_samples": 0}, N),
         (STEPS, {"stat_samples": 32}, 32),
     ],
-    ids=["64 at least", "steps", "epoch", "weights of all", "all", "so many"],
 )
 def test_it_takes_as_many_as_the_client_trains_on(settings: LocalTraining, options: dict[str, int], expected: int, engine: str) -> None:
     method = hbn(**options)

@@ -91,7 +91,7 @@ NETWORKS = {"resnet18": models.resnet18, "mobilenet_v2": models.mobilenet_v2, "d
 ROWS = [
     Row("fbn: centralised training with running statistics", constant,
         {"by batch statistics": training, "variances are averaged": BN, "a momentum of 0.2": {"options": {"momentum": 0.2}}},
-        network="resnet", rounds=4, doors=(*BOTH, "flower", "application", "channels last"), **FBN),
+        network="resnet", rounds=5, doors=(*BOTH, "flower", "application", "channels last"), **FBN),
     Row("fbn: distributed SGD, with an average of gradients as momentum", dsgd, DSGD, rounds=4, sgd={"momentum": 0.9},
         local={"update": "gradients"}, doors=("application",), **FBN),
     Row("fbn: from the union's statistics, measured by as many exchanges as layers", constant,

@@ -172,6 +172,8 @@ ROWS = [
     Row("fbn: a pass before training is reported", of(report="pass"), PASS, "fbn", {"momentum": 0.1, "report": "pass"}, doors=BOTH),
     Row("fbn with fedsam: the first pass alone is reported", of(), {"both passes": of(partial(merged, copies=2))}, network=inputs,
         clients=make_clients(3, 7, 5, shape=(5,)), objective=("fedsam", {"rho": 0.3}), only=("running",), **FBN),
+    Row("robust fbn: against nobody, NNM and median are Algorithm 2", of(algorithm_2), {"a median": {"defence": (0, "median", "mean")}},
+        clients=make_clients(5, 5, 5), defence=(0, "nnm+median", "mean"), **FBN),
     defended("median", median, trimmed_mean),
     defended("trimmed-mean", trimmed_mean, median),
 ]  # fmt: skip

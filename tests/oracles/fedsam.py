@@ -21,14 +21,7 @@ from tests.oracles.fedprox import SOME
 
 
 def algorithm_1(
-    w: nn.Module,
-    S: list[list[int]],
-    clients: list[Client],
-    n_i: list[int],
-    η_l: float,
-    ρ: float,
-    twice: bool = False,
-    again: bool = True,
+    w: nn.Module, S: list[list[int]], clients: list[Client], n_i: list[int], η_l: float, ρ: float, twice: bool = False, again: bool = True
 ) -> nn.Module:
     """Return the global model after the rounds of S.
 

@@ -93,8 +93,8 @@ def one_honest(row: Row) -> nn.Module:
 def against(name: str) -> Row:
     right, wrong = RULES[name]
     others = {other: defended(rule) for other, (rule, _) in RULES.items() if other != name} | {"other neighbours": defended(wrong)}
-    clients = make_clients(6, 14, 10, 8, 12, seed=2)
-    return Row(f"robust fedavg: {name}", defended(right), others, defence=(1, "mean", name), clients=clients, doors=BOTH)
+    given = {"defence": (1, "mean", name), "clients": make_clients(6, 14, 10, 8, 12, seed=2), "doors": BOTH}
+    return Row(f"robust fedavg: {name}", defended(right), others, **given)
 
 
 (HONEST,), (GARBAGE,) = make_clients(6), make_clients(6, seed=1)
