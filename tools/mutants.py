@@ -3,7 +3,8 @@
     pip install -c constraints.txt -e '.[test,mutants]'
     python -m tools.mutants draw --count 500 --seed 0   # which changes: tests/mutants.jsonl
     python -m tools.mutants record                      # which test runs which statement: a default run; kept in build/mutants
-    python -m tools.mutants run build/mutants/out.jsonl # hours; goes on where it stopped; --only 7: line 7 of tests/mutants.jsonl
+    python -m tools.mutants run build/mutants/out.jsonl --budget 5      # up to 5 seconds of tests for each mutant
+    python -m tools.mutants run build/mutants/out.jsonl --budget 60     # and more for those that survived; goes on where it stopped
     python -m tools.mutants keep build/mutants/out.jsonl    # the outcomes into tests/mutants.jsonl; prints counts and survivors
 
 A mutant is known by function, statement, operator and its number among equals, so it is found again after its function has moved.
@@ -50,7 +51,6 @@ TARGETS = (  # where `draw` looks
 LIKE = ("Add Sub Mul Div FloorDiv Mod Pow", "BitOr BitAnd BitXor", "RShift LShift", "Eq NotEq Lt LtE Gt GtE", "Is IsNot")
 LEFT_OUT = {"VariableReplacer", "VariableInserter", "ExceptionReplacer", "RemoveDecorator"}
 SAYS = re.compile(r"(LOGGER|warnings)\.\w+\(|(log|say|warn)\w*\(")  # a statement that only writes a message
-BUDGETS = (5.0, 40.0, 120.0)  # seconds of tests in the first, the second and the third attempt to notice a mutant
 MEMORY = 16 << 30  # bytes of address space of an attempt
 
 app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
@@ -259,9 +259,9 @@ def noted() -> tuple[dict[str, float], dict[str, list[str]]]:
     """Return test -> seconds, and ``file:line`` -> the tests that run this statement, of the tests that passed."""
     tests, running = dict[str, Any](), defaultdict[str, list[str]](list)
     for file in sorted(folder().glob("*.jsonl"), key=lambda file: file.stat().st_mtime):
-        tests |= {one["test"]: one for one in map(json.loads, file.read_text().splitlines())}
+        tests |= {one["test"]: one for one in map(json.loads, file.read_text().splitlines()) if one["passed"]}
     for name, one in tests.items():
-        for place in one["ran"] if one["passed"] else ():
+        for place in one["ran"]:
             running[place].append(name)
     return {name: one["seconds"] for name, one in tests.items()}, running
 
@@ -288,8 +288,11 @@ class Watch:
             os.write(self.pipe, f"{'timeout of ' * ('Timeout (>' in report.longreprtext)}{report.nodeid}\n".encode())
 
 
-def attempt(code: Mapping[str, CodeType], tests: Sequence[str], limit: float) -> str:
-    """Run tests in a new process, with other code of some files, until one fails. Return its name, or "" if all pass in time."""
+def attempt(code: Mapping[str, CodeType], tests: Sequence[str], limit: int) -> str:
+    """Run tests in a new process, with other code of some files, until one fails. Return its name, or "" if all pass.
+
+    ``limit``: of the processor, in seconds.
+    """
     files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
     reader, writer = os.pipe()
     with tempfile.TemporaryDirectory() as made:
@@ -298,15 +301,16 @@ def attempt(code: Mapping[str, CodeType], tests: Sequence[str], limit: float) ->
             try:
                 os.setsid()
                 resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+                resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))  # other programs do not count
                 for stream in (1, 2):
-                    os.dup2(os.open(os.environ.get("MUTANTS_LOG", os.devnull), os.O_WRONLY | os.O_APPEND), stream)
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
                 instead(code, code.__getitem__)
                 watch = Watch(sorted(tests, key=lambda test: files.index(test.partition("::")[0])), writer)
-                options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--timeout=60", f"--basetemp={made}/pytest"]
+                options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", f"--basetemp={made}/pytest"]
                 status = int(pytest.main([*options, *files], plugins=[watch]))
             finally:
                 os._exit(status)
-        ended = select.select([watched := os.pidfd_open(child)], [], [], limit)[0]
+        ended = select.select([watched := os.pidfd_open(child)], [], [], 600 + 10 * limit)[0]
         with suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)  # what it started, too
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -314,7 +318,8 @@ def attempt(code: Mapping[str, CodeType], tests: Sequence[str], limit: float) ->
     os.close(writer)
     with open(reader) as pipe:
         said = pipe.readline().strip()
-    return said or ("timeout of the process" if not ended else f"end of the process with {status}" if status else "")
+    late = not ended or status == -signal.SIGXCPU
+    return said or ("timeout of the process" if late else f"end of the process with {status}" if status else "")
 
 
 def nearest(tests: Iterable[str], seconds: Mapping[str, float], path: str, name: str) -> list[str]:
@@ -329,23 +334,24 @@ def nearest(tests: Iterable[str], seconds: Mapping[str, float], path: str, name:
     return sorted(turns, key=turns.__getitem__)
 
 
-def outcome(mutant: Mutant, seconds: Mapping[str, float], running: Mapping[str, Sequence[str]]) -> tuple[str, str]:
-    """Return what becomes of a mutant (``killed``, ``timeout``, ``survived``, ``not found``), and by which test."""
+def outcome(mutant: Mutant, seconds: Mapping[str, float], running: Mapping[str, Sequence[str]], budget: float) -> dict[str, Any]:
+    """Return what becomes of a mutant within so many seconds of tests, by which test, and how many of those that run it were tried."""
     if not (found := find(mutant)) or not (change := changed(text_of(found[0]), found[1])):
-        return "not found", ""
+        return {"outcome": "not found"}
     path, place = found
     code = {path: compile(change[0], str(ROOT / path), "exec", dont_inherit=True)}
-    left = nearest(running.get(f"{path}:{place.line}", ()), seconds, path, mutant.function.rpartition(".")[2])
-    all_of_them = len(left)
-    for budget in BUDGETS:
-        now, files, cost = list[str](), set[str](), 0.0
-        while left and cost < budget:
-            cost += seconds[left[0]] + (left[0].partition("::")[0] not in files)  # a second for the import of a file
-            files.add(left[0].partition("::")[0])
-            now.append(left.pop(0))
-        if now and (by := attempt(code, now, 60 + 5 * cost)):
-            return ("timeout" if by.startswith("timeout") else "killed"), by
-    return "survived", f"{all_of_them - len(left)} of {all_of_them} tests that run it"
+    running_it = running.get(f"{path}:{place.line}") or seconds  # what runs in imports alone may matter to any test
+    tests = nearest(running_it, seconds, path, mutant.function.rpartition(".")[2])
+    tried, files, cost = list[str](), set[str](), 0.0
+    for test in tests:
+        cost += seconds[test] + (test.partition("::")[0] not in files)  # a second for the import of a file
+        if tried and cost > budget:
+            break
+        files.add(test.partition("::")[0])
+        tried.append(test)
+    by = attempt(code, tried, 60 + 5 * int(cost)) if tried else ""
+    kind = "survived" if not by else "timeout" if by.startswith("timeout") else "killed"
+    return {"outcome": kind, "by": by, "tried": len(tried), "of": len(tests), "budget": budget}
 
 
 def read(file: Path) -> dict[Mutant, dict[str, Any]]:
@@ -372,19 +378,19 @@ def record(context: typer.Context) -> None:
 
 
 @app.command()
-def run(out: Path, only: list[int] = [], jobs: int = 1) -> None:  # noqa: B006
-    """Try the tests on each mutant that has no line in OUT, or on those in the lines ONLY, and append lines to OUT."""
+def run(out: Path, budget: float = 60, only: list[int] = [], jobs: int = 1) -> None:  # noqa: B006
+    """Append a line to OUT for each mutant, or those in the lines ONLY, unless it has one that says killed, or survived within BUDGET."""
     for name in ("torch", "numpy", "scipy.stats", "sklearn", "flwr.clientapp", "flwr.serverapp"):  # loaded once, for all forks
         import_module(name)
     mutants, done, (seconds, running) = list(read(FILE)), read(out), noted()
-    todo = [mutants[line - 1] for line in only] or [mutant for mutant in mutants if mutant not in done]
+    left = {one for one, line in done.items() if line["outcome"] == "survived" and line["tried"] < line["of"] and line["budget"] < budget}
+    todo = [mutants[line - 1] for line in only] or [mutant for mutant in mutants if mutant not in done or mutant in left]
     for job in range(jobs):
         if os.fork():
             continue
         for mutant in todo[job::jobs]:
-            began = time.monotonic()
-            kind, by = outcome(mutant, seconds, running)
-            line = {**mutant._asdict(), "outcome": kind, "by": by, "seconds": round(time.monotonic() - began, 1)}
+            began = sum(os.times()[:4])  # of the processor
+            line = mutant._asdict() | outcome(mutant, seconds, running, budget) | {"seconds": round(sum(os.times()[:4]) - began, 1)}
             with out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
         os._exit(0)
@@ -395,12 +401,19 @@ def run(out: Path, only: list[int] = [], jobs: int = 1) -> None:  # noqa: B006
 @app.command()
 def keep(results: Path) -> None:
     """Copy outcomes into tests/mutants.jsonl, and print how many there are of each kind, and the survivors."""
-    lines = [line | read(results).get(mutant, {}) for mutant, line in read(FILE).items()]
+    outcomes = read(results)
+    lines = [line | outcomes.get(mutant, {}) for mutant, line in read(FILE).items()]
     write(lines)
-    print(Counter(line.get("outcome", "none") for line in lines), f"{sum(line.get('seconds', 0) for line in lines) / 3600:.1f} hours")
+    hours = sum(json.loads(line)["seconds"] for line in results.read_text().splitlines()) / 3600
+    print(dict(Counter(line.get("outcome") for line in lines)), f"in {hours:.1f} hours of one processor")
     for number, line in enumerate(lines, 1):
         if line.get("outcome") == "survived":
-            print(f"{number}: {line['module']} {line['function']}: {line['statement']}  ->  {line['becomes']}  ({line['by']})")
+            print(
+                f"{number}: {line['module']} {line['function']} ({line['tried']} of {line['of']} tests)",
+                line["statement"],
+                line["becomes"],
+                sep="\n    ",
+            )
 
 
 if __name__ == "__main__":
