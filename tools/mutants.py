@@ -1,0 +1,420 @@
+"""Change one operator of the product's arithmetic at a time, and see whether the default tests notice: a mutation sample.
+
+    pip install -c constraints.txt -e '.[test,mutants]'
+    python -m tools.mutants draw --count 500 --seed 0   # which changes: tests/mutants.jsonl
+    python -m tools.mutants record                      # which test runs which statement: a default run; kept in build/mutants
+    python -m tools.mutants run build/mutants/out.jsonl --budget 5      # up to 5 seconds of tests for each mutant
+    python -m tools.mutants run build/mutants/out.jsonl --budget 60     # and more for those that survived; goes on where it stopped
+    python -m tools.mutants keep build/mutants/out.jsonl    # the outcomes into tests/mutants.jsonl; prints counts and survivors
+
+A mutant is known by function, statement, operator and its number among equals, so it is found again after its function has moved.
+cosmic-ray makes the change. No file changes: a process is forked for each mutant, whose import of one module gets other code.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import hashlib
+import json
+import os
+import random
+import re
+import resource
+import select
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from importlib.machinery import SourceFileLoader
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import CodeType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import typer
+
+ROOT = Path(__file__).parents[1]
+FILE = ROOT / "tests/mutants.jsonl"
+TARGETS = (  # where `draw` looks
+    *("fl_bn/moments.py", "fl_bn/hybrid.py", "fl_bn/layers.py", "fl_bn/methods/*.py", "fl_bn/objectives/*.py", "fl_bn/robust/*.py"),
+    *(f"fl_bn/federation/{name}.py" for name in ("aggregation", "blocks", "defence", "optimizers", "eager", "clipping", "momentum")),
+    *(f"fl_bn/federation/{name}.py" for name in ("schema", "payload", "auxiliary")),
+    *("fl_bn/data/partition.py", "fl_bn/secure/*.py", "fl_bn/flower/secagg/sums.py", "fl_bn/flower/secagg/masks.py"),
+)
+LIKE = ("Add Sub Mul Div FloorDiv Mod Pow", "BitOr BitAnd BitXor", "RShift LShift", "Eq NotEq Lt LtE Gt GtE", "Is IsNot")
+LEFT_OUT = {"VariableReplacer", "VariableInserter", "ExceptionReplacer", "RemoveDecorator"}
+SAYS = re.compile(r"(LOGGER|warnings)\.\w+\(|(log|say|warn)\w*\(")  # a statement that only writes a message
+MEMORY = 16 << 30  # bytes of address space of an attempt
+
+app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
+
+
+class Mutant(NamedTuple):
+    """One change. ``index``: its number among those of its operator in equal statements of the function. ``module``: where it was last."""
+
+    function: str
+    statement: str
+    operator: str
+    index: int
+    becomes: str = ""
+    module: str = ""
+
+
+class Place(NamedTuple):
+    """Where an operator applies: its mutant, (line, column), the line of the statement, and the place's number for cosmic-ray."""
+
+    mutant: Mutant
+    position: tuple[int, int]
+    line: int
+    occurrence: int
+
+
+@cache
+def operators() -> Mapping[str, Any]:
+    """Return cosmic-ray's operators by name, those that replace like by like: where + becomes <<, everything fails."""
+    from cosmic_ray.operators.provider import OperatorProvider
+
+    like = {name: names for names in LIKE for name in names.split()}
+    pairs = {name: name.split("_")[1:] for name in OperatorProvider() if name.startswith(("ReplaceBinary", "ReplaceComparison"))}
+    wanted = [name for name in OperatorProvider() if name not in LEFT_OUT and len({like[one] for one in pairs.get(name, ())}) < 2]
+    return {name: OperatorProvider()[name] for name in wanted}
+
+
+@cache
+def text_of(path: str) -> str:
+    return (ROOT / path).read_text()
+
+
+@cache
+def targets() -> list[str]:
+    return [file.relative_to(ROOT).as_posix() for pattern in TARGETS for file in sorted(ROOT.glob(pattern))]
+
+
+def statements(tree: ast.AST, name: str = "", inside: bool = False) -> Iterator[tuple[str, ast.stmt]]:
+    """Yield (qualified name of the function, statement) for all statements in functions that do more than say something."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from statements(child, f"{name}.{child.name}".lstrip("."), not isinstance(child, ast.ClassDef))
+        elif isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            says = isinstance(child, ast.Expr) and (isinstance(child.value, ast.Constant) or SAYS.match(ast.unparse(child)))
+            if inside and isinstance(child, ast.stmt) and not says and not isinstance(child, ast.Raise):
+                yield name, child
+            yield from statements(child, name, inside)
+
+
+def header(statement: ast.stmt) -> str:
+    return ast.unparse(statement).partition("\n")[0]
+
+
+def span(node: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return (line, column) of the beginning and the end of a node; a compound statement ends where its block begins."""
+    block = getattr(node, "body", None)
+    end = span(block[0])[0] if isinstance(block, list) and block else (node.end_lineno, node.end_col_offset)
+    return (node.lineno, node.col_offset), end
+
+
+def places(source: str, wanted: Iterable[str]) -> Iterator[Place]:
+    """Yield every place in ``source`` where one of the operators ``wanted`` applies."""
+    from cosmic_ray.ast import ast_nodes, get_ast
+
+    tree, nodes = ast.parse(source), list(ast_nodes(get_ast(source)))
+    inside = [(*span(statement), function, statement) for function, statement in statements(tree)]
+    skipped = [span(node) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    skipped += [span(node.annotation) for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)]
+    for operator in wanted:
+        made, equals = operators()[operator](), Counter[tuple[str, str]]()
+        for occurrence, position in enumerate(start for node in nodes for start, _ in made.mutation_positions(node)):
+            around = [(function, statement) for start, end, function, statement in inside if start <= position < end]
+            if around and not any(start <= position < end for start, end in skipped):
+                function, statement = around[-1]
+                known = function, header(statement)
+                yield Place(Mutant(*known, operator, equals[known]), position, statement.lineno, occurrence)
+                equals[known] += 1
+
+
+def changed(source: str, place: Place) -> tuple[str, str] | None:
+    """Return the source with the change, and the changed statement. None if the change is none, or no Python."""
+    from cosmic_ray.mutating import mutate_code
+
+    text = mutate_code(source, operators()[place.mutant.operator](), place.occurrence)
+    with suppress(SyntaxError):
+        if ast.dump(tree := ast.parse(text)) != ast.dump(ast.parse(source)):
+            return text, next(header(one) for name, one in statements(tree) if (name, one.lineno) == (place.mutant.function, place.line))
+    return None
+
+
+def drawn(count: int, seed: int) -> list[Mutant]:
+    """Draw mutants, at most one for each position. A file's share grows with the square root of its number of positions."""
+    rng, keyed, mutants = random.Random(seed), [], list[Mutant]()
+    for path in targets():
+        at = defaultdict[tuple[int, int], list[Place]](list)
+        for place in places(text_of(path), operators()):
+            at[place.position].append(place)
+        keyed += [(rng.random() ** (len(at) ** 0.5), path, rng.choice(at[position])) for position in sorted(at)]
+    for _, path, place in sorted(keyed, key=lambda one: -one[0]):
+        if len(mutants) < count and (change := changed(text_of(path), place)):
+            mutants.append(Mutant(*place.mutant[:4], change[1], path))
+    return sorted(mutants, key=lambda one: (targets().index(one.module), one))
+
+
+def find(mutant: Mutant) -> tuple[str, Place] | None:
+    """Find a mutant's file and place, where it was seen last or in the one file of the package that has such a function and statement."""
+    name = mutant.function.rpartition(".")[2]
+    package = (file.relative_to(ROOT).as_posix() for file in sorted((ROOT / "fl_bn").rglob("*.py")))
+    for paths, full in ([mutant.module] if (ROOT / mutant.module).is_file() else [], True), (package, False):
+        found = [(path, place) for path in paths if f"def {name}(" in text_of(path) for place in places(text_of(path), [mutant.operator])]
+        found = [one for one in found if one[1].mutant[1:4] == mutant[1:4]]
+        found = [one for one in found if f".{one[1].mutant.function}".endswith(f".{mutant.function if full else name}")]
+        if len(found) == 1:
+            return found[0]
+    return None
+
+
+def instead(paths: Iterable[str], code: Callable[[str], CodeType]) -> None:
+    """Let imports of these files get other code."""
+    names = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in paths}
+
+    class Loader(SourceFileLoader):
+        def get_code(self, fullname: str) -> CodeType:
+            return code(names[fullname])
+
+    def find_spec(name: str, *_: object) -> object:
+        file = str(ROOT / names[name]) if name in names else ""
+        return spec_from_file_location(name, file, loader=Loader(name, file)) if file else None
+
+    sys.meta_path.insert(0, SimpleNamespace(find_spec=find_spec))  # type: ignore[arg-type]
+
+
+# A plug-in of pytest, which notes the statements that each test runs
+
+
+SEEN: set[str] = set()
+FAILED: set[str] = set()
+OF_FIXTURES: dict[Any, set[str]] = {}  # of fixtures that several tests share, too: each of these tests counts as running it
+
+
+def folder() -> Path:
+    """Return the folder of what was noted for the sources as they are."""
+    return ROOT / "build/mutants" / hashlib.sha256("".join(map(text_of, targets())).encode()).hexdigest()[:12]
+
+
+def noting(path: str) -> CodeType:
+    """Compile a file so that each statement in a function first notes that it runs."""
+    tree = ast.parse(text_of(path))
+    inside = {statement for _, statement in statements(tree)}
+    for node in list(ast.walk(tree)):
+        for field in ("body", "orelse", "finalbody"):
+            if isinstance(block := getattr(node, field, None), list):
+                notes = [ast.parse(f"__seen__('{path}:{one.lineno}')").body if one in inside else [] for one in block]
+                setattr(node, field, [one for note, statement in zip(notes, block, strict=True) for one in (*note, statement)])
+    return compile(tree, str(ROOT / path), "exec", dont_inherit=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    builtins.__seen__ = SEEN.add  # type: ignore[attr-defined]
+    instead(targets(), noting)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
+    before = set(SEEN)
+    SEEN.clear()
+    try:
+        return (yield)
+    finally:
+        OF_FIXTURES[fixturedef] = set(SEEN)
+        SEEN.update(before)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: Any) -> Iterator[None]:
+    for path in targets():
+        for value in list(vars(sys.modules.get(path.removesuffix(".py").replace("/", "."), object)).values()):
+            getattr(value, "cache_clear", str)()  # else only the first of several tests runs what it needs
+    SEEN.clear()
+    began = time.perf_counter()
+    result = yield
+    seconds = time.perf_counter() - began
+    shared = [one[-1] for one in item._fixtureinfo.name2fixturedefs.values() if one[-1].scope != "session"]
+    ran = sorted(SEEN.union(*(OF_FIXTURES.get(fixture, ()) for fixture in shared)))
+    with (folder() / f"{os.getpid()}.jsonl").open("a") as file:
+        file.write(json.dumps({"test": item.nodeid, "seconds": seconds, "passed": item.nodeid not in FAILED, "ran": ran}) + "\n")
+    return result
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:
+        FAILED.add(report.nodeid)
+
+
+def noted() -> tuple[dict[str, float], dict[str, list[str]]]:
+    """Return test -> seconds, and ``file:line`` -> the tests that run this statement, of the tests that passed."""
+    tests, running = dict[str, Any](), defaultdict[str, list[str]](list)
+    for file in sorted(folder().glob("*.jsonl"), key=lambda file: file.stat().st_mtime):
+        tests |= {one["test"]: one for one in map(json.loads, file.read_text().splitlines()) if one["passed"]}
+    for name, one in tests.items():
+        for place in one["ran"]:
+            running[place].append(name)
+    return {name: one["seconds"] for name, one in tests.items()}, running
+
+
+# Attempts to notice a mutant
+
+
+class Watch:
+    """Let pytest run some tests only, in their order, and write to a pipe which one fails."""
+
+    def __init__(self, tests: Sequence[str], pipe: int) -> None:
+        self.order, self.pipe = {test: number for number, test in enumerate(tests)}, pipe
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = sorted((item for item in items if item.nodeid in self.order), key=lambda item: self.order[item.nodeid])
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            os.write(self.pipe, f"import of {report.nodeid}\n".encode())
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            os.write(self.pipe, f"{'timeout of ' * ('Timeout (>' in report.longreprtext)}{report.nodeid}\n".encode())
+
+
+def attempt(code: Mapping[str, CodeType], tests: Sequence[str], limit: int) -> str:
+    """Run tests in a new process, with other code of some files, until one fails. Return its name, or "" if all pass.
+
+    ``limit``: of the processor, in seconds.
+    """
+    files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
+    reader, writer = os.pipe()
+    with tempfile.TemporaryDirectory() as made:
+        if not (child := os.fork()):
+            status = 99
+            try:
+                os.setsid()
+                resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+                resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))  # other programs do not count
+                for stream in (1, 2):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+                instead(code, code.__getitem__)
+                watch = Watch(sorted(tests, key=lambda test: files.index(test.partition("::")[0])), writer)
+                options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", f"--basetemp={made}/pytest"]
+                status = int(pytest.main([*options, *files], plugins=[watch]))
+            finally:
+                os._exit(status)
+        ended = select.select([watched := os.pidfd_open(child)], [], [], 600 + 10 * limit)[0]
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # what it started, too
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.close(watched)
+    os.close(writer)
+    with open(reader) as pipe:
+        said = pipe.readline().strip()
+    late = not ended or status == -signal.SIGXCPU
+    return said or ("timeout of the process" if late else f"end of the process with {status}" if status else "")
+
+
+def nearest(tests: Iterable[str], seconds: Mapping[str, float], path: str, name: str) -> list[str]:
+    """Sort tests: first three cases of each, and of these first those whose files name function and module, then the fast ones."""
+    words = name, path.removesuffix(".py").replace("/", "."), f"test_{Path(path).stem}", f"/{Path(path).parent.name}/"
+    files = {test: test.partition("::")[0] for test in tests}
+    near = {file: sum(word in file + text_of(file) for word in words) for file in set(files.values())}
+    turns, cases = dict[str, int](), Counter[str]()
+    for test in sorted(files, key=lambda test: (-near[files[test]], seconds[test])):
+        turns[test] = cases[test.partition("[")[0]] // 3
+        cases[test.partition("[")[0]] += 1
+    return sorted(turns, key=turns.__getitem__)
+
+
+def outcome(mutant: Mutant, seconds: Mapping[str, float], running: Mapping[str, Sequence[str]], budget: float) -> dict[str, Any]:
+    """Return what becomes of a mutant within so many seconds of tests, by which test, and how many of those that run it were tried."""
+    if not (found := find(mutant)) or not (change := changed(text_of(found[0]), found[1])):
+        return {"outcome": "not found"}
+    path, place = found
+    code = {path: compile(change[0], str(ROOT / path), "exec", dont_inherit=True)}
+    running_it = running.get(f"{path}:{place.line}") or seconds  # what runs in imports alone may matter to any test
+    tests = nearest(running_it, seconds, path, mutant.function.rpartition(".")[2])
+    tried, files, cost = list[str](), set[str](), 0.0
+    for test in tests:
+        cost += seconds[test] + (test.partition("::")[0] not in files)  # a second for the import of a file
+        if tried and cost > budget:
+            break
+        files.add(test.partition("::")[0])
+        tried.append(test)
+    by = attempt(code, tried, 60 + 5 * int(cost)) if tried else ""
+    kind = "survived" if not by else "timeout" if by.startswith("timeout") else "killed"
+    return {"outcome": kind, "by": by, "tried": len(tried), "of": len(tests), "budget": budget}
+
+
+def read(file: Path) -> dict[Mutant, dict[str, Any]]:
+    """Return mutant -> its line in a file. The last line of a mutant counts."""
+    lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
+    return {Mutant(**{field: line[field] for field in Mutant._fields}): line for line in lines}
+
+
+def write(lines: Iterable[Mapping[str, Any]]) -> None:
+    FILE.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@app.command()
+def draw(count: int = 500, seed: int = 0) -> None:
+    """Draw mutants, and write them to tests/mutants.jsonl."""
+    write(mutant._asdict() for mutant in drawn(count, seed))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def record(context: typer.Context) -> None:
+    """Run the default tests, or those of pytest's arguments, and note which statements each runs."""
+    folder().mkdir(parents=True, exist_ok=True)
+    raise SystemExit(pytest.main(["-p", "tools.mutants", "-q", *context.args]))
+
+
+@app.command()
+def run(out: Path, budget: float = 60, only: list[int] = [], jobs: int = 1) -> None:  # noqa: B006
+    """Append a line to OUT for each mutant, or those in the lines ONLY, unless it has one that says killed, or survived within BUDGET."""
+    for name in ("torch", "numpy", "scipy.stats", "sklearn", "flwr.clientapp", "flwr.serverapp"):  # loaded once, for all forks
+        import_module(name)
+    mutants, done, (seconds, running) = list(read(FILE)), read(out), noted()
+    left = {one for one, line in done.items() if line["outcome"] == "survived" and line["tried"] < line["of"] and line["budget"] < budget}
+    todo = [mutants[line - 1] for line in only] or [mutant for mutant in mutants if mutant not in done or mutant in left]
+    for job in range(jobs):
+        if os.fork():
+            continue
+        for mutant in todo[job::jobs]:
+            began = sum(os.times()[:4])  # of the processor
+            line = mutant._asdict() | outcome(mutant, seconds, running, budget) | {"seconds": round(sum(os.times()[:4]) - began, 1)}
+            with out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        os._exit(0)
+    for _ in range(jobs):
+        os.wait()
+
+
+@app.command()
+def keep(results: Path) -> None:
+    """Copy outcomes into tests/mutants.jsonl, and print how many there are of each kind, and the survivors."""
+    outcomes = read(results)
+    lines = [line | outcomes.get(mutant, {}) for mutant, line in read(FILE).items()]
+    write(lines)
+    hours = sum(json.loads(line)["seconds"] for line in results.read_text().splitlines()) / 3600
+    print(dict(Counter(line.get("outcome") for line in lines)), f"in {hours:.1f} hours of one processor")
+    for number, line in enumerate(lines, 1):
+        if line.get("outcome") == "survived":
+            print(
+                f"{number}: {line['module']} {line['function']} ({line['tried']} of {line['of']} tests)",
+                line["statement"],
+                line["becomes"],
+                sep="\n    ",
+            )
+
+
+if __name__ == "__main__":
+    app()
