@@ -132,11 +132,3 @@ def test_the_accountant_says_what_it_has_spent() -> None:
         accountant.spend(2)
     assert "after 20 releases" in accountant.statement()
     assert f"epsilon {epsilon(20, 4.0, 1e-5):.3g} at delta 1e-05" in accountant.statement()
-
-
-def test_the_accountant_says_what_it_has_spent() -> None:
-    accountant = Accountant(Privacy(clip=1.0, statistics_clip=2.0, noise=4.0))
-    for _ in range(10):
-        accountant.spend(2)
-    assert "after 20 releases" in accountant.statement()
-    assert f"epsilon {epsilon(20, 4.0, 1e-5):.3g} at delta 1e-05" in accountant.statement()
