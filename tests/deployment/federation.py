@@ -263,8 +263,7 @@ class Federation:
 def in_process(config: Mapping[str, Any], folder: Path) -> Path:
     """Run ``config`` in this process, for comparison with the deployed run; write into ``folder``, and return the run directory."""
     shutil.rmtree(folder, ignore_errors=True)
-    path = run_in_process({**config, "output": str(folder), "device": "cpu", "resume": ""})
-    assert path is not None
+    path: Path = run_in_process({**config, "output": str(folder), "device": "cpu", "resume": ""})
     return path
 
 
