@@ -46,7 +46,7 @@ def test_methods(method_name: str, caplog: pytest.LogCaptureFixture) -> None:
     method = METHODS[method_name]()
     expected = through("sequential", method)
     assert apart(through("vectorised", method), expected) < 1e-10
-    assert ("one by one" in caplog.text) == method.exchanges
+    assert method.exchanges or "one by one" not in caplog.text  # what exchanges falls back, and says so once per process
     assert expected.trajectory[1].keys() == expected.trajectory[3].keys()
     moved = [float(abs(expected.trajectory[3][name] - array).max()) for name, array in expected.trajectory[1].items()]
     assert max(moved, default=1.0) > 1e-6  # control
