@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fl_bn.moments import Moments, Running, channel_moments, ema, plain_average, pool
+from fl_bn.moments import Moments, Running, bounds, channel_moments, ema, plain_average, pool
 from tests.listed import listed
 
 SHAPES = [(5, 3), (4, 3, 6), (2, 3, 4, 5), (2, 3, 2, 3, 4)]
@@ -149,3 +149,10 @@ def test_channel_moments_are_differentiable(rng: np.random.Generator) -> None:
     x = torch.from_numpy(rng.normal(size=(3, 2, 2))).requires_grad_()
     assert torch.autograd.gradcheck(channel_moments, (x,))
     assert not Moments.of(x).mean.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_statistics_within_the_bounds_pool_to_a_finite_variance(dtype: torch.dtype) -> None:
+    mean, var = (torch.tensor([bound], dtype=torch.float64) for bound in bounds(dtype))
+    finite = [bool(pool([Moments(1, by * mean, var), Moments(1, -by * mean, var)]).var.to(dtype).isfinite()) for by in (1, 4)]
+    assert finite == [True, False]

@@ -32,6 +32,13 @@ def clients(tiny_clients: Clients) -> list[Samples]:
     return tiny_clients(SIZES)
 
 
+def test_a_sum_that_could_exceed_32_bits_is_refused() -> None:
+    SecureAggregation(quantization_range=30).check(3)
+    with pytest.raises(ValueError, match="set secagg-quantization-range to 29 or less"):
+        SecureAggregation(quantization_range=30).check(4)
+    SecureAggregation(quantization_range=29).check(4)
+
+
 def at_rest(clients: list[Samples]) -> dict[str, np.ndarray]:
     """The network with statistics that a further exchange would not change: two layers need two."""
     return measured(hbn(), clients, None, measured(hbn(), clients, None)[0])[0]

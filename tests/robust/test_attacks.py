@@ -101,6 +101,7 @@ def quantile(p: float) -> float:
 def test_the_textbooks_z(n: int, f: int, share: float, printed: float) -> None:
     assert z_max(n, f) == pytest.approx(max(0.0, quantile(share)), abs=1e-9)
     assert round(z_max(n, f), 2) == printed
+    assert z_max(3, 2) == z_max(5, 4) == 0.0  # where the attackers are a majority
 
 
 def test_the_noise_has_its_moments_and_is_the_same_for_the_same_seed() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fl_bn.secure.additive import (
+    average_error,
     deviations,
     from_deviations,
     from_running_deviations,
@@ -102,8 +103,19 @@ def test_running_statistics_go_there_and_back() -> None:
     assert (cut, negative) == (0, 0)
     assert torch.allclose(found.mean, running.mean)
     assert torch.allclose(found.var, running.var, rtol=1e-4)
-    *_, cut = running_within(*running_deviations(Running(tensor(99.0, 2.0), tensor(1.0, 1.0)), reference), 8.0)
-    assert cut == 2
+    *_, cut = running_within(*running_deviations(Running(tensor(99.0, 2.0), tensor(1e9, 1.0)), reference), 8.0)
+    assert cut == 2  # a channel counts once
+
+
+def test_the_worst_error_is_the_bound_and_no_variance_is_cut_further_than_it_must() -> None:
+    reference, first, error = Running(tensor(0.0), tensor(1.0)), tensor(6.0), 1e-3
+    exact, worst = (from_deviations(1, first + e, tensor(40.0) - 8 * e, reference)[0].var for e in (0, error))
+    assert float(exact - worst) == pytest.approx(float(moments_error(first, reference, error, 8.0)[1]))
+    for mean in (0.0, 3.0):
+        assert float(within(*deviations(Moments(5, tensor(mean), tensor(1e6)), reference), 8.0)[1]) == pytest.approx(8.0)
+    for weights in ([], [0, 0]):
+        with pytest.raises(ValueError, match="positive weights"):
+            average_error(8.0, 22, weights)
 
 
 def test_a_reference_far_above_the_variance_loses_it() -> None:

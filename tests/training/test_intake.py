@@ -82,6 +82,7 @@ def test_one_value_that_is_not_finite_is_found_in_any_tensor(at: str, value: flo
     tensors[at].view(-1)[0], tensors[at].view(-1)[-1] = value, -3.0
     assert not all_finite(tensors.values())
     assert sizes(tensors)[at] == 3.0
+    assert sizes({"none": torch.full((2,), value)}) == {"none": 0.0}
 
 
 def replies(parts: Sequence[dict[str, Tensor]]) -> list[Reply]:

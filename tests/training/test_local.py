@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_bn import convert
-from fl_bn.federation.clipping import clip
+from fl_bn.federation.clipping import clip, norm_in_round
 from fl_bn.methods import METHODS, Phase, Role
 from fl_bn.models.head import head_of
 from tests.federation import largest_deviation
@@ -184,6 +184,10 @@ def test_adaptive(network: str, limit: float) -> None:
     assert off(after[:-2], before[:-2]) > 1e-6
     whole = [clipping.agc([w.ravel()], [g.ravel()], limit)[0].reshape(g.shape) for w, g in zip(weights, before, strict=True)]
     assert not off(after[:-2], whole[:-2]) < 1e-9  # control: a layer as one unit
+
+
+def test_a_round_of_more_steps_has_a_smaller_limit_and_one_of_none_that_of_one() -> None:
+    assert [norm_in_round(20.0, 0.1, steps, 0.5) for steps in (0, 1, 4)] == pytest.approx([100.0, 100.0, 25.0])
 
 
 @pytest.mark.parametrize("lower_layers", ["shared", "hybrid"])
