@@ -150,7 +150,12 @@ ENOUGH = {
     "tests/hostile/test_one_liar.py::test_in_a_secure_round_too": ("[setup", "[pk2", "[plan", "[dsts of text", "[status code x", "[nids"),
     "tests/hostile/test_lying_set_up.py::test_told_otherwise_the_sum_is_noise": ("[the threshold", "[all weights", "[one bit"),
     "tests/integration/test_in_process.py::test_the_same_seed_gives_the_same_bits_and_another_does_not": ("[hbn]",),
-    "tests/doors/test_checkpoints.py::test_a_federation_goes_on_with_the_bits_of_one_never_interrupted": ("[at home", "[moon", "[fedadam", "[one p"),
+    "tests/doors/test_checkpoints.py::test_a_federation_goes_on_with_the_bits_of_one_never_interrupted": (  # noqa: E501
+        "[at home",
+        "[moon",
+        "[fedadam",
+        "[one p",
+    ),
     "tests/loops/test_kinds.py::test_timm_s_layers_keep_their_activation": ("[gn]", "[hbn]"),
     "tests/doors/test_centring.py::test_the_sum_over_the_inputs_stays_in_every_door": ("[fbn-", "[hbn-own", "[gn-flower", "n-fed"),
     "tests/examples/test_flower_apps.py::test_with_fedavg_it_is_the_app_before": ("[advanced",),
