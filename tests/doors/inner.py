@@ -9,6 +9,7 @@ from fl_bn.derived import derivation
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.centring import centred_weights
+from fl_bn.federation.client import LocalRound
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.federation import Diverged
 from fl_bn.federation.loader_generators import generators

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset
 
-from fl_bn import Federation, SeededBatches, methods, per_client
+from fl_bn import Federation, SeededBatches, methods, per_client, set_buffer_roles
 from fl_bn.methods import METHODS
+from fl_bn.task import ClassificationAUC
 from tests.conformance.cases import every_method
-from tests.doors.inner import NO_DEFENCE, Defence
+from tests.doors.inner import NO_DEFENCE, Defence, LocalRound
 from tests.doors.test_federation import TEST, made, net
 from tests.listed import listed
 
@@ -153,3 +154,77 @@ def test_seeded_batches_have_the_network_s_dtype_in_every_pass(method: str) -> N
         return [(record.loss, record.evaluation) for record in fed.run(2)] + [fed.evaluate(SeededBatches(x, y, 8))]
 
     assert records(x) == records(x.double())
+
+
+class Whole(Tensor):
+    """A tensor that, like MONAI's ``MetaTensor``, gives its class to what is computed from it, and that cannot be sliced."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.__getitem__, Tensor.chunk, Tensor.split, Tensor.unbind) and isinstance(args[0], cls):
+            raise ValueError(f"a Whole has no slices, but {func.__name__} was called")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class PlainLoss(ClassificationAUC):
+    """The loss is no ``Whole``. So torch does not switch ``__torch_function__`` off in its backward pass."""
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return super().loss(output, targets).as_subclass(Tensor)
+
+
+class First:
+    """A metric object: the mean score of class 0."""
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        self.scores.append(preds[:, 0])
+
+    def compute(self) -> Tensor:
+        return torch.cat(self.scores).mean()
+
+    def reset(self) -> None:
+        self.scores: list[Tensor] = []
+
+
+class Centred(nn.Module):
+    """Three BatchNorm layers, one of them the first layer, and buffers that training replaces by values computed from its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.head = nn.Linear(8, 3)
+        self.register_buffer("centre", torch.zeros(8))
+        self.register_buffer("latest", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.body(x)
+        if self.training:
+            self.latest = features.detach().mean(0)
+            self.centre = 0.9 * self.centre + 0.1 * self.latest
+        return self.head(features - self.centre)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fixbn", "fbn", "hbn", "static-bn", "fedtan", "fedbn"])
+def test_tensors_of_a_subclass_train_and_send_what_plain_tensors_do(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, statistics and metrics were of the subclass, too: an error in the exchange, in the passes or in a metric."""
+    sent: list[Tensor] = []
+
+    def sending(round: LocalRound, *args: Any, reply: Any = LocalRound.reply, **named: Any) -> Any:
+        result = reply(round, *args, **named)
+        sent.extend(tensor for part in result for tensors in part.sections.values() for tensor in tensors.values())
+
+        return result
+
+    monkeypatch.setattr(LocalRound, "reply", sending)
+
+    def trained(kind: type[Tensor]) -> tuple[list[Any], list[Tensor]]:
+        torch.manual_seed(0)
+        clients = [[(x.as_subclass(kind), y) for x, y in zip(*(t.split(8) for t in made(client, 24)), strict=True)] for client in range(3)]
+        given = {"task": PlainLoss(), "metrics": {"first": First()}, "test": clients[0], "progress": False}
+        fed = Federation(set_buffer_roles(Centred(), {"latest": "kept"}), METHODS[method](), clients, **given)
+        return [(record.loss, record.evaluation) for record in fed.run(2)], list(fed.model.state_dict().values())
+
+    (records, tensors), (others, same) = trained(Tensor), trained(Whole)
+    assert str(records) == str(others)
+    assert all(map(torch.equal, tensors, same))
+    assert {type(tensor) for tensor in sent} == {Tensor}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.experiment.inside import command, ends_well, ends_with_a_sentence, override, said
+from tests.experiment.small_data import small_sites
 from tests.experiment.terminal import in_a_pipe, lines, on_a_terminal
 from tests.integration.runs import TINY, bits, differences
 from tests.listed import listed
@@ -47,6 +49,18 @@ def test_compare_then_again(tmp_path: Path) -> None:
     assert len(made) == 2
     ends_well(*args[:2], "centralised,fbn", *args[3:], "--run-config", of_a_comparison(rounds=2, evaluate_every=1))
     assert made == {file: file.stat().st_mtime_ns for file in made}
+
+
+def test_run_and_compare_take_each_of_several_files_as_a_client(tmp_path: Path) -> None:
+    keys = f"dataset='npz' data-path='{','.join(small_sites(tmp_path))}' model='mlp' rounds=1 local-steps=1 device='cpu'"
+    ends_well("run", "--run-config", f"{keys} pictures=false output='{tmp_path}' name='run'")
+    ends_well("compare", "--methods", "fedavg", "--seeds", "1", "--jobs", "1", "--output", tmp_path, "--run-config", keys)
+    for folder in ("run", "runs/fedavg-seed0"):
+        made = tomllib.loads((tmp_path / folder / "config.toml").read_text())
+        assert (made["clients"], made["partition"]) == (5, "natural")
+        assert len((tmp_path / folder / "clients.csv").read_text().splitlines()) == 1 + 5
+    for name in ("run", "compare"):
+        ends_with_a_sentence(name, "--run-config", f"{keys} clients=4", about="clients=4")
 
 
 @listed("variant", ["nope", "gn:groups=7"])

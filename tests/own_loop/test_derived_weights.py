@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Callable
 from functools import lru_cache
 
-import numpy as np
 import pytest
 import torch
 from joblib import wrap_non_picklable_objects
@@ -146,9 +145,8 @@ def test_every_method_trains_it_or_refuses_it_by_name(method_name: str, kind: st
             convert(model, method)
         return
     fed = Federation(model, method, [[(c.x, c.y)] for c in CLIENTS], test=[(X, Y)], progress=False)
-    first, second = (record.evaluation["loss"] for record in fed.run(2))
-    assert np.isfinite(second)
-    assert second != first
+    losses = [record.evaluation["loss"] for record in fed.run(4)]
+    assert losses[-1] < losses[0]
     assert derivation(fed.model[0]) == derivation(model[0]) != ""
 
 
