@@ -28,7 +28,7 @@ from simulation import on_ray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_bn.conversion import convert
+from fl_bn import convert
 from fl_bn.exchange.call import Answer, Key, Layer, Quantity
 from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn.exchange.grpc.service import ExchangeService

@@ -33,9 +33,8 @@ from gpu_hours import Size, console, made, one_round, paper_hours, timed, write_
 from torch import Tensor, nn
 
 from experiments.evidence import HOURS, RESULTS
-from fl_bn import Federation, SeededBatches
-from fl_bn.conversion import convert
-from fl_bn.copying import copied
+from fl_bn import Federation, SeededBatches, convert
+from fl_bn.bn.copying import copied
 from fl_bn.federation.client_round import loss_of
 from fl_bn.federation.eager import SGD
 from fl_bn.federation.engines.stack import Stack

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from fl_bn.conversion import convert
+from fl_bn import convert
 from fl_bn.federation.client_round import client_round, client_rounds
 from fl_bn.federation.engines.engine import Member
 from fl_bn.federation.engines.vectorised import ENGINES, SEQUENTIAL, AsOneProgram, CannotVectorise

@@ -25,9 +25,9 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from fl_bn.hybrid import plain
-from fl_bn.layers import FederatedBatchNorm, HybridBatchNorm
-from fl_bn.moments import channel_moments
+from fl_bn.bn.hybrid import plain
+from fl_bn.bn.layers import FederatedBatchNorm, HybridBatchNorm
+from fl_bn.bn.moments import channel_moments
 
 SHAPES = ((32, 64, 32, 32), (4, 16, 32, 32))
 REFERENCE = "nn.BatchNorm2d"

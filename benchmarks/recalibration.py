@@ -25,6 +25,7 @@ import typer
 from rich.console import Console
 from torch import Tensor, nn
 
+from fl_bn.bn.roles import batch_norms
 from fl_bn.data.dataset import to_input
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.local import Samples
@@ -32,7 +33,6 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import BatchNormStrategy, Rounds, run_in_process
 from fl_bn.methods import METHODS
 from fl_bn.models import build
-from fl_bn.roles import batch_norms
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))

@@ -36,7 +36,7 @@ def of_deviations(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) 
 
 
 def of_sums(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) -> np.ndarray:
-    """Add every client's variance and squared deviation from the robust mean; aggregate the sums, as fl_bn.moments.pool does."""
+    """Add every client's variance and squared deviation from the robust mean; aggregate the sums, as fl_bn.bn.moments.pool does."""
     return value(rule, variances + (means - value(rule, means, f)) ** 2, f)
 
 

@@ -29,7 +29,7 @@ from flwr.app import Context, Message, RecordDict
 from torch import Tensor, nn
 
 import fl_bn
-from fl_bn.conversion import convert
+from fl_bn import convert
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import Reply

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_bn.conversion import convert
+from fl_bn.bn.conversion import convert
+from fl_bn.bn.moments import Moments, Running
+from fl_bn.bn.roles import Role, batch_norms, roles
 from fl_bn.federation.aggregation import average, combine, running_statistics
 from fl_bn.federation.local import Samples, statistics_pass, torch_seed
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.methods import LayerReports, Method, Phase, StatisticsReport
-from fl_bn.moments import Moments, Running
-from fl_bn.roles import Role, batch_norms, roles
 from tests.local import Result, train
 
 Rule = Callable[[LayerReports], Running]

@@ -15,7 +15,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Result
 from torch import nn
 
-from fl_bn.conversion import convert
+from fl_bn.bn.conversion import convert
 from fl_bn.federation.local import Samples
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.settings import LocalTraining

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fl_bn.bn.moments import Moments
 from fl_bn.data.augment import Augment
 from fl_bn.exchange.call import Exchange
 from fl_bn.federation.client_round import train as train_round
@@ -18,7 +19,6 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.sources import IndexBatches, alone, full_gradient
 from fl_bn.federation.values import ClientState
 from fl_bn.methods import Method, Phase, StatisticsReport
-from fl_bn.moments import Moments
 from fl_bn.task import CLASSIFICATION, Task
 
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torchvision import models
 
-from fl_bn.composed import Unconvertible
-from fl_bn.conversion import convert
-from fl_bn.layers import FederatedBatchNorm, HybridBatchNorm
+from fl_bn.bn.composed import Unconvertible
+from fl_bn.bn.conversion import convert
+from fl_bn.bn.layers import FederatedBatchNorm, HybridBatchNorm
+from fl_bn.bn.roles import UnknownTensor, batch_norms, roles
 from fl_bn.methods import METHODS
 from fl_bn.methods.fedtan import CohortBatchNorm
 from fl_bn.methods.static_bn import StaticBatchNorm
 from fl_bn.methods.unnormalised import ScaleShift
-from fl_bn.roles import UnknownTensor, batch_norms, roles
 from tests.listed import listed
 from tests.networks import SmallCNN, seeded_network
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_bn.layers import HybridBatchNorm
-from fl_bn.moments import Moments
-from fl_bn.observation import normalisers, observe
+from fl_bn.bn.layers import HybridBatchNorm
+from fl_bn.bn.moments import Moments
+from fl_bn.bn.observation import normalisers, observe
 from tests.listed import listed
 from tests.oracles import hbn_autograd
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_bn.conversion import convert
-from fl_bn.layers import freeze_statistics
+from fl_bn.bn.conversion import convert
+from fl_bn.bn.layers import freeze_statistics
+from fl_bn.bn.observation import observe, pooled
+from fl_bn.bn.roles import Role, roles
 from fl_bn.methods import METHODS
-from fl_bn.observation import observe, pooled
-from fl_bn.roles import Role, roles
 from tests.networks import NETWORKS, SmallCNN, seeded_network
 
 X = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(3))

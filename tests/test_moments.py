@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fl_bn.moments import Moments, Running, bounds, channel_moments, ema, plain_average, pool
+from fl_bn.bn.moments import Moments, Running, bounds, channel_moments, ema, plain_average, pool
 from tests.listed import listed
 
 SHAPES = [(5, 3), (4, 3, 6), (2, 3, 4, 5), (2, 3, 2, 3, 4)]

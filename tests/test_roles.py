@@ -10,9 +10,9 @@ from torch import nn
 from torchvision import models
 from torchvision.ops import FrozenBatchNorm2d
 
-from fl_bn.layers import FederatedBatchNorm, HybridBatchNorm
+from fl_bn.bn.layers import FederatedBatchNorm, HybridBatchNorm
+from fl_bn.bn.roles import Role, UnknownTensor, batch_norms, roles, unknown_norms
 from fl_bn.methods import METHODS
-from fl_bn.roles import Role, UnknownTensor, batch_norms, roles, unknown_norms
 
 FIVE = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
 

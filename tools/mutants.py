@@ -43,7 +43,8 @@ import typer
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "tests/mutants.jsonl"
 TARGETS = (  # where `draw` looks
-    *("fl_bn/moments.py", "fl_bn/hybrid.py", "fl_bn/layers.py", "fl_bn/methods/*.py", "fl_bn/objectives/*.py", "fl_bn/robust/*.py"),
+    *(f"fl_bn/bn/{name}.py" for name in ("moments", "hybrid", "layers")),
+    *(f"fl_bn/{package}/*.py" for package in ("methods", "objectives", "robust")),
     *(f"fl_bn/federation/{name}.py" for name in ("aggregation", "blocks", "defence", "optimizers", "eager", "clipping", "momentum")),
     *(f"fl_bn/federation/{name}.py" for name in ("schema", "payload", "auxiliary")),
     *("fl_bn/data/partition.py", "fl_bn/secure/*.py", "fl_bn/flower/secagg/sums.py", "fl_bn/flower/secagg/masks.py"),

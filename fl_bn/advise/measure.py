@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fl_bn.copying import copied
+from fl_bn.bn.copying import copied
+from fl_bn.bn.moments import Running
+from fl_bn.bn.roles import batch_norms, inputs_like
 from fl_bn.data.batches import cuts
 from fl_bn.data.partition import label_counts
 from fl_bn.federation.adaptation import NotAdaptable, divergence, first_layer
 from fl_bn.federation.local import Samples
-from fl_bn.moments import Running
-from fl_bn.roles import batch_norms, inputs_like
 from fl_bn.run.assembly import client_samples, shape, source_model
 from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.task import LABELS, kind_of

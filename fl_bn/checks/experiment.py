@@ -242,8 +242,8 @@ def model_on_data(config: RunConfig, train: Samples) -> Finding:
     import numpy as np
     import torch
 
-    from fl_bn.copying import copied
-    from fl_bn.roles import inputs_like
+    from fl_bn.bn.copying import copied
+    from fl_bn.bn.roles import inputs_like
     from fl_bn.run.assembly import source_model, task
 
     model, the_task = copied(source_model(config)).train(), task(config, train.y)

@@ -201,7 +201,7 @@ def resume(
 
 def _run(config: RunConfig, verbose: bool, workers: Workers | None = None) -> None:
     with without_gc():
-        from fl_bn.composed import Unconvertible
+        from fl_bn.bn.composed import Unconvertible
         from fl_bn.flower import RunFailed, run_in_process
         from fl_bn.run.config import ConfigError
         from fl_bn.run.console import shown
@@ -340,12 +340,12 @@ def layers(
     The last line is the signature of the model, which must be the same at the server and at all clients.
     """
     from fl_bn import convert
+    from fl_bn.bn.roles import parse_buffer_roles, roles, set_buffer_roles
     from fl_bn.federation.norm_layers import looks_like_norm, no_batch_norm
     from fl_bn.federation.payload import signature
     from fl_bn.flower.app.normalisation import describe_layers
     from fl_bn.methods import METHODS
     from fl_bn.models import build
-    from fl_bn.roles import parse_buffer_roles, roles, set_buffer_roles
     from fl_bn.support.names import check_name
     from fl_bn.support.user_code import import_extensions
 

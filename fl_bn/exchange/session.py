@@ -19,9 +19,9 @@ from statistics import median, median_high, median_low
 import torch
 from torch import nn
 
+from fl_bn.bn.moments import Average, Moments, bounds, pool, weighted_mean
+from fl_bn.bn.roles import batch_norms
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local, Quantity, Refused, Request
-from fl_bn.moments import Average, Moments, bounds, pool, weighted_mean
-from fl_bn.roles import batch_norms
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.names import check_name
 from fl_bn.support.stated_sizes import FAR, most_believed

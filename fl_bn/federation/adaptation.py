@@ -35,17 +35,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_bn.conversion import convert
-from fl_bn.copying import copied
-from fl_bn.derived import load_tensors
+from fl_bn.bn.conversion import convert
+from fl_bn.bn.copying import copied
+from fl_bn.bn.derived import load_tensors
+from fl_bn.bn.moments import Running
+from fl_bn.bn.roles import Role, batch_norms, inputs_like, roles
 from fl_bn.federation.aggregation import average
 from fl_bn.federation.local import Samples, statistics_pass
 from fl_bn.federation.payload import Named
 from fl_bn.federation.recalibration import epsilons, recalibrate, without_statistics
 from fl_bn.federation.settings import seeded
 from fl_bn.methods import INPUTS, Method, StatisticsPass
-from fl_bn.moments import Running
-from fl_bn.roles import Role, batch_norms, inputs_like, roles
 from fl_bn.support.names import check_name
 
 AVERAGE_AFFINE, RECOMPUTE, NEAREST, TEST_BATCH = "average-affine", "recompute", "nearest", "test-batch"

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fl_bn.bn.moments import Moments, Running
+from fl_bn.bn.roles import batch_norms
 from fl_bn.federation.blocks import WeightedSum
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.payload import Named
 from fl_bn.methods import LayerReports
-from fl_bn.moments import Moments, Running
-from fl_bn.roles import batch_norms
 
 
 def average(parts: Sequence[Named], weights: Sequence[float]) -> dict[str, Tensor]:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from fl_bn.conversion import check_complete, hooked_parameters
-from fl_bn.copying import copied
+from fl_bn.bn.conversion import check_complete, hooked_parameters
+from fl_bn.bn.copying import copied
+from fl_bn.bn.roles import inputs_like
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.engines.vectorised import ENGINES, VECTORISED
 from fl_bn.federation.engines.workers import MOST_WORKERS
@@ -20,7 +21,6 @@ from fl_bn.federation.step_rates import check_optimizer
 from fl_bn.federation.steps import check_follows_rate, check_optimizer_steps, check_parameters, check_scheduler_steps
 from fl_bn.methods import Method
 from fl_bn.objectives import Objective
-from fl_bn.roles import inputs_like
 from fl_bn.support.names import check_name
 
 

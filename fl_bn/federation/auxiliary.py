@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fl_bn.bn.roles import roles
 from fl_bn.federation.momentum import SECTIONS
 from fl_bn.federation.payload import Named
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import Method
 from fl_bn.objectives import CONTROL
-from fl_bn.roles import roles
 
 
 @dataclass(frozen=True)

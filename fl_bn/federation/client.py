@@ -22,6 +22,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fl_bn.bn.layers import freeze_statistics
+from fl_bn.bn.modes import frozen_affine, train_mode
+from fl_bn.bn.moments import Moments, Running
+from fl_bn.bn.observation import moving_average, observe, pooled, whole
+from fl_bn.bn.roles import Role, batch_norms, inputs_like
 from fl_bn.federation import outgoing
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.auxiliary import auxiliary as auxiliary_of
@@ -53,13 +58,8 @@ from fl_bn.federation.step_rates import StepRates
 from fl_bn.federation.training_passes import TrainingPasses
 from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
-from fl_bn.layers import freeze_statistics
 from fl_bn.methods import Method, Phase, StatisticsReport
-from fl_bn.modes import frozen_affine, train_mode
-from fl_bn.moments import Moments, Running
 from fl_bn.objectives import CONTROL, PLAIN, Start, Step
-from fl_bn.observation import moving_average, observe, pooled, whole
-from fl_bn.roles import Role, batch_norms, inputs_like
 from fl_bn.task import CLASSIFICATION, Task
 
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fl_bn.bn.layers import CONSTANT, OwnBatchNorm
+from fl_bn.bn.moments import Running
+from fl_bn.bn.roles import NORM_LAYERS, Role, batch_norms
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.divergence import BAD_INPUTS
-from fl_bn.layers import CONSTANT, OwnBatchNorm
 from fl_bn.methods import StatisticsReport
-from fl_bn.moments import Running
-from fl_bn.roles import NORM_LAYERS, Role, batch_norms
 
 if TYPE_CHECKING:
     from fl_bn.federation.client import LocalRound

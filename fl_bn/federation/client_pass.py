@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from fl_bn.bn.moments import Moments
+from fl_bn.bn.roles import inputs_like
 from fl_bn.federation.finite_inputs import InputWatch
 from fl_bn.federation.first_batch import Connect
 from fl_bn.federation.layer_by_layer import Forward, Inputs, LayerOrder, called, layer_by_layer
@@ -17,8 +19,6 @@ from fl_bn.federation.loader_generators import unmoved
 from fl_bn.federation.measuring import measured
 from fl_bn.federation.values import Instruction
 from fl_bn.methods import Method, StatisticsPass
-from fl_bn.moments import Moments
-from fl_bn.roles import inputs_like
 from fl_bn.task import Task, batch_size, to_device
 
 LOGGER = logging.getLogger("flwr")

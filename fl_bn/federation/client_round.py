@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from fl_bn.bn.roles import inputs_like
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.clipping import clip
 from fl_bn.federation.engines.engine import Engine, Member, Result
@@ -23,7 +24,6 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.source import Source, Trained
 from fl_bn.methods import StatisticsReport
 from fl_bn.models.head import head_of
-from fl_bn.roles import inputs_like
 from fl_bn.task import CLASSIFICATION, Task, batch_size, one_number, to_device
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from fl_bn.bn.roles import Role
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import Method, Phase
-from fl_bn.roles import Role
 
 
 def check_composition(method: Method, settings: LocalTraining, robust: bool = False, server_optimizer: str = "fedavg") -> None:

@@ -14,11 +14,11 @@ from statistics import median
 import numpy as np
 from torch import Tensor
 
+from fl_bn.bn.moments import Average, Moments, weighted_mean
+from fl_bn.bn.roles import Role
 from fl_bn.federation.payload import Named
-from fl_bn.moments import Average, Moments, weighted_mean
 from fl_bn.options import method_where, option, parses
 from fl_bn.robust import PREAGGREGATIONS, RULES, Report, Rule, rule_named
-from fl_bn.roles import Role
 
 ruled = partial(
     option,

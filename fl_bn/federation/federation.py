@@ -15,7 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from fl_bn.copying import copied
+from fl_bn.bn.copying import copied
+from fl_bn.bn.modes import modes_in_words
+from fl_bn.bn.roles import buffers_in_words, inputs_like
 from fl_bn.federation.arguments import Trials, check_arguments, check_network, device_of
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.callbacks import Callback, Callbacks, Running, checked_callbacks
@@ -54,9 +56,7 @@ from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
 from fl_bn.federation.steps import check_loss
 from fl_bn.methods import Method
-from fl_bn.modes import modes_in_words
 from fl_bn.objectives import PLAIN, Objective
-from fl_bn.roles import buffers_in_words, inputs_like
 from fl_bn.task import CLASSIFICATION, Task
 
 __all__ = ["Diverged", "Federation"]

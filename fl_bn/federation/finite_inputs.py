@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fl_bn.observation import learns_from_pass, whole
+from fl_bn.bn.observation import learns_from_pass, whole
 
 
 class Hook:

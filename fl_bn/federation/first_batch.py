@@ -9,9 +9,9 @@ from types import TracebackType
 import torch
 from torch import nn
 
+from fl_bn.bn.observation import in_backward
 from fl_bn.exchange.call import Exchange
 from fl_bn.methods.fedtan import exchanging
-from fl_bn.observation import in_backward
 
 Connect = Callable[[int], Exchange]
 """``connect(batch)`` joins the layer-wise exchange with a batch of ``batch`` samples, and returns the client's ``Exchange``."""

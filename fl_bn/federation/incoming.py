@@ -10,7 +10,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fl_bn.derived import quantise
+from fl_bn.bn.derived import quantise
+from fl_bn.bn.moments import Running
+from fl_bn.bn.roles import Role
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.auxiliary import Auxiliary
@@ -18,9 +20,7 @@ from fl_bn.federation.network import Copy
 from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.values import ClientState, Instruction
 from fl_bn.methods import Phase
-from fl_bn.moments import Running
 from fl_bn.objectives import CONTROL
-from fl_bn.roles import Role
 
 _NUMBERS = count()
 _NEWEST: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fl_bn.bn.modes import held_layers
+from fl_bn.bn.moments import Moments, pool
+from fl_bn.bn.roles import batch_norms, inputs_like
 from fl_bn.exchange.call import Exchange, ExchangeFailed, Key, Quantity
 from fl_bn.exchange.session import exchanged_layers
-from fl_bn.modes import held_layers
-from fl_bn.moments import Moments, pool
-from fl_bn.roles import batch_norms, inputs_like
 from fl_bn.task import tensors_in
 
 LOGGER = logging.getLogger("flwr")

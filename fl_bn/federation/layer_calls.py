@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from fl_bn.layers import OwnBatchNorm
+from fl_bn.bn.layers import OwnBatchNorm
+from fl_bn.bn.modes import held_layers
+from fl_bn.bn.roles import batch_norms
 from fl_bn.methods import Phase, StatisticsReport
-from fl_bn.modes import held_layers
-from fl_bn.roles import batch_norms
 
 if TYPE_CHECKING:
     from fl_bn.federation.client import LocalRound

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fl_bn.bn.moments import Moments
+from fl_bn.bn.roles import inputs_like
 from fl_bn.data.augment import Augment
 from fl_bn.data.dataset import to_input
 from fl_bn.federation.layer_by_layer import Inputs
@@ -19,8 +21,6 @@ from fl_bn.federation.loader_generators import unmoved
 from fl_bn.federation.measuring import measured
 from fl_bn.federation.pooling import quick_pooling
 from fl_bn.methods import NORMALISERS, StatisticsPass
-from fl_bn.moments import Moments
-from fl_bn.roles import inputs_like
 from fl_bn.task import CLASSIFICATION, MetricState, Task, to_device
 
 if TYPE_CHECKING:

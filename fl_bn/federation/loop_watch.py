@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fl_bn.bn.layers import mixes_samples
+from fl_bn.bn.observation import learns_from_pass, observe
+from fl_bn.bn.roles import batch_norms
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.finite_inputs import Hook
-from fl_bn.layers import mixes_samples
 from fl_bn.methods import MOMENTS, Phase
 from fl_bn.methods.fedtan import WITHOUT_GRADIENTS
 from fl_bn.objectives import PLAIN
-from fl_bn.observation import learns_from_pass, observe
-from fl_bn.roles import batch_norms
 
 LOGGER = logging.getLogger("flwr")
 _HIGHEST: dict[str, tuple[int, float]] = {}

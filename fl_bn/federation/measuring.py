@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from fl_bn.bn.layers import HybridBatchNorm
+from fl_bn.bn.modes import held_layers
+from fl_bn.bn.moments import Moments
+from fl_bn.bn.observation import inputs, normalisers, observe, pooled, uncompiled
 from fl_bn.federation.layer_by_layer import Forward, called
 from fl_bn.federation.one_sample import NO_VARIANCE
 from fl_bn.federation.pooling import quick_pooling
-from fl_bn.layers import HybridBatchNorm
 from fl_bn.methods import NORMALISERS, StatisticsPass
-from fl_bn.modes import held_layers
-from fl_bn.moments import Moments
-from fl_bn.observation import inputs, normalisers, observe, pooled, uncompiled
 
 
 @torch.no_grad()

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fl_bn.copying import copied
-from fl_bn.derived import load_tensors, results
+from fl_bn.bn.copying import copied
+from fl_bn.bn.derived import load_tensors, results
+from fl_bn.bn.roles import Role, inputs_like, roles
 from fl_bn.federation import schema
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.centring import centred_weights
 from fl_bn.federation.payload import signature
 from fl_bn.methods import Method, Phase
-from fl_bn.roles import Role, inputs_like, roles
 
 AUTO = "auto"
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels-last": torch.channels_last}

@@ -7,9 +7,9 @@ from collections import defaultdict
 
 from torch import nn
 
-from fl_bn.kinds import kind_of
+from fl_bn.bn.kinds import kind_of
+from fl_bn.bn.roles import Role, batch_norms, tracks_statistics, unknown_norms
 from fl_bn.methods import Method, Refresh, StatisticsReport
-from fl_bn.roles import Role, batch_norms, tracks_statistics, unknown_norms
 
 LOGGER = logging.getLogger("flwr")
 SHOWN = 3  # the largest number of layers of one kind that a message names

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fl_bn.bn.roles import Role, batch_norms
 from fl_bn.methods import Method, Phase
-from fl_bn.roles import Role, batch_norms
 from fl_bn.task import CLASSIFICATION, Task, batch_size, tensors_in, to_device
 
 if TYPE_CHECKING:

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fl_bn.bn.moments import Moments, ordinary
+from fl_bn.bn.roles import Role
 from fl_bn.federation.aggregation import Drift, running_statistics
 from fl_bn.federation.blocks import all_finite
 from fl_bn.federation.divergence import BAD_INPUTS
 from fl_bn.federation.payload import Named, Sections, encode_moments
 from fl_bn.federation.values import ClientState
 from fl_bn.methods import StatisticsReport
-from fl_bn.moments import Moments, ordinary
 from fl_bn.objectives import CONTROL, Finish
-from fl_bn.roles import Role
 
 if TYPE_CHECKING:
     from fl_bn.federation.client import LocalRound

@@ -11,8 +11,10 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from fl_bn.conversion import check_converted, convert
-from fl_bn.copying import copied
+from fl_bn.bn.conversion import check_converted, convert
+from fl_bn.bn.copying import copied
+from fl_bn.bn.modes import modes_in_words
+from fl_bn.bn.roles import buffers_in_words
 from fl_bn.exchange.session import Session
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.client import LocalRound
@@ -34,9 +36,7 @@ from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
 from fl_bn.methods import Method, Phase
-from fl_bn.modes import modes_in_words
 from fl_bn.objectives import PLAIN, Objective
-from fl_bn.roles import buffers_in_words
 
 LOGGER = logging.getLogger("flwr")
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fl_bn.bn.moments import Moments
+from fl_bn.bn.roles import roles
 from fl_bn.methods import Method
-from fl_bn.moments import Moments
-from fl_bn.roles import roles
 from fl_bn.support.wire import WireError
 
 Named = Mapping[str, Tensor]

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fl_bn.hybrid import inside_transform
+from fl_bn.bn.hybrid import inside_transform
 
 
 @contextmanager

@@ -21,12 +21,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from fl_bn.bn.moments import Moments, Running
+from fl_bn.bn.roles import Role, batch_norms, inputs_like
 from fl_bn.federation.aggregation import combine, running_statistics
 from fl_bn.federation.local import Samples, statistics_pass
 from fl_bn.federation.settings import seeded
 from fl_bn.methods import INPUTS, Method, StatisticsPass, replace_by_pooled
-from fl_bn.moments import Moments, Running
-from fl_bn.roles import Role, batch_norms, inputs_like
 
 TOLERANCE = 32.0
 """Largest relative change of a statistic that counts as no change, in units of the eps of the statistics' dtype.

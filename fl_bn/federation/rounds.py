@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, ClassVar
 
+from fl_bn.bn.roles import Role
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.narrow import AS_THE_MODEL, PAYLOADS
@@ -17,7 +18,6 @@ from fl_bn.methods import Method, Phase, Refresh, StatisticsReport
 from fl_bn.methods.fbn import BOUNDED_SCALE
 from fl_bn.methods.hbn import SCALE
 from fl_bn.options import REQUIRED, Options, Used, method_where, option, parses, shared
-from fl_bn.roles import Role
 from fl_bn.support.client_names import ClientNames, nodes_of, sites_of
 from fl_bn.support.names import check_name, names_of
 

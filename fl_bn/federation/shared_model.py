@@ -14,9 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_bn.conversion import convert
-from fl_bn.copying import copied
-from fl_bn.derived import load_tensors, plain_names, recompute
+from fl_bn.bn.conversion import convert
+from fl_bn.bn.copying import copied
+from fl_bn.bn.derived import load_tensors, plain_names, recompute
+from fl_bn.bn.modes import held_layers
+from fl_bn.bn.moments import Moments, Running, bounds
+from fl_bn.bn.roles import Role, batch_norms, roles
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import average, combine, difference, running_statistics
 from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
@@ -33,9 +36,6 @@ from fl_bn.federation.unit_scale import producers, rescaled
 from fl_bn.federation.unmoved import Unmoved
 from fl_bn.federation.values import Instruction, Reply
 from fl_bn.methods import INPUTS, Method, Phase, Refresh, StatisticsReport, replace_by_pooled
-from fl_bn.modes import held_layers
-from fl_bn.moments import Moments, Running, bounds
-from fl_bn.roles import Role, batch_norms, roles
 
 LOGGER = logging.getLogger("flwr")
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from fl_bn.bn.roles import inputs_like
 from fl_bn.data.augment import Augment, augmenter
 from fl_bn.data.dataset import to_input
 from fl_bn.federation import schema
@@ -28,7 +29,6 @@ from fl_bn.federation.source import Outcome, Trained
 from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, ClientState, Instruction
 from fl_bn.methods import NORMALISERS, Method, Phase, StatisticsPass
-from fl_bn.roles import inputs_like
 from fl_bn.task import CLASSIFICATION, Task
 
 BATCHES, DROPOUT, SUBSET, AUGMENT = range(4)  # the purpose of a generator, a part of the key of ``seeded``

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 
-from fl_bn.copying import global_names
+from fl_bn.bn.copying import global_names
 
 LOGGER = logging.getLogger("flwr")
 OWN_LOOP = "or write a loop of your own (docs/how-to/loop.md)"

@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fl_bn.moments import Moments
-from fl_bn.observation import in_backward, is_traced
+from fl_bn.bn.moments import Moments
+from fl_bn.bn.observation import in_backward, is_traced
 
 
 @dataclass

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fl_bn.copying import copied
-from fl_bn.derived import derivation, full_names, unwrapped
-from fl_bn.kinds import spatial_dimensions
-from fl_bn.moments import Running
-from fl_bn.roles import batch_norms
+from fl_bn.bn.copying import copied
+from fl_bn.bn.derived import derivation, full_names, unwrapped
+from fl_bn.bn.kinds import spatial_dimensions
+from fl_bn.bn.moments import Running
+from fl_bn.bn.roles import batch_norms
 
 PRODUCERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers whose first axis of ``weight`` is the output channel."""

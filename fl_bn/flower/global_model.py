@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord
 
+from fl_bn.bn.roles import Role, batch_norms, roles
 from fl_bn.federation.payload import Named
 from fl_bn.federation.record import batches_trained
 from fl_bn.flower.app.unseen import average_kept
 from fl_bn.flower.log import log
 from fl_bn.flower.wire.codec import arrays_of
-from fl_bn.roles import Role, batch_norms, roles
 
 if TYPE_CHECKING:
     from fl_bn.flower.strategy import BatchNormStrategy

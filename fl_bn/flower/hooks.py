@@ -18,12 +18,12 @@ from flwr.serverapp.strategy import (
     Strategy,
 )
 
+from fl_bn.bn.roles import Role
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower.log import log
 from fl_bn.flower.own.mods import NOISE, ONE_RECORD
 from fl_bn.flower.population import Client, RunFailed
 from fl_bn.methods import Method
-from fl_bn.roles import Role
 from fl_bn.support.client_names import ClientNames
 
 WRAPPERS = (

@@ -15,8 +15,8 @@ from flwr.app import RecordDict
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fl_bn.bn.derived import plain_names
 from fl_bn.data.batches import ClientTooSmall
-from fl_bn.derived import plain_names
 from fl_bn.exchange.replay import Unanswered
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import client_rounds

@@ -9,6 +9,7 @@
 
 from collections.abc import Callable
 
+from fl_bn.bn.roles import Role
 from fl_bn.methods.fbn import fbn
 from fl_bn.methods.fedavg import fedavg
 from fl_bn.methods.fedbn import fedbn
@@ -39,7 +40,6 @@ from fl_bn.methods.silobn import silobn
 from fl_bn.methods.single import single
 from fl_bn.methods.static_bn import static_bn
 from fl_bn.methods.weight_standardisation import gn_ws
-from fl_bn.roles import Role
 
 METHODS: dict[str, Callable[..., Method]] = {
     "fedavg": fedavg,

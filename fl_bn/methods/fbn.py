@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from fl_bn.layers import FederatedBatchNorm
+from fl_bn.bn.layers import FederatedBatchNorm
+from fl_bn.bn.moments import Running, ema, pool
 from fl_bn.methods.method import LayerReports, Method, StatisticsReport
 from fl_bn.methods.tracking import follow, tracking
-from fl_bn.moments import Running, ema, pool
 from fl_bn.options import Options, option, takes
 
 BOUNDED_SCALE = 0.3

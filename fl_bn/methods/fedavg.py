@@ -6,8 +6,8 @@ Clients normalise with their own batches. The server averages the running means 
 variances. Counters (``num_batches_tracked``) are not averaged.
 """
 
+from fl_bn.bn.moments import Running, plain_average
 from fl_bn.methods.method import LayerReports, Method, StatisticsReport
-from fl_bn.moments import Running, plain_average
 
 
 def combine(reports: LayerReports) -> Running:

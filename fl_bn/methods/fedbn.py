@@ -7,8 +7,8 @@ The method is for feature shift (the same classes, photographed differently). Ea
 shared weights, local BatchNorm.
 """
 
+from fl_bn.bn.roles import Role
 from fl_bn.methods.method import Method
-from fl_bn.roles import Role
 
 
 def fedbn() -> Method:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_bn.composed import Unconvertible
+from fl_bn.bn.composed import Unconvertible
 from fl_bn.methods.method import Method
 from fl_bn.methods.unnormalised import per_channel
 from fl_bn.models.head import head_of

@@ -31,12 +31,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fl_bn.bn.layers import SharedNorm
+from fl_bn.bn.moments import channel_moments, ordinary
+from fl_bn.bn.observation import eagerly, in_backward, is_traced
 from fl_bn.exchange.call import Answer, Exchange, Key, Quantity
-from fl_bn.layers import SharedNorm
 from fl_bn.methods.fedavg import combine
 from fl_bn.methods.method import Method, Phase, StatisticsReport, freeze, freeze_after, frozen_rate
-from fl_bn.moments import channel_moments, ordinary
-from fl_bn.observation import eagerly, in_backward, is_traced
 from fl_bn.options import Options, option, takes
 
 SCHEDULES = ("merged", "paper")

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from fl_bn.composed import Unconvertible
+from fl_bn.bn.composed import Unconvertible
 from fl_bn.methods.method import Method
 from fl_bn.methods.unnormalised import ScaleShift, per_channel
 from fl_bn.methods.weight_standardisation import replace_convolutions

@@ -20,10 +20,10 @@ Symbols: T* -> freeze_after.
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from fl_bn.bn.roles import Role
 from fl_bn.methods.fedavg import fedavg
 from fl_bn.methods.method import Method, freeze, freeze_after, frozen_rate
 from fl_bn.options import Options, option, takes
-from fl_bn.roles import Role
 
 FROZEN = {
     "statistics": frozenset({Role.STATISTIC}),

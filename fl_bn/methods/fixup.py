@@ -27,8 +27,8 @@ import math
 import torch
 from torch import nn
 
-from fl_bn.composed import Unconvertible
-from fl_bn.derived import derivation
+from fl_bn.bn.composed import Unconvertible
+from fl_bn.bn.derived import derivation
 from fl_bn.methods.method import Method
 from fl_bn.methods.residual import WEIGHTED, residual_branches
 from fl_bn.methods.unnormalised import ScaleShift, scalars

@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from fl_bn.layers import HybridBatchNorm
+from fl_bn.bn.layers import HybridBatchNorm
+from fl_bn.bn.moments import Running, ema, plain_average, pool
+from fl_bn.bn.roles import Role
 from fl_bn.methods.method import (
     AS_TRAINED,
     EVERYONE,
@@ -41,9 +43,7 @@ from fl_bn.methods.method import (
     replace_by_pooled,
 )
 from fl_bn.methods.tracking import follow, tracking
-from fl_bn.moments import Running, ema, plain_average, pool
 from fl_bn.options import Options, option, takes
-from fl_bn.roles import Role
 
 TRACKING, PARTIAL = 0.05, 0.01
 """Defaults of ``tracking``: if all clients take part in every round, and if only some do."""

@@ -11,10 +11,10 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_bn.moments import Average, Moments, Running, plain_average, pool, weighted_mean
+from fl_bn.bn.moments import Average, Moments, Running, plain_average, pool, weighted_mean
+from fl_bn.bn.roles import DOWN_ONLY, Role
 from fl_bn.options import option
 from fl_bn.robust.attacks import Adversary, Attack
-from fl_bn.roles import DOWN_ONLY, Role
 from fl_bn.support.names import check_name
 
 

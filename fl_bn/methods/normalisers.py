@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from fl_bn.layers import InstanceNorm, group_norm
+from fl_bn.bn.layers import InstanceNorm, group_norm
 from fl_bn.methods.method import Method
 from fl_bn.options import Options, option, takes
 

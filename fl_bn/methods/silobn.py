@@ -3,8 +3,8 @@
 Siloed Federated Learning for Multi-Centric Histopathology Datasets, Andreux et al., DCL 2020.
 """
 
+from fl_bn.bn.roles import Role
 from fl_bn.methods.method import Method
-from fl_bn.roles import Role
 
 
 def silobn() -> Method:

@@ -3,8 +3,8 @@
 It is a baseline in FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021, section 5.
 """
 
+from fl_bn.bn.roles import Role
 from fl_bn.methods.method import Method
-from fl_bn.roles import Role
 
 
 def single() -> Method:

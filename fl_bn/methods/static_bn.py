@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_bn.layers import SharedNorm
+from fl_bn.bn.layers import SharedNorm
 from fl_bn.methods.method import Method, Refresh
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fl_bn.moments import Moments, Running, ema
+from fl_bn.bn.moments import Moments, Running, ema
 from fl_bn.options import Used, option
 
 LIMIT = 1.5

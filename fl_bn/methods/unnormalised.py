@@ -10,7 +10,7 @@ class ScaleShift(_NormBase):
     """Compute ``x * weight + bias`` for inputs (B, C, *). If ``num_features`` is 1, all channels share one weight and one bias.
 
     The class derives from torch's norm layers, although it does not normalise. So its tensors have the roles of a norm
-    layer's tensors (``fl_bn.roles``).
+    layer's tensors (``fl_bn.bn.roles``).
     """
 
     def forward(self, x_BC: Tensor) -> Tensor:

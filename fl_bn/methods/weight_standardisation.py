@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from fl_bn.composed import Unconvertible
+from fl_bn.bn.composed import Unconvertible
 from fl_bn.methods.method import Method
 from fl_bn.methods.normalisers import GNOptions, gn
 from fl_bn.options import takes

@@ -11,9 +11,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fl_bn.derived import load_tensors, plain_names
+from fl_bn.bn.derived import load_tensors, plain_names
+from fl_bn.bn.roles import Role, roles
 from fl_bn.models.head import head_of
-from fl_bn.roles import Role, roles
 
 MOST_NAMES = 5  # the most names in an error
 

@@ -18,12 +18,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from fl_bn.bn.derived import plain_names
+from fl_bn.bn.roles import Role
 from fl_bn.data.dataset import DATASETS
 from fl_bn.data.domains import only_domain
-from fl_bn.derived import plain_names
 from fl_bn.federation.adaptation import HOW, NEAREST, TEST_BATCH, Adaptation, Known, with_batch_statistics
 from fl_bn.federation.local import Samples, evaluate
-from fl_bn.roles import Role
 from fl_bn.run import assembly
 from fl_bn.run.assembly import OwnData
 from fl_bn.run.checkpoints import CONFIG

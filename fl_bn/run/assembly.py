@@ -18,8 +18,9 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
-from fl_bn.conversion import convert
-from fl_bn.copying import copied
+from fl_bn.bn.conversion import convert
+from fl_bn.bn.copying import copied
+from fl_bn.bn.roles import Role, batch_norms, parse_buffer_roles, set_buffer_roles
 from fl_bn.data.csv_files import TableData, TableError
 from fl_bn.data.dataset import Dataset, load
 from fl_bn.data.domains import without_domain
@@ -39,7 +40,6 @@ from fl_bn.models.dropout import without_dropout
 from fl_bn.models.head import with_projection
 from fl_bn.models.standardise import standardised
 from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
-from fl_bn.roles import Role, batch_norms, parse_buffer_roles, set_buffer_roles
 from fl_bn.run.config import REGISTRIES, SITES, ConfigError, RunConfig
 from fl_bn.run.labels import check_labels, check_rows
 from fl_bn.run.memory_layout import memory_format

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_bn.copying import copied
+from fl_bn.bn.copying import copied
+from fl_bn.bn.roles import inputs_like
 from fl_bn.data.augment import augmenter
 from fl_bn.data.batches import draw_batches
 from fl_bn.federation.callbacks import Callbacks, Running
@@ -24,7 +25,6 @@ from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.federation.sources import AUGMENT, BATCHES, DROPOUT, IndexBatches, alone, training_batches
 from fl_bn.flower.population import round_half_up, sample_cohort
 from fl_bn.methods import MOMENTS, Method, Phase, Refresh
-from fl_bn.roles import inputs_like
 from fl_bn.run.assembly import client_samples, dataset, laid_out, own_callbacks, task
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.device import device

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import partial
 
+from fl_bn.bn.roles import BUFFER_ROLES, parse_buffer_roles
 from fl_bn.data.dataset import DATASETS
 from fl_bn.data.partition import KINDS
 from fl_bn.data.shift import SHIFTS
@@ -17,7 +18,6 @@ from fl_bn.methods.method import BOUNDED_FROZEN_RATE, FROZEN_RATE
 from fl_bn.models import MODELS
 from fl_bn.models.standardise import STANDARDS
 from fl_bn.options import declared, option, parses
-from fl_bn.roles import BUFFER_ROLES, parse_buffer_roles
 from fl_bn.run import keys
 from fl_bn.run import used as when
 from fl_bn.task import AUTO, TASKS

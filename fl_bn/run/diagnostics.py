@@ -14,17 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_bn.conversion import convert
-from fl_bn.copying import copied
-from fl_bn.derived import load_tensors
+from fl_bn.bn.conversion import convert
+from fl_bn.bn.copying import copied
+from fl_bn.bn.derived import load_tensors
+from fl_bn.bn.moments import Moments, Running, pool
+from fl_bn.bn.observation import observe, pooled, uncompiled
+from fl_bn.bn.roles import Role, batch_norms, inputs_like
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.settings import seeded
 from fl_bn.methods import METHODS, Phase
-from fl_bn.moments import Moments, Running, pool
-from fl_bn.observation import observe, pooled, uncompiled
-from fl_bn.roles import Role, batch_norms, inputs_like
 from fl_bn.run.assembly import client_model, client_samples, source_model, task
 from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.run.device import device

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fl_bn.copying import copied
+from fl_bn.bn.copying import copied
+from fl_bn.bn.roles import batch_norms, inputs_like
 from fl_bn.exchange.call import Layer
 from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss, end_task
 from fl_bn.exchange.session import Session
 from fl_bn.methods.fedtan import exchanging
-from fl_bn.roles import batch_norms, inputs_like
 from fl_bn.task import CLASSIFICATION, Task
 
 Batch = tuple[Tensor, Tensor]

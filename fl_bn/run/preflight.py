@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fl_bn.copying import copied
+from fl_bn.bn.copying import copied
+from fl_bn.bn.roles import Role, batch_norms, inputs_like
 from fl_bn.data.augment import augmenter
 from fl_bn.data.dataset import to_input
 from fl_bn.federation.local import torch_seed
@@ -18,7 +19,6 @@ from fl_bn.federation.rounds import AS_METHOD, MUCH, start_left
 from fl_bn.federation.settings import seeded
 from fl_bn.flower.log import LOGGER
 from fl_bn.methods import Method, Phase
-from fl_bn.roles import Role, batch_norms, inputs_like
 from fl_bn.run import recalibrate
 from fl_bn.run.assembly import callback_makers, client_model, dataset, partitions, shape, source_model, task
 from fl_bn.run.config import SITES, ConfigError, RunConfig

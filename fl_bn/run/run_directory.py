@@ -16,7 +16,7 @@ from typing import IO, Self
 import tomli_w
 from safetensors.torch import save
 
-from fl_bn.derived import plain_names
+from fl_bn.bn.derived import plain_names
 from fl_bn.federation.callbacks import Callback, Running
 from fl_bn.federation.recalibration import Pass
 from fl_bn.federation.record import RoundRecord

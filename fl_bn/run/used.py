@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from fl_bn.bn.roles import Role
 from fl_bn.data.partition import BY_DOMAIN, PARAMETRISED
 from fl_bn.methods import METHODS, Method
 from fl_bn.models import is_torchvision
 from fl_bn.options import Option, Used, in_config, method_where, options_by_key, used_with
 from fl_bn.robust.attacks import ATTACKS, LABEL_FLIP, STRENGTHS
-from fl_bn.roles import Role
 from fl_bn.run.errors import ConfigError
 
 

@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fl_bn.moments import Moments, Running
+from fl_bn.bn.moments import Moments, Running
 
 EPS = 1e-5  # added to the reference's variance, so that a dead channel has a scale, too
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from fl_bn.moments import ordinary
+from fl_bn.bn.moments import ordinary
 from fl_bn.task.objects import compute, fresh, update
 from fl_bn.task.targets import changed
 

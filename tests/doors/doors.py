@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from fl_bn import Federation, SeededBatches, convert, local_round, server_round, server_state
-from fl_bn.copying import copied
+from fl_bn.bn.copying import copied
 from fl_bn.exchange import Layer, LocalExchange, Session, Turns, admit, dismiss
 from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, replayed, training
 from fl_bn.methods import Method, Phase, StatisticsReport

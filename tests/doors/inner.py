@@ -3,9 +3,10 @@
 # ruff: noqa: F401
 from __future__ import annotations
 
+from fl_bn.bn.composed import Unconvertible
+from fl_bn.bn.derived import derivation
+from fl_bn.bn.roles import batch_norms, roles
 from fl_bn.cli.main import app
-from fl_bn.composed import Unconvertible
-from fl_bn.derived import derivation
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.centring import centred_weights
@@ -20,7 +21,6 @@ from fl_bn.federation.schema import START
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.models.build import build
 from fl_bn.models.weights import load_weights
-from fl_bn.roles import batch_norms, roles
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support.durable import Damaged

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from fl_bn import convert, kinds, local_round, methods, register_batch_norm, server_state
+from fl_bn import convert, local_round, methods, register_batch_norm, server_state
+from fl_bn.bn import kinds
 from fl_bn.flower import OwnAppStrategy
 from fl_bn.methods import METHODS, Method, Role
 from tests.conformance.cases import every_method

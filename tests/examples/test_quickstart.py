@@ -15,10 +15,10 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
+from fl_bn.bn.roles import batch_norms
 from fl_bn.federation import client as client_round
 from fl_bn.flower import InProcessGrid
 from fl_bn.flower.population import RunFailed
-from fl_bn.roles import batch_norms
 from tests.listed import listed
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart_flower"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from fl_bn.bn.conversion import convert
 from fl_bn.cli.main import app
-from fl_bn.conversion import convert
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.record import ClientRecord, Disclosure, RoundRecord

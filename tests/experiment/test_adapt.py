@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fl_bn.bn.roles import roles
 from fl_bn.federation.adaptation import HOW
 from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.methods import METHODS, Role
-from fl_bn.roles import roles
 from fl_bn.run.adapt import newcomer
 from fl_bn.run.assembly import at_client
 from fl_bn.run.recalibrate import elsewhere, planned

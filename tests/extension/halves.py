@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from fl_bn.layers import FederatedBatchNorm
+from fl_bn.bn.layers import FederatedBatchNorm
+from fl_bn.bn.moments import Running, ema, pool
 from fl_bn.methods import METHODS, LayerReports, Method, StatisticsReport
-from fl_bn.moments import Running, ema, pool
 from fl_bn.options import Options, option, takes
 
 REPORTS = {"first": StatisticsReport.FIRST, "pass": StatisticsReport.PASS}

@@ -1,6 +1,7 @@
 """Names of the product's inner modules that tests of this folder need. They are imported here alone, so that a move changes one file."""
 
-from fl_bn.conversion import convert
+from fl_bn.bn.conversion import convert
+from fl_bn.bn.roles import roles
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.defence import Defence
@@ -15,7 +16,6 @@ from fl_bn.flower.population import Client
 from fl_bn.flower.wire.codec import Header, from_records, to_records
 from fl_bn.flower.wire.codec import arrays_of as arrays_record
 from fl_bn.flower.wire.run_id import RunId
-from fl_bn.roles import roles
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support.flower_config import PROGRESS
 from fl_bn.support.wire import WireError

@@ -12,11 +12,11 @@ from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 from ray import cloudpickle
 from scipy.stats import kstest
 
+from fl_bn.bn.moments import Running
 from fl_bn.federation import schema
 from fl_bn.flower.secagg import masks
 from fl_bn.flower.secagg.sums import Plan, Weighting, additive, flags, layout, references, to_vector
 from fl_bn.methods import METHODS, NORMALISERS, Phase, fbn, hbn
-from fl_bn.moments import Running
 from fl_bn.secure.additive import average_error, moments_error, scale
 from tests.flower.inside import Samples, SecureAggregation, to_tensors
 from tests.flower.secure_runs import LosingGrid, masked_vectors, measured, shows, stage_of, strategy

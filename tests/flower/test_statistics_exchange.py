@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fl_bn import Callback
+from fl_bn.bn.moments import pool
 from fl_bn.federation.payload import decode_moments, to_tensors
 from fl_bn.flower import run_in_process
 from fl_bn.methods import METHODS, Method, Role
 from fl_bn.methods import hbn as make_hbn
-from fl_bn.moments import pool
 from tests.costs import COMMON
 from tests.in_process import Run, Samples, WatchedGrid, arrays_of, client_app, identical, run, sections
 from tests.listed import listed

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_bn import convert, local_round, server_round, server_state
+from fl_bn.bn.moments import Moments
+from fl_bn.bn.roles import batch_norms
 from fl_bn.exchange import local
 from fl_bn.exchange.local import LocalExchange, Turns
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, server_optimizer
@@ -22,8 +24,6 @@ from fl_bn.federation.server import Server
 from fl_bn.federation.values import NOTHING, ClientState, Reply
 from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, replayed, training
 from fl_bn.methods import Method, Phase, StatisticsReport
-from fl_bn.moments import Moments
-from fl_bn.roles import batch_norms
 from tests.doors.doors import session_of
 from tests.noted import noted
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_bn import Federation, convert, local_round, methods, server_state
-from fl_bn.copying import copied
+from fl_bn.bn.copying import copied
 from fl_bn.methods import METHODS
 
 X, Y = torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 2

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn import Federation, convert, server_state
-from fl_bn.layers import freeze_statistics
+from fl_bn.bn.layers import freeze_statistics
 from fl_bn.methods import METHODS, Method, Refresh
 from tests.loops.loops import DOORS, batch_norms, clients, plain
 

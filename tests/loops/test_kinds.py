@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_bn import Federation, convert, kinds, register_batch_norm
+from fl_bn import Federation, convert, register_batch_norm
+from fl_bn.bn import kinds
+from fl_bn.bn.observation import observe
 from fl_bn.methods import METHODS
-from fl_bn.observation import observe
 from tests.doors.doors import apart
 from tests.federation import random_samples
 

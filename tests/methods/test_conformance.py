@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from fl_bn.conversion import convert
+from fl_bn.bn.conversion import convert
+from fl_bn.bn.roles import Role, batch_norms, roles
 from fl_bn.federation.local import Samples, evaluate, statistics_pass
 from fl_bn.methods import METHODS, Method, Phase, StatisticsPass, StatisticsReport
-from fl_bn.roles import Role, batch_norms, roles
 from tests.federation import Federation
 from tests.networks import NETWORKS, seeded_network
 

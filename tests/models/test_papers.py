@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_bn.conversion import convert
+from fl_bn.bn.conversion import convert
 from fl_bn.methods import METHODS
 from fl_bn.models import build
 

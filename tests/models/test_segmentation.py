@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from fl_bn.conversion import convert
+from fl_bn.bn.conversion import convert
+from fl_bn.bn.roles import batch_norms, roles
 from fl_bn.methods import METHODS
 from fl_bn.models import build
-from fl_bn.roles import batch_norms, roles
 
 SIZES = {"mobilenetv2": (4_383_139, 61), "resnet18": (12_333_923, 29), "resnet50": (26_682_211, 62)}  # for 19 classes
 

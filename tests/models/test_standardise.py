@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchvision
 
-from fl_bn.conversion import convert
+from fl_bn.bn.conversion import convert
 from fl_bn.data.dataset import to_input
 from fl_bn.methods import METHODS
 from fl_bn.models.standardise import STANDARDS, standardised

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fl_bn.conversion import convert
+from fl_bn.bn.conversion import convert
 from fl_bn.methods import METHODS
 from fl_bn.models import build
 

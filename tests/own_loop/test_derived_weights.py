@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, 
 from torch.optim import SGD
 
 from fl_bn import Federation, convert, local_round, methods, server_round, server_state, set_buffer_roles
-from fl_bn.derived import from_pickle, recompute, to_pickle
+from fl_bn.bn.derived import from_pickle, recompute, to_pickle
 from fl_bn.methods import METHODS
 from tests.conformance.cases import every_method
 from tests.doors.doors import DOORS, RATE, through, wide

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torchvision import models
 
 from fl_bn import Federation, convert, methods
-from fl_bn.derived import load_tensors
+from fl_bn.bn.derived import load_tensors
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, training
 from fl_bn.methods import METHODS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fl_bn.bn.moments import Average, Moments, Running, plain_average, pool, weighted_mean
+from fl_bn.bn.roles import batch_norms, roles
 from fl_bn.data.dataset import to_input
 from fl_bn.federation.aggregation import Drift, average, combine, merge_drifts, pseudo_gradient, running_statistics
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
@@ -14,8 +16,6 @@ from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LocalTraining, learning_rate, milestones_of, seeded
 from fl_bn.federation.values import Reply, RoundReplies
 from fl_bn.models import build
-from fl_bn.moments import Average, Moments, Running, plain_average, pool, weighted_mean
-from fl_bn.roles import batch_norms, roles
 
 __all__ = [
     "NO_DEFENCE", "SERVER_OPTIMIZERS", "TOLERANCE", "Average", "Defence", "Drift", "LocalTraining", "Moments", "Pass", "Reply",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn import convert
+from fl_bn.bn.observation import observe
 from fl_bn.federation.adaptation import (
     AVERAGE_AFFINE,
     HOW,
@@ -24,7 +25,6 @@ from fl_bn.federation.adaptation import (
     with_batch_statistics,
 )
 from fl_bn.methods import METHODS, Role
-from fl_bn.observation import observe
 from tests.federation import largest_deviation, random_samples
 from tests.listed import listed
 from tests.networks import seeded_network

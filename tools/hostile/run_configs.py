@@ -28,7 +28,7 @@ from typing import Any
 
 import pytest
 
-from fl_bn.composed import Unconvertible
+from fl_bn.bn.composed import Unconvertible
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.flower.log import LOGGER

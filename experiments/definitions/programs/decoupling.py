@@ -23,11 +23,13 @@ import torch
 from torch import nn
 
 from experiments.catalogue import FOLDER
-from fl_bn.copying import copied
+from fl_bn.bn.copying import copied
+from fl_bn.bn.derived import load_tensors
+from fl_bn.bn.moments import Moments, Running, plain_average
+from fl_bn.bn.roles import inputs_like
 from fl_bn.data.augment import augmenter
 from fl_bn.data.batches import draw_batches
 from fl_bn.data.dataset import to_input
-from fl_bn.derived import load_tensors
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import client_round
@@ -38,8 +40,6 @@ from fl_bn.federation.settings import seeded
 from fl_bn.federation.sources import SampleSource
 from fl_bn.federation.values import NOTHING, Reply, RoundReplies
 from fl_bn.methods import Phase
-from fl_bn.moments import Moments, Running, plain_average
-from fl_bn.roles import inputs_like
 from fl_bn.run import assembly
 from fl_bn.run.config import RunConfig
 from fl_bn.run.device import device

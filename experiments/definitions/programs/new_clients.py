@@ -15,13 +15,13 @@ from functools import lru_cache
 from pathlib import Path
 
 from experiments.catalogue import FOLDER
+from fl_bn.bn.roles import Role
 from fl_bn.data.dataset import load
 from fl_bn.data.digits_five import SIZE, sources
 from fl_bn.data.record import Dataset, resize
 from fl_bn.data.shift import Limit, limited, shifted
 from fl_bn.federation.adaptation import AVERAGE_AFFINE
 from fl_bn.federation.local import Samples, evaluate
-from fl_bn.roles import Role
 from fl_bn.run.adapt import Newcomer, read_run
 from fl_bn.run.config import RunConfig
 from fl_bn.run.pictures import draw_bars

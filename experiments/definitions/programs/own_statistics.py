@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from fl_bn.bn.roles import Role, batch_norms
 from fl_bn.federation.local import evaluate
-from fl_bn.roles import Role, batch_norms
 from fl_bn.run import assembly
 from fl_bn.sweep.cells import Cell
 

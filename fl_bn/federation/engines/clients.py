@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fl_bn.derived import from_pickle, to_pickle
+from fl_bn.bn.derived import from_pickle, to_pickle
 from fl_bn.exchange.local import LocalExchange
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import client_round

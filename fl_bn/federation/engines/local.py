@@ -13,8 +13,8 @@ from random import Random
 import torch
 from torch import nn
 
-from fl_bn.copying import copied
-from fl_bn.derived import load_tensors
+from fl_bn.bn.copying import copied
+from fl_bn.bn.derived import load_tensors
 from fl_bn.exchange import local as turns
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.local import LocalExchange, Turns

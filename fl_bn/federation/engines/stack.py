@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from fl_bn.moments import Moments
-from fl_bn.roles import inputs_like
+from fl_bn.bn.moments import Moments
+from fl_bn.bn.roles import inputs_like
 
 Seen = Mapping[str, Sequence[Sequence[Moments]]]
 """Layer -> for each row its moments, one ``Moments`` per forward pass."""

@@ -22,7 +22,10 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from torch.optim.lr_scheduler import LRScheduler
 
-from fl_bn.copying import copied
+from fl_bn.bn.copying import copied
+from fl_bn.bn.moments import Moments
+from fl_bn.bn.observation import observe, pooled
+from fl_bn.bn.roles import inputs_like
 from fl_bn.data.dataset import to_input
 from fl_bn.exchange.call import Exchange, ExchangeFailed
 from fl_bn.federation import eager
@@ -42,10 +45,7 @@ from fl_bn.federation.sources import IndexBatches
 from fl_bn.methods import Phase, StatisticsReport
 from fl_bn.methods.fedtan import OneProgram, exchanging
 from fl_bn.models.head import head_of
-from fl_bn.moments import Moments
 from fl_bn.objectives import FedProx, Objective, Start, Step
-from fl_bn.observation import observe, pooled
-from fl_bn.roles import inputs_like
 from fl_bn.task import CLASSIFICATION, Task
 
 LOGGER = logging.getLogger("flwr")

@@ -27,6 +27,7 @@ import numpy as np
 from flwr.app import Message
 from torch import nn
 
+from fl_bn.bn.roles import batch_norms
 from fl_bn.exchange.session import Session
 from fl_bn.federation.payload import nbytes
 from fl_bn.federation.record import Disclosure, RoundRecord
@@ -36,7 +37,6 @@ from fl_bn.flower.population import Client
 from fl_bn.flower.wire.replies import Decoded, decode
 from fl_bn.methods import NORMALISERS, Method, Phase, Refresh, StatisticsReport
 from fl_bn.methods.fedtan import CohortBatchNorm
-from fl_bn.roles import batch_norms
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import printable
 

@@ -16,6 +16,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 from torch import nn
 
+from fl_bn.bn.moments import Average, weighted_mean
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.local import too_many
 from fl_bn.exchange.session import NOT_JOINED, Session, exchanged_layers
@@ -26,7 +27,6 @@ from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.layerwise.carriers import Carrier, GrpcCarrier, LocalCarrier, ReplayCarrier, configure
 from fl_bn.flower.log import log
 from fl_bn.flower.population import Client, RunFailed
-from fl_bn.moments import Average, weighted_mean
 from fl_bn.support.client_names import UNNAMED, ClientNames
 
 BY_PASSES = "Statistics are measured by one pass per layer instead"

@@ -30,7 +30,8 @@ from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, 
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
-from fl_bn.conversion import convert
+from fl_bn.bn.conversion import convert
+from fl_bn.bn.roles import inputs_like
 from fl_bn.exchange.replay import Unanswered
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.first_batch import Batch
@@ -58,7 +59,6 @@ from fl_bn.flower.wire.messages import HELLO as INTRODUCTION
 from fl_bn.flower.wire.versions import here
 from fl_bn.methods import Method, Phase, StatisticsReport
 from fl_bn.objectives import PLAIN, Objective
-from fl_bn.roles import inputs_like
 from fl_bn.task import CLASSIFICATION, Task
 
 Batches = Callable[[Context], Iterable[Any]]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fl_bn.conversion import check_kinds
+from fl_bn.bn.conversion import check_kinds
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.callbacks import Callback

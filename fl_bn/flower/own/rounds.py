@@ -14,7 +14,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from torch import Tensor, nn
 
-from fl_bn.derived import plain_names
+from fl_bn.bn.derived import plain_names
+from fl_bn.bn.roles import Role, roles
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.values import Instruction, RoundReplies
 from fl_bn.flower.log import log
@@ -26,7 +27,6 @@ from fl_bn.flower.strategy import BatchNormStrategy
 from fl_bn.flower.wire.codec import arrays_of, tensors_of
 from fl_bn.flower.wire.replies import Decoded, Reading
 from fl_bn.methods import Method
-from fl_bn.roles import Role, roles
 from fl_bn.support.wire import printable
 
 

@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from torch import nn
 
-from fl_bn.conversion import convert
+from fl_bn.bn.conversion import convert
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.callbacks import Callback, checked_callbacks
 from fl_bn.federation.defence import NO_DEFENCE, Defence

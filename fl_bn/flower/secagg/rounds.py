@@ -12,6 +12,7 @@ import torch
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
+from fl_bn.bn.moments import Moments, Running
 from fl_bn.exchange.session import LARGEST_COUNT
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift
@@ -34,7 +35,6 @@ from fl_bn.flower.wire.fields import OURS, add_to_config
 from fl_bn.flower.wire.messages import EVALUATION, SUM_OF
 from fl_bn.flower.wire.messaging import copy_of
 from fl_bn.methods import LayerReports, Method, Phase, Refresh, StatisticsReport, replace_by_pooled
-from fl_bn.moments import Moments, Running
 from fl_bn.secure.additive import lost
 from fl_bn.secure.privacy import Accountant
 from fl_bn.secure.settings import LEAST, SecureAggregation

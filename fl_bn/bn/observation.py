@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_bn.layers import FrozenBatchNorm, HybridBatchNorm, OwnBatchNorm
-from fl_bn.modes import held_layers
-from fl_bn.moments import Moments, Running, ema, pool
-from fl_bn.roles import batch_norms
+from fl_bn.bn.layers import FrozenBatchNorm, HybridBatchNorm, OwnBatchNorm
+from fl_bn.bn.modes import held_layers
+from fl_bn.bn.moments import Moments, Running, ema, pool
+from fl_bn.bn.roles import batch_norms
 
 F_ = TypeVar("F_", bound=Callable[..., Any])
 

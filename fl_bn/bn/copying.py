@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fl_bn.composed import Unconvertible
+from fl_bn.bn.composed import Unconvertible
 
 Holder = TypeVar("Holder")
 CALLS = (FunctionType, MethodType, partial, weakref.ref)

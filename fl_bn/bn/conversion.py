@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from types import MethodType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from fl_bn.composed import Unconvertible
-from fl_bn.copying import copied, reader_of_globals
-from fl_bn.kinds import is_plain, kind_of
-from fl_bn.layers import OwnBatchNorm, SharedNorm, followed, freeze_statistics
-from fl_bn.methods import METHODS
-from fl_bn.methods.method import Method
-from fl_bn.modes import MARK, remember_modes
-from fl_bn.roles import BUFFER_ROLES, batch_norms, observes, roles, state_constants
+from fl_bn.bn.composed import Unconvertible
+from fl_bn.bn.copying import copied, reader_of_globals
+from fl_bn.bn.kinds import is_plain, kind_of
+from fl_bn.bn.layers import OwnBatchNorm, SharedNorm, followed, freeze_statistics
+from fl_bn.bn.modes import MARK, remember_modes
+from fl_bn.bn.roles import BUFFER_ROLES, batch_norms, observes, roles, state_constants
+
+if TYPE_CHECKING:  # methods name layers of this package
+    from fl_bn.methods.method import Method
 
 LOGGER = logging.getLogger("flwr")
 STATES = ("frozen", "held", "observation", "refills")
@@ -86,13 +88,13 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
 
 
 def check_converted(model: nn.Module, method: Method) -> None:
-    """Check that the BatchNorm layers of a client's network are those of ``method``, if it is one of fl-bn's with layers of its own.
+    """Check that the BatchNorm layers of a client's network are those of ``method``.
 
     Raises:
         ValueError: the network was not converted, or was converted for another method.
     """
     layers = batch_norms(model)
-    if not layers or method.name not in METHODS:
+    if not layers:
         return
     example = None if method.layer is None else method.layer(nn.BatchNorm2d(next(iter(layers.values())).num_features))
     own = getattr(type(example), "way", type(example)) if isinstance(example, SharedNorm) else None
@@ -114,7 +116,7 @@ def check_kinds(model: nn.Module, method: Method) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a network, an object such as Net(), but got {_in_words(model)}")
-    if not isinstance(method, Method):
+    if isinstance(method, type) or not hasattr(method, "needs_running"):
         raise TypeError(f"method must be what a function of fl_bn.methods returns, such as fbn(), but got {_in_words(method)}")
 
 

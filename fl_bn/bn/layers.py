@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_bn.composed import Composed, Unconvertible, composed
-from fl_bn.hybrid import inside_transform, mixture, normalise, plain
-from fl_bn.kinds import spatial_dimensions
-from fl_bn.moments import Moments, channel_moments
-from fl_bn.roles import batch_norms
+from fl_bn.bn.composed import Composed, Unconvertible, composed
+from fl_bn.bn.hybrid import inside_transform, mixture, normalise, plain
+from fl_bn.bn.kinds import spatial_dimensions
+from fl_bn.bn.moments import Moments, channel_moments
+from fl_bn.bn.roles import batch_norms
 
 M = TypeVar("M", bound=nn.Module)
 

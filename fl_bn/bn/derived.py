@@ -22,8 +22,8 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from fl_bn.copying import copied
-from fl_bn.roles import RECOMPUTE, STATED, Role, fake_quantizes, roles
+from fl_bn.bn.copying import copied
+from fl_bn.bn.roles import RECOMPUTE, STATED, Role, fake_quantizes, roles
 
 MOST_STEPS = 200  # of the power iteration from the previous vectors; more are needed only if two singular values are nearly equal
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fl_bn.moments import channel_moments
+from fl_bn.bn.moments import channel_moments
 
 Affine = tuple[Tensor | None, Tensor | None]
 """Weight and bias (C,); either may be missing."""
