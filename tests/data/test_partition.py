@@ -31,7 +31,7 @@ DIVISIONS: list[tuple[str, Callable[[int], float]]] = [  # the kind, and a param
 
 
 @pytest.mark.parametrize(("kind", "parameter"), DIVISIONS)
-@laws
+@settings(laws, max_examples=10)
 @given(clients=st.integers(3, 25), seed=st.integers(0, 2**40))
 def test_every_sample_has_one_client(kind: str, parameter: Callable[[int], float], clients: int, seed: int) -> None:
     domains = np.arange(600) % 3
