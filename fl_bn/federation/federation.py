@@ -41,7 +41,6 @@ from fl_bn.federation.per_client import (
     MakeScheduler,
     Metrics,
     PerClient,
-    each,
     optimizers_of,
     own_tests,
     schedulers_of,
@@ -54,7 +53,6 @@ from fl_bn.federation.same_run import CALENDAR, check_same, of_method, of_optimi
 from fl_bn.federation.schedule import factor_of, same_rate
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
-from fl_bn.federation.steps import check_loss
 from fl_bn.methods import Method
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.task import CLASSIFICATION, Task
@@ -186,8 +184,6 @@ class Federation:
                 check_not_one_batch(f"test of client {number}", self.tests[number], own_task)
         check_network(model)
         where = device_of(device, model)
-        for one in each("loss", loss, count, "a function", lambda one: True):
-            check_loss(one, model)
         trials = Trials(model, makers, objective)
         base = trials.rate
         given = method

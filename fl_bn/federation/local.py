@@ -19,7 +19,6 @@ from fl_bn.data.dataset import to_input
 from fl_bn.federation.layer_by_layer import Inputs
 from fl_bn.federation.loader_generators import unmoved
 from fl_bn.federation.measuring import measured
-from fl_bn.federation.pooling import quick_pooling
 from fl_bn.methods import NORMALISERS, StatisticsPass
 from fl_bn.task import CLASSIFICATION, MetricState, Task, to_device
 
@@ -150,9 +149,8 @@ def evaluate(model: nn.Module, data: Samples | Iterable[Any], batch_size: int = 
         batches: Iterable[Any] = (data.batch(index, like) for index in pieces)
     else:
         batches = (to_device(task.read(batch), like.device) for batch in data)
-    with quick_pooling(model):
-        for x, y in batches:
-            state.update(task.predict(model, x), y)
+    for x, y in batches:
+        state.update(task.predict(model, x), y)
     return state
 
 

@@ -15,7 +15,6 @@ from fl_bn.bn.moments import Moments
 from fl_bn.bn.observation import inputs, normalisers, observe, pooled, uncompiled
 from fl_bn.federation.layer_by_layer import Forward, called
 from fl_bn.federation.one_sample import NO_VARIANCE
-from fl_bn.federation.pooling import quick_pooling
 from fl_bn.methods import NORMALISERS, StatisticsPass
 
 
@@ -69,7 +68,7 @@ def measuring(model: nn.Module, how: StatisticsPass) -> Iterator[dict[str, list[
         for name, layer in model.named_modules():
             layer.training = isinstance(layer, HybridBatchNorm) and name not in held
     try:
-        with uncompiled(), quick_pooling(model), observe(model, normalisers if how.measured == NORMALISERS else inputs) as observed:
+        with uncompiled(), observe(model, normalisers if how.measured == NORMALISERS else inputs) as observed:
             yield observed
     finally:
         for module, mode in training.items():
