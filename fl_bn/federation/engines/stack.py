@@ -37,9 +37,6 @@ class Stack:
 
     ``template`` is a network with the same layers. All rows run with its modes and hooks, but not with its tensors. The
     stacked ``parameters`` are leaf tensors, so an elementwise optimiser can step all rows at once.
-
-    Attributes:
-        reached: For each ``run`` on a part of the rows: the names of the parameters to which a backward pass has led since then.
     """
 
     def __init__(self, models: Sequence[nn.Module], template: nn.Module) -> None:
@@ -50,7 +47,6 @@ class Stack:
         }
         buffers = _stacked(models, nn.Module.named_buffers, template)
         self.buffers = dict(zip((name for name, _ in template.named_buffers()), buffers, strict=True))
-        self.reached: list[set[str]] = []
         names = Counter(id(module) for _, module in template.named_modules(remove_duplicate=False))
         self._aliased = [module for module in template.modules() if names[id(module)] > 1]
 
@@ -97,8 +93,6 @@ class Stack:
 
         index = self._index(rows)
         parameters = {name: tensor if index is None else tensor[index] for name, tensor in self.parameters.items()}
-        if index is not None and torch.is_grad_enabled():
-            self._note_reached(parameters)
         buffers = {name: tensor if index is None else tensor[index].clone() for name, tensor in self.buffers.items()}
         with self._restored():
             result, buffers, moments = vmap(one, randomness="error")(parameters, buffers, *batch)
@@ -115,20 +109,6 @@ class Stack:
             for name, parts in moments.items()
         }
         return result, seen
-
-    def partly_reached(self) -> list[str]:
-        """Return the parameters that got a gradient from some of the runs since the last call, but not from all.
-
-        The optimiser would step these in all rows. One by one, it steps no parameter without a gradient.
-        """
-        reached, self.reached = self.reached, []
-        return sorted({name for part in reached for other in reached for name in part - other})
-
-    def _note_reached(self, parameters: Mapping[str, Tensor]) -> None:
-        self.reached.append(reached := set[str]())
-        for name, tensor in parameters.items():
-            if tensor.requires_grad:
-                tensor.register_hook(lambda gradient, name=name: reached.add(name))
 
     def _index(self, rows: Sequence[int]) -> slice | Tensor | None:
         """Return an index that selects ``rows`` from a stack: None for all rows, a slice for the first ones, else a tensor."""

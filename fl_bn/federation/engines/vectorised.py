@@ -34,7 +34,6 @@ from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import loss_of
 from fl_bn.federation.clipping import clip_rows
 from fl_bn.federation.engines.engine import Member
-from fl_bn.federation.engines.side_effects import SideEffects
 from fl_bn.federation.engines.stack import Seen, Stack, groups
 from fl_bn.federation.local import Samples
 from fl_bn.federation.measuring import measuring
@@ -56,6 +55,10 @@ OBJECTIVES = (Objective, FedProx)
 """Objectives for stacked clients: row k of the gradient of the sum of all losses is the gradient of client k's own loss."""
 ELEMENTWISE = (SGD, Adam, eager.SGD, eager.Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop)
 """Elementwise optimisers: the step of one parameter value depends only on this value and its own gradients."""
+PURE = {"torch", "torchvision", "fl_bn"}
+"""The packages whose networks, hooks and losses may run once for all clients together. They compute, and do nothing else: they
+change no attributes of the network (but buffers), draw no random numbers outside of torch, and compute the same whatever the
+size of the batch. Add the package of your own network: ``PURE.add("my_networks")``."""
 
 MakeOptimizer = Callable[[LocalRound], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler | None]
@@ -158,8 +161,32 @@ def _why_not(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Tas
         return f"maintain-momentum={settings.maintain!r} with adam needs a step count per client, and this engine has one for all clients"
     if settings.precision == "mixed":
         return "precision 'mixed' has no effect here: under torch.func.vmap, torch.autocast leaves operations in float32"
+    if foreign := _foreign(first.model, task):
+        return (
+            f"{foreign} may do more than compute, and would do it once for all clients. If it changes no attribute of the network, draws "
+            "no random numbers and computes the same for every size of a batch, add its package to "
+            "fl_bn.federation.engines.vectorised.PURE (docs/how-to/engines.md)"
+        )
     drops = [name for name, module in first.model.named_modules() if isinstance(module, _DropoutNd) and module.p > 0]
     return f"dropout ({', '.join(drops)}) would draw other random numbers than if clients were computed one by one" if drops else ""
+
+
+def _foreign(model: nn.Module, task: Task) -> str:
+    """Return, in words, a part of the network or of the task that is from no package of ``PURE``; empty if there is none."""
+    for name, module in model.named_modules():
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        own = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
+        if any(map(_is_foreign, (*own, *hooks, *filter(None, [vars(module).get("forward")])))):
+            return f"{name or 'the network'} ({type(module).__name__}, or a hook of it)"
+    loss = vars(task).get("loss")
+    return f"task {task.name}, or its loss," if _is_foreign(type(task)) or (loss is not None and _is_foreign(loss)) else ""
+
+
+def _is_foreign(code: Any) -> bool:
+    """Tell whether a class, a function or a callable object is from no package of ``PURE``."""
+    while isinstance(code, partial):
+        code = code.func
+    return str(getattr(code, "__module__", "")).partition(".")[0] not in PURE
 
 
 def _shapes(round: LocalRound) -> list[tuple[Any, ...]]:
@@ -185,7 +212,7 @@ def measure_together(
         device: The device of the stack. Default: the device of the networks.
 
     Raises:
-        CannotVectorise: torch cannot batch the network, or the passes have side effects.
+        CannotVectorise: torch cannot batch the network.
     """
     first, by_client = rounds[0], [dict[str, list[Moments]]() for _ in rounds]
     template = _template(first, device)
@@ -195,14 +222,12 @@ def measure_together(
         forward(model, x)
         return x.new_zeros(())
 
-    with _refused() as effects, torch.no_grad(), measuring(template, first.statistics_pass.how) as observed:
+    with _refused(), torch.no_grad(), measuring(template, first.statistics_pass.how) as observed:
         stack = Stack([round.model for round in rounds], template)
-        effects.watch(template)
         while batches := {row: (x,) for row, own in iterators.items() if (x := next(own, None)) is not None}:
             for rows, (x,) in groups(batches):
                 _, seen = stack.run(rows, answer, (x.to(on),), observed)
                 _add(by_client, rows, seen)
-        _check(effects)
     for round, own in zip(rounds, by_client, strict=True):
         round.statistics_pass.moments = {layer: moments.to(inputs_like(round.model).device) for layer, moments in pooled(own).items()}
 
@@ -234,20 +259,16 @@ def train_together(
 
     Raises:
         CannotVectorise: torch cannot batch the network or the task, the optimiser is not in ``ELEMENTWISE``, or first
-            batches differ in size with FedTAN. Or the program has side effects, or only some clients' batches lead to a parameter.
+            batches differ in size with FedTAN.
     """
-    with ExitStack() as opened, _refused() as effects:
+    with ExitStack() as opened, _refused():
         for round in rounds:
             opened.enter_context(round.open())
         order = sorted(range(len(rounds)), key=lambda place: -len(batches[place]))  # clients that finish first are the last rows
         training = _Training([rounds[place] for place in order], [batches[place] for place in order], task, optimizer, scheduler, device)
         opened.enter_context(Centring(training.trained, rounds[0].centred, stacked=True))
-        effects.watch(training.stack.template)
-        for number in range(len(batches[order[0]])):
+        for _ in range(len(batches[order[0]])):
             training.step()
-            if number == 0:  # most side effects show in the first step, and some only in later ones
-                _check(effects)
-        _check(effects)
         losses = training.total.tolist()
     training.write_back()
     counts = [sum(map(len, own.indices)) for own in batches]
@@ -309,10 +330,6 @@ class _Training:
         forward = partial(self._forward, now)
         with self._exchanging(now):
             self.objective.gradient(Step(torch.empty(0), forward, forward))
-        if partly := self.stack.partly_reached():
-            raise CannotVectorise(
-                f"parameter {partly[0]} gets a gradient from some clients' batches and none from others, and one optimiser steps it for all"
-            )
         if self.clip != "none":
             clip_rows(self.trained.values(), self.clip, self.limits, self.head)
         if self.settings.update == "weights":
@@ -418,24 +435,16 @@ def _add(by_client: Sequence[dict[str, list[Moments]]], rows: Sequence[int], see
             by_client[row].setdefault(layer, []).extend(moments)
 
 
-def _check(effects: SideEffects) -> None:
-    if reason := effects.found():
-        raise CannotVectorise(reason)
-
-
 @contextmanager
-def _refused() -> Iterator[SideEffects]:
-    """Raise CannotVectorise for any error inside the ``with`` block, and undo its random draws. Yield an observer of side effects.
+def _refused() -> Iterator[None]:
+    """Raise CannotVectorise for any error inside the ``with`` block.
 
     The clients are then computed one by one. In that computation, a mistake in the user's own code raises its own error.
     """
-    effects = SideEffects()
     try:
-        yield effects
+        yield
     except CannotVectorise:
-        effects.undo()
         raise
     except Exception as error:
-        effects.undo()
         line = (str(error).strip().splitlines() or [""])[0]
         raise CannotVectorise(f"torch cannot batch this network or task over clients ({type(error).__name__}: {line})") from error
