@@ -28,8 +28,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fl_bn.exchange.local import Turns, end_task
 from fl_bn.federation.engines.pace import Pace
-from fl_bn.federation.engines.rendezvous import VmapRendezvous
-from fl_bn.federation.engines.vectorised import AT_ONCE, VECTORISED, CannotVectorise, Fallback
+from fl_bn.federation.engines.vectorised import AT_ONCE, VECTORISED, CannotVectorise, Fallback, TogetherTurns
 from fl_bn.federation.engines.workers import Workers, cores
 from fl_bn.flower.compat import address, identify
 from fl_bn.flower.log import log
@@ -169,7 +168,7 @@ class InProcessGrid(Grid):
         if self._fallback is not None:
             parts = [messages[begin : begin + AT_ONCE] for begin in range(0, len(messages), AT_ONCE)]
             tasks = [[partial(self._answer, message) for message in part] for part in parts]
-            return [answer for part in tasks for answer in VmapRendezvous.run(part, self._fallback)]
+            return [answer for part in tasks for answer in TogetherTurns(len(part), self._fallback).run(part)]
         self._start_workers(messages)
         if self._workers is not None:
             return self._answered_by(self._workers, messages)

@@ -28,19 +28,20 @@ from fl_bn.bn.observation import observe, pooled
 from fl_bn.bn.roles import inputs_like
 from fl_bn.data.dataset import to_input
 from fl_bn.exchange.call import Exchange, ExchangeFailed
+from fl_bn.exchange.local import Turns
 from fl_bn.federation import eager
 from fl_bn.federation.centring import Centring
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.client_round import loss_of
+from fl_bn.federation.client_round import client_rounds, loss_of
 from fl_bn.federation.clipping import clip_rows
-from fl_bn.federation.engines.engine import Member
+from fl_bn.federation.engines.engine import Member, Result
 from fl_bn.federation.engines.stack import Seen, Stack, groups
 from fl_bn.federation.local import Samples
 from fl_bn.federation.measuring import measuring
 from fl_bn.federation.momentum import SECTIONS, buffers_of, restart
 from fl_bn.federation.one_sample import Trainable
 from fl_bn.federation.source import Trained
-from fl_bn.federation.sources import IndexBatches
+from fl_bn.federation.sources import IndexBatches, SampleSource
 from fl_bn.methods import Phase, StatisticsReport
 from fl_bn.methods.fedtan import OneProgram, exchanging
 from fl_bn.models.head import head_of
@@ -124,6 +125,60 @@ class Fallback:
         if str(reason) not in self._reasons:
             self._reasons.add(str(reason))
             LOGGER.warning("engine 'vectorised': these clients are computed one by one: %s", reason)
+
+
+class TogetherTurns(Turns):
+    """Run tasks, each of which may ask for the round of one client, and compute these rounds in one vectorised program.
+
+    A task that asks waits. Once every task waits or has ended, all rounds are computed.
+
+    Args:
+        tasks: The number of tasks.
+        fallback: Reports the reason if the rounds cannot be computed in one program.
+    """
+
+    def __init__(self, tasks: int, fallback: Fallback) -> None:
+        super().__init__(tasks)
+        self._fallback = fallback
+        self._members: dict[int, Member] = {}
+        self._results: dict[int, Result | Exception | None] = {}
+
+    def all_wait(self) -> list[int]:
+        """Compute the rounds that the waiting tasks have asked for, and wake these tasks."""
+        members, results = list(self._members.values()), list[Result | Exception | None]()
+        try:
+            sources = [cast(SampleSource, member.source) for member in members]
+            if any((one.seed, one.task, one.tells_drift) != (sources[0].seed, sources[0].task, sources[0].tells_drift) for one in sources):
+                raise CannotVectorise(
+                    "all clients of a cohort need the same seed and task, and all or none must report the drift of statistics"
+                )
+            results += client_rounds(members, AsOneProgram())
+        except CannotVectorise as reason:
+            self._fallback.say(reason)
+            results = [None] * len(members)
+        except Exception as error:  # every waiting task raises this error
+            results = [error] * len(members)
+        self._results, self._members = dict(zip(self._members, results, strict=True)), {}
+        return list(self._results)
+
+    def _round(self, index: int, member: Member) -> Result:
+        self._members[index] = member
+        self.wait(index)
+        result = self._results.pop(index)
+        if isinstance(result, Exception):
+            raise result
+        return client_rounds([member])[0] if result is None else result
+
+
+def round_of_task(round: LocalRound, source: SampleSource) -> Result:
+    """Compute the round of one client: with those of the other tasks if a task of ``TogetherTurns`` calls this, else alone.
+
+    Raises:
+        ClientTooSmall: The client has too few samples.
+    """
+    member, small = Member(round, source), round.trains and len(source.samples) < round.settings.fewest(2)
+    turns, index = Turns.here() or (None, 0)
+    return turns._round(index, member) if isinstance(turns, TogetherTurns) and not small else client_rounds([member])[0]
 
 
 def check_cohort(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Task = CLASSIFICATION) -> None:
