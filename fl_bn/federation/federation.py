@@ -115,8 +115,8 @@ class Federation:
         engine: ``sequential``: one client after the other. ``vectorised``: the clients of a cohort together, in
             one vectorised program, which needs ``SeededBatches``.
         workers: The number of processes that compute clients. Every number gives the same bits. 0: this process at
-            first. Worker processes start if the remaining rounds then take less time, clients train on a CPU, and all
-            parts are fl-bn's or torch's own (all conditions: ``engines.processes.can_move``).
+            first. Worker processes start if the remaining rounds then take less time, clients train on a CPU, and tasks and
+            loaders are fl-bn's or torch's own (all conditions: ``engines.processes.why_stay``).
         progress: Whether to show a progress bar on a terminal.
         callbacks: Objects whose methods the run calls at its start and end, and after rounds and evaluations, see ``Callback``.
 
