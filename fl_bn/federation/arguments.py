@@ -1,27 +1,43 @@
-"""Check what a ``Federation`` is given, and try its optimisers and schedulers once before round 1."""
+"""Check what a ``Federation`` is given: once for all clients, or as one value per client.
+
+Its optimisers and schedulers are tried once before round 1. fl-bn's loop calls their ``step()`` without arguments.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer, SparseAdam
+from torch.optim.lr_scheduler import LRScheduler
 
 from fl_bn.bn.conversion import check_complete, hooked_parameters
 from fl_bn.bn.copying import copied
 from fl_bn.bn.roles import inputs_like
+from fl_bn.federation.checkpoint import of_optimizer
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.engines.vectorised import ENGINES, VECTORISED
 from fl_bn.federation.engines.workers import MOST_WORKERS
 from fl_bn.federation.loaders import Loader, check_clients, check_loader
 from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.federation.per_client import MakeOptimizer, MakeScheduler, rate_of
-from fl_bn.federation.same_run import of_optimizer
 from fl_bn.federation.step_rates import check_optimizer
-from fl_bn.federation.steps import check_follows_rate, check_optimizer_steps, check_parameters, check_scheduler_steps
 from fl_bn.methods import Method
 from fl_bn.objectives import Objective
 from fl_bn.support.names import check_name
+from fl_bn.task import MetricObject, Task, extended
+
+LOGGER = logging.getLogger("flwr")
+OWN_LOOP = "or write a loop of your own (docs/how-to/loop.md)"
+Loss = Callable[[Any, Any], Tensor]
+Metrics = Mapping[str, MetricObject]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+MakeScheduler = Callable[[Optimizer], LRScheduler]
 
 
 def check_arguments(
@@ -162,3 +178,272 @@ class Trials:
                 check_scheduler_steps(made, optimizer)
                 if follows:
                     check_follows_rate(make, make_scheduler, [*self._copy.parameters()])
+
+
+def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Check that ``optimizer`` updates some of the given ``parameters``, and no others.
+
+    Args:
+        optimizer: The optimiser that the user's function made.
+        parameters: The parameters that the function was given.
+
+    Raises:
+        ValueError: The optimiser updates none of ``parameters``, or also others. The user's function then ignores its
+            argument, or did not make the optimiser anew.
+    """
+    given = {id(p) for p in parameters}
+    mine = [p for group in optimizer.param_groups for p in group["params"]]
+    if foreign := sum(id(p) not in given for p in mine):
+        raise ValueError(
+            f"optimizer must update only the parameters that it is given, but {foreign} of the {len(mine)} parameters of its "
+            f"{type(optimizer).__name__} are others, so a client's network would not be trained: make the optimiser anew from the "
+            "argument, such as lambda parameters: SGD(parameters, lr=0.1)"
+        )
+    if not mine:
+        raise ValueError(
+            f"optimizer makes {type(optimizer).__name__} without parameters, so no weight would change: pass on the function's argument, "
+            "such as lambda parameters: SGD(parameters, lr=0.1)"
+        )
+
+
+def check_optimizer_steps(optimizer: Optimizer, model: nn.Module) -> None:
+    """Check that ``optimizer`` can step after every batch. Warn if it has a scheduler, which ``Federation`` does not step.
+
+    Args:
+        optimizer: The optimiser that the user's function made for the parameters of ``model``.
+        model: The network.
+
+    Raises:
+        ValueError: The optimiser's step needs an argument (LBFGS), or it is SparseAdam and a parameter has dense gradients.
+    """
+    kind = type(optimizer).__name__
+    if needed := _needed(optimizer):
+        raise ValueError(
+            f"optimizer makes {kind}, whose step() needs {needed}, but Federation calls step() without arguments after each batch: "
+            f"take SGD or Adam, {OWN_LOOP}"
+        )
+    if isinstance(optimizer, SparseAdam):
+        sparse = {id(p) for module in model.modules() if getattr(module, "sparse", False) for p in module.parameters(recurse=False)}
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if dense := [name for name, p in model.named_parameters() if id(p) in mine - sparse]:
+            raise ValueError(f"optimizer makes {kind}, which needs sparse gradients, but the gradient of {dense[0]} is dense: take Adam")
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        LOGGER.warning(
+            "your function optimizer also makes a scheduler for its %s, which Federation does not step: give the scheduler as "
+            "scheduler=..., or the rate stays at %.3g",
+            kind,
+            optimizer.param_groups[0]["lr"],
+        )
+
+
+def check_scheduler_steps(scheduler: LRScheduler, optimizer: Optimizer) -> None:
+    """Check that ``scheduler`` changes the rate of ``optimizer``, and can step after every batch.
+
+    Raises:
+        ValueError: The scheduler is of another optimiser, or its step needs an argument (ReduceLROnPlateau).
+    """
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ValueError(
+            f"scheduler makes {type(scheduler).__name__} of another optimiser than the one that it was given, so the rate of the given "
+            "one would stay the same: make the scheduler anew from the argument, such as lambda optimizer: StepLR(optimizer, 10)"
+        )
+    if needed := _needed(scheduler):
+        raise ValueError(
+            f"scheduler makes {type(scheduler).__name__}, whose step() needs {needed}, but Federation calls step() without arguments after "
+            f"each batch: take a scheduler such as StepLR or CosineAnnealingLR, {OWN_LOOP}"
+        )
+
+
+def check_follows_rate(make: Callable[[Any], Optimizer], make_scheduler: Callable[[Any], Any], parameters: Sequence[nn.Parameter]) -> None:
+    """Check that a scheduler starts from the optimiser's learning rate, which ``schedule`` and the method change between rounds.
+
+    Args:
+        make: Makes an optimiser of parameters.
+        make_scheduler: Makes a scheduler of an optimiser.
+        parameters: The parameters for the optimisers of this check.
+
+    Raises:
+        ValueError: The scheduler ignores the optimiser's learning rate, as OneCycleLR and CyclicLR do.
+    """
+    rates = []
+    for factor in (1.0, 0.5):
+        optimizer = make(parameters)
+        for group in optimizer.param_groups:
+            if "lr" in group:
+                group["lr"] = group["lr"] * factor
+        scheduler = make_scheduler(optimizer)
+        rates.append([float(group.get("lr", 0.0)) for group in optimizer.param_groups])
+    if any(full and abs(half - full / 2) > 1e-6 * abs(full) for full, half in zip(*rates, strict=True)):
+        raise ValueError(
+            f"scheduler makes {type(scheduler).__name__}, which ignores the optimiser's learning rate. The changes of that rate by "
+            "the argument schedule=..., and in rounds with frozen statistics, would be lost. Take a scheduler that starts from the "
+            "optimiser's rate, such as LambdaLR or CosineAnnealingLR"
+        )
+
+
+def _needed(steps: Any) -> str:
+    """Return, in words, the arguments that ``steps.step`` requires. Empty if there are none."""
+    _, *parameters = inspect.signature(type(steps).step).parameters.values()  # the class's: a scheduler wraps its optimiser's own
+    named = [one.name for one in parameters if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    return f"arguments ({', '.join(named)})" if len(named) > 1 else f"a {named[0]}" if named else ""
+
+
+@dataclass(frozen=True)
+class PerClient:
+    """Hold one value per client for an argument of ``Federation``. The function ``per_client`` makes it.
+
+    Attributes:
+        values: A sequence with one value per client, or a function of a client's number.
+    """
+
+    values: Sequence[Any] | Callable[[int], Any]
+
+
+def per_client(values: Sequence[Any] | Callable[[int], Any]) -> PerClient:
+    """Mark an argument of ``Federation`` as one value per client.
+
+    >>> from fl_bn import per_client
+    >>> per_client(lambda client: 0.1 * client).values(2)
+    0.2
+
+    Args:
+        values: One value per client, in order, or a function of the client's number, from 0.
+    """
+    return PerClient(values)
+
+
+def each(what: str, value: Any, clients: int, expected: str, fits: Callable[[Any], bool], *, sequences: bool = True) -> tuple[Any, ...]:
+    """Return the value of every client.
+
+    Args:
+        what: The name of the argument.
+        value: One value for all clients, a ``PerClient``, or a list or tuple of one value per client.
+        clients: The number of clients.
+        expected: A description of allowed values, for the error message.
+        fits: Tells whether a value is allowed.
+        sequences: True: a list or tuple has one value per client. False: a list or tuple is one value for all clients.
+
+    Raises:
+        ValueError: There are more or fewer values than clients, or a value is not allowed.
+    """
+    if isinstance(value, PerClient):
+        several = value.values
+    elif sequences and isinstance(value, list | tuple):
+        several = value
+    else:
+        if not fits(value):
+            raise ValueError(f"{what} must be {expected}, a list with one for each client, or per_client(...), but got {_named(value)}")
+        return (value,) * clients
+    own = tuple(several(client) for client in range(clients)) if callable(several) else tuple(several)
+    if len(own) != clients:
+        raise ValueError(f"{what} has {len(own)} values for {clients} clients: give one for each client, or a single value for all")
+    for client, one in enumerate(own):
+        if not fits(one):
+            raise ValueError(f"{what} of client {client} must be {expected}, but got {_named(one)}")
+    return own
+
+
+def _named(value: Any) -> str:
+    """Return the type of a value in words, or the name of a class, for an error message."""
+    return value.__name__ if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def tasks_of(task: Any, loss: Any, metrics: Any, clients: int) -> tuple[Task, ...]:
+    """Return the task of every client, with its loss and its further metrics.
+
+    Clients with the same task, loss and metrics get the same object.
+
+    Args:
+        task: The task, or one for each client.
+        loss: The loss, or one for each client; None: the task's loss.
+        metrics: Further metrics, or those of each client; None: there are none.
+        clients: The number of clients.
+
+    Raises:
+        ValueError: A value has a wrong type, there are more or fewer values than clients, or a metric's name is not valid.
+    """
+    tasks = each("task", task, clients, "a Task", lambda one: isinstance(one, Task))
+    losses = each("loss", loss, clients, "a function of output and targets", lambda one: one is None or _function(one))
+    further = each("metrics", metrics, clients, "a dict of objects by name", lambda one: one is None or isinstance(one, Mapping))
+    made: dict[tuple[int, int, int], Task] = {}
+    for own in zip(tasks, losses, further, strict=True):
+        _check_loss(own[0] if own[1] is None else own[1])
+        key = (id(own[0]), id(own[1]), id(own[2]))
+        if key not in made:
+            made[key] = own[0] if own[1] is None and not own[2] else extended(*own)
+            made[key].state()  # if an object is no metric, this raises an error before the first round
+    return tuple(made[id(one), id(of), id(more)] for one, of, more in zip(tasks, losses, further, strict=True))
+
+
+def _check_loss(loss: Any) -> None:
+    """Check that ``loss`` has no parameters to learn: neither itself, if it is a module, nor in a module among its attributes.
+
+    Raises:
+        ValueError: ``loss`` has a parameter to learn. Only the network's parameters are trained and averaged.
+    """
+    for part in (loss, *vars(loss).values()) if hasattr(loss, "__dict__") else ():
+        if isinstance(part, nn.Module) and (learned := [name for name, p in part.named_parameters() if p.requires_grad]):
+            raise ValueError(
+                f"loss: {type(part).__name__} has a parameter to learn, {learned[0]!r}, but only the network's parameters are trained: "
+                "make it a part of the network, whose forward then returns what the loss needs, or freeze it by requires_grad_(False)"
+            )
+
+
+def optimizers_of(optimizer: Any, clients: int) -> tuple[MakeOptimizer, ...]:
+    """Return, for every client, the function that makes its optimiser, see ``each``."""
+    return each("optimizer", optimizer, clients, "a function that makes an optimiser of parameters", _function)
+
+
+def schedulers_of(scheduler: Any, clients: int) -> tuple[MakeScheduler | None, ...]:
+    """Return, for every client, the function that makes its scheduler, or None, see ``each``."""
+    made = "a function that makes a scheduler of an optimiser"
+    return each("scheduler", scheduler, clients, made, lambda one: one is None or _function(one))
+
+
+def own_tests(test: Any, clients: int, again: bool = True) -> tuple[Loader, ...] | None:
+    """Return every client's test batches; None if ``test`` is None.
+
+    Args:
+        test: Batches for all clients, or a ``PerClient``.
+        clients: The number of clients.
+        again: Whether the batches are iterated over more than once.
+
+    Raises:
+        ValueError: A value cannot be iterated over as batches, or there are more or fewer values than clients.
+    """
+    if test is None:
+        return None
+    own = each("test", test, clients, "batches", lambda one: one is not None, sequences=False)
+    for client, batches in enumerate(own if isinstance(test, PerClient) else own[:1]):
+        check_loader(f"test of client {client}" if isinstance(test, PerClient) else "test", batches, again)
+    return own
+
+
+def _function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, Optimizer | LRScheduler)
+
+
+def rate_of(optimizer: Optimizer) -> float | None:
+    """Return the largest learning rate of an optimiser's parameters; None if none is a number above 0."""
+    rates = [group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), float | int | Tensor)]
+    rate = max((float(one) for one in rates), default=0.0)
+    return rate if rate > 0 else None
+
+
+def same_rate(round: int, rounds: int) -> float:
+    """Return 1, the factor of the learning rate in every round."""
+    return 1.0
+
+
+def factor_of(schedule: Callable[[int, int], float], round: int, rounds: int) -> float:
+    """Return the factor of the learning rate that ``schedule`` gives for a round.
+
+    Raises:
+        ValueError: The factor is no finite number above 0.
+    """
+    factor = schedule(round, rounds)
+    if isinstance(factor, bool) or not isinstance(factor, float | int) or not 0 < factor < math.inf:
+        raise ValueError(
+            f"schedule must return a finite number above 0 (the factor of the learning rate), but for round {round} returned {factor!r}"
+        )
+    return float(factor)

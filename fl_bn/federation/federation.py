@@ -18,10 +18,26 @@ from torch import nn
 from fl_bn.bn.copying import copied
 from fl_bn.bn.modes import modes_in_words
 from fl_bn.bn.roles import buffers_in_words, inputs_like
-from fl_bn.federation.arguments import Trials, check_arguments, check_network, device_of
+from fl_bn.federation.arguments import (
+    Loss,
+    MakeOptimizer,
+    MakeScheduler,
+    Metrics,
+    PerClient,
+    Trials,
+    check_arguments,
+    check_network,
+    device_of,
+    factor_of,
+    optimizers_of,
+    own_tests,
+    same_rate,
+    schedulers_of,
+    tasks_of,
+)
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.callbacks import Callback, Callbacks, Running, checked_callbacks
-from fl_bn.federation.checkpoint import FederationState, set_generators
+from fl_bn.federation.checkpoint import CALENDAR, FederationState, check_same, of_method, of_optimizer, set_generators
 from fl_bn.federation.checkpoint import generators as global_generators
 from fl_bn.federation.clipping import bounded
 from fl_bn.federation.composition import check_composition, check_learns
@@ -30,27 +46,14 @@ from fl_bn.federation.eager import SGD
 from fl_bn.federation.engines.clients import Clients, Own
 from fl_bn.federation.engines.local import LocalTransport
 from fl_bn.federation.engines.vectorised import VECTORISED
-from fl_bn.federation.loader_generators import generators
 from fl_bn.federation.loaders import Loader, check_not_one_batch, in_dtype
+from fl_bn.federation.local import generators
 from fl_bn.federation.newest import Newest
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Passes
-from fl_bn.federation.per_client import (
-    Loss,
-    MakeOptimizer,
-    MakeScheduler,
-    Metrics,
-    PerClient,
-    optimizers_of,
-    own_tests,
-    schedulers_of,
-    tasks_of,
-)
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.run import FROM_THE_START, Diverged, Round, Start, run
-from fl_bn.federation.same_run import CALENDAR, check_same, of_method, of_optimizer
-from fl_bn.federation.schedule import factor_of, same_rate
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
 from fl_bn.methods import Method

@@ -177,7 +177,7 @@ def on_node(cell: Cell, shared: str) -> Done:
         cell: The cell.
         shared: The path of a file that exists on this node if the node shares the folder of the sweep.
     """
-    error, node = "", f"{ray.util.get_node_ip_address()}/{ray.get_runtime_context().get_node_id()[:6]}"
+    error, node = "", f"{ray.util.get_node_ip_address()}/{ray.get_runtime_context().get_node_id()[:6]}"  # type: ignore[no-untyped-call]
     try:
         with cell.held(PATIENCE):
             try:

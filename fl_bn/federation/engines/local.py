@@ -21,13 +21,11 @@ from fl_bn.exchange.local import LocalExchange, Turns
 from fl_bn.exchange.session import Session, exchanged_layers
 from fl_bn.federation.client_round import client_rounds
 from fl_bn.federation.engines.clients import LEFT_OUT, Clients, Connect, LoaderSource
-from fl_bn.federation.engines.engine import Member, Result
 from fl_bn.federation.engines.processes import CannotMove, InWorkers, check_loaders, in_workers, why_stay
 from fl_bn.federation.engines.vectorised import AT_ONCE, AsOneProgram, CannotVectorise, Fallback, unneeded
 from fl_bn.federation.engines.workers import WorkerTiming, cores
-from fl_bn.federation.loader_generators import unmoved
 from fl_bn.federation.loaders import REITERABLE, Loader, SeededBatches
-from fl_bn.federation.local import evaluate
+from fl_bn.federation.local import evaluate, unmoved
 from fl_bn.federation.metrics import over_samples
 from fl_bn.federation.network import Network
 from fl_bn.federation.one_sample import ADVICE
@@ -35,6 +33,7 @@ from fl_bn.federation.payload import Named
 from fl_bn.federation.replies import checked
 from fl_bn.federation.run import FROM_THE_START, Start
 from fl_bn.federation.server import Server
+from fl_bn.federation.source import Member, Result
 from fl_bn.federation.transport import Transport
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply, RoundReplies
 from fl_bn.methods import Phase

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset, default_collate
 
 from fl_bn.federation.engines.clients import Clients
-from fl_bn.federation.engines.engine import Result
 from fl_bn.federation.engines.workers import Workers
-from fl_bn.federation.loader_generators import generators
 from fl_bn.federation.loaders import SeededBatches
+from fl_bn.federation.local import generators
 from fl_bn.federation.payload import to_numpy, to_tensors
+from fl_bn.federation.source import Result
 from fl_bn.federation.values import ClientState, Instruction, Reply
 from fl_bn.task import is_ours
 from fl_bn.task.targets import tensors_in
