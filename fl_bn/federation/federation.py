@@ -37,7 +37,7 @@ from fl_bn.federation.arguments import (
 )
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.callbacks import Callback, Callbacks, Running, checked_callbacks
-from fl_bn.federation.checkpoint import CALENDAR, FederationState, check_same, of_method, of_optimizer, set_generators
+from fl_bn.federation.checkpoint import FederationState, set_generators
 from fl_bn.federation.checkpoint import generators as global_generators
 from fl_bn.federation.clipping import bounded
 from fl_bn.federation.composition import check_composition, check_learns
@@ -54,6 +54,7 @@ from fl_bn.federation.passes import Passes
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.run import FROM_THE_START, Diverged, Round, Start, run
+from fl_bn.federation.same_run import CALENDAR, check_same, of_method, of_optimizer
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
 from fl_bn.methods import Method
