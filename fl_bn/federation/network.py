@@ -144,7 +144,8 @@ class _Pristine:
         every = [vars(module) for module in model.modules()]
         own = [(held, name, held[name]) for held in every for name in held.keys() - _TORCHS]
         self.knows_all = all(_plain(value) or isinstance(value, Tensor) for _, _, value in own)
-        self._held = [(held, dict(held)) for module in every for held in (module, *filter(_is_dict, map(module.get, _TORCHS)))]
+        slots = [slot for held in every for name in _TORCHS if isinstance(slot := held.get(name), dict)]
+        self._held = [(held, dict(held)) for held in (*every, *slots)]
         mutable = [one for one in own if isinstance(one[2], _CONTAINERS)] if self.knows_all else []
         self._mutable = [(held, name, copy.deepcopy(value)) for held, name, value in mutable]
         self._tensors = list({id(one): one for _, then in self._held for one in then.values() if isinstance(one, Tensor)}.values())
@@ -166,10 +167,6 @@ class _Pristine:
             tensor.grad = None
             if tensor.requires_grad is not learns:
                 tensor.requires_grad_(learns)
-
-
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict)
 
 
 def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]] | None:
