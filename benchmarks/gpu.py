@@ -37,8 +37,7 @@ from fl_bn import Federation, SeededBatches, convert
 from fl_bn.bn.copying import copied
 from fl_bn.federation.client_round import loss_of
 from fl_bn.federation.eager import SGD
-from fl_bn.federation.engines.stack import Stack
-from fl_bn.federation.engines.vectorised import ENGINES, SEQUENTIAL, VECTORISED
+from fl_bn.federation.engines.vectorised import ENGINES, SEQUENTIAL, VECTORISED, Stack
 from fl_bn.federation.network import MEMORY_FORMATS
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.sources import alone

@@ -22,10 +22,10 @@ from torch import nn
 
 from fl_bn import convert
 from fl_bn.federation.client_round import client_round, client_rounds
-from fl_bn.federation.engines.engine import Member
 from fl_bn.federation.engines.vectorised import ENGINES, SEQUENTIAL, AsOneProgram, CannotVectorise
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.source import Member
 from fl_bn.federation.sources import SampleSource, alone
 from fl_bn.federation.values import Reply
 from fl_bn.methods import Method

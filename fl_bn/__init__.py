@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     from fl_bn.bn.conversion import convert
     from fl_bn.bn.kinds import register_batch_norm
     from fl_bn.bn.roles import set_buffer_roles
-    from fl_bn.federation.best import EarlyStop, KeepBest
-    from fl_bn.federation.callbacks import Callback
+    from fl_bn.federation.arguments import per_client
+    from fl_bn.federation.callbacks import Callback, EarlyStop, KeepBest
     from fl_bn.federation.federation import Federation
     from fl_bn.federation.loaders import SeededBatches
     from fl_bn.federation.own_loop import client_model, local_round, server_round, server_state
-    from fl_bn.federation.per_client import per_client
     from fl_bn.task import Classification, Dice, MultiLabel, Regression, Segmentation, Task
 
 __version__ = "0.1.0"
@@ -52,14 +51,14 @@ __all__ = [
 
 _HOMES = {
     "Callback": "fl_bn.federation.callbacks",
-    "EarlyStop": "fl_bn.federation.best",
-    "KeepBest": "fl_bn.federation.best",
+    "EarlyStop": "fl_bn.federation.callbacks",
+    "KeepBest": "fl_bn.federation.callbacks",
     "client_model": "fl_bn.federation.own_loop",
     "convert": "fl_bn.bn.conversion",
     "local_round": "fl_bn.federation.own_loop",
     "Federation": "fl_bn.federation.federation",
     "SeededBatches": "fl_bn.federation.loaders",
-    "per_client": "fl_bn.federation.per_client",
+    "per_client": "fl_bn.federation.arguments",
     "register_batch_norm": "fl_bn.bn.kinds",
     "server_round": "fl_bn.federation.own_loop",
     "server_state": "fl_bn.federation.own_loop",

@@ -56,6 +56,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
     settings.register_profile("fl-bn", deadline=None, derandomize=True)  # the first torch call alone takes longer than the default deadline
     settings.load_profile("fl-bn")
+    from fl_bn.federation.engines.vectorised import PURE
+
+    PURE.add("tests")  # networks and losses of tests only compute
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks choose

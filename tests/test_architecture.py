@@ -54,7 +54,7 @@ FLOWER_LEGACY = {  # public, too, but of Flower's older API: the files that stil
 }
 RAY = {  # the files that use Ray itself
     "fl_bn/flower/app/lost_actors.py": {"ray", "ray.exceptions"},
-    "fl_bn/sweep/cluster.py": {"ray", "ray.exceptions", "ray.util.scheduling_strategies"},
+    "fl_bn/sweep/cluster.py": {"ray", "ray.exceptions"},
 }
 FLOWER_PRIVATE = "fl_bn/flower/compat.py"  # the one file that may name anything else of Flower's, or ask for its version
 

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fl_bn.bn.composed import Unconvertible
-from fl_bn.bn.copying import copied, reader_of_globals
+from fl_bn.bn.copying import copied
 from fl_bn.bn.kinds import is_plain, kind_of
 from fl_bn.bn.layers import OwnBatchNorm, SharedNorm, followed, freeze_statistics
 from fl_bn.bn.modes import MARK, remember_modes
@@ -59,8 +59,6 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
             "hook on the copy",
             hooked[0],
         )
-    if reader := reader_of_globals(model):
-        raise Unconvertible(f"{reader}, which is the network itself. A copy would call the original: make the function a method")
     model = copied(model)
     freeze_statistics(model, False)  # the model may be a copy that was made in a frozen round
     remember_modes(model)

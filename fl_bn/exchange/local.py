@@ -85,13 +85,16 @@ class Turns:
         Raises:
             ExchangeFailed: the thread was not started by ``run``.
         """
-        here = getattr(cls._here, "turn", None)
-        if here is None:
+        if (here := cls.here()) is None:
             raise ExchangeFailed(
                 "the local exchange needs all clients in this process: use Federation, `fl-bn run` or run_in_process, or another exchange"
             )
-        turns, index = here
-        return turns, index
+        return here
+
+    @classmethod
+    def here(cls) -> tuple[Turns, int] | None:
+        """Return what ``current`` returns; None if the thread was not started by ``run``."""
+        return getattr(cls._here, "turn", None)
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
         """Run all tasks and return their results, in the order of ``tasks``.
@@ -150,10 +153,18 @@ class Turns:
         with self._lock:
             self._ready.append(index)
 
+    def all_wait(self) -> list[int]:
+        """Return the tasks to wake when every task that has not ended waits, so that none could call ``ready``.
+
+        Here these tasks fail, one at a time. A subclass may do what they wait for.
+        """
+        self._stuck = True
+        return self._waiting[:1]
+
     def _next(self) -> None:
         with self._lock:
-            if not self._ready and self._waiting:  # no running task could call ``ready``: the waiting tasks fail, one at a time
-                self._stuck, self._ready = True, [self._waiting[0]]
+            if not self._ready and self._waiting:
+                self._ready = self.all_wait()
             if self._ready:
                 self._go[self._ready.pop(0)].release()
 

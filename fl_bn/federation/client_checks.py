@@ -204,10 +204,17 @@ def check_trained(round: LocalRound, samples: int) -> None:
     """Check that the method and the objective can use the training of ``round`` on ``samples`` different samples.
 
     Raises:
-        ValueError: The first batch has more than ``samples`` samples, the objective divides by a learning rate of 0, or the method
-            needs a statistics pass before training, and there was none.
+        ValueError: No parameter moved in a loop of the user's own, the first batch has more than ``samples`` samples, the objective
+            divides by a learning rate of 0, or the method needs a statistics pass before training, and there was none.
     """
     reports, objective = round.method.reports(round.phase), round.settings.objective
+    sent = round.instruction.sections.get("weights", {})
+    trained = round.parameters if round.in_own_loop and round.rates.mean else {}
+    if trained and all(name in sent and torch.equal(sent[name].to(now), now) for name, now in trained.items()):
+        raise ValueError(
+            f"no parameter of round.model moved in the {round.steps} local steps of round {round.instruction.round}: train round.model "
+            "itself, not a copy of it, nor the network before convert, which a function in an attribute may remember"
+        )
     if reports is StatisticsReport.FIRST and round.batch > samples:
         raise ValueError(
             f"the first batch had {int(round.batch)} samples, but round.reply got samples={samples}: give the number of different "

@@ -15,8 +15,7 @@ from fl_bn.bn.roles import inputs_like
 from fl_bn.federation.finite_inputs import InputWatch
 from fl_bn.federation.first_batch import Connect
 from fl_bn.federation.layer_by_layer import Forward, Inputs, LayerOrder, called, layer_by_layer
-from fl_bn.federation.loader_generators import unmoved
-from fl_bn.federation.measuring import measured
+from fl_bn.federation.local import measured, unmoved
 from fl_bn.federation.values import Instruction
 from fl_bn.methods import Method, StatisticsPass
 from fl_bn.task import Task, batch_size, to_device

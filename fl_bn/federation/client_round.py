@@ -17,11 +17,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from fl_bn.bn.roles import inputs_like
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.clipping import clip
-from fl_bn.federation.engines.engine import Engine, Member, Result
 from fl_bn.federation.local import tested
 from fl_bn.federation.momentum import restart
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.source import Source, Trained
+from fl_bn.federation.source import Engine, Member, Result, Source, Trained
 from fl_bn.methods import StatisticsReport
 from fl_bn.models.head import head_of
 from fl_bn.task import CLASSIFICATION, Task, batch_size, one_number, to_device

@@ -18,7 +18,23 @@ from torch import nn
 from fl_bn.bn.copying import copied
 from fl_bn.bn.modes import modes_in_words
 from fl_bn.bn.roles import buffers_in_words, inputs_like
-from fl_bn.federation.arguments import Trials, check_arguments, check_network, device_of
+from fl_bn.federation.arguments import (
+    Loss,
+    MakeOptimizer,
+    MakeScheduler,
+    Metrics,
+    PerClient,
+    Trials,
+    check_arguments,
+    check_network,
+    device_of,
+    factor_of,
+    optimizers_of,
+    own_tests,
+    same_rate,
+    schedulers_of,
+    tasks_of,
+)
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.callbacks import Callback, Callbacks, Running, checked_callbacks
 from fl_bn.federation.checkpoint import FederationState, set_generators
@@ -30,31 +46,17 @@ from fl_bn.federation.eager import SGD
 from fl_bn.federation.engines.clients import Clients, Own
 from fl_bn.federation.engines.local import LocalTransport
 from fl_bn.federation.engines.vectorised import VECTORISED
-from fl_bn.federation.loader_generators import generators
 from fl_bn.federation.loaders import Loader, check_not_one_batch, in_dtype
+from fl_bn.federation.local import generators
 from fl_bn.federation.newest import Newest
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Passes
-from fl_bn.federation.per_client import (
-    Loss,
-    MakeOptimizer,
-    MakeScheduler,
-    Metrics,
-    PerClient,
-    each,
-    optimizers_of,
-    own_tests,
-    schedulers_of,
-    tasks_of,
-)
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.run import FROM_THE_START, Diverged, Round, Start, run
 from fl_bn.federation.same_run import CALENDAR, check_same, of_method, of_optimizer
-from fl_bn.federation.schedule import factor_of, same_rate
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
-from fl_bn.federation.steps import check_loss
 from fl_bn.methods import Method
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.task import CLASSIFICATION, Task
@@ -117,8 +119,8 @@ class Federation:
         engine: ``sequential``: one client after the other. ``vectorised``: the clients of a cohort together, in
             one vectorised program, which needs ``SeededBatches``.
         workers: The number of processes that compute clients. Every number gives the same bits. 0: this process at
-            first. Worker processes start if the remaining rounds then take less time, clients train on a CPU, and all
-            parts are fl-bn's or torch's own (all conditions: ``engines.processes.can_move``).
+            first. Worker processes start if the remaining rounds then take less time, clients train on a CPU, and tasks and
+            loaders are fl-bn's or torch's own (all conditions: ``engines.processes.why_stay``).
         progress: Whether to show a progress bar on a terminal.
         callbacks: Objects whose methods the run calls at its start and end, and after rounds and evaluations, see ``Callback``.
 
@@ -186,8 +188,6 @@ class Federation:
                 check_not_one_batch(f"test of client {number}", self.tests[number], own_task)
         check_network(model)
         where = device_of(device, model)
-        for one in each("loss", loss, count, "a function", lambda one: True):
-            check_loss(one, model)
         trials = Trials(model, makers, objective)
         base = trials.rate
         given = method

@@ -1,4 +1,4 @@
-"""Hold a client's samples, and measure statistics, loss and metrics on them."""
+"""Hold a client's samples, and measure statistics, loss and metrics on its data. Loaders draw the same batches with and without it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fl_bn.bn.layers import HybridBatchNorm
+from fl_bn.bn.modes import held_layers
 from fl_bn.bn.moments import Moments
+from fl_bn.bn.observation import inputs, normalisers, observe, pooled, uncompiled
 from fl_bn.bn.roles import inputs_like
 from fl_bn.data.augment import Augment
 from fl_bn.data.dataset import to_input
-from fl_bn.federation.layer_by_layer import Inputs
-from fl_bn.federation.loader_generators import unmoved
-from fl_bn.federation.measuring import measured
-from fl_bn.federation.pooling import quick_pooling
+from fl_bn.federation.layer_by_layer import Forward, Inputs, called
+from fl_bn.federation.one_sample import NO_VARIANCE
 from fl_bn.methods import NORMALISERS, StatisticsPass
 from fl_bn.task import CLASSIFICATION, MetricState, Task, to_device
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from fl_bn.federation.client import LocalRound
     from fl_bn.federation.source import Source
 
+PARTS = ("sampler", "batch_sampler")
+"""The attributes of a loader or a sampler that may hold a sampler with a generator of its own."""
 Loss = Callable[[Tensor, Tensor], Tensor]
 PASS_BATCH = 256
 """The number of samples in one forward pass of a statistics pass."""
@@ -150,9 +153,8 @@ def evaluate(model: nn.Module, data: Samples | Iterable[Any], batch_size: int = 
         batches: Iterable[Any] = (data.batch(index, like) for index in pieces)
     else:
         batches = (to_device(task.read(batch), like.device) for batch in data)
-    with quick_pooling(model):
-        for x, y in batches:
-            state.update(task.predict(model, x), y)
+    for x, y in batches:
+        state.update(task.predict(model, x), y)
     return state
 
 
@@ -177,3 +179,90 @@ def tested(round: LocalRound, source: Source) -> float | None:
             module.training = mode
     value = state[source.task.metric] if state.sums else math.nan
     return value if math.isfinite(value) else None
+
+
+@torch.no_grad()
+def measured(
+    model: nn.Module,
+    batches: Iterable[Any],
+    how: StatisticsPass,
+    forward: Forward = called,
+) -> dict[str, Moments]:
+    """Measure, for every BatchNorm layer, the moments that ``how`` describes, over ``batches`` of inputs.
+
+    The model runs in evaluation mode and stays unchanged: its gradients, its statistics and the modes of its modules. No
+    random number is drawn. If ``how.lower_layers`` is "hybrid", HBN's layers run in training mode, so they normalise with
+    the mixture of batch and shared statistics. Layers that the model's owner has put into evaluation mode (``held_layers``)
+    stay in it. A batch that gives a layer in training mode only one value per channel is left out.
+
+    Args:
+        model: The network.
+        batches: The batches of inputs.
+        how: The statistics pass: which moments to measure.
+        forward: A function that runs the network on a batch of inputs.
+
+    Returns:
+        Layer -> the moments over all batches.
+    """
+    with measuring(model, how) as observed:
+        for x in batches:
+            before = {name: len(parts) for name, parts in observed.items()}
+            try:
+                forward(model, x)
+            except ValueError as error:
+                if NO_VARIANCE not in str(error):
+                    raise
+                for name, seen in before.items():  # the batch is left out, so its moments in earlier layers are removed
+                    del observed[name][seen:]
+    return pooled(observed)
+
+
+@contextmanager
+def measuring(model: nn.Module, how: StatisticsPass) -> Iterator[dict[str, list[Moments]]]:
+    """Prepare ``model`` for the statistics pass ``how`` inside the ``with`` block.
+
+    Yields:
+        Layer -> its moments. Each forward pass adds one ``Moments`` per layer.
+    """
+    training = {module: module.training for module in model.modules()}
+    held = held_layers(model)
+    model.eval()
+    if how.lower_layers == "hybrid":
+        for name, layer in model.named_modules():
+            layer.training = isinstance(layer, HybridBatchNorm) and name not in held
+    try:
+        with uncompiled(), observe(model, normalisers if how.measured == NORMALISERS else inputs) as observed:
+            yield observed
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+
+
+def generators(loader: Any) -> list[torch.Generator]:
+    """Return the ``torch.Generator`` objects of a DataLoader and of its samplers, whose states a checkpoint stores.
+
+    These are the loader's own generator, and those of ``sampler``, ``batch_sampler`` and ``batch_sampler.sampler``. A sampler
+    of one's own may have further samplers under these names.
+    """
+    found: dict[int, torch.Generator] = {}
+    seen, waiting = set[int](), [loader]
+    while waiting:
+        part = waiting.pop(0)
+        if part is None or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(one := getattr(part, "generator", None), torch.Generator):
+            found[id(one)] = one
+        waiting += [getattr(part, name, None) for name in PARTS]
+    return list(found.values())
+
+
+@contextmanager
+def unmoved(loaders: Iterable[Any]) -> Iterator[None]:
+    """Restore the generators of ``loaders`` at the end of the ``with`` block, so that their next batches are as without it."""
+    before = {id(one): (one, one.get_state()) for loader in loaders for one in generators(loader)}
+    try:
+        yield
+    finally:
+        for one, state in before.values():
+            one.set_state(state)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import cached_property, partial
-from itertools import chain
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fl_bn.bn.copying import copied
-from fl_bn.bn.derived import load_tensors, results
+from fl_bn.bn.derived import load_tensors
 from fl_bn.bn.roles import Role, inputs_like, roles
 from fl_bn.federation import schema
 from fl_bn.federation.auxiliary import Auxiliary
@@ -28,7 +27,7 @@ AUTO = "auto"
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels-last": torch.channels_last}
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type, Enum, torch.dtype, torch.device, torch.memory_format)
 _CODE = (FunctionType, BuiltinFunctionType)
-_ABSENT = object()
+_CONTAINERS = (tuple, list, set, dict, partial)
 _TORCHS = frozenset(vars(nn.Module()))  # torch's own bookkeeping: tensors, submodules, hooks, mode
 
 
@@ -49,10 +48,9 @@ class Network:
     @contextmanager
     def lend(self) -> Iterator[Copy]:
         """Lend a copy of ``model`` for the ``with`` block, on ``device``. Its state is that of ``model``."""
-        while self._back:
+        if self._back:
             lent, pristine = self._back.pop()
-            if pristine.restored():
-                break
+            pristine.restore()
         else:
             lent = Copy(copied(self.original).to(self.device), self)
             pristine = _Pristine(lent.model)
@@ -140,52 +138,35 @@ class Copy:
 
 
 class _Pristine:
-    """Store a model's state: the tensors, modes, plain attributes and numbers of hooks of all its modules."""
+    """Store what the modules of a model hold: tensors with their values, modes, attributes and hooks."""
 
     def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
-        slots = [one for module in modules for one in (module._parameters, module._buffers, module._modules)]
-        self._slots, self._lengths, self._names = slots, list(map(len, slots)), list(chain.from_iterable(slots))
-        self._owned = [one for slot in slots for one in slot.values()]  # kept, so that no other object gets one of their ids
-        self._ids = list(map(id, self._owned))
-        self._tensors = list({id(one): one for one in self._owned if isinstance(one, Tensor)}.values())
+        every = [vars(module) for module in model.modules()]
+        own = [(held, name, held[name]) for held in every for name in held.keys() - _TORCHS]
+        self.knows_all = all(_plain(value) or isinstance(value, Tensor) for _, _, value in own)
+        slots = [slot for held in every for name in _TORCHS if isinstance(slot := held.get(name), dict)]
+        self._held = [(held, dict(held)) for held in (*every, *slots)]
+        mutable = [one for one in own if isinstance(one[2], _CONTAINERS)] if self.knows_all else []
+        self._mutable = [(held, name, copy.deepcopy(value)) for held, name, value in mutable]
+        self._tensors = list({id(one): one for _, then in self._held for one in then.values() if isinstance(one, Tensor)}.values())
         self._values = [tensor.detach().clone() for tensor in self._tensors]
         self._learns = [tensor.requires_grad for tensor in self._tensors]
-        self._modes = [(m, m.training) for m in modules]
-        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._hooked = list(map(len, self._hooks))
-        own = [(vars(m), own_state(m)) for m in modules]
-        self.knows_all = all(_plain(value) for _, values in own for value in values.values())
-        self._own = [(now, copy.deepcopy(then), len(now)) for now, then in own] if self.knows_all else []
 
     @torch.no_grad()
-    def restored(self) -> bool:
-        """Restore the stored state. Return False if a change cannot be undone, so that a new copy is needed."""
-        if list(map(len, self._slots)) != self._lengths or list(chain.from_iterable(self._slots)) != self._names:
-            return False
-        if [id(one) for slot in self._slots for one in slot.values()] != self._ids:
-            return False
-        if list(map(len, self._hooks)) != self._hooked:
-            return False
-        for now, then, size in self._own:
-            others = [name for name, value in then.items() if now.get(name, _ABSENT) is not value]
-            if len(now) != size or not all(_same(now.get(name, _ABSENT), then[name]) for name in others):
-                return False
+    def restore(self) -> None:
+        """Restore what was stored."""
+        for held, then in self._held:
+            if held and held.keys() != then.keys():
+                held.clear()
+            if then:
+                held.update(then)
+        for held, name, value in self._mutable:
+            held[name] = copy.deepcopy(value)
         torch._foreach_copy_(self._tensors, self._values)
         for tensor, learns in zip(self._tensors, self._learns, strict=True):
             tensor.grad = None
             if tensor.requires_grad is not learns:
                 tensor.requires_grad_(learns)
-        for module, training in self._modes:
-            if module.training is not training:  # setting a module's attribute is slow
-                module.training = training
-        return True
-
-
-def own_state(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of ``module``, without those that torch sets and those that a hook sets in forward passes."""
-    others = _TORCHS | results(module)
-    return {name: value for name, value in vars(module).items() if name not in others}
 
 
 def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]] | None:
@@ -212,7 +193,7 @@ def _has_no_way(module: nn.Module) -> bool:
 
 
 def _plain(value: Any) -> bool:
-    """Tell whether ``value`` consists of plain Python values, so that ``_same`` can compare its complete state."""
+    """Tell whether ``value`` consists of plain Python values, so that a copy of it has its complete state."""
     if isinstance(value, tuple | list | set | frozenset):
         return all(map(_plain, value))
     if isinstance(value, dict):
@@ -220,11 +201,3 @@ def _plain(value: Any) -> bool:
     if isinstance(value, partial):
         return _plain(value.func) and _plain(value.args) and _plain(value.keywords)
     return isinstance(value, _PLAIN + _CODE)
-
-
-def _same(now: Any, then: Any) -> bool:
-    if now is then:
-        return True
-    if isinstance(then, partial):
-        return isinstance(now, partial) and (now.func, now.args, now.keywords) == (then.func, then.args, then.keywords)
-    return type(now) is type(then) and bool(now == then)

@@ -1,4 +1,4 @@
-"""Define the source of a client's batches in a round. An example is ``sources.SampleSource``."""
+"""Define what computes a client's round: the source of its batches, such as ``sources.SampleSource``, and the engine."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from fl_bn.federation.values import ClientState, Reply
 from fl_bn.task import Task
 
 if TYPE_CHECKING:
@@ -114,5 +115,35 @@ class Source(Protocol):
             round: The client's round.
             batches: The training batches; empty if the round only measures.
             trained: The result of each pass over ``batches``.
+        """
+        ...
+
+
+class Member(NamedTuple):
+    """Hold the round of one client of a cohort, and its source of batches."""
+
+    round: LocalRound
+    source: Source
+
+
+Result = tuple[Reply, ClientState]
+
+
+class Engine(Protocol):
+    """Compute the rounds of a cohort's clients: one after the other, or all together in vectorised code."""
+
+    def check(self, members: Sequence[Member]) -> None:
+        """Raise an error if this engine cannot compute the rounds of the clients ``members``. Otherwise do nothing."""
+        ...
+
+    def measure(self, members: Sequence[Member]) -> None:
+        """Run the statistics pass of every client in ``members``."""
+        ...
+
+    def train(self, members: Sequence[Member], batches: Sequence[Iterable[Any]]) -> list[list[Trained]]:
+        """Train each client in ``members`` on its own ``batches``.
+
+        Returns:
+            For each client, the result of each pass over its batches.
         """
         ...

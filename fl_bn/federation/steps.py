@@ -8,15 +8,11 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from types import FunctionType
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
-
-from fl_bn.bn.copying import global_names
 
 LOGGER = logging.getLogger("flwr")
 OWN_LOOP = "or write a loop of your own (docs/how-to/loop.md)"
@@ -121,28 +117,6 @@ def check_follows_rate(make: Callable[[Any], Optimizer], make_scheduler: Callabl
             "the argument schedule=..., and in rounds with frozen statistics, would be lost. Take a scheduler that starts from the "
             "optimiser's rate, such as LambdaLR or CosineAnnealingLR"
         )
-
-
-def check_loss(loss: Any, model: nn.Module) -> None:
-    """Check that a user's loss does not use the network itself, since clients train copies of it.
-
-    Raises:
-        ValueError: The function refers to the network, or to one of its layers or parameters.
-    """
-    function = getattr(loss, "__func__", loss)
-    if not isinstance(function, FunctionType):
-        return
-    seen = [(name, function.__globals__.get(name)) for name in global_names(function.__code__)]
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # a variable that has no value yet
-            seen.append((name, cell.cell_contents))
-    parts = {id(part) for part in [*model.modules(), *model.parameters()]}
-    for name, value in seen:
-        if id(value) in parts:
-            raise ValueError(
-                f"loss uses {name!r}, which is the network that was given or a part of it, but each client trains a copy: the loss would "
-                "not change with the weights. Put such a term into the network's output, or write a loop of your own (docs/how-to/loop.md)"
-            )
 
 
 def _needed(steps: Any) -> str:

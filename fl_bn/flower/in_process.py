@@ -27,10 +27,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fl_bn.exchange.local import Turns, end_task
-from fl_bn.federation.engines.pace import Pace
-from fl_bn.federation.engines.rendezvous import VmapRendezvous
-from fl_bn.federation.engines.vectorised import AT_ONCE, VECTORISED, CannotVectorise, Fallback
-from fl_bn.federation.engines.workers import Workers, cores
+from fl_bn.federation.engines.vectorised import AT_ONCE, VECTORISED, CannotVectorise, Fallback, TogetherTurns
+from fl_bn.federation.engines.workers import Workers, WorkerTiming, cores
 from fl_bn.flower.compat import address, identify
 from fl_bn.flower.log import log
 from fl_bn.flower.wire.fields import config_of
@@ -59,10 +57,10 @@ class InProcessGrid(Grid):
         app: the ClientApp, or its import path ``module:name``.
         clients: the number of nodes, 1 or more.
         run_config: the run config. Its ``engine`` says whether a cohort's clients are computed together (vmap).
-        workers: the processes that answer messages. None: this process answers them, at least until ``pace`` finds that
+        workers: the processes that answer messages. None: this process answers them, at least until ``timing`` finds that
             worker processes would save time.
-        pace: decides before each round whether the rest of the run would be faster with worker processes. If so, this grid
-            starts them. ``pace`` has no effect if ``workers`` is given. None: no worker process is started.
+        timing: decides before each round whether the rest of the run would be faster with worker processes. If so, this grid
+            starts them. ``timing`` has no effect if ``workers`` is given. None: no worker process is started.
     """
 
     def __init__(
@@ -71,14 +69,14 @@ class InProcessGrid(Grid):
         clients: int,
         run_config: Mapping[str, Any],
         workers: Workers | None = None,
-        pace: Pace | None = None,
+        timing: WorkerTiming | None = None,
     ) -> None:
         if clients < 1:
             raise ValueError(
                 f"clients must be 1 or more, but got {clients}: for fl-bn's own app, RunConfig.from_mapping(config).to_mapping() has them"
             )
         self._app = app
-        self._workers, self._pace = workers, pace
+        self._workers, self._timing = workers, timing
         self._run = Run(1)
         self.result: Any = None
         identify(1)
@@ -149,10 +147,10 @@ class InProcessGrid(Grid):
 
     def _start_workers(self, messages: list[Message]) -> None:
         """Start worker processes if they would save time, counted from the round of ``messages`` to the end of the run."""
-        if self._workers is None and self._pace is not None:
+        if self._workers is None and self._timing is not None:
             rounds = [_round(message) for message in messages if _trains(message)]
-            if rounds and self._pace.worth_it(rounds[0]):
-                self._workers = Workers(self._pace.workers)
+            if rounds and self._timing.worth_it(rounds[0]):
+                self._workers = Workers(self._timing.workers)
 
     def _addressed(self, messages: Iterable[Message]) -> list[Message]:
         messages = list(messages)
@@ -169,7 +167,7 @@ class InProcessGrid(Grid):
         if self._fallback is not None:
             parts = [messages[begin : begin + AT_ONCE] for begin in range(0, len(messages), AT_ONCE)]
             tasks = [[partial(self._answer, message) for message in part] for part in parts]
-            return [answer for part in tasks for answer in VmapRendezvous.run(part, self._fallback)]
+            return [answer for part in tasks for answer in TogetherTurns(len(part), self._fallback).run(part)]
         self._start_workers(messages)
         if self._workers is not None:
             return self._answered_by(self._workers, messages)
@@ -183,8 +181,8 @@ class InProcessGrid(Grid):
     def _answer(self, message: Message) -> Message:
         begin = time.perf_counter()
         answer = _answer_of(self._app, message, self._contexts[message.metadata.dst_node_id])
-        if self._pace is not None and _trains(message) and not _exchange_token(message):
-            self._pace.note(_round(message), time.perf_counter() - begin)
+        if self._timing is not None and _trains(message) and not _exchange_token(message):
+            self._timing.note(_round(message), time.perf_counter() - begin)
         return answer
 
     def _answered_by(self, workers: Workers, messages: list[Message]) -> Iterator[Message]:
@@ -243,8 +241,8 @@ def run_in_process(
     count = int(config.get("workers", 1))
     decides = count == 0 and config.get("engine") != VECTORISED and isinstance(client_app, str)
     decides = decides and not on_gpu(str(config.get("device", "auto")))  # on a GPU, worker processes would only take turns
-    pace = Pace(cores() // int(config.get("threads", 1)), int(config.get("rounds", 0))) if decides else None
-    grid = InProcessGrid(client_app, int(config["clients"]), config, workers or (Workers(count) if count > 1 else None), pace)
+    timing = WorkerTiming(cores() // int(config.get("threads", 1)), int(config.get("rounds", 0))) if decides else None
+    grid = InProcessGrid(client_app, int(config["clients"]), config, workers or (Workers(count) if count > 1 else None), timing)
     context = Context(run_id=1, node_id=0, node_config=dict(OWNER), state=RecordDict(), run_config=dict(config))
     threads = torch.get_num_threads()
     try:

@@ -19,10 +19,8 @@ from fl_bn.bn.derived import plain_names
 from fl_bn.data.batches import ClientTooSmall
 from fl_bn.exchange.replay import Unanswered
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.client_round import client_rounds
 from fl_bn.federation.composition import check_composition
-from fl_bn.federation.engines.engine import Member
-from fl_bn.federation.engines.rendezvous import VmapRendezvous
+from fl_bn.federation.engines.vectorised import round_of_task
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.narrow import Overflow
 from fl_bn.federation.network import Network
@@ -135,8 +133,7 @@ class LocalClient:
                 round = LocalRound(lent, self.method, instruction, kept, self.settings, joins)
                 test = self.site.test if self.tells_tests else None
                 source = SampleSource(self.site.train, self.seed, self.site.client, self.task, self.shares_drift, test)
-                cohort = VmapRendezvous.for_round(round, source)
-                result = client_rounds([Member(round, source)])[0] if cohort is None else cohort.round(round, source)
+                result = round_of_task(round, source)
         except Unanswered as pending:
             return pack(question(pending, self.site.client))
         except ClientTooSmall as reason:

@@ -28,8 +28,7 @@ from fl_bn.data.partition import BY_DOMAIN, Indices, label_counts, partition
 from fl_bn.data.record import TRAINING, describe
 from fl_bn.data.shift import Limit, limited, shifted
 from fl_bn.data.validation import HeldOut, hold_out
-from fl_bn.federation.best import EarlyStop, KeepBest
-from fl_bn.federation.callbacks import Callback
+from fl_bn.federation.callbacks import Callback, EarlyStop, KeepBest
 from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.network import Network
 from fl_bn.federation.settings import LocalTraining

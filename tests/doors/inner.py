@@ -13,8 +13,7 @@ from fl_bn.federation.centring import centred_weights
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.federation import Diverged
-from fl_bn.federation.loader_generators import generators
-from fl_bn.federation.local import Samples, evaluate
+from fl_bn.federation.local import Samples, evaluate, generators
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, server_optimizer
 from fl_bn.federation.rounds import AS_METHOD
 from fl_bn.federation.schema import START

@@ -1,4 +1,4 @@
-"""fl-bn trains copies of a network. What a network remembers of itself (closures, hooks, weak references) belongs to the copy, too."""
+"""fl-bn trains copies of a network. A function that remembers the original (closures, hooks, weak references) is refused."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_bn import Federation, convert, local_round, methods, server_state
-from fl_bn.bn.copying import copied
 from fl_bn.methods import METHODS
+from tests.listed import listed
 
 X, Y = torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 2
 
@@ -98,76 +98,73 @@ def recursive(net: Net) -> None:
     net.block = block
 
 
-REMEMBERS = [closure, recursive, partial, weak, defaults, nested, hook, autocast, compiled]
-
-
-@pytest.mark.parametrize("remembers", REMEMBERS, ids=lambda one: one.__name__)
-@pytest.mark.parametrize("name", ["fedavg", "fixbn", "fedbn", "hbn"])
-def test_a_network_that_remembers_itself_is_trained_as_any_other(name: str, remembers: Callable[[Net], None]) -> None:
-    trained = {}
-    for how in (method, remembers):
-        net = made(how)
-        before = {key: value.clone() for key, value in net.state_dict().items()}
-        federation = Federation(net, METHODS[name](), [[(X, Y)]] * 2, unit_scale=False, progress=False)  # nothing is rescaled under hooks
-        list(federation.run(3))
-        trained[how] = federation.model.state_dict()
-        assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
-        assert not torch.equal(trained[how]["fc.weight"], before["fc.weight"])
-    assert all(torch.allclose(value, trained[method][key]) for key, value in trained[remembers].items())
-
-
-@pytest.mark.parametrize("remembers", [closure, weak, hook], ids=lambda one: one.__name__)
-def test_a_part_that_is_called_by_a_closure_is_trained_in_the_users_loop(remembers: Callable[[Net], None]) -> None:
-    net, fbn = made(remembers), methods.fbn()
-    state = server_state(net, fbn, rounds=1)
-    with local_round(convert(net, fbn), fbn, state.instruction()) as round:
-        optimizer = torch.optim.SGD(round.model.parameters(), 0.1)
-        F.cross_entropy(round.model(X), Y).backward()
-        optimizer.step()
-    sections = round.reply(16)[0].sections
-    assert sections["moments"]["bn.count"] == 16
-    assert not torch.equal(sections["weights"]["fc.weight"], net.fc.weight)
-    assert not net.bn.running_mean.any()
-
-
-def test_functions_of_the_copy_share_what_those_of_the_original_share() -> None:
-    net = made(method)
-    calls = 0
-
-    def count(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-
-    net.register_forward_pre_hook(count)
-    shared = [net.fc]
-    net.first, net.second = lambda: shared[0], lambda: shared  # type: ignore[assignment]
-    copy: Any = copied(net)
-    copy(X)
-    assert calls == 1  # a function without the network is the same in both
-    assert copy.first() is copy.second()[0] is copy.fc
-    assert net.first() is net.fc  # type: ignore[operator]
-
-
 NETWORK = Net()
 
 
-def test_a_function_that_reads_the_network_from_a_global_variable_is_refused() -> None:
-    for use in (lambda x: F.relu(NETWORK.bn(NETWORK.fc(x))), lambda x: [NETWORK.plain(one) for one in (x,)][0]):
-        NETWORK.block = use
-        with pytest.raises(ValueError, match="NETWORK"):
-            convert(NETWORK, methods.fedavg())
-    other = made(method)
-    other.block = use
-    convert(other, methods.fedavg())  # control: it is another network
-    NETWORK.block = lambda x: other.NETWORK.plain(x)  # control: an attribute of that name
-    convert(NETWORK, methods.fedavg())
+def global_variable(net: Net) -> None:
+    global NETWORK
+    NETWORK = net
+    net.block = lambda x: F.relu(NETWORK.bn(NETWORK.fc(x)))
+
+
+REMEMBERS = [closure, recursive, weak, defaults, nested, hook, autocast, compiled, global_variable]
+
+
+def in_federation(net: Net, name: str) -> dict[str, Tensor]:
+    federation = Federation(net, METHODS[name](), [[(X, Y)]] * 2, unit_scale=False, progress=False)
+    list(federation.run(3))
+    return federation.model.state_dict()
+
+
+def in_own_loop(net: Net, name: str) -> dict[str, Tensor]:
+    method = METHODS[name]()
+    state = server_state(net, method, rounds=1)
+    with local_round(convert(net, method), method, state.instruction()) as round:
+        optimizer = torch.optim.SGD(round.model.parameters(), 0.1)
+        F.cross_entropy(round.model(X), Y).backward()
+        optimizer.step()
+    return round.reply(16)[0].sections["weights"]
+
+
+@listed("remembers", REMEMBERS)
+def test_a_function_that_calls_the_original_from_a_copy_is_refused(remembers: Callable[[Net], None]) -> None:
+    """The copy gets no gradients there, but the network that was given does, or a layer of the method sees no batch."""
+    for door, name in ((in_federation, "fedavg"), (in_federation, "fbn"), (in_own_loop, "fbn")):
+        net = made(remembers)
+        before = {key: value.clone() for key, value in net.state_dict().items() if key.startswith(("fc", "head"))}
+        with pytest.raises(ValueError, match=r"gradient|batches|step|moved"):
+            door(net, name)
+        assert all(torch.equal(net.state_dict()[key], value) for key, value in before.items())
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fbn"])
+def test_bound_methods_and_partials_belong_to_the_copy(name: str) -> None:
+    for door in (in_federation, in_own_loop):
+        plain, bound = door(made(method), name), door(made(partial), name)
+        assert all(torch.allclose(value, plain[key]) for key, value in bound.items())
+
+
+def test_a_round_in_which_no_parameter_moved_is_refused() -> None:
+    for moves in (True, False):
+        method = methods.fedavg()
+        with local_round(convert(Net(), method), method, server_state(Net(), method, rounds=1).instruction()) as round:
+            F.cross_entropy(round.model(X), Y).backward()
+            with torch.no_grad():
+                for parameter in round.model.parameters():
+                    parameter -= 0.1 * moves * parameter.grad
+            round.step_done()
+        if moves:
+            round.reply(16)
+        else:
+            with pytest.raises(ValueError, match="moved"):
+                round.reply(16)
 
 
 @pytest.mark.parametrize("value", [threading.Lock(), (n for n in range(3))], ids=["lock", "generator"])
-def test_an_attribute_that_cannot_be_copied_is_named(value: Any) -> None:
+def test_an_attribute_that_cannot_be_copied_is_refused(value: Any) -> None:
     net = made(method)
     net.fc.tool = value
-    with pytest.raises(ValueError, match="'tool' of fc"):
+    with pytest.raises(ValueError, match="__deepcopy__"):
         convert(net, methods.fbn())
 
 

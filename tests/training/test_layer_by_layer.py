@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fl_bn.exchange.call import Answer, ExchangeFailed, Key, Quantity
 from fl_bn.federation.layer_by_layer import LayerOrder, layer_by_layer
-from fl_bn.federation.measuring import measured
+from fl_bn.federation.local import measured
 from fl_bn.methods import INPUTS, StatisticsPass
 from tests.training.core import Moments, batch_norms, running_statistics
 from tests.training.test_recalibration import LAYERS, network

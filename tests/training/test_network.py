@@ -68,13 +68,24 @@ def test_a_copy_that_came_back_is_lent_again_as_it_was_at_first() -> None:
     ],
     ids=["number", "list", "parameter", "module", "attribute", "hook", "buffers"],
 )
-def test_what_cannot_be_put_back_is_not_lent_again(change: Callable[[Any], None]) -> None:
+def test_what_a_client_changes_is_put_back(change: Callable[[Any], None]) -> None:
+    of, x = network(), torch.randn(8, 4)
+    expected = of.original(x)
+    for _ in range(2):
+        with of.lend() as lent:
+            assert vars(lent.model).get("calls") == 0
+            assert vars(lent.model)["widths"] == [1, 2]
+            assert "new" not in vars(lent.model)
+            assert not lent.model.norm._forward_pre_hooks  # type: ignore[union-attr]
+            assert torch.equal(lent.model(x), expected)
+            change(lent.model)
+            train(lent.model)
+
+
+def test_a_network_with_an_attribute_of_another_kind_is_copied_anew() -> None:
     of = network()
+    of.original.tool = object()  # type: ignore[assignment]
     with of.lend() as lent:
-        changed = lent.model
-        change(changed)
+        first = lent.model
     with of.lend() as lent:
-        assert lent.model is not changed
-        assert vars(lent.model).get("calls") == 0
-        assert vars(lent.model)["widths"] == [1, 2]
-        assert "new" not in vars(lent.model)
+        assert lent.model is not first

@@ -5,12 +5,10 @@ tests/conformance compares every method; here are options of training, networks 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from fl_bn import Federation, SeededBatches, methods
 from fl_bn.federation.defence import Defence
+from fl_bn.federation.engines import vectorised
 from fl_bn.methods import Method, fbn, fedavg, fedavg_alg2, fedbn, fedtan, fixbn, freeze, hbn, static_bn
 from fl_bn.objectives import FedProx, FedSAM, Moon, Scaffold
 from tests.conformance.doors import Asked, application
@@ -66,6 +65,12 @@ def tied() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Tied().double()
+
+
+def flat() -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)).double()
 
 
 class Asks(nn.Sequential):
@@ -224,7 +229,7 @@ class Effects(nn.Module):
         super().__init__()
         self.first, self.norm, self.second, self.head = nn.Linear(192, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 4)
         self.register_buffer("batches", torch.zeros((), dtype=torch.float64))
-        self.share, self.seen, self.sizes, self.own = share, 0, [0], random.Random(0)
+        self.share = share
 
     def forward(self, x: Tensor) -> Tensor:
         features = self.norm(self.first(x.flatten(1))).relu()
@@ -232,39 +237,11 @@ class Effects(nn.Module):
         return self.head(features if isinstance(share, float) and share == 0 else features + share * self.second(features))
 
 
-def counted(net: Effects, x: Tensor) -> float:
-    net.seen += 1
-    return 1 / (1 + net.seen)
-
-
-def counted_rarely(net: Effects, x: Tensor) -> float:
-    net.seen += len(x) < 3
-    return 1 / (1 + net.seen)
-
-
-def collected(net: Effects, x: Tensor) -> float:
-    net.sizes.append(len(x))
-    return 1 / len(net.sizes)
-
-
 def counted_in_a_buffer(net: Effects, x: Tensor) -> Tensor:
     net.batches += 1
     return 1 / (1 + net.batches)
 
 
-PARTLY = "parameter second.bias gets a gradient from some clients' batches"
-CHANGES = "the forward pass changes attribute {!r} of the network"
-EFFECTS: dict[str, tuple[Callable[[Effects, Tensor], Any], str]] = {
-    "a layer for large batches": (lambda net, x: float(len(x) > 4), PARTLY),
-    "an attribute": (counted, CHANGES.format("seen")),
-    "an attribute, from the third step on": (counted_rarely, CHANGES.format("seen")),
-    "a list": (collected, CHANGES.format("sizes")),
-    "a generator of its own": (lambda net, x: net.own.random(), CHANGES.format("own")),
-    "Python's random numbers": (lambda net, x: random.random(), "Python's random would draw other random numbers"),
-    "NumPy's random numbers": (lambda net, x: float(np.random.rand()), "numpy.random would draw other random numbers"),
-    "NumPy's, from the third step on": (lambda net, x: float(np.random.rand()) if len(x) < 6 else 0.5, "numpy.random would draw"),
-    "both kinds": (lambda net, x: random.random() * float(torch.rand(())), "torch cannot batch this network"),
-}
 NO_EFFECTS: dict[str, Callable[[Effects, Tensor], Any]] = {
     "a constant": lambda net, x: 0.5,
     "the size of the batch": lambda net, x: 1 / len(x),
@@ -279,25 +256,52 @@ def with_effects(share: Callable[[Effects, Tensor], Any], engine: str) -> list[f
             torch.manual_seed(0)
             return Effects(share).double()
 
-    random.seed(0)
-    np.random.seed(0)
     optimizer = partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
     return through_federation(fedavg(), engine, network=network, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("case", EFFECTS)
-def test_side_effects_fall_back(case: str, caplog: pytest.LogCaptureFixture) -> None:
-    """What each client would do for itself. The numbers are those of the sequential engine, to the bit."""
-    share, reason = EFFECTS[case]
-    assert with_effects(share, "vectorised") == with_effects(share, "sequential")
+def hooked() -> nn.Module:
+    model = flat()
+    model[1].register_forward_hook(lambda layer, args, output: 2 * output)
+    return model
+
+
+class Halved(nn.BatchNorm1d):
+    """A class of one's own behind a layer of fl-bn's."""
+
+    def extra_repr(self) -> str:
+        return "halved"
+
+
+def halved() -> nn.Module:
+    model = flat()
+    model[2] = Halved(8).double()
+    return model
+
+
+OF_ONE_S_OWN: dict[str, tuple[dict[str, Any], str]] = {
+    "a network": ({}, "the network (ResNet"),
+    "a hook": ({"network": hooked}, "1 (Linear"),
+    "a layer below fl-bn's": ({"network": halved}, "2 ("),
+    "a loss": ({"network": flat, "loss": lambda output, y: F.cross_entropy(output, y)}, "its loss"),
+}
+
+
+@pytest.mark.parametrize("case", OF_ONE_S_OWN)
+def test_code_of_a_package_that_is_not_known_runs_one_by_one(case: str, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    """It may change attributes or draw numbers, once for all clients. The numbers are those of the sequential engine, to the bit."""
+    options, named = OF_ONE_S_OWN[case]
+    monkeypatch.setattr(vectorised, "PURE", vectorised.PURE - {"tests"})
+    known = through_federation(fbn(), "vectorised", network=flat)
+    assert known != through_federation(fbn(), "sequential", network=flat)  # control: torch's own classes are one program
+    assert through_federation(fbn(), "vectorised", **options) == through_federation(fbn(), "sequential", **options)
     said = [record.message for record in caplog.records if "one by one" in record.message]
     assert len(said) == 1
-    assert reason in said[0]
+    assert named in said[0]
 
 
 @pytest.mark.parametrize("case", NO_EFFECTS)
-def test_control_without_side_effects_it_is_one_program(case: str, caplog: pytest.LogCaptureFixture) -> None:
-    """And what is different per client, in a buffer, is so here."""
+def test_a_network_that_only_computes_is_one_program(case: str, caplog: pytest.LogCaptureFixture) -> None:
     share = NO_EFFECTS[case]
     expected = with_effects(share, "sequential")
     assert apart(with_effects(share, "vectorised"), expected) < EQUAL

@@ -16,13 +16,12 @@ from fl_bn.bn.derived import from_pickle, to_pickle
 from fl_bn.exchange.local import LocalExchange
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import client_round
-from fl_bn.federation.engines.engine import Result
 from fl_bn.federation.loaders import Loader, SeededBatches
 from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.network import Copy, Network
 from fl_bn.federation.one_sample import Trainable
 from fl_bn.federation.settings import LocalTraining, seeded
-from fl_bn.federation.source import Outcome, Trained
+from fl_bn.federation.source import Outcome, Result, Trained
 from fl_bn.federation.sources import DROPOUT, SUBSET
 from fl_bn.federation.steps import check_parameters, check_scheduler_steps
 from fl_bn.federation.values import ClientState, Instruction

@@ -21,14 +21,11 @@ from fl_bn.exchange.local import LocalExchange, Turns
 from fl_bn.exchange.session import Session, exchanged_layers
 from fl_bn.federation.client_round import client_rounds
 from fl_bn.federation.engines.clients import LEFT_OUT, Clients, Connect, LoaderSource
-from fl_bn.federation.engines.engine import Member, Result
-from fl_bn.federation.engines.pace import Pace
-from fl_bn.federation.engines.processes import InWorkers, can_move, check_loaders, in_workers
+from fl_bn.federation.engines.processes import CannotMove, InWorkers, check_loaders, in_workers, why_stay
 from fl_bn.federation.engines.vectorised import AT_ONCE, AsOneProgram, CannotVectorise, Fallback, unneeded
-from fl_bn.federation.engines.workers import cores
-from fl_bn.federation.loader_generators import unmoved
+from fl_bn.federation.engines.workers import WorkerTiming, cores
 from fl_bn.federation.loaders import REITERABLE, Loader, SeededBatches
-from fl_bn.federation.local import evaluate
+from fl_bn.federation.local import evaluate, unmoved
 from fl_bn.federation.metrics import over_samples
 from fl_bn.federation.network import Network
 from fl_bn.federation.one_sample import ADVICE
@@ -36,6 +33,7 @@ from fl_bn.federation.payload import Named
 from fl_bn.federation.replies import checked
 from fl_bn.federation.run import FROM_THE_START, Start
 from fl_bn.federation.server import Server
+from fl_bn.federation.source import Member, Result
 from fl_bn.federation.transport import Transport
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply, RoundReplies
 from fl_bn.methods import Phase
@@ -52,7 +50,7 @@ class LocalTransport(Transport):
         clients: All clients, with their loaders and settings.
         tests: Each client's test batches. None: there is no evaluation.
         workers: The number of processes that compute clients. 1: only this process. 0: this process at first, and
-            several worker processes as soon as they save time (see ``Pace``) and ``can_move`` is true.
+            several worker processes as soon as they save time (see ``WorkerTiming``), if ``why_stay`` finds no reason against it.
         one_program: Whether clients are computed together in one vectorised program, if possible.
     """
 
@@ -63,7 +61,7 @@ class LocalTransport(Transport):
         self.kept = [NOTHING for _ in clients.own]
         self._rounds = 1  # the number of rounds of the run
         self._workers: InWorkers | None = None
-        self._pace = Pace(1, 1)
+        self._timing = WorkerTiming(1, 1)
         self._warned, self._fallback = set[int](), Fallback()
         self._on_cpu = Network(clients.model, clients.method, torch.device("cpu"))
 
@@ -73,8 +71,8 @@ class LocalTransport(Transport):
         self._rounds = rounds
         if start.round == 1:
             self.kept = [replace(kept, round=0) for kept in self.kept]  # the state of an earlier run counts as from before round 1
-        decides = self._count == 0 and not self._one_program and can_move(self.clients)
-        self._pace = Pace(cores() // torch.get_num_threads() if decides else 1, rounds)
+        decides = self._count == 0 and not self._one_program and self.clients.device.type == "cpu"
+        self._timing = WorkerTiming(cores() // torch.get_num_threads() if decides else 1, rounds)
         with ExitStack() as self._serving:
             if self._count > 1:
                 check_loaders(self.clients, self._count)
@@ -83,6 +81,16 @@ class LocalTransport(Transport):
                 yield
             finally:
                 self._workers = None
+
+    def _move(self, count: int) -> None:
+        """Start ``count`` worker processes, which nobody has asked for, or say once why the clients stay in this process."""
+        try:
+            if why := why_stay(self.clients):
+                raise CannotMove(why)
+            self._start_workers(count)
+        except CannotMove as reason:
+            self._timing = WorkerTiming(1, 1)
+            LOGGER.info("workers=0: the clients stay in one process: %s. workers=%s computes them in several", reason, count)
 
     def _start_workers(self, count: int) -> None:
         self._workers = self._serving.enter_context(in_workers(self.clients, count))
@@ -95,11 +103,11 @@ class LocalTransport(Transport):
     def _train(self, instruction: Instruction) -> RoundReplies:
         cohort, session = self.cohort(instruction.round), None
         if instruction.phase is not Phase.EXCHANGE:
-            if self._workers is None and self._pace.worth_it(instruction.round):
-                self._start_workers(self._pace.workers)
+            if self._workers is None and self._timing.worth_it(instruction.round):
+                self._move(self._timing.workers)
             begin = time.perf_counter()
             replies = self._in_parts(instruction, cohort)
-            self._pace.note(instruction.round, time.perf_counter() - begin)
+            self._timing.note(instruction.round, time.perf_counter() - begin)
         elif (together := self._together(instruction, cohort)) is not None:
             replies = together
         else:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from operator import is_not
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,11 +18,11 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset, default_collate
 
 from fl_bn.federation.engines.clients import Clients
-from fl_bn.federation.engines.engine import Result
 from fl_bn.federation.engines.workers import Workers
-from fl_bn.federation.loader_generators import generators
 from fl_bn.federation.loaders import SeededBatches
+from fl_bn.federation.local import generators
 from fl_bn.federation.payload import to_numpy, to_tensors
+from fl_bn.federation.source import Result
 from fl_bn.federation.values import ClientState, Instruction, Reply
 from fl_bn.task import is_ours
 from fl_bn.task.targets import tensors_in
@@ -39,26 +38,38 @@ LARGE = 2**24
 """The size of pickled objects, in bytes, from which on changes of them are not looked for before each round."""
 
 
-def can_move(clients: Clients) -> bool:
-    """Tell whether worker processes can compute the clients with the same effects as this process.
+class CannotMove(ValueError):
+    """Report what cannot be moved to a worker process."""
 
-    A user's own code may read and change variables, but a worker process has a copy of them. So the tasks must be fl-bn's, and
-    the functions that make optimisers, schedulers and the rate's factor must be ``constant``. The loaders must be
-    ``SeededBatches``, or DataLoaders of a TensorDataset with ``num_workers=0``, torch's own ``collate_fn`` and torch's own
-    samplers. The clients must train on a CPU, and their data must not exceed ``MOST_BYTES``.
+
+def why_stay(clients: Clients) -> str:
+    """Return why the clients stay in this process where nobody has asked for worker processes; empty if they may move.
+
+    Worker processes have copies of everything. So tasks must be fl-bn's, and loaders ``SeededBatches``, or DataLoaders of a
+    TensorDataset with ``num_workers=0``, torch's own ``collate_fn`` and torch's own samplers. Functions are copied anew when what
+    they read changes, except named functions of a module, which a worker imports. The data must not exceed ``MOST_BYTES``.
     """
-    if clients.device.type != "cpu" or not all(is_ours(own.task) for own in clients.own) or not constant(clients.schedule):
-        return False
-    if not all(constant(own.make_optimizer) and constant(own.make_scheduler) for own in clients.own):
-        return False
     size = 0
+    for client, own in enumerate(clients.own):
+        if not is_ours(own.task):
+            return f"the task of client {client} is not fl-bn's own"
+        for function in (own.make_optimizer, own.make_scheduler, clients.schedule):
+            if function is not None and not _moves(function):
+                return f"a worker process would import {function!r} anew, without the changes of this process: give a lambda"
     tested = {id(own.test): own.test for own in clients.own if own.test is not None and own.settings.local_evaluation}
     for loader in (*(own.loader for own in clients.own), *tested.values()):
         tensors = _data(loader)
         if tensors is None or (isinstance(loader, DataLoader) and not _is_torchs(loader)):
-            return False
+            return f"a {type(loader).__name__} has parts other than torch's own: give SeededBatches"
         size += sum(tensor.nbytes for tensor in tensors)
-    return size <= MOST_BYTES
+    return f"the data have {size / 2**30:.3g} GiB" if size > MOST_BYTES else ""
+
+
+def _moves(function: Any) -> bool:
+    """Tell whether ``function`` is torch's or fl-bn's, or cloudpickle writes it with the variables that it reads, as it does lambdas."""
+    while isinstance(function, partial):
+        function = function.func
+    return function.__module__.partition(".")[0] in ("torch", "fl_bn", "__main__") or "<" in getattr(function, "__qualname__", "")
 
 
 def _data(loader: Any) -> Sequence[Tensor] | None:
@@ -80,45 +91,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _pickled(one: Any) -> bytes:
-    """Return an object as bytes; empty if it cannot be pickled."""
-    try:
-        return pickle.dumps(wrap_non_picklable_objects([one], keep_wrapper=False))
-    except Exception:  # an object of the user's own may raise anything; writing all clients raises it again
-        return b""
-
-
-def constant(function: Any) -> bool:
-    """Tell whether a function computes the same in a worker process, however the variables of this process change later.
-
-    None is, and so are torch's and fl-bn's own functions and classes, ``partial`` of them with numbers, texts or tuples of
-    these, and a function that reads no variable but modules, and functions and classes of torch and fl-bn.
-    """
-    if isinstance(function, partial):
-        given = (*function.args, *function.keywords.values())
-        return constant(function.func) and all(_is_value(one) for one in given)
-    if function is None or str(getattr(function, "__module__", "")).partition(".")[0] in ("torch", "fl_bn"):
-        return True
-    if type(function) is not FunctionType or function.__closure__ or not _are_values(function):
-        return False
-    read = [function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__]
-    return all(_is_module(one) or (callable(one) and not isinstance(one, FunctionType) and constant(one)) for one in read)
-
-
-def _is_module(one: Any) -> bool:
-    return isinstance(one, ModuleType) and one.__name__.partition(".")[0] in ("torch", "fl_bn", "math", "functools")
-
-
-def _names(code: CodeType) -> set[str]:
-    """Return the names of the variables and attributes that ``code`` and the functions in it use."""
-    return {*code.co_names}.union(*(_names(one) for one in code.co_consts if isinstance(one, CodeType)))
-
-
-def _are_values(function: FunctionType) -> bool:
-    return all(_is_value(one) for one in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
-
-
-def _is_value(one: Any) -> bool:
-    return isinstance(one, int | float | str | type(None)) or (isinstance(one, tuple) and all(map(_is_value, one)))
+    return pickle.dumps(wrap_non_picklable_objects([one], keep_wrapper=False))
 
 
 def check_loaders(clients: Clients, count: int) -> None:
@@ -154,11 +127,22 @@ class InWorkers:
         self._write()
 
     def _write(self) -> None:
-        """Write all clients to a file of a new name, so that every worker reads it."""
+        """Write all clients to a file of a new name, so that every worker reads it.
+
+        Raises:
+            CannotMove: A part of the clients cannot be pickled, not even by joblib's cloudpickle.
+        """
         self._versions += 1
         self._data = self._tensors()
-        self._path, self._written = self._folder / f"clients-{self._versions}", self._state()
-        self._path.write_bytes(pickle.dumps(wrap_non_picklable_objects(self._clients, keep_wrapper=False)))
+        try:
+            written, self._written = _pickled(self._clients), self._state()
+        except Exception as error:  # whatever an object of the user's own raises
+            raise CannotMove(
+                f"the clients cannot be moved to worker processes, which need copies of network, data, task and functions "
+                f"({type(error).__name__}: {error}): take workers=1, or make this object where it is used"
+            ) from error
+        self._path = self._folder / f"clients-{self._versions}"
+        self._path.write_bytes(written)
 
     def _tensors(self) -> list[Tensor]:
         """Return the tensors of all clients' data, as far as they are known."""
@@ -256,7 +240,8 @@ def _work(
 
 @lru_cache(maxsize=1)
 def _read(path: str) -> Clients:
-    clients: Clients = pickle.loads(Path(path).read_bytes())
+    clients: Clients
+    (clients,) = pickle.loads(Path(path).read_bytes())
     return clients
 
 

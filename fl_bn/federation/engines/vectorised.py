@@ -1,7 +1,7 @@
 """Compute the clients of a cohort together, in one vectorised program (``torch.func.vmap``).
 
 The results are the same as with one client after the other, except for rounding: sums are computed in another order. The
-clients' networks are stacked (``federation.engines.stack``). Forward and backward passes, the optimiser's steps and
+clients' networks are stacked (``Stack``). Forward and backward passes, the optimiser's steps and
 statistics passes are single calls for all clients. If the batches of one step differ in size, they are grouped by
 size. This is exact for every layer, whereas padding would need masks in every layer. A client without further
 batches stays unchanged while the others go on. A GPU gains most, because it runs fewer small kernels. A CPU gains
@@ -11,6 +11,7 @@ little.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,6 +19,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, vmap
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from torch.optim.lr_scheduler import LRScheduler
@@ -28,20 +30,17 @@ from fl_bn.bn.observation import observe, pooled
 from fl_bn.bn.roles import inputs_like
 from fl_bn.data.dataset import to_input
 from fl_bn.exchange.call import Exchange, ExchangeFailed
+from fl_bn.exchange.local import Turns
 from fl_bn.federation import eager
 from fl_bn.federation.centring import Centring
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.client_round import loss_of
+from fl_bn.federation.client_round import client_rounds, loss_of
 from fl_bn.federation.clipping import clip_rows
-from fl_bn.federation.engines.engine import Member
-from fl_bn.federation.engines.side_effects import SideEffects
-from fl_bn.federation.engines.stack import Seen, Stack, groups
-from fl_bn.federation.local import Samples
-from fl_bn.federation.measuring import measuring
+from fl_bn.federation.local import Samples, measuring
 from fl_bn.federation.momentum import SECTIONS, buffers_of, restart
 from fl_bn.federation.one_sample import Trainable
-from fl_bn.federation.source import Trained
-from fl_bn.federation.sources import IndexBatches
+from fl_bn.federation.source import Member, Result, Trained
+from fl_bn.federation.sources import IndexBatches, SampleSource
 from fl_bn.methods import Phase, StatisticsReport
 from fl_bn.methods.fedtan import OneProgram, exchanging
 from fl_bn.models.head import head_of
@@ -56,6 +55,10 @@ OBJECTIVES = (Objective, FedProx)
 """Objectives for stacked clients: row k of the gradient of the sum of all losses is the gradient of client k's own loss."""
 ELEMENTWISE = (SGD, Adam, eager.SGD, eager.Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop)
 """Elementwise optimisers: the step of one parameter value depends only on this value and its own gradients."""
+PURE = {"torch", "torchvision", "fl_bn"}
+"""The packages whose networks, hooks and losses may run once for all clients together. They compute, and do nothing else: they
+change no attributes of the network (but buffers), draw no random numbers outside of torch, and compute the same whatever the
+size of the batch. Add the package of your own network: ``PURE.add("my_networks")``."""
 
 MakeOptimizer = Callable[[LocalRound], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler | None]
@@ -123,6 +126,60 @@ class Fallback:
             LOGGER.warning("engine 'vectorised': these clients are computed one by one: %s", reason)
 
 
+class TogetherTurns(Turns):
+    """Run tasks, each of which may ask for the round of one client, and compute these rounds in one vectorised program.
+
+    A task that asks waits. Once every task waits or has ended, all rounds are computed.
+
+    Args:
+        tasks: The number of tasks.
+        fallback: Reports the reason if the rounds cannot be computed in one program.
+    """
+
+    def __init__(self, tasks: int, fallback: Fallback) -> None:
+        super().__init__(tasks)
+        self._fallback = fallback
+        self._members: dict[int, Member] = {}
+        self._results: dict[int, Result | Exception | None] = {}
+
+    def all_wait(self) -> list[int]:
+        """Compute the rounds that the waiting tasks have asked for, and wake these tasks."""
+        members, results = list(self._members.values()), list[Result | Exception | None]()
+        try:
+            sources = [cast(SampleSource, member.source) for member in members]
+            if any((one.seed, one.task, one.tells_drift) != (sources[0].seed, sources[0].task, sources[0].tells_drift) for one in sources):
+                raise CannotVectorise(
+                    "all clients of a cohort need the same seed and task, and all or none must report the drift of statistics"
+                )
+            results += client_rounds(members, AsOneProgram())
+        except CannotVectorise as reason:
+            self._fallback.say(reason)
+            results = [None] * len(members)
+        except Exception as error:  # every waiting task raises this error
+            results = [error] * len(members)
+        self._results, self._members = dict(zip(self._members, results, strict=True)), {}
+        return list(self._results)
+
+    def _round(self, index: int, member: Member) -> Result:
+        self._members[index] = member
+        self.wait(index)
+        result = self._results.pop(index)
+        if isinstance(result, Exception):
+            raise result
+        return client_rounds([member])[0] if result is None else result
+
+
+def round_of_task(round: LocalRound, source: SampleSource) -> Result:
+    """Compute the round of one client: with those of the other tasks if a task of ``TogetherTurns`` calls this, else alone.
+
+    Raises:
+        ClientTooSmall: The client has too few samples.
+    """
+    member, small = Member(round, source), round.trains and len(source.samples) < round.settings.fewest(2)
+    turns, index = Turns.here() or (None, 0)
+    return turns._round(index, member) if isinstance(turns, TogetherTurns) and not small else client_rounds([member])[0]
+
+
 def check_cohort(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Task = CLASSIFICATION) -> None:
     """Check that ``rounds`` can be computed together, as far as this is known before training.
 
@@ -158,8 +215,32 @@ def _why_not(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Tas
         return f"maintain-momentum={settings.maintain!r} with adam needs a step count per client, and this engine has one for all clients"
     if settings.precision == "mixed":
         return "precision 'mixed' has no effect here: under torch.func.vmap, torch.autocast leaves operations in float32"
+    if foreign := _foreign(first.model, task):
+        return (
+            f"{foreign} may do more than compute, and would do it once for all clients. If it changes no attribute of the network, draws "
+            "no random numbers and computes the same for every size of a batch, add its package to "
+            "fl_bn.federation.engines.vectorised.PURE (docs/how-to/engines.md)"
+        )
     drops = [name for name, module in first.model.named_modules() if isinstance(module, _DropoutNd) and module.p > 0]
     return f"dropout ({', '.join(drops)}) would draw other random numbers than if clients were computed one by one" if drops else ""
+
+
+def _foreign(model: nn.Module, task: Task) -> str:
+    """Return, in words, a part of the network or of the task that is from no package of ``PURE``; empty if there is none."""
+    for name, module in model.named_modules():
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        own = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
+        if any(map(_is_foreign, (*own, *hooks, *filter(None, [vars(module).get("forward")])))):
+            return f"{name or 'the network'} ({type(module).__name__}, or a hook of it)"
+    loss = vars(task).get("loss")
+    return f"task {task.name}, or its loss," if _is_foreign(type(task)) or (loss is not None and _is_foreign(loss)) else ""
+
+
+def _is_foreign(code: Any) -> bool:
+    """Tell whether a class, a function or a callable object is from no package of ``PURE``."""
+    while isinstance(code, partial):
+        code = code.func
+    return str(getattr(code, "__module__", "")).partition(".")[0] not in PURE
 
 
 def _shapes(round: LocalRound) -> list[tuple[Any, ...]]:
@@ -185,7 +266,7 @@ def measure_together(
         device: The device of the stack. Default: the device of the networks.
 
     Raises:
-        CannotVectorise: torch cannot batch the network, or the passes have side effects.
+        CannotVectorise: torch cannot batch the network.
     """
     first, by_client = rounds[0], [dict[str, list[Moments]]() for _ in rounds]
     template = _template(first, device)
@@ -195,14 +276,12 @@ def measure_together(
         forward(model, x)
         return x.new_zeros(())
 
-    with _refused() as effects, torch.no_grad(), measuring(template, first.statistics_pass.how) as observed:
+    with _refused(), torch.no_grad(), measuring(template, first.statistics_pass.how) as observed:
         stack = Stack([round.model for round in rounds], template)
-        effects.watch(template)
         while batches := {row: (x,) for row, own in iterators.items() if (x := next(own, None)) is not None}:
             for rows, (x,) in groups(batches):
                 _, seen = stack.run(rows, answer, (x.to(on),), observed)
                 _add(by_client, rows, seen)
-        _check(effects)
     for round, own in zip(rounds, by_client, strict=True):
         round.statistics_pass.moments = {layer: moments.to(inputs_like(round.model).device) for layer, moments in pooled(own).items()}
 
@@ -234,20 +313,16 @@ def train_together(
 
     Raises:
         CannotVectorise: torch cannot batch the network or the task, the optimiser is not in ``ELEMENTWISE``, or first
-            batches differ in size with FedTAN. Or the program has side effects, or only some clients' batches lead to a parameter.
+            batches differ in size with FedTAN.
     """
-    with ExitStack() as opened, _refused() as effects:
+    with ExitStack() as opened, _refused():
         for round in rounds:
             opened.enter_context(round.open())
         order = sorted(range(len(rounds)), key=lambda place: -len(batches[place]))  # clients that finish first are the last rows
         training = _Training([rounds[place] for place in order], [batches[place] for place in order], task, optimizer, scheduler, device)
         opened.enter_context(Centring(training.trained, rounds[0].centred, stacked=True))
-        effects.watch(training.stack.template)
-        for number in range(len(batches[order[0]])):
+        for _ in range(len(batches[order[0]])):
             training.step()
-            if number == 0:  # most side effects show in the first step, and some only in later ones
-                _check(effects)
-        _check(effects)
         losses = training.total.tolist()
     training.write_back()
     counts = [sum(map(len, own.indices)) for own in batches]
@@ -309,10 +384,6 @@ class _Training:
         forward = partial(self._forward, now)
         with self._exchanging(now):
             self.objective.gradient(Step(torch.empty(0), forward, forward))
-        if partly := self.stack.partly_reached():
-            raise CannotVectorise(
-                f"parameter {partly[0]} gets a gradient from some clients' batches and none from others, and one optimiser steps it for all"
-            )
         if self.clip != "none":
             clip_rows(self.trained.values(), self.clip, self.limits, self.head)
         if self.settings.update == "weights":
@@ -418,24 +489,137 @@ def _add(by_client: Sequence[dict[str, list[Moments]]], rows: Sequence[int], see
             by_client[row].setdefault(layer, []).extend(moments)
 
 
-def _check(effects: SideEffects) -> None:
-    if reason := effects.found():
-        raise CannotVectorise(reason)
-
-
 @contextmanager
-def _refused() -> Iterator[SideEffects]:
-    """Raise CannotVectorise for any error inside the ``with`` block, and undo its random draws. Yield an observer of side effects.
+def _refused() -> Iterator[None]:
+    """Raise CannotVectorise for any error inside the ``with`` block.
 
     The clients are then computed one by one. In that computation, a mistake in the user's own code raises its own error.
     """
-    effects = SideEffects()
     try:
-        yield effects
+        yield
     except CannotVectorise:
-        effects.undo()
         raise
     except Exception as error:
-        effects.undo()
         line = (str(error).strip().splitlines() or [""])[0]
         raise CannotVectorise(f"torch cannot batch this network or task over clients ({type(error).__name__}: {line})") from error
+
+
+Seen = Mapping[str, Sequence[Sequence[Moments]]]
+"""Layer -> for each row its moments, one ``Moments`` per forward pass."""
+
+
+class _Holder(nn.Module):
+    """Wrap ``answer``, a function of a network and a batch, as a module, since ``functional_call`` needs a module."""
+
+    def __init__(self, model: nn.Module, answer: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.model, self._answer = model, answer
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        return self._answer(self.model, *batch)
+
+
+class Stack:
+    """Hold the tensors of K networks ``models``, stacked along a new first axis (K, ...), on the device of ``template``.
+
+    ``template`` is a network with the same layers. All rows run with its modes and hooks, but not with its tensors. The
+    stacked ``parameters`` are leaf tensors, so an elementwise optimiser can step all rows at once.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], template: nn.Module) -> None:
+        self.template, self.rows = template, len(models)
+        self.parameters = {
+            name: nn.Parameter(tensor, own.requires_grad)
+            for (name, own), tensor in zip(template.named_parameters(), _stacked(models, nn.Module.named_parameters, template), strict=True)
+        }
+        buffers = _stacked(models, nn.Module.named_buffers, template)
+        self.buffers = dict(zip((name for name, _ in template.named_buffers()), buffers, strict=True))
+        names = Counter(id(module) for _, module in template.named_modules(remove_duplicate=False))
+        self._aliased = [module for module in template.modules() if names[id(module)] > 1]
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Restore modules that the network has under several names: torch's ``functional_call`` leaves its own tensors in them."""
+        before = [(module, dict(module._parameters), dict(module._buffers)) for module in self._aliased]
+        yield
+        for module, parameters, buffers in before:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+
+    def run(
+        self,
+        rows: Sequence[int],
+        answer: Callable[..., Tensor],
+        batch: Sequence[Tensor],
+        observed: Mapping[str, list[Moments]],
+    ) -> tuple[Tensor, Seen]:
+        """Run ``answer(network, *batch)`` for the networks ``rows``, and update their buffers as a forward pass does.
+
+        Args:
+            rows: The numbers of the networks.
+            answer: A function of a network and its batch.
+            batch: The tensors of the batches, stacked: (len(rows), B, ...).
+            observed: Layer -> a list that the template's hooks fill in a forward pass. The lists are empty afterwards.
+
+        Returns:
+            The results, stacked along the first axis, and layer -> for each row its moments.
+
+        Raises:
+            RuntimeError: The forward pass draws random numbers, or cannot run for all rows at once.
+        """
+        counts: dict[str, list[int]] = {}
+
+        def one(parameters: dict[str, Tensor], buffers: dict[str, Tensor], *batch: Tensor) -> tuple[Tensor, dict[str, Tensor], Any]:
+            state = {f"model.{name}": tensor for name, tensor in (parameters | buffers).items()}
+            result = functional_call(_Holder(self.template, answer), state, batch)  # it leaves changed buffers in ``state``
+            moments = {name: [(part.mean, part.var) for part in parts] for name, parts in observed.items()}
+            counts.update({name: [part.count for part in parts] for name, parts in observed.items()})
+            for parts in observed.values():
+                parts.clear()
+            return result, {name: state[f"model.{name}"] for name in buffers}, moments
+
+        index = self._index(rows)
+        parameters = {name: tensor if index is None else tensor[index] for name, tensor in self.parameters.items()}
+        buffers = {name: tensor if index is None else tensor[index].clone() for name, tensor in self.buffers.items()}
+        with self._restored():
+            result, buffers, moments = vmap(one, randomness="error")(parameters, buffers, *batch)
+        for name, tensor in buffers.items():
+            if index is None:
+                self.buffers[name] = tensor.detach().contiguous()
+            else:
+                self.buffers[name][index] = tensor.detach()
+        seen = {
+            name: [
+                [Moments(n, means_kC[k], vars_kC[k]) for n, (means_kC, vars_kC) in zip(counts[name], parts, strict=True)]
+                for k in range(len(rows))
+            ]
+            for name, parts in moments.items()
+        }
+        return result, seen
+
+    def _index(self, rows: Sequence[int]) -> slice | Tensor | None:
+        """Return an index that selects ``rows`` from a stack: None for all rows, a slice for the first ones, else a tensor."""
+        if list(rows) == list(range(len(rows))):
+            return None if len(rows) == self.rows else slice(len(rows))
+        return torch.tensor(rows, device=next(iter(self.parameters.values())).device)
+
+
+def groups(batches: Mapping[int, Sequence[Tensor]]) -> Iterator[tuple[list[int], tuple[Tensor, ...]]]:
+    """Group the rows whose batches have equal shapes. Yield the rows of each group, and their stacked batches.
+
+    Args:
+        batches: Row -> the tensors of its batch.
+    """
+    by_shape: dict[Any, list[int]] = {}
+    for row, parts in batches.items():
+        by_shape.setdefault(tuple(part.shape for part in parts), []).append(row)
+    for rows in by_shape.values():
+        yield rows, tuple(torch.stack(parts) for parts in zip(*(batches[row] for row in rows), strict=True))
+
+
+def _stacked(
+    models: Sequence[nn.Module], named: Callable[[nn.Module], Iterable[tuple[str, Tensor]]], template: nn.Module
+) -> Iterator[Tensor]:
+    device = inputs_like(template).device
+    for tensors in zip(*([tensor for _, tensor in named(model)] for model in models), strict=True):
+        yield torch.stack([tensor.detach().contiguous() for tensor in tensors]).to(device)  # vmap may not know channels last

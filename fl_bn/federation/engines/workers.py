@@ -1,4 +1,4 @@
-"""Run tasks, such as the rounds of clients, at the same time in processes of this machine, with joblib's pool."""
+"""Run tasks, such as the rounds of clients, at the same time in processes of this machine, with joblib's pool, if that saves time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cache
+from statistics import median
 from typing import Any, NamedTuple
 
 from joblib import Parallel, delayed
@@ -29,6 +31,10 @@ MOST_WORKERS = 1024  # processes of one machine
 MOST_THREADS = 1024  # threads of one process; with 100,000, torch ends with a segmentation fault
 LOGGER = logging.getLogger("flwr")
 PIPE = 1 << 20  # bytes; the most that Linux lets a user have by default
+START = 8.0
+"""Seconds that new processes take to import torch and fl-bn. Measured: 4 on two idle cores (``benchmarks/startup.py``)."""
+WATCHED = 2
+"""The number of rounds that are timed before the decision. The first round also loads data and builds networks."""
 DIED = "its worker process died (killed, or out of memory)"
 
 
@@ -209,3 +215,36 @@ def _collected() -> Iterator[list[logging.LogRecord]]:
         yield records
     finally:
         LOGGER.handlers, LOGGER.propagate = handlers, propagates
+
+
+@dataclass
+class WorkerTiming:
+    """Decide during a run whether worker processes would save more time than they cost.
+
+    Attributes:
+        workers: The number of processes that would compute clients.
+        rounds: The number of rounds of the run.
+        seconds: Round -> seconds of training so far.
+    """
+
+    workers: int
+    rounds: int
+    seconds: dict[int, float] = field(default_factory=dict)
+
+    def note(self, round: int, seconds: float) -> None:
+        """Add ``seconds`` to the training time of ``round``."""
+        self.seconds[round] = self.seconds.get(round, 0.0) + seconds
+
+    def worth_it(self, round: int) -> bool:
+        """Tell whether worker processes save more time than they cost, if they compute the rounds from ``round`` on.
+
+        They cost the time to start, to load the data, and to build the network. The last two are estimated from the
+        first round: the time by which it was slower than later rounds. False until ``WATCHED`` rounds were timed, and
+        with fewer than two workers.
+        """
+        before = [seconds for number, seconds in sorted(self.seconds.items()) if number < round]
+        if self.workers < 2 or len(before) < WATCHED:
+            return False
+        first, later = before[0], median(before[1:])
+        saved = (self.rounds - round + 1) * later * (1 - 1 / self.workers)
+        return saved > START + max(0.0, first - later)
