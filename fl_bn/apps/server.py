@@ -73,7 +73,7 @@ def run(grid: Grid, context: Context, folder: Path | None) -> None:
             secure=config.secure(),
             task=directory.task,
         )
-        directory.start(strategy)
+        directory.start(strategy.transport)
         strategy.start(grid, num_rounds=config.rounds, resume=directory.resumed)
     if directory.path is not None:
         context.state["result"] = ConfigRecord({"directory": str(directory.path)})

@@ -1,50 +1,28 @@
-"""Call a strategy's hooks as Flower does, also those that a subclass overrides, and check what they return."""
+"""Check who calls a strategy's hooks, and what the hooks return."""
 
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from types import FrameType
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from flwr.app import Message
-from flwr.serverapp.strategy import (
-    DifferentialPrivacyClientSideAdaptiveClipping,
-    DifferentialPrivacyClientSideFixedClipping,
-    DifferentialPrivacyServerSideAdaptiveClipping,
-    DifferentialPrivacyServerSideFixedClipping,
-    Result,
-    Strategy,
-)
+from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.serverapp.strategy import Strategy
 
-from fl_bn.bn.roles import Role
-from fl_bn.federation.record import RoundRecord
 from fl_bn.flower.log import log
-from fl_bn.flower.own.mods import NOISE, ONE_RECORD
+from fl_bn.flower.own.mods import NOISE
 from fl_bn.flower.population import Client, RunFailed
-from fl_bn.methods import Method
 from fl_bn.support.client_names import ClientNames
 
-WRAPPERS = (
-    DifferentialPrivacyClientSideAdaptiveClipping,
-    DifferentialPrivacyClientSideFixedClipping,
-    DifferentialPrivacyServerSideAdaptiveClipping,
-    DifferentialPrivacyServerSideFixedClipping,
-)
 SECURE = ("aggregate_train", "aggregate_evaluate")  # hooks that get clients' replies, which a secure sum hides
 
 
-@dataclass(repr=False)
-class RunResult(Result):
-    """Hold Flower's result of a run, and every round's record.
-
-    Attributes:
-        records: the records in the order of the rounds. In the last one, ``records[-1].client_metrics`` has each
-            client's own training metrics, and ``records[-1].client_evaluation`` each client's evaluation.
-    """
-
-    records: list[RoundRecord] = field(default_factory=list)
+def outside(strategy: Strategy) -> RunFailed:
+    """Return the error for a hook of ``strategy`` that somebody else than its own ``start`` called, such as Flower's noisy wrappers."""
+    return RunFailed(
+        f"only strategy.start(grid, ...) of {type(strategy).__name__} itself calls its hooks: put your steps into overridden hooks, "
+        f"evaluate_fn and callbacks, in place of a loop of your own or of a strategy around it ({NOISE})"
+    )
 
 
 def overrides(strategy: Strategy, hook: str) -> bool:
@@ -68,30 +46,6 @@ def check_secure(strategy: Strategy) -> None:
             f"{type(strategy).__name__} overrides {called[0]}, but with secure aggregation the server sees no client's reply, so this "
             "hook is never called: remove the hook, or switch secure aggregation off"
         )
-
-
-def check_unwrapped(strategy: Strategy, method: Method) -> None:
-    """Check that none of Flower's differential privacy strategies wraps ``strategy`` and calls its hooks.
-
-    Such a wrapper clips the arrays of a reply as one list, in the order of the model's arrays. It adds noise to
-    all arrays that ``aggregate_train`` returns, including BatchNorm's variances. Moments, which FBN and HBN
-    report, have no place in that list.
-
-    Args:
-        strategy: the strategy.
-        method: its method, for the error message.
-
-    Raises:
-        RunFailed: such a strategy wraps ``strategy``.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if owner is not strategy and isinstance(owner, WRAPPERS):
-            kind = next(kind.__name__ for kind in WRAPPERS if isinstance(owner, kind))
-            negative = ", and its noise would make BatchNorm's variances negative" if method.shares(Role.STATISTIC) else ""
-            raise RunFailed(f"{kind} cannot wrap {type(strategy).__name__}: {ONE_RECORD}{negative}; {NOISE}")
-        frame = frame.f_back
 
 
 def addressed(messages: Iterable[Message], clients: Sequence[Client], hook: str, called: ClientNames) -> tuple[list[Message], list[Client]]:
@@ -129,3 +83,23 @@ def addressed(messages: Iterable[Message], clients: Sequence[Client], hook: str,
 def replies_for(strategy: Strategy, hook: str, replies: Iterable[Message]) -> Iterable[Message]:
     """Return ``replies``. If the user's code overrides ``hook``, they become a list, which that code may read twice."""
     return list(replies) if overrides(strategy, hook) else replies
+
+
+def listed(messages: Any) -> Any:
+    """Return the messages of a hook that is a generator as a list, so that the hook has run before anything else reads what it set."""
+    return list(messages) if isinstance(messages, Iterator) else messages
+
+
+def pair(returned: Any) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    """Check that ``aggregate_train`` returned a pair of arrays and metrics, and return it.
+
+    Raises:
+        RunFailed: It returned something else, such as None without a ``return``.
+    """
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        must = "aggregate_train must return a pair, arrays and metrics, as super().aggregate_train(...) does"
+        raise RunFailed(f"{must}, but returned {returned!r:.100}")
+    for value, kind in zip(returned, (ArrayRecord, MetricRecord), strict=True):
+        if not isinstance(value, kind | None):
+            raise RunFailed(f"aggregate_train must return an ArrayRecord and a MetricRecord, or None for them, but one is {value!r:.100}")
+    return returned

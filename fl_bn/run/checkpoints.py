@@ -6,7 +6,7 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
-from fl_bn.flower.app.checkpoint import Checkpoint
+from fl_bn.flower.app.recovery import Checkpoint
 from fl_bn.flower.log import LOGGER
 from fl_bn.run.config import FIELDS, ConfigError, RunConfig
 from fl_bn.run.history import History

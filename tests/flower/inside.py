@@ -9,7 +9,7 @@ from fl_bn.federation.local import Samples
 from fl_bn.federation.payload import Payload, decode_moments, encode_moments, signature, to_numpy, to_tensors
 from fl_bn.federation.record import ClientRecord, Disclosure, RoundRecord
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.flower.app.checkpoint import Checkpoint
+from fl_bn.flower.app.recovery import Checkpoint
 from fl_bn.flower.compat import find
 from fl_bn.flower.log import LOGGER
 from fl_bn.flower.population import Client

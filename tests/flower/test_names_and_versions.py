@@ -84,7 +84,7 @@ def test_who_is_missing_goes_and_comes_back_by_name(
         ("fl_bn.flower.app.client_app.here", lambda: "0.0.9", "site north .* fl-bn 0.0.9"),
         ("fl_bn.flower.app.client_app.here", lambda: "", "site north .* an earlier"),
         ("fl_bn.flower.population.greeting", lambda: RecordDict({"fl-bn/config": ConfigRecord({"version": "9.9.9"})}), "server 9.9.9"),
-        ("fl_bn.flower.strategy.here", lambda: "9.9.9", "site north's reply .* server 9.9.9"),  # it came back with another one
+        ("fl_bn.flower.grid_transport.here", lambda: "9.9.9", "site north's reply .* server 9.9.9"),  # it came back with another one
     ],
 )
 def test_sides_of_different_versions_refuse_each_other_by_both(

@@ -392,7 +392,7 @@ def application(model: nn.Module) -> ClientApp:
     [
         (lambda model: FedBN(model, fraction_evaluate=0), lambda model: own_app("fedbn", model=lambda: model)),
         (lambda model: flower.SiloBN(model, fraction_evaluate=0), lambda model: own_app("silobn", model=lambda: model)),
-        (lambda model: flower.FedBNStrategy(model, flower.Rounds(CLIENTS)), application),
+        (lambda model: FedBN(model, flower.Rounds(CLIENTS)), application),
     ],
     ids=["fedbn", "silobn", "application"],
 )

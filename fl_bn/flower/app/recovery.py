@@ -1,25 +1,110 @@
-"""Write the checkpoints of a run, restore one after the server has died, and find clients that lost their tensors."""
+"""Write the checkpoints of a run, restore one after the server has died, and find clients that lost or lack their tensors."""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from flwr.app import ArrayRecord, Message
+from torch import Tensor
 
-from fl_bn.federation.checkpoint import generators, set_generators
+from fl_bn.federation.checkpoint import FORMAT, UNREADABLE, generators, read, set_generators, write
 from fl_bn.federation.optimizers import ServerOptimizer
+from fl_bn.federation.payload import Named, nbytes, to_numpy
+from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.schema import START
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.federation.values import Reply
-from fl_bn.flower.app.checkpoint import Checkpoint
 from fl_bn.flower.log import log
 from fl_bn.flower.population import Client, RunFailed
-from fl_bn.flower.wire.codec import tensors_of
-from fl_bn.flower.wire.fields import add_to_config
+from fl_bn.flower.wire.codec import tensors_of, to_record
+from fl_bn.flower.wire.fields import OURS, add_to_config
 from fl_bn.flower.wire.run_id import RunId
 from fl_bn.secure.privacy import Accountant
+from fl_bn.support import durable
 from fl_bn.support.client_names import UNNAMED, ClientNames
+from fl_bn.support.wire import printable
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Hold the state of a run after a round.
+
+    Schedules, cohorts and batches are not part of it, since they depend only on the round and the seed. It has the states
+    of the global random generators, since the user's own code may draw random numbers.
+
+    Attributes:
+        round: The last complete round.
+        run_id: The id of the run.
+        arrays: All shared tensors, by their names in the state_dict.
+        optimizer: The buffers of the server optimizer.
+        failed: The number of rounds in a row, up to ``round``, that failed.
+        kept: For each client, the last round in which it kept tensors of its own.
+        history: The length in bytes of each file of results, by its name. Every round adds lines to these files.
+        generators: The states of the generators of Python, NumPy and torch, as JSON.
+        auxiliary: The tensors that are sent beside the weights, such as control variates, by section and name.
+        counted: For each client, the last round in which its reply changed the model.
+        releases: The number of noisy sums (of updates and of statistics) that the privacy accountant has counted.
+    """
+
+    round: int
+    run_id: RunId
+    arrays: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    failed: int = 0
+    kept: Mapping[int, int] = field(default_factory=dict)
+    history: Mapping[str, int] = field(default_factory=dict)
+    generators: str = ""
+    auxiliary: Mapping[str, Tensor] = field(default_factory=dict)
+    counted: Mapping[int, int] = field(default_factory=dict)
+    releases: int = 0
+
+    def save(self, path: Path) -> None:
+        """Write this state to the file ``path``, and replace a file that exists.
+
+        Raises:
+            OSError: The file cannot be written. An existing file is unchanged then.
+        """
+        parts = {part: getattr(self, part) for part in ("arrays", "optimizer", "auxiliary")}
+        state = {key: dict(getattr(self, key)) for key in ("kept", "counted", "history")}
+        state |= {key: getattr(self, key) for key in ("round", "failed", "releases")}
+        about = {"state": json.dumps(state), "run_id": json.dumps(self.run_id.to_config()), "generators": self.generators}
+        write(path, parts, about)
+
+    @classmethod
+    def load(cls, path: Path) -> Checkpoint:
+        """Read a state from the file ``path``.
+
+        Raises:
+            Damaged: The file is incomplete or damaged, or is not a checkpoint.
+        """
+        parts, about = read(path)
+        try:
+            return cls._read(parts, about)
+        except UNREADABLE as error:
+            raise durable.Damaged(f"{path}: expected {FORMAT}, but cannot read it: {error!r}") from error
+
+    @classmethod
+    def _read(cls, parts: Mapping[str, Mapping[str, Tensor]], about: Mapping[str, str]) -> Checkpoint:
+        state = json.loads(about["state"])
+        if unknown := parts.keys() - {"arrays", "optimizer", "auxiliary"}:
+            raise KeyError(*unknown)
+        return cls(
+            state["round"],
+            RunId.of(json.loads(about["run_id"])),
+            parts.get("arrays", {}),
+            parts.get("optimizer", {}),
+            state["failed"],
+            {int(client): round for client, round in state["kept"].items()},
+            state["history"],
+            about["generators"],
+            parts.get("auxiliary", {}),
+            {int(client): round for client, round in state["counted"].items()},
+            state["releases"],
+        )
 
 
 class Recovery:
@@ -48,14 +133,14 @@ class Recovery:
         self._counted: dict[int, int] = {}  # the last round in which the reply of each client changed the model
 
     def after_round(
-        self, round: int, rounds: int, arrays: ArrayRecord, shared: SharedModel, optimizer: ServerOptimizer, failed: int
+        self, round: int, rounds: int, tensors: Named, shared: SharedModel, optimizer: ServerOptimizer, failed: int
     ) -> None:
         """Store a checkpoint after a round, if one is due.
 
         Args:
             round: The number of the round.
             rounds: The number of rounds of the run.
-            arrays: The shared tensors.
+            tensors: Name -> shared tensor.
             shared: The shared model, with its auxiliary tensors.
             optimizer: The server optimizer.
             failed: The number of failed rounds in a row.
@@ -66,7 +151,7 @@ class Recovery:
             state = Checkpoint(
                 round,
                 self.run_id,
-                tensors_of(arrays),
+                tensors,
                 optimizer.buffers(),
                 failed,
                 dict(self._kept),
@@ -152,3 +237,63 @@ class Recovery:
                     advice,
                 )
             self._kept[index] = round
+
+
+class Starts:
+    """Send clients the initial values of the tensors that stay at the clients, in one run.
+
+    In a user's own Flower app, a client builds a new network, whose initial weights differ from the server's.
+    The same happens in fl-bn's application if a run starts from other arrays than those of its model.
+
+    Args:
+        shared: the shared model.
+        sends: whether initial values are sent. False: they are sent only after a call of ``begin_with``.
+    """
+
+    def __init__(self, shared: SharedModel, sends: bool = False) -> None:
+        self._shared, self._sends = shared, sends
+        self._bytes: dict[int, int] = {}  # client -> the bytes of the initial values that it got in this round
+
+    def begin_with(self, arrays: ArrayRecord) -> None:
+        """Load ``arrays`` into the shared model, so that the run starts from them, and send clients their initial values.
+
+        Args:
+            arrays: the tensors by the names of the network's state_dict.
+
+        Raises:
+            ValueError: an array is missing, or the network has no tensor of an array's name and shape.
+        """
+        own, tensors = self._shared.model.state_dict(), tensors_of(arrays)
+        for name, tensor in tensors.items():
+            if name not in own or own[name].shape != tensor.shape:
+                here = f"shape {tuple(own[name].shape)}" if name in own else "no such tensor"
+                raise ValueError(
+                    f"initial_arrays: {printable(name)} has shape {tuple(tensor.shape)}, but the strategy's network has {here}: give "
+                    "ArrayRecord(net.state_dict()) of the network that the strategy has"
+                )
+        if missing := [name for name in self._shared.tensors() if name not in tensors]:
+            raise ValueError(f"initial_arrays lack {missing[0]!r}: give ArrayRecord(net.state_dict()) of the strategy's network")
+        self._shared.load(tensors)
+        self._sends = True
+
+    def add(self, messages: Sequence[Message], clients: Sequence[Client], keeps: Callable[[int], bool]) -> None:
+        """Add the initial values to the messages for clients that keep no tensors yet.
+
+        Args:
+            messages: one message for each of ``clients``.
+            clients: the addressees.
+            keeps: returns, for a client's index, whether this client has stored tensors of its own already.
+        """
+        start = self._shared.start() if self._sends else {}
+        self._bytes = {client.index: nbytes(start) for client in clients if start and not keeps(client.index)}
+        for message, client in zip(messages, clients, strict=True):
+            if client.index in self._bytes:
+                message.content[OURS + START] = to_record(to_numpy(start[START]))
+
+    def counted(self, record: RoundRecord) -> RoundRecord:
+        """Return ``record`` with the bytes of this round's initial values added to the bytes that went to the clients."""
+        if not self._bytes:
+            return record
+        down = {**record.bytes_down, START: max(self._bytes.values())}
+        clients = [replace(c, bytes_down=c.bytes_down + self._bytes.get(c.client, 0)) for c in record.clients]
+        return replace(record, bytes_down=down, clients=clients)

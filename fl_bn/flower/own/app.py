@@ -11,7 +11,7 @@ In client_app.py::
             loss = my_training_loop(round.model, trainloader)
         return round.message(len(trainloader.dataset), loss)
 
-In server_app.py the strategy is ``fl_bn.flower.FixBN(Net())`` (``own.strategies``) in place of ``FedAvg()``.
+In server_app.py the strategy is ``fl_bn.flower.FixBN(Net())`` in place of ``FedAvg()``.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ from fl_bn.flower.handlers import Request, kept_layers, read, reply_to
 from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect
 from fl_bn.flower.layerwise.transcript import question
 from fl_bn.flower.own.counting import samples_in
-from fl_bn.flower.own.metrics import EXAMPLES
+from fl_bn.flower.own.metrics import EXAMPLES, is_number
 from fl_bn.flower.own.mods import allowed, check_handlers, check_mods
-from fl_bn.flower.own.rates import is_number
 from fl_bn.flower.wire.codec import header_of
 from fl_bn.flower.wire.fields import Form
 from fl_bn.flower.wire.gate import OWN_METRICS, Gate, admit_own

@@ -24,14 +24,13 @@ from flwr.server.strategy import FedAvg
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
-from fl_bn.flower.hooks import RunResult
+from fl_bn.flower.grid_transport import RunResult
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.log import log
 from fl_bn.flower.own.legacy_client import SCALARS
-from fl_bn.flower.own.metrics import EXAMPLES
-from fl_bn.flower.own.rates import is_number
-from fl_bn.flower.own.strategy import TIMEOUT, OwnAppStrategy
+from fl_bn.flower.own.metrics import EXAMPLES, is_number
 from fl_bn.flower.population import Client
+from fl_bn.flower.strategies import TIMEOUT, OwnAppStrategy
 from fl_bn.flower.wire.gate import OWN_METRICS
 from fl_bn.methods import Method
 
@@ -367,7 +366,7 @@ class LegacyRounds(OwnAppStrategy):
         """
         replies = list(replies)
         arrays, metrics = super().aggregate_train(server_round, replies)
-        told = _told(replies, self._running.cohort, {client.client for client in self._running.record.accepted})
+        told = _told(replies, self.transport.cohort, {client.client for client in self.transport.record.accepted})
         if arrays is None or not told:
             return arrays, metrics
         given, means = ndarrays_to_parameters(self.whole(arrays)), _means(self.older.fit_metrics_aggregation_fn, told)
@@ -391,7 +390,7 @@ class LegacyRounds(OwnAppStrategy):
         metrics = super().aggregate_evaluate(server_round, replies)
         if metrics is None:
             return None
-        told = _told(replies, self._running.evaluating, self._running.record.client_evaluation)
+        told = _told(replies, self.transport.evaluating, self.transport.record.client_evaluation)
         if not told:
             return metrics
         loss: Any = metrics["loss"]

@@ -33,6 +33,11 @@ NOT_COUNTED = "%s's evaluation is not counted: %s"  # for ``LogOnce``
 NOT_COUNTED_IN_TRAINING = "%s's own training metrics are not counted: %s"
 
 
+def is_number(value: Any) -> bool:
+    """Return whether ``value`` is an int or a float, such as a ``numpy.float64``, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 class OwnMetrics:
     """Combine the clients' own metrics in the rounds of one run.
 

@@ -1,4 +1,4 @@
-"""Run the rounds of a Flower app of your own, whose clients report metrics of any name."""
+"""Carry the rounds of a Flower app of your own, whose clients report metrics of any name."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import logging
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from torch import Tensor, nn
 
@@ -18,54 +18,32 @@ from fl_bn.bn.derived import plain_names
 from fl_bn.bn.roles import Role, roles
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.values import Instruction, RoundReplies
+from fl_bn.flower.app.recovery import Starts
+from fl_bn.flower.grid_transport import GridTransport
 from fl_bn.flower.log import log
 from fl_bn.flower.own.metrics import OwnMetrics
-from fl_bn.flower.own.rates import RATES, NamedRates, as_number
+from fl_bn.flower.own.options import RATES, NamedRates, as_number
 from fl_bn.flower.population import Client, Introductions, Population, RunFailed, round_half_up, sample_cohort
-from fl_bn.flower.starts import Starts
-from fl_bn.flower.strategy import BatchNormStrategy
 from fl_bn.flower.wire.codec import arrays_of, tensors_of
 from fl_bn.flower.wire.replies import Decoded, Reading
 from fl_bn.methods import Method
 from fl_bn.support.wire import printable
 
-
-@dataclass(frozen=True)
-class Evaluators:
-    """Choose the clients that evaluate in a round.
-
-    Attributes:
-        fraction: the share of the clients that evaluate, 0..1. 0: nobody evaluates.
-        least: the smallest number of clients that evaluate, if that many are connected.
-    """
-
-    fraction: float = 1.0
-    least: int = 1
-
-    def sample(self, clients: list[Client], population: int, seed: int, round: int) -> list[Client]:
-        """Return those of ``clients`` that evaluate in ``round``, sorted by index. ``population`` is the number of all clients."""
-        size = min(len(clients), max(self.least, round_half_up(self.fraction * population)))
-        if size >= len(clients):
-            return clients
-        chosen = sample_cohort([client.index for client in clients], size, random.Random(f"{seed}/evaluate/{round}"))
-        return [client for client in clients if client.index in set(chosen)]
-
-
 TAKEN = "%s in train_metrics_clientapp is fl-bn's own number, not your metric %s, which is in client_metrics alone: give yours another name"
 
 
-class OwnRounds(BatchNormStrategy):
-    """Run the rounds of an app of your own.
+class OwnTransport(GridTransport):
+    """Carry the rounds of an app of your own.
 
     Args:
         model: the network, unconverted.
         method: the method.
         rounds: the server's settings for rounds.
-        evaluators: chooses the clients that evaluate.
+        evaluating: the share of the clients that evaluate in a round, 0..1, and the smallest number of them. 0: nobody evaluates.
         metrics: combines the clients' own metrics.
         introductions: the nodes' introductions so far.
-        configrecord_key: the name of the user's config in a message.
-        options: further arguments of ``BatchNormStrategy``, by name.
+        config_key: the name of the user's config in a message.
+        options: further arguments of ``GridTransport``, by name.
     """
 
     def __init__(
@@ -74,16 +52,15 @@ class OwnRounds(BatchNormStrategy):
         method: Method,
         rounds: Rounds,
         *,
-        evaluators: Evaluators,
+        evaluating: tuple[float, int],
         metrics: OwnMetrics,
         introductions: Introductions,
-        configrecord_key: str,
+        config_key: str,
         **options: Any,
     ) -> None:
         super().__init__(model, method, rounds, **options)
-        self.evaluators, self.metrics, self.introductions = evaluators, metrics, introductions
-        self.configrecord_key, self.starts = configrecord_key, Starts(self.shared, sends=True)
-        self.at_clients = evaluators.fraction > 0
+        self.config_key, self.starts, self.at_clients = config_key, Starts(self.shared, sends=True), evaluating[0] > 0
+        self._evaluating, self._metrics, self._introductions = evaluating, metrics, introductions
         self._roles = roles(self.shared.model)
         self._taken = set[str]()  # names of own metrics of which the log told
         self._own = dict[int, Mapping[str, MetricRecord]]()  # own metrics of the clients that replied in this round
@@ -142,11 +119,11 @@ class OwnRounds(BatchNormStrategy):
         if self._roles[name] is Role.STATISTIC and name.endswith("var") and (tensor < 0).any():
             raise RunFailed(f"a hook gave {printable(name)} with a variance below 0 ({float(tensor.min()):.3g}): {advice}")
 
-    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """Make one train message per client of the cohort, with the learning rate that ``config`` names."""
-        if isinstance(self.rounds.rate, NamedRates):
-            self.rounds.rate.note(server_round, config)
-        return super().configure_train(server_round, arrays, config, grid)
+    def _instruction(self, number: int, arrays: ArrayRecord, config: Mapping[str, Any]) -> Instruction:
+        """Return the instruction of the round, with the learning rate that ``config`` names, which a hook may have changed."""
+        if isinstance(self.policy.rate, NamedRates) and self.policy.rate.note(number, config):
+            self._asked = None
+        return super()._instruction(number, arrays, config)
 
     def _their_config(self, config: Mapping[str, Any], instruction: Instruction) -> dict[str, Any]:
         """Return ``config`` with each learning rate multiplied by ``rate_share`` (below 1 if the statistics are frozen)."""
@@ -158,7 +135,7 @@ class OwnRounds(BatchNormStrategy):
         return values
 
     def _read_replies(self, replies: Iterable[Decoded], reading: Reading) -> RoundReplies:
-        """Check the replies, and store the clients' own training metrics for ``aggregate_train``."""
+        """Check the replies, and store the clients' own training metrics for ``combine``."""
         self._own = {}
         by_node = {client.node: client.index for client in self.cohort}
 
@@ -171,22 +148,22 @@ class OwnRounds(BatchNormStrategy):
 
         return super()._read_replies(noted(), reading)
 
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def combine(self, number: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Combine the replies, and the clients' own training metrics.
 
         Returns:
             The shared tensors, and the metrics; ``(None, None)`` if too few replies are usable. If the user has a function
             that combines training metrics, the metrics are its result. Otherwise they include ``loss`` and ``samples``.
         """
-        arrays, metrics = super().aggregate_train(server_round, replies)
+        arrays, metrics = super().combine(number, replies)
         if arrays is None or metrics is None:
             return None, None
         accepted = {client.client: client.samples for client in self.record.accepted}
         own = {index: records for index, records in self._own.items() if index in accepted}
-        combined, by_client = self.metrics.training(own, accepted)
+        combined, by_client = self._metrics.training(own, accepted)
         means = {} if combined is None else {k: float(v) for k, v in combined.items() if isinstance(v, int | float)}
         self.server.record = replace(self.record, own_metrics=means, client_metrics=by_client)
-        if self.metrics.combines_training and combined is not None:
+        if self._metrics.combines_training and combined is not None:
             return arrays, combined
         self._say_taken(by_client)
         return arrays, MetricRecord({**(combined or {}), **metrics})
@@ -203,18 +180,23 @@ class OwnRounds(BatchNormStrategy):
             self._taken.add(name)
             log(logging.WARNING, TAKEN, name, name)
 
-    def evaluators_of(self, server_round: int, clients: list[Client], population: int) -> list[Client]:
-        """Return those of ``clients`` that evaluate in this round."""
-        return self.evaluators.sample(clients, population, self.rounds.seed, server_round)
+    def evaluators_of(self, number: int, clients: list[Client], population: int) -> list[Client]:
+        """Return those of ``clients`` that evaluate in this round, sorted by index. ``population`` is the number of all clients."""
+        fraction, least = self._evaluating
+        size = min(len(clients), max(least, round_half_up(fraction * population)))
+        if size >= len(clients):
+            return clients
+        chosen = sample_cohort([client.index for client in clients], size, random.Random(f"{self.policy.seed}/evaluate/{number}"))
+        return [client for client in clients if client.index in set(chosen)]
 
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Combine and return the clients' metrics; None if clients do not evaluate in this round, or if none sent metrics."""
-        if not self.at_clients or not self._due(server_round):
+    def combine_evaluations(self, number: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Combine and return the clients' metrics; None if clients do not evaluate, or if none sent metrics."""
+        if not self.at_clients:
             return None
         decoded = self.disclosures.evaluations(replies, self.everyone())
-        combined, by_client = self.metrics.evaluation(decoded, self.evaluating, self.sent)
+        combined, by_client = self._metrics.evaluation(decoded, self.evaluating, self.sent)
         self.server.record = replace(self.record, client_evaluation=by_client)
         return combined
 
     def _population(self, grid: Grid) -> Population:
-        return Population(grid, self.rounds, self.shared.signature, introductions=self.introductions, clients_are_nodes=True)
+        return Population(grid, self.policy, self.shared.signature, introductions=self._introductions, clients_are_nodes=True)
