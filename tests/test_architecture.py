@@ -46,8 +46,7 @@ EXPORTED = {"convert": "bn"}
 FLOWER_PUBLIC = {"flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy"}  # for all of fl_bn/flower
 FLOWER_LEGACY = {  # public, too, but of Flower's older API: the files that still need it
     "fl_bn/flower/numpy_client.py": {"flwr.client"},
-    "fl_bn/flower/own/legacy_client.py": {"flwr.client"},
-    "fl_bn/flower/own/legacy_server.py": {"flwr.common", "flwr.server", "flwr.server.strategy"},
+    "fl_bn/flower/own/legacy.py": {"flwr.client", "flwr.common", "flwr.server", "flwr.server.strategy"},
     "fl_bn/flower/secagg/workflow.py": {"flwr.common", "flwr.server", "flwr.server.strategy"},
     "fl_bn/flower/secagg/client.py": {"flwr.common"},
     "fl_bn/flower/secagg/stages.py": {"flwr.common"},

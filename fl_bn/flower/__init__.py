@@ -9,8 +9,7 @@ from fl_bn.flower.in_process import InProcessGrid, run_in_process
 from fl_bn.flower.local_client import Site
 from fl_bn.flower.numpy_client import BatchNormClient
 from fl_bn.flower.own.app import answer, evaluating, replayed, training
-from fl_bn.flower.own.legacy_client import legacy_client_app
-from fl_bn.flower.own.legacy_server import legacy_server_app
+from fl_bn.flower.own.legacy import legacy_client_app, legacy_server_app
 from fl_bn.flower.population import RunFailed
 from fl_bn.flower.strategies import FBN, HBN, FedAvgBN, FedBN, FedTAN, FedTAN2, FixBN, OwnAppStrategy, SiloBN
 from fl_bn.flower.strategy import BatchNormStrategy
