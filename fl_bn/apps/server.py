@@ -7,7 +7,7 @@ from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from fl_bn.flower import BatchNormStrategy, RunFailed
-from fl_bn.flower.log import LOGGER
+from fl_bn.flower.compat import LOGGER
 from fl_bn.run.assembly import allow_modules, limit_threads, own_callbacks, source_model
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.console import bars, shown

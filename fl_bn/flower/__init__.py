@@ -4,12 +4,10 @@ No other package of fl-bn imports Flower.
 """
 
 from fl_bn.federation.rounds import Rounds
-from fl_bn.flower.app.client_app import make_client_app
 from fl_bn.flower.in_process import InProcessGrid, run_in_process
-from fl_bn.flower.local_client import Site
-from fl_bn.flower.numpy_client import BatchNormClient
-from fl_bn.flower.own.app import answer, evaluating, replayed, training
-from fl_bn.flower.own.legacy import legacy_client_app, legacy_server_app
+from fl_bn.flower.legacy import legacy_client_app, legacy_server_app
+from fl_bn.flower.local_client import BatchNormClient, Site, make_client_app
+from fl_bn.flower.own_app import answer, evaluating, replayed, training
 from fl_bn.flower.population import RunFailed
 from fl_bn.flower.strategies import FBN, HBN, FedAvgBN, FedBN, FedTAN, FedTAN2, FixBN, OwnAppStrategy, SiloBN
 from fl_bn.flower.strategy import BatchNormStrategy

@@ -19,7 +19,7 @@ from fl_bn.federation.payload import Named
 from fl_bn.federation.record import batches_trained
 from fl_bn.federation.replies import REPLIED, Expected
 from fl_bn.federation.schema import KEPT, kept_layers
-from fl_bn.flower.log import log
+from fl_bn.flower.compat import log
 from fl_bn.flower.wire.codec import arrays_of, header_for, to_records
 from fl_bn.flower.wire.fields import add_to_config
 from fl_bn.flower.wire.messaging import send_and_receive

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -18,27 +18,33 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from torch import nn
 
-from fl_bn.bn.conversion import convert
+from fl_bn.bn.conversion import check_kinds, convert
 from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.callbacks import Callback, checked_callbacks
+from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
-from fl_bn.federation.narrow import AS_THE_MODEL
+from fl_bn.federation.narrow import AS_THE_MODEL, check_payload
+from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.payload import signature
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
-from fl_bn.flower.app.normalisation import say_layers
+from fl_bn.federation.settings import LocalTraining
+from fl_bn.flower.compat import log
 from fl_bn.flower.deployment import called_in
+from fl_bn.flower.evaluation import EXAMPLES, RANGES, Combine, OwnMetrics, Ranges, is_number
 from fl_bn.flower.grid_transport import GridTransport
-from fl_bn.flower.log import log
-from fl_bn.flower.own.metrics import EXAMPLES, RANGES, Combine, Ranges
-from fl_bn.flower.own.options import FlowerArguments, Given
-from fl_bn.flower.own.transport import OwnTransport
-from fl_bn.flower.population import RunFailed
+from fl_bn.flower.normalisation import say_layers
+from fl_bn.flower.own_transport import NamedRates, OwnTransport
+from fl_bn.flower.population import RunFailed, introduced
 from fl_bn.flower.strategy import BatchNormStrategy
-from fl_bn.flower.wire.introductions import introduced
+from fl_bn.flower.wire.fields import OURS
+from fl_bn.flower.wire.messages import CLIENTS
 from fl_bn.methods import METHODS, Method
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.options import options_by_key
+from fl_bn.support.client_names import ClientNames
+from fl_bn.support.names import check_name
 
 TIMEOUT = 3600.0  # Flower's
 AGAIN = (
@@ -152,18 +158,8 @@ class OwnAppStrategy(BatchNormStrategy):
         Raises:
             ValueError: an argument is out of its range, or is not supported.
         """
-        return FlowerArguments(
-            self.fraction_train,
-            self.fraction_evaluate,
-            self.min_train_nodes,
-            self.min_evaluate_nodes if self.fraction_evaluate else 0,
-            self.min_available_nodes,
-            self.weighted_by_key,
-            self.arrayrecord_key,
-            self.configrecord_key,
-            self.train_metrics_aggr_fn,
-            self.evaluate_metrics_aggr_fn,
-        )
+        now = {one.name: getattr(self, one.name) for one in fields(FlowerArguments)}
+        return FlowerArguments(**now | {"min_evaluate_nodes": now["min_evaluate_nodes"] if self.fraction_evaluate else 0})
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """Make one train message per client of the cohort, see ``BatchNormStrategy``. A learning rate in ``config`` is the round's."""
@@ -196,7 +192,7 @@ class OwnAppStrategy(BatchNormStrategy):
             "legacy_server_app(server_fn, Net, method)"
         )
 
-    def _begun(self, grid: Grid, timeout: float | None, train_config: Mapping[str, Any]) -> tuple[GridTransport, float]:
+    def _begun(self, grid: Grid, timeout: float | None, train_config: ConfigRecord) -> tuple[GridTransport, float]:
         """Wait for the clients, and make the transport of the run with them, which every ``start`` makes anew."""
         if self._given is None:
             return super()._begun(grid, timeout, train_config)
@@ -300,3 +296,176 @@ class FedTAN2(OfMethod):
     """Run FedTAN-II: FedTAN up to round ``freeze_after``, then the statistics are frozen."""
 
     of = "fedtan2"
+
+
+@dataclass(frozen=True)
+class FlowerArguments:
+    """Hold the arguments that Flower's ``FedAvg`` has in all supported versions.
+
+    Attributes:
+        fraction_train: the share of the clients that train in a round.
+        fraction_evaluate: the share of the clients that evaluate in a round.
+        min_train_nodes: the smallest number of clients that train.
+        min_evaluate_nodes: the smallest number of clients that evaluate.
+        min_available_nodes: the smallest number of clients for the run to start.
+        weighted_by_key: the metric by which a client's metrics are weighted.
+        arrayrecord_key: the name of Flower's record of arrays. Only ``arrays`` is allowed.
+        configrecord_key: the name of the user's config in a message.
+        train_metrics_aggr_fn: combines training metrics. None: they are averaged.
+        evaluate_metrics_aggr_fn: combines evaluations. None: they are averaged.
+
+    Raises:
+        ValueError: an argument is out of its range, or asks for something that fl-bn cannot do.
+    """
+
+    fraction_train: float = 1.0
+    fraction_evaluate: float = 1.0
+    min_train_nodes: int = 2
+    min_evaluate_nodes: int = 2
+    min_available_nodes: int = 2
+    weighted_by_key: str = EXAMPLES
+    arrayrecord_key: str = "arrays"
+    configrecord_key: str = "config"
+    train_metrics_aggr_fn: Combine | None = None
+    evaluate_metrics_aggr_fn: Combine | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("fraction_train", "fraction_evaluate"):
+            if not is_number(getattr(self, name)):
+                raise ValueError(f"{name} must be a share of the clients, a number of at most 1, but got {getattr(self, name)!r}")
+        if not 0 < self.fraction_train <= 1:
+            raise ValueError(
+                f"fraction_train must be in (0, 1], but got {self.fraction_train}: a round in which nobody trains changes nothing (to "
+                "only measure statistics: start(..., num_rounds=0))"
+            )
+        if not 0 <= self.fraction_evaluate <= 1:
+            raise ValueError(f"fraction_evaluate must be 0 (nobody evaluates) .. 1 (all clients do), but got {self.fraction_evaluate}")
+        for name in ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"):
+            value, least = getattr(self, name), 0 if name == "min_evaluate_nodes" else 1
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} must be a whole number >= {least}, but got {value!r}")
+        if self.arrayrecord_key != "arrays":
+            raise ValueError(
+                f"arrayrecord_key must stay 'arrays', but got {self.arrayrecord_key!r}: fl-bn sends tensors in several records "
+                f"({OURS}weights, {OURS}statistics, ...), and training(...) loads them into your network"
+            )
+        if not isinstance(self.configrecord_key, str) or not self.configrecord_key or self.configrecord_key.startswith(OURS):
+            raise ValueError(f"configrecord_key must be a name that does not begin with {OURS!r}, but got {self.configrecord_key!r}")
+        if not isinstance(self.weighted_by_key, str) or not self.weighted_by_key:
+            raise ValueError(f"weighted_by_key must be the name of a metric, but got {self.weighted_by_key!r}")
+        for name in ("train_metrics_aggr_fn", "evaluate_metrics_aggr_fn"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise ValueError(f"{name} must be a function of (records, weighted_by_key), but got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True)
+class Given:
+    """Hold the arguments of ``OwnAppStrategy`` that are not Flower's, by the same names.
+
+    They are in one object, so that a user's subclass may set attributes such as ``self.model`` without replacing them.
+
+    Raises:
+        ValueError: an argument is out of its range, or arguments contradict each other.
+        TypeError: an argument is of another type.
+    """
+
+    model: nn.Module
+    method: Method
+    seed: int
+    rate: Callable[[int, int], float]
+    calibrate: int
+    unit_scale: bool
+    exchange: ExchangeSettings
+    payload: str
+    optimizer: ServerOptimizer | None
+    defence: Defence
+    objective: Objective
+    callbacks: tuple[Callback, ...]
+    client_weights: str
+    clients: int
+    ranges: Ranges
+
+    def __post_init__(self) -> None:
+        check_kinds(self.model, self.method)
+        check_name("client_weights", self.client_weights, ("samples", "uniform"))
+        for name, kind, such in (
+            ("optimizer", ServerOptimizer | None, "fl_bn.federation.optimizers.fedadam()"),
+            ("defence", Defence, "fl_bn.Defence(...)"),
+            ("objective", Objective, "fl_bn.objectives.FedProx()"),
+            ("exchange", ExchangeSettings, "fl_bn.exchange.ExchangeSettings()"),
+        ):
+            if not isinstance(value := getattr(self, name), kind):
+                raise TypeError(f"{name} must be an object such as {such}, but got {value!r}")
+        if type(self.clients) is not int or not 0 <= self.clients <= CLIENTS:
+            raise ValueError(
+                f"clients must be 1..{CLIENTS}, or 0 to take the value of num-partitions that most nodes report, but got {self.clients!r}"
+            )
+        for name, limits in self.ranges.items():
+            if not (isinstance(limits, tuple | list) and len(limits) == 2 and all(is_number(one) for one in limits)):
+                raise ValueError(
+                    f"ranges must give a metric's smallest and largest value, such as ranges={{{name!r}: (0, 100)}}, but got {limits!r}"
+                )
+        check_composition(self.method, self.settings, robust=self.defence.active)
+        check_layers(self.model, self.method)
+        check_payload(self.payload, self.method)
+
+    @property
+    def settings(self) -> LocalTraining:
+        """Return settings of local training with the objective. The clients' own loops decide all other settings."""
+        return LocalTraining(batch_size=2, epochs=1, objective=self.objective)
+
+    def rounds(self, clients: int, flower: FlowerArguments, called: ClientNames, timeout: float, train_config: Mapping[str, Any]) -> Rounds:
+        """Make the policy of the run's rounds.
+
+        Args:
+            clients: the number of clients of the run.
+            flower: Flower's arguments.
+            called: the names of nodes and clients.
+            timeout: seconds to wait for the replies of a round.
+            train_config: the values for every train message. They may name the learning rate.
+        """
+        known = len(called.nodes) == clients  # else the app counts its clients in a way of its own
+        for name in ("min_train_nodes", "min_evaluate_nodes"):
+            if (least := getattr(flower, name)) > max(clients, 2):
+                log(logging.WARNING, "%s is %d, but there are %d clients: all of them take part in every round", name, least, clients)
+        rate = self.rate
+        if rate is constant_rate:
+            rate = NamedRates()
+            rate.note(1, train_config)
+        return Rounds(
+            clients,
+            flower.fraction_train,
+            timeout=timeout,
+            at_start=min(flower.min_available_nodes, clients),
+            min_cohort=min(flower.min_train_nodes, clients),
+            client_weights=self.client_weights,
+            seed=self.seed,
+            rate=rate,
+            calibrate=self.calibrate,
+            unit_scale=self.unit_scale,
+            auxiliary=auxiliary(self.settings),
+            objective=self.objective.described,
+            exchange=self.exchange,
+            payload=self.payload,
+            nodes=called.nodes if known else (),
+            names=called.names if known else (),
+            registered=called.registered,
+        )
+
+    def metrics(self, flower: FlowerArguments, rounds: Rounds, needs: tuple[str, ...] | None) -> OwnMetrics:
+        """Make the object that combines the clients' metrics.
+
+        Args:
+            flower: Flower's arguments.
+            rounds: the policy of the run's rounds.
+            needs: the metrics that each evaluation must have, see ``OwnMetrics``.
+        """
+        return OwnMetrics(
+            flower.weighted_by_key,
+            self.ranges,
+            flower.train_metrics_aggr_fn,
+            flower.evaluate_metrics_aggr_fn,
+            alike=self.defence.active,
+            called=rounds.called,
+            needs=needs,
+        )

@@ -14,13 +14,12 @@ from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.rounds import Rounds
-from fl_bn.flower.app.normalisation import say_layers
-from fl_bn.flower.app.recovery import Checkpoint
 from fl_bn.flower.compat import simulated
 from fl_bn.flower.deployment import Progress
-from fl_bn.flower.grid_transport import EvaluateFn, GridTransport, RunResult
-from fl_bn.flower.hooks import outside
+from fl_bn.flower.grid_transport import EvaluateFn, GridTransport, RunResult, outside
+from fl_bn.flower.normalisation import say_layers
 from fl_bn.flower.population import RunFailed
+from fl_bn.flower.recovery import Checkpoint
 from fl_bn.methods import Method
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.task import CLASSIFICATION, Task
@@ -207,7 +206,7 @@ class BatchNormStrategy(Strategy):
         if not isinstance(timeout, float | int | None) or isinstance(timeout, bool) or not (timeout is None or timeout > 0):
             raise ValueError(f"timeout must be a number of seconds above 0, but got {timeout!r}")
         if simulated():
-            from fl_bn.flower.app import lost_actors  # imports Ray
+            from fl_bn.flower import lost_actors  # imports Ray
 
             lost_actors.repair()
         progress = Progress.of(grid)

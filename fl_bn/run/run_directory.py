@@ -21,9 +21,9 @@ from fl_bn.federation.callbacks import Callback, Running
 from fl_bn.federation.recalibration import Pass
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import RunFailed
-from fl_bn.flower.app.recovery import Checkpoint
+from fl_bn.flower.compat import LOGGER
 from fl_bn.flower.grid_transport import GridTransport
-from fl_bn.flower.log import LOGGER
+from fl_bn.flower.recovery import Checkpoint
 from fl_bn.options import Value
 from fl_bn.run.assembly import task
 from fl_bn.run.checkpoints import CONFIG, FOLDER, Checkpoints, run_to_resume

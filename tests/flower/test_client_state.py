@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
 from fl_bn.federation.shared_model import SharedModel
-from fl_bn.flower.app.client_state import NOTHING, ClientState, FileState, MemoryState
-from fl_bn.flower.app.recovery import Recovery
+from fl_bn.flower.client_state import NOTHING, ClientState, FileState, MemoryState
+from fl_bn.flower.recovery import Recovery
 from fl_bn.methods import METHODS
 from fl_bn.support import durable
 from tests.flower.inside import Checkpoint, RunId
@@ -240,7 +240,7 @@ class Timelines(RuleBasedStateMachine):
 def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of files: nothing here cuts the power, and nothing draws."""
     monkeypatch.setattr(durable.os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr("fl_bn.flower.app.recovery.generators", str)
+    monkeypatch.setattr("fl_bn.flower.recovery.generators", str)
 
 
 @pytest.mark.usefixtures("unsynced")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fl_bn.flower import BatchNormStrategy, Rounds
-from fl_bn.flower.app.disclosure import FEW, NAMED
+from fl_bn.flower.disclosure import FEW, NAMED
 from fl_bn.methods import METHODS, Refresh
 from tests.conformance.cases import every_method
 from tests.federation import random_samples

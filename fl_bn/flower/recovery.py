@@ -18,11 +18,10 @@ from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.schema import START
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.federation.values import Reply
-from fl_bn.flower.log import log
+from fl_bn.flower.compat import log
 from fl_bn.flower.population import Client, RunFailed
 from fl_bn.flower.wire.codec import tensors_of, to_record
-from fl_bn.flower.wire.fields import OURS, add_to_config
-from fl_bn.flower.wire.run_id import RunId
+from fl_bn.flower.wire.fields import OURS, RunId, add_to_config
 from fl_bn.secure.privacy import Accountant
 from fl_bn.support import durable
 from fl_bn.support.client_names import UNNAMED, ClientNames
@@ -83,28 +82,12 @@ class Checkpoint:
         """
         parts, about = read(path)
         try:
-            return cls._read(parts, about)
+            state = json.loads(about["state"])
+            state |= {key: {int(client): round for client, round in state[key].items()} for key in ("kept", "counted")}
+            run_id = RunId.of(json.loads(about["run_id"]))
+            return cls(run_id=run_id, generators=about["generators"], **{"arrays": {}, "optimizer": {}, **parts}, **state)
         except UNREADABLE as error:
             raise durable.Damaged(f"{path}: expected {FORMAT}, but cannot read it: {error!r}") from error
-
-    @classmethod
-    def _read(cls, parts: Mapping[str, Mapping[str, Tensor]], about: Mapping[str, str]) -> Checkpoint:
-        state = json.loads(about["state"])
-        if unknown := parts.keys() - {"arrays", "optimizer", "auxiliary"}:
-            raise KeyError(*unknown)
-        return cls(
-            state["round"],
-            RunId.of(json.loads(about["run_id"])),
-            parts.get("arrays", {}),
-            parts.get("optimizer", {}),
-            state["failed"],
-            {int(client): round for client, round in state["kept"].items()},
-            state["history"],
-            about["generators"],
-            parts.get("auxiliary", {}),
-            {int(client): round for client, round in state["counted"].items()},
-            state["releases"],
-        )
 
 
 class Recovery:

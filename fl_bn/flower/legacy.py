@@ -28,10 +28,10 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 from torch.optim import Optimizer
 
+from fl_bn.flower.compat import log
+from fl_bn.flower.evaluation import EXAMPLES, is_number
 from fl_bn.flower.in_process import InProcessGrid
-from fl_bn.flower.log import log
-from fl_bn.flower.own.app import answers, evaluating, replayed, training
-from fl_bn.flower.own.metrics import EXAMPLES, is_number
+from fl_bn.flower.own_app import answers, evaluating, replayed, training
 from fl_bn.flower.population import Client
 from fl_bn.flower.strategies import OwnAppStrategy
 from fl_bn.flower.wire.gate import OWN_METRICS
@@ -443,7 +443,7 @@ class LegacyRounds(OwnAppStrategy):
             return arrays, metrics
         given = ndarrays_to_parameters(self.whole(arrays))
         self._found = given, _means(self.older.fit_metrics_aggregation_fn, told)
-        parameters, own = self.older.aggregate_fit(server_round, told, [])
+        parameters, own = self.older.aggregate_fit(server_round, told, [])  # type: ignore[arg-type]
         if own:
             self.history.add_metrics_distributed_fit(server_round, own)
         if parameters is None:
@@ -462,7 +462,7 @@ class LegacyRounds(OwnAppStrategy):
             return metrics
         loss: Any = metrics["loss"]
         self._found = float(loss), _means(self.older.evaluate_metrics_aggregation_fn, told)
-        own_loss, own = self.older.aggregate_evaluate(server_round, told, [])
+        own_loss, own = self.older.aggregate_evaluate(server_round, told, [])  # type: ignore[arg-type]
         if own_loss is not None:
             self.history.add_loss_distributed(server_round, own_loss)
         if own:

@@ -6,29 +6,30 @@ import logging
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import torch
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from torch import Tensor, nn
 
 from fl_bn.bn.derived import plain_names
-from fl_bn.bn.roles import Role, roles
-from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.rounds import Rounds, constant_rate
+from fl_bn.federation.schema import instruction
 from fl_bn.federation.values import Instruction, RoundReplies
-from fl_bn.flower.app.recovery import Starts
+from fl_bn.flower.compat import log
+from fl_bn.flower.evaluation import OwnMetrics, is_number
 from fl_bn.flower.grid_transport import GridTransport
-from fl_bn.flower.log import log
-from fl_bn.flower.own.metrics import OwnMetrics
-from fl_bn.flower.own.options import RATES, NamedRates, as_number
 from fl_bn.flower.population import Client, Introductions, Population, RunFailed, round_half_up, sample_cohort
+from fl_bn.flower.recovery import Starts
 from fl_bn.flower.wire.codec import arrays_of, tensors_of
 from fl_bn.flower.wire.replies import Decoded, Reading
 from fl_bn.methods import Method
-from fl_bn.support.wire import printable
+from fl_bn.support.wire import WireError, printable
 
+RATES = ("lr", "learning_rate", "learning-rate")
+"""The names by which a ``train_config`` may give the clients' learning rate, as in Flower's own examples."""
 TAKEN = "%s in train_metrics_clientapp is fl-bn's own number, not your metric %s, which is in client_metrics alone: give yours another name"
 
 
@@ -61,7 +62,7 @@ class OwnTransport(GridTransport):
         super().__init__(model, method, rounds, **options)
         self.config_key, self.starts, self.at_clients = config_key, Starts(self.shared, sends=True), evaluating[0] > 0
         self._evaluating, self._metrics, self._introductions = evaluating, metrics, introductions
-        self._roles = roles(self.shared.model)
+        self._expected = instruction(self.shared.model, self.method)  # of the shared tensors
         self._taken = set[str]()  # names of own metrics of which the log told
         self._own = dict[int, Mapping[str, MetricRecord]]()  # own metrics of the clients that replied in this round
 
@@ -77,11 +78,6 @@ class OwnTransport(GridTransport):
         """
         own, given = self.shared.tensors(), tensors_of(arrays)
         plain = plain_names(self.shared.model)
-        if given and not {*plain.values(), *own} & given.keys():
-            raise RunFailed(
-                f"a hook gave arrays of another network ({printable(next(iter(given)))}): return arrays with the names and shapes of "
-                "those that the hook got"
-            )
         missing = [plain[name] for name in own if given and plain[name] not in given and name not in given]
         if strange := [*missing, *sorted(given.keys() - {*plain, *plain.values()})]:
             what = "left out" if missing else "gave an unknown array"
@@ -90,34 +86,16 @@ class OwnTransport(GridTransport):
                 "that the hook got, by their names. Which tensors are shared is the method's choice (FedBN, SiloBN)"
             )
         tensors = {name: given.get(plain[name], given.get(name, tensor)) for name, tensor in own.items()}
-        for name, tensor in tensors.items():
-            if tensor.dtype != own[name].dtype:
-                if not (tensor.is_floating_point() and own[name].is_floating_point()):
-                    raise RunFailed(
-                        f"a hook gave {printable(name)} as {tensor.dtype}, but the network has {own[name].dtype}: return arrays of the "
-                        "dtypes of those that the hook got"
-                    )
-                tensor = tensors[name] = tensor.to(own[name].dtype)
-            if tensor.shape != own[name].shape:
-                raise RunFailed(
-                    f"a hook gave {printable(name)} with shape {tuple(tensor.shape)}, but the network has {tuple(own[name].shape)}: return "
-                    "arrays with the names and shapes of those that the hook got"
-                )
-            if not torch.allclose(tensor, own[name], rtol=0, atol=0, equal_nan=True):
-                self._check_values(name, tensor)
+        for section, specs in self._expected.sections.items():
+            for name, spec in specs.items():
+                if (tensor := tensors[name]) is not own[name] and tensor.is_floating_point() and own[name].is_floating_point():
+                    tensor = tensors[name] = tensor.to(own[name].dtype)
+                try:
+                    spec.check(section, name, tensor.numpy())
+                except WireError as error:  # every client would refuse a message with it
+                    advice = "keep the shapes and dtypes of the arrays that the hook got, and add noise of your own to weights only"
+                    raise RunFailed(f"a hook gave {error}: {advice}") from error
         return tensors
-
-    def _check_values(self, name: str, tensor: Tensor) -> None:
-        """Check the values of a shared tensor that a hook, or a loop of the user's own, has changed.
-
-        Raises:
-            RunFailed: a value is not finite, or a variance is below 0. Every client would refuse a message with it.
-        """
-        advice = "add noise of your own to weights only" if self._roles[name] is Role.STATISTIC else "leave out such values"
-        if not tensor.isfinite().all():
-            raise RunFailed(f"a hook gave {printable(name)} with values that are not finite: {advice}")
-        if self._roles[name] is Role.STATISTIC and name.endswith("var") and (tensor < 0).any():
-            raise RunFailed(f"a hook gave {printable(name)} with a variance below 0 ({float(tensor.min()):.3g}): {advice}")
 
     def _instruction(self, number: int, arrays: ArrayRecord, config: Mapping[str, Any]) -> Instruction:
         """Return the instruction of the round, with the learning rate that ``config`` names, which a hook may have changed."""
@@ -200,3 +178,56 @@ class OwnTransport(GridTransport):
 
     def _population(self, grid: Grid) -> Population:
         return Population(grid, self.policy, self.shared.signature, introductions=self._introductions, clients_are_nodes=True)
+
+
+def named_rate(config: Mapping[str, Any]) -> float | None:
+    """Return the first number in ``config`` under one of the names ``RATES``, also one that is written as text; None if there is none.
+
+    Raises:
+        RunFailed: The number is negative or not finite.
+    """
+    for name in RATES:
+        if (value := as_number(config.get(name))) is None:
+            continue
+        if not 0 <= value < math.inf:
+            raise RunFailed(f"{name} in the train config must be a finite number >= 0 (the learning rate), but is {value}")
+        return value
+    return None
+
+
+def as_number(value: Any) -> float | None:
+    """Return a number, or the number that a text such as ``"0.1"`` is; None for anything else."""
+    if is_number(value):
+        return float(value)
+    with suppress(ValueError):
+        return float(value) if isinstance(value, str) else None
+    return None
+
+
+class NamedRates:
+    """Map rounds to learning rates. A round whose config has no rate uses the rate of the last round before it that has one."""
+
+    def __init__(self) -> None:
+        self._rates: dict[int, float] = {}
+
+    def note(self, round: int, config: Mapping[str, Any]) -> bool:
+        """Store the learning rate in the train config of ``round``, if it has one. Return whether this changes the round's rate.
+
+        Raises:
+            RunFailed: The rate is negative or not finite.
+        """
+        before = self(round, round)
+        if (rate := named_rate(config)) is not None:
+            self._rates[round] = rate
+        return self(round, round) != before
+
+    def __call__(self, round: int, rounds: int) -> float:
+        """Return the learning rate of ``round``: the last one that was stored for this or an earlier round.
+
+        If there is none, return the rate of the first later round that has one. If no rate was stored, return that of
+        ``constant_rate``.
+        """
+        if not self._rates:
+            return constant_rate(round, rounds)
+        before = [number for number in self._rates if number <= round]
+        return self._rates[max(before) if before else min(self._rates)]
