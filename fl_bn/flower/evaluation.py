@@ -14,12 +14,11 @@ from flwr.serverapp import Grid
 
 from fl_bn.federation.fields import number, whole
 from fl_bn.federation.metrics import fits, over_clients
-from fl_bn.federation.values import Reply
 from fl_bn.flower.compat import log
 from fl_bn.flower.population import Client, RunFailed
 from fl_bn.flower.wire.fields import SAVE, add_to_config, config_of
 from fl_bn.flower.wire.messaging import copy_of
-from fl_bn.flower.wire.replies import Decoded, Reading, read_replies
+from fl_bn.flower.wire.replies import CheckedReading, Decoded, Reading, read_replies
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import WireError, excerpt, printable, reason
 from fl_bn.task import Task
@@ -61,7 +60,7 @@ class EvaluationsAtClients:
     def __init__(self, task: Task, called: ClientNames) -> None:
         self.task, self._called, self._say = task, called, LogOnce("%s did not evaluate: %s", called)
 
-    def in_the_clear(self, replies: Iterable[Decoded], reading: Reading) -> tuple[MetricRecord | None, dict[int, dict[str, float]]]:
+    def in_the_clear(self, replies: Iterable[Decoded], reading: CheckedReading) -> tuple[MetricRecord | None, dict[int, dict[str, float]]]:
         """Combine the replies of an evaluation without secure aggregation.
 
         Args:
@@ -140,6 +139,17 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+class OwnReading(Reading):
+    """Collect the clients' own metric records: ``own``, by client index. ``OwnMetrics`` checks them."""
+
+    def __init__(self, cohort: Sequence[Client], sent: Iterable[Message]) -> None:
+        super().__init__(cohort, sent)
+        self.own = dict[int, Mapping[str, MetricRecord]]()
+
+    def _take(self, reply: Decoded, client: Client) -> None:
+        self.own[client.index] = reply.own
+
+
 class OwnMetrics:
     """Combine the clients' own metrics in the rounds of one run.
 
@@ -193,22 +203,11 @@ class OwnMetrics:
         Returns:
             The combined metrics (None if there is nothing to combine), and each client's metrics, by client index.
         """
-        records, weights = dict[int, RecordDict](), dict[int, float]()
-
-        def read(reply: Decoded, client: Client) -> Reply:
-            numbers, weight = self._read(reply.own, False, needed=self._evaluate_fn is None)
-            records[client.index], weights[client.index] = RecordDict(dict(reply.own)), weight or 0.0
-            return Reply(client.index, {}, 1, 1, numbers)
-
-        parts, refused, _ = read_replies(replies, Reading(clients, read, sent))
-        counted, names = self._counted(parts, refused, self._evaluate_fn is None, self._needs)
-        self._say(refused)
-        by_client = {part.client: dict(part.metrics) for part in counted}
-        if self._evaluate_fn is not None:
-            contents = [records[part.client] for part in counted]
-            return (self._combined("evaluate_metrics_aggr_fn", self._evaluate_fn, contents) if contents else None), by_client
-        means = self._means(counted, names, weights)
-        return (MetricRecord({**means}) if means else None), by_client
+        reading = OwnReading(clients, sent)
+        for reply in replies:
+            reading.read(reply)
+        reading.end()
+        return self._combine("evaluate_metrics_aggr_fn", self._evaluate_fn, reading.own, reading.refused, None)
 
     def training(
         self, own: Mapping[int, Mapping[str, MetricRecord]], samples: Mapping[int, int]
@@ -223,27 +222,38 @@ class OwnMetrics:
         Returns:
             The combined metrics (None if there is nothing to combine), and each client's metrics, by client index.
         """
-        parts, refused, weights = list[Reply](), dict[int, str](), dict[int, float | None]()
+        return self._combine("train_metrics_aggr_fn", self._train_fn, own, {}, samples)
+
+    def _combine(
+        self,
+        name: str,
+        combine: Combine | None,
+        own: Mapping[int, Mapping[str, MetricRecord]],
+        refused: dict[int, str],
+        samples: Mapping[int, int] | None,
+    ) -> tuple[MetricRecord | None, dict[int, dict[str, float]]]:
+        """Combine the metric records ``own`` by the user's function, if there is one, or by means. ``samples`` is None in an evaluation."""
+        training, numbers, weights = samples is not None, dict[int, dict[str, float]](), dict[int, float]()
         for client, records in sorted(own.items()):
             try:
-                numbers, weights[client] = self._read(records, True, needed=False)
+                metrics, weight = self._read(records, training, needed=not training and combine is None)
             except WireError as error:
                 refused[client] = str(error)
                 continue
-            parts.append(Reply(client, {}, 1, 1, numbers))
-        counted, names = self._counted(parts, refused, self._train_fn is None)
-        self._say_training(refused)
-        told = {client: weight for client, weight in weights.items() if weight is not None}
-        lacking = [part.client for part in counted if part.client not in told]
-        by_weight: Mapping[int, float] = samples if lacking else told
-        if lacking and self._key != EXAMPLES and not self._alike and self._train_fn is None:
-            self._say_lacking(lacking)
-        by_client = {part.client: dict(part.metrics) for part in counted}
-        if self._train_fn is not None:
-            contents = [RecordDict(dict(own[part.client])) for part in counted]
-            return (self._combined("train_metrics_aggr_fn", self._train_fn, contents) if contents else None), by_client
-        means = self._means(counted, names, by_weight)
-        return (MetricRecord({**means}) if means else None), by_client
+            numbers[client] = metrics
+            if weight is not None:
+                weights[client] = weight
+        counted, names = self._counted(numbers, refused, combine is None, None if training else self._needs)
+        (self._say_training if training else self._say)(refused)
+        if combine is not None:
+            contents = [RecordDict(dict(own[client])) for client in counted]
+            return (self._combined(name, combine, contents) if contents else None), counted
+        if samples is not None and (lacking := [client for client in counted if client not in weights]):
+            if self._key != EXAMPLES and not self._alike:
+                self._say_lacking(lacking)
+            weights = {client: float(samples[client]) for client in counted}
+        means = self._means(counted, names, weights)
+        return (MetricRecord({**means}) if means else None), counted
 
     def _combined(self, name: str, combine: Combine, contents: list[RecordDict]) -> MetricRecord:
         if not isinstance(combined := combine(contents, self._key), MetricRecord):
@@ -251,33 +261,34 @@ class OwnMetrics:
         return combined
 
     def _counted(
-        self, parts: Sequence[Reply], refused: dict[int, str], averages: bool, needs: Collection[str] | None = None
-    ) -> tuple[list[Reply], list[str]]:
-        """Return the replies to average, and the names of the metrics to average.
+        self, numbers: Mapping[int, dict[str, float]], refused: dict[int, str], averages: bool, needs: Collection[str] | None
+    ) -> tuple[dict[int, dict[str, float]], list[str]]:
+        """Return the clients' metrics to average, by client index, and the names of the metrics to average.
 
-        If a reply lacks a needed metric, it is left out, and the reason is added to ``refused`` by client index. With
+        If a client lacks a needed metric, it is left out, and the reason is added to ``refused`` by client index. With
         ``averages=False``, only clients that are in ``refused`` already are left out, and the names of all metrics are returned.
         """
-        senders = Counter(name for part in parts for name in part.metrics)
-        many = [name for name, count in senders.items() if 2 * count > len(parts)]
+        senders = Counter(name for metrics in numbers.values() for name in metrics)
+        many = [name for name, count in senders.items() if 2 * count > len(numbers)]
         needed, why = (many, "more than half of the clients send it") if needs is None else ([*needs], "it is needed")
-        for part in parts if averages else ():
-            if missing := [name for name in needed if name not in part.metrics]:
-                refused[part.client] = f"metrics/{missing[0]}: missing, but {why}"
-        counted = [part for part in parts if part.client not in refused]
-        names = [*senders] if not averages else [name for name in many if all(name in part.metrics for part in counted)]
+        for client, metrics in numbers.items() if averages else ():
+            if missing := [name for name in needed if name not in metrics]:
+                refused[client] = f"metrics/{missing[0]}: missing, but {why}"
+        counted = {client: metrics for client, metrics in numbers.items() if client not in refused}
+        names = [*senders] if not averages else [name for name in many if all(name in metrics for metrics in counted.values())]
         if few := sorted(senders.keys() - set(names)):
             senders_of = "at most half of the clients" if needs is None else "not all clients"
             log(logging.WARNING, "metrics that %s send are not averaged: %s", senders_of, ", ".join(map(printable, few[:5])))
         return counted, names
 
-    def _means(self, parts: Sequence[Reply], names: Sequence[str], by_client: Mapping[int, float]) -> dict[str, float]:
-        weights: list[float] = [1] * len(parts) if self._alike else self._weights([part.client for part in parts], by_client)
+    def _means(self, counted: Mapping[int, dict[str, float]], names: Sequence[str], by_client: Mapping[int, float]) -> dict[str, float]:
+        weights: list[float] = [1] * len(counted) if self._alike else self._weights([*counted], by_client)
         if not (total := sum(weights)):
             if names:
                 log(logging.WARNING, "no metric is averaged, because all clients' weights (%s) are 0", self._key)
             return {}
-        return {name: sum(weight / total * part.metrics[name] for weight, part in zip(weights, parts, strict=True)) for name in names}
+        pairs = [*zip(weights, counted.values(), strict=True)]
+        return {name: sum(weight / total * metrics[name] for weight, metrics in pairs) for name in names}
 
     def _read(self, own: Mapping[str, MetricRecord], training: bool, needed: bool) -> tuple[dict[str, float], float | None]:
         """Check one client's metric records, which may have any names, and return its metrics and its weight.

@@ -23,7 +23,7 @@ from fl_bn.flower.compat import log
 from fl_bn.flower.wire.codec import arrays_of, header_for, to_records
 from fl_bn.flower.wire.fields import add_to_config
 from fl_bn.flower.wire.messaging import send_and_receive
-from fl_bn.flower.wire.replies import Reading, read_replies, with_header
+from fl_bn.flower.wire.replies import CheckedReading, read_replies
 from fl_bn.flower.wire.versions import here
 from fl_bn.methods import Phase
 
@@ -117,7 +117,7 @@ def average_kept(run: GridTransport, number: int, note: Callable[[dict[int, str]
     add_to_config(content, {"version": here(), **run.recovery.run_id.to_config()})
     sent = [Message(RecordDict(dict(content.items())), c.node, f"query.{KEPT}", ttl=policy.timeout, group_id=group) for c in clients]
     replies = send_and_receive(run.grid, sent, policy.timeout, policy.retry, policy.called)
-    parts, refused, _ = read_replies(run.overheard(replies), Reading(clients, with_header(header, expected), sent))
+    parts, refused, _ = read_replies(run.overheard(replies), CheckedReading(clients, header, expected, sent=sent))
     if note is not None:
         note(refused)
     for index, reason in refused.items() if note is None else ():

@@ -47,7 +47,7 @@ from fl_bn.flower.wire.codec import arrays_of, header_for, tensors_of, to_record
 from fl_bn.flower.wire.fields import SAVE, STATISTICS, add_to_config
 from fl_bn.flower.wire.messages import evaluated
 from fl_bn.flower.wire.messaging import receive, send_and_receive
-from fl_bn.flower.wire.replies import Decoded, Reading, read_replies, with_header
+from fl_bn.flower.wire.replies import CheckedReading, Decoded, read_replies
 from fl_bn.flower.wire.versions import here
 from fl_bn.methods import Method, Phase
 from fl_bn.secure.settings import SecureAggregation
@@ -355,7 +355,7 @@ class GridTransport(Transport):
         phase = Phase(self.record.phase)
         expected = self.server.expects(number, phase, {client.index: client.samples for client in self.cohort})
         header = header_for(self.shared, number, phase, self.policy.payload)
-        reading = Reading(self.cohort, with_header(header, expected, self.server.rounding), self.sent)
+        reading = CheckedReading(self.cohort, header, expected, self.server.rounding, self.sent)
         self._read = self._read_replies(self.overheard(replies), reading)
         changed = self.server.conclude(self._read)
         self.server.record = self.starts.counted(self.record)
@@ -370,7 +370,7 @@ class GridTransport(Transport):
         self._combined = dict(arrays)
         return arrays, MetricRecord({"loss": self.record.loss, "samples": samples})
 
-    def _read_replies(self, replies: Iterable[Decoded], reading: Reading) -> RoundReplies:
+    def _read_replies(self, replies: Iterable[Decoded], reading: CheckedReading) -> RoundReplies:
         """Check the replies to train messages.
 
         If the method does not need all replies at once, add each to the average immediately, and free its memory.
@@ -383,13 +383,12 @@ class GridTransport(Transport):
             exchanges = self.exchanges
             return RoundReplies(who, parts, refused, wrong, exchanges.session, exchanges.carrier, exchanges.messages)
         for decoded in replies:
-            reply = reading.read(decoded)
+            client = reading.read(decoded)
             del decoded  # frees its memory while the loop waits for the next reply
-            if isinstance(reply, Reply):
-                intake.take(reply)
-            elif reply is not None:
-                intake.leave_out(reply)
-            del reply
+            if client in reading.parts:
+                intake.take(reading.parts.pop(client))
+            elif client is not None:
+                intake.leave_out(client)
         reading.end()
         parts, partial = intake.end()
         return RoundReplies(who, parts, reading.refused, reading.wrong, partial=partial)
@@ -470,7 +469,7 @@ class GridTransport(Transport):
     ) -> tuple[list[Reply], dict[int, str], set[int]]:
         expected = self.server.expects(instruction.round, instruction.phase, {client.index: client.samples for client in clients})
         header = header_for(self.shared, instruction.round, instruction.phase)
-        return read_replies(replies, Reading(clients, with_header(header, expected), sent))
+        return read_replies(replies, CheckedReading(clients, header, expected, sent=sent))
 
     # An evaluation
 
@@ -553,7 +552,7 @@ class GridTransport(Transport):
             return None
         header = header_for(self.shared, number, Phase.TRAIN)
         expected = Expected(header.round, header.signature, Schema({}), evaluated(self.task))
-        reading = Reading(self.evaluating, with_header(header, expected), self.sent)
+        reading = CheckedReading(self.evaluating, header, expected, sent=self.sent)
         metrics, by_client = self.evaluations.in_the_clear(self.disclosures.evaluations(replies, self.everyone()), reading)
         self.server.record = replace(self.record, client_evaluation=by_client)
         return metrics

@@ -24,7 +24,7 @@ from fl_bn.flower.grid_transport import GridTransport
 from fl_bn.flower.population import Client, Introductions, Population, RunFailed, round_half_up, sample_cohort
 from fl_bn.flower.recovery import Starts
 from fl_bn.flower.wire.codec import arrays_of, tensors_of
-from fl_bn.flower.wire.replies import Decoded, Reading
+from fl_bn.flower.wire.replies import CheckedReading, Decoded
 from fl_bn.methods import Method
 from fl_bn.support.wire import WireError, printable
 
@@ -112,7 +112,7 @@ class OwnTransport(GridTransport):
                 values[name] = str(lowered) if isinstance(values[name], str) else lowered
         return values
 
-    def _read_replies(self, replies: Iterable[Decoded], reading: Reading) -> RoundReplies:
+    def _read_replies(self, replies: Iterable[Decoded], reading: CheckedReading) -> RoundReplies:
         """Check the replies, and store the clients' own training metrics for ``combine``."""
         self._own = {}
         by_node = {client.node: client.index for client in self.cohort}
