@@ -139,17 +139,6 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-class OwnReading(Reading):
-    """Collect the clients' own metric records: ``own``, by client index. ``OwnMetrics`` checks them."""
-
-    def __init__(self, cohort: Sequence[Client], sent: Iterable[Message]) -> None:
-        super().__init__(cohort, sent)
-        self.own = dict[int, Mapping[str, MetricRecord]]()
-
-    def _take(self, reply: Decoded, client: Client) -> None:
-        self.own[client.index] = reply.own
-
-
 class OwnMetrics:
     """Combine the clients' own metrics in the rounds of one run.
 
@@ -203,11 +192,12 @@ class OwnMetrics:
         Returns:
             The combined metrics (None if there is nothing to combine), and each client's metrics, by client index.
         """
-        reading = OwnReading(clients, sent)
+        reading = Reading(clients, sent)
         for reply in replies:
             reading.read(reply)
         reading.end()
-        return self._combine("evaluate_metrics_aggr_fn", self._evaluate_fn, reading.own, reading.refused, None)
+        own = {client: records for client, records in reading.own.items() if client not in reading.refused}
+        return self._combine("evaluate_metrics_aggr_fn", self._evaluate_fn, own, reading.refused, None)
 
     def training(
         self, own: Mapping[int, Mapping[str, MetricRecord]], samples: Mapping[int, int]

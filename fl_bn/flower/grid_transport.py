@@ -355,8 +355,8 @@ class GridTransport(Transport):
         phase = Phase(self.record.phase)
         expected = self.server.expects(number, phase, {client.index: client.samples for client in self.cohort})
         header = header_for(self.shared, number, phase, self.policy.payload)
-        reading = CheckedReading(self.cohort, header, expected, self.server.rounding, self.sent)
-        self._read = self._read_replies(self.overheard(replies), reading)
+        self._reading = CheckedReading(self.cohort, header, expected, self.server.rounding, self.sent)
+        self._read = self._read_replies(self.overheard(replies), self._reading)
         changed = self.server.conclude(self._read)
         self.server.record = self.starts.counted(self.record)
         accepted = {client.client for client in self.record.accepted}

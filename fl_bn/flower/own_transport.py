@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from fl_bn.bn.derived import plain_names
 from fl_bn.federation.rounds import Rounds, constant_rate
 from fl_bn.federation.schema import instruction
-from fl_bn.federation.values import Instruction, RoundReplies
+from fl_bn.federation.values import Instruction
 from fl_bn.flower.compat import log
 from fl_bn.flower.evaluation import OwnMetrics, is_number
 from fl_bn.flower.grid_transport import GridTransport
 from fl_bn.flower.population import Client, Introductions, Population, RunFailed, round_half_up, sample_cohort
 from fl_bn.flower.recovery import Starts
 from fl_bn.flower.wire.codec import arrays_of, tensors_of
-from fl_bn.flower.wire.replies import CheckedReading, Decoded
 from fl_bn.methods import Method
 from fl_bn.support.wire import WireError, printable
 
@@ -64,7 +63,6 @@ class OwnTransport(GridTransport):
         self._evaluating, self._metrics, self._introductions = evaluating, metrics, introductions
         self._expected = instruction(self.shared.model, self.method)  # of the shared tensors
         self._taken = set[str]()  # names of own metrics of which the log told
-        self._own = dict[int, Mapping[str, MetricRecord]]()  # own metrics of the clients that replied in this round
 
     def outward(self, tensors: Mapping[str, Tensor]) -> ArrayRecord:
         """Convert shared tensors to arrays for the hooks, by state_dict name. Tensors that clients keep are left out."""
@@ -112,20 +110,6 @@ class OwnTransport(GridTransport):
                 values[name] = str(lowered) if isinstance(values[name], str) else lowered
         return values
 
-    def _read_replies(self, replies: Iterable[Decoded], reading: CheckedReading) -> RoundReplies:
-        """Check the replies, and store the clients' own training metrics for ``combine``."""
-        self._own = {}
-        by_node = {client.node: client.index for client in self.cohort}
-
-        def noted() -> Iterator[Decoded]:
-            for reply in replies:
-                if reply.own and reply.node in by_node:
-                    self._own.setdefault(by_node[reply.node], reply.own)
-                yield reply
-                del reply  # frees its memory while the loop waits for the next reply
-
-        return super()._read_replies(noted(), reading)
-
     def combine(self, number: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Combine the replies, and the clients' own training metrics.
 
@@ -137,7 +121,7 @@ class OwnTransport(GridTransport):
         if arrays is None or metrics is None:
             return None, None
         accepted = {client.client: client.samples for client in self.record.accepted}
-        own = {index: records for index, records in self._own.items() if index in accepted}
+        own = {index: records for index, records in self._reading.own.items() if records and index in accepted}
         combined, by_client = self._metrics.training(own, accepted)
         means = {} if combined is None else {k: float(v) for k, v in combined.items() if isinstance(v, int | float)}
         self.server.record = replace(self.record, own_metrics=means, client_metrics=by_client)

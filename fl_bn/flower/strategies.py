@@ -9,12 +9,11 @@ They have Flower's arguments, hooks and ``start``. They are classes: a subclass 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
-from weakref import WeakSet
 
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ConfigRecord
 from flwr.serverapp import Grid
 from torch import nn
 
@@ -47,12 +46,6 @@ from fl_bn.support.client_names import ClientNames
 from fl_bn.support.names import check_name
 
 TIMEOUT = 3600.0  # Flower's
-AGAIN = (
-    "start was called again in one run of Flower's. Under %s every client then begins with the server's BatchNorm layers, not with its "
-    "own: call start once, and use hooks or callbacks between its rounds"
-)
-_STARTED: WeakSet[Grid] = WeakSet()
-"""The grids on which ``start`` was called in this process."""
 
 
 class OwnAppStrategy(BatchNormStrategy):
@@ -70,7 +63,8 @@ class OwnAppStrategy(BatchNormStrategy):
     Args:
         model: your network, unconverted.
         method: the method, the same as the clients'.
-        fraction_train: the share of the clients that train in a round, in (0, 1], as in Flower's ``FedAvg``.
+        fraction_train: the share of the clients that train in a round, in (0, 1], as in Flower's ``FedAvg``. A subclass may set this
+            and Flower's other arguments, as attributes of these names, until ``start`` is called.
         fraction_evaluate: the share of the clients that evaluate in a round, 0..1. 0: nobody evaluates.
         min_train_nodes: the smallest number of clients in a round.
         min_evaluate_nodes: the smallest number of clients that evaluate, unless nobody does.
@@ -110,7 +104,6 @@ class OwnAppStrategy(BatchNormStrategy):
 
     _needed_metrics: tuple[str, ...] | None = None  # of an evaluation, see ``OwnMetrics``
     _given: Given | None = None  # None: this strategy has ``Rounds``, and runs fl-bn's own ClientApp
-    _met: FlowerArguments | None = None  # Flower's arguments with which the run began
 
     def __init__(
         self,
@@ -161,14 +154,6 @@ class OwnAppStrategy(BatchNormStrategy):
         now = {one.name: getattr(self, one.name) for one in fields(FlowerArguments)}
         return FlowerArguments(**now | {"min_evaluate_nodes": now["min_evaluate_nodes"] if self.fraction_evaluate else 0})
 
-    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """Make one train message per client of the cohort, see ``BatchNormStrategy``. A learning rate in ``config`` is the round's."""
-        if self._met is not None and self._met != (now := self._flower_arguments()):
-            changed = next(one.name for one in fields(now) if getattr(now, one.name) != getattr(self._met, one.name))
-            log(logging.WARNING, "strategy.%s was changed during the run. That has no effect: set it before the start", changed)
-            self._met = now
-        return super().configure_train(server_round, arrays, config, grid)
-
     def summary(self) -> None:
         """Log what the method does with every normalisation layer."""
         if self._given is None:
@@ -197,10 +182,7 @@ class OwnAppStrategy(BatchNormStrategy):
         if self._given is None:
             return super()._begun(grid, timeout, train_config)
         own, given = self._given, self._flower_arguments()
-        if grid in _STARTED and own.method.personal:
-            log(logging.WARNING, AGAIN, own.method.name)
-        _STARTED.add(grid)
-        self._met, seconds = given, TIMEOUT if timeout is None else timeout
+        seconds = TIMEOUT if timeout is None else timeout
         if words := own.method.other_fraction(given.fraction_train):
             log(logging.WARNING, "%s", words)
         wanted, called = signature(convert(own.model, own.method), own.method), called_in(grid)

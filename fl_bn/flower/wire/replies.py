@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -77,13 +76,13 @@ def decode(message: Message) -> Decoded:
     return Decoded(node, answers, "", header, payload, unreadable, metrics, problem, own)
 
 
-class Reading(ABC):
-    """Check a round's replies, one by one. Abstract: a subclass checks a reply's content.
+class Reading:
+    """Read a round's replies, one by one: who replied, and the users' own metric records.
 
-    A client is refused if its reply has no samples (the client took no part), is an error, is invalid, is late, or is
-    missing.
+    A client is refused if its reply is an error, is late, or is missing. ``CheckedReading`` reads the tensors and numbers, too.
 
     Attributes:
+        own: the users' own metric records, by client index.
         refused: client index -> why the client is refused.
         wrong: the refused clients whose reply breaks the protocol. These clients are faulty or Byzantine.
 
@@ -94,7 +93,7 @@ class Reading(ABC):
 
     def __init__(self, cohort: Sequence[Client], sent: Iterable[Message] = ()) -> None:
         self._cohort, self._sent = cohort, sent
-        self._by_node, self._read = {client.node: client for client in cohort}, set[int]()
+        self._by_node, self.own = {client.node: client for client in cohort}, dict[int, Mapping[str, MetricRecord]]()
         self.refused: dict[int, str] = {}
         self.wrong: set[int] = set()
 
@@ -104,9 +103,9 @@ class Reading(ABC):
         if node not in self._by_node and reply.failed:
             node = next((m.metadata.dst_node_id for m in self._sent if m.metadata.message_id == reply.answers), node)
         client = self._by_node.get(node)
-        if client is None or client.index in self._read:
+        if client is None or client.index in self.own:
             return None
-        self._read.add(client.index)
+        self.own[client.index] = reply.own
         try:
             if reply.failed:
                 raise Absent("error", "", reply.failed)
@@ -118,21 +117,16 @@ class Reading(ABC):
             self.wrong.add(client.index)
         return client.index
 
-    @abstractmethod
     def _take(self, reply: Decoded, client: Client) -> None:
-        """Check the content of a client's reply, and store it.
-
-        Raises:
-            WireError: it is not as expected.
-        """
+        """Read the tensors and numbers of a client's reply: here, nothing."""
 
     def end(self) -> None:
         """Refuse the clients that have not replied. Call it after the last reply."""
-        self.refused |= {c.index: "no reply before the deadline" for c in self._cohort if c.index not in self._read}
+        self.refused |= {c.index: "no reply before the deadline" for c in self._cohort if c.index not in self.own}
 
 
 class CheckedReading(Reading):
-    """Check replies to an instruction of fl-bn's.
+    """Check replies to an instruction of fl-bn's. A client is also refused if its reply has no samples (it took no part), or is invalid.
 
     Attributes:
         parts: the valid replies, by client index. The caller may take them out.
