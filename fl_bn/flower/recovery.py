@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from flwr.app import ArrayRecord, Message
 from torch import Tensor
@@ -84,8 +85,8 @@ class Checkpoint:
         try:
             state = json.loads(about["state"])
             state |= {key: {int(client): round for client, round in state[key].items()} for key in ("kept", "counted")}
-            run_id = RunId.of(json.loads(about["run_id"]))
-            return cls(run_id=run_id, generators=about["generators"], **{"arrays": {}, "optimizer": {}, **parts}, **state)
+            stored: dict[str, Any] = {"arrays": {}, "optimizer": {}, **parts, **state}
+            return cls(run_id=RunId.of(json.loads(about["run_id"])), generators=about["generators"], **stored)
         except UNREADABLE as error:
             raise durable.Damaged(f"{path}: expected {FORMAT}, but cannot read it: {error!r}") from error
 

@@ -372,7 +372,7 @@ class Given:
         check_name("client_weights", self.client_weights, ("samples", "uniform"))
         for name, kind, such in (
             ("optimizer", ServerOptimizer | None, "fl_bn.federation.optimizers.fedadam()"),
-            ("defence", Defence, "fl_bn.Defence(...)"),
+            ("defence", Defence, "fl_bn.federation.defence.Defence(...)"),
             ("objective", Objective, "fl_bn.objectives.FedProx()"),
             ("exchange", ExchangeSettings, "fl_bn.exchange.ExchangeSettings()"),
         ):
