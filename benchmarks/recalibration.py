@@ -94,7 +94,7 @@ def deviation(samples: Samples, clients: int, size: int) -> float:
     parts = [Samples(samples.x[i::clients], samples.y[i::clients]) for i in range(clients)]
     strategy = BatchNormStrategy(network(), method, Rounds(clients, calibrate=-1, recalibration="exchange"))
     strategy.start(WatchedGrid(client_app(method, parts, settings, model=network()), clients), num_rounds=0)
-    found, true = running_statistics(strategy.shared.model), union(network(), samples)
+    found, true = running_statistics(strategy.transport.shared.model), union(network(), samples)
     means = max(float(((found[k].mean - mean).abs() / var.sqrt()).max()) for k, (mean, var) in true.items())
     return max(means, max(float((found[k].var / var - 1).abs().max()) for k, (_, var) in true.items()))
 

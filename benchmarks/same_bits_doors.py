@@ -267,15 +267,19 @@ def own_client(method: str, *, rate: float, lists: bool = False, strategy: str =
             return super().push_messages(messages)
 
     rounds = flower.Rounds(CLIENTS, rate=lambda *_: rate, evaluate_every=2, at_clients=True, wait=0.0)
-    kind = getattr(flower, f"{strategy or STRATEGIES.get(method, '')}Strategy", None)
-    made = kind(network(), rounds, **options) if kind else flower.BatchNormStrategy(network(), METHODS[method](), rounds)
+    how = METHODS[method]()
+    if (kind := getattr(flower, f"{strategy or STRATEGIES.get(method, '')}Strategy", None)) is not None:  # in a checkout of before
+        made = kind(network(), rounds, **options)
+    else:
+        rules = {"defence": kind_of(Federation, "defence")(options["f"], "nnm+median", "nnm+median")} if strategy == "RobustFBN" else {}
+        made = flower.BatchNormStrategy(network(), how, rounds, **rules)
     settings = kind_of(BatchNormClient.__init__, "settings")(batch_size=8, steps=2, momentum=0.9)
 
     def build(context: Context) -> BatchNormClient:
         samples = kind_of(flower.Site.__init__, "train")(*data(client_of(context)))
         site = flower.Site(client_of(context), CLIENTS, samples, samples, torch.device("cpu"))
         contexts.setdefault(client_of(context), context)
-        return BatchNormClient(convert(network(), made.method), made.method, settings, site, context.state, tells=True)
+        return BatchNormClient(convert(network(), how), how, settings, site, context.state, tells=True)
 
     result = made.start(Grid(flower.make_client_app(build), CLIENTS, {}), num_rounds=ROUNDS)
     tensors: dict[str, Any] = dict(result.arrays.to_torch_state_dict())

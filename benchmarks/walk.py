@@ -1,11 +1,11 @@
-"""Follow one round of FedAvg on Flower through the code: the functions that run, and how often a reply is passed on.
+"""Follow one round of FedAvg on Flower through the code: the files and functions that run, and how often a reply is passed on.
 
     python benchmarks/walk.py
     PYTHONPATH=CHECKOUT python benchmarks/walk.py          # of another checkout of fl-bn, from version 0.1 on
 
-Three clients with a small network run two rounds in this process. ``sys.setprofile`` observes the second round, from
-the train messages to the round's record. The program counts the files of fl_bn that the round enters, the lines of the
-functions that it calls, and for one client:
+Three clients with a small network run two rounds in this process. ``sys.setprofile`` observes the training of the second round, from
+``Server.begin`` to the evaluation: instruction, messages, clients, replies, averages, the round's record. The program counts all
+files of fl_bn that the round enters, the lines of the functions that it calls, and for one client:
 
 * decodings of a header: of the instruction at the client, and of the reply at the server;
 * returns of the reply: how often a function or generator of fl_bn returns or yields it to its caller. They are
@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 import fl_bn
 from fl_bn import convert
 from fl_bn.federation.local import Samples
+from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import Reply
 from fl_bn.flower import BatchNormClient, BatchNormStrategy, InProcessGrid, Rounds, Site, make_client_app
@@ -40,7 +42,6 @@ PACKAGE = Path(str(fl_bn.__file__)).parent
 CLIENTS, ROUNDS = 3, 2
 DECODED = "Decoded"  # class of a decoded reply before its checks, in versions that have one
 PARTS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")  # parts of a function, not counted as functions
-FIRST = ("federation/run.py", "federation/client_round.py", "federation/server.py", "methods/fedavg.py")  # CONTRIBUTING.md
 HEADER = "header_from"  # the function that every decoding of a header calls
 
 
@@ -152,21 +153,20 @@ def walked(method: str) -> Walk:
         return BatchNormClient(converted, how, settings, site, context.state)
 
     class Watched(BatchNormStrategy):
-        def configure_train(self, server_round: int, *args: Any) -> Any:
-            if server_round == ROUNDS:
-                walk.begin()
-            return super().configure_train(server_round, *args)
+        def configure_evaluate(self, server_round: int, *args: Any) -> Any:
+            walk.end()
+            return super().configure_evaluate(server_round, *args)
 
-        def aggregate_train(self, server_round: int, replies: Any) -> Any:
-            try:
-                return super().aggregate_train(server_round, replies)
-            finally:
-                walk.end()
+    def begin(self: Server, round: int) -> Any:
+        if round == ROUNDS:
+            walk.begin()
+        return begins(self, round)
 
-    rounds = Rounds(clients=CLIENTS, wait=0.0, calibrate=0, unit_scale=False)
+    rounds, begins = Rounds(clients=CLIENTS, wait=0.0, calibrate=0, unit_scale=False), Server.begin
     strategy = Watched(network(), how, rounds)
-    strategy.start(InProcessGrid(make_client_app(build), CLIENTS, {}), num_rounds=ROUNDS)
-    assert len(strategy.record.accepted) == CLIENTS
+    with patch.object(Server, "begin", begin):
+        result = strategy.start(InProcessGrid(make_client_app(build), CLIENTS, {}), num_rounds=ROUNDS)
+    assert len(result.records[-1].accepted) == CLIENTS
     return walk
 
 
@@ -181,8 +181,7 @@ def main(
         print(f"| {file} | {' | '.join(map(str, numbers))} |")
     total = [sum(numbers[column] for numbers in files.values()) for column in range(3)]
     print(f"| {len(files)} files | {' | '.join(map(str, total))} |\n")
-    print(f"files to read first: {sum(len((PACKAGE / file).read_text().splitlines()) for file in FIRST)} lines of {', '.join(FIRST)}")
-    print(f"code between configure_train and the end of aggregate_train, {method}, {CLIENTS} clients")
+    print(f"a round of {method} with {CLIENTS} clients enters {len(files)} files, {total[0]} functions, {total[1]} lines of functions")
     anyhow, values = Counter(side for side, _, _ in walk.returns), Counter(side for side, _, as_value in walk.returns if as_value)
     for what, counts in (
         ("decodings of a header", walk.headers),

@@ -7,19 +7,18 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord
 
-from fl_bn.flower import BatchNormStrategy, OwnAppStrategy
+from fl_bn.flower import BatchNormStrategy
 
 Arrays = dict[str, np.ndarray]
 
 
-def noted(strategy: BatchNormStrategy | OwnAppStrategy) -> dict[int, Arrays]:
+def noted(strategy: BatchNormStrategy) -> dict[int, Arrays]:
     """Return round -> the shared tensors that are evaluated after it. The dict is filled while ``strategy`` runs."""
     found: dict[int, Arrays] = {}
     hook: Any = strategy.configure_evaluate
 
     def configure_evaluate(server_round: int, arrays: ArrayRecord, config: Any, grid: Any) -> Any:
-        shared = (strategy._running if isinstance(strategy, OwnAppStrategy) else strategy).shared
-        found[server_round] = {name: arrays[name].numpy().copy() for name in shared.tensors()}
+        found[server_round] = {name: arrays[name].numpy().copy() for name in strategy.transport.shared.tensors()}
         return hook(server_round, arrays, config, grid)
 
     strategy.configure_evaluate = configure_evaluate  # type: ignore[method-assign]

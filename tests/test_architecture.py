@@ -45,15 +45,14 @@ EXPORTED = {"convert": "bn"}
 
 FLOWER_PUBLIC = {"flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy"}  # for all of fl_bn/flower
 FLOWER_LEGACY = {  # public, too, but of Flower's older API: the files that still need it
-    "fl_bn/flower/numpy_client.py": {"flwr.client"},
-    "fl_bn/flower/own/legacy_client.py": {"flwr.client"},
-    "fl_bn/flower/own/legacy_server.py": {"flwr.common", "flwr.server", "flwr.server.strategy"},
+    "fl_bn/flower/local_client.py": {"flwr.client"},
+    "fl_bn/flower/legacy.py": {"flwr.client", "flwr.common", "flwr.server", "flwr.server.strategy"},
     "fl_bn/flower/secagg/workflow.py": {"flwr.common", "flwr.server", "flwr.server.strategy"},
     "fl_bn/flower/secagg/client.py": {"flwr.common"},
     "fl_bn/flower/secagg/stages.py": {"flwr.common"},
 }
 RAY = {  # the files that use Ray itself
-    "fl_bn/flower/app/lost_actors.py": {"ray", "ray.exceptions"},
+    "fl_bn/flower/lost_actors.py": {"ray", "ray.exceptions"},
     "fl_bn/sweep/cluster.py": {"ray", "ray.exceptions"},
 }
 FLOWER_PRIVATE = "fl_bn/flower/compat.py"  # the one file that may name anything else of Flower's, or ask for its version
@@ -132,10 +131,10 @@ def test_the_command_line_alone_knows_the_other_houses() -> None:
         ("fl_bn/data/npz.py", "from fl_bn.federation.local import Samples"),
         ("fl_bn/bn/moments.py", "def f():\n    import fl_bn.methods"),
         ("fl_bn/federation/local.py", "from fl_bn import flower"),
-        ("fl_bn/flower/numpy_client.py", "from fl_bn.run.config import RunConfig"),
+        ("fl_bn/flower/local_client.py", "from fl_bn.run.config import RunConfig"),
         ("fl_bn/run/config.py", "from fl_bn.cli.main import app"),
         ("fl_bn/run/config.py", "import server_app.app"),
-        ("fl_bn/flower/numpy_client.py", "from fl_bn.unheard_of import x"),
+        ("fl_bn/flower/local_client.py", "from fl_bn.unheard_of import x"),
         ("fl_bn/unheard_of.py", "from fl_bn.bn.moments import pool"),
         ("fl_bn/bn/layers.py", "from fl_bn.models import build"),
     ],

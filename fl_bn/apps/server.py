@@ -7,7 +7,7 @@ from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from fl_bn.flower import BatchNormStrategy, RunFailed
-from fl_bn.flower.log import LOGGER
+from fl_bn.flower.compat import LOGGER
 from fl_bn.run.assembly import allow_modules, limit_threads, own_callbacks, source_model
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.console import bars, shown
@@ -73,7 +73,7 @@ def run(grid: Grid, context: Context, folder: Path | None) -> None:
             secure=config.secure(),
             task=directory.task,
         )
-        directory.start(strategy)
+        directory.start(strategy.transport)
         strategy.start(grid, num_rounds=config.rounds, resume=directory.resumed)
     if directory.path is not None:
         context.state["result"] = ConfigRecord({"directory": str(directory.path)})

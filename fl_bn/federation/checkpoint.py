@@ -1,7 +1,7 @@
 """Store the state of a run in one file. A crash never leaves an incomplete file.
 
 The format is safetensors, with JSON in the metadata. Loading such a file cannot run code. Runs over Flower and
-``Federation`` both use this format. ``flower.app.checkpoint`` and ``FederationState`` list what each of them stores.
+``Federation`` both use this format. ``flower.recovery.Checkpoint`` and ``FederationState`` list what each of them stores.
 """
 
 from __future__ import annotations

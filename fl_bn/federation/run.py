@@ -94,7 +94,7 @@ def run(
     for number in range(start.round, rounds + 1):
         begin = time.perf_counter()
         server.shared.load(tensors)
-        changed = transport.round(number)
+        changed = transport.conclude(transport.train(server.begin(number)))
         failed = 0 if changed else failed + 1
         tensors = server.shared.tensors()
         due = (number == rounds or number % policy.evaluate_every == 0) and failed < policy.max_failed

@@ -63,9 +63,9 @@ class Transport(ABC):
         """
         return None
 
-    def round(self, number: int) -> bool:
-        """Carry out training round ``number`` (from 1), and return whether it changed the model."""
-        return self.server.conclude(self.train(self.server.begin(number)))
+    def conclude(self, replies: RoundReplies) -> bool:
+        """Combine the round's ``replies``, which ``train`` returned, and return whether this changed the model."""
+        return self.server.conclude(replies)
 
     def store(self, instruction: Instruction, replies: RoundReplies) -> RoundReplies:
         """Store measured statistics in the server.

@@ -4,28 +4,12 @@ No other package of fl-bn imports Flower.
 """
 
 from fl_bn.federation.rounds import Rounds
-from fl_bn.flower.app.client_app import make_client_app
 from fl_bn.flower.in_process import InProcessGrid, run_in_process
-from fl_bn.flower.local_client import Site
-from fl_bn.flower.numpy_client import BatchNormClient
-from fl_bn.flower.own.app import answer, evaluating, replayed, training
-from fl_bn.flower.own.legacy_client import legacy_client_app
-from fl_bn.flower.own.legacy_server import legacy_server_app
-from fl_bn.flower.own.strategies import FBN, HBN, FedAvgBN, FedBN, FedTAN, FedTAN2, FixBN, SiloBN
-from fl_bn.flower.own.strategy import OwnAppStrategy
+from fl_bn.flower.legacy import legacy_client_app, legacy_server_app
+from fl_bn.flower.local_client import BatchNormClient, Site, make_client_app
+from fl_bn.flower.own_app import answer, evaluating, replayed, training
 from fl_bn.flower.population import RunFailed
-from fl_bn.flower.strategies import (
-    FBNStrategy,
-    FedAvgAlg2Strategy,
-    FedAvgBNStrategy,
-    FedBNStrategy,
-    FedTAN2Strategy,
-    FedTANStrategy,
-    FixBNStrategy,
-    HBNStrategy,
-    RobustFBNStrategy,
-    SiloBNStrategy,
-)
+from fl_bn.flower.strategies import FBN, HBN, FedAvgBN, FedBN, FedTAN, FedTAN2, FixBN, OwnAppStrategy, SiloBN
 from fl_bn.flower.strategy import BatchNormStrategy
 from fl_bn.flower.wire.gate import Gate
 
@@ -48,19 +32,9 @@ __all__ = [
     "BatchNormClient",
     "BatchNormStrategy",
     "Gate",
-    "FBNStrategy",
-    "FedAvgAlg2Strategy",
-    "FedAvgBNStrategy",
-    "FedBNStrategy",
-    "FedTAN2Strategy",
-    "FedTANStrategy",
-    "FixBNStrategy",
-    "HBNStrategy",
     "InProcessGrid",
-    "RobustFBNStrategy",
     "Rounds",
     "RunFailed",
-    "SiloBNStrategy",
     "Site",
     "make_client_app",
     "run_in_process",

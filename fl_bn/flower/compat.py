@@ -303,3 +303,13 @@ def _advice(wanted: str) -> str:
 def prints(handler: logging.Handler) -> bool:
     """Return whether ``handler`` of Flower's log is the one by which Flower itself prints its log."""
     return isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("flwr.")
+
+
+LOGGER = logging.getLogger("flwr")
+log = LOGGER.log
+DETAIL = "detail"  # the attribute of a log record that has the long form of a round's line
+
+
+def say_round(line: str, detail: str) -> None:
+    """Log the short ``line`` of a round, with its long form ``detail`` for run.log and ``fl-bn run --verbose``."""
+    log(logging.INFO, "%s", line, extra={DETAIL: detail})

@@ -18,7 +18,7 @@ from typing import Any
 from fl_bn.exchange.settings import Certificates, ExchangeSettings
 from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.record import RoundRecord
-from fl_bn.flower.log import log
+from fl_bn.flower.compat import log
 from fl_bn.support.client_names import ClientNames, nodes_of, sites_of
 from fl_bn.support.flower_config import OF_OUR_APP, OUR_APP, PROGRESS, Scalar
 from fl_bn.support.registered_nodes import registered_nodes

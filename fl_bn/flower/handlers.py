@@ -20,7 +20,7 @@ from fl_bn.federation.narrow import EXACT, PayloadDtype
 from fl_bn.federation.network import Network
 from fl_bn.federation.payload import Payload, to_numpy, to_tensors
 from fl_bn.federation.values import ClientState, Instruction, Reply
-from fl_bn.flower.app.client_state import StateStore
+from fl_bn.flower.client_state import StateStore
 from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect
 from fl_bn.flower.layerwise.transcript import Transcript, detach
 from fl_bn.flower.wire.codec import Header, check_header, header_of, payload_of, to_records

@@ -29,8 +29,7 @@ from flwr.serverapp import Grid, ServerApp
 from fl_bn.exchange.local import Turns, end_task
 from fl_bn.federation.engines.vectorised import AT_ONCE, VECTORISED, CannotVectorise, Fallback, TogetherTurns
 from fl_bn.federation.engines.workers import Workers, WorkerTiming, cores
-from fl_bn.flower.compat import address, identify
-from fl_bn.flower.log import log
+from fl_bn.flower.compat import address, identify, log
 from fl_bn.flower.wire.fields import config_of
 from fl_bn.support.gpu import on_gpu
 from fl_bn.support.user_code import OWN

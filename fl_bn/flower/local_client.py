@@ -1,17 +1,22 @@
-"""Compute one client's part of a round in fl-bn's application: training, measuring statistics, and evaluation."""
+"""Compute one client's part of a round in fl-bn's application, and answer the server's messages: ``BatchNormClient``, and the ClientApp."""
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from flwr.app import RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -22,20 +27,26 @@ from fl_bn.federation.client import LocalRound
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.engines.vectorised import round_of_task
 from fl_bn.federation.local import Samples, evaluate
-from fl_bn.federation.narrow import Overflow
+from fl_bn.federation.narrow import AS_THE_MODEL, Overflow
 from fl_bn.federation.network import Network
+from fl_bn.federation.payload import to_numpy
+from fl_bn.federation.schema import KEPT
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.sources import SampleSource
 from fl_bn.federation.values import ClientState, Reply
-from fl_bn.flower.app.client_state import StateStore, store_of
-from fl_bn.flower.handlers import Request, kept_layers
-from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect
+from fl_bn.flower.client_state import StateStore, store_of
+from fl_bn.flower.compat import log
+from fl_bn.flower.handlers import Request, kept_layers, metrics_of, read, reply_to, request_of
+from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect, deployed
 from fl_bn.flower.layerwise.transcript import question
-from fl_bn.flower.log import log
 from fl_bn.flower.secagg.instruction_history import to_write
-from fl_bn.flower.wire.gate import enough
-from fl_bn.flower.wire.messages import TO_SAVE
-from fl_bn.methods import INPUTS, Method, StatisticsPass
+from fl_bn.flower.wire.codec import FORMAT, flatten, header_from, header_of, unflatten
+from fl_bn.flower.wire.fields import Form
+from fl_bn.flower.wire.gate import Gate, Handler, Limits, enough
+from fl_bn.flower.wire.messages import HEADER, LAYOUT, RECORD_KEY_CONFIGS, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_SAVE, TO_TELL, TO_TRAIN
+from fl_bn.flower.wire.messages import HELLO as INTRODUCTION
+from fl_bn.flower.wire.versions import here
+from fl_bn.methods import INPUTS, Method, Phase, StatisticsPass
 from fl_bn.task import CLASSIFICATION, Task
 
 T = TypeVar("T")
@@ -236,3 +247,159 @@ class LocalClient:
     def store(self, config: Mapping[str, Any]) -> StateStore:
         """Return the store in which this client keeps its own tensors between the rounds of the run that ``config`` names."""
         return store_of(self._context_state, self.site.state, config, self.site.client, self.signature)
+
+
+class BatchNormClient(LocalClient, NumPyClient):
+    """Train, measure and evaluate one model as its method says, as Flower's ``NumPyClient``.
+
+    A list of arrays has no names. So the entry ``layout`` of the config has the names, as JSON from
+    ``codec.flatten``. The config's other entries are the fields of the instruction's header and of its config.
+    ``make_client_app`` calls ``compute``, without lists of arrays. So override ``compute``, not ``fit``, to change
+    the training.
+
+    All random numbers depend only on ``seed``, the client and the round.
+
+    Args:
+        model: the converted network with its initial tensors. It is copied, never changed. Clients of one process may
+            share a ``Network``, and train its copy one after the other.
+        method: the run's method.
+        settings: the settings of local training.
+        site: the client's data and device.
+        state: Flower's ``context.state``.
+        seed: the run's seed.
+        tells: whether the client sends the layers that it keeps, for the average that unseen clients get.
+        shares_drift: whether the client reports how far the statistics that it keeps have moved in a round. One
+            of the reported numbers is the value of one channel in these statistics.
+        task: the model's task.
+
+    Raises:
+        ValueError: method and settings contradict each other.
+    """
+
+    def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what ``introduce`` returns: index, number of clients, number of samples, signature and label counts."""
+        return dict(self.introduce())
+
+    def get_parameters(self, config: Mapping[str, Any]) -> list[np.ndarray]:
+        """Return the scales, shifts and statistics that this client keeps, in the order of ``schema.kept_layers``.
+
+        Args:
+            config: ``round`` is the number of the round, and ``run`` the run's name (NAME/state-XXXXXXXX).
+
+        Raises:
+            PermissionError: this client does not share them.
+        """
+        return list(to_numpy(self.kept_layers(config, int(config["round"]))).values())
+
+    def fit(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
+        """Train or measure, as the phase in ``config`` says.
+
+        Args:
+            parameters: the arrays of the instruction.
+            config: the entry ``layout`` (the names of ``parameters``), the fields of the instruction's header,
+                and the fields of its config, such as ``learning-rate``.
+
+        Returns:
+            The arrays of the reply, the number of different samples trained on, and metrics with the reply's
+                ``layout``.
+        """
+        request = self._request(parameters, config, TO_MEASURE if config["phase"] == Phase.MEASURE.value else TO_TRAIN)
+
+        def listed(reply: Reply) -> tuple[list[np.ndarray], int, dict[str, Any]]:
+            arrays, layout = flatten(request.rounding.narrow({section: to_numpy(named) for section, named in reply.sections.items()}))
+            return arrays, reply.samples, {"layout": layout, **metrics_of(reply)}
+
+        return self.compute(request, listed)
+
+    def evaluate(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> tuple[float, int, dict[str, Any]]:
+        """Return the loss on this client's test data, the number of test samples, and other metrics.
+
+        Args:
+            parameters: the arrays of the instruction.
+            config: the entry ``layout`` (the names of ``parameters``), the fields of the instruction's header,
+                and the fields of its config. If it has ``save``, the client saves the model in the folder of this
+                name, below the site's folder.
+        """
+        metrics = self.test(self._request(parameters, config, TO_EVALUATE))
+        return metrics.pop("loss"), len(self.site.test), metrics
+
+    def _request(self, parameters: list[np.ndarray], config: Mapping[str, Any], form: Form) -> Request:
+        header = header_from(HEADER.read({"format": FORMAT, "payload": AS_THE_MODEL, **config}))
+        payload = unflatten(parameters, LAYOUT.read(config)["layout"])
+        return request_of(header, payload, form.read(config), self.network)
+
+
+def make_client_app(build: Callable[[Context], LocalClient]) -> ClientApp:
+    """Make a ClientApp that answers the server's messages. Its ``Gate`` checks each message and each reply.
+
+    The ClientApp answers train and evaluate messages, and the queries ``statistics``, ``kept``, ``hello``,
+    ``rendezvous`` and ``save``.
+
+    Args:
+        build: Makes the client, for example a ``BatchNormClient``, from Flower's context of a message.
+    """
+    app = ClientApp(mods=[Gate()])
+
+    def work(message: Message, context: Context) -> Message:
+        if RECORD_KEY_CONFIGS in message.content:  # only train messages have it; the gate refuses it in others
+            from fl_bn.flower.secagg.client import secured  # imported here, since a run without secure aggregation does not need it
+
+            return secured(build)(message, context)
+        client = build(context)
+        request = read(message, client.network)
+        limits = Limits.of(context)  # a site that limits its evaluations sends no further ones with its training replies
+        client.tells_tests = limits.max_evaluations is None and len(client.site.test) >= limits.min_samples
+        return client.compute(request, partial(reply_to, message, request.header, rounding=request.rounding))
+
+    def evaluate(message: Message, context: Context) -> Message:
+        client = build(context)
+        request = read(message, client.network, TO_EVALUATE)
+        return reply_to(message, request.header, client.evaluation(request, Limits.of(context).min_samples))
+
+    def save(message: Message, context: Context) -> Message:
+        client = build(context)
+        client.save(read(message, client.network, TO_SAVE))
+        return Message(RecordDict(), reply_to=message)
+
+    def kept(message: Message, context: Context) -> Message:
+        client, header = build(context), header_of(message.content)
+        config = TO_TELL.of_configs(message.content) if TO_TELL.name in message.content else TO_TELL.read({})
+        samples, layers = len(client.site.train), client.kept_layers(config, header.round)
+        return reply_to(message, header, Reply(client.site.client, {KEPT: layers}, samples, samples))
+
+    def hello(message: Message, context: Context) -> Message:
+        introduction = {**build(context).introduce(), "version": here()} | ({"label-counts": "[]"} if Limits.of(context).secure else {})
+        return Message(RecordDict({INTRODUCTION.name: ConfigRecord({**introduction})}), reply_to=message)
+
+    def rendezvous(message: Message, context: Context) -> Message:
+        build(context).meet(TO_MEET.of_configs(message.content))
+        return Message(RecordDict(), reply_to=message)
+
+    app.train()(_within_its_time(work))
+    app.evaluate()(_within_its_time(evaluate))
+    app.query("statistics")(_within_its_time(work))
+    app.query("hello")(_within_its_time(hello))
+    app.query(KEPT)(_within_its_time(kept))
+    app.query("rendezvous")(_within_its_time(rendezvous))
+    app.query("save")(_within_its_time(save))
+    return app
+
+
+def _within_its_time(handle: Handler) -> Handler:
+    """Return ``handle`` with a time limit, which is the time to live of the message. In a simulation, return it unchanged.
+
+    In a deployment, each message is answered in a process of its own. Without the limit, a client whose process hangs,
+    for example on a dead network drive, could join no later round. At the limit, the process prints its traceback to
+    stderr and ends.
+    """
+    if not deployed():
+        return handle
+
+    def within(message: Message, context: Context) -> Message:
+        faulthandler.dump_traceback_later(message.metadata.ttl, exit=True)
+        try:
+            return handle(message, context)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    return within

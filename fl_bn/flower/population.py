@@ -1,11 +1,12 @@
-"""Keep track of the clients of a run: wait for them, match Flower's nodes to clients, and draw each round's cohort from the seed."""
+"""Keep track of the clients of a run: meet them, find their number by a vote, match Flower's nodes to clients, draw each round's cohort."""
 
 from __future__ import annotations
 
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flwr.app import Message
@@ -13,12 +14,13 @@ from flwr.serverapp import Grid
 
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.schema import COMPARE
-from fl_bn.flower.app import client_app
-from fl_bn.flower.compat import federation_config
-from fl_bn.flower.log import log
-from fl_bn.flower.own.seats import seat_of_newcomer, seated
-from fl_bn.flower.wire.messaging import PASSING, send_and_receive
+from fl_bn.flower.compat import federation_config, log, simulates
+from fl_bn.flower.in_process import InProcessGrid
+from fl_bn.flower.mods import named_in
+from fl_bn.flower.wire.fields import ASK_HELLO
+from fl_bn.flower.wire.messaging import PASSING, receive, send_and_receive
 from fl_bn.flower.wire.versions import client_differs, greeting, introduction_of
+from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import WireError, printable, reason
 
 POLICY = "NotAllowed: "  # begins the error of a site whose policy refuses the run
@@ -191,7 +193,7 @@ class Population:
         new = online - set(self._claims) - self._refused
         known, self._introductions = self._introductions, NOBODY
         addressees = sorted(new - known.nodes)
-        messages = [Message(greeting(), node, client_app.HELLO, ttl=self.rounds.timeout, group_id="0") for node in addressees]
+        messages = [Message(greeting(), node, ASK_HELLO, ttl=self.rounds.timeout, group_id="0") for node in addressees]
         patience, silent, problem = min(self.rounds.timeout, max(self.rounds.wait, 1.0)), set(new), ""
         for reply in [*known.replies, *send_and_receive(self.grid, messages, patience, called=self.called)]:
             node = reply.metadata.src_node_id
@@ -388,3 +390,200 @@ class Population:
 def round_half_up(x: float) -> int:
     """Round to the nearest whole number; round halves up: 2.5 to 3."""
     return int(x + 0.5)
+
+
+def seated(claims: Mapping[int, int], clients: int) -> dict[int, int]:
+    """Return node -> new number, for each node whose claimed number belongs to another node.
+
+    Of several nodes that claim one number, the node with the smallest id gets it, since Flower draws these ids at
+    random. The others, in the order of their ids, get the smallest numbers that nobody claims. The result is empty if
+    there are more nodes than numbers.
+
+    Args:
+        claims: the claimed number of each node.
+        clients: how many numbers there are.
+    """
+    if len(claims) > clients:
+        return {}
+    first: dict[int, int] = {}
+    for node in sorted(claims):
+        first.setdefault(claims[node], node)
+    free = iter(sorted(set(range(clients)) - set(claims.values())))
+    return {node: next(free) for node in sorted(claims) if first[claims[node]] != node}
+
+
+def seat_of_newcomer(
+    number: int, online: Collection[int], clients: int, given: Mapping[int, tuple[int, int]], served: Collection[int]
+) -> int:
+    """Return the number of a node that connects after the start and claims ``number``.
+
+    The first case that applies decides:
+
+    * No online node has ``number``: the new node gets it.
+    * The server gave another number to a node that claimed ``number`` and is offline now: the new node gets that other
+      number, since it may be the same client after a restart.
+    * The server gave ``number`` to a node that claimed another one: the new node gets the smallest number that no node
+      has had since the start. If there is none, it gets ``number``.
+    * Otherwise it gets ``number``, and two nodes claim this number.
+
+    Args:
+        number: the number that the node claims.
+        online: the numbers of the nodes that are online.
+        clients: how many numbers there are.
+        given: node -> the number that the server gave it, and the number that it claimed.
+        served: the numbers that some node has had since the start.
+    """
+    if number not in online:
+        return number
+    if offline := sorted(seat for seat, claim in given.values() if claim == number and seat not in online):
+        return offline[0]
+    if number not in {seat for seat, _ in given.values()}:
+        return number
+    return min(set(range(clients)) - set(online) - set(served), default=number)
+
+
+PATIENCE = 120.0  # seconds to wait for a node's answer, and for further nodes once enough have come
+POLL = 1.0
+
+
+def introduced(
+    grid: Grid, least: int, timeout: float, signature: str, clients: int = 0, called: ClientNames = UNNAMED
+) -> tuple[int, Introductions]:
+    """Ask every node to introduce itself, until all clients have done so.
+
+    Once ``least`` nodes are online, the others have ``PATIENCE`` seconds to come, but no more than ``timeout``. In Flower's
+    simulation, they have ``timeout`` seconds. If the run's sites are known, the wait ends with an error as soon as fewer
+    than ``least`` of them can still take part.
+
+    Args:
+        grid: Flower's grid.
+        least: the smallest number of nodes with the right model.
+        timeout: seconds for ``least`` nodes to come.
+        signature: the signature of the server's model and method. Nodes with another signature do not count.
+        clients: the number of clients. 0: the nodes vote on it, each by its ``num-partitions``, and the most frequent value wins.
+        called: the names and nodes of the run's sites. Empty: not known.
+
+    Returns:
+        The number of clients, and the nodes' introductions.
+
+    Raises:
+        RunFailed: too few nodes came, too few of them may take part, or the vote on the number of clients is a tie. The
+            message says what to do.
+    """
+    begin, replies, addressees = time.monotonic(), dict[int, Message](), set[int]()
+    complete = isinstance(grid, InProcessGrid)  # no further node will ever come
+    patience = timeout if simulates(grid) else min(timeout, PATIENCE)  # Ray may be slow to start
+    enough_since, logged = begin, ""
+    while True:
+        nodes = set(grid.get_node_ids())
+        if new := sorted(nodes - addressees):
+            addressees |= nodes
+            messages = [Message(greeting(), node, ASK_HELLO, ttl=timeout, group_id="0") for node in new]
+            for reply in receive(grid, messages, patience, called=called):
+                replies.setdefault(reply.metadata.src_node_id, reply)
+                if called.nodes and _votes({reply.metadata.src_node_id: reply}, signature, called)[1]:  # else further nodes may still come
+                    _check_enough(replies, least, signature, called)
+        votes, wrong = _votes({node: replies[node] for node in sorted(nodes) if node in replies}, signature, called)
+        agreed, usable, now = clients or _most(votes), votes.total(), time.monotonic()
+        if len(nodes) < least:
+            enough_since = now
+            if complete or now - begin > timeout:
+                raise RunFailed(
+                    f"only {len(nodes)} of {least} nodes came within {timeout:.0f} s. Start the others, lower min_available_nodes, or wait "
+                    f"longer: start(..., timeout={5 * timeout:.0f})"
+                )
+        elif (agreed and len(nodes) >= agreed) or complete or now - enough_since > patience:
+            if usable >= least and agreed:
+                return agreed, Introductions(frozenset(addressees), tuple(replies.values()))
+            if usable >= least:
+                counts = ", ".join(f"{count} say {number}" for number, count in sorted(votes.items()))
+                raise RunFailed(f"nodes do not agree on the number of clients (num-partitions): {counts}. Give clients=... to the strategy")
+            if complete or now - enough_since > patience:
+                if usable == 0 and wrong:
+                    raise RunFailed(wrong)
+                silent = f"{len(nodes - replies.keys())} nodes did not introduce themselves within {patience:.0f} s"
+                raise RunFailed(
+                    f"only {usable} of {least} nodes may take part: {wrong or silent}. Start others, or lower min_available_nodes"
+                )
+        if wrong not in ("", logged):
+            log(logging.WARNING, "a node is not admitted: %s", wrong)
+            logged = wrong
+        time.sleep(POLL)
+
+
+def _check_enough(replies: Mapping[int, Message], least: int, signature: str, called: ClientNames) -> None:
+    """Check that ``least`` sites of the run may still take part.
+
+    Raises:
+        RunFailed: too many sites have refused or cannot take part. Each site is asked once, so waiting would not help.
+    """
+    votes, wrong = _votes({node: replies[node] for node in sorted(replies)}, signature, called)
+    unheard = set(called.nodes) - replies.keys()
+    if votes.total() + len(unheard) < least:
+        rest = f" (and {len(unheard)} did not answer yet)" if unheard else ""
+        raise RunFailed(
+            f"{wrong}. {votes.total()} of {len(called.nodes)} sites may take part{rest}, but the strategy waits for "
+            f"min_available_nodes={least}. To go on without the others, lower min_available_nodes and min_train_nodes of the strategy"
+        )
+
+
+def _votes(replies: Mapping[int, Message], signature: str, called: ClientNames) -> tuple[Counter[int], str]:
+    """Count the nodes' votes for the number of clients.
+
+    Returns:
+        First, number of clients -> its votes. Second, why the first node without a vote has none; empty if all vote.
+    """
+    votes, first = Counter[int](), ""
+    for node, reply in replies.items():
+        try:
+            votes[_number(node, reply, signature, called)] += 1
+        except RunFailed as error:
+            first = first or str(error)
+    return votes, first
+
+
+def _most(votes: Counter[int]) -> int:
+    """Return the number of clients that has more votes than any other. 0 if there is no such number."""
+    (number, count), (_, next_count) = [*votes.most_common(2), (0, 0), (0, 0)][:2]
+    return number if count > next_count else 0
+
+
+def _number(node: int, reply: Message, signature: str, called: ClientNames) -> int:
+    """Return the number of clients that ``node`` votes for.
+
+    Raises:
+        RunFailed: the node is not admitted. The message says why.
+    """
+    if reply.has_error():
+        raise RunFailed(_missing(called.node(node) if node in called.nodes else "", reply.error.reason))
+    try:
+        introduction = introduction_of(reply.content)
+    except WireError as error:
+        raise RunFailed(f"{called.node(node)} introduced itself in a way that cannot be read: {error}") from error
+    if other := client_differs(introduction["version"]):
+        raise RunFailed(f"client {introduction['client']} cannot take part: {other}")
+    if introduction["signature"] != signature:
+        raise RunFailed(
+            f"client {introduction['client']} has another model, method or version of fl-bn, or another option of the method (signature "
+            f"{printable(introduction['signature'])}, here {signature}): name the same network and method in client_app.py (answer, "
+            f"training) and in server_app.py (the strategy). {COMPARE}"
+        )
+    return int(introduction["clients"])
+
+
+def _missing(site: str, why: str | None) -> str:
+    """Return a sentence on why a node did not introduce itself.
+
+    Args:
+        site: the site's name in words; empty: not known.
+        why: the error that came in place of the introduction.
+    """
+    if (said := reason(why)).startswith(POLICY):
+        refusal = said.removeprefix(POLICY)
+        return f"{site or 'a site'} refuses the run: {refusal}. Its owner may change policy.toml on that machine"
+    if "No query function registered" in (why or ""):
+        return (
+            "the ClientApp has no handler for fl-bn's introduction: add to client_app.py, after app = ClientApp(), the line "
+            "fl_bn.flower.answer(app, Net, method, batches)"
+        )
+    return named_in(why or "") or f"{site or 'a client'} could not say who it is: {said}"

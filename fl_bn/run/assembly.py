@@ -32,8 +32,7 @@ from fl_bn.federation.callbacks import Callback, EarlyStop, KeepBest
 from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.network import Network
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.flower.compat import federation_config
-from fl_bn.flower.log import LOGGER
+from fl_bn.flower.compat import LOGGER, federation_config
 from fl_bn.models import build
 from fl_bn.models.dropout import without_dropout
 from fl_bn.models.head import with_projection

@@ -6,8 +6,8 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
-from fl_bn.flower.app.checkpoint import Checkpoint
-from fl_bn.flower.log import LOGGER
+from fl_bn.flower.compat import LOGGER
+from fl_bn.flower.recovery import Checkpoint
 from fl_bn.run.config import FIELDS, ConfigError, RunConfig
 from fl_bn.run.history import History
 from fl_bn.run.overrides import UNREADABLE

@@ -26,7 +26,7 @@ from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, ServerOptimizer
 from fl_bn.federation.rounds import AS_METHOD, MUCH, UNTIL_STILL, Rounds, exchanges_in_rounds, joins_of, measures_in_the_clear, start_left
 from fl_bn.federation.settings import LocalTraining, Schedule
 from fl_bn.flower.population import round_half_up
-from fl_bn.flower.wire.run_id import FOLDER
+from fl_bn.flower.wire.fields import FOLDER
 from fl_bn.methods import METHODS, Method, attacked, freeze
 from fl_bn.objectives import OBJECTIVES, Objective
 from fl_bn.options import Key, Value, build, kebab, keys_of, options_by_key, own_options, same_key

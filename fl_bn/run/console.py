@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_bn.federation.bar import Bar
-from fl_bn.flower.compat import prints
-from fl_bn.flower.log import DETAIL, LOGGER
+from fl_bn.flower.compat import DETAIL, LOGGER, prints
 from fl_bn.task import Task
 
 

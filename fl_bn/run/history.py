@@ -17,7 +17,7 @@ from typing import Any
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.metrics import named_series, series
 from fl_bn.federation.record import ClientRecord, Disclosure, RoundRecord
-from fl_bn.flower.log import LOGGER
+from fl_bn.flower.compat import LOGGER
 from fl_bn.options import Value
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.durable import Damaged

@@ -9,7 +9,7 @@ import torch
 from fl_bn.data.csv_files import TableData
 from fl_bn.data.dataset import Dataset
 from fl_bn.data.record import without_class_0
-from fl_bn.flower.log import LOGGER
+from fl_bn.flower.compat import LOGGER
 from fl_bn.run.errors import ConfigError
 from fl_bn.task import LABELS, kind_of
 

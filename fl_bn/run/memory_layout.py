@@ -8,7 +8,7 @@ from torch import nn
 from fl_bn.bn.copying import copied
 from fl_bn.bn.roles import inputs_like
 from fl_bn.federation.network import AUTO, MEMORY_FORMATS
-from fl_bn.flower.log import LOGGER
+from fl_bn.flower.compat import LOGGER
 from fl_bn.support.wire import reason
 
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)  # torch has channels-last kernels for these

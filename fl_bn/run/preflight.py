@@ -17,7 +17,7 @@ from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.rounds import AS_METHOD, MUCH, start_left
 from fl_bn.federation.settings import seeded
-from fl_bn.flower.log import LOGGER
+from fl_bn.flower.compat import LOGGER
 from fl_bn.methods import Method, Phase
 from fl_bn.run import recalibrate
 from fl_bn.run.assembly import callback_makers, client_model, dataset, partitions, shape, source_model, task

@@ -21,9 +21,9 @@ from fl_bn.federation.callbacks import Callback, Running
 from fl_bn.federation.recalibration import Pass
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import RunFailed
-from fl_bn.flower.app.checkpoint import Checkpoint
-from fl_bn.flower.log import LOGGER
-from fl_bn.flower.strategy import BatchNormStrategy
+from fl_bn.flower.compat import LOGGER
+from fl_bn.flower.grid_transport import GridTransport
+from fl_bn.flower.recovery import Checkpoint
 from fl_bn.options import Value
 from fl_bn.run.assembly import task
 from fl_bn.run.checkpoints import CONFIG, FOLDER, Checkpoints, run_to_resume
@@ -59,7 +59,7 @@ class RunDirectory(Callback):
         config: The run config.
         path: The folder; None: the run has no output.
         records: The records of the rounds so far.
-        strategy: The strategy of the run; None before ``start``.
+        transport: The transport of the run; None before ``start``.
         resumed: The checkpoint from which the run is resumed; None: it is a new run.
         task: The task of the run.
     """
@@ -68,7 +68,7 @@ class RunDirectory(Callback):
         self.config, self.path, self._goes_on = config, path, goes_on
         self.records: list[RoundRecord] = []
         self._disclosed = DisclosureTotals()
-        self.strategy: BatchNormStrategy | None = None
+        self.transport: GridTransport | None = None
         self.resumed: Checkpoint | None = None
         self._diagnostics = None if path is None else diagnostics_of(config)
         self.task = task(config)
@@ -144,11 +144,11 @@ class RunDirectory(Callback):
             )
         return self
 
-    def start(self, strategy: BatchNormStrategy) -> None:
-        """Store the strategy, whose model is saved at the end. With ``dp-noise``, each noisy sum is recorded in privacy.jsonl."""
-        self.strategy = strategy
-        if self.path is not None and strategy.secure is not None and strategy.secure.accountant is not None:
-            strategy.secure.accountant.keep_in(Journal(self.path / RELEASES))
+    def start(self, transport: GridTransport) -> None:
+        """Store the transport, whose model is saved at the end. With ``dp-noise``, each noisy sum is recorded in privacy.jsonl."""
+        self.transport = transport
+        if self.path is not None and transport.secure is not None and transport.secure.accountant is not None:
+            transport.secure.accountant.keep_in(Journal(self.path / RELEASES))
 
     def on_start(self, running: Running) -> None:
         """Pass the records of a resumed run's earlier rounds to the callbacks that are called after this one."""
@@ -167,8 +167,8 @@ class RunDirectory(Callback):
                 self._write_passes()
             if self._history is not None:
                 measured = []
-                if self._diagnostics is not None and self.strategy is not None:
-                    measured = [row._asdict() for row in self._diagnostics.after_round(record, self.strategy.shared.model)]
+                if self._diagnostics is not None and self.transport is not None:
+                    measured = [row._asdict() for row in self._diagnostics.after_round(record, self.transport.shared.model)]
                 self._history.add(record, measured)
             self._board.on_round(record, rounds)
 
@@ -222,15 +222,15 @@ class RunDirectory(Callback):
     def _finish(self, path: Path, error: BaseException | None) -> None:
         assert self._history is not None
         counts: dict[int, tuple[int, ...]] = {}
-        if self.strategy is not None:
-            if error is None or self.records or self.strategy.statistics.outcomes:  # else nothing was trained or measured
-                self._save_model(self.strategy)
-            population = self.strategy.population
+        if self.transport is not None:
+            if error is None or self.records or self.transport.statistics.outcomes:  # else nothing was trained or measured
+                self._save_model(self.transport)
+            population = self.transport.population
             counts = {c.index: c.label_counts for c in population.everyone()} if population else {}
-        passes = [] if self.strategy is None else self.strategy.statistics.outcomes
+        passes = [] if self.transport is None else self.transport.statistics.outcomes
         kinds = self._disclosed.kinds(counts)
         (path / DISCLOSURE).write_text(disclosure_csv(kinds, self.config.called), newline="")
-        accountant = self.strategy.secure.accountant if self.strategy and self.strategy.secure else None
+        accountant = self.transport.secure.accountant if self.transport and self.transport.secure else None
         privacy = "" if accountant is None else accountant.statement()
         table = disclosure_table(kinds, self.config.called)
         self._write_passes()
@@ -252,7 +252,7 @@ class RunDirectory(Callback):
 
     def _absent(self) -> dict[int, str]:
         """Return client -> the reason why it takes no part in the run."""
-        population = None if self.strategy is None else self.strategy.population
+        population = None if self.transport is None else self.transport.population
         return {} if population is None else population.absent
 
     def _draw(self, path: Path, passes: Sequence[Pass], counts: Mapping[int, tuple[int, ...]]) -> None:
@@ -292,10 +292,10 @@ class RunDirectory(Callback):
         return not problem
 
     def _write_passes(self) -> None:
-        if self.path is not None and self.strategy is not None and (passes := self.strategy.statistics.outcomes):
+        if self.path is not None and self.transport is not None and (passes := self.transport.statistics.outcomes):
             write_passes(passes, self.path / "recalibration.csv")
 
-    def _save_model(self, strategy: BatchNormStrategy) -> None:
+    def _save_model(self, transport: GridTransport) -> None:
         """Save the shared model as it was evaluated last, without the tensors that stay at the clients.
 
         Tensors have their names in the network before its conversion. If the method replaces BatchNorm by other layers (gn,
@@ -303,12 +303,12 @@ class RunDirectory(Callback):
         """
         assert self.path is not None
         metadata = {"method": self.config.method, "model": self.config.model, "rounds": str(min(len(self.records), self.config.rounds))}
-        tensors = dict(strategy.running.arrays())
+        tensors = dict(transport.running.arrays())
         durable.write(self.path / "model.safetensors", durable.in_order(save(tensors, metadata)), mode=0o666)
 
-        if strategy.unseen:
-            plain = plain_names(strategy.shared.model)
-            unseen = {plain[name]: tensor for name, tensor in strategy.unseen.items()}
+        if transport.unseen:
+            plain = plain_names(transport.shared.model)
+            unseen = {plain[name]: tensor for name, tensor in transport.unseen.items()}
             durable.write(self.path / "unseen-client.safetensors", durable.in_order(save(unseen, metadata)), mode=0o666)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from fl_bn.federation.recalibration import Pass
 from fl_bn.federation.record import RoundRecord
-from fl_bn.flower.app.normalisation import size
+from fl_bn.flower.normalisation import size
 from fl_bn.run.config import RunConfig
 from fl_bn.run.recalibration_report import passes_in_words
 from fl_bn.task import CLASSIFICATION, Task

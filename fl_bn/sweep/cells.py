@@ -26,7 +26,7 @@ from typing import Any
 
 from fl_bn.federation.engines.workers import cores
 from fl_bn.flower import RunFailed, run_in_process
-from fl_bn.flower.log import LOGGER
+from fl_bn.flower.compat import LOGGER
 from fl_bn.options import Value
 from fl_bn.run.checkpoints import CONFIG, FOLDER
 from fl_bn.run.config import ConfigError, RunConfig

@@ -23,7 +23,7 @@ import ray
 from ray.exceptions import RayError
 
 from fl_bn.flower import RunFailed
-from fl_bn.flower.log import LOGGER
+from fl_bn.flower.compat import LOGGER
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.sweep.cells import PROGRESS, Cell, log_of, run_held
 

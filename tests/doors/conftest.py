@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from fl_bn.flower.log import LOGGER
+from fl_bn.flower.compat import LOGGER
 
 
 @pytest.fixture

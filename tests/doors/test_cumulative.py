@@ -135,5 +135,5 @@ def test_one_client_s_claim_does_not_freeze_the_average() -> None:
 def test_a_secure_round_counts_as_one_in_the_clear() -> None:
     samples = [Samples(x.float(), y) for x, y in clients()] * 2
     options = {"settings": LocalTraining(steps=5, batch_size=SIZE), "model": net().float()}
-    ends = [run(FEDAVG, samples, 2, secure=secure, **options).strategy.shared.tensors() for secure in (None, SecureAggregation())]
+    ends = [run(FEDAVG, samples, 2, secure=secure, **options).strategy.transport.shared.tensors() for secure in (None, SecureAggregation())]
     assert [int(end["1.num_batches_tracked"]) for end in ends] == [10, 10]

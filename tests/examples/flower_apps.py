@@ -20,7 +20,7 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fl_bn.flower.log import LOGGER
+from fl_bn.flower.compat import LOGGER
 from tests.in_process import WatchedGrid
 from tools.documentation.conversions import APPS, CONVERTED
 

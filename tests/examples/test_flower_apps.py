@@ -112,7 +112,7 @@ def test_before_it_is_plain_flower(name: str, ran: Runs) -> None:
 def test_after_it_trains_by_the_method(name: str, ran: Runs) -> None:
     after = ran(name, "after")
     assert any(f"method {METHOD[name]}: found" in line for line in after.log)
-    shown = f"[round 2/2] {CLIENTS[name]}/{CLIENTS[name]} clients" if name != "advanced-pytorch" else "[ROUND 2/2]"  # its own loop
+    shown = f"[round 2/2] {CLIENTS[name]}/{CLIENTS[name]} clients"
     assert any(shown in line for line in after.log)
     assert len(after.sent("train")) == 2
 

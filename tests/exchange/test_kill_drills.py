@@ -49,7 +49,7 @@ class Drill:
 
     @property
     def session(self) -> Session:
-        return self.strategy.exchanges.session
+        return self.strategy.transport.exchanges.session
 
 
 def drill(
@@ -68,8 +68,8 @@ def drill(
     rules = Rounds(clients=len(SIZES), timeout=MESSAGE_TIMEOUT, rate=lambda round, rounds: RATE, exchange=exchange)
     with ProcessGrid(LocalTraining(batch_size=64, steps=1), notice=notice, restarts=restarts) as grid:
         ran = Drill(policy, grid, BatchNormStrategy(network(), fedtan(), rules))
-        ran.strategy.callbacks = Callbacks([ByRound(ran.records)])
-        ran.models[0] = to_numpy(ran.strategy.shared.tensors())
+        ran.strategy.transport.callbacks = Callbacks([ByRound(ran.records)])
+        ran.models[0] = to_numpy(ran.strategy.transport.shared.tensors())
         grid.strikes.update(strikes)
         grid.meanwhile = lambda: meanwhile(ran)
 
@@ -77,7 +77,8 @@ def drill(
             ran.models[round] = {name: array for name, array in arrays_of(arrays).items() if name in ran.models[0]}
             meanwhile(ran)
             end = time.monotonic() + NO_HANG
-            while round == 3 and restarts and ran.strategy.exchanges.late_clients(grid) and time.monotonic() < end:  # Flower notices late
+            exchanges = ran.strategy.transport.exchanges
+            while round == 3 and restarts and exchanges.late_clients(grid) and time.monotonic() < end:  # Flower notices late
                 time.sleep(0.05)
                 meanwhile(ran)
 
@@ -211,7 +212,7 @@ def test_one_is_stopped_past_the_deadline_and_finds_itself_refused(policy: str, 
     """It goes on when the others have begun the next round."""
 
     def resume(ran: Drill) -> None:
-        if ran.grid.struck(VICTIM) and ran.strategy.record.round == 3:
+        if ran.grid.struck(VICTIM) and ran.strategy.transport.record.round == 3:
             ran.grid.resume(VICTIM)
 
     ran = drill(policy, {(VICTIM, 2): Strike(signal.SIGSTOP, "forward", 0)}, resume, deadline=2.0)
@@ -255,11 +256,11 @@ def test_statistics_of_all_layers_take_one_message_and_one_that_dies_comes_back_
     messages = [sum("query.statistics" in reply.metadata.message_type for reply in ran.received) for ran in (grid, passes)]
     assert messages[0] == len(SIZES)
     assert messages[1] > 3 * len(SIZES)
-    assert [(one.exchanges, one.clients) for one in strategy.statistics.outcomes] == [(5, len(SIZES))]
+    assert [(one.exchanges, one.clients) for one in strategy.transport.statistics.outcomes] == [(5, len(SIZES))]
     assert killed.when(VICTIM, "died")
     assert len(others.statistics.outcomes) > 1
     assert {one.clients for one in others.statistics.outcomes} == {len(SIZES)}
     wanted = to_numpy(third.shared.tensors())
-    assert identical(to_numpy(strategy.shared.tensors()), wanted)
+    assert identical(to_numpy(strategy.transport.shared.tensors()), wanted)
     assert deviation(to_numpy(others.shared.tensors()), {name: torch.from_numpy(array) for name, array in wanted.items()}) < 1e-11
     assert deviation(to_numpy(SharedModel(network(), fedtan()).tensors()), average([third.shared.model], [1])) > 1e-2  # control

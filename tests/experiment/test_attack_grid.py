@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from fl_bn.flower.log import LOGGER
+from fl_bn.flower.compat import LOGGER
 from fl_bn.sweep import cells as cells_module
 from fl_bn.sweep.attack_grid import (
     COLUMNS,

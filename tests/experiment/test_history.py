@@ -55,7 +55,7 @@ def rich() -> list[RoundRecord]:
 
 @pytest.fixture(autouse=True)
 def heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fl_bn.flower.log.LOGGER.propagate", True)
+    monkeypatch.setattr("fl_bn.flower.compat.LOGGER.propagate", True)
 
 
 # Rows by hand, and lines that are read back

@@ -188,7 +188,7 @@ def values(tmp_path: Path) -> Values:
 
 @pytest.fixture(autouse=True)
 def heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fl_bn.flower.log.LOGGER.propagate", True)
+    monkeypatch.setattr("fl_bn.flower.compat.LOGGER.propagate", True)
 
 
 def at_round(monkeypatch: pytest.MonkeyPatch, what: dict[int, Any]) -> None:

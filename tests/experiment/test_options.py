@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from fl_bn import options
-from fl_bn.flower import FBNStrategy, FedTAN2Strategy, HBNStrategy, Rounds, run_in_process
+from fl_bn.flower import FBN, HBN, FedTAN2, Rounds, run_in_process
 from fl_bn.methods import METHODS, Method, Refresh
 from fl_bn.objectives import OBJECTIVES
 from fl_bn.options import Options, keys_of, option, options_by_key, range_of, takes
@@ -127,15 +127,18 @@ def test_what_is_entered_late_has_keys_in_configs_of_before(monkeypatch: pytest.
 
 def test_strategies_take_the_options_of_their_methods() -> None:
     model, rounds = torch.nn.BatchNorm1d(2), Rounds(4, fraction=0.5)
-    made = HBNStrategy(model, rounds, lam=0.5, lower_layers="shared", evaluate_with="exact", save_clients="x")
+    made = HBN(model, rounds, lam=0.5, lower_layers="shared", evaluate="exact", save_clients="x").transport
     assert (made.method.refresh, made.method.statistics_pass.lower_layers, made.save_clients) == (Refresh.EXACT, "shared", "x")
-    assert comparable(HBNStrategy(model, rounds).method) == comparable(METHODS["hbn"](fraction=0.5))
-    assert comparable(HBNStrategy(model, rounds).method) != comparable(METHODS["hbn"]())  # control
-    assert comparable(FedTAN2Strategy(model, rounds, freeze_after=2).method) == comparable(METHODS["fedtan2"](2, "merged"))
-    with refusing("lamb", by=TypeError):
-        HBNStrategy(model, rounds, lamb=0.5)
-    with refusing("fbn", "momentum", by=ValueError):
-        FBNStrategy(model, rounds, momentum=2)
+    assert comparable(HBN(model, rounds).transport.method) == comparable(METHODS["hbn"](fraction=0.5))
+    assert comparable(HBN(model, rounds).transport.method) != comparable(METHODS["hbn"]())  # control
+    assert comparable(FedTAN2(model, rounds, freeze_after=2).transport.method) == comparable(METHODS["fedtan2"](2, "merged"))
+    for own in (rounds, None):
+        with refusing("lamb", by=TypeError):
+            HBN(model, own, lamb=0.5)
+        with refusing("fbn", "momentum", by=ValueError):
+            FBN(model, own, momentum=2)
+    with refusing("fraction_train", by=TypeError):
+        FBN(model, rounds, fraction_train=0.5)
 
 
 # A package of one's own

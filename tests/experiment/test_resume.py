@@ -199,7 +199,7 @@ def checkpoints(path: Path) -> list[Path]:
 def test_a_damaged_checkpoint_costs_the_rounds_since_the_one_before_and_no_more(
     case: str, damage: str, whole: Whole, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fl_bn.flower.log.LOGGER.propagate", True)
+    monkeypatch.setattr("fl_bn.flower.compat.LOGGER.propagate", True)
     values = small_run(tmp_path / "pieces", **CASES[case])
     path = stopped(values, 4, dies=True)
     before, newest = checkpoints(path)

@@ -18,8 +18,7 @@ from fl_bn.cli.main import app
 from fl_bn.federation.federation import SGD_05, Federation
 from fl_bn.federation.rounds import Rounds, constant_rate
 from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
-from fl_bn.flower import run_in_process
-from fl_bn.flower.own.strategies import OwnAppStrategy
+from fl_bn.flower import OwnAppStrategy, run_in_process
 from fl_bn.options import own_options
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.run_keys import VALUES, RunKeys, general_options

@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Message, RecordDict
 
 from fl_bn.flower import BatchNormStrategy, Rounds
+from fl_bn.flower.grid_transport import GridTransport
 from fl_bn.methods import METHODS, attacked
 from fl_bn.robust.attacks import Attack
 from tests.federation import random_samples
@@ -55,18 +56,18 @@ class OneRound:
         self.method, self.clients = METHODS[name](**options), clients
         self.grid = WatchedGrid(client_app(self.method, clients), len(clients))
         first = self._server(HONEST)
-        self.population = first.population
+        first.meet(self.grid)
         self.arrays = arrays_record(first.shared.tensors())
-        self.messages = list(first.configure_train(1, self.arrays, ConfigRecord(), self.grid))
+        self.messages = first.ask_to_train(1, self.arrays, {})
         self.population = first.population
         self.replies = list(self.grid.send_and_receive(self.messages))
 
     def _server(
         self, defence: Defence, attack: str | Attack = "", f: int = 0, on: str = "both", strength: float = 0.0, max_steps: int = 0
-    ) -> BatchNormStrategy:
+    ) -> GridTransport:
         method = attacked(self.method, attack, f, on, strength) if f else self.method
         rounds = Rounds(len(self.clients), min_replies=0.2, wait=0.0, max_steps=max_steps)
-        return BatchNormStrategy(seeded_network("cnn"), method, rounds, defence=defence)
+        return BatchNormStrategy(seeded_network("cnn"), method, rounds, defence=defence).transport
 
     def served(
         self,
@@ -95,12 +96,13 @@ class OneRound:
             max_steps: The largest number of local steps that the server accepts; 0: any.
         """
         server = self._server(defence, attack, f, on, strength, max_steps)
-        server.population = population = copy(self.population)
+        server.grid, server.population = self.grid, copy(self.population)
+        population = server.population
         assert population is not None
         said = introduced or {}
         population.clients = {i: replace(client, samples=said.get(i, client.samples)) for i, client in population.clients.items()}
         population._claims = {client.node: client for client in population.clients.values()}
-        list(server.configure_train(1, self.arrays, ConfigRecord(), self.grid))
+        server.ask_to_train(1, self.arrays, {})
         replies = []
         for client, (message, reply) in enumerate(zip(self.messages, self.replies, strict=True)):
             if client not in silent:
@@ -109,7 +111,7 @@ class OneRound:
                     spoil(client, apart := taken_apart(reply))
                     content = apart.content()
                 replies.append(Message(RecordDict(dict(content.items())), reply_to=message))
-        after, _ = server.aggregate_train(1, replies)
+        after, _ = server.combine(1, replies)
         tensors = to_numpy(server.shared.tensors())
         assert after is None or all(np.array_equal(tensors[k], a.numpy(), equal_nan=True) for k, a in after.items())
         return Served(tensors, server.record)

@@ -9,13 +9,12 @@ from fl_bn.federation.local import Samples
 from fl_bn.federation.payload import Payload, decode_moments, encode_moments, signature, to_numpy, to_tensors
 from fl_bn.federation.record import ClientRecord, Disclosure, RoundRecord
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.flower.app.checkpoint import Checkpoint
-from fl_bn.flower.compat import find
-from fl_bn.flower.log import LOGGER
+from fl_bn.flower.compat import LOGGER, find
 from fl_bn.flower.population import Client
+from fl_bn.flower.recovery import Checkpoint
 from fl_bn.flower.wire.codec import Header, from_records, to_records
 from fl_bn.flower.wire.codec import arrays_of as arrays_record
-from fl_bn.flower.wire.run_id import RunId
+from fl_bn.flower.wire.fields import RunId
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support.flower_config import PROGRESS
 from fl_bn.support.wire import WireError

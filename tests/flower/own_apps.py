@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_bn import flower, set_buffer_roles
-from fl_bn.flower import BatchNormStrategy, InProcessGrid, OwnAppStrategy, answer, evaluating, replayed, training
+from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, evaluating, replayed, training
 from fl_bn.methods import METHODS, Method
 from fl_bn.objectives import PLAIN, Objective
 
 CLIENTS, SAMPLES = 3, 16
 Batch = tuple[Tensor, Tensor]
-KINDS = [kind for name in flower.__all__ if hasattr(kind := getattr(flower, name), "of")]
-OWN: dict[str, type[OwnAppStrategy]] = {kind.of: kind for kind in KINDS if issubclass(kind, OwnAppStrategy)}
-"""The strategies for apps of one's own that have a method, by its name."""
-APPLICATION: dict[str, type[BatchNormStrategy]] = {kind.__name__: kind for kind in KINDS if issubclass(kind, BatchNormStrategy)}
-"""Those of fl-bn's own application."""
+OWN: dict[str, type[OwnAppStrategy]] = {kind.of: kind for name in flower.__all__ if hasattr(kind := getattr(flower, name), "of")}
+"""The strategies that have a method, by its name."""
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -203,13 +199,3 @@ def begin() -> ArrayRecord:
 
 def grid(method: str, **options: Any) -> InProcessGrid:
     return InProcessGrid(own_app(method, **options), CLIENTS, {})
-
-
-def rounds(strategy: OwnAppStrategy, over: Grid, number: int, arrays: ArrayRecord | None = None, first: int = 1) -> Iterator[ArrayRecord]:
-    """Train ``number`` rounds from round ``first`` on, with the fewest calls that a loop of one's own needs; yield the shared arrays after
-    each."""
-    arrays = begin() if arrays is None else arrays
-    for round in range(first, first + number):
-        replies = over.send_and_receive(strategy.configure_train(round, arrays, ConfigRecord(), over))
-        arrays = strategy.aggregate_train(round, replies)[0] or arrays
-        yield arrays

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from flwr.app import ConfigRecord, Error, Message
+from flwr.app import Error, Message
 from flwr.clientapp import ClientApp
 from flwr.common import bytes_to_ndarray
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 
 from fl_bn.flower import BatchNormStrategy, Rounds
-from fl_bn.flower.grid_transport import GridTransport
 from fl_bn.methods import INPUTS, Method
 from tests.flower.inside import Samples, SecureAggregation, to_numpy, to_tensors
 from tests.in_process import WatchedGrid, client_app
@@ -64,11 +63,10 @@ def measured(
         what: The statistics that are measured.
     """
     grid = grid or WatchedGrid(client_app(method, clients), len(clients))
-    server = strategy(method, clients, secure)
-    tensors = server.shared.tensors() | to_tensors(start or {})
-    transport = GridTransport(server, grid, 60.0, ConfigRecord(), ConfigRecord())
-    server.clients_of(grid)
-    (made,) = server.statistics._passes(transport, 0, tensors, 1, measured=what)
+    transport = strategy(method, clients, secure).transport
+    tensors = transport.shared.tensors() | to_tensors(start or {})
+    transport.meet(grid)
+    (made,) = transport.statistics._passes(transport, 0, tensors, 1, measured=what)
     return to_numpy(made.tensors), grid
 
 

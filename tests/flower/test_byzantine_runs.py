@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
-from fl_bn.flower import FBNStrategy, RobustFBNStrategy, Rounds
+from fl_bn.flower import FBN, Rounds
 from fl_bn.methods import METHODS, attacked, hbn
 from fl_bn.robust.attacks import ATTACKS
 from tests.federation import random_samples
@@ -135,19 +136,13 @@ def test_flipped_signs_of_updates_that_are_alike_are_far() -> None:
 # The strategy by name
 
 
-def test_robust_fbn_is_fbn_with_the_rules(clients: list[Samples]) -> None:
-    def end(strategy: FBNStrategy | RobustFBNStrategy) -> Tensors:
+def test_fbn_by_name_with_rules_is_fbn_with_the_rules(clients: list[Samples]) -> None:
+    def end(**options: Any) -> Tensors:
+        strategy = FBN(seeded_network("cnn"), rounds, **options)
         return arrays_of(strategy.start(WatchedGrid(client_app(METHODS["fbn"](), clients), N), num_rounds=2).arrays)
 
     rounds = Rounds(N, wait=0.0)
-    robust = RobustFBNStrategy(seeded_network("cnn"), rounds, f=F)
-    assert (robust.method.name, robust.defence) == ("fbn", both(F, "nnm+median"))
-    mixed = RobustFBNStrategy(seeded_network("cnn"), rounds, f=2, statistics_rule="nnm+trimmed-mean", update_rule="krum", momentum=0.5)
-    assert mixed.defence == Defence(2, "nnm+trimmed-mean", "krum")
-    assert mixed.method.combine.keywords["momentum"] == 0.5  # type: ignore[attr-defined]
     as_rounds = {"calibrate": rounds.calibrate, "unit_scale": rounds.unit_scale, "rate": rounds.rate}
-    ends = end(robust)
+    ends = end(defence=both(F, "nnm+median"))
     assert identical(ends, run(METHODS["fbn"](), clients, 2, policy=as_rounds, defence=both(F, "nnm+median")).trajectory[2])
-    assert not identical(ends, end(FBNStrategy(seeded_network("cnn"), rounds)))  # control
-    with pytest.raises(ValueError, match="medain"):
-        RobustFBNStrategy(seeded_network("cnn"), rounds, f=1, update_rule="medain")
+    assert not identical(ends, end())  # control

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
 from fl_bn.federation.shared_model import SharedModel
-from fl_bn.flower.app.client_state import NOTHING, ClientState, FileState, MemoryState
-from fl_bn.flower.app.recovery import Recovery
-from fl_bn.flower.wire import codec
+from fl_bn.flower.client_state import NOTHING, ClientState, FileState, MemoryState
+from fl_bn.flower.recovery import Recovery
 from fl_bn.methods import METHODS
 from fl_bn.support import durable
 from tests.flower.inside import Checkpoint, RunId
@@ -218,7 +217,7 @@ class Timelines(RuleBasedStateMachine):
     @rule(clients=st.sets(st.integers(0, CLIENTS - 1)))
     def round(self, clients: set[int]) -> None:
         self.line.append(self.train(sorted(clients)))
-        self.recovery.after_round(len(self.line), ROUNDS, codec.arrays_of(SHARED.tensors()), SHARED, optimizer(), 0)
+        self.recovery.after_round(len(self.line), ROUNDS, SHARED.tensors(), SHARED, optimizer(), 0)
 
     @precondition(lambda self: self.checkpoints)
     @rule(clients=st.sets(st.integers(0, CLIENTS - 1)), damaged=st.booleans())
@@ -241,7 +240,7 @@ class Timelines(RuleBasedStateMachine):
 def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of files: nothing here cuts the power, and nothing draws."""
     monkeypatch.setattr(durable.os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr("fl_bn.flower.app.recovery.generators", str)
+    monkeypatch.setattr("fl_bn.flower.recovery.generators", str)
 
 
 @pytest.mark.usefixtures("unsynced")

@@ -21,11 +21,10 @@ from flwr.serverapp.strategy import Strategy
 
 from fl_bn.flower import (
     FBN,
+    BatchNormStrategy,
     FedBN,
-    FedBNStrategy,
     FixBN,
     Gate,
-    InProcessGrid,
     Rounds,
     RunFailed,
     answer,
@@ -37,12 +36,11 @@ from tests.flower.own_apps import CLIENTS, config, data, equal, lr, net, overrid
 from tests.listed import listed
 
 
-def test_the_loop_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_start_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     exec((ROOT / "docs/how-to/collisions.md").read_text().split("```python\n")[1].split("```")[0], names)
-    arrays = ArrayRecord(net().state_dict())
-    last = names["Mine"](net()).start(InProcessGrid(own_app("fedbn"), CLIENTS, {}), arrays, 2, config(lr=0.1))
-    assert equal(last, ran(FedBN(net()), own_app("fedbn"), rounds=2, initial_arrays=arrays, train_config=config(lr=0.1)))
+    mine, plain = (ran(kind(net()), own_app("fedbn"), rounds=2, train_config=config(lr=0.1)) for kind in (names["Mine"], FedBN))
+    assert equal(mine, plain)
     assert capsys.readouterr().out.count("my_acc") == 2
 
 
@@ -67,7 +65,7 @@ INNER = {
     "FedBN": lambda: FedBN(net()),
     "FBN": lambda: FBN(net()),
     "Mine": lambda: overriding(FedBN, "configure_train")(net()),
-    "FedBNStrategy": lambda: FedBNStrategy(net(), Rounds(CLIENTS, wait=0.0)),
+    "BatchNormStrategy": lambda: BatchNormStrategy(net(), METHODS["fedbn"](), Rounds(CLIENTS, wait=0.0)),
 }
 
 
@@ -79,10 +77,10 @@ INNER = {
         (nested, "FedBN"),
     ],
 )
-def test_flower_s_wrappers_with_noise_are_refused_by_name(wrap: Callable[[Strategy], Strategy], inner: str) -> None:
+def test_flower_s_wrappers_with_noise_are_refused(wrap: Callable[[Strategy], Strategy], inner: str) -> None:
     app = own_app("fbn" if inner == "FBN" else "fedbn")
     start = ArrayRecord(net().state_dict())
-    refused(lambda: ran(wrap(INNER[inner]()), app, initial_arrays=start), RunFailed, "DifferentialPrivacy", f"cannot wrap {inner}")
+    refused(lambda: ran(wrap(INNER[inner]()), app, initial_arrays=start), RunFailed, inner, "strategy.start(", "dp-noise")
 
 
 # mods

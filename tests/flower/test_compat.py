@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from fl_bn.flower import FedAvgBN, InProcessGrid, compat, run_in_process
-from fl_bn.flower.log import LOGGER
+from fl_bn.flower.compat import LOGGER
 from fl_bn.flower.wire.codec import NUMPY
 from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS
 from fl_bn_site.commands import SUPERLINK, check_flower

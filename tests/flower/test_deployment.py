@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord
 
 from fl_bn.exchange.settings import Certificates
 from fl_bn.flower import InProcessGrid, OwnAppStrategy, RunFailed
@@ -94,19 +93,6 @@ def test_an_own_app_tells_its_rounds(tmp_path: Path) -> None:
     assert [(row["round"], row["rounds"], row["cohort"], row["accepted"]) for row in rows] == [(1, 2, 5, 5), (2, 2, 5, 5)]
     assert 0 <= rows[1]["accuracy"] <= 1
     assert rows[1]["seconds"] >= 0
-
-
-def test_a_loop_of_one_s_own_tells_its_rounds(tmp_path: Path) -> None:
-    config = {"name": "mine", "client-nodes": "1,2,3,4,5", "client-names": "a,b,c,d,e", "output": str(tmp_path)}
-    strategy, kit = OwnAppStrategy(net(), METHODS["fedavg"]()), Kit(grid(config), "fedavg")
-    arrays = ArrayRecord(net().state_dict())
-    for number in (1, 2):
-        messages = list(strategy.configure_train(number, arrays, ConfigRecord(), kit))
-        made, _ = strategy.aggregate_train(number, kit.send_and_receive(messages))
-        assert made is not None
-        arrays = made
-    lines = [json.loads(line) for line in (tmp_path / "mine" / PROGRESS).read_text().splitlines()]
-    assert [(line["round"], line["rounds"]) for line in lines] == [(0, 0), (1, 0), (2, 0)], "their number is not known"
 
 
 def test_fl_bn_s_own_app_has_files_of_its_own(tmp_path: Path) -> None:

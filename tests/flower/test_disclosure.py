@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fl_bn.flower import BatchNormStrategy, Rounds
-from fl_bn.flower.app.disclosure import FEW, NAMED
+from fl_bn.flower.disclosure import FEW, NAMED
 from fl_bn.methods import METHODS, Refresh
 from tests.conformance.cases import every_method
 from tests.federation import random_samples
@@ -58,7 +58,7 @@ def test_of_one_batch_the_running_statistics_can_be_computed_back(clients: list[
     assert of(ran, 1, "weights")[0].samples == 4
     sent, reply = ran.grid.train(1)[1]["statistics"], ran.grid.train(1, replies=True)[1]["statistics"]
     mean = (reply["1.running_mean"] - 0.9 * sent["1.running_mean"]) / 0.1  # so it is
-    model = ran.strategy.server.source[0]
+    model = ran.strategy.transport.server.source[0]
     with torch.no_grad():
         weights = torch.from_numpy(np.array(ran.grid.train(1)[1]["weights"]["0.weight"]))
         x = clients[1].batch(np.arange(len(clients[1])), weights)[0]
@@ -158,7 +158,7 @@ def record(evaluates: bool = True, **node_config: Any) -> RoundRecord:
     grid = with_node_config(WatchedGrid(client_app(method, DATA, settings, model=model), len(DATA)), **node_config)
     strategy = BatchNormStrategy(model, method, Rounds(clients=2, wait=0.0))
     strategy.start(grid, num_rounds=1)
-    return strategy.record
+    return strategy.transport.record
 
 
 @pytest.mark.parametrize(

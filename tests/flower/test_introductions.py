@@ -12,8 +12,8 @@ from flwr.serverapp import Grid
 
 from fl_bn import convert
 from fl_bn.flower import RunFailed
-from fl_bn.flower.wire import introductions
-from fl_bn.flower.wire.introductions import introduced
+from fl_bn.flower import population as introductions
+from fl_bn.flower.population import introduced
 from fl_bn.methods import METHODS
 from fl_bn.support.client_names import ClientNames
 from tests.flower.inside import signature

@@ -63,12 +63,12 @@ def test_one_message_finds_the_bits_of_a_pass_per_layer(method: str, name: str, 
     alone = network(name, torch.float32)
     alone_passes = recalibrate(alone, large)
     ran = calibrated("auto", large, network(name, torch.float32), method)
-    found, wanted = running_statistics(ran.strategy.shared.model), running_statistics(alone)
+    found, wanted = running_statistics(ran.strategy.transport.shared.model), running_statistics(alone)
     assert all(torch.equal(found[k].mean, wanted[k].mean) and torch.equal(found[k].var, wanted[k].var) for k in wanted)
     assert messages(ran) == 1
     passes = calibrated("passes", large, network(name, torch.float32), method)
     assert identical(statistics(ran), statistics(passes))
-    assert passes.strategy.statistics.outcomes == alone_passes
+    assert passes.strategy.transport.statistics.outcomes == alone_passes
     assert messages(passes) == LAYERS[name] if name == "chain" else 1 < messages(passes) <= LAYERS[name]
     fewer = calibrated("auto", clients, network(name, torch.float32), method)
     assert not identical(statistics(ran), statistics(fewer))  # control
@@ -80,10 +80,10 @@ def test_every_layer_has_the_unions_statistics_in_float64(name: str, how: str, m
     ran = calibrated(how, clients, network(name), policy={"memory": memory})
     true = reference(network(name), union(clients))
     assert (messages(ran) == 1) == (how == "exchange")
-    assert max(off(running_statistics(ran.strategy.shared.model), true).values()) < EXACT
+    assert max(off(running_statistics(ran.strategy.transport.shared.model), true).values()) < EXACT
     assert min(off(running_statistics(network(name)), true).values()) > 1e-2  # control: as it came
     one = calibrated("passes", clients, network(name), policy={"calibrate": 1})
-    assert max(off(running_statistics(one.strategy.shared.model), true).values()) > 1e-4  # control: one pass
+    assert max(off(running_statistics(one.strategy.transport.shared.model), true).values()) > 1e-4  # control: one pass
 
 
 def test_fewer_passes_than_layers_are_what_was_asked_for(clients: list[Samples]) -> None:
@@ -188,7 +188,7 @@ def test_a_client_that_drops_is_missing_as_in_passes(moment: str, clients: list[
 
     ran = of("auto", clients, True)
     assert BY_PASSES in log.text
-    assert {one.clients for one in ran.strategy.statistics.outcomes} == {2}
+    assert {one.clients for one in ran.strategy.transport.statistics.outcomes} == {2}
     assert identical(statistics(ran), statistics(of("passes", clients, True)))
     others = of("auto", [clients[0], clients[2]], False)
     assert identical(statistics(ran), statistics(others))
@@ -250,14 +250,14 @@ def test_nothing_but_statistics_changes_and_all_that_happens_is_recorded(clients
     assert [record.round for record in ran.records] == [0, 1, 2, 3, 4]
     assert [record.evaluation.get("accuracy") for record in ran.records] == [0.25, None, None, 0.5, 0.75]  # before, third, last
     assert kept == []
-    before, after = model.state_dict(), ran.strategy.shared.model.state_dict()
+    before, after = model.state_dict(), ran.strategy.transport.shared.model.state_dict()
     assert all(torch.equal(before[k], after[k]) == ("running" not in k) for k in before if "num_batches" not in k)
     last = ran.records[-1]
     assert [c.client for c in last.accepted] == [0, 1, 2]
     assert [c.samples for c in last.clients] == [6, 4, 9]
     assert last.bytes_up.keys() == {"moments"}
     assert last.drift is not None
-    assert last.drift.largest == pytest.approx(ran.strategy.statistics.outcomes[-1].largest.mean)
+    assert last.drift.largest == pytest.approx(ran.strategy.transport.statistics.outcomes[-1].largest.mean)
     assert list(ran.trajectory) == [0, 3, 4]
     assert np.array_equal(ran.trajectory[0]["1.running_mean"], before["1.running_mean"])  # type: ignore[arg-type]
 

@@ -12,7 +12,7 @@ pytest.importorskip("ray")
 
 from ray.exceptions import RayActorError
 
-from fl_bn.flower.app import lost_actors
+from fl_bn.flower import lost_actors
 from tests.flower.inside import find
 
 

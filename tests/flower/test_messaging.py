@@ -203,7 +203,7 @@ def outcome(replies: Iterable[Message]) -> dict[str, int]:
 @pytest.fixture
 def answering(clients: list[Samples], monkeypatch: pytest.MonkeyPatch) -> WatchedGrid:
     """Clients that answer at once, without doing anything."""
-    monkeypatch.setattr("fl_bn.flower.numpy_client.BatchNormClient.meet", lambda self, config: None)
+    monkeypatch.setattr("fl_bn.flower.local_client.BatchNormClient.meet", lambda self, config: None)
     return inner(clients)
 
 

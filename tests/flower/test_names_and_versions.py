@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, RecordDict
 
 from fl_bn.flower import Rounds, RunFailed
 from fl_bn.flower.wire import versions
@@ -81,10 +81,10 @@ def test_who_is_missing_goes_and_comes_back_by_name(
 @listed(
     ("where", "what", "word"),
     [
-        ("fl_bn.flower.app.client_app.here", lambda: "0.0.9", "site north .* fl-bn 0.0.9"),
-        ("fl_bn.flower.app.client_app.here", lambda: "", "site north .* an earlier"),
+        ("fl_bn.flower.local_client.here", lambda: "0.0.9", "site north .* fl-bn 0.0.9"),
+        ("fl_bn.flower.local_client.here", lambda: "", "site north .* an earlier"),
         ("fl_bn.flower.population.greeting", lambda: RecordDict({"fl-bn/config": ConfigRecord({"version": "9.9.9"})}), "server 9.9.9"),
-        ("fl_bn.flower.strategy.here", lambda: "9.9.9", "site north's reply .* server 9.9.9"),  # it came back with another one
+        ("fl_bn.flower.grid_transport.here", lambda: "9.9.9", "site north's reply .* server 9.9.9"),  # it came back with another one
     ],
 )
 def test_sides_of_different_versions_refuse_each_other_by_both(
@@ -97,26 +97,6 @@ def test_sides_of_different_versions_refuse_each_other_by_both(
     assert re.search(word, f"{error.value} {log.text}")
     assert versions.here() in str(error.value)
     assert len(run(FBN, clients, 1, policy=NAMED).records) == 1  # control
-
-
-@listed(
-    ("content", "kind"),
-    [
-        ({"config": ConfigRecord({"version": "0.0.1"})}, "query.hello"),
-        ({"header": ConfigRecord({"format": "fl-bn/1"}), "config": ConfigRecord({"lr": 0.1})}, "train"),
-        ({"header": ConfigRecord({"mine": 1}), "config": ConfigRecord({"lr": 0.1})}, ""),
-    ],
-)
-def test_messages_of_an_earlier_version_are_refused_by_name(content: dict[str, Any], kind: str) -> None:
-    """Its records have no names that begin with ``fl-bn/``."""
-    message = Message(RecordDict(content), 1, kind or "train")
-    if kind:
-        with pytest.raises(versions.OtherVersion, match="earlier"):
-            versions.check_server(message)
-        with pytest.raises(ValueError, match="earlier"):
-            versions.introduction_of(RecordDict({"hello": ConfigRecord({"client": 0})}))
-    else:
-        versions.check_server(message)  # control
 
 
 def test_names_alone_change_no_number(clients: list[Samples]) -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler, d
 from fl_bn import Federation, flower, methods
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.flower import FBN, HBN, FedAvgBN, FedBN, FixBN, InProcessGrid, OwnAppStrategy, RunFailed
-from fl_bn.flower.own import counting
+from fl_bn.flower import own_app as counting
 from fl_bn.methods import METHODS, Method
 from fl_bn.objectives import PLAIN, FedProx, FedSAM, Objective, Scaffold
 from fl_bn.task import CLASSIFICATION
@@ -358,18 +358,6 @@ def test_records_of_one_s_own_in_the_state_of_a_client_stay() -> None:
         assert not torch.equal(tensors(state["fl-bn/local"])["1.running_mean"], net()[1].running_mean)
 
 
-def test_state_of_an_earlier_version_is_not_used_and_is_said(log: pytest.LogCaptureFixture) -> None:
-    old = {"kept-for": ConfigRecord({"signature": "a", "round": 3}), "local": ArrayRecord({"w": Array(np.ones(1))})}
-    for records, said in ((old, True), ({"kept-for": ConfigRecord({"mine": 1})}, False)):  # the second is the user's
-        log.clear()
-        grid = WatchedGrid(own_app("fedbn"), CLIENTS)
-        for name, record in records.items():
-            grid.states()[0][name] = record
-        FedBN(net(), fraction_evaluate=0).start(grid, num_rounds=1)
-        assert ("older version" in log.text) is said
-        assert records.keys() <= grid.states()[0].keys()
-
-
 def test_a_client_s_run_config_is_its_own() -> None:
     seen: list[float] = []
 
@@ -392,7 +380,7 @@ def application(model: nn.Module) -> ClientApp:
     [
         (lambda model: FedBN(model, fraction_evaluate=0), lambda model: own_app("fedbn", model=lambda: model)),
         (lambda model: flower.SiloBN(model, fraction_evaluate=0), lambda model: own_app("silobn", model=lambda: model)),
-        (lambda model: flower.FedBNStrategy(model, flower.Rounds(CLIENTS)), application),
+        (lambda model: FedBN(model, flower.Rounds(CLIENTS)), application),
     ],
     ids=["fedbn", "silobn", "application"],
 )

@@ -425,8 +425,8 @@ def test_a_run_goes_on_without_a_site_whose_policy_refuses_it_where_enough_are_l
     assert accepted(ran) == ([[0, 2]] * 2 if (least, nodes) == (2, (2,)) else [])
     if accepted(ran):
         assert "without site west" in log.text
-        assert ran.strategy.population is not None
-        assert ran.strategy.population.absent[1].startswith("this site's policy has allow-methods = fedbn")
+        assert ran.strategy.transport.population is not None
+        assert ran.strategy.transport.population.absent[1].startswith("this site's policy has allow-methods = fedbn")
         return
     with pytest.raises(RunFailed):
         run(FEDAVG, clients, 2, grid=WatchedGrid(work, 3), policy=policy)  # type: ignore[arg-type]

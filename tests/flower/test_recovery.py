@@ -183,7 +183,7 @@ def test_what_a_users_own_code_draws_goes_on_as_it_was(clients: list[Samples]) -
 def test_a_checkpoint_of_another_model_or_of_a_later_round_is_refused_by_name(clients: list[Samples]) -> None:
     server = Server(FBN, WatchedGrid(client_app(FBN, clients), 3), every=1)
     strategy = server.run()
-    back, start = server.checkpoints[0], to_numpy(strategy.shared.tensors())
+    back, start = server.checkpoints[0], to_numpy(strategy.transport.shared.tensors())
     name, tensor = next(iter(back.arrays.items()))
     wrong = {
         f"{name}: the run shares": replace(back, arrays={k: t for k, t in back.arrays.items() if k != name}),
@@ -197,7 +197,7 @@ def test_a_checkpoint_of_another_model_or_of_a_later_round_is_refused_by_name(cl
             server.run(other)
         assert field in str(told.value)
     server.run(replace(back, round=5))  # control
-    assert identical(to_numpy(strategy.shared.tensors()), start)
+    assert identical(to_numpy(strategy.transport.shared.tensors()), start)
 
 
 # Clients that lost what they kept

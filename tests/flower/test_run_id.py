@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_bn.flower.wire.run_id import RunId
+from fl_bn.flower.wire.fields import RunId
 from tests.listed import listed
 
 NONE = (

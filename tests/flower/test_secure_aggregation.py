@@ -112,7 +112,7 @@ def test_data_far_beyond_the_quantisers_range_are_found(clients: list[Samples], 
 
 def vectors_of(clients: list[Samples]) -> list[np.ndarray]:
     """What each client's vector is in a secure exchange: from the plain one's replies."""
-    server = strategy(hbn(), clients, None)
+    server = strategy(hbn(), clients, None).transport
     _, grid = measured(hbn(), clients, None)
     shapes = layout(schema.reply(server.shared.model, hbn(), Phase.MEASURE), loss=False)
     reference, weighting = references(server.shared.sections()["statistics"]), Weighting(0, max(SIZES), max(SIZES))

@@ -39,7 +39,7 @@ def test_no_tensor_travels_and_every_client_is_evaluated(clients: list[Samples])
     assert all(record.aggregated and len(record.accepted) == 3 for record in ran.records)
     assert [sorted(record.client_evaluation) for record in ran.records] == [[], [0, 1, 2], [0, 1, 2]]
     assert {"accuracy", "accuracy-std", "accuracy-min"} <= set(ran.records[-1].evaluation)
-    assert identical({name: t.numpy() for name, t in ran.strategy.shared.model.state_dict().items()}, start())  # the server's
+    assert identical({name: t.numpy() for name, t in ran.strategy.transport.shared.model.state_dict().items()}, start())  # the server's
     control = run(METHODS["fedbn"](), clients, 1)
     assert any(arrays for message in control.grid.sent for arrays in sections(message.content).values())
 

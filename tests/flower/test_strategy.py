@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fl_bn.federation.optimizers import server_optimizer
-from fl_bn.flower import BatchNormStrategy, FixBNStrategy, HBNStrategy, Rounds, RunFailed
+from fl_bn.flower import BatchNormStrategy, Rounds, RunFailed
 from fl_bn.methods import METHODS, freeze
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.task import CLASS
@@ -106,11 +106,6 @@ def test_frozen_rounds_report_no_statistics(clients: list[Samples]) -> None:
     assert [record.phase for record in ran.records] == ["train", "frozen", "frozen"]
     replies = [set(ran.grid.train(round, replies=True)[0]) for round in (1, 2, 3)]
     assert replies == [set(record.bytes_up) for record in ran.records] == [{"weights", "statistics"}, {"weights"}, {"weights"}]
-
-
-def test_the_named_strategies_take_the_options_of_their_method() -> None:
-    assert FixBNStrategy(seeded_network("cnn"), Rounds(3), freeze_after=1).method.phase(2, 4).value == "frozen"
-    assert HBNStrategy(seeded_network("cnn"), Rounds(3), stat_samples=5).method.statistics_pass.samples == 5
 
 
 @listed(

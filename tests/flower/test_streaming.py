@@ -27,7 +27,7 @@ CLIENTS = 12
 def test_a_run_has_the_bits_of_one_that_keeps_all_replies(method_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method, clients = METHODS[method_name](), people(CLIENTS)
     ran = run(method, clients, 2, grid=WatchedGrid(client_app(method, clients), CLIENTS, shuffle=3))
-    monkeypatch.setattr("fl_bn.flower.strategy.streaming", lambda server, samples: None)
+    monkeypatch.setattr("fl_bn.flower.grid_transport.streaming", lambda server, samples: None)
     whole = run(method, clients, 2)
     assert all(identical(ran.trajectory[r], whole.trajectory[r]) for r in (1, 2))
     assert [record.disclosures for record in ran.records] == [record.disclosures for record in whole.records]

@@ -160,7 +160,7 @@ def offset(lost: set[tuple[int, int]], rounds: int = 5, deaf: bool = False, **po
     grid = LosingGrid(client_app(FEDAVG, clients, SETTINGS, model=network), 3)
     grid.lost, grid.deaf = frozenset(lost), deaf
     ran = run(FEDAVG, clients, rounds, settings=SETTINGS, model=network, grid=grid, policy={"auxiliary": auxiliary(SETTINGS), **policy})
-    server = ran.strategy.shared.auxiliary["control"]
+    server = ran.strategy.transport.shared.auxiliary["control"]
     own = [{k: a.numpy() for k, a in state.array_records["fl-bn/objective"].items()} for state in grid.states()]
     assert max(float(c.abs().max()) for c in server.values()) > 1e-3
     return max(float(np.abs(c.numpy() - sum(kept[name] for kept in own) / 3).max()) for name, c in server.items())

@@ -48,7 +48,7 @@ class Bisecting:
 
     def __init__(self, grid: WatchedGrid, method: Method | None = None) -> None:
         self.grid, self.answers, self.refusals = grid, 0, list[str]()
-        self.shared: SharedModel = BatchNormStrategy(network(), method or METHODS["fedavg"](), Rounds(clients=1, wait=0.0)).shared
+        self.shared: SharedModel = BatchNormStrategy(network(), method or METHODS["fedavg"](), Rounds(clients=1, wait=0.0)).transport.shared
 
     def message(self, node: int, threshold: float, kind: str = "evaluate") -> Message:
         """Make a message with weights that assign a sample to class 0 if its feature is above ``threshold``."""

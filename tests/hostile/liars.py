@@ -21,7 +21,7 @@ from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.federation.values import ClientState, Reply
-from fl_bn.flower.log import LOGGER
+from fl_bn.flower.compat import LOGGER
 from fl_bn.flower.secagg import client as secure_client
 from fl_bn.flower.secagg import rounds as secure_rounds
 from fl_bn.flower.secagg import stages as secure_stages

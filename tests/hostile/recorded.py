@@ -234,4 +234,4 @@ def served(name: str, grid: Grid, rounds: int = 1) -> Served:
         secure=SecureAggregation() if scenario.secure else None,
     )
     strategy.start(grid, num_rounds=rounds)
-    return Served(strategy, records[-1], to_numpy(strategy.shared.tensors()))
+    return Served(strategy, records[-1], to_numpy(strategy.transport.shared.tensors()))

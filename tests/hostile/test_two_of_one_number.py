@@ -6,7 +6,7 @@ import pytest
 import torch
 from flwr.app import Message, RecordDict
 
-from fl_bn.flower.own.seats import seat_of_newcomer, seated
+from fl_bn.flower.population import seat_of_newcomer, seated
 from tests.hostile import own_app
 from tests.hostile.liars import nothing, sets
 from tests.listed import listed

@@ -7,7 +7,7 @@ from __future__ import annotations
 from fl_bn.cli.main import app
 from fl_bn.cli.sweep import perform as perform_sweep
 from fl_bn.data.dataset import DataNotFound
-from fl_bn.flower.log import LOGGER
+from fl_bn.flower.compat import LOGGER
 from fl_bn.flower.population import round_half_up
 from fl_bn.report.cells import Cell as ReportedCell
 from fl_bn.report.settings import SEED

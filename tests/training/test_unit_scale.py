@@ -109,7 +109,7 @@ def test_a_run_starts_on_unit_scale(tiny_clients: Clients) -> None:
     sent = ran.grid.train(1)[0]
     for layer in ("1", "5"):
         assert np.allclose(sent["statistics"][f"{layer}.running_var"], 1, atol=1e-2)
-    assert ran.strategy.shared.scales == dict.fromkeys(("1", "5"), 1.0)
+    assert ran.strategy.transport.shared.scales == dict.fromkeys(("1", "5"), 1.0)
     model = convert(seeded_network("cnn"), METHODS["fbn"]())
     recalibrate(model, clients)
     assert np.allclose(sent["weights"]["0.weight"], on_unit_scale_of(model)["0.weight"], rtol=1e-4, atol=1e-6)
@@ -120,7 +120,7 @@ def test_a_run_starts_on_unit_scale(tiny_clients: Clients) -> None:
         first = run(method, clients, 1, policy=policy)
         close = np.allclose(first.grid.train(1)[0]["weights"]["0.weight"], scaled * sent["weights"]["0.weight"], rtol=1e-5)
         assert close is bool(scaled)
-        assert first.strategy.shared.scales == (dict.fromkeys(("1", "5"), scaled) if scaled else {})
+        assert first.strategy.transport.shared.scales == (dict.fromkeys(("1", "5"), scaled) if scaled else {})
 
 
 def test_sync_batch_norm_trains_like_the_layer_that_it_replaced() -> None:

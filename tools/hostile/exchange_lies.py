@@ -68,11 +68,11 @@ def lie_to_session(name: str, rng: Rng) -> tuple[str, Outcome]:
 
     The other clients must get a usable answer to each of their requests. Return what was changed, and the outcome.
     """
-    strategy = honest("fedtan").strategy
+    exchanges = honest("fedtan").strategy.transport.exchanges
     believing = bool(rng.integers(2))
-    average = strategy.exchanges.average if believing else SCENARIOS["fedtan robust"].defence.average
+    average = exchanges.average if believing else SCENARIOS["fedtan robust"].defence.average
     samples = dict.fromkeys(range(CLIENTS), 6)
-    session = Session(range(CLIENTS), strategy.exchanges.layers, average=average, policy="shrink", samples=samples, believing=believing)
+    session = Session(range(CLIENTS), exchanges.layers, average=average, policy="shrink", samples=samples, believing=believing)
     steps = max(map(len, requests().values()))
     lies = {int(step) for step in rng.integers(steps + 1, size=1 if rng.integers(3) else 4)}  # at ``steps`` the others leave
     what = ""

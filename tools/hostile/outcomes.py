@@ -95,14 +95,14 @@ def judged(name: str, ran: Served, lines: list[str]) -> Outcome:
         return Outcome(BROKEN, f"the honest client {others[0].client} was refused: {others[0].refused}")
     if not ran.record.aggregated:
         return Outcome(GIVEN_UP if SCENARIOS[name].secure else BROKEN, lines[-1] if lines else "the log gives no reason")
-    shared = ran.strategy.shared
+    shared = ran.strategy.transport.shared
     try:
         beside = auxiliary(SCENARIOS[name].settings)
-        asked = ran.strategy.server.begin(1).sections
+        asked = ran.strategy.transport.server.begin(1).sections
         schema.instruction(shared.model, shared.method, beside).check({section: to_numpy(tensors) for section, tensors in asked.items()})
     except ValueError as error:
         return Outcome(BROKEN, f"clients would refuse the model: {error}")
-    if ran.strategy.defence.active and largest(tensors) > FAR * largest(truth.tensors):
+    if ran.strategy.transport.defence.active and largest(tensors) > FAR * largest(truth.tensors):
         return Outcome(BROKEN, f"under a defence the largest weight is {largest(tensors):.3g}")
     evaluated = set(ran.record.client_evaluation) if truth.record.client_evaluation else set()
     if truth.record.client_evaluation and not set(truth.record.client_evaluation) - {LIAR} <= evaluated:

@@ -31,7 +31,7 @@ import pytest
 from fl_bn.bn.composed import Unconvertible
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import RunFailed, run_in_process
-from fl_bn.flower.log import LOGGER
+from fl_bn.flower.compat import LOGGER
 from fl_bn.run.assembly import forget
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.environment import environment

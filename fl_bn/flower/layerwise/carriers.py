@@ -20,13 +20,11 @@ from fl_bn.exchange.grpc.service import ExchangeService
 from fl_bn.exchange.replay import size
 from fl_bn.exchange.session import NOT_JOINED, Session
 from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.flower.app.client_app import RENDEZVOUS
-from fl_bn.flower.compat import federation_config, pinned
+from fl_bn.flower.compat import federation_config, log, pinned
 from fl_bn.flower.layerwise.transcript import attach, read_request
-from fl_bn.flower.log import log
 from fl_bn.flower.population import Client, RunFailed
 from fl_bn.flower.wire.codec import header_of
-from fl_bn.flower.wire.fields import add_to_config
+from fl_bn.flower.wire.fields import RENDEZVOUS, add_to_config
 from fl_bn.flower.wire.messaging import copy_of, pulled
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import WireError, reason

@@ -20,7 +20,7 @@ from fl_bn.exchange.call import Answer, Exchange, ExchangeFailed, Key, Request
 from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn.exchange.local import LocalExchange
 from fl_bn.exchange.replay import ReplayExchange
-from fl_bn.flower.log import log
+from fl_bn.flower.compat import log
 from fl_bn.support.loopback import is_loopback
 from fl_bn.support.wire import WireError
 

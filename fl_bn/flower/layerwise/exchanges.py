@@ -21,11 +21,10 @@ from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.local import too_many
 from fl_bn.exchange.session import NOT_JOINED, Session, exchanged_layers
 from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.flower.compat import simulates
+from fl_bn.flower.compat import log, simulates
 from fl_bn.flower.deployment import exchange_in
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.layerwise.carriers import Carrier, GrpcCarrier, LocalCarrier, ReplayCarrier, configure
-from fl_bn.flower.log import log
 from fl_bn.flower.population import Client, RunFailed
 from fl_bn.support.client_names import UNNAMED, ClientNames
 

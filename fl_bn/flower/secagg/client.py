@@ -25,10 +25,9 @@ from fl_bn.federation.payload import Sections, to_tensors
 from fl_bn.federation.settings import seeded
 from fl_bn.federation.sources import BATCHES
 from fl_bn.federation.values import ClientState, Reply
-from fl_bn.flower.compat import RECORD_KEY_STATE, Key, Stage, decrypt, fitres_to_recorddict, share_keys_plaintext_separate
+from fl_bn.flower.compat import RECORD_KEY_STATE, Key, Stage, decrypt, fitres_to_recorddict, log, share_keys_plaintext_separate
 from fl_bn.flower.handlers import read
 from fl_bn.flower.local_client import LocalClient
-from fl_bn.flower.log import log
 from fl_bn.flower.secagg import evaluation as secure_evaluation
 from fl_bn.flower.secagg.instruction_digest import instruction_digest, training_digest
 from fl_bn.flower.secagg.instruction_history import from_config, history_of, problem, telling, to_config

@@ -24,7 +24,7 @@ from fl_bn.federation.rounds import Rounds, unbounded
 from fl_bn.federation.server import Server
 from fl_bn.federation.shared_model import NotFinite, ServerStep, median_steps
 from fl_bn.federation.values import Reply, RoundReplies
-from fl_bn.flower.log import log
+from fl_bn.flower.compat import log
 from fl_bn.flower.population import Client, round_half_up
 from fl_bn.flower.secagg import evaluation as secure_evaluation
 from fl_bn.flower.secagg import sums

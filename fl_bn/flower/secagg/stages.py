@@ -23,8 +23,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
 from flwr.serverapp import Grid
 
-from fl_bn.flower.compat import Key, Stage, fitres_to_recorddict
-from fl_bn.flower.log import log
+from fl_bn.flower.compat import Key, Stage, fitres_to_recorddict, log
 from fl_bn.flower.population import Client
 from fl_bn.flower.secagg.instruction_history import History, from_config, put_together
 from fl_bn.flower.secagg.sums import Plan

@@ -29,8 +29,8 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
-from fl_bn.flower.app.disclosure import FEW
-from fl_bn.flower.log import log
+from fl_bn.flower.compat import log
+from fl_bn.flower.disclosure import FEW
 from fl_bn.flower.wire.fields import OURS, records_of
 from fl_bn.flower.wire.messages import EVALUATION, EXCHANGE, LIMITS, RECORD_KEY_CONFIGS, REQUIRED, SECURE, SUM_OF
 from fl_bn.flower.wire.versions import OtherVersion, check_server

@@ -13,8 +13,7 @@ from fl_bn.federation.narrow import PAYLOADS
 from fl_bn.federation.replies import REPLIED as SAMPLES
 from fl_bn.federation.replies import TRAINED as NUMBERS
 from fl_bn.flower.layerwise.exchange_address import ADDRESS
-from fl_bn.flower.wire.fields import Form
-from fl_bn.flower.wire.run_id import FOLDER, NAME, RESUMES
+from fl_bn.flower.wire.fields import FOLDER, NAME, RESUMES, Form
 from fl_bn.methods import INPUTS, MEASURED, Phase
 from fl_bn.secure.settings import FINEST, WIDEST
 from fl_bn.support.wire import REASON

@@ -19,9 +19,8 @@ import torch
 from flwr.app import Error, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fl_bn.flower.compat import answering, federation_config, has_ended, simulates
+from fl_bn.flower.compat import answering, federation_config, has_ended, log, simulates
 from fl_bn.flower.in_process import InProcessGrid
-from fl_bn.flower.log import log
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import excerpt, reason
 

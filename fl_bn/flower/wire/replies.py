@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from flwr.app import ArrayRecord, Message, MetricRecord
@@ -77,67 +76,40 @@ def decode(message: Message) -> Decoded:
     return Decoded(node, answers, "", header, payload, unreadable, metrics, problem, own)
 
 
-Read = Callable[[Decoded, Client], Reply]
-"""Checks a client's reply and returns it, or raises WireError."""
-
-
-def with_header(header: Header, expected: Expected, rounding: PayloadDtype = EXACT) -> Read:
-    """Return a function that checks one client's reply against ``header`` and ``expected``, and returns the checked reply.
-
-    Args:
-        header: the header of the instruction, which a reply must repeat.
-        expected: the tensors and numbers of a valid reply.
-        rounding: the dtype in which weights and gradients are sent.
-    """
-    return partial(_read, header, expected, rounding)
-
-
-def _read(header: Header, expected: Expected, rounding: PayloadDtype, reply: Decoded, client: Client) -> Reply:
-    if reply.problem is not None:
-        raise copy(reply.problem)
-    assert reply.header is not None
-    header.check(reply.header)
-    values = expected.numbers(client.index, reply.metrics)
-    return expected.reply(client.index, values, rounding.widen(reply.payload))
-
-
 class Reading:
-    """Check a round's replies, one by one.
+    """Read a round's replies, one by one: who replied, and the users' own metric records.
 
-    A client is refused if its reply has no samples (the client took no part), is an error, is invalid, is late, or is
-    missing. ``refused`` holds the reasons by client index. ``wrong`` holds the refused clients whose reply breaks the
-    protocol. These clients are faulty or Byzantine.
+    A client is refused if its reply is an error, is late, or is missing. ``CheckedReading`` reads the tensors and numbers, too.
+
+    Attributes:
+        own: the users' own metric records, by client index.
+        refused: client index -> why the client is refused.
+        wrong: the refused clients whose reply breaks the protocol. These clients are faulty or Byzantine.
 
     Args:
         cohort: the clients to which the messages went. Each client's first reply counts.
-        read: checks one reply.
         sent: the messages that were sent. Flower's error reply for a lost node names only the message, not the node.
     """
 
-    def __init__(self, cohort: Sequence[Client], read: Read, sent: Iterable[Message] = ()) -> None:
-        self._cohort, self._check = cohort, read
-        self._by_node, self._sent, self._read = {client.node: client for client in cohort}, sent, set[int]()
+    def __init__(self, cohort: Sequence[Client], sent: Iterable[Message] = ()) -> None:
+        self._cohort, self._sent = cohort, sent
+        self._by_node, self.own = {client.node: client for client in cohort}, dict[int, Mapping[str, MetricRecord]]()
         self.refused: dict[int, str] = {}
         self.wrong: set[int] = set()
 
-    def read(self, reply: Decoded) -> int | Reply | None:
-        """Check one reply.
-
-        Returns:
-            The checked reply, or the index of a client whose reply is refused. None: the reply comes from no client of
-                the cohort, or is not the client's first.
-        """
+    def read(self, reply: Decoded) -> int | None:
+        """Check one reply, and return its client's index. None: it comes from no client of the cohort, or is not the client's first."""
         node = reply.node
         if node not in self._by_node and reply.failed:
             node = next((m.metadata.dst_node_id for m in self._sent if m.metadata.message_id == reply.answers), node)
         client = self._by_node.get(node)
-        if client is None or client.index in self._read:
+        if client is None or client.index in self.own:
             return None
-        self._read.add(client.index)
+        self.own[client.index] = reply.own
         try:
             if reply.failed:
                 raise Absent("error", "", reply.failed)
-            return self._check(reply, client)
+            self._take(reply, client)
         except Absent as error:
             self.refused[client.index] = str(error)
         except WireError as error:
@@ -145,18 +117,52 @@ class Reading:
             self.wrong.add(client.index)
         return client.index
 
+    def _take(self, reply: Decoded, client: Client) -> None:
+        """Read the tensors and numbers of a client's reply: here, nothing."""
+
     def end(self) -> None:
         """Refuse the clients that have not replied. Call it after the last reply."""
-        self.refused |= {c.index: "no reply before the deadline" for c in self._cohort if c.index not in self._read}
+        self.refused |= {c.index: "no reply before the deadline" for c in self._cohort if c.index not in self.own}
 
 
-def read_replies(replies: Iterable[Decoded], reading: Reading) -> tuple[list[Reply], dict[int, str], set[int]]:
+class CheckedReading(Reading):
+    """Check replies to an instruction of fl-bn's. A client is also refused if its reply has no samples (it took no part), or is invalid.
+
+    Attributes:
+        parts: the valid replies, by client index. The caller may take them out.
+
+    Args:
+        cohort: as in ``Reading``.
+        header: the header of the instruction, which a reply must repeat.
+        expected: the tensors and numbers of a valid reply.
+        rounding: the dtype in which weights and gradients are sent.
+        sent: as in ``Reading``.
+    """
+
+    def __init__(
+        self, cohort: Sequence[Client], header: Header, expected: Expected, rounding: PayloadDtype = EXACT, sent: Iterable[Message] = ()
+    ) -> None:
+        super().__init__(cohort, sent)
+        self._header, self._expected, self._rounding, self.parts = header, expected, rounding, dict[int, Reply]()
+
+    def _take(self, reply: Decoded, client: Client) -> None:
+        if reply.problem is not None:
+            raise copy(reply.problem)
+        assert reply.header is not None
+        self._header.check(reply.header)
+        values = self._expected.numbers(client.index, reply.metrics)
+        self.parts[client.index] = self._expected.reply(client.index, values, self._rounding.widen(reply.payload))
+
+
+def read_replies(replies: Iterable[Decoded], reading: CheckedReading) -> tuple[list[Reply], dict[int, str], set[int]]:
     """Read all replies of a round.
 
     Returns:
         First, the valid replies in client order. Second, client index -> why the client is refused. Third, the refused
             clients whose reply breaks the protocol.
     """
-    parts = [checked for reply in replies if isinstance(checked := reading.read(reply), Reply)]
+    for reply in replies:
+        reading.read(reply)
+        del reply
     reading.end()
-    return sorted(parts, key=lambda reply: reply.client), reading.refused, reading.wrong
+    return [reading.parts[client] for client in sorted(reading.parts)], reading.refused, reading.wrong

@@ -12,12 +12,10 @@ from functools import cache
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fl_bn.federation.fields import Values
-from fl_bn.flower.wire.fields import OURS, their_records
 from fl_bn.flower.wire.messages import HELLO, TO_GREET
 from fl_bn.support.extras import version_of
-from fl_bn.support.wire import WireError, printable
+from fl_bn.support.wire import printable
 
-EARLIER = f"an earlier one, whose records have no names that begin with {OURS!r}"
 ADVICE = 'install the server\'s version at every site (docs, "Upgrade the server and its sites")'
 
 
@@ -43,18 +41,9 @@ def check_server(message: Message) -> None:
         OtherVersion: the versions differ. The error becomes the client's reply.
     """
     content = message.content
-    if TO_GREET.name not in content and _of_earlier(content):
-        raise OtherVersion(f"this site has fl-bn {here()}, and the server {EARLIER}: {ADVICE}")
     theirs = str(TO_GREET.of_configs(content)["version"]) if TO_GREET.name in content else ""
     if theirs not in ("", here()):
         raise OtherVersion(f"this site has fl-bn {here()}, and the server {printable(theirs)}: {ADVICE}")
-
-
-def _of_earlier(content: RecordDict) -> bool:
-    """Return whether a message has a header, or asks for an introduction, as an older fl-bn did: without the prefix ``fl-bn/``."""
-    records = their_records(content, ConfigRecord)
-    header, config = (records.get(name, ConfigRecord()) for name in ("header", "config"))
-    return str(header.get("format")).startswith(OURS) or {*config} == {"version"}
 
 
 def introduction_of(content: RecordDict) -> Values:
@@ -63,8 +52,6 @@ def introduction_of(content: RecordDict) -> Values:
     Raises:
         WireError: there is no introduction, or one of its fields is not as expected.
     """
-    if HELLO.name not in content and HELLO.record in content:
-        raise WireError(HELLO.record, "", f"the server has fl-bn {here()}, and the client {EARLIER}: {ADVICE}")
     return HELLO.of_configs(content)
 
 

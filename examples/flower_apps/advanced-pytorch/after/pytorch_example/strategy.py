@@ -54,6 +54,20 @@ class CustomFedAvg(FBN):
             log(INFO, "Adjusted learning rate to %f", config["lr"])
         return super().configure_train(server_round, arrays, config, grid)
 
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        if metrics is not None:
+            self.result.train_metrics_clientapp[server_round] = metrics
+            self._track(metrics, server_round)
+        return arrays, metrics
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        metrics = super().aggregate_evaluate(server_round, replies)
+        if metrics is not None:
+            self.result.evaluate_metrics_clientapp[server_round] = metrics
+            self._track(metrics, server_round)
+        return metrics
+
     def start(
         self,
         grid: Grid,
@@ -68,37 +82,17 @@ class CustomFedAvg(FBN):
             import wandb
 
             wandb.init(project=PROJECT_NAME, name=f"{self.run_dir}-ServerApp")
-        self.best_acc_so_far = 0.0
-        log(INFO, "Starting %s strategy:", self.__class__.__name__)
-        self.summary()
+        self.best_acc_so_far, self.result = 0.0, Result()
 
-        train_config = ConfigRecord() if train_config is None else train_config
-        evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
-        result, arrays = Result(), initial_arrays
-        if evaluate_fn and (res := evaluate_fn(0, initial_arrays)) is not None:
-            result.evaluate_metrics_serverapp[0] = res
+        def evaluate(current_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+            res = evaluate_fn(current_round, arrays) if evaluate_fn else None
+            if res is not None:
+                self.result.evaluate_metrics_serverapp[current_round] = res
+            if current_round > 0:
+                if res is not None:
+                    self._update_best_acc(current_round, res["accuracy"], arrays)
+                    self._track(res, current_round)
+                self.save_metrics_as_json(current_round, self.result)
+            return res
 
-        for current_round in range(1, num_rounds + 1):
-            log(INFO, "[ROUND %s/%s]", current_round, num_rounds)
-            train_replies = grid.send_and_receive(messages=self.configure_train(current_round, arrays, train_config, grid), timeout=timeout)
-            agg_arrays, agg_train_metrics = self.aggregate_train(current_round, train_replies)
-            if agg_arrays is not None:
-                result.arrays = arrays = agg_arrays
-            if agg_train_metrics is not None:
-                result.train_metrics_clientapp[current_round] = agg_train_metrics
-                self._track(agg_train_metrics, current_round)
-
-            evaluate_replies = grid.send_and_receive(
-                messages=self.configure_evaluate(current_round, arrays, evaluate_config, grid), timeout=timeout
-            )
-            agg_evaluate_metrics = self.aggregate_evaluate(current_round, evaluate_replies)
-            if agg_evaluate_metrics is not None:
-                result.evaluate_metrics_clientapp[current_round] = agg_evaluate_metrics
-                self._track(agg_evaluate_metrics, current_round)
-
-            if evaluate_fn and (res := evaluate_fn(current_round, arrays)) is not None:
-                result.evaluate_metrics_serverapp[current_round] = res
-                self._update_best_acc(current_round, res["accuracy"], arrays)
-                self._track(res, current_round)
-            self.save_metrics_as_json(current_round, result)
-        return result
+        return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate)

@@ -32,7 +32,7 @@ from fl_bn.exchange.session import Session
 from fl_bn.federation.payload import nbytes
 from fl_bn.federation.record import Disclosure, RoundRecord
 from fl_bn.federation.values import Reply
-from fl_bn.flower.log import log
+from fl_bn.flower.compat import log
 from fl_bn.flower.population import Client
 from fl_bn.flower.wire.replies import Decoded, decode
 from fl_bn.methods import NORMALISERS, Method, Phase, Refresh, StatisticsReport

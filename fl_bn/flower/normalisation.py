@@ -13,7 +13,7 @@ from torch import nn
 from fl_bn.bn.modes import modes_in_words
 from fl_bn.bn.roles import NORM_LAYERS, Role, buffers_in_words, roles
 from fl_bn.federation.record import RoundRecord
-from fl_bn.flower.log import log
+from fl_bn.flower.compat import log
 from fl_bn.methods import Method, Phase
 from fl_bn.methods.fedtan import CohortBatchNorm
 from fl_bn.support.client_names import UNNAMED, ClientNames

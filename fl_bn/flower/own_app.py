@@ -11,7 +11,7 @@ In client_app.py::
             loss = my_training_loop(round.model, trainloader)
         return round.message(len(trainloader.dataset), loss)
 
-In server_app.py the strategy is ``fl_bn.flower.FixBN(Net())`` (``own.strategies``) in place of ``FedAvg()``.
+In server_app.py the strategy is ``fl_bn.flower.FixBN(Net())`` in place of ``FedAvg()``.
 """
 
 from __future__ import annotations
@@ -29,37 +29,36 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from fl_bn.bn.conversion import convert
 from fl_bn.bn.roles import inputs_like
 from fl_bn.exchange.replay import Unanswered
+from fl_bn.federation.checkpoint import generators, set_generators
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.first_batch import Batch
+from fl_bn.federation.loaders import check_not_one_batch
 from fl_bn.federation.local import torch_seed
 from fl_bn.federation.network import Network
 from fl_bn.federation.own_loop import local_round
 from fl_bn.federation.payload import signature
 from fl_bn.federation.schema import KEPT
-from fl_bn.federation.values import ClientState, Instruction, Reply
-from fl_bn.flower.app.client_app import HELLO, RENDEZVOUS, STATISTICS
-from fl_bn.flower.app.client_state import StateStore, store_of
+from fl_bn.federation.values import ClientState, Reply
+from fl_bn.flower.client_state import StateStore, store_of
 from fl_bn.flower.compat import mods_of, registering
+from fl_bn.flower.evaluation import EXAMPLES, is_number
 from fl_bn.flower.handlers import Request, kept_layers, read, reply_to
 from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect
 from fl_bn.flower.layerwise.transcript import question
-from fl_bn.flower.own.counting import samples_in
-from fl_bn.flower.own.metrics import EXAMPLES
-from fl_bn.flower.own.mods import allowed, check_handlers, check_mods
-from fl_bn.flower.own.rates import is_number
+from fl_bn.flower.mods import allowed, check_handlers, check_mods
 from fl_bn.flower.wire.codec import header_of
-from fl_bn.flower.wire.fields import Form
+from fl_bn.flower.wire.fields import ASK_HELLO, RENDEZVOUS, STATISTICS, Form
 from fl_bn.flower.wire.gate import OWN_METRICS, Gate, admit_own
 from fl_bn.flower.wire.messages import HEADER, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TELL, TO_TRAIN
 from fl_bn.flower.wire.messages import HELLO as INTRODUCTION
 from fl_bn.flower.wire.versions import here
 from fl_bn.methods import Method, Phase, StatisticsReport
 from fl_bn.objectives import PLAIN, Objective
-from fl_bn.task import CLASSIFICATION, Task
+from fl_bn.task import CLASSIFICATION, Task, batch_size
 
 Batches = Callable[[Context], Iterable[Any]]
 """Returns the training batches of the client with this Flower context: a DataLoader, for example."""
@@ -72,6 +71,18 @@ class OwnRound:
 
     Your loop trains this object's ``model``. After the ``with`` block, this object's method ``message`` makes the reply.
 
+    Attributes:
+        model: the network to train, in training mode, converted for the method. Its tensors come from the server or, if they
+            stay at this client, from this client's last round.
+        number: the number of the round, from 1.
+        learning_rate: the round's learning rate: the strategy's ``rate``, or the one that ``train_config`` names.
+        rate_share: the factor, in (0, 1], for your learning rate in this round. It is below 1 where the statistics are frozen. A
+            rate that your loop reads from ``lr``, ``learning_rate`` or ``learning-rate`` of the message's config includes the
+            factor already. Multiply any other rate by it.
+        batch: the number of samples of the first batch. ``round.batch(32)`` sets it.
+        instruction: the server's instruction.
+        local: the client's half of the round without Flower.
+
     Args:
         message: the server's message.
         request: the checked content of that message.
@@ -80,28 +91,16 @@ class OwnRound:
     """
 
     def __init__(self, message: Message, request: Request, local: LocalRound, store: StateStore) -> None:
-        self._message, self._request, self._local, self._store = message, request, local, store
+        self._message, self._request, self._store = message, request, store
         self._open, self._kept = True, ClientState()
-
-    @property
-    def local(self) -> LocalRound:
-        """Return the client's half of the round without Flower."""
-        return self._local
-
-    @property
-    def instruction(self) -> Instruction:
-        """Return the server's instruction."""
-        return self.local.instruction
+        self.local, self.instruction, self.model, self.batch = local, local.instruction, local.model, local.batch
+        self.number, self.learning_rate = local.instruction.round, local.instruction.learning_rate
+        self.rate_share = local.instruction.rate_share
 
     @property
     def steps(self) -> int:
         """Return the number of local steps so far."""
         return self.local.steps
-
-    @property
-    def batch(self) -> Batch:
-        """Return the number of samples of the first batch. ``round.batch(32)`` sets it."""
-        return self.local.batch
 
     def step_done(self) -> None:
         """Record that a step was made without a torch optimiser. See ``LocalRound.step_done``."""
@@ -119,34 +118,6 @@ class OwnRound:
             The loss alone.
         """
         return self.local.backward(forward, x, call)
-
-    @property
-    def number(self) -> int:
-        """Return the number of the round, from 1."""
-        return self.local.instruction.round
-
-    @property
-    def learning_rate(self) -> float:
-        """Return the round's learning rate: the strategy's ``rate``, or the one that ``train_config`` names."""
-        return self.local.instruction.learning_rate
-
-    @property
-    def rate_share(self) -> float:
-        """Return the factor, in (0, 1], for your learning rate in this round. It is below 1 where the statistics are frozen.
-
-        A rate that your loop reads from ``lr``, ``learning_rate`` or ``learning-rate`` of the message's config
-        includes the factor already. Multiply any other rate by it.
-        """
-        return self.local.instruction.rate_share
-
-    @property
-    def model(self) -> nn.Module:
-        """Return the network to train, in training mode.
-
-        It is converted for the method. Its tensors come from the server or, if they stay at this client, from this
-        client's last round.
-        """
-        return self.local.model
 
     def message(
         self, samples: int, loss: float | None = None, metrics: Mapping[str, float] | MetricRecord = MappingProxyType({})
@@ -348,7 +319,7 @@ def answer(
     """Register handlers with ``app`` for the server's queries, such as who the client is, and the statistics of its data.
 
     Your own handlers still answer train and evaluate messages. If the app has a Flower mod that cannot work with fl-bn
-    (``fl_bn.flower.own.mods``), the client replies to the first query with an error that names this mod.
+    (``fl_bn.flower.mods``), the client replies to the first query with an error that names this mod.
 
     A ``Gate`` checks the messages and replies of these handlers. It checks those of your own handlers, too, if you make
     the app as ``ClientApp(mods=[Gate()])``.
@@ -391,7 +362,7 @@ def answers(app: ClientApp, model: Models, method: Method, batches: Batches, *, 
 def _register(app: ClientApp, gate: Gate, model: Models, method: Method, batches: Batches, task: Task, tells: bool) -> None:
     """Register the handlers that answer the server's queries."""
 
-    @app.query(HELLO.removeprefix("query."), mods=[gate])
+    @app.query(ASK_HELLO.removeprefix("query."), mods=[gate])
     def hello(message: Message, context: Context) -> Message:
         check_mods(app)
         data, loader = convert(model(context), method), batches(context)
@@ -475,3 +446,57 @@ def _needed(context: Context, key: str) -> Any:
 
 def _index(context: Context) -> int:
     return int(_needed(context, "partition-id"))
+
+
+MOST_BATCHES = 1_000_000
+"""The most batches that are counted of a loader without a length."""
+
+
+def samples_in(loader: Iterable[Any], task: Task) -> int:
+    """Return the number of samples that a client may train on or measure in a pass over its loader.
+
+    A sampler may draw more samples than the dataset has, and a collate function of the user's own may make several of one
+    (crops of an image). So in its case a first batch is made.
+
+    Raises:
+        ValueError: ``loader`` has single samples, or is itself a single batch.
+    """
+    check_not_one_batch("batches(context)", loader, task)
+    data: Any = getattr(loader, "dataset", None)
+    if not hasattr(data, "__len__"):
+        samples = 0
+        for number, batch in enumerate(loader, 1):
+            samples += int(batch_size(*task.read(batch)))
+            if number == MOST_BATCHES:
+                raise ValueError(
+                    f"batches(context) has no length, and no end after {number:,} batches, so the client's samples cannot be counted: give "
+                    "the batches of a finite dataset (itertools.islice(batches, 100))"
+                )
+        return samples
+    sampler: Any = getattr(loader, "sampler", None)
+    drawn: int = max(len(data), len(sampler) if hasattr(sampler, "__len__") else 0)
+    size, collate = getattr(loader, "batch_size", None), getattr(loader, "collate_fn", default_collate)
+    if not size or not len(data) or collate is default_collate:
+        return drawn
+    size = min(int(size), len(data))
+    return drawn * max(1, -(-_samples_of(data, size, collate, task) // size))
+
+
+def _samples_of(data: Any, rows: int, collate: Callable[[list[Any]], Any], task: Task) -> int:
+    """Return how many samples ``collate`` makes of the first rows of a dataset; 0 if only the user's own loop can read its batch.
+
+    Global random numbers are as before.
+
+    Args:
+        data: the dataset.
+        rows: how many rows to take.
+        collate: the DataLoader's function.
+        task: reads the batch.
+    """
+    before = generators()
+    try:
+        return int(batch_size(*task.read(collate([data[index] for index in range(rows)]))))
+    except Exception:  # whatever the user's dataset or function raises
+        return 0
+    finally:
+        set_generators(before)

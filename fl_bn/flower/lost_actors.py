@@ -18,8 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import ObjectLostError, RayActorError, RayError, WorkerCrashedError
 
-from fl_bn.flower.compat import find
-from fl_bn.flower.log import log
+from fl_bn.flower.compat import find, log
 
 ATTEMPTS = 3  # how many actors one message may kill before it fails
 PATIENCE = 60.0  # seconds to wait for an actor when there is none, before a message fails

@@ -1,1 +1,0 @@
-"""Use fl-bn in a Flower app of your own: strategies for its server, handlers for its clients."""
