@@ -60,6 +60,8 @@ class Role(Enum):
 
 DOWN_ONLY = frozenset({Role.RECOMPUTED, Role.CONSTANT, Role.BATCHES})
 """Roles of tensors that clients receive but never send."""
+OF_BATCH_NORM = frozenset({Role.AFFINE, Role.STATISTIC, Role.COUNTER, Role.BATCHES})
+"""Roles of all tensors of torch's BatchNorm layers."""
 BUFFER_ROLES = {"shared": Role.BUFFER, "kept": Role.KEPT, "recomputed": Role.RECOMPUTED, "constant": Role.CONSTANT}
 """Roles that a user may state for a buffer, by their names in the run config."""
 

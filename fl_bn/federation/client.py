@@ -26,7 +26,7 @@ from fl_bn.bn.layers import freeze_statistics
 from fl_bn.bn.modes import frozen_affine, train_mode
 from fl_bn.bn.moments import Moments, Running
 from fl_bn.bn.observation import moving_average, observe, pooled, whole
-from fl_bn.bn.roles import Role, batch_norms, inputs_like
+from fl_bn.bn.roles import batch_norms, inputs_like
 from fl_bn.federation import outgoing
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.auxiliary import auxiliary as auxiliary_of
@@ -58,7 +58,7 @@ from fl_bn.federation.step_rates import StepRates
 from fl_bn.federation.training_passes import TrainingPasses
 from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
-from fl_bn.methods import Method, Phase, StatisticsReport
+from fl_bn.methods import Method, Phase, Place, StatisticsReport
 from fl_bn.objectives import CONTROL, PLAIN, Start, Step
 from fl_bn.task import CLASSIFICATION, Task
 
@@ -109,7 +109,7 @@ class LocalRound:
         self._check: Callable[[], None] = _checked  # inside the block: what its end checks
         self.in_own_loop = False  # set by own_loop: a user's loop may make passes that lead to no step
         self.input_watch = InputWatch()
-        self.statistics_pass = ClientPass(self.model, method, instruction, self.input_watch, connect)
+        self.statistics_pass = ClientPass(self.model, self.network.locality, instruction, self.input_watch, connect)
         self.loaded = load(self._copy, instruction, kept, self.auxiliary)
         if self.trains and (self.phase is Phase.EXCHANGE) != (connect is not None):
             raise ValueError(
@@ -139,7 +139,7 @@ class LocalRound:
     @cached_property
     def shared(self) -> frozenset[str]:
         """Return the names of those of ``parameters`` that the clients share."""
-        return frozenset(name for name in self.parameters if self.method.shares(self.network.role[name]))
+        return frozenset(name for name in self.parameters if self.network.locality.place[name] is Place.SHARED)
 
     @cached_property
     def momentum(self) -> Momentum:
@@ -211,7 +211,7 @@ class LocalRound:
     @property
     def freezes(self) -> bool:
         """Tell whether the running statistics are frozen in this round."""
-        return self.phase is Phase.FROZEN and Role.STATISTIC in self.method.frozen
+        return self.method.freezes_statistics(self.phase)
 
     @property
     def observes(self) -> bool:

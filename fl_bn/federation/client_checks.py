@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from fl_bn.bn.layers import CONSTANT, OwnBatchNorm
 from fl_bn.bn.moments import Running
-from fl_bn.bn.roles import NORM_LAYERS, Role, batch_norms
+from fl_bn.bn.roles import NORM_LAYERS, batch_norms
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.divergence import BAD_INPUTS
-from fl_bn.methods import StatisticsReport
+from fl_bn.methods import Place, StatisticsReport
 
 if TYPE_CHECKING:
     from fl_bn.federation.client import LocalRound
@@ -90,10 +90,9 @@ def check_shapes(round: LocalRound, before: Mapping[str, torch.Size]) -> None:
     Raises:
         ValueError: A buffer has another shape, as a memory bank that grows.
     """
-    method, roles = round.method, round.network.role
+    place = round.network.locality.place
     for name, buffer in round.model.named_buffers():
-        changed = (was := before.get(name, buffer.shape)) != buffer.shape and name in roles
-        if changed and (method.shares(roles[name]) or method.keeps(roles[name])):
+        if (was := before.get(name, buffer.shape)) != buffer.shape and place.get(name) in (Place.SHARED, Place.STATISTIC, Place.HOME):
             raise ValueError(
                 f"buffer {name} changed its shape from {tuple(was)} to {tuple(buffer.shape)} in round {round.instruction.round}, but every "
                 "message and every client's state has the shapes of the network as it was given: give the buffer a fixed size, or register "
@@ -106,12 +105,11 @@ def counters(round: LocalRound) -> dict[str, Tensor]:
 
     In later rounds than the first there are none, since `say_restarted` speaks once.
     """
-    network = round.network
-    if round.instruction.round > 1 or round.method.keeps(Role.COUNTER):
+    if round.instruction.round > 1:
         return {}
     own = {f"{name}.num_batches_tracked" for name, module in round.model.named_modules() if isinstance(module, NORM_LAYERS)}
     buffers = dict(round.model.named_buffers())
-    return {name: buffers[name].clone() for name, role in network.role.items() if role is Role.COUNTER and name in buffers.keys() - own}
+    return {name: buffers[name].clone() for name in round.network.locality.names(Place.COUNTER) if name in buffers.keys() - own}
 
 
 def say_restarted(round: LocalRound, before: Mapping[str, Tensor]) -> None:

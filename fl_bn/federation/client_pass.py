@@ -16,8 +16,9 @@ from fl_bn.federation.finite_inputs import InputWatch
 from fl_bn.federation.first_batch import Connect
 from fl_bn.federation.layer_by_layer import Forward, Inputs, LayerOrder, called, layer_by_layer
 from fl_bn.federation.local import measured, unmoved
+from fl_bn.federation.locality import Locality
 from fl_bn.federation.values import Instruction
-from fl_bn.methods import Method, StatisticsPass
+from fl_bn.methods import StatisticsPass
 from fl_bn.task import Task, batch_size, to_device
 
 LOGGER = logging.getLogger("flwr")
@@ -31,7 +32,7 @@ class ClientPass:
 
     Args:
         model: The network. It stays unchanged.
-        method: The method.
+        locality: Where its tensors live.
         instruction: The server's instruction.
         watch: Counts the batches with inputs that are not finite.
         connect: Joins an exchange with the cohort, see ``LocalRound``. Only a statistics-only exchange uses it.
@@ -42,10 +43,10 @@ class ClientPass:
         samples: The number of samples in the pass; 0 before it.
     """
 
-    def __init__(self, model: nn.Module, method: Method, instruction: Instruction, watch: InputWatch, connect: Connect | None) -> None:
-        self._model, self._instruction, self._watch = model, instruction, watch
+    def __init__(self, model: nn.Module, locality: Locality, instruction: Instruction, watch: InputWatch, connect: Connect | None) -> None:
+        self._model, self._layers, self._instruction, self._watch = model, locality.shared_statistics, instruction, watch
         self._connect = None if instruction.trains else connect
-        own = method.statistics_pass
+        own = locality.method.statistics_pass
         self.how = own if instruction.trains else StatisticsPass.for_exchange(instruction.measured, own.samples)
         self.samples = 0
         self.moments: dict[str, Moments] | None = None
@@ -85,7 +86,7 @@ class ClientPass:
         """
         noted = self._watch.noted
         if self._connect is not None:
-            order = LayerOrder.at(self._model, inputs, forward)
+            order = LayerOrder.at(self._model, self._layers, inputs, forward)
             exchange = self._connect(0 if order.problem else 1)
             if not order.problem:
                 return layer_by_layer(self._model, lambda: noted(inputs()), order, exchange, self._instruction.memory, forward)

@@ -25,6 +25,7 @@ from fl_bn.bn.moments import Moments, Running
 from fl_bn.bn.roles import Role, batch_norms, inputs_like
 from fl_bn.federation.aggregation import combine, running_statistics
 from fl_bn.federation.local import Samples, statistics_pass
+from fl_bn.federation.locality import Locality
 from fl_bn.federation.settings import seeded
 from fl_bn.methods import INPUTS, Method, StatisticsPass, replace_by_pooled
 
@@ -182,7 +183,7 @@ def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, t
 
 def why_not(model: nn.Module, method: Method) -> str:
     """Return the reason why ``method`` cannot re-calibrate the (converted) ``model``; empty if it can."""
-    if not method.shares(Role.STATISTIC):
+    if not method.shares(Role.STATISTIC) or Locality.of(model, method).home_statistics:
         return (
             f"method {method.name!r} keeps running statistics at the clients, so there are no shared statistics to re-calibrate. Take a "
             "method that shares its statistics (fedavg, fixbn, hbn, fbn, fedtan, ...)"

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord
 
-from fl_bn.bn.roles import Role, batch_norms, roles
+from fl_bn.bn.roles import Role, batch_norms
 from fl_bn.federation.payload import Named
 from fl_bn.federation.record import batches_trained
 from fl_bn.flower.app.unseen import average_kept
 from fl_bn.flower.log import log
 from fl_bn.flower.wire.codec import arrays_of
+from fl_bn.methods import Place
 
 if TYPE_CHECKING:
     from fl_bn.flower.strategy import BatchNormStrategy
@@ -47,9 +48,9 @@ class GlobalModel:
             counted: whether the strategy's ``batches_trained`` includes this round's batches already. If not, they are added.
         """
         shared, method = self._strategy.shared, self._strategy.method
-        state, role = shared.model.state_dict(), roles(shared.model)
-        others = {name: state[name] for name in state if method.keeps(role[name]) and role[name] is not Role.MIXING}
-        if batch_norms(self._strategy.server.source) and not shared.layers:
+        state, locality = shared.model.state_dict(), shared.locality
+        others = {name: state[name] for name in locality.names(Place.HOME) if locality.role[name] is not Role.MIXING}
+        if batch_norms(self._strategy.server.source) and not locality.norm_layers:
             self._say(CONVERTED % method.name)
         if number and method.keeps(Role.WEIGHT):
             self._say(NOTHING_SHARED % (number, method.name), once="nothing is shared")
@@ -58,7 +59,7 @@ class GlobalModel:
             if (average := self._average(number)) is None:
                 return None
             others |= average
-        if number and (kept := [name for name in others if role[name] is Role.KEPT]):
+        if number and (kept := locality.names(Place.HOME, of=[Role.KEPT])):
             self._say(KEPT % (kept[0], len(kept)))
         batches = self._strategy.batches_trained + (0 if counted or not number else batches_trained([self._strategy.record]))
         return arrays_of(shared.whole({**tensors, **others}, batches, others))

@@ -55,7 +55,7 @@ def average_kept(
     """
     header = header_for(shared, round, Phase.MEASURE)
     samples = {client.index: client.samples for client in clients}
-    expected = Expected(round, shared.signature, kept_layers(shared.model, shared.method), REPLIED, samples)
+    expected = Expected(round, shared.signature, kept_layers(shared.model, shared.locality), REPLIED, samples)
     content, group = to_records({}, header), str(header.round)
     add_to_config(content, {"version": here(), **run_id.to_config()})
     sent = [Message(RecordDict(dict(content.items())), c.node, f"query.{KEPT}", ttl=rounds.timeout, group_id=group) for c in clients]

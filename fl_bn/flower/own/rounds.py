@@ -15,7 +15,6 @@ from flwr.serverapp import Grid
 from torch import Tensor, nn
 
 from fl_bn.bn.derived import plain_names
-from fl_bn.bn.roles import Role, roles
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.values import Instruction, RoundReplies
 from fl_bn.flower.log import log
@@ -26,7 +25,7 @@ from fl_bn.flower.starts import Starts
 from fl_bn.flower.strategy import BatchNormStrategy
 from fl_bn.flower.wire.codec import arrays_of, tensors_of
 from fl_bn.flower.wire.replies import Decoded, Reading
-from fl_bn.methods import Method
+from fl_bn.methods import Method, Place
 from fl_bn.support.wire import printable
 
 
@@ -84,7 +83,6 @@ class OwnRounds(BatchNormStrategy):
         self.evaluators, self.metrics, self.introductions = evaluators, metrics, introductions
         self.configrecord_key, self.starts = configrecord_key, Starts(self.shared, sends=True)
         self.at_clients = evaluators.fraction > 0
-        self._roles = roles(self.shared.model)
         self._taken = set[str]()  # names of own metrics of which the log told
         self._own = dict[int, Mapping[str, MetricRecord]]()  # own metrics of the clients that replied in this round
 
@@ -136,10 +134,10 @@ class OwnRounds(BatchNormStrategy):
         Raises:
             RunFailed: a value is not finite, or a variance is below 0. Every client would refuse a message with it.
         """
-        advice = "add noise of your own to weights only" if self._roles[name] is Role.STATISTIC else "leave out such values"
+        advice = "add noise of your own to weights only" if self.shared.locality.place[name] is Place.STATISTIC else "leave out such values"
         if not tensor.isfinite().all():
             raise RunFailed(f"a hook gave {printable(name)} with values that are not finite: {advice}")
-        if self._roles[name] is Role.STATISTIC and name.endswith("var") and (tensor < 0).any():
+        if self.shared.locality.place[name] is Place.STATISTIC and name.endswith("var") and (tensor < 0).any():
             raise RunFailed(f"a hook gave {printable(name)} with a variance below 0 ({float(tensor.min()):.3g}): {advice}")
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:

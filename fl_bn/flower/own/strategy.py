@@ -19,8 +19,8 @@ from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.callbacks import Callback, checked_callbacks
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.narrow import AS_THE_MODEL
+from fl_bn.federation.network import Network
 from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.federation.payload import signature
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.rounds import AS_METHOD, constant_rate, exchanges_in_rounds
 from fl_bn.flower.app.normalisation import say_layers
@@ -415,7 +415,7 @@ class OwnAppStrategy(OwnNames):
         self._met = given
         if words := own.method.other_fraction(given.fraction_train):
             log(logging.WARNING, "%s", words)
-        wanted = signature(convert(own.model, own.method), own.method)
+        wanted = Network(convert(own.model, own.method), own.method).signature
         called = called_in(grid)
         clients, introductions = introduced(grid, given.min_available_nodes, timeout, wanted, own.clients, called)
         policy = own.rounds(clients, given, called, timeout, train_config)
