@@ -117,7 +117,6 @@ TESTED_AS_GIVEN = Used(
     "where runs are tested on the test data, and not on validation samples", lambda c: not c["validation-share"], ("validation-share",)
 )
 OWN_DOMAINS = used_with("partition", *BY_DOMAIN)
-KEEPS_STATISTICS = method_where("where running statistics stay at the clients (fedbn, silobn, single)", lambda m, c: m.personal)
 NOT_SECURE = Used(
     "without secure aggregation, which sums the clients' replies", lambda c: not c["secure-aggregation"], ("secure-aggregation",)
 )
