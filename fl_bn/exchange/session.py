@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from fl_bn.bn.moments import Average, Moments, bounds, pool, weighted_mean
-from fl_bn.bn.roles import batch_norms
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local, Quantity, Refused, Request
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.names import check_name
@@ -74,7 +73,7 @@ def reduce(requests: list[Local], batches: list[int], average: Average = weighte
 
 def exchanged_layers(model: nn.Module, names: Collection[str]) -> dict[str, Layer]:
     """Return the layers that a round may exchange, by name: the BatchNorm layers ``names`` of ``model``, whose statistics are shared."""
-    means = {name: layer.get_buffer("running_mean") for name, layer in batch_norms(model).items() if name in names}
+    means = {name: model.get_submodule(name).get_buffer("running_mean") for name in names}
     return {name: Layer(len(mean), torch.promote_types(mean.dtype, torch.float32)) for name, mean in means.items()}
 
 

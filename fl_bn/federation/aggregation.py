@@ -153,3 +153,12 @@ def running_statistics(model: nn.Module, of: Collection[str] | None = None) -> d
         for name, layer in batch_norms(model).items()
         if (of is None or name in of) and layer.running_mean is not None and layer.running_var is not None
     }
+
+
+@torch.no_grad()
+def store_statistics(model: nn.Module, statistics: Mapping[str, Running]) -> None:
+    """Set the running statistics of layers of ``model``, in place: layer -> statistics."""
+    for name, running in statistics.items():
+        layer = model.get_submodule(name)
+        layer.get_buffer("running_mean").copy_(running.mean)
+        layer.get_buffer("running_var").copy_(running.var)

@@ -28,6 +28,7 @@ from fl_bn.bn.moments import Moments, Running
 from fl_bn.bn.observation import moving_average, observe, pooled, whole
 from fl_bn.bn.roles import batch_norms, inputs_like
 from fl_bn.federation import outgoing
+from fl_bn.federation.aggregation import store_statistics
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.auxiliary import auxiliary as auxiliary_of
 from fl_bn.federation.centring import Centring
@@ -40,7 +41,6 @@ from fl_bn.federation.client_checks import (
     check_trained,
     counters,
     frozen_statistics,
-    restore,
     say_restarted,
     whole_number,
 )
@@ -109,7 +109,7 @@ class LocalRound:
         self._check: Callable[[], None] = _checked  # inside the block: what its end checks
         self.in_own_loop = False  # set by own_loop: a user's loop may make passes that lead to no step
         self.input_watch = InputWatch()
-        self.statistics_pass = ClientPass(self.model, self.network.locality, instruction, self.input_watch, connect)
+        self.statistics_pass = ClientPass(self.model, self.network.locality, instruction, kept, self.input_watch, connect)
         self.loaded = load(self._copy, instruction, kept, self.auxiliary)
         if self.trains and (self.phase is Phase.EXCHANGE) != (connect is not None):
             raise ValueError(
@@ -420,8 +420,9 @@ class LocalRound:
             return self.statistics_pass.moments
         if self.method.reports(self.phase) is not StatisticsReport.MOVING:
             return pooled(self.passes.observed)
-        layers = batch_norms(self.model)
-        return {name: moving_average(layers[name], batches) for name, batches in self.passes.observed.items() if batches}
+        layers, observed = batch_norms(self.model), self.passes.observed
+        ran = [name for name in self.network.locality.shared_statistics if observed.get(name)]
+        return {name: moving_average(layers[name], observed[name]) for name in ran}
 
     def reply(
         self,
@@ -470,7 +471,7 @@ class LocalRound:
         The arguments and the errors are those of ``reply``.
         """
         check_trained(self, samples)
-        restore(self.model, self._fixed)
+        store_statistics(self.model, self._fixed)  # the network may have moved them by running after the training block
         gradients = outgoing.ema_gradients(self) if self.settings.update == "gradients" else {}
         finish = self._objective.finish(self.steps, self.rates.mean)
         if gradients:

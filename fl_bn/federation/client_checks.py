@@ -33,20 +33,6 @@ def frozen_statistics(model: nn.Module) -> dict[str, Running]:
     return {name: now for name, now in statistics.items() if name in frozen}
 
 
-@torch.no_grad()
-def restore(model: nn.Module, frozen: Mapping[str, Running]) -> None:
-    """Set the statistics of frozen layers, in place, which the network may have moved by running after the training block.
-
-    Args:
-        model: The network.
-        frozen: The result of ``frozen_statistics`` at the beginning of training.
-    """
-    layers = batch_norms(model) if frozen else {}
-    for name, (mean, var) in frozen.items():
-        layers[name].get_buffer("running_mean").copy_(mean)
-        layers[name].get_buffer("running_var").copy_(var)
-
-
 def check_objective(round: LocalRound) -> None:
     """Check that the loop has the objective that the server expects.
 

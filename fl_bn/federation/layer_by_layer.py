@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn.bn.modes import held_layers
-from fl_bn.bn.moments import Moments, pool
-from fl_bn.bn.roles import batch_norms, inputs_like
+from fl_bn.bn.moments import Moments, Running, pool
+from fl_bn.bn.roles import inputs_like
 from fl_bn.exchange.call import Exchange, ExchangeFailed, Key, Quantity
 from fl_bn.exchange.session import exchanged_layers
+from fl_bn.federation.aggregation import running_statistics, store_statistics
 from fl_bn.task import tensors_in
 
 LOGGER = logging.getLogger("flwr")
@@ -119,8 +120,8 @@ def layer_by_layer(
         ExchangeFailed: The cohort's exchange failed, or the batches take different ways through the network.
     """
     by_layer: dict[str, Moments] = {}
-    layers, own, dtype = exchanged_layers(model, order.layers), batch_norms(model), inputs_like(model).dtype
-    before = {name: (own[name].running_mean.clone(), own[name].running_var.clone()) for name in layers}  # type: ignore[union-attr]
+    layers, dtype = exchanged_layers(model, order.layers), inputs_like(model).dtype
+    before = running_statistics(model, layers)
     try:
         with _steps(model, inputs, order, memory, forward) as step:
             while (reached := step(by_layer)) is not None:
@@ -129,14 +130,13 @@ def layer_by_layer(
                 local = torch.cat([moments.mean, moments.var]).to(dtype).to(layers[name].dtype)  # rounded as in a reply
                 answer = exchange(Key(name, Quantity.STATISTICS), local, moments.count)
                 if answer.count > 1:  # one value has no unbiased variance: the statistics stay as they are
-                    _set(own[name], *answer.values.chunk(2))
+                    store_statistics(model, {name: Running(*answer.values.chunk(2))})
         exchange.close()
     except BaseException as error:
         exchange.close(repr(error))
         raise
     finally:
-        for name, statistics in before.items():
-            _set(own[name], *statistics)
+        store_statistics(model, before)
     return by_layer
 
 
@@ -305,8 +305,8 @@ def _watched(model: nn.Module, layers: Collection[str], reached: Reached) -> Ite
         reached(name, *args, *named.values())
 
     held = held_layers(model)
-    watched = {name: layer for name, layer in batch_norms(model).items() if name in layers and name not in held}
-    handles = [layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True) for name, layer in watched.items()]
+    watched = [name for name in layers if name not in held]
+    handles = [model.get_submodule(name).register_forward_pre_hook(partial(hook, name), with_kwargs=True) for name in watched]
     model.eval()
     try:
         yield
@@ -315,11 +315,6 @@ def _watched(model: nn.Module, layers: Collection[str], reached: Reached) -> Ite
             handle.remove()
         for module, mode in training.items():
             module.training = mode
-
-
-def _set(layer: Any, mean: Tensor, var: Tensor) -> None:
-    layer.running_mean.copy_(mean)
-    layer.running_var.copy_(var)
 
 
 def _elements(x: Any) -> int:

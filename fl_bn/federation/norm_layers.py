@@ -9,7 +9,7 @@ from torch import nn
 
 from fl_bn.bn.kinds import kind_of
 from fl_bn.bn.roles import Role, batch_norms, tracks_statistics, unknown_norms
-from fl_bn.methods import Method, Refresh, StatisticsReport
+from fl_bn.methods import Method
 
 LOGGER = logging.getLogger("flwr")
 SHOWN = 3  # the largest number of layers of one kind that a message names
@@ -28,7 +28,7 @@ def no_batch_norm(model: nn.Module, method: Method) -> str:
     """
     if has_batch_norm(model) or method.prepare is not None or not method.shares(Role.WEIGHT) or method.name == "fedavg":
         return ""
-    if without_subject(method):
+    if method.has_statistics:
         sentence = (
             f"method {method.name} is about the statistics of BatchNorm, but this model has no BatchNorm layer, so the method would be "
             "plain federated averaging. Take fedavg, or a network with BatchNorm"
@@ -47,22 +47,13 @@ def registering(kind: str) -> str:
     return f"fl_bn.register_batch_norm({kind}, convert=...)"
 
 
-def without_subject(method: Method) -> bool:
-    """Return whether clients of ``method`` report or measure BatchNorm statistics.
-
-    ``check_layers`` refuses such a method, except fedavg, for a network without BatchNorm. With any other method the run goes
-    on. If the method is then plain federated averaging (``no_batch_norm``), a warning says so.
-    """
-    return method.report is not StatisticsReport.NOTHING or method.refresh is not Refresh.NOTHING
-
-
 def check_layers(model: nn.Module, method: Method) -> None:
     """Check that ``model``, converted for ``method`` or not, has BatchNorm if ``method`` needs it.
 
     Raises:
-        ValueError: ``model`` has no BatchNorm layer, and ``method`` uses its statistics (see ``without_subject``).
+        ValueError: ``model`` has no BatchNorm layer, and ``method`` uses its statistics.
     """
-    if without_subject(method) and (reason := no_batch_norm(model, method)):
+    if method.has_statistics and (reason := no_batch_norm(model, method)):
         raise ValueError(reason)
 
 

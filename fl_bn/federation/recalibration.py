@@ -23,7 +23,7 @@ from torch import nn
 
 from fl_bn.bn.moments import Moments, Running
 from fl_bn.bn.roles import Role, batch_norms, inputs_like
-from fl_bn.federation.aggregation import combine, running_statistics
+from fl_bn.federation.aggregation import combine, running_statistics, store_statistics
 from fl_bn.federation.local import Samples, statistics_pass
 from fl_bn.federation.locality import Locality
 from fl_bn.federation.settings import seeded
@@ -171,11 +171,11 @@ def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, t
     for number in count(1):
         before = running_statistics(model)
         reports = [_as_sent(statistics_pass(model, samples, StatisticsPass.for_exchange(INPUTS), seeded(0)), dtype) for samples in clients]
-        _store(model, combine(replace_by_pooled, before, reports, [1] * len(reports), layers))
+        store_statistics(model, combine(replace_by_pooled, before, reports, [1] * len(reports), layers))
         kept_layers = unreached(list(layers), number) if not passes or passes >= len(layers) else ()
         after = running_statistics(model)
         outcomes.append(Pass.between(number, len(clients), before, after, epsilons(model), tolerance, kept_layers=kept_layers))
-        _store(model, {name: before[name] for name in kept_layers})
+        store_statistics(model, {name: before[name] for name in kept_layers})
         if number == passes or outcomes[-1].settled or (not passes and through(len(layers), outcomes[-1])):
             break
     return outcomes
@@ -216,17 +216,6 @@ def epsilons(model: nn.Module) -> dict[str, float]:
 
 def _as_sent(moments: Mapping[str, Moments], dtype: torch.dtype) -> dict[str, Moments]:
     return {k: Moments(m.count, m.mean.to(dtype).cpu().double(), m.var.to(dtype).cpu().double()) for k, m in moments.items()}
-
-
-@torch.no_grad()
-def _store(model: nn.Module, statistics: Mapping[str, Running]) -> None:
-    layers = batch_norms(model)
-    for name, running in statistics.items():
-        mean, var = layers[name].running_mean, layers[name].running_var
-        assert mean is not None
-        assert var is not None
-        mean.copy_(running.mean)
-        var.copy_(running.var)
 
 
 def _movement(name: str, old: Running, new: Running, eps: float) -> Movement:

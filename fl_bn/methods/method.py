@@ -15,7 +15,6 @@ from fl_bn.bn.moments import Average, Moments, Running, plain_average, pool, wei
 from fl_bn.bn.roles import DOWN_ONLY, Role
 from fl_bn.options import option
 from fl_bn.robust.attacks import Adversary, Attack
-from fl_bn.support.names import check_name
 
 
 class Phase(Enum):
@@ -121,10 +120,6 @@ class StatisticsPass:
     lower_layers: str
     samples: int = 0
     measured: str = "inputs"
-
-    def __post_init__(self) -> None:
-        check_name("lower_layers", self.lower_layers, LOWER_LAYERS)
-        check_name("measured", self.measured, MEASURED)
 
     def size(self, samples: int, trained: int) -> int:
         """Return the number of samples in the pass.
@@ -422,13 +417,8 @@ class Method:
         return self.phase(1, 2) is Phase.EXCHANGE
 
     @property
-    def evaluates_at_clients(self) -> bool:
-        """Return whether every client evaluates a network of its own, because it keeps tensors (FedBN, SiloBN)."""
-        return self.personal
-
-    @property
     def personal(self) -> bool:
-        """Return whether every client keeps BatchNorm tensors, so that the clients' models differ (FedBN, SiloBN)."""
+        """Return whether every client keeps BatchNorm tensors, so that it evaluates a model of its own (FedBN, SiloBN)."""
         return self.local_in is not None or bool(self.local & {Role.AFFINE, Role.STATISTIC})
 
 

@@ -150,7 +150,7 @@ def test_metrics_are_those_of_the_network(method_name: str, door: str) -> None:
     method, (found, _) = METHODS[method_name](), outcome(door, method_name)
     dtype = DOORS[door][1].dtype
     wanted = []
-    for tensors in found.clients if method.evaluates_at_clients else found.clients[:1]:
+    for tensors in found.clients if method.personal else found.clients[:1]:
         model = convert(network(dtype), method)
         model.load_state_dict(tensors, strict=False)
         wanted.append(measured(model, doors.held_out(dtype)))

@@ -31,7 +31,7 @@ BY_PASSES = "Statistics are measured by one pass per layer instead"
 
 
 def shares_statistics(name: str) -> bool:
-    return METHODS[name]().shares(Role.STATISTIC)
+    return METHODS[name]().shares(Role.STATISTIC) and not METHODS[name]().personal
 
 
 @pytest.fixture

@@ -358,18 +358,6 @@ def test_records_of_one_s_own_in_the_state_of_a_client_stay() -> None:
         assert not torch.equal(tensors(state["fl-bn/local"])["1.running_mean"], net()[1].running_mean)
 
 
-def test_state_of_an_earlier_version_is_not_used_and_is_said(log: pytest.LogCaptureFixture) -> None:
-    old = {"kept-for": ConfigRecord({"signature": "a", "round": 3}), "local": ArrayRecord({"w": Array(np.ones(1))})}
-    for records, said in ((old, True), ({"kept-for": ConfigRecord({"mine": 1})}, False)):  # the second is the user's
-        log.clear()
-        grid = WatchedGrid(own_app("fedbn"), CLIENTS)
-        for name, record in records.items():
-            grid.states()[0][name] = record
-        FedBN(net(), fraction_evaluate=0).start(grid, num_rounds=1)
-        assert ("older version" in log.text) is said
-        assert records.keys() <= grid.states()[0].keys()
-
-
 def test_a_client_s_run_config_is_its_own() -> None:
     seen: list[float] = []
 

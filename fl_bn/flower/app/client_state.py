@@ -20,7 +20,7 @@ from fl_bn.federation.payload import to_numpy, to_tensors
 from fl_bn.federation.values import NOTHING, ClientState
 from fl_bn.flower.log import log
 from fl_bn.flower.wire.codec import to_record
-from fl_bn.flower.wire.fields import OURS, our_records, their_records
+from fl_bn.flower.wire.fields import OURS, our_records
 from fl_bn.flower.wire.messages import KEPT_FOR
 from fl_bn.flower.wire.run_id import RunId
 from fl_bn.support import durable
@@ -42,10 +42,6 @@ class StateStore(Protocol):
         """
 
 
-EARLIER_STATE = (
-    "an older version of fl-bn stored this client's tensors, in records without the prefix fl-bn/ (kept-for, local). They are not used: "
-    "the client starts from the server's tensors"
-)
 PREVIOUS = "previous/"  # prefix for the sections of the state before the newest one
 
 
@@ -68,8 +64,6 @@ class MemoryState:
         try:
             owner = KEPT_FOR.of_configs(self._state)
         except WireError:
-            if self._of_earlier():
-                log(logging.WARNING, "%s", EARLIER_STATE)
             return NOTHING  # there is no state yet, or another version of fl-bn wrote it
         if owner["signature"] != self._signature or (self._run and owner["run"] not in ("", self._run)):
             return NOTHING
@@ -83,11 +77,6 @@ class MemoryState:
                 sections = {section: to_tensors({k: a.numpy() for k, a in record.items()}) for section, record in records.items()}
                 return ClientState(round, sections)
         return NOTHING
-
-    def _of_earlier(self) -> bool:
-        """Return whether an older version of fl-bn wrote the state: it named the records without the prefix ``fl-bn/``."""
-        theirs = their_records(self._state, ConfigRecord).get(KEPT_FOR.record, ConfigRecord())
-        return {"signature", "round"} <= {*theirs}
 
     def write(self, round: int, sections: Sections) -> None:
         """Store ``sections`` as the state after ``round``. Of the states from earlier rounds, only the newest is kept."""
