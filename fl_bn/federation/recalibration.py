@@ -181,12 +181,18 @@ def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, t
     return outcomes
 
 
-def why_not(model: nn.Module, method: Method) -> str:
-    """Return the reason why ``method`` cannot re-calibrate the (converted) ``model``; empty if it can."""
-    if not method.shares(Role.STATISTIC) or Locality.of(model, method).home_statistics:
+def why_not(model: nn.Module, method: Method, trains: bool = False) -> str:
+    """Return the reason why ``method`` cannot re-calibrate the (converted) ``model``; empty if it can.
+
+    Args:
+        model: The network.
+        method: The method.
+        trains: Whether the passes belong to a run that trains, in which clients have the statistics that they keep.
+    """
+    if not method.shares(Role.STATISTIC) or (not trains and Locality.of(model, method).home_statistics):
         return (
-            f"method {method.name!r} keeps running statistics at the clients, so there are no shared statistics to re-calibrate. Take a "
-            "method that shares its statistics (fedavg, fixbn, hbn, fbn, fedtan, ...)"
+            f"method {method.name!r} keeps running statistics at the clients, so the shared model cannot be re-calibrated. Take a method "
+            "that shares all its statistics (fedavg, fixbn, hbn, fbn, fedtan, ...)"
         )
     if not batch_norms(model):
         return (

@@ -47,7 +47,7 @@ def check(config: RunConfig) -> None:
     except ValueError as error:
         raise ConfigError(f"model {config.model!r}: {error}") from error
     measured = config.calibrate == -1 or config.calibrate > 0
-    if measured and (reason := why_not(model, method)):
+    if measured and (reason := why_not(model, method, trains=True)):
         raise ConfigError(f"calibrate={config.calibrate} would do nothing: {reason}. Set calibrate to 0")
     try:
         to_numpy(model.state_dict())
