@@ -357,7 +357,7 @@ def layers(
         converted = convert(source, METHODS[method]())
         for line in describe_layers(source, converted, METHODS[method]()):
             console.print(line, highlight=False)
-        for line in filter(None, [no_batch_norm(source, METHODS[method]()), *looks_like_norm(source, METHODS[method]())]):
+        for line in filter(None, [no_batch_norm(source, METHODS[method]()), *looks_like_norm(source)]):
             console.print(line, highlight=False)
         state = converted.state_dict()
         for name, role in roles(converted).items() if tensors else ():

@@ -39,9 +39,7 @@ from fl_bn.federation.client_checks import (
     check_reply,
     check_shapes,
     check_trained,
-    counters,
     frozen_statistics,
-    say_restarted,
     whole_number,
 )
 from fl_bn.federation.client_pass import ClientPass
@@ -170,7 +168,6 @@ class LocalRound:
         self.set_modes(self.model)
         frozen = self._fixed = frozen_statistics(self.model)
         dtypes, shapes = {name: p.dtype for name, p in self.model.named_parameters()}, {n: b.shape for n, b in self.model.named_buffers()}
-        counted = counters(self)
         control, full = self.instruction.sections.get(CONTROL, {}), full_gradient or _no_full_gradient
         start = Start(self.model, self.parameters, self.shared, self.kept.get("objective"), control, self.kept.counted, full)
         self._objective = self.settings.objective.begin(start)
@@ -201,7 +198,6 @@ class LocalRound:
             self._objective.close()
             freeze_statistics(self.model, False)
         check()
-        say_restarted(self, counted)
 
     @property
     def centred(self) -> list[str]:

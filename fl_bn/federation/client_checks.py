@@ -8,11 +8,11 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fl_bn.bn.layers import CONSTANT, OwnBatchNorm
 from fl_bn.bn.moments import Running
-from fl_bn.bn.roles import NORM_LAYERS, batch_norms
+from fl_bn.bn.roles import batch_norms
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.divergence import BAD_INPUTS
 from fl_bn.methods import Place, StatisticsReport
@@ -84,38 +84,6 @@ def check_shapes(round: LocalRound, before: Mapping[str, torch.Size]) -> None:
                 "message and every client's state has the shapes of the network as it was given: give the buffer a fixed size, or register "
                 "it with persistent=False, so that it is neither sent nor kept"
             )
-
-
-def counters(round: LocalRound) -> dict[str, Tensor]:
-    """Return copies of the buffers outside of norm layers that every round starts anew, as they are never sent nor kept, by name.
-
-    In later rounds than the first there are none, since `say_restarted` speaks once.
-    """
-    if round.instruction.round > 1:
-        return {}
-    own = {f"{name}.num_batches_tracked" for name, module in round.model.named_modules() if isinstance(module, NORM_LAYERS)}
-    buffers = dict(round.model.named_buffers())
-    return {name: buffers[name].clone() for name in round.network.locality.names(Place.COUNTER) if name in buffers.keys() - own}
-
-
-def say_restarted(round: LocalRound, before: Mapping[str, Tensor]) -> None:
-    """Log a warning, once for a network, if training changed a buffer of ``counters``, such as the flag of a first pass.
-
-    Args:
-        round: The client's round.
-        before: The result of ``counters`` at the beginning of training.
-    """
-    buffers = dict(round.model.named_buffers()) if before else {}
-    moved = [name for name, was in before.items() if name in buffers and not torch.equal(was, buffers[name].to(was.device))]
-    if moved and not round.network.said:
-        round.network.said = True
-        LOGGER.warning(
-            "buffer %s changed in training, but it is never sent, so every round starts it from the value in the network as it was given. "
-            "If forward depends on it (a flag of the first batch, a step of a schedule), let each client keep it: "
-            "set_buffer_roles(net, {%r: 'kept'})",
-            moved[0],
-            moved[0],
-        )
 
 
 def check_layers(round: LocalRound, frozen: Mapping[str, Running]) -> None:

@@ -77,18 +77,13 @@ def load(copy: Copy, instruction: Instruction, kept: ClientState, auxiliary: Seq
             f"kept is the state of a client with another network or method: its signature is {kept.signature}, but that of the network "
             f"converted for {method.name} is {network.signature}. Give what round.reply returned for this network and method, or no state"
         )
-    needs = CONTROL in {extra.section for extra in auxiliary}
-    if instruction.objective and CONTROL in instruction.sections and not needs:
+    beside = {extra.section for extra in auxiliary}
+    if (CONTROL in beside) != (CONTROL in instruction.sections):
         raise ValueError(
-            f"the server expects the objective {instruction.objective}, but this client's loop has none with control variates: give both "
-            "sides the same objective=..."
-        )
-    if needs and CONTROL not in instruction.sections:
-        raise ValueError(
-            "this client's loop has an objective with control variates, but the server sends none: give the server the same objective=..."
+            f"the server's objective is {instruction.objective or 'none'}, this client's loop has {'one' if CONTROL in beside else 'none'} "
+            "with control variates: give both sides the same objective=..."
         )
     expected.check(arrays)
-    beside = {extra.section for extra in auxiliary}
     tensors = {name: t for key in instruction.sections.keys() - beside for name, t in instruction.sections[key].items()}
     copy.load(_starts(copy) | _unmixed(copy, instruction.phase) | tensors | kept.get("local"))
     if Role.RECOMPUTED in locality.role.values():

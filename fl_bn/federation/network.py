@@ -43,7 +43,6 @@ class Network:
         self.device = inputs_like(model).device if device is None else device
         self._schemas: dict[Any, schema.Schema] = {}
         self._back: list[tuple[Copy, _Pristine]] = []
-        self.said = False  # whether `client_checks.say_restarted` has spoken
 
     @contextmanager
     def lend(self) -> Iterator[Copy]:

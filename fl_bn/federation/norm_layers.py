@@ -8,11 +8,10 @@ from collections import defaultdict
 from torch import nn
 
 from fl_bn.bn.kinds import kind_of
-from fl_bn.bn.roles import Role, batch_norms, tracks_statistics, unknown_norms
+from fl_bn.bn.roles import Role, batch_norms, unknown_norms
 from fl_bn.methods import Method
 
 LOGGER = logging.getLogger("flwr")
-SHOWN = 3  # the largest number of layers of one kind that a message names
 
 
 def has_batch_norm(model: nn.Module) -> bool:
@@ -35,7 +34,7 @@ def no_batch_norm(model: nn.Module, method: Method) -> str:
         )
     else:
         sentence = f"this model has no BatchNorm layer: method {method.name} is plain federated averaging here"
-    lookalikes = {type(layer).__name__: None for layer in unknown_norms(model).values() if tracks_statistics(layer)}
+    lookalikes = {type(layer).__name__: None for layer in unknown_norms(model).values()}
     return sentence + "".join(f". If {kind} is BatchNorm, register it: {registering(kind)}" for kind in lookalikes)
 
 
@@ -57,30 +56,20 @@ def check_layers(model: nn.Module, method: Method) -> None:
         raise ValueError(reason)
 
 
-def looks_like_norm(model: nn.Module, method: Method) -> list[str]:
-    """Return a sentence about each class of layers in ``model`` that looks like a norm layer, but that fl-bn does not know."""
-    by_kind = defaultdict[type[nn.Module], list[str]](list)
+def looks_like_norm(model: nn.Module) -> list[str]:
+    """Return a sentence about each class of layers in ``model`` with running statistics that fl-bn does not know as BatchNorm."""
+    by_kind = defaultdict[str, list[str]](list)
     for name, layer in unknown_norms(model).items():
         if kind_of(layer) is None:
-            by_kind[type(layer)].append(name or "the model")
-    sentences = []
-    for kind, names in by_kind.items():
-        which = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-        where = f"{which} ({kind.__name__})"
-        if tracks_statistics(model.get_submodule("" if names[0] == "the model" else names[0])):
-            fate = "shares its tensors" if any(map(method.shares, Role)) else "keeps its tensors"
-            sentences.append(
-                f"{where}: looks like BatchNorm, but its class is not known as BatchNorm, so method {method.name} {fate} like those of any "
-                f"other layer. If it is BatchNorm, register it: {registering(kind.__name__)}"
-            )
-        else:
-            sentences.append(f"{where}: its class has the name of a norm layer, but is unknown, so the layer is treated as any other layer")
-    return sentences
+            by_kind[type(layer).__name__].append(name or "the model")
+    return [
+        f"{', '.join(names)} ({kind}): looks like BatchNorm, but its class is not known as BatchNorm, so its tensors are treated like "
+        f"those of any other layer. If it is BatchNorm, register it: {registering(kind)}"
+        for kind, names in by_kind.items()
+    ]
 
 
 def say_absent(model: nn.Module, method: Method) -> None:
-    """Log whether the unconverted ``model`` lacks BatchNorm or has unknown norm layers. Call this at the start of a run."""
-    if reason := no_batch_norm(model, method):
-        LOGGER.warning("%s", reason)
-    for line in looks_like_norm(model, method):
-        LOGGER.log(logging.WARNING if "register" in line else logging.INFO, "%s", line)
+    """Warn in the log if the unconverted ``model`` lacks BatchNorm or has unknown norm layers. Call this at the start of a run."""
+    for line in filter(None, [no_batch_norm(model, method), *looks_like_norm(model)]):
+        LOGGER.warning("%s", line)
