@@ -190,12 +190,14 @@ def main() -> int:
     if given.self_test:
         wrong = [name for name, value in found.items() if name in failed or {*value.split()[1::2]} & {*known.get(name, "").split()}]
     else:
-        wrong = [name for name in {**known, **found} if known.get(name) != found.get(name)]
+        wrong = [name for name in {**known, **found} if known.get(name) != found.get(name) and (name in known or name in failed)]
     for name in wrong:
         print(f"{name}:\n  stored {known.get(name, 'nothing')}\n  found  {found.get(name, 'no such case')}")
     if wrong and (others := {name: version for name, version in versions.items() if stored[kind][name] != version}):
         print(f"versions here that differ from those of the stored bits: {others}")
-    right, what = len({**known, **found}) - len(wrong), "differ from" if given.self_test else "have"
+    if new := sorted(found.keys() - known.keys()):
+        print(f"{len(new)} cases are of methods or doors that {BASE} does not have: {', '.join(new)}")
+    right, what = len(({**known, **found}.keys() - new) | {*wrong}) - len(wrong), "differ from" if given.self_test else "have"
     base = stored[kind]["commit"]
     print(f"{right} of {right + len(wrong)} cases of {commit} {what} the bits of {base} ({kind}); {seconds:.0f} s")
     return int(bool(wrong))

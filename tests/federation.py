@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from fl_bn.bn.conversion import convert
 from fl_bn.bn.moments import Moments, Running
-from fl_bn.bn.roles import Role, batch_norms, roles
+from fl_bn.bn.roles import batch_norms
 from fl_bn.federation.aggregation import average, combine, running_statistics
 from fl_bn.federation.local import Samples, statistics_pass, torch_seed
+from fl_bn.federation.locality import Locality
 from fl_bn.federation.settings import LocalTraining, seeded
-from fl_bn.methods import LayerReports, Method, Phase, StatisticsReport
+from fl_bn.methods import LayerReports, Method, Phase, Place, StatisticsReport
 from tests.local import Result, train
 
 Rule = Callable[[LayerReports], Running]
@@ -43,10 +44,10 @@ class Federation:
     def __init__(self, model: nn.Module, method: Method, clients: Sequence[Samples], rule: Rule | None = None) -> None:
         self.method, self.clients, self.rule = method, clients, rule or method.combine
         self.server = convert(model, method)
-        self.role = roles(self.server)
-        state = self.server.state_dict()
-        self.kept = [{k: state[k].clone() for k in state if self.role[k] in method.local} for _ in clients]
-        self.sent = [k for k in state if method.shares(self.role[k]) and self.role[k] is not Role.STATISTIC]
+        self.locality = Locality.of(self.server, method)
+        self.role, state = self.locality.role, self.server.state_dict()
+        self.kept = [{k: state[k].clone() for k in self.locality.names(Place.HOME)} for _ in clients]
+        self.sent = self.locality.names(Place.SHARED)
 
     def client(self, i: int) -> nn.Module:
         """Return the model that client ``i`` trains and evaluates."""
@@ -87,7 +88,7 @@ class Federation:
             results.append(result)
         shares = [float(result.samples) for result in results] if weights is None else weights
         states = [model.state_dict() for model in models]
-        shared = running_statistics(self.server) if self.method.shares(Role.STATISTIC) else {}
+        shared = running_statistics(self.server, self.locality.shared_statistics)
         if self.method.reports(phase) is not StatisticsReport.NOTHING:
             self.store(combine(self.rule, shared, reports, [r.steps for r in results], batch_norms(self.server)))
         self.server.load_state_dict(average([{k: s[k] for k in self.sent} for s in states], shares), strict=False)

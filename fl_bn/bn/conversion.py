@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MethodType
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from fl_bn.bn.copying import copied
 from fl_bn.bn.kinds import is_plain, kind_of
 from fl_bn.bn.layers import OwnBatchNorm, SharedNorm, followed, freeze_statistics
 from fl_bn.bn.modes import MARK, remember_modes
-from fl_bn.bn.roles import BUFFER_ROLES, batch_norms, observes, roles, state_constants
+from fl_bn.bn.roles import BUFFER_ROLES, Role, batch_norms, observes, roles, state_constants
 
 if TYPE_CHECKING:  # methods name layers of this package
     from fl_bn.methods.method import Method
@@ -62,11 +63,14 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
     model = copied(model)
     freeze_statistics(model, False)  # the model may be a copy that was made in a frozen round
     remember_modes(model)
+    norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) or kind_of(module) is not None]
+    ordinary = {name for index, name in enumerate(norms) if Role.STATISTIC in method.home(name, index)}
     replaced: dict[int, str] = {}
     for name, module in list(model.named_modules()):
         try:
-            _check(module, method)
-            new = _replacement(module, method)
+            own = replace(method, layer=None) if name in ordinary else method
+            _check(module, own)
+            new = _replacement(module, own)
         except ValueError as reason:
             raise Unconvertible(f"{name or 'the model'} ({type(module).__name__}): {reason}") from reason
         if new is module:
@@ -96,9 +100,9 @@ def check_converted(model: nn.Module, method: Method) -> None:
         return
     example = None if method.layer is None else method.layer(nn.BatchNorm2d(next(iter(layers.values())).num_features))
     own = getattr(type(example), "way", type(example)) if isinstance(example, SharedNorm) else None
-    wrong = [name for name, layer in layers.items() if isinstance(layer, SharedNorm) and not (own and isinstance(layer, own))]
-    if own and not any(isinstance(layer, own) for layer in layers.values()):
-        wrong = [*layers]
+    replaced = [name for index, name in enumerate(layers) if own and Role.STATISTIC not in method.home(name, index)]
+    right = {name for name in replaced if own and isinstance(layers[name], own)}
+    wrong = [name for name, layer in layers.items() if isinstance(layer, SharedNorm) and name not in right] or ([] if right else replaced)
     if wrong:
         raise ValueError(
             f"this network is not converted for method {method.name}, but its layer {wrong[0] or 'itself'} is a "
@@ -212,7 +216,7 @@ def _check_tensors(model: nn.Module, method: Method) -> None:
     """
     state = model.state_dict()
     for name, role in roles(model).items():
-        if not (method.shares(role) or method.sends_down(role) or method.keeps(role)):
+        if role is Role.COUNTER and not method.keeps(role):
             continue
         buffer = role in BUFFER_ROLES.values()
         if state[name].is_complex() and method.shares(role):

@@ -9,7 +9,6 @@ kinds of modules have a default role. Any other floating-point buffer is shared.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -60,6 +59,8 @@ class Role(Enum):
 
 DOWN_ONLY = frozenset({Role.RECOMPUTED, Role.CONSTANT, Role.BATCHES})
 """Roles of tensors that clients receive but never send."""
+OF_BATCH_NORM = frozenset({Role.AFFINE, Role.STATISTIC, Role.COUNTER, Role.BATCHES})
+"""Roles of all tensors of torch's BatchNorm layers."""
 BUFFER_ROLES = {"shared": Role.BUFFER, "kept": Role.KEPT, "recomputed": Role.RECOMPUTED, "constant": Role.CONSTANT}
 """Roles that a user may state for a buffer, by their names in the run config."""
 
@@ -286,12 +287,9 @@ def buffers_in_words(model: nn.Module) -> str:
         Role.CONSTANT: "constant",
         Role.COUNTER: "never sent",
     }
-    names: dict[Role, list[str]] = {}
-    free = {name for name, *_ in _free_buffers(model)}
-    for name, role in roles(model).items():
-        if name in free:
-            names.setdefault(role, []).append(name)
-    parts = [f"{verb} {_some(names[role])}" for role, verb in words.items() if role in names]
+    free, role = {name for name, *_ in _free_buffers(model)}, roles(model)
+    names = {verb: [name for name in role if role[name] is one and name in free] for one, verb in words.items()}
+    parts = [f"{verb} {_some(some)}" for verb, some in names.items() if some]
     return f"buffers: {'; '.join(parts)}" if parts else ""
 
 
@@ -315,25 +313,17 @@ def inputs_like(model: nn.Module) -> Tensor:
 
 
 def unknown_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers of ``model`` that look like norm layers but are of no known type, by name, for a warning.
+    """Return the layers of ``model`` that own running statistics as BatchNorm does, but are of no known type, by name, for a warning.
 
-    A layer looks like a norm layer if it owns ``running_mean`` and ``running_var``. A layer that owns parameters also looks
-    like one if its class has "norm" in its name. Layers of constants (torchvision's ``FrozenBatchNorm2d``) are excluded.
-    The tensors of the returned layers are shared like those of any other layer.
+    Layers of constants (torchvision's ``FrozenBatchNorm2d``) are excluded. The tensors of the returned layers are shared like those
+    of any other layer.
     """
-    return {name: module for name, module in model.named_modules() if not isinstance(module, NORM_LAYERS) and _looks_like_norm(module)}
+    return {name: module for name, module in model.named_modules() if not isinstance(module, NORM_LAYERS) and _tracks_statistics(module)}
 
 
-def tracks_statistics(module: nn.Module) -> bool:
-    """Return whether ``module`` itself owns buffers with BatchNorm's names for running statistics."""
-    return {"running_mean", "running_var"} <= {name for name, _ in module.named_buffers(recurse=False)}
-
-
-def _looks_like_norm(module: nn.Module) -> bool:
-    kind, learns = type(module), any(True for _ in module.parameters(recurse=False))
-    if tracks_statistics(module):
-        return learns or "frozen" not in kind.__name__.lower()
-    return learns and re.search("norm(?!al)", kind.__name__, re.IGNORECASE) is not None
+def _tracks_statistics(module: nn.Module) -> bool:
+    learns = any(True for _ in module.parameters(recurse=False)) or "frozen" not in type(module).__name__.lower()
+    return learns and {"running_mean", "running_var"} <= {name for name, _ in module.named_buffers(recurse=False)}
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:

@@ -45,7 +45,7 @@ def refusal(error: Exception) -> Finding:
 
 def model_layers(config: RunConfig) -> Finding:
     """Check which normalisation layers the method finds in the model, and what it does with their tensors."""
-    from fl_bn.federation.norm_layers import has_batch_norm, no_batch_norm, without_subject
+    from fl_bn.federation.norm_layers import has_batch_norm, no_batch_norm
     from fl_bn.flower.normalisation import describe_layers
     from fl_bn.run.assembly import client_model, source_model
 
@@ -54,7 +54,7 @@ def model_layers(config: RunConfig) -> Finding:
     except (ValueError, TypeError, FileNotFoundError) as error:
         return Finding("fail", "model", reason(error), "correct model, dataset or method in --run-config, or install what is missing")
     text = "; ".join(describe_layers(source, model, config.build_method()))
-    if without_subject(method := config.build_method()) and (reason_without := no_batch_norm(source, method)):
+    if (method := config.build_method()).has_statistics and (reason_without := no_batch_norm(source, method)):
         return Finding("fail", "model", f"{text}; {reason_without}", "choose a model with BatchNorm, or method='fedavg'")
     if not has_batch_norm(source):
         text = f"{text}; this model has no BatchNorm layer"

@@ -341,8 +341,8 @@ def layers(
     """
     from fl_bn import convert
     from fl_bn.bn.roles import parse_buffer_roles, roles, set_buffer_roles
+    from fl_bn.federation.network import Network
     from fl_bn.federation.norm_layers import looks_like_norm, no_batch_norm
-    from fl_bn.federation.payload import signature
     from fl_bn.flower.normalisation import describe_layers
     from fl_bn.methods import METHODS
     from fl_bn.models import build
@@ -357,12 +357,12 @@ def layers(
         converted = convert(source, METHODS[method]())
         for line in describe_layers(source, converted, METHODS[method]()):
             console.print(line, highlight=False)
-        for line in filter(None, [no_batch_norm(source, METHODS[method]()), *looks_like_norm(source, METHODS[method]())]):
+        for line in filter(None, [no_batch_norm(source, METHODS[method]()), *looks_like_norm(source)]):
             console.print(line, highlight=False)
         state = converted.state_dict()
         for name, role in roles(converted).items() if tensors else ():
             typer.echo(f"{name}  {role.value}  {tuple(state[name].shape)}  {str(state[name].dtype).removeprefix('torch.')}")
-        console.print(f"signature {signature(converted, METHODS[method]())}", highlight=False)
+        console.print(f"signature {Network(converted, METHODS[method]()).signature}", highlight=False)
     except ValueError as error:
         raise refused(error) from error
 

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median, median_high, median_low
 
@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from fl_bn.bn.moments import Average, Moments, bounds, pool, weighted_mean
-from fl_bn.bn.roles import batch_norms
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local, Quantity, Refused, Request
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.names import check_name
@@ -72,13 +71,10 @@ def reduce(requests: list[Local], batches: list[int], average: Average = weighte
     return average(values, torch.tensor(batches, dtype=torch.float64) if quantity is Quantity.GRADIENTS else counts)
 
 
-def exchanged_layers(model: nn.Module) -> dict[str, Layer]:
-    """Return the layers that a round may exchange, by name: the BatchNorm layers with running statistics."""
-    return {
-        name: Layer(len(layer.running_mean), torch.promote_types(layer.running_mean.dtype, torch.float32))
-        for name, layer in batch_norms(model).items()
-        if layer.running_mean is not None
-    }
+def exchanged_layers(model: nn.Module, names: Collection[str]) -> dict[str, Layer]:
+    """Return the layers that a round may exchange, by name: the BatchNorm layers ``names`` of ``model``, whose statistics are shared."""
+    means = {name: model.get_submodule(name).get_buffer("running_mean") for name in names}
+    return {name: Layer(len(mean), torch.promote_types(mean.dtype, torch.float32)) for name, mean in means.items()}
 
 
 class Session:

@@ -14,9 +14,9 @@ There are four ways to choose BatchNorm's affine parameters and statistics. "Kno
 
 If a method shares the affine parameters, ``average-affine`` and ``recompute`` both take the shared ones, and are the same.
 
-**The similarity** of two clients' data is measured at the input of the first BatchNorm layer. The distribution of this
-input depends only on the data and on the shared weights below the layer. So the statistics that a known client keeps
-for this layer can be compared with those that the new client measures. Deeper layers cannot be compared: their inputs
+**The similarity** of two clients' data is measured at the input of the first BatchNorm layer whose statistics clients keep.
+The distribution of this input depends only on the data and on the shared tensors below the layer. So the statistics that a
+known client keeps for this layer can be compared with those that the new client measures. Deeper layers cannot be compared: their inputs
 went through BatchNorm layers with each client's own affine parameters and statistics. The distance is the symmetric
 Kullback-Leibler divergence of Gaussians, averaged over channels. Scaling a channel changes neither this distance nor
 BatchNorm's output. Scaling would change the 2-Wasserstein distance, in which channels of large variance dominate.
@@ -28,7 +28,7 @@ Legend: N samples, C channels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,13 +39,14 @@ from fl_bn.bn.conversion import convert
 from fl_bn.bn.copying import copied
 from fl_bn.bn.derived import load_tensors
 from fl_bn.bn.moments import Running
-from fl_bn.bn.roles import Role, batch_norms, inputs_like, roles
+from fl_bn.bn.roles import Role, batch_norms, inputs_like
 from fl_bn.federation.aggregation import average
 from fl_bn.federation.local import Samples, statistics_pass
+from fl_bn.federation.locality import Locality
 from fl_bn.federation.payload import Named
 from fl_bn.federation.recalibration import epsilons, recalibrate, without_statistics
 from fl_bn.federation.settings import seeded
-from fl_bn.methods import INPUTS, Method, StatisticsPass
+from fl_bn.methods import INPUTS, Method, Place, StatisticsPass
 from fl_bn.support.names import check_name
 
 AVERAGE_AFFINE, RECOMPUTE, NEAREST, TEST_BATCH = "average-affine", "recompute", "nearest", "test-batch"
@@ -101,10 +102,10 @@ class Adaptation:
 
     def __init__(self, network: nn.Module, method: Method, known: Known) -> None:
         converted = convert(network, method)
-        role = roles(converted)
-        if not any(map(method.shares, Role)):
+        locality = Locality.of(converted, method)
+        if not locality.names(Place.SHARED, Place.STATISTIC):
             raise NotAdaptable(f"{method.name} shares no tensor, so a run has no model for a client that did not take part in it")
-        if not batch_norms(converted):
+        if not locality.norm_layers:
             raise NotAdaptable(
                 f"with {method.name} the network has no BatchNorm layer, so there are no statistics to adapt: a new client takes the model "
                 "as it is"
@@ -112,9 +113,9 @@ class Adaptation:
         if reason := without_statistics(converted):
             raise NotAdaptable(reason)
         self.method, self.known, self._network = method, known, network
-        _check("the run's model", known.shared, converted, [name for name, part in role.items() if method.shares(part)])
-        self._kept = {part: [n for n, r in role.items() if r is part and part in method.local] for part in (Role.AFFINE, Role.STATISTIC)}
-        names = [name for part in self._kept.values() for name in part]
+        _check("the run's model", known.shared, converted, locality.names(Place.SHARED, Place.STATISTIC))
+        self._locality, self._affine = locality, locality.names(Place.HOME, of=[Role.AFFINE])
+        names = self._kept = locality.kept_by_clients()
         for client, state in known.clients.items():
             _check(client, state, converted, names)
         _check("the clients' average", known.average, converted, [name for name in names if name in known.average])
@@ -129,8 +130,7 @@ class Adaptation:
 
         Return None if this average is unknown.
         """
-        names = [name for part in self._kept.values() for name in part]
-        return None if any(name not in self._average for name in names) else self._with(self._average)
+        return None if any(name not in self._average for name in self._kept) else self._with(self._average)
 
     def refusal(self, how: str) -> str:
         """Return the reason why this run's model cannot be adapted in the way ``how``; empty if it can.
@@ -139,11 +139,11 @@ class Adaptation:
             ValueError: ``how`` is not in ``HOW``.
         """
         check_name("how to adapt", how, HOW)
-        if how == NEAREST and not self._kept[Role.STATISTIC]:
-            return f"nearest: {self.method.name} shares all tensors of BatchNorm, so no client keeps any that a new client could take"
+        if how == NEAREST and not self._locality.home_statistics:
+            return f"nearest: {self.method.name} shares all statistics of BatchNorm, so no client keeps any that a new client could take"
         if how == NEAREST and not self.known.clients:
             return "nearest: the models of the clients that trained are needed, but not given"
-        if how in (AVERAGE_AFFINE, TEST_BATCH) and any(name not in self._average for name in self._kept[Role.AFFINE]):
+        if how in (AVERAGE_AFFINE, TEST_BATCH) and any(name not in self._average for name in self._affine):
             return f"{how}: the affine parameters that {self.method.name} keeps at the clients, or their average, are needed, but not given"
         return ""
 
@@ -169,11 +169,10 @@ class Adaptation:
         if how == NEAREST:
             distances = self._distances(x)
             chosen = self.known.clients[min(distances, key=distances.__getitem__)]
-            return Adapted(self._with({name: chosen[name] for part in self._kept.values() for name in part}), distances)
+            return Adapted(self._with({name: chosen[name] for name in self._kept}), distances)
         if how == TEST_BATCH:
             return Adapted(self._with(self._average))
-        affine = self._kept[Role.AFFINE] if how == AVERAGE_AFFINE else []
-        model = self._with({name: self._average[name] for name in affine})
+        model = self._with({name: self._average[name] for name in self._affine} if how == AVERAGE_AFFINE else {})
         recompute_statistics(model, x)
         return Adapted(model)
 
@@ -184,7 +183,7 @@ class Adaptation:
 
     def _distances(self, x: Tensor) -> dict[str, float]:
         model = self._with({})
-        name, eps = first_layer(model, x)
+        name, eps = first_layer(model, x, self._locality.home_statistics)
         own = input_statistics(model, x)[name]
         mean, var = (f"{name}.{key}" if name else key for key in ("running_mean", "running_var"))
         return {
@@ -219,16 +218,17 @@ def input_statistics(model: nn.Module, x: Tensor) -> dict[str, Running]:
 
 
 @torch.no_grad()
-def first_layer(model: nn.Module, x: Tensor) -> tuple[str, float]:
+def first_layer(model: nn.Module, x: Tensor, among: Collection[str] | None = None) -> tuple[str, float]:
     """Return the name and the eps of the BatchNorm layer that ``x`` reaches first in the forward pass.
 
-    Only the first sample is used. ``model`` stays in evaluation mode afterwards.
+    Only the first sample is used. ``model`` stays in evaluation mode afterwards. Layers that are not ``among`` count as none.
 
     Raises:
         NotAdaptable: The forward pass uses no BatchNorm layer.
     """
     order: list[str] = []
-    handles = [layer.register_forward_pre_hook(lambda *_, name=name: order.append(name)) for name, layer in batch_norms(model).items()]
+    layers = {name: layer for name, layer in batch_norms(model).items() if among is None or name in among}
+    handles = [layer.register_forward_pre_hook(lambda *_, name=name: order.append(name)) for name, layer in layers.items()]
     try:
         model.eval()(_unlabelled(x).batch(np.arange(1), inputs_like(model))[0])
     finally:

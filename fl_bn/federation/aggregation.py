@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -146,10 +146,19 @@ def merge_drifts(drifts: Iterable[Drift]) -> Drift | None:
     return Drift(worst.largest, worst.layer, min(d.min_var for d in drifts), max(d.growth for d in drifts))
 
 
-def running_statistics(model: nn.Module) -> dict[str, Running]:
-    """Return layer -> a copy of its running statistics on the CPU, for all BatchNorm layers that have some."""
+def running_statistics(model: nn.Module, of: Collection[str] | None = None) -> dict[str, Running]:
+    """Return layer -> a copy of its running statistics on the CPU, for the layers ``of`` that have some. None: all BatchNorm layers."""
     return {
         name: Running(layer.running_mean.detach().cpu().clone(), layer.running_var.detach().cpu().clone())
         for name, layer in batch_norms(model).items()
-        if layer.running_mean is not None and layer.running_var is not None
+        if (of is None or name in of) and layer.running_mean is not None and layer.running_var is not None
     }
+
+
+@torch.no_grad()
+def store_statistics(model: nn.Module, statistics: Mapping[str, Running]) -> None:
+    """Set the running statistics of layers of ``model``, in place: layer -> statistics."""
+    for name, running in statistics.items():
+        layer = model.get_submodule(name)
+        layer.get_buffer("running_mean").copy_(running.mean)
+        layer.get_buffer("running_var").copy_(running.var)

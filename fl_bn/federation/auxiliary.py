@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fl_bn.bn.roles import roles
+from fl_bn.federation.locality import Locality
 from fl_bn.federation.momentum import SECTIONS
 from fl_bn.federation.payload import Named
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.methods import Method
+from fl_bn.methods import Place
 from fl_bn.objectives import CONTROL
 
 
@@ -77,7 +77,6 @@ def auxiliary(settings: LocalTraining) -> tuple[Auxiliary, ...]:
     return tuple(kinds)
 
 
-def has_auxiliary(model: nn.Module, method: Method) -> dict[str, nn.Parameter]:
+def has_auxiliary(model: nn.Module, locality: Locality) -> dict[str, nn.Parameter]:
     """Return the parameters that have auxiliary tensors, by name: those that are trained and shared."""
-    role = roles(model)
-    return {name: p for name, p in model.named_parameters() if p.requires_grad and method.shares(role[name])}
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and locality.place[name] is Place.SHARED}

@@ -26,8 +26,9 @@ from fl_bn.bn.layers import freeze_statistics
 from fl_bn.bn.modes import frozen_affine, train_mode
 from fl_bn.bn.moments import Moments, Running
 from fl_bn.bn.observation import moving_average, observe, pooled, whole
-from fl_bn.bn.roles import Role, batch_norms, inputs_like
+from fl_bn.bn.roles import batch_norms, inputs_like
 from fl_bn.federation import outgoing
+from fl_bn.federation.aggregation import store_statistics
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.auxiliary import auxiliary as auxiliary_of
 from fl_bn.federation.centring import Centring
@@ -38,10 +39,7 @@ from fl_bn.federation.client_checks import (
     check_reply,
     check_shapes,
     check_trained,
-    counters,
     frozen_statistics,
-    restore,
-    say_restarted,
     whole_number,
 )
 from fl_bn.federation.client_pass import ClientPass
@@ -58,7 +56,7 @@ from fl_bn.federation.step_rates import StepRates
 from fl_bn.federation.training_passes import TrainingPasses
 from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
-from fl_bn.methods import Method, Phase, StatisticsReport
+from fl_bn.methods import Method, Phase, Place, StatisticsReport
 from fl_bn.objectives import CONTROL, PLAIN, Start, Step
 from fl_bn.task import CLASSIFICATION, Task
 
@@ -109,7 +107,7 @@ class LocalRound:
         self._check: Callable[[], None] = _checked  # inside the block: what its end checks
         self.in_own_loop = False  # set by own_loop: a user's loop may make passes that lead to no step
         self.input_watch = InputWatch()
-        self.statistics_pass = ClientPass(self.model, method, instruction, self.input_watch, connect)
+        self.statistics_pass = ClientPass(self.model, self.network.locality, instruction, kept, self.input_watch, connect)
         self.loaded = load(self._copy, instruction, kept, self.auxiliary)
         if self.trains and (self.phase is Phase.EXCHANGE) != (connect is not None):
             raise ValueError(
@@ -139,7 +137,7 @@ class LocalRound:
     @cached_property
     def shared(self) -> frozenset[str]:
         """Return the names of those of ``parameters`` that the clients share."""
-        return frozenset(name for name in self.parameters if self.method.shares(self.network.role[name]))
+        return frozenset(name for name in self.parameters if self.network.locality.place[name] is Place.SHARED)
 
     @cached_property
     def momentum(self) -> Momentum:
@@ -170,7 +168,6 @@ class LocalRound:
         self.set_modes(self.model)
         frozen = self._fixed = frozen_statistics(self.model)
         dtypes, shapes = {name: p.dtype for name, p in self.model.named_parameters()}, {n: b.shape for n, b in self.model.named_buffers()}
-        counted = counters(self)
         control, full = self.instruction.sections.get(CONTROL, {}), full_gradient or _no_full_gradient
         start = Start(self.model, self.parameters, self.shared, self.kept.get("objective"), control, self.kept.counted, full)
         self._objective = self.settings.objective.begin(start)
@@ -201,7 +198,6 @@ class LocalRound:
             self._objective.close()
             freeze_statistics(self.model, False)
         check()
-        say_restarted(self, counted)
 
     @property
     def centred(self) -> list[str]:
@@ -211,7 +207,7 @@ class LocalRound:
     @property
     def freezes(self) -> bool:
         """Tell whether the running statistics are frozen in this round."""
-        return self.phase is Phase.FROZEN and Role.STATISTIC in self.method.frozen
+        return self.method.freezes_statistics(self.phase)
 
     @property
     def observes(self) -> bool:
@@ -420,8 +416,9 @@ class LocalRound:
             return self.statistics_pass.moments
         if self.method.reports(self.phase) is not StatisticsReport.MOVING:
             return pooled(self.passes.observed)
-        layers = batch_norms(self.model)
-        return {name: moving_average(layers[name], batches) for name, batches in self.passes.observed.items() if batches}
+        layers, observed = batch_norms(self.model), self.passes.observed
+        ran = [name for name in self.network.locality.shared_statistics if observed.get(name)]
+        return {name: moving_average(layers[name], observed[name]) for name in ran}
 
     def reply(
         self,
@@ -470,7 +467,7 @@ class LocalRound:
         The arguments and the errors are those of ``reply``.
         """
         check_trained(self, samples)
-        restore(self.model, self._fixed)
+        store_statistics(self.model, self._fixed)  # the network may have moved them by running after the training block
         gradients = outgoing.ema_gradients(self) if self.settings.update == "gradients" else {}
         finish = self._objective.finish(self.steps, self.rates.mean)
         if gradients:

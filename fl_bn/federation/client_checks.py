@@ -8,14 +8,14 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fl_bn.bn.layers import CONSTANT, OwnBatchNorm
 from fl_bn.bn.moments import Running
-from fl_bn.bn.roles import NORM_LAYERS, Role, batch_norms
+from fl_bn.bn.roles import batch_norms
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.divergence import BAD_INPUTS
-from fl_bn.methods import StatisticsReport
+from fl_bn.methods import Place, StatisticsReport
 
 if TYPE_CHECKING:
     from fl_bn.federation.client import LocalRound
@@ -31,20 +31,6 @@ def frozen_statistics(model: nn.Module) -> dict[str, Running]:
     frozen = {name for name, layer in own.items() if layer.frozen or isinstance(layer, CONSTANT)}
     statistics = running_statistics(model) if frozen else {}
     return {name: now for name, now in statistics.items() if name in frozen}
-
-
-@torch.no_grad()
-def restore(model: nn.Module, frozen: Mapping[str, Running]) -> None:
-    """Set the statistics of frozen layers, in place, which the network may have moved by running after the training block.
-
-    Args:
-        model: The network.
-        frozen: The result of ``frozen_statistics`` at the beginning of training.
-    """
-    layers = batch_norms(model) if frozen else {}
-    for name, (mean, var) in frozen.items():
-        layers[name].get_buffer("running_mean").copy_(mean)
-        layers[name].get_buffer("running_var").copy_(var)
 
 
 def check_objective(round: LocalRound) -> None:
@@ -90,48 +76,14 @@ def check_shapes(round: LocalRound, before: Mapping[str, torch.Size]) -> None:
     Raises:
         ValueError: A buffer has another shape, as a memory bank that grows.
     """
-    method, roles = round.method, round.network.role
+    place = round.network.locality.place
     for name, buffer in round.model.named_buffers():
-        changed = (was := before.get(name, buffer.shape)) != buffer.shape and name in roles
-        if changed and (method.shares(roles[name]) or method.keeps(roles[name])):
+        if (was := before.get(name, buffer.shape)) != buffer.shape and place.get(name) in (Place.SHARED, Place.STATISTIC, Place.HOME):
             raise ValueError(
                 f"buffer {name} changed its shape from {tuple(was)} to {tuple(buffer.shape)} in round {round.instruction.round}, but every "
                 "message and every client's state has the shapes of the network as it was given: give the buffer a fixed size, or register "
                 "it with persistent=False, so that it is neither sent nor kept"
             )
-
-
-def counters(round: LocalRound) -> dict[str, Tensor]:
-    """Return copies of the buffers outside of norm layers that every round starts anew, as they are never sent nor kept, by name.
-
-    In later rounds than the first there are none, since `say_restarted` speaks once.
-    """
-    network = round.network
-    if round.instruction.round > 1 or round.method.keeps(Role.COUNTER):
-        return {}
-    own = {f"{name}.num_batches_tracked" for name, module in round.model.named_modules() if isinstance(module, NORM_LAYERS)}
-    buffers = dict(round.model.named_buffers())
-    return {name: buffers[name].clone() for name, role in network.role.items() if role is Role.COUNTER and name in buffers.keys() - own}
-
-
-def say_restarted(round: LocalRound, before: Mapping[str, Tensor]) -> None:
-    """Log a warning, once for a network, if training changed a buffer of ``counters``, such as the flag of a first pass.
-
-    Args:
-        round: The client's round.
-        before: The result of ``counters`` at the beginning of training.
-    """
-    buffers = dict(round.model.named_buffers()) if before else {}
-    moved = [name for name, was in before.items() if name in buffers and not torch.equal(was, buffers[name].to(was.device))]
-    if moved and not round.network.said:
-        round.network.said = True
-        LOGGER.warning(
-            "buffer %s changed in training, but it is never sent, so every round starts it from the value in the network as it was given. "
-            "If forward depends on it (a flag of the first batch, a step of a schedule), let each client keep it: "
-            "set_buffer_roles(net, {%r: 'kept'})",
-            moved[0],
-            moved[0],
-        )
 
 
 def check_layers(round: LocalRound, frozen: Mapping[str, Running]) -> None:

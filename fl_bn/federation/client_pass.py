@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from fl_bn.bn.moments import Moments
+from fl_bn.bn.moments import Moments, Running
 from fl_bn.bn.roles import inputs_like
+from fl_bn.federation.aggregation import running_statistics, store_statistics
 from fl_bn.federation.finite_inputs import InputWatch
 from fl_bn.federation.first_batch import Connect
 from fl_bn.federation.layer_by_layer import Forward, Inputs, LayerOrder, called, layer_by_layer
 from fl_bn.federation.local import measured, unmoved
-from fl_bn.federation.values import Instruction
-from fl_bn.methods import Method, StatisticsPass
+from fl_bn.federation.locality import Locality
+from fl_bn.federation.values import ClientState, Instruction
+from fl_bn.methods import INPUTS, StatisticsPass
 from fl_bn.task import Task, batch_size, to_device
 
 LOGGER = logging.getLogger("flwr")
@@ -31,8 +33,9 @@ class ClientPass:
 
     Args:
         model: The network. It stays unchanged.
-        method: The method.
+        locality: Where its tensors live.
         instruction: The server's instruction.
+        kept: The state that the client keeps.
         watch: Counts the batches with inputs that are not finite.
         connect: Joins an exchange with the cohort, see ``LocalRound``. Only a statistics-only exchange uses it.
 
@@ -42,10 +45,19 @@ class ClientPass:
         samples: The number of samples in the pass; 0 before it.
     """
 
-    def __init__(self, model: nn.Module, method: Method, instruction: Instruction, watch: InputWatch, connect: Connect | None) -> None:
-        self._model, self._instruction, self._watch = model, instruction, watch
+    def __init__(
+        self,
+        model: nn.Module,
+        locality: Locality,
+        instruction: Instruction,
+        kept: ClientState,
+        watch: InputWatch,
+        connect: Connect | None,
+    ) -> None:
+        self._model, self._layers, self._instruction, self._watch = model, locality.shared_statistics, instruction, watch
         self._connect = None if instruction.trains else connect
-        own = method.statistics_pass
+        self._unmeasured = locality.home_statistics if self._layers and not kept.get("local") else ()
+        own = locality.method.statistics_pass
         self.how = own if instruction.trains else StatisticsPass.for_exchange(instruction.measured, own.samples)
         self.samples = 0
         self.moments: dict[str, Moments] | None = None
@@ -68,8 +80,8 @@ class ClientPass:
                 f"round.measure got a {type(batches).__name__}, which it would use up before training: give a list of batches or a "
                 "DataLoader"
             )
-        if self._connect is not None and isinstance(batches, Iterator):
-            batches = list(batches)  # an exchange goes through them more than once
+        if (self._connect is not None or self._unmeasured) and isinstance(batches, Iterator):
+            batches = list(batches)  # they are gone through more than once
         with nullcontext() if self._instruction.trains else unmoved([batches]):
             self.moments = self.measure(partial(self.inputs, batches, task), task.forward)
 
@@ -83,15 +95,35 @@ class ClientPass:
             inputs: Returns the batches of inputs, the same in every call.
             forward: Runs the network on a batch of inputs.
         """
-        noted = self._watch.noted
-        if self._connect is not None:
-            order = LayerOrder.at(self._model, inputs, forward)
-            exchange = self._connect(0 if order.problem else 1)
-            if not order.problem:
-                return layer_by_layer(self._model, lambda: noted(inputs()), order, exchange, self._instruction.memory, forward)
-            exchange.close()
-            LOGGER.warning("this client leaves the layer-wise exchange and measures all layers in one pass: %s", order.problem)
-        return measured(self._model, noted(inputs()), self.how, forward)
+        with self.own_first(inputs, forward):
+            noted = self._watch.noted
+            if self._connect is not None:
+                order = LayerOrder.at(self._model, self._layers, inputs, forward)
+                exchange = self._connect(0 if order.problem else 1)
+                if not order.problem:
+                    return layer_by_layer(self._model, lambda: noted(inputs()), order, exchange, self._instruction.memory, forward)
+                exchange.close()
+                LOGGER.warning("this client leaves the layer-wise exchange and measures all layers in one pass: %s", order.problem)
+            return measured(self._model, noted(inputs()), self.how, forward)
+
+    @contextmanager
+    def own_first(self, inputs: Inputs, forward: Forward = called) -> Iterator[None]:
+        """Give layers whose statistics stay at home those of this client's data in the ``with`` block, if the client keeps none yet.
+
+        Other layers are measured behind them, and would see what no training batch looks like: such a batch normalises itself.
+
+        Args:
+            inputs: Returns the batches of inputs.
+            forward: Runs the network on a batch of inputs.
+        """
+        before, how = running_statistics(self._model, self._unmeasured), StatisticsPass.for_exchange(INPUTS)
+        try:
+            for name in self._unmeasured:  # in order, so that each is measured behind those before it
+                if (own := measured(self._model, inputs(), how, forward).get(name)) is not None and own.count > 1:
+                    store_statistics(self._model, {name: Running(own.mean, own.bessel())})
+            yield
+        finally:
+            store_statistics(self._model, before)
 
     def inputs(self, batches: Iterable[Any], task: Task) -> Iterator[Any]:
         """Yield the inputs of each batch, until the batches have as many samples as the pass needs. Count these samples.

@@ -19,7 +19,7 @@ from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.network import Copy
 from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.values import ClientState, Instruction
-from fl_bn.methods import Phase
+from fl_bn.methods import Phase, Place
 from fl_bn.objectives import CONTROL
 
 _NUMBERS = count()
@@ -63,6 +63,7 @@ def load(copy: Copy, instruction: Instruction, kept: ClientState, auxiliary: Seq
         WireError: A tensor of the instruction is missing, unexpected, or of a wrong shape or dtype.
     """
     network, method = copy.network, copy.network.method
+    locality = network.locality
     expected = network.instruction(auxiliary)
     arrays = {section: to_numpy(tensors) for section, tensors in instruction.sections.items()}
     if instruction.signature and (mine := network.signature) != instruction.signature:
@@ -76,24 +77,19 @@ def load(copy: Copy, instruction: Instruction, kept: ClientState, auxiliary: Seq
             f"kept is the state of a client with another network or method: its signature is {kept.signature}, but that of the network "
             f"converted for {method.name} is {network.signature}. Give what round.reply returned for this network and method, or no state"
         )
-    needs = CONTROL in {extra.section for extra in auxiliary}
-    if instruction.objective and CONTROL in instruction.sections and not needs:
+    beside = {extra.section for extra in auxiliary}
+    if (CONTROL in beside) != (CONTROL in instruction.sections):
         raise ValueError(
-            f"the server expects the objective {instruction.objective}, but this client's loop has none with control variates: give both "
-            "sides the same objective=..."
-        )
-    if needs and CONTROL not in instruction.sections:
-        raise ValueError(
-            "this client's loop has an objective with control variates, but the server sends none: give the server the same objective=..."
+            f"the server's objective is {instruction.objective or 'none'}, this client's loop has {'one' if CONTROL in beside else 'none'} "
+            "with control variates: give both sides the same objective=..."
         )
     expected.check(arrays)
-    beside = {extra.section for extra in auxiliary}
     tensors = {name: t for key in instruction.sections.keys() - beside for name, t in instruction.sections[key].items()}
     copy.load(_starts(copy) | _unmixed(copy, instruction.phase) | tensors | kept.get("local"))
-    if Role.RECOMPUTED in network.role.values():
+    if Role.RECOMPUTED in locality.role.values():
         quantise(copy.model)
     number = _NEWEST[copy.model] = next(_NUMBERS)
-    return Loaded(copy.model, number, {} if method.shares(Role.STATISTIC) else running_statistics(copy.model))
+    return Loaded(copy.model, number, running_statistics(copy.model, locality.home_statistics))
 
 
 def _starts(copy: Copy) -> dict[str, Tensor]:
@@ -101,10 +97,10 @@ def _starts(copy: Copy) -> dict[str, Tensor]:
 
     They replace the values in the network, which may be those of another client.
     """
-    if Role.KEPT not in copy.network.role.values():
+    if not (kept := copy.network.locality.names(Place.HOME, of=[Role.KEPT])):
         return {}
     if copy.model not in _STARTS:
-        _STARTS[copy.model] = {name: t.clone() for name, t in copy.state.items() if copy.network.role[name] is Role.KEPT}
+        _STARTS[copy.model] = {name: copy.state[name].clone() for name in kept}
     return _STARTS[copy.model]
 
 
@@ -113,6 +109,5 @@ def _unmixed(copy: Copy, phase: Phase) -> dict[str, Tensor]:
 
     The zeros replace the values in the network, which may be those of another client.
     """
-    if Role.MIXING not in copy.network.method.local:
-        return {}
-    return {name: torch.zeros_like(p) for name, p in copy.trainable(phase).items() if copy.network.role[name] is Role.MIXING}
+    mixing, trained = copy.network.locality.names(Place.HOME, of=[Role.MIXING]), copy.trainable(phase)
+    return {name: torch.zeros_like(trained[name]) for name in mixing if name in trained}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn.bn.modes import held_layers
-from fl_bn.bn.moments import Moments, pool
-from fl_bn.bn.roles import batch_norms, inputs_like
+from fl_bn.bn.moments import Moments, Running, pool
+from fl_bn.bn.roles import inputs_like
 from fl_bn.exchange.call import Exchange, ExchangeFailed, Key, Quantity
 from fl_bn.exchange.session import exchanged_layers
+from fl_bn.federation.aggregation import running_statistics, store_statistics
 from fl_bn.task import tensors_in
 
 LOGGER = logging.getLogger("flwr")
@@ -51,23 +52,26 @@ class LayerOrder:
 
     Attributes:
         problem: The reason why the layers cannot be measured one after the other; empty if they can.
+        layers: The names of the layers to measure.
         held: The estimated memory that a forward pass keeps while it waits at a layer, in bytes per element of the input
             batch.
     """
 
     problem: str
+    layers: Collection[str] = ()
     held: float = 0.0
 
     @classmethod
     @torch.no_grad()
-    def at(cls, model: nn.Module, inputs: Inputs, forward: Forward) -> LayerOrder:
-        """Make the ``LayerOrder`` of ``model`` by one forward pass. ``model`` stays unchanged.
+    def at(cls, model: nn.Module, layers: Collection[str], inputs: Inputs, forward: Forward) -> LayerOrder:
+        """Make the ``LayerOrder`` of BatchNorm layers of ``model`` by one forward pass. ``model`` stays unchanged.
 
         The pass takes two samples of the first batch. If a batch is not a single tensor of torch's own class, the pass takes the
         whole batch.
 
         Args:
             model: The network.
+            layers: The names of the layers to measure.
             inputs: A function that returns the batches of inputs.
             forward: A function that runs the network on a batch.
         """
@@ -82,21 +86,21 @@ class LayerOrder:
             order.append(layer)
             largest = max(largest, x.numel() * x.element_size())
 
-        with _watched(model, reached):
+        with _watched(model, layers, reached):
             forward(model, few)
         if not order:
             return cls("no BatchNorm layer runs")
         if twice := [layer for place, layer in enumerate(order) if layer in order[:place]]:
             return cls(f"the network uses BatchNorm layer {twice[0]!r} more than once")
         own = sum(part.numel() * part.element_size() for part in tensors_in(few))
-        return cls("", (HELD * largest + own) / max(1, _elements(few)))
+        return cls("", layers, (HELD * largest + own) / max(1, _elements(few)))
 
 
 @torch.no_grad()
 def layer_by_layer(
     model: nn.Module, inputs: Inputs, order: LayerOrder, exchange: Exchange, memory: int, forward: Forward = called
 ) -> dict[str, Moments]:
-    """Measure the moments of every BatchNorm layer's input over all batches.
+    """Measure the moments of the input of each layer in ``order.layers`` over all batches.
 
     While a layer is measured, the layers before it normalise with the cohort's exact statistics. ``model`` stays
     unchanged. At the end the client leaves the ``exchange``.
@@ -116,8 +120,8 @@ def layer_by_layer(
         ExchangeFailed: The cohort's exchange failed, or the batches take different ways through the network.
     """
     by_layer: dict[str, Moments] = {}
-    layers, own, dtype = exchanged_layers(model), batch_norms(model), inputs_like(model).dtype
-    before = {name: (own[name].running_mean.clone(), own[name].running_var.clone()) for name in layers}  # type: ignore[union-attr]
+    layers, dtype = exchanged_layers(model, order.layers), inputs_like(model).dtype
+    before = running_statistics(model, layers)
     try:
         with _steps(model, inputs, order, memory, forward) as step:
             while (reached := step(by_layer)) is not None:
@@ -126,14 +130,13 @@ def layer_by_layer(
                 local = torch.cat([moments.mean, moments.var]).to(dtype).to(layers[name].dtype)  # rounded as in a reply
                 answer = exchange(Key(name, Quantity.STATISTICS), local, moments.count)
                 if answer.count > 1:  # one value has no unbiased variance: the statistics stay as they are
-                    _set(own[name], *answer.values.chunk(2))
+                    store_statistics(model, {name: Running(*answer.values.chunk(2))})
         exchange.close()
     except BaseException as error:
         exchange.close(repr(error))
         raise
     finally:
-        for name, statistics in before.items():
-            _set(own[name], *statistics)
+        store_statistics(model, before)
     return by_layer
 
 
@@ -149,10 +152,10 @@ def _steps(model: nn.Module, inputs: Inputs, order: LayerOrder, memory: int, for
             "the activations of all batches need more than %.3g GiB (recalibration-memory), so each layer takes a forward pass of its own",
             memory / 2**30,
         )
-        yield partial(_repeated, model, inputs, forward)
+        yield partial(_repeated, model, order.layers, inputs, forward)
         return
     try:
-        with _watched(model, _stop_thread):
+        with _watched(model, order.layers, _stop_thread):
             yield lambda by_layer: _together([one.go_on() for one in kept], by_layer)
     finally:
         for one in kept:
@@ -170,7 +173,9 @@ def _kept(model: nn.Module, inputs: Inputs, order: LayerOrder, memory: int, forw
     return kept
 
 
-def _repeated(model: nn.Module, inputs: Inputs, forward: Forward, by_layer: Mapping[str, Moments]) -> LayerMoments | None:
+def _repeated(
+    model: nn.Module, layers: Collection[str], inputs: Inputs, forward: Forward, by_layer: Mapping[str, Moments]
+) -> LayerMoments | None:
     """Run every batch up to the first layer not in ``by_layer``. Return this layer and its moments; None if no layer is left."""
     at: list[LayerMoments | None] = []
     passed: set[str] = set()
@@ -183,7 +188,7 @@ def _repeated(model: nn.Module, inputs: Inputs, forward: Forward, by_layer: Mapp
             at[-1] = layer, _moments(layer, x)
             raise _Stop
 
-    with _watched(model, reached):
+    with _watched(model, layers, reached):
         for x in inputs():
             at.append(None)
             passed.clear()
@@ -292,16 +297,16 @@ def _stop_thread(layer: str, x: Tensor) -> None:
 
 
 @contextmanager
-def _watched(model: nn.Module, reached: Reached) -> Iterator[None]:
-    """Put ``model`` into evaluation mode for the ``with`` block; call ``reached(layer, x)`` before each BatchNorm layer runs."""
+def _watched(model: nn.Module, layers: Collection[str], reached: Reached) -> Iterator[None]:
+    """Put ``model`` into evaluation mode for the ``with`` block; call ``reached(layer, x)`` before each of the ``layers`` runs."""
     training = {module: module.training for module in model.modules()}
 
     def hook(name: str, layer: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         reached(name, *args, *named.values())
 
     held = held_layers(model)
-    layers = {name: layer for name, layer in batch_norms(model).items() if layer.running_mean is not None and name not in held}
-    handles = [layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True) for name, layer in layers.items()]
+    watched = [name for name in layers if name not in held]
+    handles = [model.get_submodule(name).register_forward_pre_hook(partial(hook, name), with_kwargs=True) for name in watched]
     model.eval()
     try:
         yield
@@ -310,11 +315,6 @@ def _watched(model: nn.Module, reached: Reached) -> Iterator[None]:
             handle.remove()
         for module, mode in training.items():
             module.training = mode
-
-
-def _set(layer: Any, mean: Tensor, var: Tensor) -> None:
-    layer.running_mean.copy_(mean)
-    layer.running_var.copy_(var)
 
 
 def _elements(x: Any) -> int:

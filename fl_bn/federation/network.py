@@ -16,11 +16,11 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fl_bn.bn.copying import copied
 from fl_bn.bn.derived import load_tensors
-from fl_bn.bn.roles import Role, inputs_like, roles
+from fl_bn.bn.roles import inputs_like
 from fl_bn.federation import schema
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.centring import centred_weights
-from fl_bn.federation.payload import signature
+from fl_bn.federation.locality import Locality
 from fl_bn.methods import Method, Phase
 
 AUTO = "auto"
@@ -43,7 +43,6 @@ class Network:
         self.device = inputs_like(model).device if device is None else device
         self._schemas: dict[Any, schema.Schema] = {}
         self._back: list[tuple[Copy, _Pristine]] = []
-        self.said = False  # whether `client_checks.say_restarted` has spoken
 
     @contextmanager
     def lend(self) -> Iterator[Copy]:
@@ -67,12 +66,12 @@ class Network:
     @cached_property
     def signature(self) -> str:
         """Return the signature of model and method."""
-        return signature(self.original, self.method)
+        return self.locality.signature(self.original)
 
     @cached_property
-    def role(self) -> dict[str, Role]:
-        """Return name -> role of each tensor."""
-        return roles(self.original)
+    def locality(self) -> Locality:
+        """Return the table of where each tensor lives."""
+        return Locality.of(self.original, self.method)
 
     @cached_property
     def centred(self) -> list[str]:
@@ -86,13 +85,13 @@ class Network:
             auxiliary: The kinds of auxiliary tensors, which are sent with the weights.
         """
         if (key := tuple(auxiliary)) not in self._schemas:
-            self._schemas[key] = schema.instruction(self.original, self.method, key)
+            self._schemas[key] = schema.instruction(self.original, self.locality, key)
         return self._schemas[key]
 
     def reply(self, phase: Phase, update: str = "weights", auxiliary: Sequence[Auxiliary] = ()) -> schema.Schema:
         """Return the schema of a client's reply, see ``schema.reply``."""
         if (key := (phase, update, *auxiliary)) not in self._schemas:
-            self._schemas[key] = schema.reply(self.original, self.method, phase, update, auxiliary)
+            self._schemas[key] = schema.reply(self.original, self.locality, phase, update, auxiliary)
         return self._schemas[key]
 
 
@@ -123,7 +122,7 @@ class Copy:
 
         Parameters with ``requires_grad=False``, and those that the method freezes in ``phase``, are left out.
         """
-        role = self.network.role
+        role = self.network.locality.role
         frozen = self.network.method.frozen if phase is Phase.FROZEN else frozenset()
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad and role[name] not in frozen}
 

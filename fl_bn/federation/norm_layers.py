@@ -8,11 +8,10 @@ from collections import defaultdict
 from torch import nn
 
 from fl_bn.bn.kinds import kind_of
-from fl_bn.bn.roles import Role, batch_norms, tracks_statistics, unknown_norms
-from fl_bn.methods import Method, Refresh, StatisticsReport
+from fl_bn.bn.roles import Role, batch_norms, unknown_norms
+from fl_bn.methods import Method
 
 LOGGER = logging.getLogger("flwr")
-SHOWN = 3  # the largest number of layers of one kind that a message names
 
 
 def has_batch_norm(model: nn.Module) -> bool:
@@ -28,14 +27,14 @@ def no_batch_norm(model: nn.Module, method: Method) -> str:
     """
     if has_batch_norm(model) or method.prepare is not None or not method.shares(Role.WEIGHT) or method.name == "fedavg":
         return ""
-    if without_subject(method):
+    if method.has_statistics:
         sentence = (
             f"method {method.name} is about the statistics of BatchNorm, but this model has no BatchNorm layer, so the method would be "
             "plain federated averaging. Take fedavg, or a network with BatchNorm"
         )
     else:
         sentence = f"this model has no BatchNorm layer: method {method.name} is plain federated averaging here"
-    lookalikes = {type(layer).__name__: None for layer in unknown_norms(model).values() if tracks_statistics(layer)}
+    lookalikes = {type(layer).__name__: None for layer in unknown_norms(model).values()}
     return sentence + "".join(f". If {kind} is BatchNorm, register it: {registering(kind)}" for kind in lookalikes)
 
 
@@ -47,49 +46,30 @@ def registering(kind: str) -> str:
     return f"fl_bn.register_batch_norm({kind}, convert=...)"
 
 
-def without_subject(method: Method) -> bool:
-    """Return whether clients of ``method`` report or measure BatchNorm statistics.
-
-    ``check_layers`` refuses such a method, except fedavg, for a network without BatchNorm. With any other method the run goes
-    on. If the method is then plain federated averaging (``no_batch_norm``), a warning says so.
-    """
-    return method.report is not StatisticsReport.NOTHING or method.refresh is not Refresh.NOTHING
-
-
 def check_layers(model: nn.Module, method: Method) -> None:
     """Check that ``model``, converted for ``method`` or not, has BatchNorm if ``method`` needs it.
 
     Raises:
-        ValueError: ``model`` has no BatchNorm layer, and ``method`` uses its statistics (see ``without_subject``).
+        ValueError: ``model`` has no BatchNorm layer, and ``method`` uses its statistics.
     """
-    if without_subject(method) and (reason := no_batch_norm(model, method)):
+    if method.has_statistics and (reason := no_batch_norm(model, method)):
         raise ValueError(reason)
 
 
-def looks_like_norm(model: nn.Module, method: Method) -> list[str]:
-    """Return a sentence about each class of layers in ``model`` that looks like a norm layer, but that fl-bn does not know."""
-    by_kind = defaultdict[type[nn.Module], list[str]](list)
+def looks_like_norm(model: nn.Module) -> list[str]:
+    """Return a sentence about each class of layers in ``model`` with running statistics that fl-bn does not know as BatchNorm."""
+    by_kind = defaultdict[str, list[str]](list)
     for name, layer in unknown_norms(model).items():
         if kind_of(layer) is None:
-            by_kind[type(layer)].append(name or "the model")
-    sentences = []
-    for kind, names in by_kind.items():
-        which = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-        where = f"{which} ({kind.__name__})"
-        if tracks_statistics(model.get_submodule("" if names[0] == "the model" else names[0])):
-            fate = "shares its tensors" if any(map(method.shares, Role)) else "keeps its tensors"
-            sentences.append(
-                f"{where}: looks like BatchNorm, but its class is not known as BatchNorm, so method {method.name} {fate} like those of any "
-                f"other layer. If it is BatchNorm, register it: {registering(kind.__name__)}"
-            )
-        else:
-            sentences.append(f"{where}: its class has the name of a norm layer, but is unknown, so the layer is treated as any other layer")
-    return sentences
+            by_kind[type(layer).__name__].append(name or "the model")
+    return [
+        f"{', '.join(names)} ({kind}): looks like BatchNorm, but its class is not known as BatchNorm, so its tensors are treated like "
+        f"those of any other layer. If it is BatchNorm, register it: {registering(kind)}"
+        for kind, names in by_kind.items()
+    ]
 
 
 def say_absent(model: nn.Module, method: Method) -> None:
-    """Log whether the unconverted ``model`` lacks BatchNorm or has unknown norm layers. Call this at the start of a run."""
-    if reason := no_batch_norm(model, method):
-        LOGGER.warning("%s", reason)
-    for line in looks_like_norm(model, method):
-        LOGGER.log(logging.WARNING if "register" in line else logging.INFO, "%s", line)
+    """Warn in the log if the unconverted ``model`` lacks BatchNorm or has unknown norm layers. Call this at the start of a run."""
+    for line in filter(None, [no_batch_norm(model, method), *looks_like_norm(model)]):
+        LOGGER.warning("%s", line)

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fl_bn.bn.roles import Role, batch_norms
-from fl_bn.methods import Method, Phase
+from fl_bn.bn.roles import batch_norms
+from fl_bn.federation.locality import Locality
+from fl_bn.methods import Phase
 from fl_bn.task import CLASSIFICATION, Task, batch_size, tensors_in, to_device
 
 if TYPE_CHECKING:
@@ -30,15 +31,17 @@ ADVICE = (
 )
 
 
-def batch_statistics(model: nn.Module, method: Method, phase: Phase) -> dict[str, nn.Module]:
+def batch_statistics(model: nn.Module, locality: Locality, phase: Phase) -> dict[str, nn.Module]:
     """Return the BatchNorm layers of the converted ``model`` that normalise with their batch's statistics in ``phase``, by name."""
-    frozen = phase is Phase.FROZEN and Role.STATISTIC in method.frozen
-    return {} if method.constant or frozen else dict(batch_norms(model))
+    if locality.method.freezes_statistics(phase):
+        return {}
+    constant = locality.shared_statistics if locality.method.constant else ()
+    return {name: layer for name, layer in batch_norms(model).items() if name not in constant}
 
 
-def fewest(model: nn.Module, method: Method, phase: Phase) -> int:
+def fewest(model: nn.Module, locality: Locality, phase: Phase) -> int:
     """Return the least number of samples in a batch that fl-bn draws: 2 if a layer needs batch statistics, else 1."""
-    return 2 if batch_statistics(model, method, phase) else 1
+    return 2 if batch_statistics(model, locality, phase) else 1
 
 
 class Trainable:
@@ -83,7 +86,7 @@ class Trainable:
         x, y = self._task.read(batch)
         if batch_size(x, y) != 1:
             return True
-        layers = {k: m for k, m in batch_statistics(round.model, round.method, round.phase).items() if m.training}
+        layers = {k: m for k, m in batch_statistics(round.model, round.network.locality, round.phase).items() if m.training}
         if self._drawn or not layers:
             return not layers
         if round.phase is Phase.EXCHANGE and round.steps == 0:

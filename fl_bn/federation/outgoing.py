@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from fl_bn.bn.moments import Moments, ordinary
-from fl_bn.bn.roles import Role
 from fl_bn.federation.aggregation import Drift, running_statistics
 from fl_bn.federation.blocks import all_finite
 from fl_bn.federation.divergence import BAD_INPUTS
 from fl_bn.federation.payload import Named, Sections, encode_moments
 from fl_bn.federation.values import ClientState
-from fl_bn.methods import StatisticsReport
+from fl_bn.methods import Place, StatisticsReport
 from fl_bn.objectives import CONTROL, Finish
 
 if TYPE_CHECKING:
@@ -27,8 +26,8 @@ LOGGER = logging.getLogger("flwr")
 
 
 def complete_moments(round: LocalRound, moments: Mapping[str, Moments]) -> dict[str, Tensor]:
-    """Encode the moments of every BatchNorm layer as tensors by name. A layer that did not run gets the count 0."""
-    unseen = {k: torch.zeros_like(s.mean) for k, s in running_statistics(round.model).items()}
+    """Encode the moments of every layer with shared statistics as tensors by name. A layer that did not run gets the count 0."""
+    unseen = {k: torch.zeros_like(s.mean) for k, s in running_statistics(round.model, round.network.locality.shared_statistics).items()}
     complete = {k: moments.get(k, Moments(0, zeros, zeros)) for k, zeros in unseen.items()}
     return {key: t for k, m in complete.items() for key, t in encode_moments({k: m}, unseen[k].dtype).items()}
 
@@ -67,8 +66,8 @@ def state_to_keep(round: LocalRound, gradients: Named, finish: Finish, client: i
         finish: The objective's tensors at the end of the round.
         client: The client's number, for the log.
     """
-    state, role = round.state, round.network.role
-    local = {name: ordinary(state[name]).clone() for name in role if round.method.keeps(role[name])}
+    state = round.state
+    local = {name: ordinary(state[name]).clone() for name in round.network.locality.names(Place.HOME)}
     sections: dict[str, dict[str, Tensor]] = {"local": local} if local else {}
     if gradients and round.settings.momentum > 0:
         sections["momentum"] = dict(gradients)
@@ -121,14 +120,13 @@ def numbers_of_data(round: LocalRound, sections: Sections) -> dict[str, float]:
 def home_drift(round: LocalRound) -> dict[str, float]:
     """Return how far the client's own statistics moved in this round, as numbers for the reply (see ``Drift``).
 
-    Return an empty dict if statistics are shared.
+    Return an empty dict if all statistics are shared.
     """
-    if round.method.shares(Role.STATISTIC):
+    locality = round.network.locality
+    if (drift := Drift.between(round.loaded.own_statistics, running_statistics(round.model, locality.home_statistics))) is None:
         return {}
-    after = running_statistics(round.model)
-    if (drift := Drift.between(round.loaded.own_statistics, after)) is None:
-        return {}
-    return {"drift": drift.largest, "drift-layer": list(after).index(drift.layer), "min-var": drift.min_var, "growth": drift.growth}
+    layer = locality.norm_layers.index(drift.layer)
+    return {"drift": drift.largest, "drift-layer": layer, "min-var": drift.min_var, "growth": drift.growth}
 
 
 def ema_gradients(round: LocalRound) -> dict[str, Tensor]:
@@ -150,5 +148,5 @@ def ema_gradients(round: LocalRound) -> dict[str, Tensor]:
 def step_at_home(round: LocalRound, gradients: Named) -> None:
     """Make a gradient step on the parameters that stay at the client, because the server does not update these."""
     for name, parameter in round.model.named_parameters():
-        if name in gradients and not round.method.shares(round.network.role[name]):
+        if name in gradients and round.network.locality.place[name] is Place.HOME:
             parameter.sub_(gradients[name], alpha=round.instruction.learning_rate)

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fl_bn.bn.moments import Moments
-from fl_bn.bn.roles import roles
-from fl_bn.methods import Method
 from fl_bn.support.wire import WireError
 
 Named = Mapping[str, Tensor]
 Sections = dict[str, dict[str, Tensor]]
 Payload = dict[str, dict[str, np.ndarray]]
-
-
-def signature(model: nn.Module, method: Method) -> str:
-    """Return a short hash of the method, with its options at clients, and of every tensor's name, role, shape and dtype."""
-    role = roles(model)
-    parts = [f"{k} {role[k].value} {tuple(t.shape)} {t.dtype}" for k, t in model.state_dict().items()]
-    return hashlib.sha256("\n".join([method.name, method.at_clients, *parts]).encode()).hexdigest()[:16]
 
 
 def nbytes(payload: Mapping[str, Mapping[str, Tensor | np.ndarray]]) -> int:

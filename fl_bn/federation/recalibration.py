@@ -23,8 +23,9 @@ from torch import nn
 
 from fl_bn.bn.moments import Moments, Running
 from fl_bn.bn.roles import Role, batch_norms, inputs_like
-from fl_bn.federation.aggregation import combine, running_statistics
+from fl_bn.federation.aggregation import combine, running_statistics, store_statistics
 from fl_bn.federation.local import Samples, statistics_pass
+from fl_bn.federation.locality import Locality
 from fl_bn.federation.settings import seeded
 from fl_bn.methods import INPUTS, Method, StatisticsPass, replace_by_pooled
 
@@ -170,27 +171,28 @@ def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, t
     for number in count(1):
         before = running_statistics(model)
         reports = [_as_sent(statistics_pass(model, samples, StatisticsPass.for_exchange(INPUTS), seeded(0)), dtype) for samples in clients]
-        _store(model, combine(replace_by_pooled, before, reports, [1] * len(reports), layers))
+        store_statistics(model, combine(replace_by_pooled, before, reports, [1] * len(reports), layers))
         kept_layers = unreached(list(layers), number) if not passes or passes >= len(layers) else ()
         after = running_statistics(model)
         outcomes.append(Pass.between(number, len(clients), before, after, epsilons(model), tolerance, kept_layers=kept_layers))
-        _store(model, {name: before[name] for name in kept_layers})
+        store_statistics(model, {name: before[name] for name in kept_layers})
         if number == passes or outcomes[-1].settled or (not passes and through(len(layers), outcomes[-1])):
             break
     return outcomes
 
 
-def why_not(model: nn.Module, method: Method) -> str:
-    """Return the reason why ``method`` cannot re-calibrate the (converted) ``model``; empty if it can."""
-    if not method.shares(Role.STATISTIC):
+def why_not(model: nn.Module, method: Method, trains: bool = False) -> str:
+    """Return the reason why ``method`` cannot re-calibrate the (converted) ``model``; empty if it can.
+
+    Args:
+        model: The network.
+        method: The method.
+        trains: Whether the passes belong to a run that trains, in which clients have the statistics that they keep.
+    """
+    if not method.shares(Role.STATISTIC) or (not trains and Locality.of(model, method).home_statistics):
         return (
-            f"method {method.name!r} keeps running statistics at the clients, so there are no shared statistics to re-calibrate. Take a "
-            "method that shares its statistics (fedavg, fixbn, hbn, fbn, fedtan, ...)"
-        )
-    if not batch_norms(model):
-        return (
-            f"under method {method.name!r} this model has no BatchNorm layer, so there are no running statistics to re-calibrate. Take a "
-            "network with BatchNorm, and a method that keeps it (fedavg, fixbn, hbn, fbn, fedtan, ...)"
+            f"method {method.name!r} keeps running statistics at the clients, so the shared model cannot be re-calibrated. Take a method "
+            "that shares all its statistics (fedavg, fixbn, hbn, fbn, fedtan, ...)"
         )
     return without_statistics(model)
 
@@ -199,7 +201,7 @@ def without_statistics(model: nn.Module) -> str:
     """Return the reason why ``model`` has no running statistics to measure; empty if all BatchNorm layers have some."""
     layers = batch_norms(model)
     if not layers:
-        return "this model has no BatchNorm layer, so there are no running statistics to re-calibrate"
+        return "this model has no BatchNorm layer under its method, so there are no running statistics to re-calibrate"
     if missing := [name for name, layer in layers.items() if layer.running_mean is None]:
         return (
             f"BatchNorm layer {missing[0]!r} keeps no running statistics (track_running_stats=False). In evaluation it normalises with its "
@@ -215,17 +217,6 @@ def epsilons(model: nn.Module) -> dict[str, float]:
 
 def _as_sent(moments: Mapping[str, Moments], dtype: torch.dtype) -> dict[str, Moments]:
     return {k: Moments(m.count, m.mean.to(dtype).cpu().double(), m.var.to(dtype).cpu().double()) for k, m in moments.items()}
-
-
-@torch.no_grad()
-def _store(model: nn.Module, statistics: Mapping[str, Running]) -> None:
-    layers = batch_norms(model)
-    for name, running in statistics.items():
-        mean, var = layers[name].running_mean, layers[name].running_var
-        assert mean is not None
-        assert var is not None
-        mean.copy_(running.mean)
-        var.copy_(running.var)
 
 
 def _movement(name: str, old: Running, new: Running, eps: float) -> Movement:

@@ -120,7 +120,7 @@ def _bytes(gib: float) -> int:
     return int(gib * GIB)
 
 
-KEEPS_LAYERS = method_where("where clients keep layers of their own (fedbn, silobn)", lambda method, config: method.personal)
+KEEPS_LAYERS = method_where("where clients keep BatchNorm tensors", lambda method, config: method.personal)
 MEASURES = method_where(
     "where clients make the statistics of all layers exact, in the clear and without attackers (hbn, fbn, static-bn, freeze-after=0, "
     "a freeze after few local steps, calibrate=-1)",
@@ -256,7 +256,7 @@ class Rounds(Options):
     objective: str = ""
     unseen: bool = option(
         False,
-        "fedbn, silobn: after the last round, clients send the BatchNorm tensors that they keep; their average is saved for fl-bn adapt",
+        "after the last round, clients send the BatchNorm tensors that they keep; their average is saved for fl-bn adapt",
         key="unseen-client",
         used=KEEPS_LAYERS,
     )

@@ -6,7 +6,7 @@ A payload with other tensors is refused, and the error names the first wrong ten
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from fl_bn.bn.moments import bounds
-from fl_bn.bn.roles import DOWN_ONLY, Role, batch_norms, roles
+from fl_bn.bn.roles import Role
 from fl_bn.exchange.session import LARGEST_COUNT
 from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
 from fl_bn.federation.blocks import SMALL, dtype_name, extremes
+from fl_bn.federation.locality import Locality
 from fl_bn.federation.payload import Payload, tensor_name
-from fl_bn.methods import MOMENTS, Method, Phase, StatisticsReport
+from fl_bn.methods import MOMENTS, Phase, Place, StatisticsReport
 from fl_bn.support.wire import WireError, excerpt, printable
 
 FLOATS = ("float32", "float64")
@@ -51,10 +52,6 @@ class Spec:
     def a_range(self) -> bool:
         """Tell whether exactly the numbers from ``at_least`` to ``at_most`` are allowed."""
         return self.dtype in (*FLOATS, "int64") and not self.any_value and self.sent is None
-
-    def shaped(self, array: np.ndarray) -> bool:
-        """Tell whether ``array`` has the expected shape and dtype."""
-        return array.shape == self.shape and dtype_name(array.dtype) == self.dtype
 
     def check(self, section: str, name: str, array: np.ndarray) -> float:
         """Check that ``array`` is as described.
@@ -214,17 +211,11 @@ def _form(shape: tuple[int, ...], dtype: str, dtypes: bool) -> str:
     return f"{tuple(shape)} {dtype}" if dtypes else f"{tuple(shape)}"
 
 
-def names(model: nn.Module, method: Method, *wanted: Role) -> list[str]:
-    """Return the state_dict names of the tensors whose role is in ``wanted`` and that ``method`` shares."""
-    return [name for name, role in roles(model).items() if role in wanted and method.shares(role)]
-
-
 KEPT = "kept"  # the section, and the query, of layers that clients keep
 START = "start"  # the section with the initial values of these layers, for a client that keeps none yet
-WEIGHTS = (Role.WEIGHT, Role.AFFINE, Role.OTHER_AFFINE, Role.BUFFER)
 
 
-def instruction(model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = ()) -> Schema:
+def instruction(model: nn.Module, locality: Locality, auxiliary: Sequence[Auxiliary] = ()) -> Schema:
     """Describe the tensors of the server's instruction: weights, buffers that only the server sends, and shared statistics.
 
     An instruction to train also has the auxiliary tensors. For a client that has kept no tensors yet, it may have the
@@ -232,46 +223,41 @@ def instruction(model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary]
 
     Args:
         model: The converted network.
-        method: The method.
+        locality: Where its tensors live.
         auxiliary: The kinds of auxiliary tensors; empty if the instruction is only to measure.
     """
     state = model.state_dict()
-    start = {START: {name: _spec(name, state[name]) for name in at_home(model, method)}}
-    return Schema(_shared(model, method, True, _spec) | _auxiliary(model, method, auxiliary), start if start[START] else {})
+    sections = {"weights": {k: _weight(state[k], locality, k, False) for k in locality.names(Place.SHARED, Place.DOWN_ONLY)}}
+    if statistics := locality.names(Place.STATISTIC):
+        sections["statistics"] = {k: _spec(k, state[k]) for k in statistics}
+    start = {START: {k: _spec(k, state[k]) for k in locality.started_by_server()}}
+    return Schema(sections | _auxiliary(model, locality, auxiliary), start if start[START] else {})
 
 
-def at_home(model: nn.Module, method: Method) -> list[str]:
-    """Return the names of the tensors that clients keep, and whose initial values the server may send.
-
-    These are all tensors that clients keep, except HBN's mixing logits, which start at 0 at every client.
-    """
-    wanted = method.local - {Role.MIXING}
-    return [name for name, role in roles(model).items() if role in wanted]
-
-
-def reply(model: nn.Module, method: Method, phase: Phase, update: str = "weights", auxiliary: Sequence[Auxiliary] = ()) -> Schema:
+def reply(model: nn.Module, locality: Locality, phase: Phase, update: str = "weights", auxiliary: Sequence[Auxiliary] = ()) -> Schema:
     """Describe the tensors of a client's reply: weights or gradients, auxiliary tensors, and statistics or moments.
 
     Args:
         model: The converted network.
-        method: The method.
+        locality: Where its tensors live.
         phase: The phase of the round. In phase MEASURE, a reply has moments only.
         update: ``weights`` or ``gradients``.
         auxiliary: The kinds of auxiliary tensors.
     """
-    report = method.reports(phase)
+    report, state = locality.method.reports(phase), model.state_dict()
     sections: dict[str, dict[str, Spec]] = {}
     if phase is not Phase.MEASURE:
-        sections = _shared(model, method, report is StatisticsReport.RUNNING, _reported, True)
+        sections["weights"] = {k: _weight(state[k], locality, k, True) for k in locality.names(Place.SHARED)}
+        if report is StatisticsReport.RUNNING and (statistics := locality.names(Place.STATISTIC)):
+            sections["statistics"] = {k: _reported(k, state[k]) for k in statistics}
         if update == "gradients":
             learnable = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
             sections["gradients"] = {name: spec for name, spec in sections.pop("weights").items() if name in learnable}
-        sections |= _auxiliary(model, method, auxiliary)
+        sections |= _auxiliary(model, locality, auxiliary)
     if report in MOMENTS:
         sections["moments"] = {}
-        for layer, module in batch_norms(model).items():
-            if (mean := module.running_mean) is None:
-                continue  # a layer without statistics
+        for layer in locality.shared_statistics:
+            mean = state[tensor_name(layer, "running_mean")]
             sections["moments"] |= {
                 tensor_name(layer, "count"): Spec((1,), "int64", 0, LARGEST_COUNT),  # 0: the layer did not run
                 tensor_name(layer, "mean"): _reported(tensor_name(layer, "mean"), mean),
@@ -280,10 +266,10 @@ def reply(model: nn.Module, method: Method, phase: Phase, update: str = "weights
     return Schema(sections)
 
 
-def kept_layers(model: nn.Module, method: Method) -> Schema:
+def kept_layers(model: nn.Module, locality: Locality) -> Schema:
     """Describe the section ``KEPT``, in which a client sends the BatchNorm tensors that it keeps: affine and statistics."""
-    state, wanted = model.state_dict(), method.local & {Role.AFFINE, Role.STATISTIC}
-    return Schema({KEPT: {name: _spec(name, state[name]) for name, role in roles(model).items() if role in wanted}})
+    state = model.state_dict()
+    return Schema({KEPT: {name: _spec(name, state[name]) for name in locality.kept_by_clients()}})
 
 
 def _spec(name: str, tensor: torch.Tensor) -> Spec:
@@ -297,32 +283,19 @@ def _reported(name: str, like: torch.Tensor) -> Spec:
     return Spec(tuple(like.shape), _dtype(like), *limits)
 
 
-def _shared(
-    model: nn.Module, method: Method, statistics: bool, of: Callable[[str, torch.Tensor], Spec], replies: bool = False
-) -> dict[str, dict[str, Spec]]:
-    state, weights = model.state_dict(), dict[str, Spec]()
-    for name, role in roles(model).items():
-        if (role in WEIGHTS and method.shares(role)) or (not replies and method.sends_down(role)):
-            weights[name] = _weight(state[name], role, replies)
-    sections = {"weights": weights}
-    if statistics and (shared := names(model, method, Role.STATISTIC)):
-        sections["statistics"] = {k: of(k, state[k]) for k in shared}
-    return sections
-
-
-def _weight(tensor: torch.Tensor, role: Role, reply: bool) -> Spec:
+def _weight(tensor: torch.Tensor, locality: Locality, name: str, reply: bool) -> Spec:
     shape, dtype = tuple(tensor.shape), _dtype(tensor)
-    if role in DOWN_ONLY:
+    if locality.place[name] is Place.DOWN_ONLY:
         return Spec(shape, dtype, any_value=True)
-    if role is not Role.BUFFER or tensor.is_meta or bool(tensor.isfinite().all()):
+    if locality.role[name] is not Role.BUFFER or tensor.is_meta or bool(tensor.isfinite().all()):
         return Spec(shape, dtype)
     if not reply:  # extremes of an observer before its first batch, for example
         return Spec(shape, dtype, any_value=True)
     return Spec(shape, dtype, sent=tensor.detach().cpu().numpy().copy())
 
 
-def _auxiliary(model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary]) -> dict[str, dict[str, Spec]]:
-    like = has_auxiliary(model, method) if auxiliary else {}
+def _auxiliary(model: nn.Module, locality: Locality, auxiliary: Sequence[Auxiliary]) -> dict[str, dict[str, Spec]]:
+    like = has_auxiliary(model, locality) if auxiliary else {}
     return {c.section: {k: Spec(tuple(c.like(p).shape), _dtype(p), c.at_least) for k, p in like.items()} for c in auxiliary}
 
 

@@ -19,7 +19,9 @@ from fl_bn.bn.copying import copied
 from fl_bn.bn.derived import load_tensors, plain_names, recompute
 from fl_bn.bn.modes import held_layers
 from fl_bn.bn.moments import Moments, Running, bounds
-from fl_bn.bn.roles import Role, batch_norms, roles
+from fl_bn.bn.roles import Role, batch_norms
+from fl_bn.exchange.call import Layer
+from fl_bn.exchange.session import exchanged_layers
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import average, combine, difference, running_statistics
 from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
@@ -35,7 +37,7 @@ from fl_bn.federation.recalibration import epsilons
 from fl_bn.federation.unit_scale import producers, rescaled
 from fl_bn.federation.unmoved import Unmoved
 from fl_bn.federation.values import Instruction, Reply
-from fl_bn.methods import INPUTS, Method, Phase, Refresh, StatisticsReport, replace_by_pooled
+from fl_bn.methods import INPUTS, Method, Phase, Place, Refresh, StatisticsReport, replace_by_pooled
 
 LOGGER = logging.getLogger("flwr")
 
@@ -136,7 +138,8 @@ class SharedModel:
         layers, state = self.model.named_modules(remove_duplicate=False), model.state_dict()
         counters = [tensor_name(name, "num_batches_tracked") for name, layer in layers if isinstance(layer, _BatchNorm)]
         self._counters = {name: state[name].clone() for name in counters if name in state}
-        self._expected, self._at_home = schema.instruction(self.model, method), schema.at_home(self.model, method)
+        self.locality = self._copy.network.locality
+        self._expected = schema.instruction(self.model, self.locality)
         self.layers = batch_norms(self.model)
         self._learnable = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
         self.scales: dict[str, float] = {}
@@ -144,14 +147,13 @@ class SharedModel:
         self.reached: set[str] | None = None
         self.said_unmeasured = False
         self._moderate = min((bounds(p.dtype)[0] for p in self.model.parameters() if p.is_floating_point()), default=math.inf)
-        role = roles(self.model)
+        role, sent_down = self.locality.role, self.locality.names(Place.DOWN_ONLY)
         self._frozen = {name for name in self._learnable if role[name] in method.frozen}
         self.buffers = {name for name, r in role.items() if r is Role.BUFFER}
-        self._cumulative = [name for name, r in role.items() if r is Role.BATCHES and method.sends_down(r)]
-        self._recomputes = any(r is Role.RECOMPUTED and method.sends_down(r) for r in role.values())
+        self._cumulative = [name for name in sent_down if role[name] is Role.BATCHES]
+        self._recomputes = any(role[name] is Role.RECOMPUTED for name in sent_down)
         self.personal = method.personal or any(r is Role.KEPT for r in role.values())
-        self._shares_statistics = method.shares(Role.STATISTIC)
-        like = has_auxiliary(self.model, method)
+        like = has_auxiliary(self.model, self.locality)
         self.auxiliary = {c.section: {name: c.like(p.detach()) for name, p in like.items()} for c in auxiliary}
 
     def check_learns(self) -> None:
@@ -186,7 +188,7 @@ class SharedModel:
     def expected(self, phase: Phase, update: str) -> schema.Schema:
         """Return the schema of a client's reply in ``phase``, with ``update``: ``weights`` or ``gradients``."""
         if self.buffers or update == "gradients":  # values of buffers matter, too, or which parameters learn: both can change
-            return schema.reply(self.model, self.method, phase, update, self._auxiliary_kinds)
+            return schema.reply(self.model, self.locality, phase, update, self._auxiliary_kinds)
         return self._copy.network.reply(phase, update, self._auxiliary_kinds)
 
     def instruction(self, round: int, phase: Phase, **fields: Any) -> Instruction:
@@ -204,7 +206,7 @@ class SharedModel:
 
     def start(self) -> Sections:
         """Return the section ``START``, with the initial values of tensors that clients keep. Empty if they keep none."""
-        state, names = self._copy.state, self._at_home
+        state, names = self._copy.state, self.locality.started_by_server()
         return {schema.START: {name: state[name].detach().clone() for name in names}} if names else {}
 
     def instruction_to_train(
@@ -255,15 +257,15 @@ class SharedModel:
             batches: The number of training batches of one client since the start. It is added to ``num_batches_tracked``.
             kept: Names of tensors that clients keep and that the result has nevertheless.
         """
-        role, state = roles(self.model), self._copy.state
-        saved = {name: tensors.get(name, state[name]) for name in state if name in kept or not self.method.keeps(role[name])}
+        state, place = self._copy.state, self.locality.place
+        saved = {name: tensors.get(name, state[name]) for name in state if name in kept or place[name] is not Place.HOME}
         saved |= {name: count + batches for name, count in self._counters.items() if name in saved and name not in self._cumulative}
         plain = plain_names(self._source) | plain_names(self.model)
         return {plain[name]: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in saved.items()}
 
     def counters(self, batches: int) -> dict[str, Tensor]:
-        """Return BatchNorm's ``num_batches_tracked`` by name: initial values plus ``batches``. Empty if clients keep them."""
-        return {} if self.method.keeps(Role.COUNTER) else {name: count + batches for name, count in self._counters.items()}
+        """Return BatchNorm's ``num_batches_tracked`` by name, without those that clients keep: initial values plus ``batches``."""
+        return {name: count + batches for name, count in self._counters.items() if self.locality.place[name] is not Place.HOME}
 
     def load(self, tensors: Named) -> None:
         """Load ``tensors`` (name -> tensor) into the model."""
@@ -275,8 +277,7 @@ class SharedModel:
         If torch.fx cannot trace the network, log a warning and change nothing.
         """
         try:
-            held = held_layers(self.model)
-            sources = {norm: source for norm, source in producers(self.model).items() if norm not in held}
+            sources = self._rescaled()
         except ValueError as error:
             LOGGER.warning("unit-scale has no effect: %s. If training diverges, lower the learning rate", error)
             return
@@ -287,8 +288,12 @@ class SharedModel:
     def was_at_unit_scale(self) -> None:
         """Set ``scales`` in a run that continues from a checkpoint, as ``to_unit_scale`` set them before round 1."""
         with suppress(ValueError):  # a network that cannot be traced was not rescaled
-            held = held_layers(self.model)
-            self.scales = {norm: self.method.scale for norm in producers(self.model) if norm not in held}
+            self.scales = dict.fromkeys(self._rescaled(), self.method.scale)
+
+    def _rescaled(self) -> dict[str, str]:
+        """Return the layers that ``to_unit_scale`` rescales: a BatchNorm layer with shared statistics -> the layer before it."""
+        rescaled = set(self.locality.shared_statistics) - held_layers(self.model)
+        return {norm: source for norm, source in producers(self.model).items() if norm in rescaled}
 
     def restore(self, tensors: Mapping[str, Tensor], auxiliary: Mapping[str, Tensor]) -> None:
         """Load the tensors of a checkpoint.
@@ -315,7 +320,11 @@ class SharedModel:
 
     def statistics(self) -> dict[str, Running]:
         """Return layer -> shared running statistics; empty if clients keep their own."""
-        return running_statistics(self.model) if self._shares_statistics else {}
+        return running_statistics(self.model, self.locality.shared_statistics)
+
+    def exchanged(self) -> dict[str, Layer]:
+        """Return the layers that clients may exchange layer by layer: those with shared statistics."""
+        return exchanged_layers(self.model, self.locality.shared_statistics)
 
     def store(self, statistics: Mapping[str, Running]) -> None:
         """Store shared statistics.

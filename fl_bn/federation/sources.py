@@ -22,6 +22,7 @@ from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import loss_of
 from fl_bn.federation.first_batch import Connect
 from fl_bn.federation.local import PASS_BATCH, Samples, pieces, statistics_pass, torch_seed
+from fl_bn.federation.locality import Locality
 from fl_bn.federation.made_of import same_layers
 from fl_bn.federation.one_sample import fewest
 from fl_bn.federation.settings import LocalTraining, seeded
@@ -174,7 +175,7 @@ def training_batches(round: LocalRound, samples: Samples, seed: int, client: int
         ClientTooSmall: There are too few samples for a batch.
     """
     settings, number = round.settings, round.instruction.round
-    least = fewest(round.network.original, round.method, round.phase)
+    least = fewest(round.network.original, round.network.locality, round.phase)
     indices = settings.draw(len(samples), seeded(seed, client, number, BATCHES), least)
     changes = settings.augment != "none"  # without augmentation no generator is needed, and making one takes as long as a layer
     augment = augmenter(settings.augment, seeded(seed, client, number, AUGMENT)) if changes else None
@@ -203,7 +204,7 @@ def alone(
         connect: Joins a layer-wise exchange.
         number: The number of the round.
     """
-    state, expected = model.state_dict(), schema.instruction(model, method, auxiliary(settings)).sections
+    state, expected = model.state_dict(), schema.instruction(model, Locality.of(model, method), auxiliary(settings)).sections
     sections = {section: {name: state[name].detach().clone() for name in names if name in state} for section, names in expected.items()}
     return LocalRound(model, method, Instruction(number, phase, sections, learning_rate), kept, settings, connect)
 

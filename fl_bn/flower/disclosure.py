@@ -27,15 +27,15 @@ import numpy as np
 from flwr.app import Message
 from torch import nn
 
-from fl_bn.bn.roles import batch_norms
 from fl_bn.exchange.session import Session
+from fl_bn.federation.locality import Locality
 from fl_bn.federation.payload import nbytes
 from fl_bn.federation.record import Disclosure, RoundRecord
 from fl_bn.federation.values import Reply
 from fl_bn.flower.compat import log
 from fl_bn.flower.population import Client
 from fl_bn.flower.wire.replies import Decoded, decode
-from fl_bn.methods import NORMALISERS, Method, Phase, Refresh, StatisticsReport
+from fl_bn.methods import NORMALISERS, Phase, Refresh, StatisticsReport
 from fl_bn.methods.fedtan import CohortBatchNorm
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import printable
@@ -73,13 +73,13 @@ class DisclosureReport:
 
     Args:
         model: The converted network.
-        method: The method.
+        locality: Where its tensors live.
         called: The names of the clients in the log.
     """
 
-    def __init__(self, model: nn.Module, method: Method, called: ClientNames = UNNAMED) -> None:
-        self._method, self._new, self._warned, self._called = method, list[Disclosure](), set[int](), called
-        self._last_counts = any(getattr(layer, "momentum", None) == 1 for layer in batch_norms(model).values())
+    def __init__(self, model: nn.Module, locality: Locality, called: ClientNames = UNNAMED) -> None:
+        self._method, self._new, self._warned, self._called = locality.method, list[Disclosure](), set[int](), called
+        self._last_counts = any(model.get_submodule(name).momentum == 1 for name in locality.shared_statistics)
         gradients = any(module.share_gradients for module in model.modules() if isinstance(module, CohortBatchNorm))
         self._exchanged = f"means and variances{' and their gradients' if gradients else ''} of one batch, in FedTAN's exchange"
         self._session: Session | None = None

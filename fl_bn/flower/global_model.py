@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from flwr.app import ArrayRecord, Message, RecordDict
 from torch import Tensor
 
-from fl_bn.bn.roles import Role, batch_norms, roles
+from fl_bn.bn.roles import Role, batch_norms
 from fl_bn.federation.aggregation import average
 from fl_bn.federation.payload import Named
 from fl_bn.federation.record import batches_trained
@@ -25,7 +25,7 @@ from fl_bn.flower.wire.fields import add_to_config
 from fl_bn.flower.wire.messaging import send_and_receive
 from fl_bn.flower.wire.replies import CheckedReading, read_replies
 from fl_bn.flower.wire.versions import here
-from fl_bn.methods import Phase
+from fl_bn.methods import Phase, Place
 
 if TYPE_CHECKING:
     from fl_bn.flower.grid_transport import GridTransport
@@ -58,10 +58,10 @@ class GlobalModel:
             tensors: the shared tensors, by name.
         """
         run = self._transport
-        shared, method = run.shared, run.method
-        state, role = shared.model.state_dict(), roles(shared.model)
-        others = {name: state[name] for name in state if method.keeps(role[name]) and role[name] is not Role.MIXING}
-        if batch_norms(run.server.source) and not shared.layers:
+        shared, method, locality = run.shared, run.method, run.shared.locality
+        state = shared.model.state_dict()
+        others = {name: state[name] for name in locality.names(Place.HOME) if locality.role[name] is not Role.MIXING}
+        if batch_norms(run.server.source) and not locality.norm_layers:
             self._say(CONVERTED % method.name)
         if number and method.keeps(Role.WEIGHT):
             self._say(NOTHING_SHARED % (number, method.name), once="nothing is shared")
@@ -70,7 +70,7 @@ class GlobalModel:
             if (mean := self._average(number)) is None:
                 return None
             others |= mean
-        if number and (kept := [name for name in others if role[name] is Role.KEPT]):
+        if number and (kept := locality.names(Place.HOME, of=[Role.KEPT])):
             self._say(OWN_VALUES % (kept[0], len(kept)))
         batches = run.batches_trained + (batches_trained([run.record]) if number else 0)
         return arrays_of(shared.whole({**tensors, **others}, batches, others))
@@ -112,7 +112,7 @@ def average_kept(run: GridTransport, number: int, note: Callable[[dict[int, str]
     shared, policy, clients = run.shared, run.policy, run.with_models(run.everyone())
     header = header_for(shared, number, Phase.MEASURE)
     samples = {client.index: client.samples for client in clients}
-    expected = Expected(number, shared.signature, kept_layers(shared.model, shared.method), REPLIED, samples)
+    expected = Expected(number, shared.signature, kept_layers(shared.model, shared.locality), REPLIED, samples)
     content, group = to_records({}, header), str(header.round)
     add_to_config(content, {"version": here(), **run.recovery.run_id.to_config()})
     sent = [Message(RecordDict(dict(content.items())), c.node, f"query.{KEPT}", ttl=policy.timeout, group_id=group) for c in clients]

@@ -116,8 +116,10 @@ class GridTransport(Transport):
         self._newest: Newest | None = None  # None before ``start``
         self._rounding = EXACT  # the rounding of the messages that were sent last
         self.at_clients = self.shared.personal or rounds.at_clients
-        self.exchanges = Exchanges(rounds.exchange, self.shared.model, defence.average, not defence.active, rounds.called)
-        self.disclosures = DisclosureReport(self.shared.model, method, rounds.called)
+        self.exchanges = Exchanges(
+            rounds.exchange, self.shared.model, self.shared.exchanged(), defence.average, not defence.active, rounds.called
+        )
+        self.disclosures = DisclosureReport(self.shared.model, self.shared.locality, rounds.called)
         self.secure = None if secure is None else self._secure_rounds(secure)
         accountant = None if self.secure is None else self.secure.accountant
         self.recovery = Recovery(save_clients, rounds.checkpoint_every, keep_checkpoint, accountant, rounds.called)

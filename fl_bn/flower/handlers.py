@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any
 
 from flwr.app import Message, MetricRecord
-from torch import Tensor, nn
+from torch import Tensor
 
-from fl_bn.federation import schema
 from fl_bn.federation.fields import Values
 from fl_bn.federation.first_batch import Connect
 from fl_bn.federation.narrow import EXACT, PayloadDtype
@@ -26,7 +25,7 @@ from fl_bn.flower.layerwise.transcript import Transcript, detach
 from fl_bn.flower.wire.codec import Header, check_header, header_of, payload_of, to_records
 from fl_bn.flower.wire.fields import OURS, Form
 from fl_bn.flower.wire.messages import TO_MEASURE, TO_TRAIN
-from fl_bn.methods import INPUTS, Method, Phase
+from fl_bn.methods import INPUTS, Phase
 from fl_bn.support.wire import WireError
 
 COUNTS = ("steps", "batch", "measured", "kept", "drift-layer", "fewest", "count", "bad-inputs")  # metrics that are whole numbers
@@ -151,17 +150,15 @@ def reply_to(message: Message, header: Header, reply: Reply, rounding: PayloadDt
     return Message(content, reply_to=message)
 
 
-def kept_layers(kept: ClientState, model: nn.Module, method: Method) -> dict[str, Tensor]:
+def kept_layers(kept: ClientState, network: Network) -> dict[str, Tensor]:
     """Return the scales, shifts and statistics that a client keeps, by name. The server averages them for new clients.
 
     Args:
         kept: the client's state.
-        model: the converted network, whose tensors stand in for those that are not kept yet.
-        method: the method.
+        network: the client's network, whose tensors stand in for those that are not kept yet.
     """
-    local, state = kept.get("local"), model.state_dict()
-    names = schema.kept_layers(model, method).sections[schema.KEPT]
-    return {name: local.get(name, state[name]) for name in names}
+    local, state = kept.get("local"), network.original.state_dict()
+    return {name: local.get(name, state[name]) for name in network.locality.kept_by_clients()}
 
 
 def metrics_of(reply: Reply) -> Mapping[str, int | float]:

@@ -227,7 +227,7 @@ class LocalClient:
         """
         if not self.tells:
             raise PermissionError("this client does not share the layers that it keeps: unseen-client is off in its run config")
-        return kept_layers(self.kept(config, round + 1), self.model, self.method)
+        return kept_layers(self.kept(config, round + 1), self.network)
 
     def requested_pass(self, config: Mapping[str, Any]) -> StatisticsPass:
         """Return the statistics pass that the ``config`` of a statistics-only exchange requests."""

@@ -7,14 +7,16 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterator
+from itertools import product
 
 from torch import nn
 
 from fl_bn.bn.modes import modes_in_words
-from fl_bn.bn.roles import NORM_LAYERS, Role, buffers_in_words, roles
+from fl_bn.bn.roles import NORM_LAYERS, Role, buffers_in_words
+from fl_bn.federation.locality import Locality
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower.compat import log
-from fl_bn.methods import Method, Phase
+from fl_bn.methods import Method, Phase, Place
 from fl_bn.methods.fedtan import CohortBatchNorm
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.task import CLASSIFICATION, Task
@@ -41,18 +43,13 @@ def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iter
     """
     before, after = layers_by_type(source), layers_by_type(model)
     yield f"method {method.name}: found {before}" + ("" if before == after else f", trained as {after}")
-    present = Counter(roles(model).values())
     if method.prepare is not None:
         summary, *_ = (inspect.getdoc(method.prepare) or "changed").splitlines()
         yield f"the rest of the network: {summary}"
-    for role in Role:
-        if present[role]:
-            fate = "shared" if method.shares(role) else "stays at its client"
-            if role is Role.COUNTER:
-                fate = "stays at its client" if role in method.local else "never sent, never averaged"
-            elif method.sends_down(role):
-                fate = "the server's, sent to the clients, never averaged"
-            yield f"{present[role]} tensors of role {role.value}: {fate}"
+    locality = Locality.of(model, method)
+    for role, place in product(Role, Place):
+        if count := len(locality.names(place, of=[role])):
+            yield f"{count} tensors of role {role.value}: {place.value}"
     if buffers := buffers_in_words(model):
         yield buffers
     yield from modes_in_words(model)

@@ -40,7 +40,6 @@ from fl_bn.federation.loaders import check_not_one_batch
 from fl_bn.federation.local import torch_seed
 from fl_bn.federation.network import Network
 from fl_bn.federation.own_loop import local_round
-from fl_bn.federation.payload import signature
 from fl_bn.federation.schema import KEPT
 from fl_bn.federation.values import ClientState, Reply
 from fl_bn.flower.client_state import StateStore, store_of
@@ -365,13 +364,13 @@ def _register(app: ClientApp, gate: Gate, model: Models, method: Method, batches
     @app.query(ASK_HELLO.removeprefix("query."), mods=[gate])
     def hello(message: Message, context: Context) -> Message:
         check_mods(app)
-        data, loader = convert(model(context), method), batches(context)
+        network, loader = Network(convert(model(context), method), method), batches(context)
         samples = samples_in(loader, task)
         introduction: dict[str, int | str] = {
             "client": _index(context),
             "clients": int(_needed(context, "num-partitions")),
             "samples": samples,
-            "signature": signature(data, method),
+            "signature": network.signature,
             "label-counts": "[]",
             "version": here(),
         }
@@ -387,10 +386,10 @@ def _register(app: ClientApp, gate: Gate, model: Models, method: Method, batches
             raise PermissionError(
                 "this client does not send the BatchNorm layers that it keeps: to allow this, call answer(..., tells=True) in client_app.py"
             )
-        converted, header = convert(model(context), method), header_of(message.content)
+        network, header = Network(convert(model(context), method), method), header_of(message.content)
         folder, config = _folder(context), TO_TELL.of_configs(message.content)
-        store = store_of(context.state, folder, config, _index(context), signature(converted, method))
-        samples, layers = samples_in(batches(context), task), kept_layers(store.read(header.round + 1), converted, method)
+        store = store_of(context.state, folder, config, _index(context), network.signature)
+        samples, layers = samples_in(batches(context), task), kept_layers(store.read(header.round + 1), network)
         return reply_to(message, header, Reply(_index(context), {KEPT: layers}, samples, samples))
 
     @app.query(RENDEZVOUS.removeprefix("query."), mods=[gate])
@@ -431,7 +430,7 @@ def _read(message: Message, context: Context, converted: nn.Module, method: Meth
 
 def _store(context: Context, request: Request, converted: nn.Module, method: Method) -> StateStore:
     """Return the store that keeps this client's tensors between rounds."""
-    return store_of(context.state, _folder(context), request.config, _index(context), signature(converted, method))
+    return store_of(context.state, _folder(context), request.config, _index(context), Network(converted, method).signature)
 
 
 def _folder(context: Context) -> Path | None:

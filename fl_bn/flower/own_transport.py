@@ -61,7 +61,7 @@ class OwnTransport(GridTransport):
         super().__init__(model, method, rounds, **options)
         self.config_key, self.starts, self.at_clients = config_key, Starts(self.shared, sends=True), evaluating[0] > 0
         self._evaluating, self._metrics, self._introductions = evaluating, metrics, introductions
-        self._expected = instruction(self.shared.model, self.method)  # of the shared tensors
+        self._expected = instruction(self.shared.model, self.shared.locality)  # of the shared tensors
         self._taken = set[str]()  # names of own metrics of which the log told
 
     def outward(self, tensors: Mapping[str, Tensor]) -> ArrayRecord:

@@ -24,9 +24,9 @@ from fl_bn.federation.callbacks import Callback, checked_callbacks
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.narrow import AS_THE_MODEL, check_payload
+from fl_bn.federation.network import Network
 from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.federation.payload import signature
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.compat import log
@@ -185,7 +185,7 @@ class OwnAppStrategy(BatchNormStrategy):
         seconds = TIMEOUT if timeout is None else timeout
         if words := own.method.other_fraction(given.fraction_train):
             log(logging.WARNING, "%s", words)
-        wanted, called = signature(convert(own.model, own.method), own.method), called_in(grid)
+        wanted, called = Network(convert(own.model, own.method), own.method).signature, called_in(grid)
         clients, introductions = introduced(grid, given.min_available_nodes, seconds, wanted, own.clients, called)
         policy = own.rounds(clients, given, called, seconds, train_config)
         transport = OwnTransport(

@@ -14,6 +14,7 @@ from fl_bn.methods.fbn import fbn
 from fl_bn.methods.fedavg import fedavg
 from fl_bn.methods.fedbn import fedbn
 from fl_bn.methods.fedfn import fedfn
+from fl_bn.methods.fedlbn import fedlbn
 from fl_bn.methods.fedtan import fedavg_alg2, fedtan, fedtan2
 from fl_bn.methods.fedwon import fedwon
 from fl_bn.methods.fixbn import fixbn
@@ -28,6 +29,7 @@ from fl_bn.methods.method import (
     LayerReports,
     Method,
     Phase,
+    Place,
     Refresh,
     StatisticsPass,
     StatisticsReport,
@@ -57,6 +59,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "silobn": silobn,
     "hbn": hbn,
     "fbn": fbn,
+    "fedlbn": fedlbn,
     "fedtan": fedtan,
     "fedtan2": fedtan2,
     "fedavg-alg2": fedavg_alg2,
@@ -72,6 +75,7 @@ __all__ = [
     "LayerReports",
     "Method",
     "Phase",
+    "Place",
     "Refresh",
     "Role",
     "StatisticsReport",

@@ -7,10 +7,10 @@ The method is for feature shift (the same classes, photographed differently). Ea
 shared weights, local BatchNorm.
 """
 
-from fl_bn.bn.roles import Role
+from fl_bn.bn.roles import OF_BATCH_NORM
 from fl_bn.methods.method import Method
 
 
 def fedbn() -> Method:
     """Make the method FedBN: all BatchNorm tensors stay at their client. It has no options."""
-    return Method("fedbn", local=frozenset({Role.AFFINE, Role.STATISTIC, Role.COUNTER, Role.BATCHES}))
+    return Method("fedbn", local=OF_BATCH_NORM)

@@ -15,7 +15,6 @@ from fl_bn.bn.moments import Average, Moments, Running, plain_average, pool, wei
 from fl_bn.bn.roles import DOWN_ONLY, Role
 from fl_bn.options import option
 from fl_bn.robust.attacks import Adversary, Attack
-from fl_bn.support.names import check_name
 
 
 class Phase(Enum):
@@ -54,6 +53,24 @@ class StatisticsReport(Enum):
     MOVING = "moving averages over the training batches"
 
 
+class Place(Enum):
+    """Name the place where a tensor lives.
+
+    Attributes:
+        SHARED: sent both ways, trained at clients, averaged.
+        STATISTIC: running statistics that are sent down. Clients report statistics, and the server combines them.
+        HOME: never leaves its client, which stores it between its rounds.
+        DOWN_ONLY: the server's. Clients receive it, and never send it.
+        COUNTER: never sent, never averaged, since the average need not be an integer.
+    """
+
+    SHARED = "shared"
+    STATISTIC = "shared, combined by the server"
+    HOME = "stays at its client"
+    DOWN_ONLY = "the server's, sent to the clients, never averaged"
+    COUNTER = "never sent, never averaged"
+
+
 MOMENTS = (StatisticsReport.BATCHES, StatisticsReport.FIRST, StatisticsReport.PASS, StatisticsReport.MOVING)
 
 
@@ -74,7 +91,6 @@ class Refresh(Enum):
     REPORTED = "reported"
 
 
-_NEVER_AVERAGED = DOWN_ONLY | {Role.COUNTER, Role.KEPT}
 INPUTS, NORMALISERS = MEASURED = ("inputs", "normalisers")
 LOWER_LAYERS = ("shared", "hybrid")
 EVERYONE, COHORT = WHO = ("all", "cohort")
@@ -104,10 +120,6 @@ class StatisticsPass:
     lower_layers: str
     samples: int = 0
     measured: str = "inputs"
-
-    def __post_init__(self) -> None:
-        check_name("lower_layers", self.lower_layers, LOWER_LAYERS)
-        check_name("measured", self.measured, MEASURED)
 
     def size(self, samples: int, trained: int) -> int:
         """Return the number of samples in the pass.
@@ -194,6 +206,9 @@ class Method:
         layer: makes the replacement of a BatchNorm layer. None: torch's own layer stays.
         prepare: changes the rest of the converted network. The log shows the first line of its docstring.
         local: roles of tensors that never leave their client. The client stores them between its rounds.
+        local_in: ``(layer, index) -> roles``: the roles of tensors that, beside ``local``, never leave their client in the
+            BatchNorm layer with this name and place in the network (``named_modules``), counted from 0. If its statistics
+            are among them, ``layer`` does not replace this layer. None: no layer differs from the others.
         report: the statistics that clients report after training.
         combine: computes a layer's new shared statistics from the clients' reports.
         phase: ``(round, rounds) -> Phase``: the phase of each round. Rounds count from 1.
@@ -224,6 +239,7 @@ class Method:
     layer: Callable[[_BatchNorm], nn.Module] | None = None
     prepare: Callable[[nn.Module], nn.Module] | None = None
     local: frozenset[Role] = frozenset()
+    local_in: Callable[[str, int], frozenset[Role]] | None = None
     report: StatisticsReport = StatisticsReport.NOTHING
     combine: Callable[[LayerReports], Running] = keep
     phase: Callable[[int, int], Phase] = always_train
@@ -257,20 +273,31 @@ class Method:
             f"{self.name}(fraction={share:g})"
         )
 
-    def shares(self, role: Role) -> bool:
-        """Return whether tensors of this role are sent to clients, trained or measured there, and sent back to be combined.
+    def place(self, role: Role, home: frozenset[Role] = frozenset()) -> Place:
+        """Return where tensors of this role live.
 
-        Counters are not shared, since their average need not be an integer.
+        Args:
+            role: the role.
+            home: the roles that stay at home in the tensor's layer, beside ``local``, see ``home``.
         """
-        return role not in self.local and role not in _NEVER_AVERAGED
+        local = self.local | home
+        if role in local or role is Role.KEPT or (role is Role.RECOMPUTED and Role.WEIGHT in local):
+            return Place.HOME
+        if role in DOWN_ONLY:
+            return Place.DOWN_ONLY
+        return {Role.COUNTER: Place.COUNTER, Role.STATISTIC: Place.STATISTIC}.get(role, Place.SHARED)
+
+    def home(self, layer: str, index: int) -> frozenset[Role]:
+        """Return the roles that stay at home in one BatchNorm layer, beside ``local``."""
+        return frozenset() if self.local_in is None else self.local_in(layer, index)
+
+    def shares(self, role: Role) -> bool:
+        """Return whether tensors of this role are shared, except in layers that ``local_in`` keeps at home."""
+        return self.place(role) in (Place.SHARED, Place.STATISTIC)
 
     def keeps(self, role: Role) -> bool:
-        """Return whether tensors of this role never leave their client, which stores them between its rounds."""
-        return role in self.local or role is Role.KEPT or (role is Role.RECOMPUTED and Role.WEIGHT in self.local)
-
-    def sends_down(self, role: Role) -> bool:
-        """Return whether clients receive the server's tensors of this role but never send them."""
-        return role in DOWN_ONLY and not self.keeps(role)
+        """Return whether all tensors of this role stay at their client."""
+        return self.place(role) is Place.HOME
 
     def reports(self, phase: Phase) -> StatisticsReport:
         """Return the kind of statistics that a client reports in this phase."""
@@ -390,14 +417,9 @@ class Method:
         return self.phase(1, 2) is Phase.EXCHANGE
 
     @property
-    def evaluates_at_clients(self) -> bool:
-        """Return whether every client evaluates a network of its own, because it keeps tensors (FedBN, SiloBN)."""
-        return self.personal
-
-    @property
     def personal(self) -> bool:
-        """Return whether every client keeps BatchNorm tensors, so that the clients' models differ (FedBN, SiloBN)."""
-        return bool(self.local & {Role.AFFINE, Role.STATISTIC})
+        """Return whether every client keeps BatchNorm tensors, so that it evaluates a model of its own (FedBN, SiloBN)."""
+        return self.local_in is not None or bool(self.local & {Role.AFFINE, Role.STATISTIC})
 
 
 FROZEN_RATE = 0.1

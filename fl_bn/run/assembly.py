@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fl_bn.bn.conversion import convert
 from fl_bn.bn.copying import copied
-from fl_bn.bn.roles import Role, batch_norms, parse_buffer_roles, set_buffer_roles
+from fl_bn.bn.roles import batch_norms, parse_buffer_roles, set_buffer_roles
 from fl_bn.data.csv_files import TableData, TableError
 from fl_bn.data.dataset import Dataset, load
 from fl_bn.data.domains import without_domain
@@ -322,7 +322,7 @@ def at_client(config: RunConfig) -> RunConfig:
     ``model-weights`` is left out if the server sends all tensors of that file.
     """
     kept = "kept" in parse_buffer_roles(config.buffers).values()
-    if not config.model_weights or kept or config.build_method().local & {Role.WEIGHT, Role.AFFINE, Role.STATISTIC}:
+    if not config.model_weights or kept or config.build_method().personal:
         return config
     return replace(config, model_weights="")
 

@@ -24,7 +24,7 @@ from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.federation.sources import AUGMENT, BATCHES, DROPOUT, IndexBatches, alone, training_batches
 from fl_bn.flower.population import round_half_up, sample_cohort
-from fl_bn.methods import MOMENTS, Method, Phase, Refresh
+from fl_bn.methods import Method, Phase, Refresh
 from fl_bn.run.assembly import client_samples, dataset, laid_out, own_callbacks, task
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.device import device
@@ -130,10 +130,8 @@ def check_centralised(config: RunConfig) -> None:
 
 
 def _federates(method: Method, rounds: int) -> bool:
-    exchanges = method.phase(1, rounds) is Phase.EXCHANGE
-    return (
-        bool(method.local) or method.report in MOMENTS or method.refresh is not Refresh.NOTHING or method.uses_shared(rounds) or exchanges
-    )
+    keeps, exchanges = bool(method.local) or method.personal, method.phase(1, rounds) is Phase.EXCHANGE
+    return keeps or method.pools or method.refresh is not Refresh.NOTHING or method.uses_shared(rounds) or exchanges
 
 
 def _optimizer(settings: LocalTraining, parameters: list[nn.Parameter], rate: float) -> Optimizer:

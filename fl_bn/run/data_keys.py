@@ -10,7 +10,7 @@ from fl_bn.bn.roles import BUFFER_ROLES, parse_buffer_roles
 from fl_bn.data.dataset import DATASETS
 from fl_bn.data.partition import KINDS
 from fl_bn.data.shift import SHIFTS
-from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.rounds import KEEPS_LAYERS, Rounds
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS
 from fl_bn.methods.fedtan import FROZEN_RATE as FEDTAN2_RATE
@@ -151,8 +151,8 @@ class DataKeys:
     )
     share_drift: bool = option(
         False,
-        "fedbn, silobn, single: clients report how far their own statistics moved (largest drift, least variance, growth), for the log",
-        used=when.KEEPS_STATISTICS & when.NOT_SECURE,
+        "clients report how far the statistics that they keep moved (largest drift, least variance, growth), for the log",
+        used=KEEPS_LAYERS & when.NOT_SECURE,
     )
     unseen_client: bool = declared(Rounds, "unseen")
     calibrate: int = declared(Rounds, "calibrate")

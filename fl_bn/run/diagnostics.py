@@ -19,7 +19,7 @@ from fl_bn.bn.copying import copied
 from fl_bn.bn.derived import load_tensors
 from fl_bn.bn.moments import Moments, Running, pool
 from fl_bn.bn.observation import observe, pooled, uncompiled
-from fl_bn.bn.roles import Role, batch_norms, inputs_like
+from fl_bn.bn.roles import batch_norms, inputs_like
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.record import RoundRecord
@@ -167,7 +167,7 @@ class Diagnostics:
         by_layer: dict[str, list[Moments]] = {name: [] for name in now}
         spreads: dict[tuple[str, str], list[float]] = {}
         model.eval()
-        frozen = record.phase == Phase.FROZEN.value and Role.STATISTIC in self.config.build_method().frozen
+        frozen = self.config.build_method().freezes_statistics(Phase(record.phase))
         for layer in batch_norms(model).values():
             layer.train(not frozen)
         for client, (x, _) in self._batches(inputs_like(model)):

@@ -18,7 +18,7 @@ from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.rounds import AS_METHOD, MUCH, start_left
 from fl_bn.federation.settings import seeded
 from fl_bn.flower.compat import LOGGER
-from fl_bn.methods import Method, Phase
+from fl_bn.methods import Method
 from fl_bn.run import recalibrate
 from fl_bn.run.assembly import callback_makers, client_model, dataset, partitions, shape, source_model, task
 from fl_bn.run.config import SITES, ConfigError, RunConfig
@@ -47,7 +47,7 @@ def check(config: RunConfig) -> None:
     except ValueError as error:
         raise ConfigError(f"model {config.model!r}: {error}") from error
     measured = config.calibrate == -1 or config.calibrate > 0
-    if measured and (reason := why_not(model, method)):
+    if measured and (reason := why_not(model, method, trains=True)):
         raise ConfigError(f"calibrate={config.calibrate} would do nothing: {reason}. Set calibrate to 0")
     try:
         to_numpy(model.state_dict())
@@ -65,7 +65,7 @@ def check(config: RunConfig) -> None:
             change(data.x_train[:2], data.y_train[:2])
         except ValueError as error:
             raise ConfigError(str(error)) from error
-    untouched = method.phase(1, config.rounds) is Phase.FROZEN and Role.STATISTIC in method.frozen and method.shares(Role.STATISTIC)
+    untouched = method.freezes_statistics(method.phase(1, config.rounds)) and method.shares(Role.STATISTIC)
     by_itself = config.calibrate == AS_METHOD and not config.dp_noise
     if config.rounds and untouched and not measured and not by_itself and not config.model_weights and batch_norms(model):
         LOGGER.warning(

@@ -213,7 +213,7 @@ class RunKeys(DataKeys):
     keep_best: bool = option(
         False,
         "keep the model of the best evaluation, too, as best.safetensors in the run's folder: the shared tensors, without those that "
-        "clients keep (fedbn, silobn)",
+        "clients keep",
         used=when.WRITES & SHARES_WEIGHTS,
     )
     callbacks: str = option(

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fl_bn.bn.roles import Role
 from fl_bn.data.partition import BY_DOMAIN, PARAMETRISED
 from fl_bn.methods import METHODS, Method
 from fl_bn.models import is_torchvision
@@ -118,9 +117,6 @@ TESTED_AS_GIVEN = Used(
     "where runs are tested on the test data, and not on validation samples", lambda c: not c["validation-share"], ("validation-share",)
 )
 OWN_DOMAINS = used_with("partition", *BY_DOMAIN)
-KEEPS_STATISTICS = method_where(
-    "where running statistics stay at the clients (fedbn, silobn, single)", lambda m, c: Role.STATISTIC in m.local
-)
 NOT_SECURE = Used(
     "without secure aggregation, which sums the clients' replies", lambda c: not c["secure-aggregation"], ("secure-aggregation",)
 )

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -15,8 +15,9 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn import Federation, convert
+from fl_bn.federation.locality import Locality
 from fl_bn.flower import RunFailed
-from fl_bn.methods import METHODS, Refresh, Role, StatisticsReport, freeze
+from fl_bn.methods import METHODS, Place, Refresh, Role, StatisticsReport, freeze
 from tests.conformance import doors
 from tests.conformance.cases import every_method
 from tests.conformance.doors import (
@@ -70,6 +71,17 @@ def role_of(name: str) -> Role:
     return Role.STATISTIC if last in ("running_mean", "running_var") else Role.AFFINE if last in ("weight", "bias") else Role.MIXING
 
 
+def places(method_name: str) -> Mapping[str, Place]:
+    """Return where each tensor of the converted network lives."""
+    method = METHODS[method_name]()
+    return Locality.of(convert(network(), method), method).place
+
+
+def at_home(tensors: Tensors, method_name: str) -> set[str]:
+    """Return the names of those ``tensors`` that stay at their client."""
+    return {name for name in tensors if places(method_name).get(name) is Place.HOME}
+
+
 def apart(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> float:
     """Return the largest difference of a tensor that both have."""
     common = found.keys() & wanted.keys()
@@ -77,8 +89,8 @@ def apart(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> float:
     return max(float((found[name].double() - wanted[name].double()).abs().max()) for name in common)
 
 
-def without(tensors: Tensors, *roles: Role) -> Tensors:
-    return {name: tensor for name, tensor in tensors.items() if role_of(name) not in roles}
+def without(tensors: Tensors, *roles: Role, names: Collection[str] = ()) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if role_of(name) not in roles and name not in names}
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -91,8 +103,8 @@ def test_it_computes_the_same(method_name: str, door: str) -> None:
     for one, other in zip(found.clients, wanted.clients, strict=True):
         assert apart(without(one, *left_out), other) < limit
     for one, other in zip(reversed(found.rounds), reversed(wanted.rounds), strict=False):
-        kept = [role for role in Role if METHODS[method_name]().keeps(role)]
-        assert not without(one, *kept) or apart(without(one, *left_out, *kept), other) < limit
+        sent = without(one, names=at_home(one, method_name))
+        assert not sent or apart(without(sent, *left_out), other) < limit
     assert found.cohorts == wanted.cohorts == [[*range(CLIENTS)]] * ROUNDS
 
 
@@ -115,10 +127,9 @@ def test_what_leaves_a_client(method_name: str, door: str) -> None:
     left = {one.rpartition("/")[2] for one in found.sent}
     reported = {one.removesuffix(".count") for one in left if one.endswith(".count")}
     left = {one for one in left if one.rpartition(".")[0] not in reported or role_of(one) is Role.AFFINE}
-    names = [one for one in convert(network(), method).state_dict() if not one.endswith("num_batches_tracked")]
-    statistics = method.has_statistics and not method.pools and method.shares(Role.STATISTIC) and method.refresh is Refresh.NOTHING
-    wanted = {one for one in names if method.shares(role_of(one)) and (role_of(one) is not Role.STATISTIC or statistics)}
-    assert left == wanted
+    statistics = method.has_statistics and not method.pools and method.refresh is Refresh.NOTHING
+    leaving = (Place.SHARED, Place.STATISTIC) if statistics else (Place.SHARED,)
+    assert left == {one for one, place in places(method_name).items() if place in leaving}
     assert bool(reported) == method.pools
     assert not any("num_batches" in one for one in left)
 
@@ -127,11 +138,9 @@ def test_what_leaves_a_client(method_name: str, door: str) -> None:
 @every_method
 def test_what_stays_at_home(method_name: str, door: str) -> None:
     """Clients differ in the tensors that they keep, and in no others."""
-    method, (found, _) = METHODS[method_name](), outcome(door, method_name)
-    first, second = found.clients[0], found.clients[1]
+    first, second = outcome(door, method_name)[0].clients[:2]
     for one in first:
-        at_home = method.keeps(role_of(one)) and (one in found.clients[1])
-        assert torch.equal(first[one], second[one]) != at_home or role_of(one) is Role.MIXING, one
+        assert torch.equal(first[one], second[one]) != (one in at_home(second, method_name)) or role_of(one) is Role.MIXING, one
 
 
 @pytest.mark.parametrize("door", [door for door in DOORS if door != "own loop"])
@@ -141,7 +150,7 @@ def test_metrics_are_those_of_the_network(method_name: str, door: str) -> None:
     method, (found, _) = METHODS[method_name](), outcome(door, method_name)
     dtype = DOORS[door][1].dtype
     wanted = []
-    for tensors in found.clients if method.evaluates_at_clients else found.clients[:1]:
+    for tensors in found.clients if method.personal else found.clients[:1]:
         model = convert(network(dtype), method)
         model.load_state_dict(tensors, strict=False)
         wanted.append(measured(model, doors.held_out(dtype)))
@@ -184,8 +193,7 @@ def test_a_reply_that_is_not_finite_is_left_out_by_name(method_name: str, door: 
     assert found.cohorts == [[0, 2]] * 2
     assert [[*refused] for refused in found.refused] == [[1]] * 2
     alone = own_loop(replace(asked, broken=None, cohort=(0, 2)))
-    shared = [role for role in Role if not method.keeps(role) and role is not Role.STATISTIC]
-    tensors = {one: tensor for one, tensor in found.clients[0].items() if role_of(one) in shared}
+    tensors = without(found.clients[0], Role.STATISTIC, names=at_home(found.clients[0], method_name))
     assert apart(tensors, alone.clients[0]) < EXACT
     assert not apart(tensors, own_loop(replace(asked, broken=None)).clients[0]) < EXACT  # control
 
@@ -223,7 +231,10 @@ def test_frozen_statistics_do_not_change_by_a_bit(method_name: str, door: str) -
 
 @every_method
 def test_statistics_are_those_of_the_union_where_the_method_says_so(method_name: str) -> None:
-    """The first layer's statistics do not depend on how the data are divided. FedAvg and its like are the control."""
+    """The first layer's statistics do not depend on how the data are divided. FedAvg and its like are the control.
+
+    A first layer that stays at home is left out, since what it makes of the data depends on how they are divided.
+    """
     method = METHODS[method_name]()
 
     def first_layer(sizes: tuple[tuple[int, ...], ...]) -> Tensors:
@@ -234,7 +245,7 @@ def test_statistics_are_those_of_the_union_where_the_method_says_so(method_name:
         state = fed.model.state_dict()
         return {key: state[key] for key in state if key in ("1.running_mean", "1.running_var")}
 
-    if not method.has_statistics or not method.shares(Role.STATISTIC) or method.refresh is Refresh.EXACT:
+    if not method.has_statistics or places(method_name).get("1.running_mean") is not Place.STATISTIC or method.refresh is Refresh.EXACT:
         return
     divided = apart(first_layer(doors.SIZES), first_layer(((5,), (5, 5), (6,))))
     if method.refresh is Refresh.NOTHING:

@@ -148,7 +148,7 @@ def named(model: Any, name: str = "then") -> None:
 
 
 @listed("change", [stored, patched, *(partial(named, name=name) for name in ("then", "frozen", "observation", "spatial"))])
-@listed("name", [name for name, make in METHODS.items() if make().layer and make().has_statistics])
+@listed("name", [name for name, make in METHODS.items() if make().layer and make().has_statistics and not make().local_in])
 def test_what_would_not_follow_the_new_layer_is_refused(change: Any, name: str) -> None:
     model = Listed()
     change(model)

@@ -367,7 +367,7 @@ def measured_from_a_generator() -> None:
         round.measure(ONCE["generator"]())
 
 
-REPLACES = [name for name, make in METHODS.items() if make().layer and make().needs_batch_norm]
+REPLACES = [name for name, make in METHODS.items() if make().layer and make().needs_batch_norm and not make().local_in]
 LOOPS: dict[str, tuple[Give, str]] = {
     **{f"{n!r} rounds": (lambda n=n: server_state(net(), FEDAVG, rounds=n), "rounds") for n in (0, -3, 2.0, True, None)},
     **{f"rate of {r!r}": (lambda r=r: rated(r), "rate") for r in (None, "0.1", True, -0.1, float("nan"), float("inf"), 1j)},

@@ -149,7 +149,7 @@ def test_statistics_freeze_after_half_of_the_rounds_with_fixbn() -> None:
 FEDERATED = [
     name
     for name, make in METHODS.items()
-    if (method := make()).pools or method.exchanges or method.evaluates_at_clients or method.refresh is not Refresh.NOTHING
+    if (method := make()).pools or method.exchanges or method.personal or method.refresh is not Refresh.NOTHING
 ]
 
 

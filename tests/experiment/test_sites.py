@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from client_app.app import app as client_app
 from fl_bn.apps.client import build_client as built
 from fl_bn.flower import InProcessGrid, RunFailed
-from fl_bn.methods import METHODS, Role
+from fl_bn.methods import METHODS
 from fl_bn.run.assembly import partition_of
 from fl_bn.run.device import device
 from server_app.app import app as server_app
@@ -91,10 +91,9 @@ def test_sites_train_and_evaluate_on_their_own_data_which_the_server_never_sees(
     assert float(rounds[-1]["accuracy"]) == pytest.approx(accuracies.mean())
     assert float(rounds[-1]["accuracy-std"]) == pytest.approx(accuracies.std())
     assert float(rounds[-1]["accuracy-min"]) == accuracies.min()
-    personal = method.keeps(Role.AFFINE) or method.keeps(Role.STATISTIC)
     for number, row in enumerate(last):  # by hand: the model that is saved, on the site's own test images
         trained = convert(network(CLASSES, 1, SIDE), method)
-        saved = path / "clients" / f"client-{number}.safetensors" if personal else path / "model.safetensors"
+        saved = path / "clients" / f"client-{number}.safetensors" if method.personal else path / "model.safetensors"
         trained.load_state_dict(load_file(saved), strict=False)
         _, test, counts = client_samples(config(values), number, OwnData("npz", sites[number]["data-path"]))
         found = evaluate(trained, test)

@@ -1,12 +1,15 @@
 """Names of the product's inner modules that tests of this folder need. They are imported here alone, so that a move changes one file."""
 
+from torch import nn
+
 from fl_bn.bn.conversion import convert
 from fl_bn.bn.roles import roles
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.local import Samples
-from fl_bn.federation.payload import Payload, decode_moments, encode_moments, signature, to_numpy, to_tensors
+from fl_bn.federation.network import Network
+from fl_bn.federation.payload import Payload, decode_moments, encode_moments, to_numpy, to_tensors
 from fl_bn.federation.record import ClientRecord, Disclosure, RoundRecord
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.compat import LOGGER, find
@@ -15,6 +18,7 @@ from fl_bn.flower.recovery import Checkpoint
 from fl_bn.flower.wire.codec import Header, from_records, to_records
 from fl_bn.flower.wire.codec import arrays_of as arrays_record
 from fl_bn.flower.wire.fields import RunId
+from fl_bn.methods import Method
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support.flower_config import PROGRESS
 from fl_bn.support.wire import WireError
@@ -49,3 +53,7 @@ __all__ = [
     "to_records",
     "to_tensors",
 ]
+
+
+def signature(model: nn.Module, method: Method) -> str:
+    return Network(model, method).signature

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from fl_bn import convert
-from fl_bn.federation import schema
+from fl_bn.federation.network import Network
 from fl_bn.federation.payload import count_tensors, nbytes
 from fl_bn.flower.wire.codec import LazyArray, flatten, unflatten
 from fl_bn.methods import METHODS, Phase
@@ -101,7 +101,7 @@ def test_a_dtype_that_numpy_lacks_is_refused_by_name() -> None:
 
 def test_layers_without_running_statistics_are_not_asked_for_moments() -> None:
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.BatchNorm2d(4, track_running_stats=False), torch.nn.BatchNorm2d(4))
-    asked = schema.reply(model, METHODS["fedavg"](), Phase.MEASURE).sections["moments"]
+    asked = Network(model, METHODS["fedavg"]()).reply(Phase.MEASURE).sections["moments"]
     assert list(asked) == ["2.count", "2.mean", "2.var"]
 
 

@@ -75,7 +75,7 @@ def test_the_exchange_has_the_kit_s_address_and_certificates_unless_the_app_says
 )
 def test_an_exchange_without_encryption_is_refused_in_a_deployment(given: Any, kit: dict[str, Any], fields: tuple[str, ...]) -> None:
     """As is a round that needs one."""
-    for ask, error in ((exchange_in, ValueError), (lambda own, of: Exchanges(own, net()).round(of, [], [], 1.0), RunFailed)):
+    for ask, error in ((exchange_in, ValueError), (lambda own, of: Exchanges(own, net(), {}).round(of, [], [], 1.0), RunFailed)):
         with pytest.raises(error) as told:  # type: ignore[call-overload]
             ask(ExchangeSettings(**given), grid(kit))  # type: ignore[operator]
         assert all(f"{name}={given[name]!r}" in str(told.value) for name in fields)

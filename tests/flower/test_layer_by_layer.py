@@ -31,7 +31,7 @@ BY_PASSES = "Statistics are measured by one pass per layer instead"
 
 
 def shares_statistics(name: str) -> bool:
-    return METHODS[name]().shares(Role.STATISTIC)
+    return METHODS[name]().shares(Role.STATISTIC) and not METHODS[name]().personal
 
 
 @pytest.fixture
@@ -331,7 +331,7 @@ def test_a_federation_in_plain_torch_makes_one_forward_pass(clients: list[Sample
 
 def test_a_simulation_makes_passes_unless_it_is_told_to_try() -> None:
     InMemoryGrid = type("InMemoryGrid", (), {})  # the name of Flower's
-    exchanges = Exchanges(ExchangeSettings(), network("chain"))
+    exchanges = Exchanges(ExchangeSettings(), network("chain"), {})
     try:
         for told in (False, True):
             carrier, problem = exchanges._meeting(InMemoryGrid(), [Client(index, index + 1, 4) for index in range(2)], simulated=told)
@@ -349,7 +349,7 @@ def test_a_simulation_makes_passes_unless_it_is_told_to_try() -> None:
     ],
 )
 def test_who_cannot_meet_once_is_not_asked_again_but_who_is_lost_is(why: str, lasting: bool) -> None:
-    exchanges = Exchanges(ExchangeSettings(), network("chain"))
+    exchanges = Exchanges(ExchangeSettings(), network("chain"), {})
     exchanges.session = Session([0, 1], exchanges.layers)
     exchanges.session.leave(1, why)
     assert bool(exchanges._lasting()) is lasting

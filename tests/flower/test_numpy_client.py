@@ -11,7 +11,6 @@ from flwr.app import Message, RecordDict
 from flwr.client import NumPyClient
 
 from fl_bn import convert
-from fl_bn.federation.schema import KEPT, kept_layers
 from fl_bn.flower import BatchNormClient, Site
 from fl_bn.flower.wire.codec import flatten, from_records, unflatten
 from fl_bn.methods import METHODS, Method
@@ -92,7 +91,7 @@ def test_what_a_client_keeps_is_the_same_by_lists_and_by_messages(clients: list[
     (reply,) = [m for m in ran.grid.received if m.metadata.reply_to_message_id == message.metadata.message_id]
     assert same(unflatten(arrays, metrics["layout"]), reply)
     kept = client.get_parameters({"round": 2})
-    names = list(kept_layers(client.model, method).sections[KEPT])
+    names = client.network.locality.kept_by_clients()
     ours = ran.grid.states()[0].array_records["fl-bn/local"]
     assert identical(dict(zip(names, kept, strict=True)), {name: ours[name].numpy() for name in names})
     with pytest.raises(PermissionError):

@@ -13,7 +13,6 @@ from ray import cloudpickle
 from scipy.stats import kstest
 
 from fl_bn.bn.moments import Running
-from fl_bn.federation import schema
 from fl_bn.flower.secagg import masks
 from fl_bn.flower.secagg.sums import Plan, Weighting, additive, flags, layout, references, to_vector
 from fl_bn.methods import METHODS, NORMALISERS, Phase, fbn, hbn
@@ -114,7 +113,7 @@ def vectors_of(clients: list[Samples]) -> list[np.ndarray]:
     """What each client's vector is in a secure exchange: from the plain one's replies."""
     server = strategy(hbn(), clients, None).transport
     _, grid = measured(hbn(), clients, None)
-    shapes = layout(schema.reply(server.shared.model, hbn(), Phase.MEASURE), loss=False)
+    shapes = layout(server.shared.expected(Phase.MEASURE, "weights"), loss=False)
     reference, weighting = references(server.shared.sections()["statistics"]), Weighting(0, max(SIZES), max(SIZES))
     found = []
     for size, message in zip(SIZES, [m for m in grid.received if m.metadata.message_type == "query.statistics"], strict=True):

@@ -55,7 +55,7 @@ def test_mixing_logits_are_trained_kept_and_never_sent_under_any_name(clients: l
     assert ran.trajectory[2]["9.weight"].tobytes() in sent  # control
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name]().evaluates_at_clients and METHODS[name]().shares(Role.WEIGHT)])
+@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name]().personal and METHODS[name]().shares(Role.WEIGHT)])
 def test_clients_with_models_of_their_own_evaluate_and_save_what_they_made_and_the_server_does_not(
     name: str, clients: list[Samples], tmp_path: Path
 ) -> None:

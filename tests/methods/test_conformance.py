@@ -13,7 +13,7 @@ from torch import nn
 from fl_bn.bn.conversion import convert
 from fl_bn.bn.roles import Role, batch_norms, roles
 from fl_bn.federation.local import Samples, evaluate, statistics_pass
-from fl_bn.methods import METHODS, Method, Phase, StatisticsPass, StatisticsReport
+from fl_bn.methods import METHODS, Method, Phase, Place, StatisticsPass, StatisticsReport
 from tests.federation import Federation
 from tests.networks import NETWORKS, seeded_network
 
@@ -54,7 +54,7 @@ def test_evaluation_changes_no_tensor_and_is_deterministic(network: str, name: s
     model(x)
     moved = [k for k in before if not torch.equal(before[k], model.state_dict()[k])]
     method = METHODS[name]()  # control: in training torch's own layers move, and those whose running statistics are reported
-    assert bool(moved) == (method.layer is None or method.report is StatisticsReport.RUNNING)
+    assert bool(moved) == (method.layer is None or method.local_in is not None or method.report is StatisticsReport.RUNNING)
 
 
 def test_gradients_are_finite_and_reach_every_parameter(network: str, name: str) -> None:
@@ -82,9 +82,9 @@ def test_two_rounds(network: str, name: str, tiny_clients: Clients) -> None:
             of_batches = method.report in (StatisticsReport.BATCHES, StatisticsReport.FIRST)
             assert set(result.moments) == (set(batch_norms(model)) if of_batches else set())
     after = federation.server.state_dict()
-    for key, role in federation.role.items():
+    for key, place in federation.locality.place.items():
         assert after[key].isfinite().all()
-        moves = method.shares(role) and (role is not Role.STATISTIC or method.report is not StatisticsReport.NOTHING)
+        moves = place is Place.SHARED or (place is Place.STATISTIC and method.report is not StatisticsReport.NOTHING)
         assert torch.equal(after[key], start[key]) != moves, key
     for client in clients:
         found = evaluate(federation.server, client)

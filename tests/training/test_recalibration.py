@@ -202,8 +202,10 @@ def test_methods_without_shared_statistics_are_refused_with_the_reason(name: str
     method = METHODS[name]()
     converted = convert(seeded_network("cnn"), method)
     reason = why_not(converted, method)
-    assert bool(reason) == (not batch_norms(converted) or not method.shares(Role.STATISTIC))
-    assert ("at the clients" in reason) == (not method.shares(Role.STATISTIC))
+    keeps = method.keeps(Role.STATISTIC) or method.local_in is not None
+    assert bool(reason) == (not batch_norms(converted) or keeps)
+    assert ("at the clients" in reason) == keeps
+    assert bool(why_not(converted, method, trains=True)) == (not batch_norms(converted) or not method.shares(Role.STATISTIC))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -99,7 +99,7 @@ def judged(name: str, ran: Served, lines: list[str]) -> Outcome:
     try:
         beside = auxiliary(SCENARIOS[name].settings)
         asked = ran.strategy.transport.server.begin(1).sections
-        schema.instruction(shared.model, shared.method, beside).check({section: to_numpy(tensors) for section, tensors in asked.items()})
+        schema.instruction(shared.model, shared.locality, beside).check({section: to_numpy(tensors) for section, tensors in asked.items()})
     except ValueError as error:
         return Outcome(BROKEN, f"clients would refuse the model: {error}")
     if ran.strategy.transport.defence.active and largest(tensors) > FAR * largest(truth.tensors):

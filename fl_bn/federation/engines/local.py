@@ -18,7 +18,7 @@ from fl_bn.bn.derived import load_tensors
 from fl_bn.exchange import local as turns
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.local import LocalExchange, Turns
-from fl_bn.exchange.session import Session, exchanged_layers
+from fl_bn.exchange.session import Session
 from fl_bn.federation.client_round import client_rounds
 from fl_bn.federation.engines.clients import LEFT_OUT, Clients, Connect, LoaderSource
 from fl_bn.federation.engines.processes import CannotMove, InWorkers, check_loaders, in_workers, why_stay
@@ -320,7 +320,7 @@ class LocalTransport(Transport):
     def _exchange(self, instruction: Instruction, clients: Sequence[int]) -> tuple[list[Reply], Session]:
         """Let ``clients`` exchange layer by layer. Return their replies, and the session of their exchange."""
         defence = self.server.defence
-        session = Session(clients, exchanged_layers(self.server.model), average=defence.average, believing=not defence.active)
+        session = Session(clients, self.server.shared.exchanged(), average=defence.average, believing=not defence.active)
         return _in_turns(session, clients, partial(self._compute, instruction)), session
 
 

@@ -95,8 +95,12 @@ class AsOneProgram:
 
     def measure(self, members: Sequence[Member]) -> None:
         """Make the statistics pass of every client in ``members``."""
-        inputs = [source.pass_inputs(round) for round, source in members]
-        measure_together([round for round, _ in members], inputs, members[0].source.task.forward, self._device)
+        forward = members[0].source.task.forward
+        with ExitStack() as own_first:
+            for round, source in members:
+                own_first.enter_context(round.statistics_pass.own_first(partial(source.pass_inputs, round), forward))
+            inputs = [source.pass_inputs(round) for round, source in members]
+            measure_together([round for round, _ in members], inputs, forward, self._device)
 
     def train(self, members: Sequence[Member], batches: Sequence[Iterable[Any]]) -> list[list[Trained]]:
         """Train each client in ``members`` on its own ``batches``. Return one result per client, in a list of its own."""

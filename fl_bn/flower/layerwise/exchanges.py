@@ -10,16 +10,16 @@ can take part at the same time. Otherwise it takes one pass over the data per la
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from flwr.app import Message
 from flwr.serverapp import Grid
 from torch import nn
 
 from fl_bn.bn.moments import Average, weighted_mean
-from fl_bn.exchange.call import ExchangeFailed
+from fl_bn.exchange.call import ExchangeFailed, Layer
 from fl_bn.exchange.local import too_many
-from fl_bn.exchange.session import NOT_JOINED, Session, exchanged_layers
+from fl_bn.exchange.session import NOT_JOINED, Session
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.flower.compat import log, simulates
 from fl_bn.flower.deployment import exchange_in
@@ -37,6 +37,7 @@ class Exchanges:
     Args:
         settings: the carrier, the deadlines and the policy for missing clients.
         model: the converted network.
+        layers: its layers with shared statistics, by name.
         average: the rule that combines the clients' moments.
         believing: whether the session uses the counts and batch sizes that clients report, see ``Session``.
         called: the clients' names in the log.
@@ -46,12 +47,13 @@ class Exchanges:
         self,
         settings: ExchangeSettings,
         model: nn.Module,
+        layers: Mapping[str, Layer],
         average: Average = weighted_mean,
         believing: bool = True,
         called: ClientNames = UNNAMED,
     ) -> None:
         self.settings, self.average, self.believing, self.called = settings, average, believing, called
-        self.layers = exchanged_layers(model)
+        self.layers = layers
         self.session = Session([], {})
         self._model = model
         self._carrier: Carrier | None = None

@@ -18,7 +18,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
 
 from fl_bn.data.batches import ClientTooSmall
-from fl_bn.federation import schema
 from fl_bn.federation.narrow import AS_THE_MODEL
 from fl_bn.federation.one_sample import fewest
 from fl_bn.federation.payload import Sections, to_tensors
@@ -161,7 +160,7 @@ def plan_of(client: LocalClient, message: Message, header: Header, context: Cont
         requested = client.requested_pass(TO_MEASURE.of_configs(message.content))
         samples = min(requested.samples or n, n)
         return Plan(0, 0, 0) if requested.measured == NORMALISERS and samples < 2 else Plan(n, samples, 0)
-    rng, least = seeded(client.seed, client.site.client, header.round, BATCHES), fewest(client.model, client.method, phase)
+    rng, least = seeded(client.seed, client.site.client, header.round, BATCHES), fewest(client.model, client.network.locality, phase)
     try:
         batches = settings.draw(n, rng, least)
     except ClientTooSmall:
@@ -369,7 +368,7 @@ def _summand(client: LocalClient, header: Header, digest: bytes, message: Messag
             f"samples and {reply.steps} steps"
         )
     trained, private = phase is not Phase.MEASURE, noise is not None
-    shapes = layout(schema.reply(client.model, client.method, phase, client.settings.update), loss=trained and not private, cut=not private)
+    shapes = layout(client.network.reply(phase, client.settings.update), loss=trained and not private, cut=not private)
     weighting = Weighting(*(weights[name] for name in WEIGHED))
     per_sample = activations(reply.sections, plan)
     state = context.state.config_records[RECORD_KEY_STATE]

@@ -14,7 +14,6 @@ from flwr.serverapp import Grid
 
 from fl_bn.bn.moments import Moments, Running
 from fl_bn.exchange.session import LARGEST_COUNT
-from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.narrow import AS_THE_MODEL
@@ -256,9 +255,7 @@ class SecureRounds:
                 weights are differences from the weights that were sent, and averages of statistics are standardised deviations.
         """
         shared, privacy, trains = self.shared, self.settings.privacy, phase is not Phase.MEASURE
-        shapes: Layout = layout(
-            schema.reply(shared.model, shared.method, phase, self.rounds.update), loss=trains and privacy is None, cut=privacy is None
-        )
+        shapes: Layout = layout(shared.expected(phase, self.rounds.update), loss=trains and privacy is None, cut=privacy is None)
         if privacy is not None:
             noise = {"dp-clip": privacy.clip, "dp-statistics-clip": privacy.statistics_clip, "dp-noise": privacy.noise}
             for message in messages:

@@ -1,0 +1,27 @@
+"""Define FedLBN: the first BatchNorm layer stays at its client, as in FedBN, and the others are those of FBN.
+
+Clients whose inputs look different (other cameras, other scanners) differ most in the first layer's statistics. There each client
+normalises with its own batches, and keeps scale, shift and running statistics. The layers above normalise with the shared
+statistics, so they do not depend on a client's labels.
+
+Li et al., FedBN, ICLR 2021, Algorithm 1; Guerraoui et al., Overcoming the Challenges of Batch Normalization in Federated Learning,
+Algorithm 2.
+"""
+
+from dataclasses import replace
+
+from fl_bn.bn.roles import OF_BATCH_NORM, Role
+from fl_bn.methods.fbn import FBNOptions, fbn
+from fl_bn.methods.method import Method
+from fl_bn.options import takes
+
+
+def first_layer(layer: str, index: int) -> frozenset[Role]:
+    """Return the roles of all tensors of BatchNorm for the network's first BatchNorm layer, and none for the others."""
+    return OF_BATCH_NORM if index == 0 else frozenset()
+
+
+@takes(FBNOptions)
+def fedlbn(options: FBNOptions) -> Method:
+    """Make the method FedLBN: the first BatchNorm layer stays at its client, and the others are those of ``fbn``, with its options."""
+    return replace(fbn(options.tracking, options.momentum, options.report), name="fedlbn", local_in=first_layer)
