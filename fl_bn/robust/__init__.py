@@ -17,8 +17,7 @@ from fl_bn.robust.rules import (
     rule_named,
     trimmed_mean,
 )
-from fl_bn.robust.view import Outcome, Report
-from fl_bn.robust.weights import capped
+from fl_bn.robust.view import Outcome, Report, capped
 
 __all__ = [
     "PREAGGREGATIONS",

@@ -69,7 +69,7 @@ def median(rows: Rows | View, f: int = 0, *, weights: Weights | None = None) -> 
     def rule(view: View) -> Outcome:
         if view.weights is not None:
             return view.by_coordinate(partial(coordinate.weighted_median, weights=view.weights))
-        return view.middle((view.n - 1) // 2)
+        return view.by_coordinate(coordinate.median)
 
     return on_view(rows, f, 2 * f + 1, "median", rule, weights)
 
@@ -93,7 +93,7 @@ def trimmed_mean(rows: Rows | View, f: int = 0, *, weights: Weights | None = Non
         if view.weights is not None:
             trim = float(np.sort(view.weights)[::-1][: view.f].sum())
             return view.by_coordinate(partial(coordinate.weighted_trimmed_mean, weights=view.weights, trim=trim))
-        return view.middle(view.f)
+        return view.by_coordinate(partial(coordinate.trimmed_mean, trim=view.f))
 
     return on_view(rows, f, 2 * f + 1, "trimmed mean", rule, weights)
 

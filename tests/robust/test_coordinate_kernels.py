@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fl_bn.robust import coordinate as kernels
 from fl_bn.robust import median, trimmed_mean
-from fl_bn.robust.networks import Keep, batcher, selection
+from fl_bn.robust.coordinate import Keep, batcher, selection
 from tests.listed import listed
 from tests.refusals import naming
 from tests.robust.cases import some
