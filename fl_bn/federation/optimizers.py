@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_bn.federation.blocks import blocks
+from fl_bn.federation.aggregation import blocks
 from fl_bn.federation.eager import SGD, Eager
 from fl_bn.federation.payload import Named
 from fl_bn.options import Options, option, takes
@@ -152,6 +152,8 @@ class ServerOptimizer:
         if not tensors:  # nothing is shared
             return
         optimizer = self._optimizer or self._start({name: weights[name] for name in tensors})
+        if gradient is not None and learning_rate_factor == 1 and _takes_the_average(optimizer):
+            return
         for name in [name for name in tensors if name not in self._parameters]:  # frozen until now
             self._parameters[name] = nn.Parameter(_without_memory(weights[name]))
             optimizer.param_groups[0]["params"].append(self._parameters[name])
@@ -224,6 +226,12 @@ class ServerOptimizer:
         for entry, tensor in buffers.items():
             key, _, name = entry.partition("/")
             optimizer.state[self._parameters[name]][key] = tensor.clone()
+
+
+def _takes_the_average(optimizer: Optimizer) -> bool:
+    """Tell whether a step from any weights, along their difference from an average, ends at the rounded average (``pseudo_gradient``)."""
+    plain = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "maximize": False}
+    return isinstance(optimizer, SGD) and all(group[name] == value for group in optimizer.param_groups for name, value in plain.items())
 
 
 def _without_memory(like: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 from flwr.app import ConfigRecord, Message
 
 from fl_bn.exchange.session import Session
-from fl_bn.federation import report_claims, schema, server
+from fl_bn.federation import replies, schema, server
 from fl_bn.flower import InProcessGrid, RunFailed
 from tests.hostile.liars import LIAR, lied, secure_client, secure_stages, sets
 from tests.hostile.recorded import CLIENTS, SCENARIOS, app_of
@@ -118,9 +118,9 @@ def test_a_client_meets_with_any_patience_and_names_the_field_that_an_exchange_l
     assert str(answer.error.reason).startswith(said)
 
 
-def test_control_counts_and_weights_of_any_size_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no claim is compared and no number bounded, a boast is believed."""
-    monkeypatch.setattr(report_claims, "most_believed", lambda claims: float("inf"))
+def test_control_samples_and_weights_of_any_size_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no number is bounded, a boast is believed."""
+    monkeypatch.setattr(replies.Expected, "numbers", lambda self, client, record: self.form.read(record))
     monkeypatch.setattr(server, "bounds_of", lambda *of: {})
     outcomes = [boast(name, np.random.default_rng([1, i]))[1] for i in range(20) for name in ("fbn", "gn")]
     broken = [outcome.why for outcome in outcomes if outcome.kind == BROKEN]

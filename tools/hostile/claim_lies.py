@@ -6,11 +6,10 @@ import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.common import Array
 
-from fl_bn.federation.bounds import WIDEST_WEIGHT
+from fl_bn.federation.replies import WIDEST_WEIGHT
 from fl_bn.flower import RunFailed
-from fl_bn.support.stated_sizes import FAR
 from tests.hostile.liars import LIAR
-from tests.hostile.recorded import CLIENTS, Liar, PlayingGrid, recorded, served
+from tests.hostile.recorded import Liar, PlayingGrid, recorded, served
 from tools.hostile.mutations import Rng, pick, plain, replace_record
 from tools.hostile.outcomes import BROKEN, Outcome, honest, judged, largest, listening
 
@@ -62,7 +61,7 @@ class Boasts(Liar):
 def boast(name: str, rng: Rng) -> tuple[str, Outcome]:
     """Run a round with one client that exaggerates (``Boasts``), and judge it.
 
-    If the server accepts the reply, its counts and samples may be no larger than an honest client could send. In any case,
+    If the server accepts the reply, its numbers of samples may be no larger than an honest client could send. In any case,
     the model's weights must stay below a bound.
 
     Args:
@@ -90,26 +89,6 @@ def boast(name: str, rng: Rng) -> tuple[str, Outcome]:
 
 
 def _too_much(reply: RecordDict) -> str:
-    """Return the numbers in ``reply`` that are impossible for a client with 6 samples; empty: all are possible.
-
-    A count is impossible above ``FAR`` times that of an honest client. A number of samples is impossible above 6.
-    """
-    counts = {name: plain(a) for name, a in reply.array_records.get("fl-bn/moments", ArrayRecord()).items() if name.endswith("count")}
-    for name, honest_count in _counts(honest_reply=recorded("fbn").canned).items():
-        if name in counts and float(counts[name].max(initial=0)) > FAR * honest_count:
-            return f"{name} of {counts[name]}"
+    """Return the numbers in ``reply`` that are impossible for a client with 6 samples; empty: all are possible."""
     told: MetricRecord = reply.metric_records["fl-bn/metrics"]
     return f"{dict(told)}" if any(float(told.get(name, 0)) > 6 for name in CLAIMS[:3]) else ""  # type: ignore[arg-type]
-
-
-def _counts(honest_reply: dict[tuple[int, int], tuple[str, RecordDict]]) -> dict[str, float]:
-    """Return the name of each count tensor -> the count of an honest client with 6 samples.
-
-    It is computed from the recorded count of FBN's first batch: times 6, divided by the number of samples in that batch.
-    """
-    for (node, _), (asked, content) in honest_reply.items():
-        if node == CLIENTS and asked == "train":
-            batch = float(content.metric_records["fl-bn/metrics"]["batch"])  # type: ignore[arg-type]
-            arrays = content.array_records["fl-bn/moments"]
-            return {name: float(plain(a)[0]) * 6 / batch for name, a in arrays.items() if name.endswith("count")}
-    raise LookupError("no reply was recorded")
