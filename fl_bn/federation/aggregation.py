@@ -123,7 +123,8 @@ class WeightedSum:
 
     def mean(self) -> dict[str, Tensor]:
         """Return name -> the weighted mean. It takes the memory of the sum, which is over."""
-        pieces = self._whole.div_(self.total).split([tensor.numel() for tensor in self._like.values()])
+        whole, self._whole = self._whole.div_(self.total), torch.empty(0)
+        pieces = whole.split([tensor.numel() for tensor in self._like.values()])
         return {name: piece.view(like.shape) for (name, like), piece in zip(self._like.items(), pieces, strict=True)}
 
 
@@ -206,23 +207,17 @@ def combine(
     return new
 
 
-def pseudo_gradient(weights: Named, mean: Named) -> dict[str, Tensor]:
-    """Return ``weights - average`` in float64, with the average rounded to the dtype of the weights.
-
-    The rounding makes the difference exact: ``weights`` minus the pseudo-gradient is the rounded average, bit for bit.
-    Without rounding, a step of SGD with learning rate 1 could end at a float32 number next to the rounded average. This happens
-    to one value in 40 if two clients are averaged in the ratio 3 to 7.
-    """
-    return {name: difference(weights[name].double(), mean[name].clone(), weights[name].dtype) for name in mean}
-
-
 def difference(weight: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``weight - mean``, the pseudo-gradient of one tensor or of a block of it, in the memory of ``mean``.
+
+    The average is rounded to the dtype of the weights first. The rounding makes the difference exact: the weight minus the
+    pseudo-gradient is the rounded average, bit for bit. Without rounding, a step of SGD with learning rate 1 could end at a float32
+    number next to the rounded average. This happens to one value in 40 if two clients are averaged in the ratio 3 to 7.
 
     Args:
         weight: The weight before the round, in float64.
         mean: The average, in float64. It is overwritten.
-        dtype: The dtype of the stored weights, to which the average is rounded first.
+        dtype: The dtype of the stored weights.
     """
     return torch.sub(weight, mean.copy_(mean.to(dtype)), out=mean)
 

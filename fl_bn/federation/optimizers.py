@@ -101,7 +101,7 @@ class ServerOptimizer:
     """Step the shared learnable weights by any torch optimiser, along the pseudo-gradient, tensor by tensor.
 
     It does not get statistics. It works in float64, on the server's weights before the round. The pseudo-gradient is the
-    weights minus the clients' average (``pseudo_gradient``). So a step of SGD with learning rate 1 gives the average itself.
+    weights minus the clients' average (``aggregation.difference``). So a step of SGD with learning rate 1 gives the average itself.
 
     Args:
         make: Makes the torch optimiser of a list of parameters.
@@ -229,7 +229,7 @@ class ServerOptimizer:
 
 
 def _takes_the_average(optimizer: Optimizer) -> bool:
-    """Tell whether a step from any weights, along their difference from an average, ends at the rounded average (``pseudo_gradient``)."""
+    """Tell whether a step along ``aggregation.difference`` ends at the rounded average, from any weights."""
     plain = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "maximize": False}
     return isinstance(optimizer, SGD) and all(group[name] == value for group in optimizer.param_groups for name, value in plain.items())
 

@@ -52,10 +52,6 @@ class Spec:
         """Tell whether exactly the numbers from ``at_least`` to ``at_most`` are allowed."""
         return self.dtype in (*FLOATS, "int64") and not self.any_value and self.sent is None
 
-    def shaped(self, array: np.ndarray) -> bool:
-        """Tell whether ``array`` has the expected shape and dtype."""
-        return array.shape == self.shape and dtype_name(array.dtype) == self.dtype
-
     def check(self, section: str, name: str, array: np.ndarray) -> float:
         """Check that ``array`` is as described.
 
