@@ -17,7 +17,7 @@ from fl_bn.robust.rules import (
     rule_named,
     trimmed_mean,
 )
-from fl_bn.robust.view import Outcome, Report, capped
+from fl_bn.robust.view import Outcome, Report
 
 __all__ = [
     "PREAGGREGATIONS",
@@ -26,7 +26,6 @@ __all__ = [
     "Report",
     "Rule",
     "bucketing",
-    "capped",
     "centered_clipping",
     "geometric_median",
     "krum",

@@ -23,8 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_bn.robust.table import to_numpy
-
 NETWORK = 24  # the most rows for which a network is faster than a sort
 STRIP = 128  # columns per transposed strip: (128, n) fits a first-level cache
 
@@ -176,49 +174,3 @@ def _sorted_columns(block: np.ndarray) -> np.ndarray:
         np.copyto(strip, block[:, at : at + STRIP].T)
         strip.sort(axis=1)
     return columns
-
-
-def weighted_median(block: Any, weights: np.ndarray) -> np.ndarray:
-    """Return the weighted median of every column.
-
-    Args:
-        block: values (n, width).
-        weights: weights of the rows (n,), each at least 0.
-
-    Returns:
-        The medians (width,): the values below a median have at most half of the weight, and so do the values above it. If
-            this is true for all numbers between two values, the result is the mean of these two.
-    """
-    values, cumulated = _cumulated(block, weights)
-    half, column = cumulated[-1] / 2, np.arange(block.shape[1])
-    tolerance = 1e-12 * cumulated[-1]
-    low = (cumulated < half - tolerance).sum(0)
-    high = (cumulated <= half + tolerance).sum(0)
-    middle: np.ndarray = (values[low, column] + values[np.minimum(high, len(block) - 1), column]) / 2
-    return middle
-
-
-def weighted_trimmed_mean(block: Any, weights: np.ndarray, trim: float) -> np.ndarray:
-    """Return the weighted mean of every column after cutting the weight ``trim`` at either end.
-
-    Args:
-        block: values (n, width).
-        weights: weights of the rows (n,), each at least 0.
-        trim: the weight to cut at either end, in the unit of ``weights``.
-
-    Returns:
-        The means (width,).
-    """
-    values, cumulated = _cumulated(block, weights)
-    before = np.concatenate([np.zeros((1, block.shape[1])), cumulated[:-1]])
-    total = cumulated[-1]
-    inside = np.clip(np.minimum(cumulated, total - trim) - np.maximum(before, trim), 0.0, None)
-    inside = np.where(inside < 1e-12 * total, 0.0, inside)  # rounding errors must not leave weight to a trimmed value
-    kept: np.ndarray = np.where(inside > 0, values * inside, 0.0).sum(0) / inside.sum(0)
-    return kept
-
-
-def _cumulated(block: Any, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    block = to_numpy(block)
-    order = np.argsort(block, axis=0, kind="stable")
-    return np.take_along_axis(block, order, 0).astype(np.float64), np.cumsum(weights[order], axis=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -88,7 +88,6 @@ class View:
     ) -> None:
         self.table, self.f, self.declared, self.rejected, self.checked, self.mix = table, f, declared, rejected, checked, mix
         self.n = table.n if mix is None else len(mix)
-        self.weights: np.ndarray | None = None
         self.known: dict[str, Gram] = {}
 
     @cached_property
@@ -146,7 +145,7 @@ class View:
         return Outcome(output.value, Report(self.table, output.value, self.rejected, self.declared, shares, scores))
 
 
-def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[[View], Outcome], weights: Any = None) -> Outcome:
+def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[[View], Outcome]) -> Outcome:
     """Apply ``rule`` to the rows without NaN or Inf. Each rejected row lowers f by one.
 
     Args:
@@ -155,15 +154,12 @@ def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[
         smallest: the smallest number of rows that the rule needs.
         name: the rule's name, for messages.
         rule: takes a view of the finite rows, and returns their combination.
-        weights: the clients' weights (n,), which ``capped`` cuts so that the f heaviest rows hold less than
-            half of the total. None: all rows count alike.
 
     Returns:
         The rule's value and report.
 
     Raises:
-        ValueError: f is no whole number >= 0, rows are fewer than ``smallest``, every row has NaN or Inf, or the
-            weights do not fit the rows.
+        ValueError: f is no whole number >= 0, rows are fewer than ``smallest``, or every row has NaN or Inf.
     """
     if isinstance(f, bool) or not isinstance(f, int | np.integer) or f < 0:
         raise ValueError(f"f, the number of Byzantine rows, must be a whole number >= 0, but got {f!r}")
@@ -174,22 +170,15 @@ def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[
         return rule(rows)
     table = Table.of(rows)
     _enough(table.n, f, f, smallest, name)
-    w = None if weights is None else np.asarray(weights, dtype=np.float64)
-    if w is not None and w.shape != (table.n,):
-        raise ValueError(f"expected one weight per row ({table.n}), but got shape {w.shape}")
-    view = View(table, f, f)
     try:
-        view.weights = None if w is None else capped(w, f)
-        return rule(view)
+        return rule(View(table, f, f))
     except NonFinite:
         pass
     bad = tuple(table.nonfinite())
     kept = [i for i in range(table.n) if i not in set(bad)]
     if not kept:
         raise ValueError(f"all {table.n} rows hold numbers that are not finite, so there is nothing to aggregate")
-    view = View(table.keep(kept), max(0, f - len(bad)), f, bad, checked=True)
-    view.weights = None if w is None else capped(w[kept], view.f)
-    return rule(view)
+    return rule(View(table.keep(kept), max(0, f - len(bad)), f, bad, checked=True))
 
 
 def _enough(n: int, f: int, declared: int, smallest: int, name: str) -> None:
@@ -197,54 +186,3 @@ def _enough(n: int, f: int, declared: int, smallest: int, name: str) -> None:
         raise ValueError(
             f"{name} withstands f={declared} Byzantine rows among at least {smallest}, but got n={n}: send more rows or declare a smaller f"
         )
-
-
-def capped(weights: Sequence[float] | np.ndarray, f: int) -> np.ndarray:
-    """Cut ``weights`` at a common cap, so that the ``f`` heaviest rows together hold less than half of the total.
-
-    The cap is the largest at which these rows hold at most the share (n - 1) / 2n. For odd n, that is the share of
-    (n - 1) / 2 rows of equal weight, the largest minority. If at most 2f weights are positive, no cap
-    is small enough, and all rows get the same weight.
-
-    Args:
-        weights: the weights (n,), each at least 0.
-        f: the number of rows that may be Byzantine.
-
-    Returns:
-        The weights after the cut (n,). They sum to 1.
-
-    Raises:
-        ValueError: a weight is negative or not finite, all are zero, or f is not below n / 2.
-    """
-    w: np.ndarray = np.array(weights, dtype=np.float64)
-    n = len(w)
-    if not np.isfinite(w).all() or (w < 0).any() or not w.any():
-        raise ValueError(f"weights must be finite, not negative and not all zero, but got {w.tolist()}")
-    if not 0 <= 2 * f < n:
-        raise ValueError(f"capping weights against Byzantine rows: f={f} needs at least {2 * f + 1} weights, but got {n}: reduce f")
-    pivot = np.sort(w)[::-1][2 * f]  # no cap is larger than n * n times this weight, so larger weights are all treated alike
-    shares = w / w.max()
-    heavy, allowed = np.sort(shares)[::-1], (n - 1) / (2 * n)
-    if heavy[:f].sum() <= allowed * heavy.sum():
-        w = shares
-    elif pivot == 0:
-        w = np.ones(n)
-    else:
-        with np.errstate(over="ignore"):
-            w = np.minimum(w / pivot, float(n * n))
-        w = np.minimum(w, _cap(np.sort(w)[::-1], f, allowed) or 1.0)
-    w /= w.sum()
-    return w
-
-
-def _cap(heavy: np.ndarray, f: int, allowed: float) -> float:
-    """Return the cap c at which the f heaviest rows hold the share ``allowed``. 0 if too few weights are positive.
-
-    If the k heaviest are cut to c, then min(k, f) c + uncut = allowed (k c + rest). Here ``rest`` is the sum
-    of the other weights, and ``uncut`` the sum of those among the f heaviest that are not cut.
-    """
-    for k in range(1, len(heavy)):
-        rest, uncut, room = float(heavy[k:].sum()), float(heavy[k:f].sum()), min(k, f) - allowed * k
-        if room > 0 and heavy[k] <= (cap := (allowed * rest - uncut) / room) <= heavy[k - 1]:
-            return cap
-    return 0.0
