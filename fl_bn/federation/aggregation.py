@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -32,11 +32,6 @@ with warnings.catch_warnings():  # PyTorch warns once in a process that it has n
     torch.from_numpy(np.frombuffer(bytes(4), np.float32))
 
 dtype_name = lru_cache(str)  # NumPy computes the name anew each time
-
-
-def blocks(size: int) -> Iterator[slice]:
-    """Return slices of at most ``BLOCK`` values each, which together cover 0..``size``."""
-    return (slice(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK))
 
 
 def extremes(array: np.ndarray) -> tuple[float, float]:
@@ -74,10 +69,10 @@ def fits(tensor: Tensor, dtype: torch.dtype, before: Tensor | None = None) -> bo
         dtype: The dtype to store them in.
         before: Earlier values, in the shape of ``tensor``. A value may be infinite or NaN if the earlier value is the same.
     """
-    if not dtype.is_floating_point:
+    if not dtype.is_floating_point or not tensor.numel():
         return True
     flat = tensor.reshape(-1)
-    if all(math.isfinite(end.item()) for block in blocks(flat.numel()) for end in torch.aminmax(flat[block].to(dtype))):
+    if all(math.isfinite(end.item()) for block in flat.split(BLOCK) for end in torch.aminmax(block.to(dtype))):
         return True
     if before is None:
         return False

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, strided
+from torch import Tensor
 
 from fl_bn.exchange.session import Session
 from fl_bn.federation.aggregation import WeightedSum, extremes, largest, views
@@ -206,22 +206,14 @@ def arrays_of(sections: Any) -> Payload:
             raise WireError("reply", "sections", f"expected a text as the name of a section, but got a {type(section).__name__}")
         if not isinstance(tensors, Mapping):
             raise WireError("reply", printable(section), f"expected a dict {{name: tensor}}, but got a {type(tensors).__name__}")
+        payload[section] = {}
         for name, tensor in tensors.items():
-            if type(name) is not str:
-                raise WireError(section, "", f"expected a text as the name of a tensor, but got a {type(name).__name__}")
-            if not isinstance(tensor, Tensor):
-                raise WireError(section, printable(name), f"expected a tensor, but got a {type(tensor).__name__}")
-            if tensor.layout is not strided or tensor.is_meta or tensor.is_quantized:
-                kind = "on device meta" if tensor.is_meta else f"in the layout {tensor.layout}"
-                raise WireError(
-                    section,
-                    name,
-                    f"expected a dense tensor of plain numbers (not sparse, not quantised, not on meta), but got {tensor.dtype} {kind}",
-                )
-        try:
-            payload[section] = to_numpy(tensors)
-        except RuntimeError as error:
-            raise WireError(section, "", f"expected tensors whose values can be read, but reading failed: {reason(str(error))}") from error
+            if type(name) is not str or not isinstance(tensor, Tensor):
+                raise WireError(section, printable(name), f"expected a tensor by its name, but got a {type(tensor).__name__}")
+            try:
+                payload[section] |= to_numpy({name: tensor})
+            except (RuntimeError, NotImplementedError) as error:  # it is sparse, quantised, or on the device meta
+                raise WireError(section, name, f"expected a dense tensor of plain numbers, but: {reason(str(error))}") from error
     return payload
 
 

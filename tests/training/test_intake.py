@@ -13,12 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_bn.federation import optimizers as module
 from fl_bn.federation.aggregation import BLOCK, SMALL, all_finite, largest
 from fl_bn.federation.replies import Intake
 from fl_bn.methods import METHODS
 from tests.networks import seeded_network
-from tests.training.core import SERVER_OPTIMIZERS, Reply, RoundReplies, Rounds, Server, average, server_optimizer
+from tests.training.core import Reply, RoundReplies, Rounds, Server, average, server_optimizer
 
 SIZES = (3.0, 7.0, 5.0, 2.0)
 
@@ -163,14 +162,3 @@ def test_who_makes_the_result_overflow_is_named_and_left_out_at_once_or_of_the_n
     assert one.conclude(RoundReplies(range(4), came))  # all at once: without it
     assert one.left_out == set()
     assert "values are the largest, up to 3e+38" in one.record.clients[1].refused
-
-
-@pytest.mark.parametrize("name", SERVER_OPTIMIZERS)
-def test_a_step_in_pieces_is_the_step_of_whole_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, slopes = parts_of(64, 5, n=1)[0], [{k: t.double() for k, t in part.items()} for part in parts_of(64, 5)]
-    steps = []
-    for block in (1 << 17, 16):
-        monkeypatch.setattr(module, "blocks", lambda size, block=block: (slice(i, min(i + block, size)) for i in range(0, size, block)))
-        optimizer = server_optimizer(name, *([] if name == "fedacg" else [0.7]))
-        steps.append([optimizer.step(weights, slope, factor) for slope, factor in zip(slopes, (1.0, 0.3, 0.1, 2.0), strict=True)])
-    assert all(same(a, b) for a, b in zip(*steps, strict=True))
