@@ -110,7 +110,7 @@ class FederationState:
         optimizer: The buffers of the server's optimiser.
         auxiliary: ``section/name`` -> auxiliary tensor.
         clients: The state that each client keeps, in order.
-        loaders: For each client, the states of its loader's generators, in the order of ``loader_generators.generators``.
+        loaders: For each client, the states of its loader's generators, in the order of ``local.generators``.
         history: The records of all rounds so far.
         generators: The states of the global generators, see ``generators``.
     """

@@ -51,7 +51,7 @@ from fl_bn.federation.local import generators
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Newest, Passes
 from fl_bn.federation.record import RoundRecord, batches_trained
-from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate, factor_of, same_rate
+from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.run import FROM_THE_START, Diverged, Round, Start, run
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LEARNING_RATE, LocalTraining

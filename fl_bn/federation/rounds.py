@@ -43,25 +43,6 @@ def constant_rate(round: int, rounds: int) -> float:
     return LEARNING_RATE
 
 
-def same_rate(round: int, rounds: int) -> float:
-    """Return 1, the factor of the learning rate in every round."""
-    return 1.0
-
-
-def factor_of(schedule: Callable[[int, int], float], round: int, rounds: int) -> float:
-    """Return the factor of the learning rate that ``schedule`` gives for a round.
-
-    Raises:
-        ValueError: The factor is no finite number above 0.
-    """
-    factor = schedule(round, rounds)
-    if isinstance(factor, bool) or not isinstance(factor, float | int) or not 0 < factor < math.inf:
-        raise ValueError(
-            f"schedule must return a finite number above 0 (the factor of the learning rate), but for round {round} returned {factor!r}"
-        )
-    return float(factor)
-
-
 def unbounded(samples: int) -> int:
     """Return 0. This is the default of ``Rounds.planned_steps``: the number of local steps is unknown."""
     return 0
