@@ -21,15 +21,12 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from robust_cells import FLOWER, NUMPY, OURS, PLAIN, PRELOAD, TORCH, Cell, Measured, measure
-
-from fl_bn.robust import compiled
+from robust_cells import FLOWER, NUMPY, OURS, PRELOAD, TORCH, Cell, Measured, measure
 
 CASES = "10x270000,10x11000000,50x270000,100x270000,100x2700000"
 QUICK = "10x10000,20x10000"
 RULES = "median,trimmed-mean,nnm+trimmed-mean,multi-krum,geometric-median"
-LIBRARIES = (OURS, PLAIN, TORCH, NUMPY, FLOWER)
-COMPILED = ("median", "trimmed-mean", "nnm+trimmed-mean")  # rules that the extra ``robust`` compiles, for large inputs
+LIBRARIES = (OURS, TORCH, NUMPY, FLOWER)
 NOT_IN_FLOWER = ("nnm+trimmed-mean", "geometric-median")
 MARGIN = 1 << 30  # bytes of memory that stay free
 SETUP = 300.0  # seconds for a process to make its input
@@ -117,7 +114,7 @@ def markdown(rows: list[dict[str, str]]) -> str:
 def machine() -> str:
     """Describe the machine and the libraries."""
     models = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    libraries = ", ".join(f"{name} {version(name)}" for name in ("numpy", "llvmlite", "torch", "byzfl", "flwr"))
+    libraries = ", ".join(f"{name} {version(name)}" for name in ("numpy", "torch", "byzfl", "flwr"))
     return f"{models[0] if models else platform.machine()}, one thread; Python {platform.python_version()}, {libraries}."
 
 
@@ -161,7 +158,6 @@ def main(
         for rule in rules.split(",")
         for library in LIBRARIES
         if not (library == FLOWER and rule in NOT_IN_FLOWER)
-        if library != PLAIN or rule in COMPILED and n * d >= compiled.WORTH
     ]
     rows: list[dict[str, str]] = []
     ours: Measured | str = ""

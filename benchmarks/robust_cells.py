@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,11 +15,11 @@ import numpy as np
 import torch
 from flwr.server.strategy import aggregate as flower
 
-from fl_bn.robust import compiled, multi_krum, rule_named
+from fl_bn.robust import multi_krum, rule_named
 
-OURS, PLAIN, TORCH, NUMPY, FLOWER = "fl_bn", "fl_bn, NumPy", "ByzFL, torch", "ByzFL, NumPy", "Flower"
+OURS, TORCH, NUMPY, FLOWER = "fl_bn", "ByzFL, torch", "ByzFL, NumPy", "Flower"
 PRELOAD = ["byzfl", "fl_bn.robust", "flwr.server.strategy.aggregate"]  # imported once, by the process that forks the cells' processes
-WARM = 4096  # columns of the first call, in which libraries load lazy parts and fl_bn compiles its machine code
+WARM = 4096  # columns of the first call, in which libraries load lazy parts
 LONG = 20.0  # seconds; a call that takes longer is not repeated
 
 Rows = list[np.ndarray]
@@ -45,7 +44,7 @@ class Cell(NamedTuple):
 
         ByzFL's NNM gathers all neighbours of all rows: (n, n - f, d).
         """
-        if self.library in (OURS, PLAIN):
+        if self.library == OURS:
             return self.bytes // 10 + (64 << 20)
         return self.bytes * (self.n - self.f + 2 if self.rule.startswith("nnm") else 6)
 
@@ -75,10 +74,8 @@ def prepared(cell: Cell, rows: Rows) -> Any:
 def applied(cell: Cell) -> Callable[[Any], Any] | None:
     """Return the rule as a function of the prepared rows; None if the library does not have the rule."""
     n, f = cell.n, cell.f
-    if cell.library in (OURS, PLAIN):
+    if cell.library == OURS:
         rule = rule_named(cell.rule)
-        if cell.library == PLAIN:
-            return partial(by_numpy_alone, lambda rows: rule(rows, f).value)
         return lambda rows: rule(rows, f).value
     if cell.library == FLOWER:
         rules: dict[str, Callable[[Any], Any]] = {
@@ -97,15 +94,6 @@ def applied(cell: Cell) -> Callable[[Any], Any] | None:
         "geometric-median": byzfl.GeometricMedian(),
     }
     return rules[cell.rule]
-
-
-def by_numpy_alone(call: Callable[[Any], Any], rows: Any) -> Any:
-    """Call ``call(rows)`` as if the extra ``robust`` were not installed."""
-    worth, compiled.WORTH = compiled.WORTH, sys.maxsize
-    try:
-        return call(rows)
-    finally:
-        compiled.WORTH = worth
 
 
 def difference(cell: Cell, rows: Rows, value: Any) -> float:
@@ -155,8 +143,7 @@ def measure(pipe: Connection, cell: Cell, enough: float) -> None:
     assert call is not None
     given = prepared(cell, rows)
     try:
-        warm = max(WARM, -(-compiled.WORTH // cell.n)) if cell.library == OURS else WARM
-        call(prepared(cell, [row[:warm].copy() for row in rows]))
+        call(prepared(cell, [row[:WARM].copy() for row in rows]))
         pipe.send("ready")
         extra, first, value = peak(lambda: call(given))
     except (RuntimeError, MemoryError) as error:

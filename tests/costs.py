@@ -231,7 +231,6 @@ EVERY_THIRD = (
     "tests/models/test_stems.py::test_others_for_small_images_of_any_channels",
     "tests/own_loop/test_derived_weights.py::test_one_local_step_is_plain_pytorch_s_on_the_union",
     "tests/packaging/test_houses.py::test_without_the_extra_a_command_of_a_deployment_says_what_to_install",
-    "tests/robust/test_compiled.py::test_its_bits_are_those_of_the_network_run_by_numpy",
 )
 """Tests with many cases, of which neighbours are similar. Every third case runs by default; the others are slow ones."""
 

@@ -225,7 +225,6 @@ def test_no_path_of_a_machine_is_in_the_tree() -> None:
 
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "grpc": "grpcio", "google": "protobuf", "tomli_w": "tomli-w"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-ALONE = {"llvmlite"}  # tried, and done without
 
 
 def distributions(wanted: list[str]) -> set[str]:
@@ -235,7 +234,7 @@ def distributions(wanted: list[str]) -> set[str]:
 def undeclared(source: str, declared: set[str]) -> set[str]:
     """Packages that ``source`` imports and nobody declares: neither a requirement, nor one of an extra in fl_bn/support/extras.py."""
     tops = {name.partition(".")[0] for name in imports(source)} - set(sys.stdlib_module_names) - {"fl_bn", *HOUSES, ""}
-    return {top for top in tops - ALONE - EXTRAS.keys() if DISTRIBUTIONS.get(top, top) not in declared}
+    return {top for top in tops - EXTRAS.keys() if DISTRIBUTIONS.get(top, top) not in declared}
 
 
 def test_every_package_that_is_imported_is_declared() -> None:

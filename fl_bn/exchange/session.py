@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median, median_high, median_low
+from statistics import median, median_low
 
 import torch
 from torch import nn
@@ -23,13 +23,11 @@ from fl_bn.bn.moments import Average, Moments, bounds, pool, weighted_mean
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local, Quantity, Refused, Request
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.names import check_name
-from fl_bn.support.stated_sizes import FAR, most_believed
 
 POLICIES = ("abort", "shrink")
 NOT_JOINED = "did not join"
 SAME = "Do all run the same model and version, and does forward call the same layers for every batch?"
 LARGEST_COUNT = 2**53  # whole numbers are exact in float64 up to here
-STEEPEST = 1e3  # without a defence, a gradient may be this many times as large as the median client's
 
 Deliver = Callable[[Answer | ExchangeFailed], None]
 LOGGER = logging.getLogger("flwr")  # the logger of the run, which is Flower's; this package does not import Flower
@@ -317,55 +315,14 @@ class Session:
             self._average(local, values)
 
     def _combined(self, requests: Mapping[int, Local]) -> torch.Tensor | None:
-        """Combine the clients' values, or drop the clients whose values are implausible.
-
-        All clients have the same loss function and scale, so honest gradients are of similar size. The next
-        step uses the mean of the gradients. If one client's gradient is many times as large as the others',
-        training diverges at every client, and the cause can no longer be found.
-
-        Returns:
-            The cohort's values (d,). None if a client was dropped: it claims too many activations, its
-                gradient is too large, or the combined values are not finite.
-        """
-        key = next(iter(requests.values())).key
-        if self.believing and self._remove_far(key, requests):
-            return None
-        largest = {client: float(request.values.abs().max()) for client, request in requests.items()}
-        if key.quantity is Quantity.GRADIENTS and self.believing:
-            limit = STEEPEST * max(1.0, median_high(largest.values()))
-            if steep := {client for client, most in largest.items() if most > limit}:
-                most = max(largest[client] for client in steep)
-                self._remove(
-                    steep,
-                    f"refused: {key}: expected gradients of at most {limit:.2g} ({STEEPEST:g} times the median client's largest, or "
-                    f"{STEEPEST:g} if that is more), but the largest is {most:.2g}",
-                )
-                return None
+        """Return the cohort's values (d,). If they overflow, drop the client with the largest values, and return None."""
         values = self._reduced(requests)
         if bool(values.isfinite().all()):
             return values
-        client = max(largest, key=largest.__getitem__)
+        largest = {client: float(request.values.abs().max()) for client, request in requests.items()}
+        client, key = max(largest, key=largest.__getitem__), next(iter(requests.values())).key
         self._remove({client}, f"refused: {key}: its values, up to {largest[client]:.2g}, make the cohort's average overflow")
         return None
-
-    def _remove_far(self, key: Key, requests: Mapping[int, Local]) -> bool:
-        """Drop clients that report many more activations per sample than the median client.
-
-        Returns:
-            Whether any client was dropped.
-        """
-        # statistics come from a pass over all data, the rest from one batch
-        behind = self.samples if key.quantity is Quantity.STATISTICS else self.batches
-        claims = {client: request.count / max(behind[client], 1) for client, request in requests.items() if client in behind}
-        limit = most_believed(claims.values())
-        if far := {client for client, number in claims.items() if number > limit}:
-            most = max(claims[client] for client in far)
-            self._remove(
-                far,
-                f"refused: {key}: expected at most {limit:.3g} activations per sample ({FAR:g} times the median client's), but the client "
-                f"reports {most:.3g}",
-            )
-        return bool(far)
 
     def _agree(self, keys: Mapping[int, Key], left: set[int]) -> bool:
         """Check that all clients sent the same key, and that no client has finished too early.

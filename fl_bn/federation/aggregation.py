@@ -1,22 +1,147 @@
-"""Compute what a server needs for a round, in plain torch: average weights, combine statistics, make the pseudo-gradient."""
+"""Compute what a server needs for a round, in plain torch: look at values, average weights, combine statistics.
+
+Large tensors are processed block by block. A block fits into the processor's cache, and no whole tensor is copied.
+"""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn.bn.moments import Moments, Running
 from fl_bn.bn.roles import batch_norms
-from fl_bn.federation.blocks import WeightedSum
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.payload import Named
 from fl_bn.methods import LayerReports
+
+BLOCK = 1 << 17  # values; 1 MB of float64
+SMALL = 1 << 14  # the largest number of values of a tensor that is processed together with others
+F64 = torch.float64
+
+with warnings.catch_warnings():  # PyTorch warns once in a process that it has no read-only tensors
+    warnings.simplefilter("ignore")
+    torch.from_numpy(np.frombuffer(bytes(4), np.float32))
+
+dtype_name = lru_cache(str)  # NumPy computes the name anew each time
+
+
+def extremes(array: np.ndarray) -> tuple[float, float]:
+    """Return the smallest and the largest value of an array that is not empty, in one pass; NaN if a value is NaN."""
+    least, most = torch.aminmax(torch.from_numpy(array))
+    return least.item(), most.item()
+
+
+def largest(tensors: Iterable[Tensor]) -> float:
+    """Return the largest absolute value among the floating-point tensors, which are finite; 0 if there is none."""
+    floats = [tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    return max((abs(end.item()) for tensor in joined(floats) for end in torch.aminmax(tensor)), default=0.0)
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Tell whether all values of ``tensors`` are finite. Small tensors of one dtype are checked together."""
+    floats = [tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    return all(math.isfinite(end.item()) for tensor in joined(floats) for end in torch.aminmax(tensor))
+
+
+def joined(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return flat tensors (one axis) with the values of ``tensors``. Small tensors of one dtype and device are joined into one."""
+    large, small = list[Tensor](), dict[tuple[torch.dtype, torch.device], list[Tensor]]()
+    for tensor in tensors:
+        flat = tensor.reshape(-1)
+        (large if flat.numel() > SMALL else small.setdefault((flat.dtype, flat.device), [])).append(flat)
+    return large + [torch.cat(group) if len(group) > 1 else group[0] for group in small.values()]
+
+
+def fits(tensor: Tensor, dtype: torch.dtype, before: Tensor | None = None) -> bool:
+    """Tell whether all values stay finite when they are stored in ``dtype``.
+
+    Args:
+        tensor: The values.
+        dtype: The dtype to store them in.
+        before: Earlier values, in the shape of ``tensor``. A value may be infinite or NaN if the earlier value is the same.
+    """
+    if not dtype.is_floating_point or not tensor.numel():
+        return True
+    flat = tensor.reshape(-1)
+    if all(math.isfinite(end.item()) for block in flat.split(BLOCK) for end in torch.aminmax(block.to(dtype))):
+        return True
+    if before is None:
+        return False
+    same = flat.to(dtype).eq(before.reshape(-1)) | (flat.isnan() & before.reshape(-1).isnan())
+    return bool((same | flat.to(dtype).isfinite()).all())
+
+
+def views(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """Return tensors that share the arrays' memory. Do not change them: a received array is a part of its message's bytes."""
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+class WeightedSum:
+    """Sum named tensors, each times its weight, in float64 and in the order in which they are added.
+
+    Large tensors are added block by block, without a float64 copy of the whole tensor. Neighbouring small tensors of one
+    dtype are added as one block. Neither changes a bit of the sum.
+
+    Attributes:
+        total: The sum of the weights.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self._like: Named = {}
+        self._whole = torch.empty(0)
+        self._runs: list[list[str]] = []
+
+    def add(self, part: Named, weight: float) -> None:
+        """Add ``weight * part`` (name -> tensor). The first part gives the sum its names."""
+        if not self._runs:
+            # Freed memory returns to the operating system at once if it is one large piece, but not if it is many small ones.
+            self._whole = torch.from_numpy(np.zeros(sum(tensor.numel() for tensor in part.values())))
+            self._like, self._runs = {name: torch.empty_like(tensor, device="meta") for name, tensor in part.items()}, _runs(part)
+        self.total += weight
+        start, copy = 0, torch.empty(BLOCK, dtype=F64)
+        for names in self._runs:
+            values = _flat([part[name] for name in names])
+            sums = self._whole[start : start + values.numel()]
+            start += values.numel()
+            for few, piece in zip(sums.split(BLOCK), values.split(BLOCK), strict=True):
+                few.add_(copy[: piece.numel()].copy_(piece), alpha=weight)
+
+    def mean(self) -> dict[str, Tensor]:
+        """Return name -> the weighted mean. It takes the memory of the sum, which is over."""
+        whole, self._whole = self._whole.div_(self.total), torch.empty(0)
+        pieces = whole.split([tensor.numel() for tensor in self._like.values()])
+        return {name: piece.view(like.shape) for (name, like), piece in zip(self._like.items(), pieces, strict=True)}
+
+
+def _runs(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Group the names, in order: a large tensor alone; neighbouring small tensors of one dtype together, up to ``BLOCK`` values."""
+    runs, last, size = list[list[str]](), None, BLOCK
+    for name, tensor in tensors.items():
+        kind = (tensor.dtype, tensor.device) if tensor.numel() <= SMALL else None
+        if kind is None or kind != last or size + tensor.numel() > BLOCK:
+            runs.append([])
+            size = 0
+        runs[-1].append(name)
+        last, size = kind, size + tensor.numel()
+    return runs
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the values of ``tensors``, one after the other, in a tensor of one axis."""
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    if len(flat) == 1:
+        return flat[0]
+    return torch.cat(flat if len({tensor.dtype for tensor in flat}) == 1 else [tensor.to(F64) for tensor in flat])
 
 
 def average(parts: Sequence[Named], weights: Sequence[float]) -> dict[str, Tensor]:
@@ -29,8 +154,9 @@ def average(parts: Sequence[Named], weights: Sequence[float]) -> dict[str, Tenso
     if not parts or total <= 0:
         raise ValueError(f"an average needs at least 1 reply and a total weight > 0, but got {len(parts)} replies of total weight {total}")
     mean = WeightedSum()
-    mean.add(parts, [float(weight) / total for weight in weights])
-    return mean.tensors
+    for part, weight in zip(parts, weights, strict=True):
+        mean.add(part, float(weight))
+    return mean.mean()
 
 
 NO_SCALES: Mapping[str, float] = MappingProxyType({})
@@ -76,23 +202,17 @@ def combine(
     return new
 
 
-def pseudo_gradient(weights: Named, mean: Named) -> dict[str, Tensor]:
-    """Return ``weights - average`` in float64, with the average rounded to the dtype of the weights.
-
-    The rounding makes the difference exact: ``weights`` minus the pseudo-gradient is the rounded average, bit for bit.
-    Without rounding, a step of SGD with learning rate 1 could end at a float32 number next to the rounded average. This happens
-    to one value in 40 if two clients are averaged in the ratio 3 to 7.
-    """
-    return {name: difference(weights[name].double(), mean[name].clone(), weights[name].dtype) for name in mean}
-
-
 def difference(weight: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``weight - mean``, the pseudo-gradient of one tensor or of a block of it, in the memory of ``mean``.
+
+    The average is rounded to the dtype of the weights first. The rounding makes the difference exact: the weight minus the
+    pseudo-gradient is the rounded average, bit for bit. Without rounding, a step of SGD with learning rate 1 could end at a float32
+    number next to the rounded average. This happens to one value in 40 if two clients are averaged in the ratio 3 to 7.
 
     Args:
         weight: The weight before the round, in float64.
         mean: The average, in float64. It is overwritten.
-        dtype: The dtype of the stored weights, to which the average is rounded first.
+        dtype: The dtype of the stored weights.
     """
     return torch.sub(weight, mean.copy_(mean.to(dtype)), out=mean)
 

@@ -18,12 +18,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from fl_bn.bn.conversion import check_complete, hooked_parameters
 from fl_bn.bn.copying import copied
 from fl_bn.bn.roles import inputs_like
+from fl_bn.federation.checkpoint import of_optimizer
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.engines.vectorised import ENGINES, VECTORISED
 from fl_bn.federation.engines.workers import MOST_WORKERS
 from fl_bn.federation.loaders import Loader, check_clients, check_loader
 from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.federation.same_run import of_optimizer
 from fl_bn.federation.step_rates import check_optimizer
 from fl_bn.federation.steps import check_follows_rate, check_optimizer_steps, check_parameters, check_scheduler_steps
 from fl_bn.methods import Method

@@ -14,7 +14,7 @@ from fl_bn.bn.layers import CONSTANT, OwnBatchNorm
 from fl_bn.bn.moments import Running
 from fl_bn.bn.roles import batch_norms
 from fl_bn.federation.aggregation import running_statistics
-from fl_bn.federation.divergence import BAD_INPUTS
+from fl_bn.federation.record import BAD_INPUTS
 from fl_bn.methods import Place, StatisticsReport
 
 if TYPE_CHECKING:

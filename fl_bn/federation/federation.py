@@ -37,7 +37,7 @@ from fl_bn.federation.arguments import (
 )
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.callbacks import Callback, Callbacks, Running, checked_callbacks
-from fl_bn.federation.checkpoint import FederationState, set_generators
+from fl_bn.federation.checkpoint import CALENDAR, FederationState, check_same, of_method, of_optimizer, set_generators
 from fl_bn.federation.checkpoint import generators as global_generators
 from fl_bn.federation.clipping import bounded
 from fl_bn.federation.composition import check_composition, check_learns
@@ -48,13 +48,11 @@ from fl_bn.federation.engines.local import LocalTransport
 from fl_bn.federation.engines.vectorised import VECTORISED
 from fl_bn.federation.loaders import Loader, check_not_one_batch, in_dtype
 from fl_bn.federation.local import generators
-from fl_bn.federation.newest import Newest
 from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.federation.passes import Passes
+from fl_bn.federation.passes import Newest, Passes
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.run import FROM_THE_START, Diverged, Round, Start, run
-from fl_bn.federation.same_run import CALENDAR, check_same, of_method, of_optimizer
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
 from fl_bn.methods import Method
@@ -361,7 +359,6 @@ class Federation:
             self._transport.kept,
             own,
             self.history,
-            server.keeps_replies,
             global_generators(),
         )
         state.save(Path(path))
@@ -392,7 +389,7 @@ class Federation:
             )
         server.shared.restore(state.arrays, state.auxiliary)
         server.optimizer.restore(state.optimizer)
-        server.keeps_replies, server.round, server.rounds = state.keeps, state.round, state.rounds
+        server.round, server.rounds = state.round, state.rounds
         for of, states in zip(own, state.loaders, strict=True):
             for one, saved in zip(of, states, strict=True):
                 one.set_state(saved)

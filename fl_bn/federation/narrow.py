@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_bn.federation.blocks import views
+from fl_bn.federation.aggregation import views
 from fl_bn.federation.payload import Payload, nbytes
 from fl_bn.methods import Method, Phase
 from fl_bn.support.names import check_name
@@ -83,6 +83,10 @@ class PayloadDtype:
             narrowed = [tensor for name, tensor in sections.get(section, {}).items() if name in self.tensors]
             sizes |= {section: sizes[section] - sum(t.numel() * (t.itemsize - BYTES) for t in narrowed)} if narrowed else {}
         return sizes
+
+    def unmoved(self, name: str, mean: Tensor, sent: Tensor) -> bool:
+        """Tell whether ``mean`` is the rounded form of ``sent``: then no client moved this tensor, and its exact values stay valid."""
+        return name in self.tensors and torch.equal(mean.to(sent.dtype), sent.to(getattr(torch, self.dtype)).to(sent.dtype))
 
     def _each(self, payload: Payload, turned: Turn) -> Payload:
         new = dict(payload)

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_bn.federation.blocks import blocks
 from fl_bn.federation.eager import SGD, Eager
 from fl_bn.federation.payload import Named
 from fl_bn.options import Options, option, takes
@@ -101,7 +100,7 @@ class ServerOptimizer:
     """Step the shared learnable weights by any torch optimiser, along the pseudo-gradient, tensor by tensor.
 
     It does not get statistics. It works in float64, on the server's weights before the round. The pseudo-gradient is the
-    weights minus the clients' average (``pseudo_gradient``). So a step of SGD with learning rate 1 gives the average itself.
+    weights minus the clients' average (``aggregation.difference``). So a step of SGD with learning rate 1 gives the average itself.
 
     Args:
         make: Makes the torch optimiser of a list of parameters.
@@ -140,7 +139,7 @@ class ServerOptimizer:
     def step_within(self, weights: Named, tensors: Named, gradient: Gradient | None = None, learning_rate_factor: float = 1.0) -> None:
         """Write the weights after one step into ``tensors``.
 
-        The method copies only one tensor at a time. For SGD without momentum, it copies only one block of a tensor.
+        The method copies only one tensor at a time.
 
         Args:
             weights: Name -> weight before the step.
@@ -157,34 +156,24 @@ class ServerOptimizer:
             optimizer.param_groups[0]["params"].append(self._parameters[name])
         for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * learning_rate_factor
-        forgets = isinstance(optimizer, SGD) and not any(group["momentum"] for group in optimizer.param_groups)
+        if gradient is not None and _takes_the_average(optimizer):
+            return
         for name, tensor in tensors.items():
-            pairs = [(weights[name], tensor)]
-            if forgets and tensor.is_contiguous():
-                flat, into = weights[name].reshape(-1), tensor.view(-1)
-                pairs = [(flat[block], into[block]) for block in blocks(flat.numel())]
-            parameter = self._parameters[name]
-            for weight, piece in pairs:
-                parameter.data = weight.to(torch.float64, copy=True)
-                parameter.grad = piece if gradient is None else gradient(parameter.data, piece, weight.dtype)
-                optimizer.step()
-                piece.copy_(parameter.data)
-                parameter.grad = None
-            parameter.data = _without_memory(tensor)
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Tell whether clients start with other weights than the server's (FedACG)."""
-        return self._optimizer is not None and bool(self._optimizer.param_groups[0].get("lookahead", 0.0))
+            weight, parameter = weights[name], self._parameters[name]
+            parameter.data = weight.to(torch.float64, copy=True)
+            parameter.grad = tensor if gradient is None else gradient(parameter.data, tensor, weight.dtype)
+            optimizer.step()
+            tensor.copy_(parameter.data)
+            parameter.grad, parameter.data = None, _without_memory(tensor)
 
     def lookahead(self, weights: Named) -> dict[str, Tensor]:
         """Return name -> the weight with which clients start (FedACG), in float64. Empty: they start with ``weights``.
 
         Weights that never made a step are left out.
         """
-        if self._optimizer is None or not self.looks_ahead:
+        if self._optimizer is None or not (momentum := self._optimizer.param_groups[0].get("lookahead", 0.0)):
             return {}
-        state, momentum = self._optimizer.state, self._optimizer.param_groups[0]["lookahead"]
+        state = self._optimizer.state
         moved = [(name, p) for name, p in self._parameters.items() if name in weights and state[p]]
         return {name: weights[name].double() + momentum * state[p]["movement"] for name, p in moved}
 
@@ -224,6 +213,12 @@ class ServerOptimizer:
         for entry, tensor in buffers.items():
             key, _, name = entry.partition("/")
             optimizer.state[self._parameters[name]][key] = tensor.clone()
+
+
+def _takes_the_average(optimizer: Optimizer) -> bool:
+    """Tell whether a step along ``aggregation.difference`` ends at the rounded average, from any weights."""
+    plain = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "maximize": False}
+    return isinstance(optimizer, SGD) and all(group[name] == value for group in optimizer.param_groups for name, value in plain.items())
 
 
 def _without_memory(like: Tensor) -> Tensor:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from fl_bn.bn.moments import Moments, ordinary
-from fl_bn.federation.aggregation import Drift, running_statistics
-from fl_bn.federation.blocks import all_finite
-from fl_bn.federation.divergence import BAD_INPUTS
+from fl_bn.federation.aggregation import Drift, all_finite, running_statistics
 from fl_bn.federation.payload import Named, Sections, encode_moments
+from fl_bn.federation.record import BAD_INPUTS
 from fl_bn.federation.values import ClientState
 from fl_bn.methods import Place, StatisticsReport
 from fl_bn.objectives import CONTROL, Finish

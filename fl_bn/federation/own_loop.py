@@ -20,7 +20,6 @@ from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
-from fl_bn.federation.divergence import watch
 from fl_bn.federation.first_batch import Connect
 from fl_bn.federation.loop_watch import check_not_open, watched
 from fl_bn.federation.made_of import MadeOf
@@ -28,7 +27,7 @@ from fl_bn.federation.metrics import over_samples
 from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.one_sample import advised
 from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.record import RoundRecord, watch
 from fl_bn.federation.replies import TRAINED, checked
 from fl_bn.federation.rounds import Rounds, constant_rate
 from fl_bn.federation.schema import START

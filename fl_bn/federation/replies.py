@@ -1,4 +1,4 @@
-"""Check a client's reply before the server uses it, by the same rules for all ways of running fl-bn.
+"""Check a client's reply before the server uses it, by the same rules for all ways of running fl-bn, and take replies in.
 
 In a user's own loop and in ``Federation``, a reply is a ``Reply`` (see ``Expected.check``). In Flower, a reply is a message
 whose header names the round and the model's signature (see ``flower.replies``). The same code checks the numbers and
@@ -9,26 +9,37 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from torch import Tensor, strided
+import torch
+from torch import Tensor
 
 from fl_bn.exchange.session import Session
-from fl_bn.federation.blocks import extremes, views
-from fl_bn.federation.bounds import WIDEST_WEIGHT
-from fl_bn.federation.divergence import BAD_INPUTS, DIVERGED, NOT_FINITE, about_inputs
+from fl_bn.federation.aggregation import WeightedSum, extremes, largest, views
+from fl_bn.federation.defence import TooFew
 from fl_bn.federation.fields import LARGEST, Form, Values, number, whole
 from fl_bn.federation.fields import measured as a_number
-from fl_bn.federation.payload import Payload, to_numpy
+from fl_bn.federation.payload import Payload, Sections, to_numpy
+from fl_bn.federation.record import BAD_INPUTS, DIVERGED, NOT_FINITE, about_inputs
 from fl_bn.federation.rounds import unbounded
 from fl_bn.federation.schema import Schema
+from fl_bn.federation.shared_model import NotFinite
 from fl_bn.federation.values import Reply, RoundReplies
+from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import Absent, WireError, check_samples, excerpt, printable, reason
 
+T = TypeVar("T")
 LOGGER = logging.getLogger("flwr")
+WIDEST_WEIGHT = 1e4
+"""The largest allowed weight in a reply, as a multiple of the server's largest weight, or of 1 if 1 is larger.
+
+A finite value of 3e38 from one client would dominate the average. No client could train the new model, and nothing would show who sent
+the value. Honest training stays below this limit, even in the first steps of an untrained deep network.
+"""
 REPLIED = Form(  # samples 0: the client took no part in the round
     "metrics", {"samples": whole(), "measured": whole(default=None), BAD_INPUTS: whole(default=None)}
 )
@@ -51,6 +62,20 @@ TRAINED = REPLIED.and_also(
     )
 )
 LOOPED = TRAINED.and_also(Form("metrics", {"steps": whole()}))  # a user's own loop may end before its first step
+
+
+def bounds_of(sent: Sections, rate: float, buffers: Collection[str] = ()) -> dict[str, float]:
+    """Return section -> the largest absolute value that a reply may have, for weights and for gradients.
+
+    A gradient times the learning rate may be as large as the largest allowed weight.
+
+    Args:
+        sent: The sections of the instruction.
+        rate: The learning rate of the instruction.
+        buffers: Names of buffers in the section of the weights, which do not count for the server's largest weight.
+    """
+    weight = WIDEST_WEIGHT * max(1.0, largest(t for name, t in sent.get("weights", {}).items() if name not in buffers))
+    return {"weights": weight, "gradients": weight / rate if rate > 0 else math.inf}
 
 
 @dataclass(frozen=True)
@@ -97,10 +122,6 @@ class Expected:
         if type(reply.weight) is not int or not 1 <= reply.weight <= reply.samples:
             problem = f"expected a whole number 1..{reply.samples} (the reply has {reply.samples} samples), but got {excerpt(reply.weight)}"
             raise WireError("metrics", "weight", problem)
-        if reply.folded is not False:
-            raise WireError(
-                "reply", "folded", f"expected False, which only the server may change when it sums replies, but got {excerpt(reply.folded)}"
-            )
         return replace(self.reply(reply.client, values, arrays_of(reply.sections)), weight=reply.weight)
 
     def numbers(self, client: int, record: Mapping[str, Any] | None) -> Values:
@@ -185,22 +206,14 @@ def arrays_of(sections: Any) -> Payload:
             raise WireError("reply", "sections", f"expected a text as the name of a section, but got a {type(section).__name__}")
         if not isinstance(tensors, Mapping):
             raise WireError("reply", printable(section), f"expected a dict {{name: tensor}}, but got a {type(tensors).__name__}")
+        payload[section] = {}
         for name, tensor in tensors.items():
-            if type(name) is not str:
-                raise WireError(section, "", f"expected a text as the name of a tensor, but got a {type(name).__name__}")
-            if not isinstance(tensor, Tensor):
-                raise WireError(section, printable(name), f"expected a tensor, but got a {type(tensor).__name__}")
-            if tensor.layout is not strided or tensor.is_meta or tensor.is_quantized:
-                kind = "on device meta" if tensor.is_meta else f"in the layout {tensor.layout}"
-                raise WireError(
-                    section,
-                    name,
-                    f"expected a dense tensor of plain numbers (not sparse, not quantised, not on meta), but got {tensor.dtype} {kind}",
-                )
-        try:
-            payload[section] = to_numpy(tensors)
-        except RuntimeError as error:
-            raise WireError(section, "", f"expected tensors whose values can be read, but reading failed: {reason(str(error))}") from error
+            if type(name) is not str or not isinstance(tensor, Tensor):
+                raise WireError(section, printable(name), f"expected a tensor by its name, but got a {type(tensor).__name__}")
+            try:
+                payload[section] |= to_numpy({name: tensor})
+            except (RuntimeError, NotImplementedError) as error:  # it is sparse, quantised, or on the device meta
+                raise WireError(section, name, f"expected a dense tensor of plain numbers, but: {reason(str(error))}") from error
     return payload
 
 
@@ -251,3 +264,90 @@ def _stranger(reply: Reply, clients: int) -> str | None:
     if type(reply.client) is not int or not 0 <= reply.client < clients:
         return f"expected client 0..{clients - 1}, as the server has {clients} clients, but the reply names client {excerpt(reply.client)}"
     return None
+
+
+class Intake:
+    """Add the replies of a round to a weighted sum one by one, as they arrive, and free the memory of their weights.
+
+    So the server needs the memory of three models, however many clients there are. Replies are added in the order of the clients'
+    numbers, so that the order of arrival changes no bit. A reply waits until the replies of all clients before it are added.
+
+    Args:
+        cohort: The clients that received the instruction.
+        weigh: Returns the weight of a reply.
+    """
+
+    def __init__(self, cohort: Sequence[int], weigh: Callable[[Reply], float]) -> None:
+        self._turns, self._weigh = deque(sorted(cohort)), weigh
+        self._came: dict[int, Reply | None] = {}
+        self._sum = WeightedSum()
+
+    def take(self, client: int, reply: Reply | None) -> None:
+        """Take a checked reply; None: that of ``client`` is missing or refused. Call this at most once per client."""
+        self._came[client] = reply
+        while self._turns and self._turns[0] in self._came:
+            self._add(self._turns.popleft())
+
+    def end(self) -> tuple[list[Reply], WeightedSum]:
+        """Return all replies in client order, without the values of their weights, and the sum of these."""
+        for client in self._turns:
+            self._add(client)
+        return [reply for _, reply in sorted(self._came.items()) if reply is not None], self._sum
+
+    def _add(self, client: int) -> None:
+        if (reply := self._came.get(client)) is None:
+            return
+        (section,) = reply.sections.keys() & {"weights", "gradients"}
+        self._sum.add(reply.sections[section], self._weigh(reply))
+        gone = {name: torch.empty_like(tensor, device="meta") for name, tensor in reply.sections[section].items()}
+        self._came[client] = replace(reply, sections={**reply.sections, section: gone})
+
+
+def without_overflow(
+    parts: Sequence[Reply], attempt: Callable[[list[Reply], int], T], called: ClientNames = UNNAMED
+) -> tuple[list[Reply], dict[int, str], T]:
+    """Call ``attempt(parts, 0)``. While it raises NotFinite, leave out the reply with the largest values and call it again.
+
+    Args:
+        parts: The replies.
+        attempt: A function of the remaining replies and of the number of replies left out so far.
+        called: The names of the clients.
+
+    Returns:
+        The replies that were used; client -> the reason, for each refused reply; and the result of ``attempt``.
+
+    Raises:
+        TooFew: ``attempt`` raised it, and the message now names the refused clients.
+    """
+    remaining, refused = list(parts), dict[int, str]()
+    while True:
+        try:
+            return remaining, refused, attempt(remaining, len(refused))
+        except TooFew as error:
+            names = "; ".join(f"{called.client(index)}: {why}" for index, why in refused.items())
+            raise TooFew(f"{error} ({names})" if names else str(error)) from error
+        except NotFinite as problem:
+            worst = problem.worst(remaining)
+            remaining = [part for part in remaining if part is not worst]
+            refused[worst.client] = problem.refusal(worst)
+
+
+def taking_part(session: Session, parts: Sequence[Reply], refused: dict[int, str]) -> list[Reply]:
+    """Return the replies of clients that took part in the exchange, each weighted by its batch size in the exchange.
+
+    With ``exchange-policy='abort'``, one missing reply makes all others unusable.
+
+    Args:
+        session: The session of the exchange.
+        parts: The replies.
+        refused: Client -> the reason why its reply is not used. This function adds the clients whose replies it leaves out.
+    """
+    usable, batches = {part.client: part for part in parts}, session.taking_part
+    missing = sorted(set(batches) - set(usable))
+    if missing and session.policy == "abort":
+        session.fail(f"{session.called.clients(missing)} took part, but sent no usable reply (exchange-policy is abort)")
+    refused |= {index: "it took no part in the exchange" for index in usable if index not in batches}
+    if session.failure:
+        refused |= dict.fromkeys(refused.keys() | usable.keys(), session.failure)
+    refused |= session.dropped
+    return [replace(part, weight=batches[index]) for index, part in sorted(usable.items()) if index not in refused]

@@ -43,11 +43,6 @@ def constant_rate(round: int, rounds: int) -> float:
     return LEARNING_RATE
 
 
-def all_samples(samples: int) -> int:
-    """Return ``samples``. This is the default of ``Rounds.planned``: a client trains on all its samples."""
-    return samples
-
-
 def unbounded(samples: int) -> int:
     """Return 0. This is the default of ``Rounds.planned_steps``: the number of local steps is unknown."""
     return 0
@@ -188,8 +183,6 @@ class Rounds(Options):
         registered: Returns node -> name of the site that has this node now, see ``ClientNames``.
         recalibration: The way to measure exact statistics of all layers, see ``RECALIBRATIONS``.
         memory: The largest number of bytes of activations that a process may keep in an exchange that goes layer by layer.
-        planned: ``planned(samples)`` returns the number of different samples that a client with so many samples
-            trains on in a round. So the server knows a client's weight before it gets the reply.
         payload: The dtype in which weights and gradients are sent, see ``federation.narrow``.
 
     Raises:
@@ -321,7 +314,6 @@ class Rounds(Options):
         read=_bytes,
         used=MEASURES_AT_ONCE,
     )
-    planned: Callable[[int], int] = all_samples
     payload: str = option(
         AS_THE_MODEL,
         "dtype in which weights and gradients are sent in training rounds; float32: as they are in the model; bfloat16: half the bytes, "
@@ -331,11 +323,6 @@ class Rounds(Options):
         key="payload-dtype",
         used=method_where("where clients share weights", lambda method, config: method.shares(Role.WEIGHT)),
     )
-
-    @property
-    def asks_for_steps(self) -> bool:
-        """Return whether the server knows an upper limit on each client's number of local steps, see ``most_steps``."""
-        return self.max_steps > 0 or self.planned_steps is not unbounded
 
     def most_steps(self, samples: int) -> int:
         """Return the largest number of local steps that a client with ``samples`` samples may claim; 0: unknown."""

@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from fl_bn.federation.divergence import at_the_end, watch, why_failed
 from fl_bn.federation.passes import Measured, Passes
 from fl_bn.federation.payload import Named
-from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.record import RoundRecord, at_the_end, watch, why_failed
 from fl_bn.federation.server import Server
 from fl_bn.federation.transport import Transport
 from fl_bn.methods import Phase, Refresh

@@ -17,8 +17,8 @@ from torch import nn
 from fl_bn.bn.moments import bounds
 from fl_bn.bn.roles import Role
 from fl_bn.exchange.session import LARGEST_COUNT
+from fl_bn.federation.aggregation import SMALL, dtype_name, extremes
 from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
-from fl_bn.federation.blocks import SMALL, dtype_name, extremes
 from fl_bn.federation.locality import Locality
 from fl_bn.federation.payload import Payload, tensor_name
 from fl_bn.methods import MOMENTS, Phase, Place, StatisticsReport

@@ -1,7 +1,8 @@
 """Carry out the server's half of a round: (state, replies) -> (state, record).
 
 A round changes the shared model, or leaves the model as it was. The server never stores values that are not finite. If a new shared
-tensor is not finite, the server leaves out the reply with the largest values, and combines the others again.
+tensor is not finite, the server leaves out the reply with the largest values, and combines the others again. If the replies were added up
+as they arrived, the round changes nothing, and the next one goes without that client.
 """
 
 from __future__ import annotations
@@ -14,20 +15,16 @@ from types import MappingProxyType
 
 from torch import nn
 
-from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift, merge_drifts
-from fl_bn.federation.blocks import sizes
-from fl_bn.federation.bounds import bounds_of
 from fl_bn.federation.composition import check_weights
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.federation.layer_calls import say_unmeasured
-from fl_bn.federation.left_out import far_replies, taking_part, without_far, without_overflow
 from fl_bn.federation.narrow import PayloadDtype, check_payload
 from fl_bn.federation.norm_layers import check_layers, say_absent
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
 from fl_bn.federation.payload import count_tensors
 from fl_bn.federation.record import RoundRecord, with_clients
-from fl_bn.federation.replies import REPLIED, TRAINED, Expected
+from fl_bn.federation.replies import REPLIED, TRAINED, Expected, Intake, bounds_of, taking_part, without_overflow
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.shared_model import NotFinite, ServerStep, SharedModel
 from fl_bn.federation.values import Instruction, Reply, RoundReplies
@@ -72,8 +69,7 @@ class Server:
         self.record = RoundRecord(0, Phase.TRAIN.value, 0.0)
         self.round = 0
         self._bounds: dict[str, float] = {}  # section -> the largest allowed value in replies of this round
-        self._sent: dict[str, float] = {}  # name -> the largest absolute value of a statistic in this round's instruction
-        self.keeps_replies = False  # whether to wait for all replies before averaging: True once a bad reply in an average spoilt a round
+        self.left_out: set[int] = set()  # clients without which the next round goes, since their values spoilt a round's sum
 
     @property
     def model(self) -> nn.Module:
@@ -104,10 +100,22 @@ class Server:
         share = 1.0 if rate == scheduled else rate / scheduled
         instruction = self.shared.instruction_to_train(round, phase, self.optimizer, rate, share, self.policy.objective)
         down = instruction.sections
-        self._sent = sizes(down.get("statistics", {}))
         self._bounds = {} if self.defence.active else bounds_of(down, rate, self.shared.buffers)  # a robust rule needs no bounds
         self.record = RoundRecord(round, phase.value, rate, tensors_down=count_tensors(down), bytes_down=self.rounding.nbytes(down))
         return instruction
+
+    def intake(self, cohort: Sequence[int]) -> Intake | None:
+        """Return what takes the replies of ``cohort`` one by one, and frees the memory of their weights.
+
+        Return None if all replies are needed at the same time: for robust rules, the layer-wise exchange, and auxiliary tensors.
+        """
+        whole = self.defence.active or Phase(self.record.phase) is Phase.EXCHANGE or self.policy.auxiliary
+        return None if whole else Intake(cohort, self._weight)
+
+    def _weight(self, part: Reply) -> float:
+        """Return the weight of a reply in averages of weights."""
+        by_samples = self.policy.client_weights == "samples" or Phase(self.record.phase) is Phase.EXCHANGE
+        return float(part.weight) if by_samples and not self.defence.active else 1.0
 
     def conclude(self, replies: RoundReplies) -> bool:
         """Check and combine the round's replies, and update the shared model.
@@ -120,24 +128,31 @@ class Server:
         Returns:
             Whether the model changed. False if too few replies were usable.
         """
-        shared, phase, policy = self.shared, Phase(self.record.phase), self.policy
-        self.round = self.record.round
-        far = self.far(replies.parts, phase)
-        self.keeps_replies |= any(part.folded for part in replies.parts if part.client in far)
-        parts, refused = without_far(replies.parts, far, self.policy.called), {**replies.refused, **far}
+        shared, phase, called = self.shared, Phase(self.record.phase), self.policy.called
+        self.round, self.left_out = self.record.round, set()
+        parts, refused = list(replies.parts), dict(replies.refused)
         if phase is Phase.EXCHANGE and replies.exchange is not None:
             parts = taking_part(replies.exchange, parts, refused)
         before = shared.statistics()
         try:
-            parts, overflowing, distances = without_overflow(parts, lambda used, lost: self._step(used, lost, replies), policy.called)
-        except TooFew as error:
-            self.keeps_replies |= isinstance(error.__cause__, NotFinite)
-            self.record = with_clients(self.record, replies, parts, refused, self.rounding, policy.called)
-            LOGGER.warning("round %s: %s", self.round, error)
+            if replies.sum is None:
+                parts, overflowing, distances = without_overflow(parts, lambda used, lost: self._step(used, lost, replies), called)
+                refused |= overflowing
+            else:
+                distances = self._step(parts, 0, replies)
+        except (TooFew, NotFinite) as error:
+            why = str(error)
+            if isinstance(error, NotFinite):
+                worst = error.worst(parts)
+                parts, self.left_out = [part for part in parts if part is not worst], {worst.client}
+                refused[worst.client] = error.refusal(worst)
+                why = f"{why}: nothing changes, and the next round goes without {called.client(worst.client)}"
+            self.record = with_clients(self.record, replies, parts, refused, self.rounding, called)
+            LOGGER.warning("round %s: %s", self.round, why)
             return False
         drifts = [part.local_drift(list(shared.layers)) for part in parts]
         self.record = replace(
-            with_clients(self.record, replies, parts, refused | overflowing, self.rounding, policy.called, distances),
+            with_clients(self.record, replies, parts, refused, self.rounding, called, distances),
             aggregated=True,
             drift=Drift.between(before, shared.statistics()) or merge_drifts(drift for drift in drifts if drift is not None),
         )
@@ -172,19 +187,14 @@ class Server:
             defence.check(len(parts))
         except TooFew as error:
             raise TooFew(f"nothing changes, since {error}") from error
-        believed = not defence.active and (policy.client_weights == "samples" or phase is Phase.EXCHANGE)
-        weights = [float(part.weight) if believed else 1.0 for part in parts]
         statistics = self.shared.combined(parts, phase, defence, self.pace())
-        step = ServerStep(parts, weights, self.optimizer, self.record.learning_rate, defence, replies.partial, phase, self.rounding)
+        weights = [self._weight(part) for part in parts]
+        step = ServerStep(parts, weights, self.optimizer, self.record.learning_rate, defence, replies.sum, phase, self.rounding)
         return self.shared.change(step, statistics)
 
     def pace(self) -> float:
         """Return this round's learning rate divided by that of the first round, but at most 1, see ``Rounds.pace``."""
         return self.policy.pace(self.record.learning_rate, self.rounds)
-
-    def expected(self, phase: Phase) -> schema.Schema:
-        """Return the schema of a client's reply in ``phase``: the names, shapes and dtypes of its tensors."""
-        return self.shared.expected(phase, self.policy.update)
 
     def expects(self, round: int, phase: Phase, samples: Mapping[int, int] = MappingProxyType({})) -> Expected:
         """Describe the expected replies to an instruction.
@@ -195,14 +205,5 @@ class Server:
             samples: Client -> the number of samples that it announced. Other clients announced none.
         """
         form = REPLIED if phase is Phase.MEASURE else TRAINED
-        bounds = {} if phase is Phase.MEASURE else self._bounds
-        return Expected(
-            round, self.shared.signature, self.expected(phase), form, samples, self.policy.most_steps, bounds, self.shared.buffers
-        )
-
-    def far(self, parts: Sequence[Reply], phase: Phase) -> dict[int, str]:
-        """Return client -> the reason why its reply is refused, for replies with far larger numbers than the other clients'.
-
-        ``far_replies`` has the limits. If a defence against Byzantine clients is active, the result is empty.
-        """
-        return {} if self.defence.active else far_replies(parts, self.method.reports(phase), phase, self.policy, self._sent)
+        bounds, expected = {} if phase is Phase.MEASURE else self._bounds, self.shared.expected(phase, self.policy.update)
+        return Expected(round, self.shared.signature, expected, form, samples, self.policy.most_steps, bounds, self.shared.buffers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,24 +17,21 @@ from fl_bn.bn.conversion import convert
 from fl_bn.bn.copying import copied
 from fl_bn.bn.derived import load_tensors, plain_names, recompute
 from fl_bn.bn.modes import held_layers
-from fl_bn.bn.moments import Moments, Running, bounds
+from fl_bn.bn.moments import Moments, Running
 from fl_bn.bn.roles import Role, batch_norms
 from fl_bn.exchange.call import Layer
 from fl_bn.exchange.session import exchanged_layers
 from fl_bn.federation import schema
-from fl_bn.federation.aggregation import average, combine, difference, running_statistics
+from fl_bn.federation.aggregation import WeightedSum, average, combine, difference, fits, running_statistics
 from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
-from fl_bn.federation.blocks import fits
 from fl_bn.federation.composition import check_learns, learns
 from fl_bn.federation.defence import NO_DEFENCE, Defence
-from fl_bn.federation.intake import PartialAverage
 from fl_bn.federation.narrow import EXACT, PayloadDtype
 from fl_bn.federation.network import Copy
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.payload import Named, Sections, decode_moments, tensor_name
 from fl_bn.federation.recalibration import epsilons
 from fl_bn.federation.unit_scale import producers, rescaled
-from fl_bn.federation.unmoved import Unmoved
 from fl_bn.federation.values import Instruction, Reply
 from fl_bn.methods import INPUTS, Method, Phase, Place, Refresh, StatisticsReport, replace_by_pooled
 
@@ -53,12 +49,9 @@ class NotFinite(Exception):
         self.name = name
         super().__init__(f"{name}: the combination of the clients' replies is not finite")
 
-    def farthest(self, parts: Sequence[Reply]) -> int | None:
-        """Return the index of the reply with the largest value in this tensor, among the replies not yet in the average.
-
-        Return None if all replies are in the average already.
-        """
-        return max((i for i, part in enumerate(parts) if not part.folded), key=lambda i: self._size(parts[i]), default=None)
+    def worst(self, parts: Sequence[Reply]) -> Reply:
+        """Return the reply with the largest value in this tensor, or in all tensors if those of the replies are added up already."""
+        return max(parts, key=self._size)
 
     def refusal(self, part: Reply) -> str:
         """Return the reason for leaving ``part`` out."""
@@ -75,6 +68,8 @@ class NotFinite(Exception):
             own = [part.sections[section][name]]
         else:
             own = [tensors[n] for tensors in part.sections.values() for n in (name, moment) if n in tensors]
+        if any(tensor.is_meta for tensor in own):
+            return part.largest
         return max((float(tensor.double().abs().max()) for tensor in own if tensor.numel()), default=0.0)
 
 
@@ -88,7 +83,7 @@ class ServerStep:
         optimizer: The server's optimiser.
         rate: The clients' learning rate. If clients send gradients, it multiplies the server's step.
         defence: The defence against Byzantine clients.
-        folded: The sum of the replies that were added while others had not yet arrived. None: no reply was added.
+        sum: The weighted sum of the replies, if each was added to it when it arrived.
         phase: The phase of the round. It decides which parameters are frozen.
         rounding: The rounding of the weights that clients received.
     """
@@ -98,7 +93,7 @@ class ServerStep:
     optimizer: ServerOptimizer
     rate: float
     defence: Defence = NO_DEFENCE
-    folded: PartialAverage | None = None
+    sum: WeightedSum | None = None
     phase: Phase = Phase.TRAIN
     rounding: PayloadDtype = EXACT
 
@@ -146,7 +141,6 @@ class SharedModel:
         self.reported: dict[str, Running] = {}
         self.reached: set[str] | None = None
         self.said_unmeasured = False
-        self._moderate = min((bounds(p.dtype)[0] for p in self.model.parameters() if p.is_floating_point()), default=math.inf)
         role, sent_down = self.locality.role, self.locality.names(Place.DOWN_ONLY)
         self._frozen = {name for name in self._learnable if role[name] in method.frozen}
         self.buffers = {name for name, r in role.items() if r is Role.BUFFER}
@@ -171,19 +165,6 @@ class SharedModel:
     def held(self, phase: Phase) -> set[str]:
         """Return the names of the parameters that do not learn in ``phase``: frozen by the method, or by the model's owner."""
         return {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - self.learnable(phase)
-
-    def unmoved(self, phase: Phase, optimizer: ServerOptimizer, rounding: PayloadDtype) -> Unmoved:
-        """Return the comparison of the clients' weights with those that they received.
-
-        Parameters that clients received ahead of the server's weights (FedACG) are left out.
-
-        Args:
-            phase: The phase of the round.
-            optimizer: The server's optimiser.
-            rounding: The rounding of the weights that clients received.
-        """
-        state, ahead = self._copy.state, self.learnable(phase) if optimizer.looks_ahead else set()
-        return Unmoved({name: tensor for name, tensor in state.items() if name not in ahead}, rounding)
 
     def expected(self, phase: Phase, update: str) -> schema.Schema:
         """Return the schema of a client's reply in ``phase``, with ``update``: ``weights`` or ``gradients``."""
@@ -383,29 +364,22 @@ class SharedModel:
         if not tensors[0]:
             return {}, distances  # clients keep all weights
         names = self.learnable(step.phase)
-        still = set[str]() if section == "gradients" else self._still(step, tensors[0])
-        if step.folded is not None:
-            mean = step.folded.mean(parts, section, weights)
+        if step.sum is not None:
+            mean = step.sum.mean()
         elif defence.updates == "mean":
             mean = average(tensors, weights)
         else:
-            tensors = self._without_infinite([{name: state[name] if name in still else t for name, t in one.items()} for one in tensors])
-            mean, report = defence.update(tensors, None if section == "gradients" else state)
+            mean, report = defence.update(self._without_infinite(tensors), None if section == "gradients" else state)
             distances = [float(distance) for distance in report.distances]
-        for name in still & mean.keys():
-            mean[name].copy_(state[name])
+        for name in mean if section == "weights" else ():
+            if name in self._frozen - names or step.rounding.unmoved(name, mean[name], state[name]):
+                mean[name].copy_(state[name])
         learnable = {name: tensor for name, tensor in mean.items() if name in names}
         if section == "gradients":
             step.optimizer.step_within(state, learnable, None, step.rate)
             return learnable, distances
         step.optimizer.step_within(state, learnable, difference)
         return mean, distances
-
-    def _still(self, step: ServerStep, names: Iterable[str]) -> set[str]:
-        """Return those of ``names`` that keep the server's values: no client moved them, or the method freezes them in this phase."""
-        unmoved = self.unmoved(step.phase, step.optimizer, step.rounding) if step.folded is None else step.folded.unmoved
-        same = unmoved.after([part.sections["weights"] for part in step.parts if not part.folded])
-        return {name for name in names if name in same or name in self._learnable - self.learnable(step.phase)}
 
     def _without_infinite(self, tensors: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Return ``tensors`` without buffers that have NaN or Inf at some client, since robust rules compute distances."""
@@ -436,13 +410,6 @@ class SharedModel:
         if self.method.refresh is Refresh.REPORTED:
             self.reported = combine(self.method.renew, shared, reports, steps, self.layers, defence)
         return combine(self.method.combine, shared, reports, steps, self.layers, defence, pace, self.scales)
-
-    def may_be_refused(self, part: Reply) -> bool:
-        """Tell whether a reply has values so large that the server's step could overflow.
-
-        The limit is the largest mean that a client may report: a quarter of the square root of the dtype's largest number.
-        """
-        return part.largest > self._moderate
 
     def measured(self, parts: Sequence[Reply], defence: Defence, what: str = INPUTS) -> dict[str, Running]:
         """Combine the replies of a statistics-only exchange into shared statistics. Return layer -> statistics.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from fl_bn.federation.left_out import without_far, without_overflow
 from fl_bn.federation.payload import Named
+from fl_bn.federation.replies import without_overflow
 from fl_bn.federation.server import Server
 from fl_bn.federation.values import Instruction, Reply, RoundReplies
-from fl_bn.methods import Phase
 
 
 class Transport(ABC):
@@ -87,9 +86,8 @@ class Transport(ABC):
             defence.check(len(parts))
             server.shared.store(server.shared.measured(parts, defence, what))
 
-        far = server.far(replies.parts, Phase.MEASURE)
-        near, overflowing, _ = without_overflow(without_far(replies.parts, far, server.policy.called), attempt, server.policy.called)
-        return replies.only(near, {**replies.refused, **far, **overflowing})
+        used, overflowing, _ = without_overflow(replies.parts, attempt, server.policy.called)
+        return replies.only(used, {**replies.refused, **overflowing})
 
     def finish_round(self, number: int, changed: bool) -> None:
         """Do what a transport needs at the end of round ``number``, before its record is complete. Default: nothing.

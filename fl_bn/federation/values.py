@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fl_bn.federation.aggregation import Drift
-from fl_bn.federation.blocks import sizes
+from fl_bn.federation.aggregation import Drift, WeightedSum
 from fl_bn.federation.payload import Sections
 from fl_bn.methods import INPUTS, Phase
 
 if TYPE_CHECKING:
     from fl_bn.exchange.session import Session
-    from fl_bn.federation.intake import PartialAverage
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,6 @@ class Reply:
         round: The round of the instruction that this reply answers.
         signature: The signature of the client's model and method.
         largest: The largest absolute value in the sections; 0 if unknown.
-        folded: Whether the client's weights are in the server's average already. The reply then has no weights.
     """
 
     client: int
@@ -113,12 +109,6 @@ class Reply:
     round: int = 0
     signature: str = ""
     largest: float = 0.0
-    folded: bool = False
-
-    @cached_property
-    def statistics_sizes(self) -> dict[str, float]:
-        """Return name -> the largest absolute value of each tensor in section ``statistics``, see ``blocks.sizes``."""
-        return sizes(self.sections.get("statistics", {}))
 
     @property
     def steps(self) -> int:
@@ -154,7 +144,7 @@ class RoundReplies:
         exchange: The session of the layer-wise exchange (FedTAN), if there was one.
         carrier: The transport of this exchange's messages, see ``exchange.settings``; empty without an exchange.
         messages: The number of messages that each client received.
-        partial: The weighted sum of the replies that were added while others had not yet arrived; None: there is no such sum.
+        sum: The weighted sum of the replies' weights or gradients, if each was added to it when it arrived. ``parts`` then have none.
     """
 
     cohort: Sequence[int]
@@ -164,7 +154,7 @@ class RoundReplies:
     exchange: Session | None = None
     carrier: str = ""
     messages: int = 1
-    partial: PartialAverage | None = None
+    sum: WeightedSum | None = None
 
     def only(self, parts: Sequence[Reply], refused: Mapping[int, str]) -> RoundReplies:
         """Return a copy with ``parts`` as the usable replies and ``refused`` as the reasons.

@@ -16,15 +16,12 @@ from torch import Tensor, nn
 
 from fl_bn.federation.callbacks import Callback, Callbacks, Running
 from fl_bn.federation.defence import NO_DEFENCE, Defence
-from fl_bn.federation.divergence import why_failed
-from fl_bn.federation.intake import streaming
 from fl_bn.federation.narrow import EXACT, Overflow
-from fl_bn.federation.newest import Newest
 from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.federation.passes import Measured, Passes, TooFewMeasured
+from fl_bn.federation.passes import Measured, Newest, Passes, TooFewMeasured
 from fl_bn.federation.payload import Named, Payload, to_numpy
 from fl_bn.federation.recalibration import why_not
-from fl_bn.federation.record import RoundRecord, batches_trained
+from fl_bn.federation.record import RoundRecord, batches_trained, why_failed
 from fl_bn.federation.replies import Expected
 from fl_bn.federation.rounds import Rounds, exchanges_in_rounds
 from fl_bn.federation.run import Diverged, Start, run
@@ -326,6 +323,7 @@ class GridTransport(Transport):
             who = self.policy.called.clients(sorted(late))
             log(logging.WARNING, "round %s leaves out %s, since replies to an earlier round are missing", number, who)
             self.cohort = [client for client in self.cohort if client.index not in late]
+        self.cohort = [client for client in self.cohort if client.index not in self.server.left_out] or self.cohort
         share = {} if instruction.rate_share == 1 else {"rate-share": instruction.rate_share}
         told = {"objective": instruction.objective} if instruction.objective else {}
         values = {"learning-rate": instruction.learning_rate, **share, **told}
@@ -378,7 +376,7 @@ class GridTransport(Transport):
         If the method does not need all replies at once, add each to the average immediately, and free its memory.
         """
         who = [client.index for client in self.cohort]
-        if (intake := streaming(self.server, {client.index: client.samples for client in self.cohort})) is None:
+        if (intake := self.server.intake(who)) is None:
             parts, refused, wrong = read_replies(replies, reading)
             if Phase(self.record.phase) is not Phase.EXCHANGE:
                 return RoundReplies(who, parts, refused, wrong)
@@ -387,13 +385,11 @@ class GridTransport(Transport):
         for decoded in replies:
             client = reading.read(decoded)
             del decoded  # frees its memory while the loop waits for the next reply
-            if client in reading.parts:
-                intake.take(reading.parts.pop(client))
-            elif client is not None:
-                intake.leave_out(client)
+            if client is not None:
+                intake.take(client, reading.parts.pop(client, None))
         reading.end()
-        parts, partial = intake.end()
-        return RoundReplies(who, parts, reading.refused, reading.wrong, partial=partial)
+        parts, total = intake.end()
+        return RoundReplies(who, parts, reading.refused, reading.wrong, sum=total)
 
     def _secure_round(self, secure: SecureRounds, messages: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Train for one round by a secure sum, which hides single clients.

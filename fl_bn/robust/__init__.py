@@ -18,7 +18,6 @@ from fl_bn.robust.rules import (
     trimmed_mean,
 )
 from fl_bn.robust.view import Outcome, Report
-from fl_bn.robust.weights import capped
 
 __all__ = [
     "PREAGGREGATIONS",
@@ -27,7 +26,6 @@ __all__ = [
     "Report",
     "Rule",
     "bucketing",
-    "capped",
     "centered_clipping",
     "geometric_median",
     "krum",

@@ -52,12 +52,11 @@ class _Scene:
         return w
 
 
-def weiszfeld(gram: Gram, weights: np.ndarray | None, tolerance: float) -> np.ndarray:
+def weiszfeld(gram: Gram, tolerance: float) -> np.ndarray:
     """Compute the geometric median as weights of the rows.
 
     Args:
         gram: inner products of the n rows.
-        weights: weights of the rows (n,). None: all rows count alike.
         tolerance: the iteration stops when a step is shorter than this share of the usual distance, which is the median of
             the rows' distances to the medoid.
 
@@ -65,7 +64,7 @@ def weiszfeld(gram: Gram, weights: np.ndarray | None, tolerance: float) -> np.nd
         Weights (n,), which sum to 1.
     """
     scene = _Scene(gram)
-    w = np.full(scene.n, 1 / scene.n) if weights is None else weights
+    w = np.full(scene.n, 1 / scene.n)
     b = np.zeros(scene.n)
     b[scene.m] = 1.0
     if scene.usual == 0.0:
@@ -90,12 +89,11 @@ def weiszfeld(gram: Gram, weights: np.ndarray | None, tolerance: float) -> np.nd
     return scene.weights(b)
 
 
-def clip(gram: Gram, weights: np.ndarray | None, radius: float | None, steps: int) -> np.ndarray:
+def clip(gram: Gram, radius: float | None, steps: int) -> np.ndarray:
     """Compute the result of centred clipping as weights of the rows.
 
     Args:
         gram: inner products of the n rows.
-        weights: weights of the rows (n,). None: all rows count alike.
         radius: the length to which the rows' differences from the current point are clipped. None: the median of the rows'
             distances to the medoid.
         steps: the number of iterations.
@@ -104,7 +102,7 @@ def clip(gram: Gram, weights: np.ndarray | None, radius: float | None, steps: in
         Weights (n,), which sum to 1.
     """
     scene = _Scene(gram, radius or 0.0)
-    w = np.full(scene.n, 1 / scene.n) if weights is None else weights
+    w = np.full(scene.n, 1 / scene.n)
     reach = scene.usual if radius is None else radius
     b = np.zeros(scene.n)
     b[scene.m] = 1.0

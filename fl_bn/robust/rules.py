@@ -4,9 +4,8 @@ A rule is a function ``rule(rows, f) -> Outcome(value, report)`` without state. 
 list of vectors, or a list of named layers ``{name: array}`` of any shapes. The arrays are NumPy's or torch's,
 on the CPU or a GPU. The value has the same form as one row. Inputs are never changed.
 
-A row with NaN or Inf counts as Byzantine. It is removed first, and f goes down by one. All rows count alike
-unless ``weights`` are given. Weights come from the clients, so they are capped: the f heaviest rows hold less
-than half of the total.
+A row with NaN or Inf counts as Byzantine. It is removed first, and f goes down by one. All rows count alike:
+weights would be claims of the clients.
 
 A rule passes over the data at most twice. ``gram`` computes the distances. Then one pass in blocks of columns
 mixes the rows and combines them. A pre-aggregation has the next rule as an argument: ``nnm(rows, f, then=median)``.
@@ -14,7 +13,6 @@ mixes the rows and combines them. A pre-aggregation has the next rule as an argu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,8 +22,6 @@ from fl_bn.robust import coordinate
 from fl_bn.robust.geometric import clip, weiszfeld
 from fl_bn.robust.table import Rows
 from fl_bn.robust.view import Outcome, View, on_view
-
-Weights = Sequence[float] | np.ndarray
 
 
 class Rule(Protocol):
@@ -37,65 +33,52 @@ class Rule(Protocol):
     def __hash__(self) -> int: ...
 
 
-def mean(rows: Rows | View, f: int = 0, *, weights: Weights | None = None) -> Outcome:
-    """Return the weighted mean, accumulated in float64. It is no defence, except that ``weights`` are capped.
+def mean(rows: Rows | View, f: int = 0) -> Outcome:
+    """Return the mean, accumulated in float64. It is no defence.
 
     Args:
         rows: n rows, at most f of them Byzantine.
-        f: the number of Byzantine rows. It only limits the weights.
-        weights: the clients' weights (n,), which are capped so that the f heaviest hold less than half of the
-            total. None: all rows count alike.
+        f: the number of Byzantine rows. It changes nothing.
     """
 
     def rule(view: View) -> Outcome:
-        return view.linear(np.full(view.n, 1 / view.n) if view.weights is None else view.weights)
+        return view.linear(np.full(view.n, 1 / view.n))
 
-    return on_view(rows, f, 1, "mean", rule, weights)
+    return on_view(rows, f, 1, "mean", rule)
 
 
-def median(rows: Rows | View, f: int = 0, *, weights: Weights | None = None) -> Outcome:
+def median(rows: Rows | View, f: int = 0) -> Outcome:
     """Return the coordinate-wise median. For an even number of rows it is the mean of the two middle values.
 
     Args:
         rows: n rows, at most f of them Byzantine.
         f: the number of Byzantine rows to withstand.
-        weights: the clients' weights (n,), which are capped so that the f heaviest hold less than half of the
-            total. None: all rows count alike.
 
     References:
         Yin et al., Byzantine-Robust Distributed Learning, ICML 2018.
     """
 
     def rule(view: View) -> Outcome:
-        if view.weights is not None:
-            return view.by_coordinate(partial(coordinate.weighted_median, weights=view.weights))
-        return view.middle((view.n - 1) // 2)
+        return view.by_coordinate(coordinate.median)
 
-    return on_view(rows, f, 2 * f + 1, "median", rule, weights)
+    return on_view(rows, f, 2 * f + 1, "median", rule)
 
 
-def trimmed_mean(rows: Rows | View, f: int = 0, *, weights: Weights | None = None) -> Outcome:
+def trimmed_mean(rows: Rows | View, f: int = 0) -> Outcome:
     """Return the coordinate-wise mean without the f smallest and the f largest values.
-
-    With weights, the cut at either end is as much weight as the f heaviest rows hold.
 
     Args:
         rows: n rows, at most f of them Byzantine.
         f: the number of Byzantine rows to withstand.
-        weights: the clients' weights (n,), which are capped so that the f heaviest hold less than half of the
-            total. None: all rows count alike.
 
     References:
         Yin et al., Byzantine-Robust Distributed Learning, ICML 2018.
     """
 
     def rule(view: View) -> Outcome:
-        if view.weights is not None:
-            trim = float(np.sort(view.weights)[::-1][: view.f].sum())
-            return view.by_coordinate(partial(coordinate.weighted_trimmed_mean, weights=view.weights, trim=trim))
-        return view.middle(view.f)
+        return view.by_coordinate(partial(coordinate.trimmed_mean, trim=view.f))
 
-    return on_view(rows, f, 2 * f + 1, "trimmed mean", rule, weights)
+    return on_view(rows, f, 2 * f + 1, "trimmed mean", rule)
 
 
 def krum(rows: Rows | View, f: int = 0) -> Outcome:
@@ -143,7 +126,7 @@ def multi_krum(rows: Rows | View, f: int = 0, *, select: int | None = None, neig
     return on_view(rows, f, 2 * f + 3, "krum", rule)
 
 
-def geometric_median(rows: Rows | View, f: int = 0, *, weights: Weights | None = None, tolerance: float = 1e-10) -> Outcome:
+def geometric_median(rows: Rows | View, f: int = 0, *, tolerance: float = 1e-10) -> Outcome:
     """Return the point with the smallest sum of distances to the rows.
 
     It is found by Weiszfeld's iteration, which here changes n weights instead of d coordinates. If the iteration reaches a
@@ -152,8 +135,6 @@ def geometric_median(rows: Rows | View, f: int = 0, *, weights: Weights | None =
     Args:
         rows: n rows, at most f of them Byzantine.
         f: the number of Byzantine rows to withstand.
-        weights: the clients' weights (n,), which are capped so that the f heaviest hold less than half of the
-            total. None: all rows count alike.
         tolerance: the iteration stops when a step is shorter than ``tolerance`` times the median distance of the rows to
             the medoid (``gram.medoid``).
 
@@ -162,14 +143,12 @@ def geometric_median(rows: Rows | View, f: int = 0, *, weights: Weights | None =
     """
 
     def rule(view: View) -> Outcome:
-        return view.linear(weiszfeld(view.gram, view.weights, tolerance))
+        return view.linear(weiszfeld(view.gram, tolerance))
 
-    return on_view(rows, f, 2 * f + 1, "geometric median", rule, weights)
+    return on_view(rows, f, 2 * f + 1, "geometric median", rule)
 
 
-def centered_clipping(
-    rows: Rows | View, f: int = 0, *, radius: float | None = None, steps: int = 10, weights: Weights | None = None
-) -> Outcome:
+def centered_clipping(rows: Rows | View, f: int = 0, *, radius: float | None = None, steps: int = 10) -> Outcome:
     """Iterate ``v <- v + mean(min(1, radius / |x - v|) (x - v))``, where x are the rows, and return the last v.
 
     The first v is the medoid (``gram.medoid``). In the paper, it is the aggregate of the round before.
@@ -180,8 +159,6 @@ def centered_clipping(
         radius: the length to which differences are clipped. None: the median distance of the rows from the
             first v.
         steps: the number of iterations.
-        weights: the clients' weights (n,), which are capped so that the f heaviest hold less than half of the
-            total. None: all rows count alike.
 
     Raises:
         ValueError: ``radius`` or ``steps`` is out of range, or there are too few rows.
@@ -193,9 +170,9 @@ def centered_clipping(
         raise ValueError(f"centered clipping needs radius > 0 and steps >= 1, but got radius={radius} and steps={steps}")
 
     def rule(view: View) -> Outcome:
-        return view.linear(clip(view.gram, view.weights, radius, steps))
+        return view.linear(clip(view.gram, radius, steps))
 
-    return on_view(rows, f, 2 * f + 1, "centered clipping", rule, weights)
+    return on_view(rows, f, 2 * f + 1, "centered clipping", rule)
 
 
 def nnm(rows: Rows | View, f: int = 0, *, then: Rule = median) -> Outcome:

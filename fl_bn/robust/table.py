@@ -89,12 +89,6 @@ class Table:
         for start in range(0, self.d, width):
             yield start, min(start + width, self.d)
 
-    @property
-    def in_place(self) -> bool:
-        """Return whether all rows are contiguous NumPy arrays of float32, which ``compiled`` reads without a copy."""
-        rows = (row for segment in self.segments for row in segment.rows)
-        return all(isinstance(row, np.ndarray) and row.dtype == np.float32 and row.flags.c_contiguous for row in rows)
-
     def width(self) -> int:
         """Return the number of columns of a full block."""
         limit = BLOCK_BYTES if self.device is None else GPU_BLOCK_BYTES
@@ -204,12 +198,11 @@ class Output:
 
     Attributes:
         value: the result, in the form of an input row (a vector, or named layers).
-        flat: one vector for each of the table's segments, in the memory of ``value``.
     """
 
     def __init__(self, table: Table) -> None:
         self.value: Any
-        self.flat: list[Any] = []
+        self._flat: list[Any] = []
         self._table = table
         made = {}
         for segment in table.segments:
@@ -219,20 +212,20 @@ class Output:
                 whole = torch.empty(segment.shape, dtype=row.dtype, device=row.device)
             else:
                 whole = np.empty(segment.shape, row.dtype)
-            self.flat.append(whole.reshape(-1))
+            self._flat.append(whole.reshape(-1))
             made[segment.name] = _as_it_came(whole, table.like if segment.name is None else table.like[segment.name])  # type: ignore[index]
         self.value = made if isinstance(table.like, Mapping) else made[None]
 
     def store(self, start: int, stop: int, values: Any) -> None:
         """Store the results ``values`` of columns ``start .. stop``."""
         index, done = bisect_right(self._table.starts, start) - 1, 0
-        if isinstance(self.flat[0], Tensor) and not isinstance(values, Tensor):
-            values = torch.from_numpy(values).to(self.flat[0].device)
+        if isinstance(self._flat[0], Tensor) and not isinstance(values, Tensor):
+            values = torch.from_numpy(values).to(self._flat[0].device)
         with np.errstate(over="ignore"):
             while start < stop:
                 segment = self._table.segments[index]
                 begin, end = start - segment.start, min(stop - segment.start, segment.size)
-                self.flat[index][begin:end] = values[done : done + end - begin]
+                self._flat[index][begin:end] = values[done : done + end - begin]
                 done, start, index = done + end - begin, segment.start + end, index + 1
 
 

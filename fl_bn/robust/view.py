@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fl_bn.robust import compiled, coordinate
 from fl_bn.robust.gram import Gram, gram
 from fl_bn.robust.table import NonFinite, Output, Rows, Table, to_numpy
-from fl_bn.robust.weights import capped
 
 FAR = 3.0  # a row is far if its distance to the value is more than this many times the median distance
 
@@ -90,7 +88,6 @@ class View:
     ) -> None:
         self.table, self.f, self.declared, self.rejected, self.checked, self.mix = table, f, declared, rejected, checked, mix
         self.n = table.n if mix is None else len(mix)
-        self.weights: np.ndarray | None = None
         self.known: dict[str, Gram] = {}
 
     @cached_property
@@ -131,30 +128,6 @@ class View:
             output.store(start, stop, kernel(block if self.mix is None else table.mixed(self.mix, block)))
         return self._outcome(output, None, None)
 
-    def middle(self, trim: int) -> Outcome:
-        """Average every column without its ``trim`` smallest and ``trim`` largest values.
-
-        Raises:
-            NonFinite: a number is not finite.
-        """
-        table, by_numpy = self.table, partial(coordinate.trimmed_mean, trim=trim)
-        large = table.device is None and table.n * table.d >= compiled.WORTH
-        fast = compiled.middle(self.n, trim, table.double) if large and trim > 0 else None
-        if fast is None:
-            return self.by_coordinate(by_numpy)
-        if self.mix is None and table.in_place:
-            output = table.output()
-            for segment, out in zip(table.segments, output.flat, strict=True):
-                if not fast.of_rows(segment.rows, out):
-                    raise NonFinite
-            return self._outcome(output, None, None)
-
-        def by_machine(block: np.ndarray) -> np.ndarray:
-            out = np.empty(block.shape[1], block.dtype)
-            return out if fast.of_block(block, out) else by_numpy(block)  # a mixture of finite rows may overflow
-
-        return self.by_coordinate(by_machine)
-
     def __len__(self) -> int:
         return self.n
 
@@ -172,7 +145,7 @@ class View:
         return Outcome(output.value, Report(self.table, output.value, self.rejected, self.declared, shares, scores))
 
 
-def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[[View], Outcome], weights: Any = None) -> Outcome:
+def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[[View], Outcome]) -> Outcome:
     """Apply ``rule`` to the rows without NaN or Inf. Each rejected row lowers f by one.
 
     Args:
@@ -181,15 +154,12 @@ def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[
         smallest: the smallest number of rows that the rule needs.
         name: the rule's name, for messages.
         rule: takes a view of the finite rows, and returns their combination.
-        weights: the clients' weights (n,), which ``capped`` cuts so that the f heaviest rows hold less than
-            half of the total. None: all rows count alike.
 
     Returns:
         The rule's value and report.
 
     Raises:
-        ValueError: f is no whole number >= 0, rows are fewer than ``smallest``, every row has NaN or Inf, or the
-            weights do not fit the rows.
+        ValueError: f is no whole number >= 0, rows are fewer than ``smallest``, or every row has NaN or Inf.
     """
     if isinstance(f, bool) or not isinstance(f, int | np.integer) or f < 0:
         raise ValueError(f"f, the number of Byzantine rows, must be a whole number >= 0, but got {f!r}")
@@ -200,22 +170,15 @@ def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[
         return rule(rows)
     table = Table.of(rows)
     _enough(table.n, f, f, smallest, name)
-    w = None if weights is None else np.asarray(weights, dtype=np.float64)
-    if w is not None and w.shape != (table.n,):
-        raise ValueError(f"expected one weight per row ({table.n}), but got shape {w.shape}")
-    view = View(table, f, f)
     try:
-        view.weights = None if w is None else capped(w, f)
-        return rule(view)
+        return rule(View(table, f, f))
     except NonFinite:
         pass
     bad = tuple(table.nonfinite())
     kept = [i for i in range(table.n) if i not in set(bad)]
     if not kept:
         raise ValueError(f"all {table.n} rows hold numbers that are not finite, so there is nothing to aggregate")
-    view = View(table.keep(kept), max(0, f - len(bad)), f, bad, checked=True)
-    view.weights = None if w is None else capped(w[kept], view.f)
-    return rule(view)
+    return rule(View(table.keep(kept), max(0, f - len(bad)), f, bad, checked=True))
 
 
 def _enough(n: int, f: int, declared: int, smallest: int, name: str) -> None:

@@ -405,7 +405,6 @@ class RunConfig(RunKeys):
             exchange=exchange,
             auxiliary=auxiliary(training),
             objective=training.objective.described,
-            planned=training.planned,
             planned_steps=training.most_steps,
             at_clients=self.dataset == SITES,
             registered=registered_nodes,

@@ -80,3 +80,12 @@ def test_a_smaller_last_batch_is_left_out_where_asked(n: int, batch_size: int) -
     assert distinct(n, batch_size, epochs=1, drop_last=True) == len(first)
     kept = list(draw_batches(n, batch_size, rng(), epochs=1))
     assert sum(map(len, kept)) == distinct(n, batch_size, epochs=1) == n  # control: as it is by default
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 0), (3, 0), (0, 1), (0, 2), (0, 5), (0, 40)])
+def test_the_number_of_distinct_samples_is_that_of_those_drawn(epochs: int, steps: int) -> None:
+    for n in range(2, 40):
+        for batch in (2, 3, 16, 64):
+            drawn = draw_batches(n, batch, rng(), epochs=epochs, steps=steps)
+            assert distinct(n, batch, epochs=epochs, steps=steps) == len(np.unique(np.concatenate(list(drawn)))), (n, batch)
+    assert distinct(1, 4, epochs=epochs, steps=steps) == 0

@@ -16,8 +16,7 @@ from torch.optim import SGD, Adam
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, TensorDataset
 
 from fl_bn import Callback, Federation, SeededBatches, methods
-from fl_bn.federation.checkpoint import FederationState
-from fl_bn.federation.same_run import described, of_method
+from fl_bn.federation.checkpoint import FederationState, described, of_method
 from fl_bn.objectives import Moon, Scaffold
 from tests.doors.inner import Damaged, generators, server_optimizer
 from tests.doors.naming import naming

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fl_bn import Classification, methods
 from fl_bn.federation.aggregation import Drift
-from fl_bn.federation.divergence import at_the_end, watch
+from fl_bn.federation.record import at_the_end, watch
 from fl_bn.flower import FBN, InProcessGrid, answer, training
 from fl_bn.flower.normalisation import describe_round, in_short
 from fl_bn.methods import METHODS

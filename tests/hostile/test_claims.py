@@ -15,7 +15,6 @@ from fl_bn.exchange import Session
 from fl_bn.exchange.call import Join, Local, Quantity, Request
 from fl_bn.exchange.session import Deliver
 from fl_bn.flower import BatchNormStrategy, InProcessGrid
-from fl_bn.objectives import Scaffold
 from fl_bn.robust import RULES
 from tests.costs import slow
 from tests.hostile import own_app
@@ -23,13 +22,11 @@ from tests.hostile.liars import (
     LIAR,
     Defence,
     ExchangeSettings,
-    LocalTraining,
     RoundRecord,
     RunConfig,
     SecureAggregation,
     Spoil,
     alters,
-    auxiliary,
     both,
     ending,
     lied,
@@ -48,7 +45,6 @@ OTHERS = [0, 2, 3, 4]
 ROBUST = (*[rule for rule in RULES if rule != "mean"], "nnm+median")
 MEDIAN = Defence(1, "median", "median")
 EXCHANGE = ExchangeSettings("local", "shrink")
-SCAFFOLD = LocalTraining(batch_size=4, steps=2, objective=Scaffold())
 
 
 def everything(value: float) -> Callable[[str, np.ndarray], np.ndarray]:
@@ -59,28 +55,29 @@ def counted(value: int) -> Callable[[str, np.ndarray], np.ndarray]:
     return lambda name, array: np.where(array > 0, value, array).astype(array.dtype) if name.endswith("count") else array
 
 
-# without a defence: one of each kind of claim. Its sender alone is left out, by name
+# without a defence: what the schema bounds. Its sender alone is left out, by name
 
-FAR: dict[str, tuple[str, Spoil, str]] = {
-    "activations": ("fbn", alters("moments", counted(HUGE)), "count"),
+IMPOSSIBLE: dict[str, tuple[str, Spoil, str]] = {
     "samples of a batch": ("fbn", sets("train", "metrics", batch=HUGE), "metrics/batch"),
     "samples of a pass": ("hbn", sets("train", "metrics", measured=HUGE), "metrics/measured"),
     "weights": ("fedavg", alters("weights", everything(1e6)), "weights"),
-    "control variates": ("fedavg", alters("control", everything(3e38)), "control"),
-    "means that freeze then": ("fixbn", alters("statistics", ending("mean", -1e6)), "means"),
 }
 
 
-@listed("kind", FAR)
-def test_what_is_far_from_all_others_costs_its_sender_alone(kind: str) -> None:
-    name, spoil, word = FAR[kind]
-    settings = SCAFFOLD if kind == "control variates" else LocalTraining(batch_size=4, steps=2)
-    rules = {"auxiliary": auxiliary(settings)}
-    ran, without = (lied(lie, name, rounds=2, settings=settings, policy=rules) for lie in (spoil, silent))
+@listed("kind", IMPOSSIBLE)
+def test_what_no_client_can_have_costs_its_sender_alone(kind: str) -> None:
+    name, spoil, word = IMPOSSIBLE[kind]
+    ran, without = (lied(lie, name, rounds=2) for lie in (spoil, silent))
     assert all(record.aggregated for record in ran.records)
     assert [c.client for c in ran.records[0].accepted] == OTHERS
     assert word in ran.records[0].clients[LIAR].refused
     assert identical(ran.trajectory[1], without.trajectory[1])
+
+
+def test_a_plain_mean_believes_a_finite_number() -> None:
+    """A count of activations, a control variate, a running mean: docs/security.md says what an undefended mean is open to."""
+    for name, spoil in (("fbn", alters("moments", counted(HUGE))), ("fixbn", alters("statistics", ending("mean", -1e6)))):
+        assert len(lied(spoil, name, rounds=1).records[0].accepted) == 5
 
 
 def steps_of(claim: int, clients: int = 3, secure: SecureAggregation | None = None) -> RoundRecord:
@@ -202,18 +199,6 @@ def test_a_batch_above_a_client_s_own_samples_is_refused_by_name(
         assert record.aggregated == (policy == "shrink")
     if policy == "shrink":
         assert largest(ran) < 2 * largest(alone)
-
-
-@pytest.mark.parametrize(("schedule", "quantity"), [("merged", Quantity.MOMENTS), slow("paper", Quantity.VARIANCE)])
-@pytest.mark.parametrize("carrier", ["local", slow("replay")])
-def test_a_count_far_from_the_others_ends_its_client_s_exchange(
-    carrier: str, schedule: str, quantity: Quantity, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lies(monkeypatch, count=HUGE, of=quantity)
-    for record in fedtan(carrier=carrier, schedule=schedule).records:
-        assert record.aggregated
-        assert "activations" in record.clients[LIAR].refused
-        assert [c.client for c in record.accepted] == OTHERS
 
 
 @pytest.mark.parametrize("policy", [slow("abort"), "shrink"])

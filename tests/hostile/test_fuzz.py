@@ -7,12 +7,11 @@ import pytest
 from flwr.app import ConfigRecord, Message
 
 from fl_bn.exchange.session import Session
-from fl_bn.federation import report_claims, schema, server
+from fl_bn.federation import schema
 from fl_bn.flower import InProcessGrid, RunFailed
 from tests.hostile.liars import LIAR, lied, secure_client, secure_stages, sets
 from tests.hostile.recorded import CLIENTS, SCENARIOS, app_of
 from tests.listed import listed
-from tools.hostile.claim_lies import boast
 from tools.hostile.exchange_lies import lie_to_session
 from tools.hostile.fuzz import fuzz, sequences, table
 from tools.hostile.lies import lie_to_server, rendezvous
@@ -116,16 +115,6 @@ def test_a_client_meets_with_any_patience_and_names_the_field_that_an_exchange_l
         (answer,) = grid.send_and_receive([Message(content, 1, "query.rendezvous", ttl=60.0, group_id="1")])
     said = "WireError: config/exchange-token: " if field == "exchange-token" else "ExchangeFailed: "
     assert str(answer.error.reason).startswith(said)
-
-
-def test_control_counts_and_weights_of_any_size_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no claim is compared and no number bounded, a boast is believed."""
-    monkeypatch.setattr(report_claims, "most_believed", lambda claims: float("inf"))
-    monkeypatch.setattr(server, "bounds_of", lambda *of: {})
-    outcomes = [boast(name, np.random.default_rng([1, i]))[1] for i in range(20) for name in ("fbn", "gn")]
-    broken = [outcome.why for outcome in outcomes if outcome.kind == BROKEN]
-    assert any("it was believed: " in why for why in broken)
-    assert any("a number of the model is " in why for why in broken)
 
 
 def test_control_a_sum_of_clients_that_were_told_different_things_before_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,6 @@ NO_REPLY: dict[str, tuple[Callable[[Reply], Any], str]] = {
     "loss of text": (told(loss="low"), "metrics/loss: "),
     "waited below 0": (told(waited=-1.0), "metrics/waited: "),
     "metrics a list": (lambda r: replace(r, metrics=[1.0]), "metrics: "),  # type: ignore[arg-type]
-    "folded": (lambda r: replace(r, folded=True), "reply/folded: "),
     "of round 1": (earlier, "reply/round: "),
     "of FixBN": (of_fixbn, "reply/signature: "),
     "a list": (first(lambda w: w.tolist()), "weights/0.weight: "),

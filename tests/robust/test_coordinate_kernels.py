@@ -7,15 +7,12 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fl_bn.robust import coordinate as kernels
 from fl_bn.robust import median, trimmed_mean
-from fl_bn.robust.networks import Keep, batcher, selection
+from fl_bn.robust.coordinate import Keep, batcher, selection
 from tests.listed import listed
 from tests.refusals import naming
-from tests.robust.cases import some
 
 COUNTS = [*range(1, 41), 100, 128, 129, 254, 255, 256, 257, 300]
 DTYPES = ["float32", "float64"]
@@ -76,33 +73,6 @@ def test_the_kernels_of_torch_agree(n: int, dtype: str) -> None:
         if n <= kernels.NETWORK and trim:
             np.testing.assert_array_equal(got, want)
         np.testing.assert_array_less(np.abs(got.astype(np.float64) - want), rounding(x, trim))
-
-
-@st.composite
-def weighted(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
-    """Columns with ties, and whole weights, some of them 0."""
-    n, seed = draw(st.integers(1, 20)), draw(st.integers(0, 2**32 - 1))
-    rng = np.random.default_rng(seed)
-    x, weights = rng.integers(-5, 6, (n, 6)) / 4, rng.integers(0, 6, n)
-    weights[rng.integers(n)] += 1
-    return x.astype(draw(st.sampled_from(DTYPES))), weights
-
-
-@some
-@given(case=weighted(), scale=st.sampled_from([1.0, 1e-3, 1e6]))
-def test_the_weighted_median_is_that_of_repeated_rows(case: tuple[np.ndarray, np.ndarray], scale: float) -> None:
-    x, weights = case
-    np.testing.assert_array_equal(kernels.weighted_median(x, weights * scale), np.median(np.repeat(x, weights, axis=0), axis=0))
-
-
-@some
-@given(case=weighted(), data=st.data())
-def test_the_weighted_trimmed_mean_is_that_of_repeated_rows(case: tuple[np.ndarray, np.ndarray], data: st.DataObject) -> None:
-    x, weights = case
-    total = int(weights.sum())
-    trim = data.draw(st.integers(0, (total - 1) // 2))
-    got = kernels.weighted_trimmed_mean(x, weights / total, trim / total)
-    np.testing.assert_allclose(got, middle(np.repeat(x, weights, axis=0), trim), rtol=0, atol=1e-11 * total)
 
 
 def test_denormals_and_huge_numbers_raise_no_warning() -> None:

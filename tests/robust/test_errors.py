@@ -14,7 +14,6 @@ from fl_bn.robust import (
     RULES,
     Rule,
     bucketing,
-    capped,
     centered_clipping,
     krum,
     mean,
@@ -27,9 +26,9 @@ from fl_bn.robust import (
 from tests.listed import listed
 from tests.refusals import naming
 
-WEIGHTED = ["mean", "median", "trimmed-mean", "geometric-median", "centered-clipping"]
+HALF = ["median", "trimmed-mean", "geometric-median", "centered-clipping"]
 FEWEST: list[tuple[Rule, int, int]] = [  # a rule, f, and the fewest rows that it takes
-    *((rule_named(name), f, 2 * f + 1) for name in (*WEIGHTED[1:], "nnm+mean", "nnm+median") for f in (1, 4)),
+    *((rule_named(name), f, 2 * f + 1) for name in (*HALF, "nnm+mean", "nnm+median") for f in (1, 4)),
     *((rule_named(name), f, 2 * f + 3) for name in ("krum", "multi-krum", "nnm+krum", "nnm+multi-krum") for f in (0, 1, 3)),
     *((partial(bucketing, size=size), f, 2 * f * size + 1) for f in (1, 2) for size in (1, 2, 3)),
     (partial(bucketing, then=krum), 1, 9),  # five buckets of two: the rule after it has its own bound
@@ -78,26 +77,6 @@ def test_rows_must_be_alike_and_some_finite(rows: Any, word: str) -> None:
             rule_named(name)(rows, 0)
 
 
-@listed(
-    ("weights", "word"),
-    [
-        ([1.0] * 4, "(4,)"),
-        (np.ones((5, 1)), "(5, 1)"),
-        (1.0, "()"),
-        ([1, 1, np.nan, 1, 1], "finite"),
-        ([1, 1, np.inf, 1, 1], "finite"),
-        ([1, 1, -1e-9, 1, 1], "negative"),
-        ([0] * 5, "zero"),
-    ],
-)
-def test_weights_must_fit(weights: Any, word: str) -> None:
-    x = np.zeros((5, 2))
-    x[2] = np.nan  # a row that leaves mends no weight
-    for name in WEIGHTED:
-        with naming(word):
-            partial(RULES[name], weights=weights)(x, 1)
-
-
 @listed("name", ["", "medain", "nnm", "nnm+", "+median", "median+nnm", "nnm+bucketing", "NNM+median", "nnm + median", "krum+median"])
 def test_unknown_names(name: str) -> None:
     with naming(repr(name)) as caught:
@@ -113,8 +92,6 @@ def test_unknown_names(name: str) -> None:
             for radius, steps in ((0.0, 1), (np.nan, 1), (1.0, 0), (None, -1))
         ),
         *((partial(bucketing, np.zeros((5, 2)), 0, size=size), str(size)) for size in (0, -2)),
-        *((partial(capped, weights, 1), "finite") for weights in ([1, -1e-9, 1], [1, np.nan, 1], [1, np.inf, 1], [0, 0, 0])),
-        *((partial(capped, np.ones(n), f), f"f={f}") for n, f in ((2, 1), (4, 2), (3, -1))),
     ],
 )
 def test_options_must_make_sense(call: Callable[[], Any], word: str) -> None:

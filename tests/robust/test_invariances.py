@@ -76,14 +76,11 @@ def test_without_byzantine_rows_mixing_is_the_mean(cohort: Cohort) -> None:
 
 @some
 @given(cohort=cohorts(most_f=0, extra=17), dtype=st.sampled_from(["float32", "float64"]))
-def test_the_mean_is_numpys_average_in_float64(cohort: Cohort, dtype: str) -> None:
+def test_the_mean_is_numpys_in_float64(cohort: Cohort, dtype: str) -> None:
     x = cohort.honest.astype(dtype)
-    weights = np.random.default_rng(cohort.n).uniform(0, 3, cohort.n)
-    exact = np.average(x.astype(np.float64), axis=0, weights=weights)
-    got = mean(x, weights=weights).value
+    got = mean(x).value
     assert got.dtype == x.dtype
-    np.testing.assert_allclose(got, exact.astype(dtype), rtol=1e-6 if dtype == "float32" else 0, atol=1e-14)
-    np.testing.assert_allclose(mean(x).value, x.mean(0, dtype=np.float64), rtol=0, atol=1e-6 if dtype == "float32" else 1e-14)
+    np.testing.assert_allclose(got, x.mean(0, dtype=np.float64), rtol=0, atol=1e-6 if dtype == "float32" else 1e-14)
 
 
 @listed("name", [*SIMPLE, *MIXED])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fl_bn.bn.moments import Average, Moments, Running, plain_average, pool, weighted_mean
 from fl_bn.bn.roles import batch_norms, roles
 from fl_bn.data.dataset import to_input
-from fl_bn.federation.aggregation import Drift, average, combine, merge_drifts, pseudo_gradient, running_statistics
+from fl_bn.federation.aggregation import Drift, average, combine, difference, merge_drifts, running_statistics
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.federation.local import Samples, evaluate, statistics_pass, torch_seed
 from fl_bn.federation.metrics import named_series, over_clients, series
@@ -20,7 +20,7 @@ from fl_bn.models import build
 __all__ = [
     "NO_DEFENCE", "SERVER_OPTIMIZERS", "TOLERANCE", "Average", "Defence", "Drift", "LocalTraining", "Moments", "Pass", "Reply",
     "RoundReplies", "Rounds", "Running", "Samples", "Server", "ServerOptimizer", "TooFew", "average", "batch_norms", "build", "combine",
-    "epsilons", "evaluate", "learning_rate", "merge_drifts", "milestones_of", "named_series", "over_clients", "plain_average", "pool",
-    "pseudo_gradient", "recalibrate", "roles", "running_statistics", "seeded", "series", "server_optimizer", "statistics_pass",
+    "difference", "epsilons", "evaluate", "learning_rate", "merge_drifts", "milestones_of", "named_series", "over_clients", "plain_average",
+    "pool", "recalibrate", "roles", "running_statistics", "seeded", "series", "server_optimizer", "statistics_pass",
     "to_input", "torch_seed", "weighted_mean", "why_not",
 ]  # fmt: skip

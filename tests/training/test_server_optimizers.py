@@ -24,8 +24,8 @@ from tests.training.core import (
     ServerOptimizer,
     average,
     combine,
+    difference,
     merge_drifts,
-    pseudo_gradient,
     server_optimizer,
 )
 
@@ -50,6 +50,10 @@ def clients(rng: np.random.Generator) -> list[Client]:
         return steps
 
     return [client(rate, scale * rng.normal(size=5)) for rate in (0.3, 0.1, 0.2)]
+
+
+def pseudo_gradient(weights: dict[str, torch.Tensor], mean: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: difference(weights[name].double(), mean[name].clone(), weights[name].dtype) for name in mean}
 
 
 def ours(optimizer: ServerOptimizer, clients: list[Client], rounds: int = ROUNDS) -> Vector:
@@ -174,6 +178,8 @@ def test_sgd_with_rate_1_is_the_average_bit_for_bit(rng: np.random.Generator, we
         pseudo = pseudo_gradient(state, mean)
         got = {k: t.float() for k, t in optimizer.step(state, pseudo).items()}
         assert same(got, want)
+        optimizer.step_within(state, mean, difference)  # the server's step, which takes the average
+        assert same({k: t.float() for k, t in mean.items()}, want)
         assert not same({k: t.float() for k, t in half.step(state, pseudo).items()}, want)
         state = got
 

@@ -19,7 +19,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
-from fl_bn.federation.blocks import dtype_name, views
+from fl_bn.federation.aggregation import dtype_name, views
 from fl_bn.federation.narrow import AS_THE_MODEL
 from fl_bn.federation.payload import Payload, to_numpy
 from fl_bn.federation.schema import Schema, difference
