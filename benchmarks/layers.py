@@ -12,17 +12,17 @@ without its kernels: equations 9 and 10 on tensors, differentiated by autograd.
 
 from __future__ import annotations
 
-import platform
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+from common import machine, table
 from torch import Tensor, nn
 
 from fl_bn.bn.hybrid import plain
@@ -49,23 +49,12 @@ LAYERS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
-def step(layer: nn.Module, x: Tensor, upstream: Tensor) -> None:
-    """Run one forward and one backward pass. Gradients are added to those of earlier calls."""
-    layer(x).backward(upstream)
-
-
 def calls(layer: nn.Module, x: Tensor, upstream: Tensor, count: int) -> float:
-    """Return the processor seconds of one forward and backward pass, as a mean over ``count`` passes."""
+    """Return the processor seconds of one forward and backward pass, as a mean over ``count`` passes. Gradients add up."""
     begin = time.process_time()
     for _ in range(count):
-        step(layer, x, upstream)
+        layer(x).backward(upstream)
     return (time.process_time() - begin) / count
-
-
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Return the quartiles of ``values``."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return low, middle, high
 
 
 def measured(shape: tuple[int, ...], turns: int, seconds: float, seed: int) -> dict[str, list[float]]:
@@ -88,22 +77,12 @@ def measured(shape: tuple[int, ...], turns: int, seconds: float, seed: int) -> d
     return found
 
 
-def table(shape: tuple[int, ...], found: dict[str, list[float]]) -> list[str]:
-    """Return the lines of a Markdown table with the times of all layers for one shape of the input."""
-    lines = [f"{shape}, {len(found[REFERENCE])} turns:", "", "| layer | microseconds (quartiles) | ratio (quartiles) |", "|---|---:|---:|"]
+def rows_of(found: dict[str, list[float]]) -> Iterator[list[str]]:
+    """Yield the rows of the table: each layer's times, and their ratios to those of the reference in the same turn."""
     for name, seconds in found.items():
-        low, middle, high = (1e6 * value for value in quartiles(seconds))
-        ratio = quartiles([one / other for one, other in zip(seconds, found[REFERENCE], strict=True)])
-        lines.append(f"| {name} | {middle:.1f} ({low:.1f} to {high:.1f}) | {ratio[1]:.2f} ({ratio[0]:.2f} to {ratio[2]:.2f}) |")
-    return [*lines, ""]
-
-
-def machine() -> str:
-    """Return the processor's name, the operating system and the version of torch."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return f"{name}, {platform.system()}, torch {torch.__version__}, one thread"
+        low, middle, high = (1e6 * value for value in statistics.quantiles(seconds, n=4))
+        ratio = statistics.quantiles([one / other for one, other in zip(seconds, found[REFERENCE], strict=True)], n=4)
+        yield [name, f"{middle:.1f} ({low:.1f} to {high:.1f})", f"{ratio[1]:.2f} ({ratio[0]:.2f} to {ratio[2]:.2f})"]
 
 
 def main(
@@ -117,7 +96,9 @@ def main(
     command = f"python benchmarks/layers.py --turns {turns} --milliseconds {milliseconds:g} --seed {seed}"
     lines = ["# A layer alone", "", f"`{command}`: forward and backward in training, float32. {machine()}.", ""]
     for shape in SHAPES:
-        lines += table(shape, measured(shape, turns, milliseconds / 1e3, seed))
+        found = measured(shape, turns, milliseconds / 1e3, seed)
+        head = ["layer", "microseconds (quartiles)", "ratio (quartiles)"]
+        lines += [f"{shape}, {turns} turns:", "", *table(head, rows_of(found)), ""]
     text = "\n".join(lines)
     if output is not None:
         output.write_text(text, encoding="utf-8")

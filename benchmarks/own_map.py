@@ -1,15 +1,12 @@
 """Compare all methods in eleven regimes, each at its best learning rate of three: the map behind `fl-bn advise`.
 
     python benchmarks/own_map.py --output benchmarks/results/map/cells.csv
-    python benchmarks/own_map.py --left benchmarks/results/map/cells.csv      # counts missing cells
 
 A cell is one run on the bundled digits. For every regime and method, the three rates are tried first, with a seed of
 their own, and scored on validation samples. These are a fifth of every client's training data, never test data. The
 best rate is then run with three other seeds on all training data, and tested on the test data.
 
-The file has one line per cell, written as soon as the cell is done. Cells that the file has are not run again. The
-cells of FixBN come after those of all other methods. Within both groups, the cells that try rates and those of the first
-seed come before the other seeds.
+The file has one line per cell, written as soon as the cell is done. Cells that the file has are not run again.
 
 Columns: ``accuracy`` is in percent after the last round, ``halfway`` after half of the rounds; ``seconds`` is processor
 time.
@@ -25,11 +22,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from itertools import product
 from pathlib import Path
-from statistics import mean
 from typing import Annotated, Any, NamedTuple
 
 import typer
+from common import append
 
 SHIFTS = "none,invert,dark,noise,blur"
 COMMON: dict[str, Any] = {
@@ -50,9 +48,7 @@ REGIMES: dict[str, dict[str, Any]] = {
     "1 local step": {**MILD, "local-steps": 1},
     "20 local steps": {**MILD, "local-steps": 20},
 }
-FIRST = ("IID", "one class", "five domains", "two classes", "Dirichlet 0.1")  # regimes that tell most, run before the others
 METHODS = ("fedavg", "gn", "fbn", "fedbn", "silobn", "hbn", "fedtan", "fixbn")
-LAST = "fixbn"
 RATES = (0.02, 0.06, 0.2)
 RATE_SEED, SEEDS = 10, (0, 1, 2)
 SHARE = 0.2  # share of every client's training samples held out for validation while rates are tried
@@ -109,18 +105,14 @@ def keys(place: Place) -> dict[str, Any]:
 
 
 def cells(lines: Mapping[Place, Line]) -> Iterator[Place]:
-    """Yield every cell in the order in which the cells are run.
+    """Yield every cell in the order in which the cells are run: with each regime and method the rates first.
 
     Args:
         lines: The finished cells. The cells that test the best rate have the rate 0 until all rates were tried.
     """
-    for methods in ([m for m in METHODS if m != LAST], [LAST]):
-        for seeds in (SEEDS[:1], SEEDS[1:]):
-            for regime in (*FIRST, *(name for name in REGIMES if name not in FIRST)):
-                for method in methods:
-                    if seeds == SEEDS[:1]:
-                        yield from (Place(RATE, regime, method, RATE_SEED, rate) for rate in RATES)
-                    yield from (Place(TEST, regime, method, seed, best_rate(lines, regime, method)) for seed in seeds)
+    for regime, method in product(REGIMES, METHODS):
+        yield from (Place(RATE, regime, method, RATE_SEED, rate) for rate in RATES)
+        yield from (Place(TEST, regime, method, seed, best_rate(lines, regime, method)) for seed in SEEDS)
 
 
 def best_rate(lines: Mapping[Place, Line], regime: str, method: str) -> float:
@@ -173,55 +165,20 @@ def _typed(text: str, kind: str) -> Any:
     return {"int": int, "float": float, "str": str}[kind](text)
 
 
-def left(lines: Mapping[Place, Line]) -> list[Place]:
-    """Return the cells that were not run yet."""
-    return [place for place in cells(lines) if place not in lines]
-
-
-def hours(lines: Mapping[Place, Line]) -> float:
-    """Estimate the core hours of the missing cells.
-
-    A missing cell is taken to need the mean time of the finished cells with the same regime and method. If there are none,
-    those with the same regime count. If there are none either, all finished cells count.
-    """
-
-    def seconds(place: Place) -> float:
-        for alike in ((1, 2), (1,), ()):
-            known = [line.seconds for done, line in lines.items() if all(done[i] == place[i] for i in alike)]
-            if known:
-                return mean(known)
-        return math.nan
-
-    return sum(map(seconds, left(lines))) / 3600
-
-
 def main(
-    output: Annotated[Path | None, typer.Option(help="CSV file of the results; missing cells are run and appended")] = None,
-    methods: Annotated[str, typer.Option(help="methods to run, separated by commas")] = ",".join(METHODS),
+    output: Annotated[Path, typer.Option(help="CSV file of the results; missing cells are run and appended")],
     seconds: Annotated[float, typer.Option(help="begin no new cell after this many seconds")] = math.inf,
-    left_of: Annotated[Path | None, typer.Option("--left", help="CSV file: print how many cells are missing, and their hours")] = None,
 ) -> None:
-    """Run the cells that ``--output`` lacks, or count the missing cells with ``--left``."""
-    if left_of is not None:
-        lines = read(left_of)
-        print(f"{len(lines)} cells run, {len(left(lines))} not run: about {hours(lines):.1f} core hours")
-    if output is None:
-        return
-    lines, begin = read(output), time.monotonic()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        if not lines:
-            writer.writeheader()
+    """Run the cells that ``--output`` lacks."""
+    lines = read(output)
+
+    def rows() -> Iterator[dict[str, Any]]:
         for place in cells(lines):  # lazily, so that the tests use the rates tried meanwhile
-            if place in lines or place.method not in methods.split(","):
-                continue
-            if time.monotonic() - begin > seconds:
-                break
-            lines[place] = run(place)
-            writer.writerow(asdict(lines[place]))
-            file.flush()
-            print(lines[place], flush=True)
+            if place not in lines:
+                lines[place] = run(place)
+                yield asdict(lines[place])
+
+    append(output, rows(), FIELDS, seconds)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from own_map import COMMON, METHODS, REGIMES, SEEDS, TEST, Line, Place, best_rate, cells, keys, left, read
+from own_map import COMMON, METHODS, REGIMES, SEEDS, TEST, Line, Place, best_rate, cells, keys, read
 
 from experiments.marks import replaced
 from fl_bn.advise import regimes
@@ -148,8 +148,9 @@ def table(found: Sequence[Regime], lines: Mapping[Place, Line]) -> str:
     for regime in found:
         values = " | ".join(_shown(regime, method) for method in METHODS)
         said.append(f"| {regime.name} | {values} | {regime.separable:.1f} |")
-    missing = left(lines)
-    return "\n".join([*said, "", f"{sum(place in lines for place in cells(lines))} cells were run, {len(missing)} were not."]) + "\n"
+    every = list(cells(lines))
+    there = sum(place in lines for place in every)
+    return "\n".join([*said, "", f"{there} cells were run, {len(every) - there} were not."]) + "\n"
 
 
 def _shown(regime: Regime, method: str) -> str:

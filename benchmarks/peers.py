@@ -27,11 +27,10 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from rich.console import Console
+from common import RESULTS, Batches, bare_loop, table
 from torch import nn
 from torch.nn import functional as F
 
-RESULTS = Path(__file__).parent / "results"
 CLIENTS, CLASSES = 10, 10
 NETWORKS = {"digits-cnn-small": 16, "simple-cnn": 32}  # pixels of an image's side
 SIZES = ((10, 32), (5, 16))  # local steps, samples of a batch
@@ -92,24 +91,14 @@ def bare(case: Case, layout: torch.memory_format = torch.contiguous_format) -> l
     """Return the seconds of every round of FedAvg with BatchNorm in a plain PyTorch loop."""
     torch.set_num_threads(1)
     model, clients = network_and_clients(case)
-    model = model.to(memory_format=layout)
-    clients = [(x.contiguous(memory_format=layout), y) for x, y in clients]
-    shared, rng, took = {n: t.clone() for n, t in model.state_dict().items()}, torch.Generator().manual_seed(0), list[float]()
-    for _ in range(case["rounds"]):
-        begin, parts = time.perf_counter(), list[dict[str, torch.Tensor]]()
-        for x, y in clients:
-            model.load_state_dict(shared)
-            model.train()
-            optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
-            order = torch.randint(0, len(x), (case["steps"], case["batch"]), generator=rng)
-            for batch in order:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x[batch]), y[batch]).backward()
-                optimizer.step()
-            parts.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
-        shared = {n: torch.stack([p[n] for p in parts]).mean(0) if t.is_floating_point() else t for n, t in shared.items()}
-        took.append(time.perf_counter() - begin)
-    return took
+    rng = torch.Generator().manual_seed(0)
+
+    def batches_of(x: torch.Tensor, y: torch.Tensor) -> Batches:
+        x = x.contiguous(memory_format=layout)
+        return lambda round: ((x[batch], y[batch]) for batch in torch.randint(0, len(x), (case["steps"], case["batch"]), generator=rng))
+
+    batches = [batches_of(x, y) for x, y in clients]
+    return list(bare_loop(model.to(memory_format=layout), batches, case["rounds"], lr=RATE, momentum=MOMENTUM))
 
 
 def ours(case: Case, **keys: Any) -> list[float]:
@@ -302,17 +291,17 @@ def main(
     text += f"medians of {turns} turns. A round is given as a multiple of the bare loop's in the same turn.\n\n"
     for network in NETWORKS:
         heads = [f"{s} x {b}: {what}" for s, b in SIZES for what in ("round / bare loop's", "ms per round", "whole s")]
-        text += f"**{network}**\n\n| way | {' | '.join(heads)} |\n|---|{'---:|' * len(heads)}\n"
+        rows = []
         for way in ways:
-            cells = list[str]()
+            cells = [way]
             for steps, batch in SIZES:
                 own, bare_ones = found[network, steps, batch, way], found[network, steps, batch, BARE]
                 ratio = median(a / b for (a, _), (b, _) in zip(own, bare_ones, strict=True))
                 cells += [f"{ratio:.2f}", f"{1000 * median(a for a, _ in own):.0f}", f"{median(b for _, b in own):.1f}"]
-            text += f"| {way} | {' | '.join(cells)} |\n"
-        text += "\n"
+            rows.append(cells)
+        text += "\n".join([f"**{network}**", "", *table(["way", *heads], rows), "", ""])
     results.write_text(text.rstrip() + "\n")
-    Console().print(text, markup=False)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Time how long things take to start: the command line, the imports, a run until its first round, and a cell of a
 sweep.
 
-    python benchmarks/startup.py                       # writes benchmarks/results/startup.md
-    python benchmarks/startup.py --before COMMIT       # measures another commit, too, for comparison
+    python benchmarks/startup.py > benchmarks/results/startup.md
+    python benchmarks/startup.py CHECKOUT              # measures another checkout, for comparison
 
 Each figure is the median of several fresh processes with a warm disk cache. The floor is the time that torch alone
 takes: its import, and a step of ``torch.optim.SGD``, which imports torch's compiler.
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from common import table
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLE = Path(__file__).parent / "results" / "startup.md"
 CELLS = 20
 SILENT: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 COMMAND = ("-m", "fl_bn.cli.main")
@@ -107,24 +107,11 @@ ROWS = (
 )
 
 
-def main(before: Annotated[str, typer.Option(help="another commit to measure for comparison")] = "", repetitions: int = 3) -> None:
-    """Measure all rows, and write the table."""
-    columns = {}
-    with tempfile.TemporaryDirectory() as name:
-        if before:
-            tree = Path(name) / "before"
-            subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(tree), before], cwd=ROOT, check=True)
-            try:
-                columns["before"] = measure(tree, repetitions)
-            finally:
-                subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
-        columns["after" if before else "seconds"] = measure(ROOT, repetitions)
-    lines = [f"| | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
-    lines += [f"| {row} | {' | '.join(f'{values[i]:.2f}' for values in columns.values())} |" for i, row in enumerate(ROWS)]
-    text = "\n".join(lines) + "\n"
-    command = f"python benchmarks/startup.py{' --before COMMIT' if before else ''}"
-    TABLE.write_text(f"Seconds, median of {repetitions}; `{command}`.\n\n{text}", encoding="utf-8")
-    print(text)
+def main(checkout: Annotated[Path, typer.Argument(help="the checkout to measure")] = ROOT, repetitions: int = 3) -> None:
+    """Measure all rows, and print the table."""
+    print(f"Seconds, median of {repetitions}; `python benchmarks/startup.py`.\n")
+    found = measure(checkout.resolve(), repetitions)
+    print("\n".join(table(["", "seconds"], [(row, f"{value:.2f}") for row, value in zip(ROWS, found, strict=True)])))
 
 
 def _environment(tree: Path) -> dict[str, str]:
