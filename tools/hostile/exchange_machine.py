@@ -8,13 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import torch
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Local, Quantity, Request
+from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Local, Quantity, Refused, Request
+from fl_bn.exchange.grpc.wire import decode_request, encode_request
 from fl_bn.exchange.session import LARGEST_COUNT, POLICIES, Session
 from fl_bn.federation.defence import Defence
 from tests.exchange.cohorts import GRADIENTS, LAYERS, MEAN, MOMENTS, NARROW, VARIANCE, WIDE, Outcome
+from tools.hostile.mutations import changed_protobuf
 
 MERGED = (
     Key(WIDE, MOMENTS),
@@ -119,6 +122,22 @@ class Exchange(RuleBasedStateMachine):
             self.session.submit(self.liar, self.request(self.liar, max(step - 1, 0)), lambda outcome: None)
         if waits and self.in_step():
             self.time_passes()
+
+    @precondition(lambda self: self.patience <= 0)
+    @rule(seed=st.integers(0, 2**32))
+    def the_liar_sends_other_bytes(self, seed: int) -> None:
+        """Change the bytes of the request that the others sent last. What comes is decoded as the exchange's service does it."""
+        step = max(len(got) for got in self.got.values())
+        honest = encode_request(self.request(self.liar, max(step - 1, 0))).SerializeToString()
+        try:
+            request = decode_request(changed_protobuf(honest, np.random.default_rng(seed)), LAYERS)
+        except Refused as refusal:
+            self.session.leave(self.liar, f"refused: {refusal}")
+            return
+        if request is None:
+            self.session.leave(self.liar)
+        else:
+            self.session.submit(self.liar, request, lambda outcome: None)
 
     @precondition(lambda self: self.patience <= 0)
     @rule(reason=st.sampled_from(["", "", "out of memory"]))

@@ -6,16 +6,10 @@ A mutation is one hostile case against one of these targets:
 
 - *server*: whole rounds of every method, in which one client lies in one message or more;
 - *secure*: the same in rounds with secure aggregation;
-- *session*: the session of an exchange, in which one client sends changed bytes, or requests in any order and number;
-- *meeting*: rounds with an exchange, in which one client lies while the others go on training;
-- *client*: a client whose server lies;
-- *two-faced*: SecAgg+ with a server that tells one client something else than the others;
-- *earlier*: the same, but the server lies in an earlier round;
-- *own app*: an app with a strategy of its own.
+- *client*: a client whose server lies.
 
-Honest messages are recorded from real runs (``recorded``). They are changed record by record (``mutations``), or as
-bytes: protobuf and JSON (``protobuf``) and the headers of NumPy's arrays (``npy``). ``outcomes`` defines what must
-hold.
+Honest messages are recorded from real runs (``recorded``), and their bytes are changed (``mutations``). ``outcomes`` defines
+what must hold.
 
 A sequence is one run of a state machine of hypothesis: clients of an exchange, one of which does anything
 (``exchange_machine``), or clients of SecAgg+ whose server asks anything (``secure_machine``). A sequence that breaks
@@ -42,14 +36,11 @@ import torch
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from tests.hostile.recorded import CANNED, MEETINGS, SCENARIOS, SECURE, recorded
-from tools.hostile.exchange_lies import lie_in_a_round, lie_to_session, requests
+from tests.hostile.recorded import CANNED, SECURE, recorded
 from tools.hostile.exchange_machine import Exchange
 from tools.hostile.lies import lie_to_client, lie_to_server
 from tools.hostile.mutations import Rng, pick
 from tools.hostile.outcomes import BROKEN, GIVEN_UP, HONEST, REFUSED, SAME, Outcome, honest, listening
-from tools.hostile.own_app_lies import METHODS_OF, lie_to_own_app
-from tools.hostile.secure_lies import KEEPING, two_faced, two_faced_before
 from tools.hostile.secure_machine import Clients
 
 LONGEST = 60  # seconds; a case that takes longer counts as hanging
@@ -59,17 +50,10 @@ CLIENTS_OF = ["fedavg", "fbn", "hbn", "fedbn unseen", "fedtan", "fbn maintained"
 
 Attack = Callable[[str, Rng], tuple[str, Outcome]]
 TARGETS: dict[str, tuple[Attack, list[str], float]] = {  # the attack, its scenarios, and its share of all mutations
-    "server": (lie_to_server, CANNED, 0.21),
-    "session": (lie_to_session, ["fedtan"], 0.5),
-    "client": (lie_to_client, sorted(CLIENTS_OF), 0.287),
-    "meeting": (lie_in_a_round, MEETINGS, 0.01),
-    "secure": (lie_to_server, SECURE, 0.0015),
-    "two-faced": (two_faced, SECURE, 0.0015),
-    "own app": (lie_to_own_app, METHODS_OF, 0.04),
-    "earlier": (two_faced_before, KEEPING, 0.001),
+    "server": (lie_to_server, CANNED, 0.6),
+    "client": (lie_to_client, CLIENTS_OF, 0.395),
+    "secure": (lie_to_server, SECURE, 0.005),
 }
-
-
 MACHINES: dict[str, tuple[type[RuleBasedStateMachine], int, float]] = {  # the machine, its steps, and its share of all sequences
     "exchange": (Exchange, 30, 0.9),
     "secure clients": (Clients, 15, 0.1),
@@ -80,22 +64,6 @@ class Tally(NamedTuple):
     counts: Counter[tuple[str, str]]  # (target, kind of outcome) -> number of cases
     broken: list[str]
     peak: float  # MB by which the process's peak memory grew
-
-
-class Case(NamedTuple):
-    """Hold one mutation and its outcome.
-
-    Attributes:
-        target: The target of the mutation, such as ``server``.
-        name: The scenario.
-        what: What was changed.
-        outcome: What became of it.
-    """
-
-    target: str
-    name: str
-    what: str
-    outcome: Outcome
 
 
 class Hangs(BaseException):
@@ -118,11 +86,25 @@ def bounded(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+class Progress:
+    """Print a line to stderr every 30 seconds."""
+
+    def __init__(self, wanted: int, what: str) -> None:
+        self.wanted, self.what, self.begin, self.said = wanted, what, time.monotonic(), time.monotonic()
+
+    def __call__(self, done: int, broken: int) -> None:
+        if (now := time.monotonic()) - self.said > 30:
+            self.said = now
+            left = (self.wanted - done) * (now - self.begin) / done
+            print(f"{done} of {self.wanted} {self.what}, {broken} broken; {left:.0f} s are left", file=sys.stderr, flush=True)
+
+
 def asked(names: Sequence[str], known: dict[str, Any]) -> list[str]:
     return [name for name in known if not names or name in names]
 
 
-def run_case(seed: int, number: int, only: Sequence[str] = ()) -> Case:
+def run_case(seed: int, number: int, only: Sequence[str] = ()) -> tuple[str, str, Outcome]:
+    """Run one mutation; return its target, what was changed in which scenario, and the outcome."""
     rng, names = np.random.default_rng([seed, number]), asked(only, TARGETS)
     shares = np.array([TARGETS[name][2] for name in names])
     target = str(rng.choice(names, p=shares / shares.sum()))
@@ -136,51 +118,39 @@ def run_case(seed: int, number: int, only: Sequence[str] = ()) -> Case:
         what, outcome = "", Outcome(BROKEN, f"it took longer than {LONGEST} s")
     if (more := peak_memory() - before) > HUGE:
         outcome = Outcome(BROKEN, f"it took {more:.0f} MB")
-    return Case(target, name, what, outcome)
+    return target, f"{name}: {what}", outcome
 
 
 def warm_up(only: Sequence[str] = ()) -> None:
     """Make the recordings of honest runs now, so that their memory does not count as that of the first mutation."""
     with listening():
-        for name in {name for target in asked(only, TARGETS) if target != "own app" for name in TARGETS[target][1]}:
-            if not SCENARIOS[name].meets:
-                recorded(name)
+        for name in {name for target in asked(only, TARGETS) for name in TARGETS[target][1]}:
+            recorded(name)
             honest(name)
-        requests()
 
 
-def fuzz(
-    mutations: int,
-    seed: int = 0,
-    seconds: float = float("inf"),
-    first: int = 0,
-    only: Sequence[str] = (),
-    told: Callable[[int, Counter[tuple[str, str]]], None] = lambda done, counts: None,
-) -> Tally:
+def fuzz(mutations: int, seed: int = 0, first: int = 0, only: Sequence[str] = (), progress: Progress | None = None) -> Tally:
     """Run mutations, each with random numbers drawn from ``seed`` and from its number.
 
     Args:
         mutations: How many mutations to run.
         seed: The seed.
-        seconds: The seconds after which no new mutation begins.
         first: The number of the first mutation.
         only: The names of the targets to attack; empty: all.
-        told: Called after each mutation with the number of those done, and (target, kind of outcome) -> how many.
+        progress: Told after each mutation.
 
     Returns:
         The numbers of outcomes, a line for each mutation that broke something, and the growth of peak memory.
     """
     warm_up(only)
-    before, end = peak_memory(), time.monotonic() + seconds
-    counts, broken = Counter[tuple[str, str]](), list[str]()
+    before, counts, broken = peak_memory(), Counter[tuple[str, str]](), list[str]()
     for number in range(first, first + mutations):
-        case = run_case(seed, number, only)
-        counts[case.target, case.outcome.kind] += 1
-        if case.outcome.kind == BROKEN:
-            broken.append(f"{seed}/{number} {case.target} {case.name}: {case.what}: {case.outcome.why}"[:1000])
-        told(number + 1 - first, counts)
-        if time.monotonic() > end:
-            break
+        target, what, outcome = run_case(seed, number, only)
+        counts[target, outcome.kind] += 1
+        if outcome.kind == BROKEN:
+            broken.append(f"{seed}/{number} {target} {what}: {outcome.why}"[:1000])
+        if progress:
+            progress(number + 1 - first, len(broken))
     return Tally(counts, broken, peak_memory() - before)
 
 
@@ -188,7 +158,7 @@ def sequences(
     number: int,
     first_seed: int = 0,
     only: Sequence[str] = (),
-    told: Callable[[int, Counter[str]], None] = lambda done, counts: None,
+    progress: Progress | None = None,
     shrinks: bool = True,
 ) -> tuple[Counter[str], list[str]]:
     """Run sequences of calls by the state machines.
@@ -197,7 +167,7 @@ def sequences(
         number: How many sequences to run, over all machines.
         first_seed: The seed.
         only: The names of the machines; empty: all.
-        told: Called now and then with the number of sequences done, and machine -> how many.
+        progress: Told now and then.
         shrinks: Whether to look for the shortest sequence that still breaks something.
 
     Returns:
@@ -218,7 +188,8 @@ def sequences(
                     broken.append(f"seed {first_seed}, chunk {chunk}, {name}: {problem}")
                     counts[name] = before + size  # without the sequences tried in the search for the shortest one
                 chunk += 1
-                told(sum(counts.values()), counts)
+                if progress:
+                    progress(sum(counts.values()), len(broken))
     return counts, broken
 
 
@@ -277,27 +248,12 @@ def table(tally: Tally) -> str:
     return "\n".join([*lines, f"| all | {sum(total)} | " + " | ".join(map(str, total)) + " |"])
 
 
-class Progress:
-    """Print a line to stderr every 30 seconds."""
-
-    def __init__(self, wanted: int, what: str) -> None:
-        self.wanted, self.what, self.begin, self.said = wanted, what, time.monotonic(), time.monotonic()
-
-    def __call__(self, done: int, counts: Counter[Any]) -> None:
-        if (now := time.monotonic()) - self.said > 30:
-            self.said = now
-            broken = sum(n for key, n in counts.items() if BROKEN in key)
-            left = (self.wanted - done) * (now - self.begin) / done
-            print(f"{done} of {self.wanted} {self.what}, {broken} broken; {left:.0f} s are left", file=sys.stderr, flush=True)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mutations", type=int, default=100_000)
     parser.add_argument("--sequences", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first mutation, so that processes can share a seed")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no new mutation after this many seconds")
     parser.add_argument("--only", nargs="+", default=[], choices=[*TARGETS, *MACHINES], help="these targets and machines")
     parser.add_argument("--summary", type=Path, help="a file for the table and for what broke")
     chosen = parser.parse_args()
@@ -305,8 +261,7 @@ def main() -> int:
     begin, cpu = time.monotonic(), time.process_time()
     tally, counts, odd = Tally(Counter(), [], 0.0), Counter[str](), list[str]()
     if chosen.mutations and asked(chosen.only, TARGETS):
-        told = Progress(chosen.mutations, "mutations")
-        tally = fuzz(chosen.mutations, chosen.seed, chosen.seconds, chosen.first, chosen.only, told)
+        tally = fuzz(chosen.mutations, chosen.seed, chosen.first, chosen.only, Progress(chosen.mutations, "mutations"))
     if chosen.sequences and asked(chosen.only, MACHINES):
         counts, odd = sequences(chosen.sequences, chosen.seed, chosen.only, Progress(chosen.sequences, "sequences"))
     lines = [table(tally), "", "| machine | sequences |", "|---|---|", *(f"| {name} | {n} |" for name, n in counts.items())]

@@ -21,31 +21,13 @@ from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.wire import gate
 from tests.hostile.liars import what
 from tests.hostile.recorded import CLIENTS, SCENARIOS, app_of, cloned, recorded
-from tools.hostile import protobuf
 from tools.hostile.lies import ERRORS
-from tools.hostile.mutations import CHANGES
+from tools.hostile.mutations import in_bytes
 
 NODES = (1, 2, 3)  # nodes that this server asks; it also knows others
 STAGES = (Stage.SETUP, Stage.SHARE_KEYS, Stage.COLLECT_MASKED_VECTORS, Stage.UNMASK)
-OF_FL_BN = ["fl-bn/config", "fl-bn/header"]  # records of an instruction
 HONEST = {Key.SAMPLE_NUMBER: 3, Key.SHARE_NUMBER: 3, Key.THRESHOLD: 2, Key.CLIPPING_RANGE: 8.0}
 HONEST |= {Key.TARGET_RANGE: 2**22, Key.MOD_RANGE: 2**32, Key.MAX_WEIGHT: 1.0, "cohort": list(NODES)}
-OTHERWISE: list[tuple[str, Any]] = [
-    (Key.SAMPLE_NUMBER, 1),
-    (Key.SHARE_NUMBER, 1),
-    (Key.SHARE_NUMBER, 5),
-    (Key.THRESHOLD, 1),
-    (Key.THRESHOLD, 9),
-    (Key.CLIPPING_RANGE, float("nan")),
-    (Key.CLIPPING_RANGE, 1e300),
-    (Key.TARGET_RANGE, 2**31),
-    (Key.TARGET_RANGE, 1),
-    (Key.MOD_RANGE, 2),
-    (Key.MAX_WEIGHT, 1e9),
-    ("cohort", [1, 2, 4]),
-    ("cohort", [1, 2, 3, 4]),
-]
-
 
 @contextmanager
 def hidden_errors() -> Iterator[list[str]]:
@@ -156,47 +138,10 @@ class Clients(RuleBasedStateMachine):
     def one_is_asked_out_of_turn(self, node: int, stage: str) -> None:
         self.ask(node, self.content(stage, self.request(stage, node)))
 
-    @rule(node=st.sampled_from(NODES), stage=st.sampled_from(STAGES), record=st.sampled_from(OF_FL_BN), which=st.integers(0, 9))
-    def a_field_is_missing(self, node: int, stage: str, record: str, which: int) -> None:
-        content = self.content(stage, self.request(stage, node))
-        fields = dict(content.config_records[record])
-        fields.pop(sorted(fields)[which % len(fields)])
-        content[record] = ConfigRecord(fields)
-        self.ask(node, content)
-
-    @rule(node=st.sampled_from(NODES), change=st.sampled_from(OTHERWISE))
-    def one_is_set_up_otherwise(self, node: int, change: tuple[str, Any]) -> None:
-        self.ask(node, self.content(Stage.SETUP, {**self.request(Stage.SETUP, node), change[0]: change[1]}))
-
     @rule(node=st.sampled_from(NODES), active=st.lists(st.integers(0, 4), max_size=5), dead=st.lists(st.integers(0, 4), max_size=4))
     def shares_are_asked_for(self, node: int, active: list[int], dead: list[int]) -> None:
         record = {Key.STAGE: Stage.UNMASK, Key.ACTIVE_NODE_ID_LIST: active, Key.DEAD_NODE_ID_LIST: dead}
         self.ask(node, self.content(Stage.UNMASK, record))
-
-    @rule(node=st.sampled_from(NODES), without=st.sampled_from(NODES), twice=st.booleans(), swapped=st.booleans())
-    def keys_are_others(self, node: int, without: int, twice: bool, swapped: bool) -> None:
-        record = self.request(Stage.SHARE_KEYS, node)
-        pair = record.pop(str(without), None)
-        if twice and pair is not None:
-            record["4"] = pair
-        elif swapped and pair is not None:
-            record[str(without)] = pair[::-1]
-        self.ask(node, self.content(Stage.SHARE_KEYS, record))
-
-    @rule(node=st.sampled_from(NODES), how=st.sampled_from(["twice", "fewer", "swapped", "cut"]))
-    def sealed_shares_are_others(self, node: int, how: str) -> None:
-        record = self.request(Stage.COLLECT_MASKED_VECTORS, node)
-        sources, sealed = record[Key.SOURCE_LIST], record[Key.CIPHERTEXT_LIST]
-        if how == "twice":
-            sources, sealed = sources[:1] * 2, sealed[:1] * 2
-        elif how == "fewer":
-            sources, sealed = sources[1:], sealed[1:]
-        elif how == "swapped":
-            sealed = sealed[::-1]
-        else:
-            sealed = [one[:-1] for one in sealed]
-        asked = {**record, Key.SOURCE_LIST: sources, Key.CIPHERTEXT_LIST: sealed}
-        self.ask(node, self.content(Stage.COLLECT_MASKED_VECTORS, asked))
 
     @rule(node=st.sampled_from(NODES), kind=st.sampled_from(["train", "query.statistics", "query.kept", "evaluate", "query.hello"]))
     def one_is_asked_in_the_clear(self, node: int, kind: str) -> None:
@@ -212,22 +157,15 @@ class Clients(RuleBasedStateMachine):
         if self.answered[node] != before:
             self.wrong = f"node {node} answered {stage} as {kind}, which Flower's mod does not mask"
 
-    @rule(node=st.sampled_from(NODES), stage=st.sampled_from(STAGES), seed=st.integers(0, 2**32), in_bytes=st.booleans())
-    def anything(self, node: int, stage: str, seed: int, in_bytes: bool) -> None:
-        """Ask a stage with changed records, or with changed bytes."""
-        rng, content = np.random.default_rng(seed), self.content(stage, self.request(stage, node))
-        if in_bytes:
-            try:
-                _, message = protobuf.in_bytes(Message(content, node, "train", ttl=600.0, group_id="1"), rng)
-            except Exception:  # noqa: BLE001  (Flower cannot open it)
-                return
-            if not isinstance(message, Message) or not message.has_content():
-                return
-            content = message.content
-        else:
-            with np.errstate(all="ignore"):
-                CHANGES[int(rng.integers(len(CHANGES)))](content, rng)
-        self.ask(node, content)
+    @rule(node=st.sampled_from(NODES), stage=st.sampled_from(STAGES), seed=st.integers(0, 2**32))
+    def bytes_are_others(self, node: int, stage: str, seed: int) -> None:
+        message = Message(self.content(stage, self.request(stage, node)), node, "train", ttl=600.0, group_id="1")
+        try:
+            _, message = in_bytes(message, np.random.default_rng(seed))
+        except Exception:  # noqa: BLE001  (Flower cannot open it)
+            return
+        if isinstance(message, Message) and message.has_content():
+            self.ask(node, message.content)
 
     @invariant()
     def nothing_is_shown(self) -> None:
