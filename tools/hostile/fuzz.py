@@ -12,8 +12,7 @@ Honest messages are recorded from real runs (``recorded``), and their bytes are 
 what must hold.
 
 A sequence is one run of a state machine of hypothesis: clients of an exchange, one of which does anything
-(``exchange_machine``), or clients of SecAgg+ whose server asks anything (``secure_machine``). A sequence that breaks
-something is shrunk to the shortest one that still does.
+(``exchange_machine``). A sequence that breaks something is shrunk to the shortest one that still does.
 
 The same seed gives the same cases.
 """
@@ -33,19 +32,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, Phase, seed, settings
-from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import seed as seeded
+from hypothesis.stateful import run_state_machine_as_test
 
 from tests.hostile.recorded import CANNED, SECURE, recorded
 from tools.hostile.exchange_machine import Exchange
 from tools.hostile.lies import lie_to_client, lie_to_server
 from tools.hostile.mutations import Rng, pick
 from tools.hostile.outcomes import BROKEN, GIVEN_UP, HONEST, REFUSED, SAME, Outcome, honest, listening
-from tools.hostile.secure_machine import Clients
 
 LONGEST = 60  # seconds; a case that takes longer counts as hanging
 HUGE = 1024.0  # MB that one case may take: the largest message has some 200, and the liar is in this process, too
 CHUNK = 200  # sequences that hypothesis draws from one seed
+STEPS = 30  # calls of a sequence
 CLIENTS_OF = ["fedavg", "fbn", "hbn", "fedbn unseen", "fedtan", "fbn maintained", "fbn bfloat16", "fbn secure"]
 
 Attack = Callable[[str, Rng], tuple[str, Outcome]]
@@ -53,10 +53,6 @@ TARGETS: dict[str, tuple[Attack, list[str], float]] = {  # the attack, its scena
     "server": (lie_to_server, CANNED, 0.6),
     "client": (lie_to_client, CLIENTS_OF, 0.395),
     "secure": (lie_to_server, SECURE, 0.005),
-}
-MACHINES: dict[str, tuple[type[RuleBasedStateMachine], int, float]] = {  # the machine, its steps, and its share of all sequences
-    "exchange": (Exchange, 30, 0.9),
-    "secure clients": (Clients, 15, 0.1),
 }
 
 
@@ -99,13 +95,9 @@ class Progress:
             print(f"{done} of {self.wanted} {self.what}, {broken} broken; {left:.0f} s are left", file=sys.stderr, flush=True)
 
 
-def asked(names: Sequence[str], known: dict[str, Any]) -> list[str]:
-    return [name for name in known if not names or name in names]
-
-
-def run_case(seed: int, number: int, only: Sequence[str] = ()) -> tuple[str, str, Outcome]:
+def run_case(seed: int, number: int, names: Sequence[str]) -> tuple[str, str, Outcome]:
     """Run one mutation; return its target, what was changed in which scenario, and the outcome."""
-    rng, names = np.random.default_rng([seed, number]), asked(only, TARGETS)
+    rng = np.random.default_rng([seed, number])
     shares = np.array([TARGETS[name][2] for name in names])
     target = str(rng.choice(names, p=shares / shares.sum()))
     attack, scenarios, _ = TARGETS[target]
@@ -121,15 +113,7 @@ def run_case(seed: int, number: int, only: Sequence[str] = ()) -> tuple[str, str
     return target, f"{name}: {what}", outcome
 
 
-def warm_up(only: Sequence[str] = ()) -> None:
-    """Make the recordings of honest runs now, so that their memory does not count as that of the first mutation."""
-    with listening():
-        for name in {name for target in asked(only, TARGETS) for name in TARGETS[target][1]}:
-            recorded(name)
-            honest(name)
-
-
-def fuzz(mutations: int, seed: int = 0, first: int = 0, only: Sequence[str] = (), progress: Progress | None = None) -> Tally:
+def fuzz(mutations: int, seed: int = 0, first: int = 0, only: Sequence[str] = ()) -> Tally:
     """Run mutations, each with random numbers drawn from ``seed`` and from its number.
 
     Args:
@@ -137,100 +121,54 @@ def fuzz(mutations: int, seed: int = 0, first: int = 0, only: Sequence[str] = ()
         seed: The seed.
         first: The number of the first mutation.
         only: The names of the targets to attack; empty: all.
-        progress: Told after each mutation.
 
     Returns:
         The numbers of outcomes, a line for each mutation that broke something, and the growth of peak memory.
     """
-    warm_up(only)
-    before, counts, broken = peak_memory(), Counter[tuple[str, str]](), list[str]()
+    names = list(only or TARGETS)
+    with listening():  # honest runs are recorded now, so that their memory does not count as that of the first mutation
+        for name in {name for target in names for name in TARGETS[target][1]}:
+            recorded(name)
+            honest(name)
+    before, counts, broken, progress = peak_memory(), Counter[tuple[str, str]](), list[str](), Progress(mutations, "mutations")
     for number in range(first, first + mutations):
-        target, what, outcome = run_case(seed, number, only)
+        target, what, outcome = run_case(seed, number, names)
         counts[target, outcome.kind] += 1
         if outcome.kind == BROKEN:
             broken.append(f"{seed}/{number} {target} {what}: {outcome.why}"[:1000])
-        if progress:
-            progress(number + 1 - first, len(broken))
+        progress(number + 1 - first, len(broken))
     return Tally(counts, broken, peak_memory() - before)
 
 
-def sequences(
-    number: int,
-    first_seed: int = 0,
-    only: Sequence[str] = (),
-    progress: Progress | None = None,
-    shrinks: bool = True,
-) -> tuple[Counter[str], list[str]]:
-    """Run sequences of calls by the state machines.
+def sequences(number: int, seed: int = 0, shrinks: bool = True) -> tuple[int, list[str]]:
+    """Run sequences of calls by the state machine, until 20 of them broke something.
 
     Args:
-        number: How many sequences to run, over all machines.
-        first_seed: The seed.
-        only: The names of the machines; empty: all.
-        progress: Told now and then.
+        number: How many sequences to run.
+        seed: The seed.
         shrinks: Whether to look for the shortest sequence that still breaks something.
 
     Returns:
-        Machine -> the number of sequences, and a text for each sequence that broke something.
+        The number of sequences, and a text for each chunk of them that broke something: the error and the calls.
     """
-    counts, broken = Counter[str](), list[str]()
-    names = asked(only, MACHINES)
+    done, broken, progress = 0, list[str](), Progress(number, "sequences")
+    phases = (Phase.generate, Phase.shrink) if shrinks else (Phase.generate,)
+    options: dict[str, Any] = {"stateful_step_count": STEPS, "deadline": None, "derandomize": False, "database": None, "phases": phases}
+    options["suppress_health_check"] = list(HealthCheck)
     with listening():
-        recorded("fbn secure")
-        for name in names:
-            machine, steps, share = MACHINES[name]
-            wanted = max(1, round(number * share / sum(MACHINES[one][2] for one in names)))
-            chunk = 0
-            while counts[name] < wanted and len(broken) < 20:
-                before, size = counts[name], min(CHUNK, wanted - counts[name])
-                drawn_from = 1_000_000 * first_seed + chunk
-                if problem := run_machine(machine, steps, size, drawn_from, lambda name=name: counts.update([name]), shrinks):
-                    broken.append(f"seed {first_seed}, chunk {chunk}, {name}: {problem}")
-                    counts[name] = before + size  # without the sequences tried in the search for the shortest one
-                chunk += 1
-                if progress:
-                    progress(sum(counts.values()), len(broken))
-    return counts, broken
-
-
-def run_machine(
-    machine: type[RuleBasedStateMachine], steps: int, number: int, drawn_from: int, begun: Callable[[], None], shrinks: bool = True
-) -> str:
-    """Run sequences of one machine until one causes an error. Return the error and the calls of the sequence; empty: no error.
-
-    Args:
-        machine: The state machine.
-        steps: The largest number of calls in a sequence.
-        number: The number of sequences.
-        drawn_from: The seed.
-        begun: Called at the beginning of each sequence.
-        shrinks: Whether to look for the shortest sequence that causes the error.
-    """
-
-    class Counted(machine):  # type: ignore[misc,valid-type]
-        def __init__(self) -> None:
-            begun()
-            super().__init__()
-
-    try:
-        with bounded(LONGEST * 10):
-            run_state_machine_as_test(
-                seed(drawn_from)(Counted),
-                settings=settings(
-                    max_examples=number,
-                    stateful_step_count=steps,
-                    deadline=None,
-                    derandomize=False,
-                    database=None,
-                    phases=(Phase.generate, Phase.shrink) if shrinks else (Phase.generate,),
-                    suppress_health_check=list(HealthCheck),
-                ),
-            )
-    except Hangs:
-        return f"it took longer than {LONGEST * 10} s"
-    except Exception as error:  # every exception is a finding
-        return f"{error!r}\n" + "\n".join(getattr(error, "__notes__", []))
-    return ""
+        while done < number and len(broken) < 20:
+            size = min(CHUNK, number - done)
+            machine = seeded(1_000_000 * seed + done)(type("Exchange", (Exchange,), {}))
+            try:
+                with bounded(LONGEST * 10):
+                    run_state_machine_as_test(machine, settings=settings(max_examples=size, **options))
+            except Hangs:
+                broken.append(f"seed {seed}, from {done}: it took longer than {LONGEST * 10} s")
+            except Exception as error:  # every exception is a finding
+                broken.append(f"seed {seed}, from {done}: {error!r}\n" + "\n".join(getattr(error, "__notes__", [])))
+            done += size
+            progress(done, len(broken))
+    return done, broken
 
 
 def peak_memory() -> float:
@@ -244,8 +182,7 @@ def table(tally: Tally) -> str:
         row = [tally.counts[target, kind] for kind in kinds]
         if sum(row):
             lines.append(f"| {target} | {sum(row)} | " + " | ".join(map(str, row)) + " |")
-    total = [sum(tally.counts[target, kind] for target in TARGETS) for kind in kinds]
-    return "\n".join([*lines, f"| all | {sum(total)} | " + " | ".join(map(str, total)) + " |"])
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -254,20 +191,16 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first mutation, so that processes can share a seed")
-    parser.add_argument("--only", nargs="+", default=[], choices=[*TARGETS, *MACHINES], help="these targets and machines")
+    parser.add_argument("--only", nargs="+", default=[], choices=list(TARGETS), help="these targets")
     parser.add_argument("--summary", type=Path, help="a file for the table and for what broke")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    begin, cpu = time.monotonic(), time.process_time()
-    tally, counts, odd = Tally(Counter(), [], 0.0), Counter[str](), list[str]()
-    if chosen.mutations and asked(chosen.only, TARGETS):
-        tally = fuzz(chosen.mutations, chosen.seed, chosen.first, chosen.only, Progress(chosen.mutations, "mutations"))
-    if chosen.sequences and asked(chosen.only, MACHINES):
-        counts, odd = sequences(chosen.sequences, chosen.seed, chosen.only, Progress(chosen.sequences, "sequences"))
-    lines = [table(tally), "", "| machine | sequences |", "|---|---|", *(f"| {name} | {n} |" for name, n in counts.items())]
-    lines += [f"\n{sum(counts.values())} sequences, {len(odd)} broken"]
+    begin = time.process_time()
+    tally = fuzz(chosen.mutations, chosen.seed, chosen.first, chosen.only)
+    number, odd = sequences(chosen.sequences, chosen.seed)
+    lines = [table(tally), "", f"{number} sequences, {len(odd)} broken"]
     lines += [f"peak memory: {peak_memory():.0f} MB, of which {tally.peak:.0f} MB since the first mutation"]
-    lines += [f"{time.monotonic() - begin:.0f} s, {time.process_time() - cpu:.0f} s of one core", *tally.broken[:50], *odd]
+    lines += [f"{time.process_time() - begin:.0f} s of one core", *tally.broken[:50], *odd]
     print("\n".join(lines))
     if chosen.summary:
         chosen.summary.write_text("\n".join(lines) + "\n")
