@@ -1,5 +1,4 @@
-"""Time how long things take to start: the command line, the imports, a run until its first round, and a cell of a
-sweep.
+"""Time how long things take to start: the command line, the imports, and a run until its first round.
 
     python benchmarks/startup.py > benchmarks/results/startup.md
     python benchmarks/startup.py CHECKOUT              # measures another checkout, for comparison
@@ -23,19 +22,10 @@ import typer
 from common import table
 
 ROOT = Path(__file__).resolve().parent.parent
-CELLS = 20
 SILENT: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 COMMAND = ("-m", "fl_bn.cli.main")
 STEP = "import torch; p = torch.nn.Parameter(torch.zeros(1)); p.grad = torch.ones(1); torch.optim.SGD([p], lr=0.1).step()"
 KEYS = "dataset='digits' rounds={rounds} local-steps=1 pictures=false output='{folder}' name='{name}'"
-SWEEP = """[run]
-dataset = "digits"
-model = "mlp"
-clients = 5
-rounds = 1
-local-steps = 1
-seed = {seeds}
-"""
 
 
 def seconds(tree: Path, *arguments: str) -> float:
@@ -65,19 +55,6 @@ def first_round(tree: Path, folder: Path, name: str) -> float:
     return took
 
 
-def cell(tree: Path, folder: Path) -> float:
-    """Return the wall-clock seconds of one cell in a sweep whose cells have one round each and run one after the other.
-
-    The time of a sweep of 2 cells is subtracted from that of ``CELLS`` cells, so that the sweep's start is not counted.
-    """
-    whole = {}
-    for cells in (2, CELLS):
-        file = folder / f"startup{cells}.toml"
-        file.write_text(SWEEP.format(seeds=list(range(cells))), encoding="utf-8")
-        whole[cells] = seconds(tree, *COMMAND, "sweep", str(file), "--jobs", "1", "--output", str(folder / f"sweep{cells}"))
-    return (whole[CELLS] - whole[2]) / (CELLS - 2)
-
-
 def measure(tree: Path, repetitions: int) -> list[float]:
     """Measure all rows of the table (``ROWS``) with the sources in ``tree``; return the seconds of each."""
     with tempfile.TemporaryDirectory() as name:
@@ -93,7 +70,6 @@ def measure(tree: Path, repetitions: int) -> list[float]:
             median("-c", "import torch"),
             median("-c", STEP),
             statistics.median(first_round(tree, folder, f"r{i}") for i in range(repetitions)),
-            cell(tree, folder),
         ]
 
 
@@ -103,7 +79,6 @@ ROWS = (
     "floor: `import torch`",
     "floor: `import torch` and a step of `torch.optim.SGD`",
     "first round of `fl-bn run` (digits, 10 clients, calibration included)",
-    "a cell of a sweep of 20 one-round cells, one at a time",
 )
 
 
