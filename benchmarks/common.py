@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 RESULTS = Path(__file__).parent / "results"
-Batches = Callable[[int], Iterable[tuple[Tensor, Tensor]]]
-"""Round -> the batches on which one client trains in that round."""
+Batches = Callable[[int], Iterable[tuple[Tensor, Tensor]]]  # round -> the batches on which one client trains in that round
 
 
 def bare_loop(model: nn.Module, clients: Sequence[Batches], rounds: int, **sgd: Any) -> Iterator[float]:
@@ -83,9 +82,8 @@ def shown(values: Sequence[float]) -> str:
     return f"{mean(values):.1f} ({stdev(values):.1f})" if len(values) > 1 else f"{values[0]:.1f}"
 
 
-def append(output: Path, rows: Iterable[Mapping[str, Any]], fields: Sequence[str], seconds: float) -> None:
-    """Append rows to a CSV file, each as soon as it is made, until so many seconds have passed."""
-    end = time.monotonic() + seconds
+def append(output: Path, rows: Iterable[Mapping[str, Any]], fields: Sequence[str]) -> None:
+    """Append rows to a CSV file, each as soon as it is made."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("a", newline="") as file:
         writer = csv.DictWriter(file, fields)
@@ -95,5 +93,3 @@ def append(output: Path, rows: Iterable[Mapping[str, Any]], fields: Sequence[str
             writer.writerow(row)
             file.flush()
             print(row, flush=True)
-            if time.monotonic() > end:
-                break

@@ -1,6 +1,6 @@
 """Check every method's numbers on the GPU, and compare ways to train there.
 
-    python benchmarks/gpu.py                                # the first GPU; without one the CPU, with smaller sizes
+    python benchmarks/gpu.py                                # the first GPU
     python benchmarks/gpu.py --device cpu --quick           # the smallest sizes, to see that it runs
 
 The data are random, with the shapes of the real data.
@@ -17,8 +17,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -26,7 +25,6 @@ from typing import Annotated, NamedTuple
 import torch
 import typer
 from common import RESULTS
-from rich.console import Console
 from torch import Tensor, nn
 
 from fl_bn import Federation, SeededBatches, convert
@@ -43,7 +41,6 @@ from fl_bn.methods import METHODS, Method
 from fl_bn.models import build
 
 NETWORKS = {"digits-cnn-small": 16, "simple-cnn": 32, "resnet20": 32}  # network -> side of its images in pixels
-console = Console()
 COMPARED = ("fedavg", "gn", "hbn", "fbn")
 
 
@@ -91,7 +88,7 @@ WAYS = {
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch needs it for deterministic sums; set it before the GPU's first use
 
 
-SIZES = {"cuda": Size((10, 50), 5, 32, 2), "cpu": Size((4,), 3, 8, 2), "quick": Size((2,), 1, 4, 1)}
+FULL, QUICK = Size((10, 50), 5, 32, 2), Size((2,), 1, 4, 1)
 
 
 # Numbers and bits
@@ -126,20 +123,6 @@ def apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     return float((x - y).norm()) / float(y.norm())
 
 
-@contextmanager
-def deterministic(wanted: bool = True) -> Iterator[None]:
-    """Let torch use only deterministic kernels inside the block, as the run config's key ``deterministic`` does.
-
-    If ``wanted`` is False, torch may use any kernels.
-    """
-    were = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(wanted)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(were)
-
-
 def check_numbers(device: torch.device, names: Sequence[str]) -> list[str]:
     """Compare the numbers of each method in ``names`` with the CPU's, and the bits of two runs with each other.
 
@@ -152,9 +135,9 @@ def check_numbers(device: torch.device, names: Sequence[str]) -> list[str]:
         exact = two_rounds(name, torch.device("cpu"), SEQUENTIAL, torch.float64)
         row = [name, *(f"{apart(two_rounds(name, device, engine, torch.float64), exact):.0e}" for engine in ENGINES)]
         for wanted in (False, True):
-            with deterministic(wanted):
-                row += ["yes" if again(name, device, engine) else "no" for engine in ENGINES]
-        console.print(*row)
+            torch.use_deterministic_algorithms(wanted)
+            row += ["yes" if again(name, device, engine) else "no" for engine in ENGINES]
+        print(*row, flush=True)
         rows.append("| " + " | ".join(row) + " |")
     return rows
 
@@ -191,29 +174,25 @@ def one_round(
 
 
 def timed(call: Callable[[], object], times: int, device: torch.device) -> float:
-    """Return the seconds of the fastest of ``times`` calls, after one call to warm up.
-
-    On the CPU the seconds are processor time, which other programs hardly change.
-    """
-    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    """Return the seconds of the fastest of ``times`` calls, after one call to warm up."""
     found = []
     for _ in range(times + 1):
-        begin = clock()
+        begin = time.perf_counter()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        found.append(clock() - begin)
+        found.append(time.perf_counter() - begin)
     return min(found[1:])
 
 
 def compare_ways(device: torch.device, size: Size, ways: Mapping[str, Way]) -> list[str]:
-    """Measure how many rounds per second each of ``ways`` trains, and for which share of the time the GPU computes.
+    """Measure how many rounds per second each of ``ways`` trains.
 
     Returns:
         The lines of a Markdown table with one row per network, cohort size and method.
     """
-    rows = ["| network | method | clients x batch | " + " | ".join(ways) + " | GPU busy, one by one | vectorised |"]
-    rows.append("|---" * (len(ways) + 5) + "|")
+    rows = ["| network | method | clients x batch | " + " | ".join(ways) + " |"]
+    rows.append("|---" * (len(ways) + 3) + "|")
     for network, side in NETWORKS.items():
         for cohort in size.cohorts:
             if cohort > 10 and network == "resnet20":  # it takes a minute per row and shows nothing new
@@ -222,54 +201,36 @@ def compare_ways(device: torch.device, size: Size, ways: Mapping[str, Way]) -> l
             for name in COMPARED:
                 method = METHODS[name]()
                 plain = convert(build(network, classes=10, image_size=side, seed=0), method)
-                found, busy = [], {}
+                found = list[str]()
                 for way in ways.values():
-                    usual = way == Way(way.engine)
-                    if cohort > 10 and not usual:
+                    if cohort > 10 and way != Way(way.engine):
                         found.append("")
                         continue
                     settings = LocalTraining(size.batch, steps=size.steps, momentum=0.9, precision=way.precision)
                     model = copied(plain).to(memory_format=MEMORY_FORMATS[way.layout])
                     call = partial(one_round, way.engine, model, method, settings, samples, device)
-                    with deterministic(way.deterministic):
-                        spent = timed(call, size.timed, device)
+                    torch.use_deterministic_algorithms(way.deterministic)
+                    spent = timed(call, size.timed, device)
                     found.append(f"{1 / spent:.2f}")
-                    if usual and device.type == "cuda":
-                        busy[way.engine] = f"{100 * kernels(call) / spent:.0f} %"
-                ends = [busy.get(engine, "") for engine in ENGINES]
-                rows.append("| " + " | ".join([network, name, f"{cohort} x {size.batch}", *found, *ends]) + " |")
-                console.print(rows[-1], markup=False)
+                rows.append("| " + " | ".join([network, name, f"{cohort} x {size.batch}", *found]) + " |")
+                print(rows[-1], flush=True)
     return rows
 
 
-def kernels(call: Callable[[], object]) -> float:
-    """Return the seconds for which the GPU computes during ``call``."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    return float(sum(event.self_device_time_total for event in profile.key_averages())) / 1e6
-
-
 def main(
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cuda",
     quick: Annotated[bool, typer.Option("--quick", help="use the smallest sizes")] = False,
     results: Annotated[Path, typer.Option(help="file for the tables")] = RESULTS / "gpu.md",
 ) -> None:
     """Measure everything, and write the tables."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    size = SIZES["quick" if quick else on.type]
-    small = on.type == "cpu"
-    if small:
-        torch.set_num_threads(1)
-    name = f"{os.cpu_count()} cores of {platform.machine()}, processor time of one thread" if small else torch.cuda.get_device_name(on)
+    on, size = torch.device(device), QUICK if quick else FULL
+    name = torch.cuda.get_device_name(on) if on.type == "cuda" else f"{os.cpu_count()} cores of {platform.machine()}"
     lines = [f"{name}, torch {torch.__version__}.", ""]
-    if small:
-        lines += ["**No GPU was at hand.** Everything is shrunk for a CPU, where the engine saves little: no figure here is a GPU's.", ""]
 
     def add(title: str, rows: Sequence[str]) -> None:
         lines.extend([title, "", *rows, ""])
-        write(results, lines)  # written now, because the next part takes longer
+        results.write_text("\n".join(lines).rstrip() + "\n")  # written now, because the next part takes longer
 
     names = [name for name in METHODS if name != "fedavg-alg2"]  # left out: an ablation of the FedTAN paper
     add(
@@ -278,13 +239,6 @@ def main(
     )
     ways = {name: way for name, way in WAYS.items() if way == Way(way.engine)} if quick else WAYS
     add(f"Rounds per second, {size.steps} local steps; the best of {size.timed}.", compare_ways(on, size, ways))
-
-
-def write(results: Path, lines: Sequence[str]) -> None:
-    """Write the lines to the file of results."""
-    results.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text("\n".join(lines).rstrip() + "\n")
-    console.print(f"written: {results}")
 
 
 if __name__ == "__main__":

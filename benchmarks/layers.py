@@ -5,7 +5,7 @@
 
 All layers are timed in one process. They take turns, in an order drawn anew each time, so that other load on the
 machine hits all of them alike. The clock is this process's processor time, which stops while another process has the
-core. One turn is a number of calls that take about ``--milliseconds`` together. The table has the median and the
+core. One turn is a number of calls that take about ``SECONDS`` together. The table has the median and the
 quartiles of the time per call, and of its ratio to nn.BatchNorm2d in the same turn. ``plain formula`` is HBN's layer
 without its kernels: equations 9 and 10 on tensors, differentiated by autograd.
 """
@@ -31,6 +31,7 @@ from fl_bn.bn.moments import channel_moments
 
 SHAPES = ((32, 64, 32, 32), (4, 16, 32, 32))
 REFERENCE = "nn.BatchNorm2d"
+SECONDS = 0.01  # of a turn
 
 
 class PlainHybrid(HybridBatchNorm):
@@ -57,19 +58,12 @@ def calls(layer: nn.Module, x: Tensor, upstream: Tensor, count: int) -> float:
     return (time.process_time() - begin) / count
 
 
-def measured(shape: tuple[int, ...], turns: int, seconds: float, seed: int) -> dict[str, list[float]]:
-    """Time all layers on random inputs of ``shape``; return layer -> its seconds per call in each turn.
-
-    Args:
-        shape: The shape of the input, (B, C, H, W).
-        turns: How often each layer is timed.
-        seconds: The processor time of a turn.
-        seed: The seed of the inputs and of the order of the layers.
-    """
-    torch.manual_seed(seed)
+def measured(shape: tuple[int, ...], turns: int) -> dict[str, list[float]]:
+    """Time all layers on random inputs of ``shape``; return layer -> its seconds per call in each of ``turns``."""
+    torch.manual_seed(0)
     layers = {name: make(shape[1]).train() for name, make in LAYERS.items()}
-    x, upstream, order = torch.randn(shape).requires_grad_(), torch.randn(shape), random.Random(seed)
-    counts = {name: max(1, round(seconds / min(calls(layer, x, upstream, 5) for _ in range(3)))) for name, layer in layers.items()}
+    x, upstream, order = torch.randn(shape).requires_grad_(), torch.randn(shape), random.Random(0)
+    counts = {name: max(1, round(SECONDS / min(calls(layer, x, upstream, 5) for _ in range(3)))) for name, layer in layers.items()}
     found: dict[str, list[float]] = {name: [] for name in layers}
     for _ in range(turns):
         for name in order.sample(list(layers), len(layers)):
@@ -88,15 +82,13 @@ def rows_of(found: dict[str, list[float]]) -> Iterator[list[str]]:
 def main(
     output: Annotated[Path | None, typer.Option(help="Write the tables to this file, too.")] = None,
     turns: Annotated[int, typer.Option(min=4, help="How often each layer is timed.")] = 200,
-    milliseconds: Annotated[float, typer.Option(help="Processor time of one timing of a layer, in milliseconds.")] = 10.0,
-    seed: int = 0,
 ) -> None:
     """Time all layers, and print the tables."""
     torch.set_num_threads(1)
-    command = f"python benchmarks/layers.py --turns {turns} --milliseconds {milliseconds:g} --seed {seed}"
+    command = f"python benchmarks/layers.py --turns {turns}"
     lines = ["# A layer alone", "", f"`{command}`: forward and backward in training, float32. {machine()}.", ""]
     for shape in SHAPES:
-        found = measured(shape, turns, milliseconds / 1e3, seed)
+        found = measured(shape, turns)
         head = ["layer", "microseconds (quartiles)", "ratio (quartiles)"]
         lines += [f"{shape}, {turns} turns:", "", *table(head, rows_of(found)), ""]
     text = "\n".join(lines)

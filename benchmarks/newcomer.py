@@ -13,7 +13,6 @@ from __future__ import annotations
 import csv
 import itertools
 import logging
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,7 +104,6 @@ def page(rows: list[dict[str, str]]) -> str:
 
 def main(
     output: Annotated[Path | None, typer.Option(help="CSV file of the results; missing cells are run and appended")] = None,
-    seconds: Annotated[float, typer.Option(help="begin no new cell after this many seconds")] = math.inf,
     table_of: Annotated[Path | None, typer.Option("--table", help="folder with cells.csv; table.md is written there")] = None,
 ) -> None:
     """Run the cells that ``--output`` lacks, or write the table of finished cells with ``--table``."""
@@ -115,7 +113,7 @@ def main(
         logging.getLogger("flwr").setLevel(logging.ERROR)
         torch.set_num_threads(1)
         done = [(row["regime"], row["method"], int(row["seed"])) for row in read(output)]
-        append(output, (cell(*key) for key in itertools.product(REGIMES, METHODS, SEEDS) if key not in done), FIELDS, seconds)
+        append(output, (cell(*key) for key in itertools.product(REGIMES, METHODS, SEEDS) if key not in done), FIELDS)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ best rate is then run with three other seeds on all training data, and tested on
 
 The file has one line per cell, written as soon as the cell is done. Cells that the file has are not run again.
 
-Columns: ``accuracy`` is in percent after the last round, ``halfway`` after half of the rounds; ``seconds`` is processor
-time.
+``accuracy`` is in percent after the last round; ``nan`` where training diverged.
 """
 
 from __future__ import annotations
@@ -17,11 +16,8 @@ from __future__ import annotations
 import csv
 import logging
 import math
-import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -73,27 +69,9 @@ class Place(NamedTuple):
     rate: float
 
 
-@dataclass(frozen=True)
-class Line:
-    """Hold the result of one cell, a line of the CSV file; the module describes the columns."""
-
-    phase: str
-    regime: str
-    method: str
-    seed: int
-    rate: float
-    accuracy: float
-    halfway: float
-    seconds: float
-    commit: str
-
-    @property
-    def place(self) -> Place:
-        """Return the cell of the line."""
-        return Place(self.phase, self.regime, self.method, self.seed, self.rate)
-
-
-FIELDS = tuple(field.name for field in fields(Line))
+FIELDS = (*Place._fields, "accuracy")
+Accuracies = Mapping[Place, float]
+"""Cell -> its accuracy; NaN: training diverged."""
 
 
 def keys(place: Place) -> dict[str, Any]:
@@ -104,7 +82,7 @@ def keys(place: Place) -> dict[str, Any]:
     return {**COMMON, **REGIMES[place.regime], **own, "validation-share": SHARE if place.phase == RATE else 0.0}
 
 
-def cells(lines: Mapping[Place, Line]) -> Iterator[Place]:
+def cells(lines: Accuracies) -> Iterator[Place]:
     """Yield every cell in the order in which the cells are run: with each regime and method the rates first.
 
     Args:
@@ -115,59 +93,48 @@ def cells(lines: Mapping[Place, Line]) -> Iterator[Place]:
         yield from (Place(TEST, regime, method, seed, best_rate(lines, regime, method)) for seed in SEEDS)
 
 
-def best_rate(lines: Mapping[Place, Line], regime: str, method: str) -> float:
+def best_rate(lines: Accuracies, regime: str, method: str) -> float:
     """Return the learning rate with the highest accuracy on validation samples; the lowest such rate if several are equal.
 
     Returns:
         The rate; 0 if one of the rates was not tried yet.
     """
     tried = {rate: lines.get(Place(RATE, regime, method, RATE_SEED, rate)) for rate in RATES}
-    found = {rate: line.accuracy for rate, line in tried.items() if line is not None}
+    found = {rate: accuracy for rate, accuracy in tried.items() if accuracy is not None}
     if len(found) < len(RATES):
         return 0.0
     return max(found, key=lambda rate: -math.inf if math.isnan(found[rate]) else found[rate])
 
 
-def run(place: Place) -> Line:
-    """Run one cell. A run that fails because its weights are not finite has no accuracy (NaN)."""
+def run(place: Place) -> float:
+    """Run one cell; return its accuracy. A run that fails because its weights are not finite has none (NaN)."""
     from fl_bn.flower import RunFailed
     from fl_bn.run.assembly import limit_threads
     from fl_bn.run.config import RunConfig
-    from fl_bn.support.commit import commit
     from fl_bn.sweep.cells import Cell, run_held
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
     limit_threads(1)
-    folder, begin = Path(tempfile.mkdtemp(prefix="own-map-")), time.process_time()
-    cell = Cell(RunConfig.from_mapping({**keys(place), "output": str(folder), "name": "cell"}), place._asdict())
-    try:
+    with tempfile.TemporaryDirectory(prefix="own-map-") as folder:
+        cell = Cell(RunConfig.from_mapping({**keys(place), "output": folder, "name": "cell"}), place._asdict())
         try:
             run_held(cell)
         except RunFailed as error:
             print(f"{place}: {error}", flush=True)
         reached = {row["round"]: 100 * row["accuracy"] for row in cell.rows() if row.get("accuracy") is not None}
-    finally:
-        shutil.rmtree(folder)
-    last, half = (round(reached.get(at, math.nan), 2) for at in (cell.config.rounds, cell.config.rounds // 2))
-    return Line(*place, last, half, round(time.process_time() - begin, 1), commit())
+    return round(float(reached.get(cell.config.rounds, math.nan)), 2)
 
 
-def read(path: Path) -> dict[Place, Line]:
-    """Return the cells in a results file, each with its line; an empty dict if the file does not exist."""
-    if not path.exists():
-        return {}
-    with path.open(newline="") as file:
-        lines = [Line(**{field.name: _typed(row[field.name], str(field.type)) for field in fields(Line)}) for row in csv.DictReader(file)]
-    return {line.place: line for line in lines}
-
-
-def _typed(text: str, kind: str) -> Any:
-    return {"int": int, "float": float, "str": str}[kind](text)
+def read(path: Path) -> dict[Place, float]:
+    """Return the cells in a results file, each with its accuracy; an empty dict if the file does not exist."""
+    lines = csv.DictReader(path.read_text().splitlines() if path.exists() else [])
+    return {
+        Place(row["phase"], row["regime"], row["method"], int(row["seed"]), float(row["rate"])): float(row["accuracy"]) for row in lines
+    }
 
 
 def main(
     output: Annotated[Path, typer.Option(help="CSV file of the results; missing cells are run and appended")],
-    seconds: Annotated[float, typer.Option(help="begin no new cell after this many seconds")] = math.inf,
 ) -> None:
     """Run the cells that ``--output`` lacks."""
     lines = read(output)
@@ -176,9 +143,9 @@ def main(
         for place in cells(lines):  # lazily, so that the tests use the rates tried meanwhile
             if place not in lines:
                 lines[place] = run(place)
-                yield asdict(lines[place])
+                yield {**place._asdict(), "accuracy": lines[place]}
 
-    append(output, rows(), FIELDS, seconds)
+    append(output, rows(), FIELDS)
 
 
 if __name__ == "__main__":

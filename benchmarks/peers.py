@@ -1,12 +1,11 @@
 """Compare a round of federated averaging with a bare PyTorch loop and with other simulators, each in a process of its own.
 
     pip install --no-deps --target PFL "pfl==0.6.0" multiprocess dill "dp-accounting>=0.4,<0.6" prv-accountant absl-py mpmath attrs
-    pip install --no-deps --target FLOWER "flwr>=1.25,<2"
-    python benchmarks/peers.py --pfl PFL --newest-flower FLOWER      # on a quiet machine, about 15 minutes
+    python benchmarks/peers.py --pfl PFL      # on a quiet machine, about 15 minutes
 
-All programs make the same local steps of the same network on the same samples, with torch's SGD or fl-bn's, and average. A simulator
-whose folder is not given is left out. Flower on Ray is an app of Flower's own ``FedAvg`` in this file, without fl-bn.
-pfl-research draws no batches (it cuts each client's samples once), and averages only parameters, not running statistics.
+All programs make the same local steps of the same network on the same samples, with torch's SGD or fl-bn's, and average. Without its
+folder, pfl-research is left out. Flower on Ray is an app of Flower's own ``FedAvg`` in this file, without fl-bn. pfl-research draws no
+batches (it cuts each client's samples once), and averages only parameters, not running statistics.
 
 The time of a round is the median over the rounds after the first. The whole time is that of the process, with imports, start and end.
 """
@@ -36,8 +35,8 @@ NETWORKS = {"digits-cnn-small": 16, "simple-cnn": 32}  # pixels of an image's si
 SIZES = ((10, 32), (5, 16))  # local steps, samples of a batch
 RATE, MOMENTUM = 0.002, 0.9
 BARE, BARE_LAST = "bare loop", "bare loop, channels-last"
-OURS, OURS_WORKERS, OURS_VECTORISED = "fl-bn, as it is by default with workers=1", "fl-bn, workers=2", "fl-bn, engine=vectorised"
-PFL, RAY, RAY_NEWEST = "pfl-research 0.6.0", "Flower's FedAvg on Ray, pinned", "Flower's FedAvg on Ray, newest"
+OURS, OURS_WORKERS = "fl-bn, as it is by default with workers=1", "fl-bn, workers=2"
+PFL, RAY = "pfl-research 0.6.0", "Flower's FedAvg on Ray"
 
 Case = dict[str, Any]
 """One federation to time: its ``network``, ``steps`` per round, ``batch`` size, number of ``rounds``, and ``file`` of samples."""
@@ -220,10 +219,8 @@ WAYS: dict[str, Callable[[Case], list[float]]] = {
     BARE_LAST: lambda case: bare(case, torch.channels_last),
     OURS: lambda case: ours(case, workers=1),
     OURS_WORKERS: lambda case: ours(case, workers=2),
-    OURS_VECTORISED: lambda case: ours(case, engine="vectorised"),
     PFL: pfl_research,
     RAY: flower,
-    RAY_NEWEST: flower,
 }
 
 
@@ -262,7 +259,6 @@ def main(
     rounds: int = 20,
     turns: Annotated[int, typer.Option(help="how often each simulator is timed; the median counts")] = 2,
     pfl: Annotated[Path | None, typer.Option(help="folder in which pfl-research is installed; default: left out")] = None,
-    newest_flower: Annotated[Path | None, typer.Option(help="folder in which a newer Flower is installed; default: left out")] = None,
     results: Path = RESULTS / "peers.md",
     cell: Annotated[str, typer.Option("--cell", hidden=True)] = "",
     case: Annotated[str, typer.Option("--case", hidden=True)] = "",
@@ -272,8 +268,7 @@ def main(
     if cell:
         Path(into).write_text(json.dumps(WAYS[cell](json.loads(case))))
         return
-    folders = {PFL: pfl, RAY_NEWEST: newest_flower}
-    ways = [way for way in WAYS if way not in folders or folders[way]]
+    ways = [way for way in WAYS if way != PFL or pfl]
     found: dict[tuple[str, int, int, str], list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(turns):
@@ -283,7 +278,7 @@ def main(
                     make(file, pixels, max(s * b for s, b in SIZES))
                     one = {"network": network, "steps": steps, "batch": batch, "rounds": rounds, "file": str(file)}
                     for way in ways:
-                        seconds = measured(way, one, folders.get(way))
+                        seconds = measured(way, one, pfl if way == PFL else None)
                         found.setdefault((network, steps, batch, way), []).append(seconds)
                         said = f"{network}, {steps} x {batch}, {way}: {seconds[0]:.3f} s per round, {seconds[1]:.1f} s in all"
                         print(f"turn {turn + 1}: {said}", flush=True)

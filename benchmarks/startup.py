@@ -3,8 +3,8 @@
     python benchmarks/startup.py > benchmarks/results/startup.md
     python benchmarks/startup.py CHECKOUT              # measures another checkout, for comparison
 
-Each figure is the median of several fresh processes with a warm disk cache. The floor is the time that torch alone
-takes: its import, and a step of ``torch.optim.SGD``, which imports torch's compiler.
+Each figure is the median of several fresh processes with a warm disk cache. The floor is the time that the import
+of torch alone takes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from common import table
 ROOT = Path(__file__).resolve().parent.parent
 SILENT: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 COMMAND = ("-m", "fl_bn.cli.main")
-STEP = "import torch; p = torch.nn.Parameter(torch.zeros(1)); p.grad = torch.ones(1); torch.optim.SGD([p], lr=0.1).step()"
 KEYS = "dataset='digits' rounds={rounds} local-steps=1 pictures=false output='{folder}' name='{name}'"
 
 
@@ -68,7 +67,6 @@ def measure(tree: Path, repetitions: int) -> list[float]:
             median(*COMMAND, "--help"),
             median("-c", "import fl_bn"),
             median("-c", "import torch"),
-            median("-c", STEP),
             statistics.median(first_round(tree, folder, f"r{i}") for i in range(repetitions)),
         ]
 
@@ -77,7 +75,6 @@ ROWS = (
     "`fl-bn --help`",
     '`python -c "import fl_bn"`',
     "floor: `import torch`",
-    "floor: `import torch` and a step of `torch.optim.SGD`",
     "first round of `fl-bn run` (digits, 10 clients, calibration included)",
 )
 

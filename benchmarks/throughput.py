@@ -61,20 +61,6 @@ def ratios(config: RunConfig, repeat: int) -> list[float]:
     return [median(values) for values in zip(*turns, strict=True)]
 
 
-def above(config: RunConfig, repeat: int) -> list[float]:
-    """Return by how many milliseconds per client and round each method is slower than the bare loop.
-
-    The time of ``config.rounds`` rounds is subtracted from that of five times as many, so that costs which occur once
-    (start, evaluation) are not counted.
-    """
-    long, turns = changed(config, rounds=5 * config.rounds, evaluate_every=5 * config.rounds), []
-    for _ in range(repeat):
-        loop = bare(long) - bare(config)
-        more = [ours(long, method) - ours(config, method) - loop for method in METHODS]
-        turns.append([1000 * seconds / (long.rounds - config.rounds) / config.clients for seconds in more])
-    return [median(values) for values in zip(*turns, strict=True)]
-
-
 def changed(config: RunConfig, **keys: Any) -> RunConfig:
     """Return a copy of ``config`` in which ``keys`` have other values."""
     return RunConfig.from_mapping({**config.to_mapping(), **{name.replace("_", "-"): value for name, value in keys.items()}})
@@ -90,12 +76,9 @@ def main(
     for method in METHODS:  # load the data, warm up
         ours(changed(base, rounds=1), method)
     columns = [[f"{value:.2f}" for value in ratios(changed(base, local_steps=n, batch_size=b), repeat)] for n, b in ((10, 32), (5, 16))]
-    columns.append([f"{value:.1f}" for value in above(changed(base, local_steps=1, batch_size=16), repeat)])
     head = ["method", "10 steps of 32: time / bare loop", "5 steps of 16: time / bare loop"]
-    head.append("1 step of 16: ms above the bare loop, per client and round")
     text = f"{rounds} rounds, {base.clients} clients, digits-cnn-small, {os.cpu_count()} cores, one torch thread; medians of {repeat} "
-    text += "turns. The last column is of the rounds after the first, start and evaluation not counted. "
-    text += "The bare loop does the same local steps on the same batches and averages the same tensors, with nothing around it.\n\n"
+    text += "turns. The bare loop does the same local steps on the same batches and averages the same tensors, with nothing around it.\n\n"
     text += "\n".join(table(head, zip(METHODS, *columns, strict=True))) + "\n"
     results.write_text(text)
     print(text)

@@ -14,15 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fl_bn_site.certificates import read_certificate
-from fl_bn_site.folders import ServerFolder
-from fl_bn_site.status import status
 from tests.deployment.federation import FL_BN, ROOT, Federation, wait_until
-from tests.deployment.tls_servers import reissue
 from tools.deployment.outcomes import Case, Outcome, compare, rounds_of
 
 METHODS = ("fedbn", "hbn", "fedtan")
@@ -208,58 +203,7 @@ def filled(folder: Path) -> Iterator[None]:
         filler.unlink()
 
 
-# What an operator meets
-
-
-def site_removed(case: Case) -> Outcome:
-    """Add a third site, and remove it at a random moment. It must get no further message, and the others finish the run."""
-    federation, guest = case.federation, f"north-{case.repetition}"
-
-    def received() -> int:
-        return federation.log(f"sites/{guest}", "supernode").count("Receiving: ")
-
-    federation.add_site(guest)
-    federation.sites.append(guest)
-    try:
-        config = case.config("fedbn", rounds=8, **{"retry-timeout": 10.0})
-        with running(case, config, until=4) as run:
-            outcome = case.outcome("a site removed in mid-round", config, run.moment)
-            outcome.expect("the removal is said by name", f"{guest}: shut out" in federation.membership("remove-site", guest))
-            time.sleep(1.0)  # a message may have been on its way
-            before = received()
-            outcome.what = f"site north removed; {run.end()}"
-        outcome.expect("it gets nothing more", received() == before)
-        compare(case, config, outcome)
-    finally:
-        federation.sites.remove(guest)
-        federation.stop(f"sites/{guest}")
-    return outcome
-
-
-def certificate_expires(case: Case) -> Outcome:
-    """Let the server's certificate expire at a random moment of a run, and renew it. The run goes on without a start by hand."""
-    federation, server = case.federation, case.federation.kit / "server"
-    config = case.config("fedbn", rounds=50)
-    federation.stop("server")
-    reissue(federation.kit, ["127.0.0.1"], ends=case.rng.uniform(60.0, 90.0) / 86400)
-    offline = (federation.kit / "authority").rename(federation.kit / "offline")  # else `fl-bn start` renews the certificate by itself
-    ends = read_certificate(server / "server.crt").not_valid_after_utc
-    federation.start("server")
-    _wait_online(federation)
-    try:
-        with running(case, config) as run:
-            wait_until("the certificate ends", lambda: datetime.now(UTC) > ends, 180)
-            outcome = case.outcome("certificate expiring in mid-run", config, f"{rounds_of(federation.result(config['name']))} rounds done")
-            outcome.expect("status says that the certificate has expired", "expired" in _command("status", str(server)))
-            outcome.expect("a start is refused", "expired" in _command("start", str(server)))
-            time.sleep(case.rng.uniform(0.0, 5.0))
-            outcome.expect("renew says until when", "is valid for" in _command("kit", "renew", str(server), "--authority", str(offline)))
-            wait_until("the last round", (federation.result(config["name"]) / "model.safetensors").exists, 600)
-            outcome.what = f"renewed in mid-run; {run.end()}"
-    finally:
-        offline.rename(federation.kit / "authority")
-    compare(case, config, outcome)
-    return outcome
+# A clock
 
 
 def clock_skew(case: Case) -> Outcome:
@@ -300,8 +244,6 @@ DRILLS: dict[str, Callable[[Case], Outcome]] = {
     "hang": client_hangs,
     "site-disk": disk_full_at_a_site,
     "server-disk": disk_full_at_the_server,
-    "removed": site_removed,
-    "expired": certificate_expires,
     "skew": clock_skew,
 }
 IN_ONE_RUN = ("raise", "hang", "site-disk", "server-disk")
@@ -310,18 +252,6 @@ IN_ONE_RUN = ("raise", "hang", "site-disk", "server-disk")
 def starts(federation: Federation, site: str) -> int:
     """Return how often the site's SuperNode has connected."""
     return federation.log(f"sites/{site}", "supernode").count("SuperNode ID")
-
-
-def _wait_online(federation: Federation) -> None:
-    server = ServerFolder.read(federation.kit / "server")
-
-    def here() -> bool:
-        try:
-            return {site.name for site in status(server).sites if site.state == "online"} >= set(federation.sites)
-        except Exception:  # the SuperLink is starting
-            return False
-
-    wait_until("all sites are online", here, 180, pause=2.0)
 
 
 def _command(*words: str, timeout: float = 180.0) -> str:

@@ -1,11 +1,11 @@
 """Do every drill of ``drills`` many times, at random moments; print a table of outcomes.
 
     python -m tools.deployment.kill_drills --times 20 --output kill-drills
-    python -m tools.deployment.kill_drills --times 20 --only removed,expired --record deploy/drills.csv --page deploy/drills.md
+    python -m tools.deployment.kill_drills --times 20 --only skew --page deploy/drills.md
 
 Troubles that come and go are caused --times times in one run; the other drills are done --times times with a run each. The
-random moments are drawn from the repetition's number: --seed, --seed + 1, and so on. Drills that the record already has are
-left out, so the same command goes on where it was stopped. Most of the time is spent waiting for Flower's timeouts.
+random moments are drawn from the repetition's number: --seed, --seed + 1, and so on. The table is
+of all outcomes in the folder, and the same command goes on where it was stopped. Most of the time is spent waiting for Flower's timeouts.
 """
 
 from __future__ import annotations
@@ -77,12 +77,11 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="seed of the first repetition")
     parser.add_argument("--only", default=",".join(DRILLS), help="drills, separated by commas")
-    parser.add_argument("--output", type=Path, default=Path("kill-drills"), help="folder for federations")
-    parser.add_argument("--record", type=Path, help="CSV file to which outcomes are added; default: outcomes.csv in --output")
+    parser.add_argument("--output", type=Path, default=Path("kill-drills"), help="folder for federations, and for outcomes.csv")
     parser.add_argument("--page", type=Path, help="Markdown file that has the table, between two comments")
     chosen = parser.parse_args()
     chosen.output.mkdir(parents=True, exist_ok=True)
-    record = chosen.record or chosen.output / "outcomes.csv"
+    record = chosen.output / "outcomes.csv"
     rows: list[Row] = list(csv.DictReader(record.read_text().splitlines())) if record.exists() else []
     done = {(row["name"], int(row["repetition"]), int(row["times"])) for row in rows}
     names, seeds = chosen.only.split(","), range(chosen.seed, chosen.seed + chosen.times)
@@ -103,10 +102,10 @@ def main() -> int:
                     writer = csv.DictWriter(target, rows[-1], extrasaction="ignore", lineterminator="\n")
                     writer.writeheader()
                     writer.writerows(rows)
-                if chosen.page:
-                    text = chosen.page.read_text()
-                    chosen.page.write_text(f"{text.partition(BEGIN)[0]}{BEGIN}\n{table(rows)}\n{END}{text.partition(END)[2]}")
                 print(f"{len(items)} left", outcome, flush=True)
+    if chosen.page:
+        text = chosen.page.read_text()
+        chosen.page.write_text(f"{text.partition(BEGIN)[0]}{BEGIN}\n{table(rows)}\n{END}{text.partition(END)[2]}")
     print(table(rows))
     return 0 if all(row["identical"] and not row["missed"] for row in rows) else 1
 

@@ -82,19 +82,6 @@ def bounded(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-class Progress:
-    """Print a line to stderr every 30 seconds."""
-
-    def __init__(self, wanted: int, what: str) -> None:
-        self.wanted, self.what, self.begin, self.said = wanted, what, time.monotonic(), time.monotonic()
-
-    def __call__(self, done: int, broken: int) -> None:
-        if (now := time.monotonic()) - self.said > 30:
-            self.said = now
-            left = (self.wanted - done) * (now - self.begin) / done
-            print(f"{done} of {self.wanted} {self.what}, {broken} broken; {left:.0f} s are left", file=sys.stderr, flush=True)
-
-
 def run_case(seed: int, number: int, names: Sequence[str]) -> tuple[str, str, Outcome]:
     """Run one mutation; return its target, what was changed in which scenario, and the outcome."""
     rng = np.random.default_rng([seed, number])
@@ -113,13 +100,12 @@ def run_case(seed: int, number: int, names: Sequence[str]) -> tuple[str, str, Ou
     return target, f"{name}: {what}", outcome
 
 
-def fuzz(mutations: int, seed: int = 0, first: int = 0, only: Sequence[str] = ()) -> Tally:
+def fuzz(mutations: int, seed: int = 0, only: Sequence[str] = ()) -> Tally:
     """Run mutations, each with random numbers drawn from ``seed`` and from its number.
 
     Args:
         mutations: How many mutations to run.
         seed: The seed.
-        first: The number of the first mutation.
         only: The names of the targets to attack; empty: all.
 
     Returns:
@@ -130,13 +116,14 @@ def fuzz(mutations: int, seed: int = 0, first: int = 0, only: Sequence[str] = ()
         for name in {name for target in names for name in TARGETS[target][1]}:
             recorded(name)
             honest(name)
-    before, counts, broken, progress = peak_memory(), Counter[tuple[str, str]](), list[str](), Progress(mutations, "mutations")
-    for number in range(first, first + mutations):
+    before, counts, broken = peak_memory(), Counter[tuple[str, str]](), list[str]()
+    for number in range(mutations):
         target, what, outcome = run_case(seed, number, names)
         counts[target, outcome.kind] += 1
         if outcome.kind == BROKEN:
             broken.append(f"{seed}/{number} {target} {what}: {outcome.why}"[:1000])
-        progress(number + 1 - first, len(broken))
+        if number % 1000 == 999:
+            print(f"{number + 1} of {mutations} mutations, {len(broken)} broken", file=sys.stderr, flush=True)
     return Tally(counts, broken, peak_memory() - before)
 
 
@@ -151,7 +138,7 @@ def sequences(number: int, seed: int = 0, shrinks: bool = True) -> tuple[int, li
     Returns:
         The number of sequences, and a text for each chunk of them that broke something: the error and the calls.
     """
-    done, broken, progress = 0, list[str](), Progress(number, "sequences")
+    done, broken = 0, list[str]()
     phases = (Phase.generate, Phase.shrink) if shrinks else (Phase.generate,)
     options: dict[str, Any] = {"stateful_step_count": STEPS, "deadline": None, "derandomize": False, "database": None, "phases": phases}
     options["suppress_health_check"] = list(HealthCheck)
@@ -167,7 +154,6 @@ def sequences(number: int, seed: int = 0, shrinks: bool = True) -> tuple[int, li
             except Exception as error:  # every exception is a finding
                 broken.append(f"seed {seed}, from {done}: {error!r}\n" + "\n".join(getattr(error, "__notes__", [])))
             done += size
-            progress(done, len(broken))
     return done, broken
 
 
@@ -190,13 +176,12 @@ def main() -> int:
     parser.add_argument("--mutations", type=int, default=100_000)
     parser.add_argument("--sequences", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="number of the first mutation, so that processes can share a seed")
     parser.add_argument("--only", nargs="+", default=[], choices=list(TARGETS), help="these targets")
     parser.add_argument("--summary", type=Path, help="a file for the table and for what broke")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     begin = time.process_time()
-    tally = fuzz(chosen.mutations, chosen.seed, chosen.first, chosen.only)
+    tally = fuzz(chosen.mutations, chosen.seed, chosen.only)
     number, odd = sequences(chosen.sequences, chosen.seed)
     lines = [table(tally), "", f"{number} sequences, {len(odd)} broken"]
     lines += [f"peak memory: {peak_memory():.0f} MB, of which {tally.peak:.0f} MB since the first mutation"]
