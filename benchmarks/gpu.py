@@ -124,11 +124,7 @@ def apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
 
 
 def check_numbers(device: torch.device, names: Sequence[str]) -> list[str]:
-    """Compare the numbers of each method in ``names`` with the CPU's, and the bits of two runs with each other.
-
-    Returns:
-        The lines of a Markdown table with one row per method.
-    """
+    """Compare each method's numbers with the CPU's, and the bits of two runs with each other; return the lines of a Markdown table."""
     rows = ["| method | one by one | vectorised | same bits again, one by one | vectorised | deterministic: one by one | vectorised |"]
     rows.append("|---" * 7 + "|")
     for name in names:
@@ -186,11 +182,7 @@ def timed(call: Callable[[], object], times: int, device: torch.device) -> float
 
 
 def compare_ways(device: torch.device, size: Size, ways: Mapping[str, Way]) -> list[str]:
-    """Measure how many rounds per second each of ``ways`` trains.
-
-    Returns:
-        The lines of a Markdown table with one row per network, cohort size and method.
-    """
+    """Return how many rounds per second each of ``ways`` trains: a Markdown table with a row per network, cohort size and method."""
     rows = ["| network | method | clients x batch | " + " | ".join(ways) + " |"]
     rows.append("|---" * (len(ways) + 3) + "|")
     for network, side in NETWORKS.items():
