@@ -1,7 +1,6 @@
-"""Check every method's numbers on the GPU, compare ways to train there, and time the papers' experiments.
+"""Check every method's numbers on the GPU, and compare ways to train there.
 
-    python benchmarks/gpu.py                                # the first GPU; without one the CPU, with smaller sizes
-    python benchmarks/gpu.py --minutes 5                    # at most 5 minutes for the papers' experiments
+    python benchmarks/gpu.py                                # the first GPU
     python benchmarks/gpu.py --device cpu --quick           # the smallest sizes, to see that it runs
 
 The data are random, with the shapes of the real data.
@@ -10,9 +9,6 @@ The data are random, with the shapes of the real data.
   other.
 - Bits: two equal runs in float32 are compared bit by bit.
 - Speed: only the clients' part of a round is timed: load the networks, make local steps, copy the replies to the CPU.
-- Hours: the time of a few local steps is multiplied by the number of steps in the papers' runs. The other parts of a
-  round are not counted. On a GPU the hours are also written to experiments/results/gpu.json, for
-  `fl-bn experiments evidence`.
 """
 
 from __future__ import annotations
@@ -21,33 +17,47 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import torch
 import typer
-from gpu_hours import Size, console, made, one_round, paper_hours, timed, write_hours
+from common import RESULTS
 from torch import Tensor, nn
 
-from experiments.evidence import HOURS, RESULTS
 from fl_bn import Federation, SeededBatches, convert
 from fl_bn.bn.copying import copied
-from fl_bn.federation.client_round import loss_of
-from fl_bn.federation.eager import SGD
-from fl_bn.federation.engines.vectorised import ENGINES, SEQUENTIAL, VECTORISED, Stack
+from fl_bn.federation.client_round import client_round, client_rounds
+from fl_bn.federation.engines.vectorised import ENGINES, SEQUENTIAL, VECTORISED, AsOneProgram
+from fl_bn.federation.local import Samples
 from fl_bn.federation.network import MEMORY_FORMATS
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.sources import alone
+from fl_bn.federation.source import Member
+from fl_bn.federation.sources import SampleSource, alone
+from fl_bn.federation.values import Reply
 from fl_bn.methods import METHODS, Method
 from fl_bn.models import build
-from fl_bn.task import CLASSIFICATION
 
-HERE = Path(__file__).parent
 NETWORKS = {"digits-cnn-small": 16, "simple-cnn": 32, "resnet20": 32}  # network -> side of its images in pixels
 COMPARED = ("fedavg", "gn", "hbn", "fbn")
+
+
+class Size(NamedTuple):
+    """Set how much is timed.
+
+    Attributes:
+        cohorts: The cohort sizes, in clients.
+        steps: The number of local steps.
+        batch: The batch size.
+        timed: How often a round is timed; the fastest time counts.
+    """
+
+    cohorts: tuple[int, ...]
+    steps: int
+    batch: int
+    timed: int
 
 
 class Way(NamedTuple):
@@ -78,7 +88,7 @@ WAYS = {
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch needs it for deterministic sums; set it before the GPU's first use
 
 
-SIZES = {"cuda": Size((10, 50), 5, 32, 2, 10), "cpu": Size((4,), 3, 8, 2, 3), "quick": Size((2,), 1, 4, 1, 1)}
+FULL, QUICK = Size((10, 50), 5, 32, 2), Size((2,), 1, 4, 1)
 
 
 # Numbers and bits
@@ -113,35 +123,17 @@ def apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     return float((x - y).norm()) / float(y.norm())
 
 
-@contextmanager
-def deterministic(wanted: bool = True) -> Iterator[None]:
-    """Let torch use only deterministic kernels inside the block, as the run config's key ``deterministic`` does.
-
-    If ``wanted`` is False, torch may use any kernels.
-    """
-    were = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(wanted)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(were)
-
-
 def check_numbers(device: torch.device, names: Sequence[str]) -> list[str]:
-    """Compare the numbers of each method in ``names`` with the CPU's, and the bits of two runs with each other.
-
-    Returns:
-        The lines of a Markdown table with one row per method.
-    """
+    """Compare each method's numbers with the CPU's, and the bits of two runs with each other; return the lines of a Markdown table."""
     rows = ["| method | one by one | vectorised | same bits again, one by one | vectorised | deterministic: one by one | vectorised |"]
     rows.append("|---" * 7 + "|")
     for name in names:
         exact = two_rounds(name, torch.device("cpu"), SEQUENTIAL, torch.float64)
         row = [name, *(f"{apart(two_rounds(name, device, engine, torch.float64), exact):.0e}" for engine in ENGINES)]
         for wanted in (False, True):
-            with deterministic(wanted):
-                row += ["yes" if again(name, device, engine) else "no" for engine in ENGINES]
-        console.print(*row)
+            torch.use_deterministic_algorithms(wanted)
+            row += ["yes" if again(name, device, engine) else "no" for engine in ENGINES]
+        print(*row, flush=True)
         rows.append("| " + " | ".join(row) + " |")
     return rows
 
@@ -155,166 +147,82 @@ def again(name: str, device: torch.device, engine: str) -> bool:
 # Speed
 
 
-def compare_ways(device: torch.device, size: Size, ways: Mapping[str, Way]) -> list[str]:
-    """Measure how many rounds per second each of ``ways`` trains, and for which share of the time the GPU computes.
+def made(clients: int, n: int, shape: Sequence[int]) -> list[Samples]:
+    """Make ``n`` random samples of ten classes for each client: uint8 images of shape (n, ``*shape``) with labels."""
+    draw = torch.Generator().manual_seed(0)
+    return [
+        Samples(torch.randint(0, 256, (n, *shape), generator=draw, dtype=torch.uint8), torch.randint(0, 10, (n,), generator=draw))
+        for _ in range(clients)
+    ]
 
-    Returns:
-        The lines of a Markdown table with one row per network, cohort size and method.
-    """
-    rows = ["| network | method | clients x batch | " + " | ".join(ways) + " | GPU busy, one by one | vectorised |"]
-    rows.append("|---" * (len(ways) + 5) + "|")
+
+def one_round(
+    engine: str, model: nn.Module, method: Method, settings: LocalTraining, samples: Sequence[Samples], device: torch.device
+) -> list[Reply]:
+    """Train all clients for one round with ``model``, a converted model on the CPU; return their replies."""
+    clients = range(len(samples))
+    home = device if engine == SEQUENTIAL else torch.device("cpu")
+    rounds = [alone(copied(model).to(home), method, settings, 0.01) for _ in clients]
+    if engine == SEQUENTIAL:
+        return [client_round(round, SampleSource(samples[i], 0, i))[0] for i, round in zip(clients, rounds, strict=True)]
+    members = [Member(round, SampleSource(own, 0, i)) for i, round, own in zip(clients, rounds, samples, strict=True)]
+    return [reply for reply, _ in client_rounds(members, AsOneProgram(device))]
+
+
+def timed(call: Callable[[], object], times: int, device: torch.device) -> float:
+    """Return the seconds of the fastest of ``times`` calls, after one call to warm up."""
+    found = []
+    for _ in range(times + 1):
+        begin = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - begin)
+    return min(found[1:])
+
+
+def compare_ways(device: torch.device, size: Size, ways: Mapping[str, Way]) -> list[str]:
+    """Return how many rounds per second each of ``ways`` trains: a Markdown table with a row per network, cohort size and method."""
+    rows = ["| network | method | clients x batch | " + " | ".join(ways) + " |"]
+    rows.append("|---" * (len(ways) + 3) + "|")
     for network, side in NETWORKS.items():
         for cohort in size.cohorts:
             if cohort > 10 and network == "resnet20":  # it takes a minute per row and shows nothing new
                 continue
-            samples = made(cohort, size.steps * size.batch, (3, side, side), 10)
+            samples = made(cohort, size.steps * size.batch, (3, side, side))
             for name in COMPARED:
                 method = METHODS[name]()
                 plain = convert(build(network, classes=10, image_size=side, seed=0), method)
-                found, busy = [], {}
+                found = list[str]()
                 for way in ways.values():
-                    usual = way == Way(way.engine)
-                    if cohort > 10 and not usual:
+                    if cohort > 10 and way != Way(way.engine):
                         found.append("")
                         continue
                     settings = LocalTraining(size.batch, steps=size.steps, momentum=0.9, precision=way.precision)
                     model = copied(plain).to(memory_format=MEMORY_FORMATS[way.layout])
                     call = partial(one_round, way.engine, model, method, settings, samples, device)
-                    with deterministic(way.deterministic):
-                        spent = timed(lambda call=call: call, size.timed, device)  # type: ignore[misc]
+                    torch.use_deterministic_algorithms(way.deterministic)
+                    spent = timed(call, size.timed, device)
                     found.append(f"{1 / spent:.2f}")
-                    if usual and device.type == "cuda":
-                        busy[way.engine] = f"{100 * kernels(call) / spent:.0f} %"
-                ends = [busy.get(engine, "") for engine in ENGINES]
-                rows.append("| " + " | ".join([network, name, f"{cohort} x {size.batch}", *found, *ends]) + " |")
-                console.print(rows[-1], markup=False)
+                rows.append("| " + " | ".join([network, name, f"{cohort} x {size.batch}", *found]) + " |")
+                print(rows[-1], flush=True)
     return rows
-
-
-def kernels(call: Callable[[], object]) -> float:
-    """Return the seconds for which the GPU computes during ``call``."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    return float(sum(event.self_device_time_total for event in profile.key_averages())) / 1e6
-
-
-def compare_graphs(device: torch.device, size: Size) -> list[str]:
-    """Compare two forms of one stacked training step: kernels that torch launches one by one, and a CUDA graph.
-
-    Returns:
-        The lines of a Markdown table with the time of both forms and the relative difference of the trained weights.
-    """
-    rows = [
-        "| network | method | clients x batch | launched (ms) | CUDA graph (ms) | ratio | difference |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    cohort = size.cohorts[0]
-    for network, side in NETWORKS.items():
-        x = torch.randn(cohort, size.batch, 3, side, side, device=device)
-        y = torch.randint(0, 10, (cohort, size.batch), device=device)
-        for name in ("fedavg", "fbn"):
-            model = convert(build(network, classes=10, image_size=side, seed=0), METHODS[name]())
-            try:
-                (launched, weights), (graph, others) = (
-                    graph_step(model, METHODS[name](), cohort, x, y, graphed) for graphed in (False, True)
-                )
-                found = [f"{launched:.2f}", f"{graph:.2f}", f"{launched / graph:.2f}", f"{apart(others, weights):.0e}"]
-            except RuntimeError as error:
-                found = [f"cannot be captured: {str(error).splitlines()[0]}", "", "", ""]
-            rows.append("| " + " | ".join([network, name, f"{cohort} x {size.batch}", *found]) + " |")
-            console.print(rows[-1], markup=False)
-    return rows
-
-
-def graph_step(model: nn.Module, method: Method, cohort: int, x: Tensor, y: Tensor, graphed: bool) -> tuple[float, list[Tensor]]:
-    """Time a stacked training step on the GPU.
-
-    Args:
-        model: The converted network.
-        method: The method.
-        cohort: The number of clients in the stack.
-        x: The images, of shape (cohort, B, C, H, W).
-        y: The labels, of shape (cohort, B).
-        graphed: Replay the step as a CUDA graph, instead of launching its kernels one by one.
-
-    Returns:
-        The milliseconds of a step, as a mean over 20 steps, and the weights after the first nine steps.
-    """
-    step, stack = stacked_step(model, method, cohort, x, y)
-    beside = torch.cuda.Stream()  # CUDA graphs need a warm-up on a stream of their own before the capture
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(beside)
-    run: Callable[[], object] = step
-    if graphed:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        run = graph.replay
-    for _ in range(6):
-        run()
-    weights = [parameter.detach().clone() for parameter in stack.parameters.values()]
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(20):
-        run()
-    torch.cuda.synchronize()
-    return 1000 * (time.perf_counter() - begin) / 20, weights
-
-
-def stacked_step(model: nn.Module, method: Method, cohort: int, x: Tensor, y: Tensor) -> tuple[Callable[[], None], Stack]:
-    """Build a training step that trains ``cohort`` copies of ``model`` as one program; the arguments are as in ``graph_step``.
-
-    Returns:
-        A function that makes one step, and the stack, which holds the weights of all copies.
-    """
-    settings = LocalTraining(x.shape[1], steps=1, momentum=0.9)
-    round, template = alone(copied(model), method, settings, 0.01), copied(model).to(x.device)
-    round.set_modes(template)
-    stack = Stack([copied(model) for _ in range(cohort)], template)
-    buffers = dict(stack.buffers)
-    optimizer = SGD(stack.parameters.values(), lr=0.01, momentum=0.9, foreach=True)
-
-    def answer(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return loss_of(model, CLASSIFICATION, settings, x, y)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        losses, _ = stack.run(range(cohort), answer, (x, y), {})
-        losses.sum().backward()
-        optimizer.step()
-        for name, tensor in buffers.items():  # a replay reads the same memory as the capture
-            tensor.copy_(stack.buffers[name])
-        stack.buffers = dict(buffers)
-
-    return step, stack
 
 
 def main(
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="use the smallest sizes; leave out the papers' experiments")] = False,
-    minutes: Annotated[float, typer.Option(help="minutes for the papers' experiments; 0: leave them out")] = 15.0,
-    results: Annotated[Path, typer.Option(help="file for the tables")] = HERE / "results" / "gpu.md",
-    hours: Annotated[Path, typer.Option(help="file for the hours, written only on a GPU")] = HERE.parent / "experiments" / RESULTS / HOURS,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cuda",
+    quick: Annotated[bool, typer.Option("--quick", help="use the smallest sizes")] = False,
+    results: Annotated[Path, typer.Option(help="file for the tables")] = RESULTS / "gpu.md",
 ) -> None:
     """Measure everything, and write the tables."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    size = SIZES["quick" if quick else on.type]
-    small = on.type == "cpu"
-    if small:
-        torch.set_num_threads(1)
-    name = f"{os.cpu_count()} cores of {platform.machine()}, processor time of one thread" if small else torch.cuda.get_device_name(on)
+    on, size = torch.device(device), QUICK if quick else FULL
+    name = torch.cuda.get_device_name(on) if on.type == "cuda" else f"{os.cpu_count()} cores of {platform.machine()}"
     lines = [f"{name}, torch {torch.__version__}.", ""]
-    if small:
-        lines += ["**No GPU was at hand.** Everything is shrunk for a CPU, where the engine saves little: no figure here is a GPU's.", ""]
 
     def add(title: str, rows: Sequence[str]) -> None:
         lines.extend([title, "", *rows, ""])
-        write(results, lines)  # written now, because the next part takes longer
+        results.write_text("\n".join(lines).rstrip() + "\n")  # written now, because the next part takes longer
 
     names = [name for name in METHODS if name != "fedavg-alg2"]  # left out: an ablation of the FedTAN paper
     add(
@@ -323,28 +231,6 @@ def main(
     )
     ways = {name: way for name, way in WAYS.items() if way == Way(way.engine)} if quick else WAYS
     add(f"Rounds per second, {size.steps} local steps; the best of {size.timed}.", compare_ways(on, size, ways))
-    if on.type == "cuda":
-        add("One stacked step as a CUDA graph.", compare_graphs(on, size))
-    if not quick and minutes > 0:
-        found = paper_hours(
-            on,
-            size,
-            lambda config: not small or (config.dataset, config.model) == ("cifar10", "simple-cnn"),
-            time.monotonic() + 60 * minutes,
-        )
-        rows = [f"| {name} | {of.runs} | {of.one_by_one:.1f} | {of.vectorised:.1f} | {of.missing or ''} |" for name, of in found.items()]
-        said = "Hours of the local steps of the papers' experiments, all seeds"
-        said += f"; only those on CIFAR-10 with Simple-CNN, {size.most} clients timed and multiplied." if small else "."
-        add(said, ["| experiment | runs | one by one | vectorised | runs not timed |", "|---|---|---|---|---|", *rows])
-        if not small:  # hours measured on a CPU say nothing about a GPU
-            write_hours(hours, name, {name: of for name, of in found.items() if not of.missing})
-
-
-def write(results: Path, lines: Sequence[str]) -> None:
-    """Write the lines to the file of results."""
-    results.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text("\n".join(lines).rstrip() + "\n")
-    console.print(f"written: {results}")
 
 
 if __name__ == "__main__":

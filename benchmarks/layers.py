@@ -5,24 +5,24 @@
 
 All layers are timed in one process. They take turns, in an order drawn anew each time, so that other load on the
 machine hits all of them alike. The clock is this process's processor time, which stops while another process has the
-core. One turn is a number of calls that take about ``--milliseconds`` together. The table has the median and the
+core. One turn is a number of calls that take about ``SECONDS`` together. The table has the median and the
 quartiles of the time per call, and of its ratio to nn.BatchNorm2d in the same turn. ``plain formula`` is HBN's layer
 without its kernels: equations 9 and 10 on tensors, differentiated by autograd.
 """
 
 from __future__ import annotations
 
-import platform
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+from common import machine, table
 from torch import Tensor, nn
 
 from fl_bn.bn.hybrid import plain
@@ -31,6 +31,7 @@ from fl_bn.bn.moments import channel_moments
 
 SHAPES = ((32, 64, 32, 32), (4, 16, 32, 32))
 REFERENCE = "nn.BatchNorm2d"
+SECONDS = 0.01  # of a turn
 
 
 class PlainHybrid(HybridBatchNorm):
@@ -49,38 +50,20 @@ LAYERS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
-def step(layer: nn.Module, x: Tensor, upstream: Tensor) -> None:
-    """Run one forward and one backward pass. Gradients are added to those of earlier calls."""
-    layer(x).backward(upstream)
-
-
 def calls(layer: nn.Module, x: Tensor, upstream: Tensor, count: int) -> float:
-    """Return the processor seconds of one forward and backward pass, as a mean over ``count`` passes."""
+    """Return the processor seconds of one forward and backward pass, as a mean over ``count`` passes. Gradients add up."""
     begin = time.process_time()
     for _ in range(count):
-        step(layer, x, upstream)
+        layer(x).backward(upstream)
     return (time.process_time() - begin) / count
 
 
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Return the quartiles of ``values``."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return low, middle, high
-
-
-def measured(shape: tuple[int, ...], turns: int, seconds: float, seed: int) -> dict[str, list[float]]:
-    """Time all layers on random inputs of ``shape``; return layer -> its seconds per call in each turn.
-
-    Args:
-        shape: The shape of the input, (B, C, H, W).
-        turns: How often each layer is timed.
-        seconds: The processor time of a turn.
-        seed: The seed of the inputs and of the order of the layers.
-    """
-    torch.manual_seed(seed)
+def measured(shape: tuple[int, ...], turns: int) -> dict[str, list[float]]:
+    """Time all layers on random inputs of ``shape``; return layer -> its seconds per call in each of ``turns``."""
+    torch.manual_seed(0)
     layers = {name: make(shape[1]).train() for name, make in LAYERS.items()}
-    x, upstream, order = torch.randn(shape).requires_grad_(), torch.randn(shape), random.Random(seed)
-    counts = {name: max(1, round(seconds / min(calls(layer, x, upstream, 5) for _ in range(3)))) for name, layer in layers.items()}
+    x, upstream, order = torch.randn(shape).requires_grad_(), torch.randn(shape), random.Random(0)
+    counts = {name: max(1, round(SECONDS / min(calls(layer, x, upstream, 5) for _ in range(3)))) for name, layer in layers.items()}
     found: dict[str, list[float]] = {name: [] for name in layers}
     for _ in range(turns):
         for name in order.sample(list(layers), len(layers)):
@@ -88,36 +71,26 @@ def measured(shape: tuple[int, ...], turns: int, seconds: float, seed: int) -> d
     return found
 
 
-def table(shape: tuple[int, ...], found: dict[str, list[float]]) -> list[str]:
-    """Return the lines of a Markdown table with the times of all layers for one shape of the input."""
-    lines = [f"{shape}, {len(found[REFERENCE])} turns:", "", "| layer | microseconds (quartiles) | ratio (quartiles) |", "|---|---:|---:|"]
+def rows_of(found: dict[str, list[float]]) -> Iterator[list[str]]:
+    """Yield the rows of the table: each layer's times, and their ratios to those of the reference in the same turn."""
     for name, seconds in found.items():
-        low, middle, high = (1e6 * value for value in quartiles(seconds))
-        ratio = quartiles([one / other for one, other in zip(seconds, found[REFERENCE], strict=True)])
-        lines.append(f"| {name} | {middle:.1f} ({low:.1f} to {high:.1f}) | {ratio[1]:.2f} ({ratio[0]:.2f} to {ratio[2]:.2f}) |")
-    return [*lines, ""]
-
-
-def machine() -> str:
-    """Return the processor's name, the operating system and the version of torch."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return f"{name}, {platform.system()}, torch {torch.__version__}, one thread"
+        low, middle, high = (1e6 * value for value in statistics.quantiles(seconds, n=4))
+        ratio = statistics.quantiles([one / other for one, other in zip(seconds, found[REFERENCE], strict=True)], n=4)
+        yield [name, f"{middle:.1f} ({low:.1f} to {high:.1f})", f"{ratio[1]:.2f} ({ratio[0]:.2f} to {ratio[2]:.2f})"]
 
 
 def main(
     output: Annotated[Path | None, typer.Option(help="Write the tables to this file, too.")] = None,
     turns: Annotated[int, typer.Option(min=4, help="How often each layer is timed.")] = 200,
-    milliseconds: Annotated[float, typer.Option(help="Processor time of one timing of a layer, in milliseconds.")] = 10.0,
-    seed: int = 0,
 ) -> None:
     """Time all layers, and print the tables."""
     torch.set_num_threads(1)
-    command = f"python benchmarks/layers.py --turns {turns} --milliseconds {milliseconds:g} --seed {seed}"
+    command = f"python benchmarks/layers.py --turns {turns}"
     lines = ["# A layer alone", "", f"`{command}`: forward and backward in training, float32. {machine()}.", ""]
     for shape in SHAPES:
-        lines += table(shape, measured(shape, turns, milliseconds / 1e3, seed))
+        found = measured(shape, turns)
+        head = ["layer", "microseconds (quartiles)", "ratio (quartiles)"]
+        lines += [f"{shape}, {turns} turns:", "", *table(head, rows_of(found)), ""]
     text = "\n".join(lines)
     if output is not None:
         output.write_text(text, encoding="utf-8")

@@ -1,18 +1,14 @@
 """Compare all methods in eleven regimes, each at its best learning rate of three: the map behind `fl-bn advise`.
 
     python benchmarks/own_map.py --output benchmarks/results/map/cells.csv
-    python benchmarks/own_map.py --left benchmarks/results/map/cells.csv      # counts missing cells
 
 A cell is one run on the bundled digits. For every regime and method, the three rates are tried first, with a seed of
 their own, and scored on validation samples. These are a fifth of every client's training data, never test data. The
 best rate is then run with three other seeds on all training data, and tested on the test data.
 
-The file has one line per cell, written as soon as the cell is done. Cells that the file has are not run again. The
-cells of FixBN come after those of all other methods. Within both groups, the cells that try rates and those of the first
-seed come before the other seeds.
+The file has one line per cell, written as soon as the cell is done. Cells that the file has are not run again.
 
-Columns: ``accuracy`` is in percent after the last round, ``halfway`` after half of the rounds; ``seconds`` is processor
-time.
+``accuracy`` is in percent after the last round; ``nan`` where training diverged.
 """
 
 from __future__ import annotations
@@ -20,16 +16,14 @@ from __future__ import annotations
 import csv
 import logging
 import math
-import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from itertools import product
 from pathlib import Path
-from statistics import mean
 from typing import Annotated, Any, NamedTuple
 
 import typer
+from common import append
 
 SHIFTS = "none,invert,dark,noise,blur"
 COMMON: dict[str, Any] = {
@@ -50,9 +44,7 @@ REGIMES: dict[str, dict[str, Any]] = {
     "1 local step": {**MILD, "local-steps": 1},
     "20 local steps": {**MILD, "local-steps": 20},
 }
-FIRST = ("IID", "one class", "five domains", "two classes", "Dirichlet 0.1")  # regimes that tell most, run before the others
 METHODS = ("fedavg", "gn", "fbn", "fedbn", "silobn", "hbn", "fedtan", "fixbn")
-LAST = "fixbn"
 RATES = (0.02, 0.06, 0.2)
 RATE_SEED, SEEDS = 10, (0, 1, 2)
 SHARE = 0.2  # share of every client's training samples held out for validation while rates are tried
@@ -77,27 +69,9 @@ class Place(NamedTuple):
     rate: float
 
 
-@dataclass(frozen=True)
-class Line:
-    """Hold the result of one cell, a line of the CSV file; the module describes the columns."""
-
-    phase: str
-    regime: str
-    method: str
-    seed: int
-    rate: float
-    accuracy: float
-    halfway: float
-    seconds: float
-    commit: str
-
-    @property
-    def place(self) -> Place:
-        """Return the cell of the line."""
-        return Place(self.phase, self.regime, self.method, self.seed, self.rate)
-
-
-FIELDS = tuple(field.name for field in fields(Line))
+FIELDS = (*Place._fields, "accuracy")
+Accuracies = Mapping[Place, float]
+"""Cell -> its accuracy; NaN: training diverged."""
 
 
 def keys(place: Place) -> dict[str, Any]:
@@ -108,120 +82,70 @@ def keys(place: Place) -> dict[str, Any]:
     return {**COMMON, **REGIMES[place.regime], **own, "validation-share": SHARE if place.phase == RATE else 0.0}
 
 
-def cells(lines: Mapping[Place, Line]) -> Iterator[Place]:
-    """Yield every cell in the order in which the cells are run.
+def cells(lines: Accuracies) -> Iterator[Place]:
+    """Yield every cell in the order in which the cells are run: with each regime and method the rates first.
 
     Args:
         lines: The finished cells. The cells that test the best rate have the rate 0 until all rates were tried.
     """
-    for methods in ([m for m in METHODS if m != LAST], [LAST]):
-        for seeds in (SEEDS[:1], SEEDS[1:]):
-            for regime in (*FIRST, *(name for name in REGIMES if name not in FIRST)):
-                for method in methods:
-                    if seeds == SEEDS[:1]:
-                        yield from (Place(RATE, regime, method, RATE_SEED, rate) for rate in RATES)
-                    yield from (Place(TEST, regime, method, seed, best_rate(lines, regime, method)) for seed in seeds)
+    for regime, method in product(REGIMES, METHODS):
+        yield from (Place(RATE, regime, method, RATE_SEED, rate) for rate in RATES)
+        yield from (Place(TEST, regime, method, seed, best_rate(lines, regime, method)) for seed in SEEDS)
 
 
-def best_rate(lines: Mapping[Place, Line], regime: str, method: str) -> float:
+def best_rate(lines: Accuracies, regime: str, method: str) -> float:
     """Return the learning rate with the highest accuracy on validation samples; the lowest such rate if several are equal.
 
     Returns:
         The rate; 0 if one of the rates was not tried yet.
     """
     tried = {rate: lines.get(Place(RATE, regime, method, RATE_SEED, rate)) for rate in RATES}
-    found = {rate: line.accuracy for rate, line in tried.items() if line is not None}
+    found = {rate: accuracy for rate, accuracy in tried.items() if accuracy is not None}
     if len(found) < len(RATES):
         return 0.0
     return max(found, key=lambda rate: -math.inf if math.isnan(found[rate]) else found[rate])
 
 
-def run(place: Place) -> Line:
-    """Run one cell. A run that fails because its weights are not finite has no accuracy (NaN)."""
+def run(place: Place) -> float:
+    """Run one cell; return its accuracy. A run that fails because its weights are not finite has none (NaN)."""
     from fl_bn.flower import RunFailed
     from fl_bn.run.assembly import limit_threads
     from fl_bn.run.config import RunConfig
-    from fl_bn.support.commit import commit
     from fl_bn.sweep.cells import Cell, run_held
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
     limit_threads(1)
-    folder, begin = Path(tempfile.mkdtemp(prefix="own-map-")), time.process_time()
-    cell = Cell(RunConfig.from_mapping({**keys(place), "output": str(folder), "name": "cell"}), place._asdict())
-    try:
+    with tempfile.TemporaryDirectory(prefix="own-map-") as folder:
+        cell = Cell(RunConfig.from_mapping({**keys(place), "output": folder, "name": "cell"}), place._asdict())
         try:
             run_held(cell)
         except RunFailed as error:
             print(f"{place}: {error}", flush=True)
         reached = {row["round"]: 100 * row["accuracy"] for row in cell.rows() if row.get("accuracy") is not None}
-    finally:
-        shutil.rmtree(folder)
-    last, half = (round(reached.get(at, math.nan), 2) for at in (cell.config.rounds, cell.config.rounds // 2))
-    return Line(*place, last, half, round(time.process_time() - begin, 1), commit())
+    return round(float(reached.get(cell.config.rounds, math.nan)), 2)
 
 
-def read(path: Path) -> dict[Place, Line]:
-    """Return the cells in a results file, each with its line; an empty dict if the file does not exist."""
-    if not path.exists():
-        return {}
-    with path.open(newline="") as file:
-        lines = [Line(**{field.name: _typed(row[field.name], str(field.type)) for field in fields(Line)}) for row in csv.DictReader(file)]
-    return {line.place: line for line in lines}
-
-
-def _typed(text: str, kind: str) -> Any:
-    return {"int": int, "float": float, "str": str}[kind](text)
-
-
-def left(lines: Mapping[Place, Line]) -> list[Place]:
-    """Return the cells that were not run yet."""
-    return [place for place in cells(lines) if place not in lines]
-
-
-def hours(lines: Mapping[Place, Line]) -> float:
-    """Estimate the core hours of the missing cells.
-
-    A missing cell is taken to need the mean time of the finished cells with the same regime and method. If there are none,
-    those with the same regime count. If there are none either, all finished cells count.
-    """
-
-    def seconds(place: Place) -> float:
-        for alike in ((1, 2), (1,), ()):
-            known = [line.seconds for done, line in lines.items() if all(done[i] == place[i] for i in alike)]
-            if known:
-                return mean(known)
-        return math.nan
-
-    return sum(map(seconds, left(lines))) / 3600
+def read(path: Path) -> dict[Place, float]:
+    """Return the cells in a results file, each with its accuracy; an empty dict if the file does not exist."""
+    lines = csv.DictReader(path.read_text().splitlines() if path.exists() else [])
+    return {
+        Place(row["phase"], row["regime"], row["method"], int(row["seed"]), float(row["rate"])): float(row["accuracy"]) for row in lines
+    }
 
 
 def main(
-    output: Annotated[Path | None, typer.Option(help="CSV file of the results; missing cells are run and appended")] = None,
-    methods: Annotated[str, typer.Option(help="methods to run, separated by commas")] = ",".join(METHODS),
-    seconds: Annotated[float, typer.Option(help="begin no new cell after this many seconds")] = math.inf,
-    left_of: Annotated[Path | None, typer.Option("--left", help="CSV file: print how many cells are missing, and their hours")] = None,
+    output: Annotated[Path, typer.Option(help="CSV file of the results; missing cells are run and appended")],
 ) -> None:
-    """Run the cells that ``--output`` lacks, or count the missing cells with ``--left``."""
-    if left_of is not None:
-        lines = read(left_of)
-        print(f"{len(lines)} cells run, {len(left(lines))} not run: about {hours(lines):.1f} core hours")
-    if output is None:
-        return
-    lines, begin = read(output), time.monotonic()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        if not lines:
-            writer.writeheader()
+    """Run the cells that ``--output`` lacks."""
+    lines = read(output)
+
+    def rows() -> Iterator[dict[str, Any]]:
         for place in cells(lines):  # lazily, so that the tests use the rates tried meanwhile
-            if place in lines or place.method not in methods.split(","):
-                continue
-            if time.monotonic() - begin > seconds:
-                break
-            lines[place] = run(place)
-            writer.writerow(asdict(lines[place]))
-            file.flush()
-            print(lines[place], flush=True)
+            if place not in lines:
+                lines[place] = run(place)
+                yield {**place._asdict(), "accuracy": lines[place]}
+
+    append(output, rows(), FIELDS)
 
 
 if __name__ == "__main__":

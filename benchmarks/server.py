@@ -111,9 +111,9 @@ def cell(which: str, n: int, name: str, how: str) -> dict[str, float]:
     """
     import numpy as np
     import torch
+    from common import peak
     from flwr.app import ConfigRecord
     from flwr.serverapp.strategy import FedAvg
-    from robust_cells import peak
 
     from fl_bn.federation.payload import to_numpy
     from fl_bn.flower import BatchNormStrategy, Rounds
@@ -230,7 +230,7 @@ def main(
     if one:
         print(json.dumps(cell(*json.loads(one))))
         return
-    from robust import machine
+    from common import machine
 
     titles = ("replies", "model", "given as", "by", "seconds", "above the floor", *STAGES, "peak (models)", "peak (MB)")
     lines = [machine(), "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]

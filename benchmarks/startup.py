@@ -1,11 +1,10 @@
-"""Time how long things take to start: the command line, the imports, a run until its first round, and a cell of a
-sweep.
+"""Time how long things take to start: the command line, the imports, and a run until its first round.
 
-    python benchmarks/startup.py                       # writes benchmarks/results/startup.md
-    python benchmarks/startup.py --before COMMIT       # measures another commit, too, for comparison
+    python benchmarks/startup.py > benchmarks/results/startup.md
+    python benchmarks/startup.py CHECKOUT              # measures another checkout, for comparison
 
-Each figure is the median of several fresh processes with a warm disk cache. The floor is the time that torch alone
-takes: its import, and a step of ``torch.optim.SGD``, which imports torch's compiler.
+Each figure is the median of several fresh processes with a warm disk cache. The floor is the time that the import
+of torch alone takes.
 """
 
 from __future__ import annotations
@@ -20,22 +19,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from common import table
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLE = Path(__file__).parent / "results" / "startup.md"
-CELLS = 20
 SILENT: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 COMMAND = ("-m", "fl_bn.cli.main")
-STEP = "import torch; p = torch.nn.Parameter(torch.zeros(1)); p.grad = torch.ones(1); torch.optim.SGD([p], lr=0.1).step()"
 KEYS = "dataset='digits' rounds={rounds} local-steps=1 pictures=false output='{folder}' name='{name}'"
-SWEEP = """[run]
-dataset = "digits"
-model = "mlp"
-clients = 5
-rounds = 1
-local-steps = 1
-seed = {seeds}
-"""
 
 
 def seconds(tree: Path, *arguments: str) -> float:
@@ -65,19 +54,6 @@ def first_round(tree: Path, folder: Path, name: str) -> float:
     return took
 
 
-def cell(tree: Path, folder: Path) -> float:
-    """Return the wall-clock seconds of one cell in a sweep whose cells have one round each and run one after the other.
-
-    The time of a sweep of 2 cells is subtracted from that of ``CELLS`` cells, so that the sweep's start is not counted.
-    """
-    whole = {}
-    for cells in (2, CELLS):
-        file = folder / f"startup{cells}.toml"
-        file.write_text(SWEEP.format(seeds=list(range(cells))), encoding="utf-8")
-        whole[cells] = seconds(tree, *COMMAND, "sweep", str(file), "--jobs", "1", "--output", str(folder / f"sweep{cells}"))
-    return (whole[CELLS] - whole[2]) / (CELLS - 2)
-
-
 def measure(tree: Path, repetitions: int) -> list[float]:
     """Measure all rows of the table (``ROWS``) with the sources in ``tree``; return the seconds of each."""
     with tempfile.TemporaryDirectory() as name:
@@ -91,9 +67,7 @@ def measure(tree: Path, repetitions: int) -> list[float]:
             median(*COMMAND, "--help"),
             median("-c", "import fl_bn"),
             median("-c", "import torch"),
-            median("-c", STEP),
             statistics.median(first_round(tree, folder, f"r{i}") for i in range(repetitions)),
-            cell(tree, folder),
         ]
 
 
@@ -101,30 +75,15 @@ ROWS = (
     "`fl-bn --help`",
     '`python -c "import fl_bn"`',
     "floor: `import torch`",
-    "floor: `import torch` and a step of `torch.optim.SGD`",
     "first round of `fl-bn run` (digits, 10 clients, calibration included)",
-    "a cell of a sweep of 20 one-round cells, one at a time",
 )
 
 
-def main(before: Annotated[str, typer.Option(help="another commit to measure for comparison")] = "", repetitions: int = 3) -> None:
-    """Measure all rows, and write the table."""
-    columns = {}
-    with tempfile.TemporaryDirectory() as name:
-        if before:
-            tree = Path(name) / "before"
-            subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(tree), before], cwd=ROOT, check=True)
-            try:
-                columns["before"] = measure(tree, repetitions)
-            finally:
-                subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
-        columns["after" if before else "seconds"] = measure(ROOT, repetitions)
-    lines = [f"| | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
-    lines += [f"| {row} | {' | '.join(f'{values[i]:.2f}' for values in columns.values())} |" for i, row in enumerate(ROWS)]
-    text = "\n".join(lines) + "\n"
-    command = f"python benchmarks/startup.py{' --before COMMIT' if before else ''}"
-    TABLE.write_text(f"Seconds, median of {repetitions}; `{command}`.\n\n{text}", encoding="utf-8")
-    print(text)
+def main(checkout: Annotated[Path, typer.Argument(help="the checkout to measure")] = ROOT, repetitions: int = 3) -> None:
+    """Measure all rows, and print the table."""
+    print(f"Seconds, median of {repetitions}; `python benchmarks/startup.py`.\n")
+    found = measure(checkout.resolve(), repetitions)
+    print("\n".join(table(["", "seconds"], [(row, f"{value:.2f}") for row, value in zip(ROWS, found, strict=True)])))
 
 
 def _environment(tree: Path) -> dict[str, str]:

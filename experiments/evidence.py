@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tomllib
 from collections import defaultdict
@@ -27,8 +26,6 @@ from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.file import PAPER, read
 
 RESULTS = "results"  # the folder of the files with JSON lines
-HOURS = "gpu.json"  # the file in that folder with the measurements of benchmarks/gpu.py
-CORE_HOURS = "cpu.json"  # the same for benchmarks/core_hours.py
 SMALL = "small"  # the variant for trying an experiment out; its results are not kept
 NOWHERE = Path("/nowhere")  # a folder without runs
 
@@ -123,8 +120,6 @@ class Tested:
         outcomes: The outcome of each comparison.
         rates: The results at other learning rates; None if the claim names no variant for them.
         own: This project's questions about the claim, each with its results and the outcomes of its comparisons.
-        gpu_hours: The hours that the paper's own setting takes on a GPU; None if not measured.
-        core_hours: The hours that the claim's variant takes on one core; None if not estimated.
     """
 
     experiment: Experiment
@@ -133,8 +128,6 @@ class Tested:
     outcomes: tuple[Outcome, ...] = ()
     rates: Runs | None = None
     own: tuple[tuple[Own, Runs, tuple[Outcome, ...]], ...] = ()
-    gpu_hours: float | None = None
-    core_hours: float | None = None
 
     @property
     def verdict(self) -> str:
@@ -177,7 +170,7 @@ def gather(folder: Path, experiments: Path = FOLDER) -> list[Tested]:
         ConfigError: The register is wrong, or names an experiment, variant or place that does not exist. Or a result does
             not fit the definition of its experiment.
     """
-    register, gpu, core = read_register(experiments), hours(folder, HOURS), hours(folder, CORE_HOURS)
+    register = read_register(experiments)
     known = {experiment.name: experiment for experiment in find(folder=experiments)}
     tested, read_before = [], {}
 
@@ -197,8 +190,7 @@ def gather(folder: Path, experiments: Path = FOLDER) -> list[Tested]:
                 its = runs(one, one.variant, one.measure)
                 own.append((one, its, _outcomes(one, its, register)))
         outcomes = _outcomes(claim, mine, register) if mine else ()
-        measured_hours = gpu.get(claim.of), core.get(f"{claim.of}.{claim.variant}")
-        tested.append(Tested(_experiment(claim, known), claim, mine, outcomes, rates, tuple(own), *measured_hours))
+        tested.append(Tested(_experiment(claim, known), claim, mine, outcomes, rates, tuple(own)))
     return tested
 
 
@@ -350,13 +342,3 @@ def compact(experiment: Experiment, variant: str, place: Path, data: str, folder
     else:
         results = finished(read(experiment.file, variant, data).cells(place), defined)
     return file, keep(results, defined, file), len(defined)
-
-
-def hours(folder: Path, name: str) -> Mapping[str, float]:
-    """Return the measured running time of each experiment in hours, from the file ``name`` in the folder of results.
-
-    The result is empty if the file does not exist. The keys are names of experiments. In the file ``CORE_HOURS``, they are
-    ``EXPERIMENT.VARIANT``.
-    """
-    file = folder / RESULTS / name
-    return json.loads(file.read_text(encoding="utf-8"))["hours"] if file.exists() else {}

@@ -188,8 +188,6 @@ def _section(one: Tested) -> list[str]:
         if one.outcomes:
             said = [f"{o.comparison}: {_numbers(o.comparison)}" for o in one.outcomes]
             lines[-1] += f" The paper's numbers: {'; '.join(said)}. To be run: `{claim.of}`, variant `{claim.variant}`."
-            lines[-1] += "" if one.core_hours is None else f" It takes about {one.core_hours:,.1f} core hours."
-            lines[-1] += "" if one.gpu_hours is None else f" The paper's own setting takes about {one.gpu_hours:.1f} hours of a GPU."
         return lines + _own(one)
     for title, text in _words(one):
         lines += ["", f"{title}: {text}"] if text else []

@@ -2,35 +2,28 @@
 
     pip install -c constraints.txt -e '.[test,mutants]'
     python -m tools.mutants draw --count 500 --seed 0   # which changes: tests/mutants.jsonl
-    python -m tools.mutants record                      # which test runs which statement: a default run; kept in build/mutants
-    python -m tools.mutants run build/mutants/out.jsonl --budget 5      # up to 5 seconds of tests for each mutant
-    python -m tools.mutants run build/mutants/out.jsonl --budget 60     # and more for those that survived; goes on where it stopped
-    python -m tools.mutants keep build/mutants/out.jsonl    # outcomes into tests/mutants.jsonl; prints the survivors
+    python -m tools.mutants run build/mutants.jsonl     # do the default tests notice them? Goes on where it stopped; hours
+    python -m tools.mutants keep build/mutants.jsonl    # outcomes into tests/mutants.jsonl; prints the survivors
 
 A mutant is known by function, statement, operator and its number among equals, so it is found again after its function has moved.
-cosmic-ray makes the change. No file changes: a process is forked for each mutant, whose import of one module gets other code.
+cosmic-ray makes the change. No file changes: each mutant has a process of its own, whose import of one module gets other code.
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
-import hashlib
 import json
 import os
 import random
 import re
 import resource
-import select
 import signal
+import subprocess
 import sys
-import tempfile
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
@@ -193,166 +186,59 @@ def instead(paths: Iterable[str], code: Callable[[str], CodeType]) -> None:
     sys.meta_path.insert(0, SimpleNamespace(find_spec=find_spec))  # type: ignore[arg-type]
 
 
-# A plug-in of pytest, which notes the statements that each test runs
+# Attempts to notice a mutant
 
 
-SEEN: set[str] = set()
-FAILED: set[str] = set()
-OF_FIXTURES: dict[Any, set[str]] = {}  # of fixtures that several tests share, too: each of these tests counts as running it
-
-
-def folder() -> Path:
-    """Return the folder of what was noted for the sources as they are."""
-    return ROOT / "build/mutants" / hashlib.sha256("".join(map(text_of, targets())).encode()).hexdigest()[:12]
-
-
-def noting(path: str) -> CodeType:
-    """Compile a file so that each statement in a function first notes that it runs."""
-    tree = ast.parse(text_of(path))
-    inside = {statement for _, statement in statements(tree)}
-    for node in list(ast.walk(tree)):
-        for field in ("body", "orelse", "finalbody"):
-            if isinstance(block := getattr(node, field, None), list):
-                notes = [ast.parse(f"__seen__('{path}:{one.lineno}')").body if one in inside else [] for one in block]
-                setattr(node, field, [one for note, statement in zip(notes, block, strict=True) for one in (*note, statement)])
-    return compile(tree, str(ROOT / path), "exec", dont_inherit=True)
+MUTANT = "FL_BN_MUTANT"  # variable of the environment with the mutant as JSON, on which this plug-in lets pytest run
+NEAREST = 8  # test files that are tried before all
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    builtins.__seen__ = SEEN.add  # type: ignore[attr-defined]
-    instead(targets(), noting)
+    path, place = find(Mutant(**json.loads(os.environ[MUTANT]))) or ("", None)
+    assert place is not None
+    text, _ = changed(text_of(path), place) or ("", "")
+    instead([path], lambda path: compile(text, str(ROOT / path), "exec", dont_inherit=True))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
-    before = set(SEEN)
-    SEEN.clear()
-    try:
-        return (yield)
-    finally:
-        OF_FIXTURES[fixturedef] = set(SEEN)
-        SEEN.update(before)
+def attempt(mutant: Mutant, files: Sequence[str], seconds: int) -> str:
+    """Run the default tests in these files on a mutant, until one fails. Return its name, or "" if all pass.
 
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: Any) -> Iterator[None]:
-    for path in targets():
-        for value in list(vars(sys.modules.get(path.removesuffix(".py").replace("/", "."), object)).values()):
-            getattr(value, "cache_clear", str)()  # else only the first of several tests runs what it needs
-    SEEN.clear()
-    began = time.perf_counter()
-    result = yield
-    seconds = time.perf_counter() - began
-    shared = [one[-1] for one in item._fixtureinfo.name2fixturedefs.values() if one[-1].scope != "session"]
-    ran = sorted(SEEN.union(*(OF_FIXTURES.get(fixture, ()) for fixture in shared)))
-    with (folder() / f"{os.getpid()}.jsonl").open("a") as file:
-        file.write(json.dumps({"test": item.nodeid, "seconds": seconds, "passed": item.nodeid not in FAILED, "ran": ran}) + "\n")
-    return result
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.failed:
-        FAILED.add(report.nodeid)
-
-
-def noted() -> tuple[dict[str, float], dict[str, list[str]]]:
-    """Return test -> seconds, and ``file:line`` -> the tests that run this statement, of the tests that passed."""
-    tests, running = dict[str, Any](), defaultdict[str, list[str]](list)
-    for file in sorted(folder().glob("*.jsonl"), key=lambda file: file.stat().st_mtime):
-        tests |= {one["test"]: one for one in map(json.loads, file.read_text().splitlines()) if one["passed"]}
-    for name, one in tests.items():
-        for place in one["ran"]:
-            running[place].append(name)
-    return {name: one["seconds"] for name, one in tests.items()}, running
-
-
-# Attempts to notice a mutant
-
-
-class Watch:
-    """Let pytest run some tests only, in their order, and write to a pipe which one fails."""
-
-    def __init__(self, tests: Sequence[str], pipe: int) -> None:
-        self.order, self.pipe = {test: number for number, test in enumerate(tests)}, pipe
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = sorted((item for item in items if item.nodeid in self.order), key=lambda item: self.order[item.nodeid])
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            os.write(self.pipe, f"import of {report.nodeid}\n".encode())
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            os.write(self.pipe, f"{'timeout of ' * ('Timeout (>' in report.longreprtext)}{report.nodeid}\n".encode())
-
-
-def attempt(code: Mapping[str, CodeType], tests: Sequence[str], limit: int) -> str:
-    """Run tests in a new process, with other code of some files, until one fails. Return its name, or "" if all pass.
-
-    ``limit``: of the processor, in seconds.
+    ``seconds``: of the processor, for each process; other programs do not count.
     """
-    files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
-    reader, writer = os.pipe()
-    with tempfile.TemporaryDirectory() as made:
-        if not (child := os.fork()):
-            status = 99
-            try:
-                os.setsid()
-                resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-                resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))  # other programs do not count
-                for stream in (1, 2):
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-                instead(code, code.__getitem__)
-                watch = Watch(sorted(tests, key=lambda test: files.index(test.partition("::")[0])), writer)
-                options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", f"--basetemp={made}/pytest"]
-                status = int(pytest.main([*options, *files], plugins=[watch]))
-            finally:
-                os._exit(status)
-        ended = select.select([watched := os.pidfd_open(child)], [], [], 600 + 10 * limit)[0]
-        with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # what it started, too
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os.close(watched)
-    os.close(writer)
-    with open(reader) as pipe:
-        said = pipe.readline().strip()
-    late = not ended or status == -signal.SIGXCPU
-    return said or ("timeout of the process" if late else f"end of the process with {status}" if status else "")
+
+    def bound() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "tools.mutants", "-p", "no:cacheprovider", *files]
+    environment = {**os.environ, MUTANT: json.dumps(mutant._asdict())}
+    options: Any = {"capture_output": True, "text": True, "timeout": 10 * seconds, "preexec_fn": bound}
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=environment, **options)
+    except subprocess.TimeoutExpired:
+        return "timeout of the process"
+    if done.returncode == -signal.SIGXCPU:
+        return "timeout of the process"
+    named = re.search(r"(?m)^(?:FAILED|ERROR) (\S+)", done.stdout)
+    return "" if not done.returncode else named[1] if named else f"end of the process with {done.returncode}"
 
 
-def nearest(tests: Iterable[str], seconds: Mapping[str, float], path: str, name: str) -> list[str]:
-    """Sort tests: first three cases of each, and of these first those whose files name function and module, then the fast ones."""
-    words = name, path.removesuffix(".py").replace("/", "."), f"test_{Path(path).stem}", f"/{Path(path).parent.name}/"
-    files = {test: test.partition("::")[0] for test in tests}
-    near = {file: sum(word in file + text_of(file) for word in words) for file in set(files.values())}
-    turns, cases = dict[str, int](), Counter[str]()
-    for test in sorted(files, key=lambda test: (-near[files[test]], seconds[test])):
-        turns[test] = cases[test.partition("[")[0]] // 3
-        cases[test.partition("[")[0]] += 1
-    return sorted(turns, key=turns.__getitem__)
+def nearest(path: str, function: str) -> list[str]:
+    """Return the test files that name the function and its module most often, with the nearest first."""
+    module = Path(path)
+    words = function.rpartition(".")[2], path.removesuffix(".py").replace("/", "."), f"test_{module.stem}", f"/{module.parent.name}/"
+    files = [file.relative_to(ROOT).as_posix() for file in sorted((ROOT / "tests").rglob("test_*.py"))]
+    near = {file: sum(word in file + text_of(file) for word in words) for file in files}
+    return sorted((file for file in files if near[file]), key=lambda file: -near[file])[:NEAREST]
 
 
-def outcome(mutant: Mutant, seconds: Mapping[str, float], running: Mapping[str, Sequence[str]], budget: float) -> dict[str, Any]:
-    """Return what becomes of a mutant within so many seconds of tests, by which test, and how many of those that run it were tried."""
-    if not (found := find(mutant)) or not (change := changed(text_of(found[0]), found[1])):
+def outcome(mutant: Mutant) -> dict[str, Any]:
+    """Return what becomes of a mutant, and by which test: of the nearest files, or else of all."""
+    if not (found := find(mutant)) or not changed(text_of(found[0]), found[1]):
         return {"outcome": "not found"}
-    path, place = found
-    code = {path: compile(change[0], str(ROOT / path), "exec", dont_inherit=True)}
-    running_it = running.get(f"{path}:{place.line}") or seconds  # what runs in imports alone may matter to any test
-    tests = nearest(running_it, seconds, path, mutant.function.rpartition(".")[2])
-    tried, files, cost = list[str](), set[str](), 0.0
-    for test in tests:
-        cost += seconds[test] + (test.partition("::")[0] not in files)  # a second for the import of a file
-        if tried and cost > budget:
-            break
-        files.add(test.partition("::")[0])
-        tried.append(test)
-    by = attempt(code, tried, 60 + 5 * int(cost)) if tried else ""
-    kind = "survived" if not by else "timeout" if by.startswith("timeout") else "killed"
-    return {"outcome": kind, "by": by, "tried": len(tried), "of": len(tests), "budget": budget}
+    by = attempt(mutant, nearest(found[0], mutant.function), 300) or attempt(mutant, ["tests"], 1200)
+    return {"outcome": "survived" if not by else "timeout" if by.startswith("timeout") else "killed", "by": by}
 
 
 def read(file: Path) -> dict[Mutant, dict[str, Any]]:
@@ -371,32 +257,13 @@ def draw(count: int = 500, seed: int = 0) -> None:
     write(mutant._asdict() for mutant in drawn(count, seed))
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def record(context: typer.Context) -> None:
-    """Run the default tests, or those of pytest's arguments, and note which statements each runs."""
-    folder().mkdir(parents=True, exist_ok=True)
-    raise SystemExit(pytest.main(["-p", "tools.mutants", "-q", *context.args]))
-
-
 @app.command()
-def run(out: Path, budget: float = 60, only: list[int] = [], jobs: int = 1) -> None:  # noqa: B006
-    """Append a line to OUT for each mutant, or those in the lines ONLY, unless it has one that says killed, or survived within BUDGET."""
-    for name in ("torch", "numpy", "scipy.stats", "sklearn", "flwr.clientapp", "flwr.serverapp"):  # loaded once, for all forks
-        import_module(name)
-    mutants, done, (seconds, running) = list(read(FILE)), read(out), noted()
-    left = {one for one, line in done.items() if line["outcome"] == "survived" and line["tried"] < line["of"] and line["budget"] < budget}
-    todo = [mutants[line - 1] for line in only] or [mutant for mutant in mutants if mutant not in done or mutant in left]
-    for job in range(jobs):
-        if os.fork():
-            continue
-        for mutant in todo[job::jobs]:
-            began = sum(os.times()[:4])  # of the processor
-            line = mutant._asdict() | outcome(mutant, seconds, running, budget) | {"seconds": round(sum(os.times()[:4]) - began, 1)}
-            with out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-        os._exit(0)
-    for _ in range(jobs):
-        os.wait()
+def run(out: Path) -> None:
+    """Append a line to OUT for each mutant that it does not have."""
+    done = read(out)
+    for mutant in [mutant for mutant in read(FILE) if mutant not in done]:
+        with out.open("a") as file:
+            file.write(json.dumps(mutant._asdict() | outcome(mutant)) + "\n")
 
 
 @app.command()
@@ -405,16 +272,10 @@ def keep(results: Path) -> None:
     outcomes = read(results)
     lines = [line | outcomes.get(mutant, {}) for mutant, line in read(FILE).items()]
     write(lines)
-    hours = sum(json.loads(line)["seconds"] for line in results.read_text().splitlines()) / 3600
-    print(dict(Counter(line.get("outcome") for line in lines)), f"in {hours:.1f} hours of one processor")
+    print(dict(Counter(line.get("outcome") for line in lines)))
     for number, line in enumerate(lines, 1):
         if line.get("outcome") == "survived" and "equivalent" not in line:  # written there by hand: why it changes nothing
-            print(
-                f"{number}: {line['module']} {line['function']} ({line['tried']} of {line['of']} tests)",
-                line["statement"],
-                line["becomes"],
-                sep="\n    ",
-            )
+            print(f"{number}: {line['module']} {line['function']}\n    {line['statement']}\n    {line['becomes']}")
 
 
 if __name__ == "__main__":

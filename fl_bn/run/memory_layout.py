@@ -24,7 +24,7 @@ def memory_format(name: str, model: nn.Module, image: tuple[int, int], device: t
     """Return the memory format of the clients' networks.
 
     On a CPU, ``auto`` is channels-last if the network has 2-D convolutions. Channels-last was at least as fast for all
-    networks that were measured (``benchmarks/results/memory-format.md``). On a GPU, ``auto`` is contiguous, because
+    networks that were measured (``benchmarks/results/peers.md``). On a GPU, ``auto`` is contiguous, because
     channels-last gained nothing there (``benchmarks/results/gpu.md``). With ``auto``, a network that cannot compute in
     channels-last stays contiguous. The usual reasons are ``view`` after a convolution, and a layer that ``overrun`` names.
 

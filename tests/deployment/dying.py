@@ -23,7 +23,7 @@ class Run:
     """Run four rounds. From round 2 on, a site stops responding while its mood file says ``hang``."""
 
     def __init__(self, federation: Federation, folder: Path, name: str, **values: Any) -> None:
-        case = Case(federation, folder, 0, random.Random(0))
+        case = Case(federation, folder, name, 0, random.Random(0))
         self.federation, self.rounds = federation, federation.result(name) / "rounds.jsonl"
         self.config = {
             **SMALL, **case.data, "clients": 2, "method": "fedbn", "rounds": 4, "evaluate-every": 4, "name": name, "round-timeout": 300.0,

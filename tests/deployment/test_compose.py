@@ -27,9 +27,9 @@ from flwr.supercore.grpc_health import run_health_server_grpc_no_tls
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 
 from fl_bn_site.app_host import parser as host_parser
+from tests.deployment.docker_federation import ROOT, SERVICES, SITES
 from tests.deployment.inner import app, own_options
 from tests.listed import listed
-from tools.deployment.docker_federation import ROOT, SERVICES, SITES
 
 Compose = dict[str, Any]
 ONCE = ("kit", "register", "run")

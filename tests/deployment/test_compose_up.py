@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from fl_bn.flower import run_in_process
+from tests.deployment.docker_federation import SERVICES, DockerFederation, command, no_docker
 from tests.deployment.inner import RunConfig, parse_overrides
-from tools.deployment.docker_federation import SERVICES, DockerFederation, command, no_docker
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(3600)]
 QUICK = "model='mlp' rounds=2 local-steps=2 evaluate-every=1 pictures=false"

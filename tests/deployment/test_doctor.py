@@ -16,7 +16,6 @@ from tests.deployment import tls_servers
 from tests.deployment.broken import BROKEN, Setup, made
 from tests.deployment.inner import Finding, app, machine
 from tests.listed import listed
-from tools.deployment import doctor_report
 
 MACHINES = {"memory", "time service", "gpu", "state-dir", "state", "results", "proxy", *machine.PACKAGES}  # may warn on this machine
 
@@ -63,17 +62,6 @@ def test_what_is_broken_is_the_one_thing_that_fails(name: str, tmp_path: Path, m
         found = failed(list(diagnose(setup.site)))
     assert list(found) == [check]
     assert words in found[check]
-
-
-@pytest.mark.slow
-def test_the_command_itself_says_so_in_a_process_of_its_own(tmp_path: Path) -> None:
-    for name, (breaking, check, words) in BROKEN.items():
-        code, lines = doctor_report.said(tmp_path / name.replace(" ", "-"), breaking)
-        assert doctor_report.found_out(code, lines, check, words), "\n".join(lines)
-    code, lines = doctor_report.said(tmp_path / "sound")
-    assert code == 0
-    assert not doctor_report.found_out(code, lines, "data", "")
-    assert str(tmp_path) not in "\n".join(lines)
 
 
 def test_an_audit_log_that_cannot_be_written_is_found(setup: Setup) -> None:

@@ -89,7 +89,7 @@ def test_commands_in_the_text_exist(page: Path) -> None:
         ("frobnicate", "no program"),
         ("pip install -e '.[nothing]'", "no extra"),
         ("pytest -m quick", "quick"),
-        ("python benchmarks/accuracy.py --quickly", "no option"),
+        ("python benchmarks/gpu.py --quickly", "no option"),
         ("python -m tests.nothing", "no module"),
         ("flwr run . nowhere", "no federation"),
     ],

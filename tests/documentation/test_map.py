@@ -20,7 +20,7 @@ import own_map_pages as pages
 MEASURED = {one.name: one.measured for one in regimes.load()}
 
 
-def made(lines: dict[own_map.Place, own_map.Line]) -> list[regimes.Regime]:
+def made(lines: own_map.Accuracies) -> list[regimes.Regime]:
     unknown = next(iter(MEASURED.values()))
     return pages.regimes_of(lines, {name: MEASURED.get(name, unknown) for name in own_map.REGIMES})
 
@@ -39,7 +39,7 @@ def test_the_recommendation_is_that_of_the_cells(page: Path) -> None:
     text, lines = page.read_text(), own_map.read(pages.CELLS)
     assert replaced(text, pages.MARK, pages.recommendation(made(lines), pages.WHERE[page])) == text
     for place in [place for place in lines if place.phase == own_map.TEST and place.method == "hbn"]:
-        lines[place] = own_map.Line(*place, lines[place].accuracy / 2, 0.0, 1.0, "")  # control: other numbers, another page
+        lines[place] /= 2  # control: other numbers, another page
     assert replaced(text, pages.MARK, pages.recommendation(made(lines), pages.WHERE[page])) != text
 
 
@@ -63,7 +63,7 @@ def test_every_regime_has_its_problem_in_words_and_every_method_its_page() -> No
 def test_where_nothing_separates_the_table_says_so() -> None:
     lines = own_map.read(pages.CELLS)
     even = {
-        place: own_map.Line(*place, 80.0 + place.seed, 0.0, 1.0, "")
+        place: 80.0 + place.seed
         for method in own_map.METHODS
         for place in [own_map.Place(own_map.RATE, "IID", method, own_map.RATE_SEED, rate) for rate in own_map.RATES]
         + [own_map.Place(own_map.TEST, "IID", method, seed, own_map.RATES[0]) for seed in own_map.SEEDS]
@@ -77,9 +77,8 @@ def test_cells_come_in_order_and_tests_wait_for_their_rates() -> None:
     every = list(own_map.cells({}))
     assert len(set(every)) == len(every) == len(own_map.REGIMES) * len(own_map.METHODS) * (len(own_map.RATES) + len(own_map.SEEDS))
     assert all(place.rate == 0 for place in every if place.phase == own_map.TEST)
-    assert all(place.method != own_map.LAST for place in every[: -len(every) // len(own_map.METHODS)])
     tried = {
-        (place := own_map.Place(own_map.RATE, "IID", "gn", own_map.RATE_SEED, rate)): own_map.Line(*place, value, 0.0, 1.0, "")
+        own_map.Place(own_map.RATE, "IID", "gn", own_map.RATE_SEED, rate): value
         for rate, value in zip(own_map.RATES, (50.0, float("nan"), 60.0), strict=True)
     }
     assert own_map.best_rate(tried, "IID", "gn") == own_map.RATES[2]

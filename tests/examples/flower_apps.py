@@ -22,9 +22,10 @@ from flwr.clientapp import ClientApp
 
 from fl_bn.flower.compat import LOGGER
 from tests.in_process import WatchedGrid
-from tools.documentation.conversions import APPS, CONVERTED
 
-METHOD = {app.name: app.method for app in CONVERTED}
+APPS = Path(__file__).parents[2] / "examples" / "flower_apps"
+METHOD = {"quickstart-pytorch": "fbn", "advanced-pytorch": "fbn", "quickstart-monai": "fixbn", "fedbn": "fedbn", "niid_bench": "hbn"}
+"""Converted app -> the method by which it trains then."""
 NAMES = tuple(METHOD)
 STRATEGY = {"fbn": "FBN", "fixbn": "FixBN", "fedavg": "FedAvgBN"}
 CLIENTS = {"quickstart-pytorch": 3, "advanced-pytorch": 3, "quickstart-monai": 2, "fedbn": 5, "niid_bench": 3}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.examples.flower_apps import CLIENTS, EVALUATION, METHOD, NAMES, Ran, environment, imported, run, with_method
+from tests.examples.flower_apps import APPS, CLIENTS, EVALUATION, METHOD, NAMES, Ran, environment, imported, run, with_method
 from tests.examples.test_trackers import read
 from tests.listed import listed
-from tools.documentation.conversions import APPS, CONVERTED, block, counts, row
 
 Runs = Callable[..., Ran]
 CONFIG = {"advanced-pytorch": {"use-wandb": False}}
@@ -80,19 +80,26 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
 # Lines
 
 
+def changed(name: str) -> list[str]:
+    """The lines that the conversion takes away (``-``) or adds (``+``), without empty ones."""
+    words = ["git", "diff", "--no-index", "-w", "--unified=0", "--no-color", "before", "after"]
+    found = subprocess.run(words, cwd=APPS / name, capture_output=True, text=True, check=False).stdout.splitlines()
+    return [line for line in found if line[:1] in ("+", "-") and line[:3] not in ("+++", "---") and line[1:].strip()]
+
+
 @listed("name", NAMES)
-def test_at_most_ten_lines_change(name: str) -> None:
-    added, removed = counts(name)
+def test_at_most_ten_lines_change_and_the_page_has_them(name: str) -> None:
+    lines, page = changed(name), PAGE.read_text()
+    added, removed = (sum(line[0] == sign for line in lines) for sign in "+-")
     assert 0 < added <= 10
     assert removed <= 12
+    assert re.search(rf"(?m)^\| \[`{name}`\].* \[`{METHOD[name]}`\].* \| {added} \| {removed} \|$", page)
+    shown = page.partition(f"## {name}\n")[2].partition("```diff\n")[2].partition("```")[0].splitlines()
+    assert sorted(line for line in shown if not line.startswith("# ")) == sorted(lines)
 
 
-def test_the_page_has_these_lines() -> None:
-    page = PAGE.read_text()
-    assert [app.name for app in CONVERTED] == [*NAMES] == sorted_by_page(page)
-    for app in CONVERTED:
-        assert row(app) in page, "python -m tools.documentation.conversions"
-        assert block(app) in page, "python -m tools.documentation.conversions"
+def test_the_page_has_the_apps_in_their_order() -> None:
+    assert [*NAMES] == sorted_by_page(PAGE.read_text())
 
 
 def sorted_by_page(page: str) -> list[str]:

@@ -35,7 +35,7 @@ def source(folder: str, file: str, method: str = "fixbn") -> str:
 @contextmanager
 def app_in(folder: Path) -> Iterator[tuple[Any, Any]]:
     """The ServerApp and the ClientApp of a folder, imported as Flower imports them."""
-    ours = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == PACKAGE}  # benchmarks/quickstart.py
+    ours = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == PACKAGE}
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:

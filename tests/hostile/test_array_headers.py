@@ -11,7 +11,7 @@ import numpy as np
 
 from fl_bn.flower.wire.codec import array_from
 from tests.hostile.liars import WireError
-from tools.hostile.npy import changed
+from tools.hostile.mutations import changed_array
 
 HONEST = [("'<f4'", (2, 3)), ("'<i8'", (3,))]
 ODD = [
@@ -38,7 +38,7 @@ def test_bytes_are_an_array_of_numbers_or_an_error_of_the_wire() -> None:
     ]
     assert all(read_well(data) == "read" for data in honest)
     assert {read_well(npy(head, 24)) for head in ODD} == {"refused"}
-    assert {read_well(changed(honest[number % 2], rng)) for number in range(600)} == {"read", "refused"}
+    assert {read_well(changed_array(honest[number % 2], rng)) for number in range(600)} == {"read", "refused"}
     assert {read_well(rng.bytes(number)) for number in range(100)} == {"refused"}
 
 

@@ -9,14 +9,12 @@ from flwr.app import ConfigRecord, Message
 from fl_bn.exchange.session import Session
 from fl_bn.federation import schema
 from fl_bn.flower import InProcessGrid, RunFailed
-from tests.hostile.liars import LIAR, lied, secure_client, secure_stages, sets
+from tests.hostile.liars import LIAR, lied, sets
 from tests.hostile.recorded import CLIENTS, SCENARIOS, app_of
 from tests.listed import listed
-from tools.hostile.exchange_lies import lie_to_session
 from tools.hostile.fuzz import fuzz, sequences, table
 from tools.hostile.lies import lie_to_server, rendezvous
 from tools.hostile.outcomes import BROKEN, REFUSED, SAME, Outcome, honest, judged, listening
-from tools.hostile.secure_lies import two_faced, two_faced_before
 
 MEMORY = 300.0  # MB: the largest mutated payload has some 4, and the liar is in this process, too
 
@@ -26,11 +24,9 @@ def check(mutations: int, number: int, seed: int) -> None:
     assert tally.broken == []
     assert tally.peak < MEMORY
     assert sum(tally.counts.values()) == mutations
-    for target in ("server", "session", "client"):
+    for target in ("server", "client"):
         assert tally.counts[target, REFUSED] > 0, table(tally)
-    counts, broken = sequences(number, seed)
-    assert broken == []
-    assert sum(counts.values()) >= number
+    assert sequences(number, seed) == (number, [])
 
 
 @pytest.mark.pinned
@@ -86,21 +82,8 @@ def test_control_a_broken_session_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
     advance = Session._advance
     monkeypatch.setattr(Session, "_advance", at_once)
-    assert any(lie_to_session("fedtan", np.random.default_rng([1, i]))[1].kind == BROKEN for i in range(300))
-    (broken,) = sequences(200, 1, only=["exchange"], shrinks=False)[1]
+    (broken,) = sequences(200, 1, shrinks=False)[1]
     assert "within -1 s" in broken
-
-
-def test_control_a_client_that_answers_out_of_order_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secure_client, "_check_order", lambda stage, context: None)
-    (broken,) = sequences(40, 1, only=["secure clients"], shrinks=False)[1]
-    assert "answered" in broken
-
-
-def test_control_a_sum_of_clients_that_were_told_different_things_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secure_client, "instruction_digest", lambda *told: bytes(32))
-    outcomes = (two_faced("fbn secure", np.random.default_rng([1, i]))[1] for i in range(4))
-    assert any("who were told different things" in outcome.why for outcome in outcomes)
 
 
 @listed("field", ["exchange-timeout", "exchange-patience", "exchange-token"])
@@ -115,10 +98,3 @@ def test_a_client_meets_with_any_patience_and_names_the_field_that_an_exchange_l
         (answer,) = grid.send_and_receive([Message(content, 1, "query.rendezvous", ttl=60.0, group_id="1")])
     said = "WireError: config/exchange-token: " if field == "exchange-token" else "ExchangeFailed: "
     assert str(answer.error.reason).startswith(said)
-
-
-def test_control_a_sum_of_clients_that_were_told_different_things_before_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secure_client, "problem", lambda *of: "")
-    monkeypatch.setattr(secure_stages, "put_together", lambda histories: ({}, {}))
-    outcomes = (two_faced_before("fedbn secure", np.random.default_rng([1, i]))[1] for i in range(3))
-    assert any("who were told different things in round 1" in outcome.why for outcome in outcomes)

@@ -10,8 +10,8 @@ from flwr.app import Message
 from tests.hostile.liars import LIAR, what
 from tests.hostile.recorded import CLIENTS, Liar, PlayingGrid, Served, recorded, served
 from tests.listed import listed
+from tools.hostile.mutations import Field, fields_of, opened, put_together
 from tools.hostile.outcomes import Said, listening
-from tools.hostile.protobuf import Field, fields_of, opened, put_together
 from tools.hostile.transport import ByteGrid
 
 pytestmark = pytest.mark.pinned

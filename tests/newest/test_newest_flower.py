@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from fl_bn.flower.compat import DEPLOYED, NEWEST
+from tests.examples.flower_apps import APPS
 from tests.examples.test_flower_apps import SHOWN
 from tests.integration.runs import bits, differences, tiny
 from tests.integration.test_ray import as_on_ray, run_config
 from tests.newest.conftest import Newest
 from tests.packaging.test_new import accuracies, printed
 from tests.packaging.wheels import copied
-from tools.documentation.conversions import APPS
 
 pytestmark = [pytest.mark.newest, pytest.mark.timeout(600)]
 APP = ("fl_bn", "fl_bn_site", "server_app", "client_app", "pyproject.toml", "setup.py", "README.md", "LICENSE")

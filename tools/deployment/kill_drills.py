@@ -1,173 +1,113 @@
-"""Do every drill of ``drills`` and ``daily_drills`` many times, at random moments; print a table of outcomes.
+"""Do every drill of ``drills`` many times, at random moments; print a table of outcomes.
 
-Some failures can be repeated in one run (a client that raises, a full disk, ...): these are caused --times times in
-one run. The other drills are done --times times with a run each. The random moments are drawn from the repetition's
-number: --seed, --seed + 1, and so on. Drills that the record already has are left out, so the same command goes on
-where it was stopped. Most of the time is spent waiting for Flower's timeouts.
+    python -m tools.deployment.kill_drills --times 20 --output kill-drills
+    python -m tools.deployment.kill_drills --times 20 --only skew --page deploy/drills.md
 
-python -m tools.deployment.kill_drills --times 20 --jobs 3 --output kill-drills
-python -m tools.deployment.kill_drills --times 20 --only removed,expired --record deploy/drills.csv --page
-deploy/drills.md
+Troubles that come and go are caused --times times in one run; the other drills are done --times times with a run each. The
+random moments are drawn from the repetition's number: --seed, --seed + 1, and so on. The table is
+of all outcomes in the folder, and the same command goes on where it was stopped. Most of the time is spent waiting for Flower's timeouts.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import multiprocessing as mp
 import os
-import queue
+import random
 import re
+import shutil
 import sys
+import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 from tests.deployment.federation import Federation
-from tools.deployment.daily_drills import DAILY
-from tools.deployment.drills import DRILLS, ONE_PER_RUN, perform
-from tools.deployment.outcomes import Outcome
+from tools.deployment.drills import DRILLS, IN_ONE_RUN
+from tools.deployment.outcomes import Case, Outcome, run_folders
 
-COLUMNS = (
-    "name", "drill", "repetition", "times", "method", "moment", "what", "missing", "identical", "missed", "notes", "seconds", "load",
-    "ended",
-)  # fmt: skip
-ALL = {**DRILLS, **DAILY}
 BEGIN, END = "<!-- table of kill_drills -->\n", "<!-- end of the table -->\n"
 Item = tuple[str, int, int]  # drill, repetition, times
 Row = dict[str, str]
 
 
-def worker(place: int, folder: Path, work: mp.Queue[Any], done: mp.Queue[Any]) -> None:
-    """Do the drills in the queue ``work`` until it gives None. Put each name and outcome into ``done``, and None at the end.
-
-    The drills share one federation until one of them fails. Then a new federation is started for the following drills. The
-    folder of the former one stays, to look for the cause.
-
-    Args:
-        place: The number of this worker, which becomes part of its folders' names.
-        folder: The folder for the federations.
-        work: Gives the arguments of each drill.
-        done: Takes the outcomes.
-    """
-    item, number = work.get(), 0
-    while item is not None:
-        number += 1
-        own = folder / f"federation-{os.getpid()}-{place}-{number}"
-        with Federation(own, ("east", "west"), small_disks=os.geteuid() == 0) as federation:
-            federation.start_all()
-            fine = True
-            while item is not None and fine:
-                outcome = perform(federation, own, ALL[item[0]], *item)
-                fine = outcome.ok
-                done.put((item[0], outcome))
-                item = work.get()
-    done.put(None)
+def perform(federation: Federation, folder: Path, item: Item) -> Outcome:
+    """Do one drill on a running federation. An error in the drill itself becomes an outcome, too."""
+    name, number, times = item
+    begin, case = time.monotonic(), Case(federation, folder, name, number, random.Random(f"{name} {number}"), times)
+    try:
+        outcome = DRILLS[name](case)
+    except Exception as error:
+        outcome = Outcome(name, number, "", "", f"the drill itself failed: {type(error).__name__}: {error}"[:400], times=times)
+    outcome.seconds = time.monotonic() - begin
+    for left in run_folders(case):
+        shutil.rmtree(left, ignore_errors=True)
+    return outcome
 
 
 def row_of(name: str, outcome: Outcome) -> Row:
-    values: dict[str, Any] = asdict(outcome)
-    values |= {"notes": "; ".join(outcome.notes), "missed": "; ".join(outcome.missed), "seconds": round(outcome.seconds, 1)}
-    ended = datetime.now().astimezone().isoformat(timespec="minutes")
-    return {k: str(v) for k, v in {**values, "name": name, "load": round(os.getloadavg()[0], 1), "ended": ended}.items()}
-
-
-def rows_in(record: Path) -> list[Row]:
-    if not record.exists():
-        return []
-    with record.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def as_it_should(row: Row) -> bool:
-    return bool(row["identical"]) and not row["missed"]
+    told = {"notes": "; ".join(outcome.notes), "missed": "; ".join(outcome.missed), "seconds": round(outcome.seconds, 1)}
+    return {key: str(value) for key, value in {"name": name, **asdict(outcome), **told}.items()}
 
 
 def table(rows: Sequence[Row]) -> str:
     """Return a Markdown table with one line per drill: how often it was done, and its kinds of outcome."""
-    lines = ["| drill | times | as it should be | what happened | seconds (median) | load |", "|---|---:|---:|---|---:|---|"]
+    lines = ["| drill | times | as it should be | what happened | seconds (median) |", "|---|---:|---:|---|---:|"]
     for name in dict.fromkeys(row["drill"] for row in rows):
-        mine = [row for row in rows if row["drill"] == name]
-        kinds: dict[str, int] = {}
+        mine, kinds, fine = [row for row in rows if row["drill"] == name], Counter[str](), 0
         for row in mine:
             what = f"{generally(row['what'])}: {('identical ' + row['identical']) if row['identical'] else 'NOT identical'}"
-            what += f", but not: {generally(row['missed'])}" if row["missed"] else ""
-            kinds[what] = kinds.get(what, 0) + int(row["times"])
-        said = "; ".join(f"{count} x {what}" for what, count in sorted(kinds.items(), key=lambda kind: -kind[1]))
-        seconds = sorted(float(row["seconds"]) / int(row["times"]) for row in mine)[len(mine) // 2]
-        loads = sorted(float(row["load"]) for row in mine)
-        fine = sum(int(row["times"]) for row in mine if as_it_should(row))
-        all_of = sum(int(row["times"]) for row in mine)
-        lines.append(f"| {name} | {all_of} | {fine} | {said} | {seconds:.0f} | {loads[0]:.0f} to {loads[-1]:.0f} |")
+            kinds[what + (f", but not: {generally(row['missed'])}" if row["missed"] else "")] += int(row["times"])
+            fine += int(row["times"]) if row["identical"] and not row["missed"] else 0
+        said = "; ".join(f"{count} x {what}" for what, count in kinds.most_common())
+        seconds = median(float(row["seconds"]) / int(row["times"]) for row in mine)
+        lines.append(f"| {name} | {kinds.total()} | {fine} | {said} | {seconds:.0f} |")
     return "\n".join(lines) + "\n"
 
 
 def generally(text: str) -> str:
     """Return ``text`` without the parts that differ between repetitions: texts in brackets, and names of sites."""
-    for site in ("east", "west"):
-        text = text.replace(f"site {site}", "a site")
-    return re.sub(r"north-\d+", "north", text.partition(" (")[0])
-
-
-def write_page(page: Path, rows: Sequence[Row]) -> None:
-    text = page.read_text()
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    page.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
-
-
-def items_of(names: Sequence[str], times: int, seed: int, record: Sequence[Row]) -> list[Item]:
-    """Return the drills that remain to be done: those of ``names`` that ``record`` does not have yet."""
-    often = [name for name in names if name in DRILLS and name not in ONE_PER_RUN]
-    items = [(name, seed, times) for name in often]
-    items += [(name, n, 1) for n in range(seed, seed + times) for name in names if name not in often]
-    done = {(row["name"], int(row["repetition"]), int(row["times"])) for row in record}
-    return [item for item in items if item not in done]
+    return re.sub(r"site (east|west)", "a site", text.partition(" (")[0])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="seed of the first repetition")
-    parser.add_argument("--jobs", type=int, default=1, help="federations at a time, each of some ten processes")
-    parser.add_argument("--only", default=",".join(ALL), help="drills, separated by commas")
-    parser.add_argument("--output", type=Path, default=Path("kill-drills"), help="folder for federations")
-    parser.add_argument("--record", type=Path, help="CSV file to which outcomes are added; default: outcomes.csv in --output")
+    parser.add_argument("--only", default=",".join(DRILLS), help="drills, separated by commas")
+    parser.add_argument("--output", type=Path, default=Path("kill-drills"), help="folder for federations, and for outcomes.csv")
     parser.add_argument("--page", type=Path, help="Markdown file that has the table, between two comments")
     chosen = parser.parse_args()
     chosen.output.mkdir(parents=True, exist_ok=True)
-    record = chosen.record or chosen.output / "outcomes.csv"
-    rows = rows_in(record)
-    items = items_of(chosen.only.split(","), chosen.times, chosen.seed, rows)
-    context = mp.get_context("spawn")
-    work, done = context.Queue(), context.Queue()
-    for item in [*items, *([None] * chosen.jobs)]:
-        work.put(item)
-    workers = [context.Process(target=worker, args=(n, chosen.output.absolute(), work, done)) for n in range(chosen.jobs)]
-    for process in workers:
-        process.start()
-    fresh: list[Outcome] = []
-    while len(fresh) < len(items) and any(process.is_alive() for process in workers):
-        try:
-            item = done.get(timeout=5)
-        except queue.Empty:  # look whether the workers are alive
-            continue
-        if item is None:
-            continue
-        fresh.append(item[1])
-        rows.append(row_of(*item))
-        with record.open("w", newline="") as target:
-            writer = csv.DictWriter(target, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-        if chosen.page:
-            write_page(chosen.page, rows)
-        print(f"{len(fresh)}/{len(items)}", *item, flush=True)
-    for process in workers:
-        process.join(60)
+    record = chosen.output / "outcomes.csv"
+    rows: list[Row] = list(csv.DictReader(record.read_text().splitlines())) if record.exists() else []
+    done = {(row["name"], int(row["repetition"]), int(row["times"])) for row in rows}
+    names, seeds = chosen.only.split(","), range(chosen.seed, chosen.seed + chosen.times)
+    items: list[Item] = [(name, chosen.seed, chosen.times) for name in names if name in IN_ONE_RUN]
+    items += [(name, number, 1) for number in seeds for name in names if name not in IN_ONE_RUN]
+    items = [item for item in items if item not in done]
+    while items:  # the drills share a federation until one of them fails; its folder stays, to look for the cause
+        folder = (chosen.output / f"federation-{os.getpid()}-{len(items)}").absolute()
+        with Federation(folder, ("east", "west"), small_disks=os.geteuid() == 0) as federation:
+            federation.start_all()
+            fine = True
+            while items and fine:
+                item = items.pop(0)
+                outcome = perform(federation, folder, item)
+                fine = outcome.ok
+                rows.append(row_of(item[0], outcome))
+                with record.open("w", newline="") as target:
+                    writer = csv.DictWriter(target, rows[-1], extrasaction="ignore", lineterminator="\n")
+                    writer.writeheader()
+                    writer.writerows(rows)
+                print(f"{len(items)} left", outcome, flush=True)
+    if chosen.page:
+        text = chosen.page.read_text()
+        chosen.page.write_text(f"{text.partition(BEGIN)[0]}{BEGIN}\n{table(rows)}\n{END}{text.partition(END)[2]}")
     print(table(rows))
-    return 0 if len(fresh) == len(items) and all(map(as_it_should, rows)) else 1
+    return 0 if all(row["identical"] and not row["missed"] for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import itertools
 import random
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,9 +22,7 @@ from fl_bn.data.dataset import load
 from fl_bn.flower import run_in_process
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.population import Population
-from tests.deployment.federation import SMALL, Federation, differing, in_process, personal
-
-NUMBER = re.compile(r"\bnodes? \d{9,}")
+from tests.deployment.federation import SMALL, Federation, differing, personal
 
 
 @dataclass
@@ -61,20 +58,6 @@ class Outcome:
     def expect(self, what: str, happened: bool) -> None:
         self.missed += [] if happened else [what]
 
-    def expect_names(self, lines: Sequence[str]) -> None:
-        """Add every line that has Flower's number of a node, instead of a site's name, to ``missed``."""
-        self.missed += [f"a name in: {line.strip()}" for line in lines if NUMBER.search(line)]
-
-    def conclude(self, wrong: Sequence[str], to: str) -> None:
-        """Set ``identical`` to ``to`` if no tensor differs; otherwise set it to an empty text, and note up to five tensors.
-
-        Args:
-            wrong: The names of the tensors that differ.
-            to: The value of ``identical`` if ``wrong`` is empty.
-        """
-        self.identical = "" if wrong else to
-        self.notes += [f"differs in {', '.join(wrong[:5])}"] if wrong else []
-
 
 @dataclass(frozen=True)
 class Case:
@@ -87,6 +70,7 @@ class Case:
 
     federation: Federation
     folder: Path
+    name: str
     repetition: int
     rng: random.Random
     times: int = 1
@@ -113,8 +97,12 @@ class Case:
             "server-optimizer": "fedavgm",
             "server-momentum": 0.5,
             "seed": self.repetition,
+            "name": f"{self.name}-{self.repetition}",
             **values,
         }
+
+    def outcome(self, drill: str, config: dict[str, Any], moment: str, times: int = 1) -> Outcome:
+        return Outcome(drill, self.repetition, config["method"], moment, times=times)
 
 
 def run_folders(case: Case) -> list[Path]:
@@ -122,29 +110,8 @@ def run_folders(case: Case) -> list[Path]:
 
 
 def rounds_of(folder: Path) -> int:
-    return len((folder / "rounds.csv").read_text().splitlines()) - 1
-
-
-def finished(case: Case, config: dict[str, Any]) -> Path:
-    """Return the newest run directory that has a model and was made with the seed of ``config``."""
-    done = [path for path in run_folders(case) if (path / "model.safetensors").exists() and f"seed{config['seed']}" in path.name]
-    return max(done, key=lambda path: (path / "model.safetensors").stat().st_mtime)
-
-
-def compare(case: Case, config: dict[str, Any], outcome: Outcome) -> None:
-    deployed, reference = finished(case, config), in_process(config, case.folder / "reference")
-    outcome.conclude(differences(case, deployed, reference), "to the uninterrupted run")
-    tidy(case, deployed)
-
-
-def compare_all(case: Case, configs: Sequence[dict[str, Any]], outcome: Outcome) -> None:
-    """Compare several runs, each found by its name, with the same runs in one process."""
-    wrong: list[str] = []
-    for config in configs:
-        deployed = case.federation.result(config["name"])
-        wrong += [f"{config['name']}: {name}" for name in differences(case, deployed, in_process(config, case.folder / "reference"))]
-        tidy(case, deployed)
-    outcome.conclude(wrong, "to the uninterrupted runs")
+    file = folder / "rounds.csv"
+    return max(0, len(file.read_text().splitlines()) - 1) if file.exists() else 0
 
 
 def differences(case: Case, deployed: Path, reference: Path) -> list[str]:
@@ -160,7 +127,7 @@ def differences(case: Case, deployed: Path, reference: Path) -> list[str]:
     return wrong
 
 
-def compare_with_gaps(case: Case, config: dict[str, Any], outcome: Outcome, kept: tuple[bool, ...] = (False, True)) -> None:
+def compare(case: Case, config: dict[str, Any], outcome: Outcome, kept: tuple[bool, ...] = (False, True)) -> None:
     """Compare the result with runs in one process in which the same replies are missing.
 
     A reply may be missing because the client died before it stored the round's tensors, or after that. The server cannot
@@ -198,7 +165,8 @@ def compare_with_gaps(case: Case, config: dict[str, Any], outcome: Outcome, kept
     if "kept tensors in round" in case.federation.log("server", "serverapp"):
         outcome.notes.append("the server noticed lost tensors")
         outcome.identical = ""
-    tidy(case, deployed)
+    shutil.rmtree(deployed, ignore_errors=True)
+    shutil.rmtree(case.folder / "reference", ignore_errors=True)
 
 
 def gaps_of(folder: Path, clients: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -245,21 +213,7 @@ def with_gaps(gaps: dict[tuple[int, int], bool]) -> ClientApp:
             raise RuntimeError("killed after it kept its state")
         return reply
 
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        return CLIENT_APP(message, context)
-
-    @app.query("statistics")
-    def statistics(message: Message, context: Context) -> Message:
-        return CLIENT_APP(message, context)
-
-    @app.query("hello")
-    def hello(message: Message, context: Context) -> Message:
-        return CLIENT_APP(message, context)
-
+    app.evaluate()(CLIENT_APP)
+    app.query("statistics")(CLIENT_APP)
+    app.query("hello")(CLIENT_APP)
     return app
-
-
-def tidy(case: Case, folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(case.folder / "reference", ignore_errors=True)

@@ -8,13 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import torch
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Local, Quantity, Request
+from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Local, Refused, Request
+from fl_bn.exchange.grpc.wire import decode_request, encode_request
 from fl_bn.exchange.session import LARGEST_COUNT, POLICIES, Session
 from fl_bn.federation.defence import Defence
 from tests.exchange.cohorts import GRADIENTS, LAYERS, MEAN, MOMENTS, NARROW, VARIANCE, WIDE, Outcome
+from tools.hostile.mutations import changed_protobuf, edges, pick
 
 MERGED = (
     Key(WIDE, MOMENTS),
@@ -25,23 +28,6 @@ MERGED = (
     Key(WIDE, GRADIENTS),
 )
 PAPER = (Key(WIDE, MEAN), Key(WIDE, VARIANCE), Key(NARROW, MEAN), Key(NARROW, VARIANCE), Key(NARROW, GRADIENTS), Key(WIDE, GRADIENTS))
-KEYS = st.one_of(
-    st.sampled_from(MERGED + PAPER), st.builds(Key, st.sampled_from([WIDE, NARROW, "none"]), st.sampled_from(Quantity), st.integers(-1, 3))
-)
-EDGES = [0.0, 1.0, -1.0, 1e12, 1e20, 3e38, -3e38, 1.6e38, 1e308, -1e308, 5e-324, float("nan"), float("inf")]
-
-
-@st.composite
-def requests(draw: st.DrawFn) -> Request:
-    if draw(st.integers(0, 4)) == 0:
-        return Join(draw(st.sampled_from([-1, 0, 1, 5, LARGEST_COUNT, LARGEST_COUNT + 1])))
-    key = draw(KEYS)
-    layer = LAYERS.get(key.layer, LAYERS[WIDE])
-    width = key.quantity.width(layer.channels) + draw(st.sampled_from([0, 0, 0, 0, 1, -1]))
-    values = torch.full((width,), draw(st.sampled_from(EDGES)), dtype=torch.float64).to(
-        draw(st.sampled_from([layer.dtype] * 4 + [torch.int64]))
-    )
-    return Local(key, values, draw(st.sampled_from([1, 1, 5, 0, -1, LARGEST_COUNT])))
 
 
 class Exchange(RuleBasedStateMachine):
@@ -100,11 +86,6 @@ class Exchange(RuleBasedStateMachine):
         for who in range(len(self.honest)):
             self.an_honest_client_goes_on(who)
 
-    @precondition(lambda self: self.patience <= 0)
-    @rule(request=requests())
-    def the_liar_asks(self, request: Request) -> None:
-        self.session.submit(self.liar, request, lambda outcome: None)
-
     @rule(early=st.booleans(), waits=st.booleans())
     def the_liar_does_as_the_others(self, early: bool, waits: bool) -> None:
         """Send a request as an honest client would.
@@ -119,6 +100,27 @@ class Exchange(RuleBasedStateMachine):
             self.session.submit(self.liar, self.request(self.liar, max(step - 1, 0)), lambda outcome: None)
         if waits and self.in_step():
             self.time_passes()
+
+    @precondition(lambda self: self.patience <= 0)
+    @rule(step=st.integers(0, 6), in_bytes=st.booleans(), seed=st.integers(0, 2**32))
+    def the_liar_sends_something_else(self, step: int, in_bytes: bool, seed: int) -> None:
+        """Send any request, with other bytes or with values at the edges. It is decoded as the exchange's service does it."""
+        rng, request = np.random.default_rng(seed), self.request(self.liar, min(step, len(self.keys)))
+        if not in_bytes and isinstance(request, Local):
+            values = np.frombuffer(edges(np.dtype("float32"), 4 * len(request.values), rng), np.float32)
+            count = int(pick(rng, [1, 5, 0, -1, LARGEST_COUNT]))
+            asked = Local(request.key, torch.from_numpy(values.copy()).to(request.values.dtype), count)
+            self.session.submit(self.liar, asked, lambda outcome: None)
+            return
+        try:
+            changed = decode_request(changed_protobuf(encode_request(request).SerializeToString(), rng), LAYERS)
+        except Refused as refusal:
+            self.session.leave(self.liar, f"refused: {refusal}")
+            return
+        if changed is None:
+            self.session.leave(self.liar)
+        else:
+            self.session.submit(self.liar, changed, lambda outcome: None)
 
     @precondition(lambda self: self.patience <= 0)
     @rule(reason=st.sampled_from(["", "", "out of memory"]))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 from flwr.app import ConfigRecord, Error, Message, RecordDict
-from flwr.serverapp import Grid
 
 from fl_bn.flower import RunFailed
 from fl_bn.flower.in_process import InProcessGrid
 from tests.hostile.liars import LIAR
 from tests.hostile.recorded import CLIENTS, SCENARIOS, Liar, LivingGrid, PlayingGrid, app_of, cloned, recorded, served
-from tools.hostile import protobuf
-from tools.hostile.mutations import CHANGES, TEXTS, Rng, pick, plain
+from tools.hostile.mutations import TEXTS, Rng, in_bytes, pick
 from tools.hostile.outcomes import BROKEN, GIVEN_UP, HONEST, REFUSED, Outcome, judged, listening
 from tools.hostile.transport import ByteGrid
 
@@ -35,53 +33,38 @@ class Lies(Liar):
         rng: Draws the changes.
         turns: Which replies it changes, counted from 1 in the order of the messages that it gets.
         others: Contents that it may send in place of its own: from other messages, other clients or other runs.
-        in_bytes: Whether it may also change the serialised bytes of a reply.
     """
 
-    def __init__(self, rng: Rng, turns: set[int], others: list[RecordDict], in_bytes: bool) -> None:
-        self.rng, self.turns, self.others, self.in_bytes = rng, turns, others, in_bytes
+    def __init__(self, rng: Rng, turns: set[int], others: list[RecordDict]) -> None:
+        self.rng, self.turns, self.others = rng, turns, others
         self.what, self.reorder = "", False
-        self._extra: list[Message] = []
+        self._extra = list[Message]()
         self._spoilt = list[Message]()  # messages that ``delivered`` changes as bytes
 
     def answer(self, message: Message, turn: int, asked: str, content: RecordDict) -> Message:
-        reply = self._answer(message, turn, asked, content)
-        if turn in self.turns and self.in_bytes and reply.has_content() and self.rng.integers(3):
-            self._spoilt.append(reply)
-        return reply
-
-    def _answer(self, message: Message, turn: int, asked: str, content: RecordDict) -> Message:
         if turn not in self.turns:
             return Message(content, reply_to=message)
-        rng = self.rng
         self.what += f"{asked}: "
-        if self.in_bytes and rng.integers(2):
-            return Message(content, reply_to=message)
-        kind = int(rng.integers(24))
+        kind = int(self.rng.integers(24))
         if kind == 0:
-            return Message(Error(int(rng.choice([0, 2, 3, 8, 999])), pick(rng, TEXTS)), reply_to=message)
+            return Message(Error(int(pick(self.rng, [0, 2, 3, 8, 999])), pick(self.rng, TEXTS).decode("latin1")), reply_to=message)
         if kind == 1:
             self.what += "another message "
-            return Message(cloned(pick(rng, self.others)), reply_to=message)
+            return Message(cloned(pick(self.rng, self.others)), reply_to=message)
         if kind == 2:
             self.what += "nothing "
             return Message(RecordDict(), reply_to=message)
+        reply = Message(content, reply_to=message)
         if kind == 3:
             self.what += "order "
             self.reorder = True
         elif kind == 4:
             self.what += "twice "
-            again = cloned(content)
-            with np.errstate(all="ignore"):
-                pick(rng, CHANGES)(again, rng)
-            self._extra.append(Message(again, reply_to=message))
+            self._extra.append(Message(cloned(content), reply_to=message))
+            self._spoilt.append(self._extra[-1])
         else:
-            for _ in range(int(rng.integers(1, 4))):
-                change = pick(rng, CHANGES)
-                self.what += f"{change.__name__} "
-                with np.errstate(all="ignore"):
-                    change(content, rng)
-        return Message(content, reply_to=message)
+            self._spoilt.append(reply)
+        return reply
 
     def reordered(self, replies: list[Message]) -> list[Message]:
         answered = {reply.metadata.reply_to_message_id for reply in replies}
@@ -93,9 +76,9 @@ class Lies(Liar):
     def delivered(self, reply: Message) -> Message:
         if not any(reply is one for one in self._spoilt):
             return reply
-        before, self.what = self.what, f"{self.what} bytes "  # noted first, because the change may raise
-        what, changed = protobuf.in_bytes(reply, self.rng)
-        self.what = f"{before} bytes of {what} "
+        before, self.what = self.what, f"{self.what}bytes "  # noted first, because the change may raise
+        what, changed = in_bytes(reply, self.rng)
+        self.what = f"{before}bytes of {what} "
         return changed
 
 
@@ -109,16 +92,15 @@ def replays(name: str) -> list[RecordDict]:
 
 
 def lie_to_server(name: str, rng: Rng) -> tuple[str, Outcome]:
+    """Run a round in which one client lies in one message or more. Return what it changed, and the outcome."""
     recording, scenario = recorded(name), SCENARIOS[name]
     last = max(turn for node, turn in recording.canned if node == LIAR + 1)
     turns = {int(turn) for turn in rng.integers(1, last + 1, size=1 if rng.integers(4) else 3)}
-    in_bytes = bool(rng.integers(2))
-    liar = Lies(rng, turns, replays(name), in_bytes)
+    liar = Lies(rng, turns, replays(name))
     inner: InProcessGrid = LivingGrid(app_of(scenario), liar) if scenario.secure else PlayingGrid(recording, liar)
-    grid: Grid = ByteGrid(inner, liar) if in_bytes else inner
     with listening() as said:
         try:
-            ran = served(name, grid)
+            ran = served(name, ByteGrid(inner, liar))
         except RunFailed as error:
             gave_up = scenario.secure and any("nothing changes, since the masks did not cancel" in line for line in said.lines)
             return liar.what, Outcome(GIVEN_UP if gave_up else BROKEN, f"the run of one round ended: {error}")
@@ -149,44 +131,35 @@ def lie_to_client(name: str, rng: Rng) -> tuple[str, Outcome]:
     asked, instruction, _ = pick(rng, exchanges)
     if rng.integers(20) == 0:
         asked, instruction = "query.rendezvous", rendezvous()
-    grid = InProcessGrid(app_of(SCENARIOS[name]), CLIENTS, {})
-    content, kind = cloned(instruction), asked.split()[0]
-    what = f"{asked}: "
-    how = int(rng.integers(12))
-    if how == 0:
-        content, what = cloned(pick(rng, exchanges)[1]), what + "another message"
-    elif how > 6:
-        what += "bytes of "
-        message = Message(content, LIAR + 1, kind, ttl=600.0, group_id="1")
+    grid, kind = InProcessGrid(app_of(SCENARIOS[name]), CLIENTS, {}), asked.split()[0]
+    if rng.integers(12) == 0:
+        what, content = f"{asked}: another message", cloned(pick(rng, exchanges)[1])
+    else:
+        what, message = f"{asked}: bytes of ", Message(cloned(instruction), LIAR + 1, kind, ttl=600.0, group_id="1")
         try:
-            part, message = protobuf.in_bytes(message, rng)
+            part, message = in_bytes(message, rng)
         except Exception as error:  # noqa: BLE001  (in a deployment, only Flower's process for this message ends)
             return what, Outcome(REFUSED, f"{UNREADABLE}: {type(error).__name__}")
         what += part
         if not isinstance(message, Message) or not message.has_content() or message.metadata.message_type != kind:
             return what, Outcome(REFUSED, UNREADABLE)
         content = message.content
-    else:
-        for _ in range(int(rng.integers(1, 4))):
-            change = pick(rng, CHANGES)
-            what += f"{change.__name__} "
-            with np.errstate(all="ignore"):
-                change(content, rng)
     if kind == "query.rendezvous" and elsewhere(content):
         return what, Outcome(REFUSED, "not sent: it names an address beyond this machine")
     with listening():
         (answer,) = grid.send_and_receive([Message(content, LIAR + 1, kind, ttl=600.0, group_id="1")])
-        reason = str(answer.error.reason) if answer.has_error() else ""
-        sent = [array for record in answer.content.array_records.values() for array in record.values()] if answer.has_content() else []
-        if any(array.dtype == "float32" and not np.isfinite(plain(array)).all() for array in sent):
-            reason = "diverged"
         if "secure" not in name and kind == "train" and rng.integers(4) == 0:
             (again,) = grid.send_and_receive([Message(cloned(instruction), LIAR + 1, kind, ttl=600.0, group_id="1")])
             if again.has_error():
                 return what, Outcome(BROKEN, f"afterwards the client refuses an honest message: {again.error.reason}")
-    if reason and reason != "diverged" and reason.partition(":")[0] not in ERRORS:
+    if not answer.has_error():
+        sent = [array for record in answer.content.array_records.values() for array in record.values()]
+        finite = all(np.isfinite(array.numpy()).all() for array in sent if array.dtype == "float32")
+        return what, Outcome(HONEST, "") if finite else Outcome(REFUSED, "diverged")
+    reason = str(answer.error.reason)
+    if reason.partition(":")[0] not in ERRORS:
         return what, Outcome(BROKEN, f"no error that says what is wrong: {reason}")
-    return what, Outcome(REFUSED, reason) if reason else Outcome(HONEST, "")
+    return what, Outcome(REFUSED, reason)
 
 
 def elsewhere(content: RecordDict) -> bool:

@@ -1,7 +1,4 @@
-"""Start docker-compose.yml's federation for a test or a drill: build, start, run, fetch the results, remove.
-
-python -m tools.deployment.docker_federation "method='hbn' model='mlp' rounds=2 local-steps=2"     # all steps, timed
-"""
+"""Start docker-compose.yml's federation for a test: build, start, run, fetch the results, remove."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
@@ -68,17 +64,11 @@ def command(*words: str, timeout: float = 600.0, check: bool = True) -> str:
 
 
 class DockerFederation:
-    """Control the services, networks and volumes of a compose project. The end of the ``with`` block removes them.
+    """Control the services, networks and volumes of the compose project. The end of the ``with`` block removes them."""
 
-    Args:
-        project: The name of the compose project.
-        compose: The compose command, e.g. ``docker-compose`` or ``docker compose``.
-        keep: True: the end of the block removes nothing.
-    """
-
-    def __init__(self, project: str = "fl-bn-test", compose: str = "docker-compose", keep: bool = False) -> None:
-        self.project, self.keep = project, keep
-        self._compose = [*shlex.split(compose), "--project-name", project]
+    def __init__(self) -> None:
+        self.project = "fl-bn-test"
+        self._compose = ["docker-compose", "--project-name", self.project]
 
     def __enter__(self) -> DockerFederation:
         if not _present(base_image()) and not _pulled(base_image()):
@@ -88,8 +78,7 @@ class DockerFederation:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:
             print(self.compose("ps", check=False), self.logs(), sep="\n", file=sys.stderr)
-        if not self.keep:
-            self.compose("down", "--volumes", "--remove-orphans", check=False)
+        self.compose("down", "--volumes", "--remove-orphans", check=False)
 
     def compose(self, *words: str, timeout: float = 600.0, check: bool = True) -> str:
         return command(*self._compose, *words, timeout=timeout, check=check)
@@ -102,17 +91,13 @@ class DockerFederation:
         self.compose("up", "-d")
         self.wait_healthy()
 
-    def wait_healthy(self, *services: str, within: float = 180.0) -> float:
-        """Return the seconds until ``services`` (without any: all services) are healthy.
-
-        Raises DockerFailed after ``within`` seconds.
-        """
-        begin = time.monotonic()
-        while ill := [name for name in services or SERVICES if self.health(name) != "healthy"]:
-            if time.monotonic() - begin > within:
+    def wait_healthy(self, within: float = 180.0) -> None:
+        """Return when all services are healthy. Raises DockerFailed after ``within`` seconds."""
+        end = time.monotonic() + within
+        while ill := [name for name in SERVICES if self.health(name) != "healthy"]:
+            if time.monotonic() > end:
                 raise DockerFailed(f"not healthy after {within:.0f} s: {', '.join(ill)}\n{self.logs(*ill)}")
             time.sleep(1)
-        return time.monotonic() - begin
 
     def run(self, config: str, timeout: float = 600.0) -> str:
         """Submit a run as a user does; return its log. Raises DockerFailed if the run failed."""
@@ -130,29 +115,17 @@ class DockerFederation:
 
     def container(self, service: str) -> str:
         """Return the id of a service's container, running or not. Raises DockerFailed if the service has none."""
-        for tries_left in (2, 1, 0):
-            try:
-                found = self.compose("ps", "--all", "-q", service).split()
-            except DockerFailed:  # compose lists containers first and then looks at each: one of a single command may be gone by then
-                if not tries_left:
-                    raise
-                time.sleep(1)
-                continue
-            if found:
-                return found[0]
-        raise DockerFailed(f"{service} has no container")
-
-    def state(self, service: str) -> dict[str, object]:
-        return dict(json.loads(command("docker", "inspect", "--format", "{{json .State}}", self.container(service))))
+        if not (found := self.compose("ps", "--all", "-q", service).split()):
+            raise DockerFailed(f"{service} has no container")
+        return found[0]
 
     def health(self, service: str) -> str:
         """Return the health of a service's container: ``healthy``, ``unhealthy`` or ``starting``.
 
         Where the container does not run, return its status, such as ``exited``.
         """
-        state = self.state(service)
-        health = state.get("Health")
-        return str(health["Status"]) if isinstance(health, dict) and state["Running"] else str(state["Status"])
+        state = json.loads(command("docker", "inspect", "--format", "{{json .State}}", self.container(service)))
+        return str(state["Health"]["Status"] if "Health" in state and state["Running"] else state["Status"])
 
     def inside(self, service: str, *words: str, check: bool = True) -> str:
         return command("docker", "exec", self.container(service), *words, check=check)
@@ -162,27 +135,3 @@ class DockerFederation:
 
     def network(self, name: str) -> str:
         return f"{self.project}_{name}"
-
-
-def main(config: str, compose: str = "docker-compose") -> None:
-    """Build, start, run ``config`` and fetch its results once; print how long each step takes."""
-
-    def timed(step: str, begin: float) -> None:
-        print(f"{step:<6} {time.monotonic() - begin:6.1f} s", flush=True)
-
-    with DockerFederation(compose=compose) as federation, tempfile.TemporaryDirectory() as folder:
-        for step in ("build", "up"):
-            begin = time.monotonic()
-            getattr(federation, step)()
-            timed(step, begin)
-        begin = time.monotonic()
-        print(federation.run(config))
-        timed("run", begin)
-        begin = time.monotonic()
-        federation.fetch(Path(folder))
-        timed("fetch", begin)
-        print(*sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*")), sep="\n")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
