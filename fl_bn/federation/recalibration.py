@@ -194,6 +194,11 @@ def why_not(model: nn.Module, method: Method, trains: bool = False) -> str:
             f"method {method.name!r} keeps running statistics at the clients, so the shared model cannot be re-calibrated. Take a method "
             "that shares all its statistics (fedavg, fixbn, hbn, fbn, fedtan, ...)"
         )
+    if not batch_norms(model):
+        return (
+            f"under method {method.name!r} this model has no BatchNorm layer, so there are no running statistics to re-calibrate. Take a "
+            "network with BatchNorm, and a method that keeps it (fedavg, fixbn, hbn, fbn, fedtan, ...)"
+        )
     return without_statistics(model)
 
 
@@ -201,7 +206,7 @@ def without_statistics(model: nn.Module) -> str:
     """Return the reason why ``model`` has no running statistics to measure; empty if all BatchNorm layers have some."""
     layers = batch_norms(model)
     if not layers:
-        return "this model has no BatchNorm layer under its method, so there are no running statistics to re-calibrate"
+        return "this model has no BatchNorm layer, so there are no running statistics to re-calibrate"
     if missing := [name for name, layer in layers.items() if layer.running_mean is None]:
         return (
             f"BatchNorm layer {missing[0]!r} keeps no running statistics (track_running_stats=False). In evaluation it normalises with its "
