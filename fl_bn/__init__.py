@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fl_bn.federation.federation import Federation
     from fl_bn.federation.loaders import SeededBatches
     from fl_bn.federation.own_loop import client_model, local_round, server_round, server_state
+    from fl_bn.federation.recording import unrecorded
     from fl_bn.task import Classification, Dice, MultiLabel, Regression, Segmentation, Task
 
 __version__ = "0.1.0"
@@ -47,6 +48,7 @@ __all__ = [
     "server_round",
     "server_state",
     "set_buffer_roles",
+    "unrecorded",
 ]
 
 _HOMES = {
@@ -63,6 +65,7 @@ _HOMES = {
     "server_round": "fl_bn.federation.own_loop",
     "server_state": "fl_bn.federation.own_loop",
     "set_buffer_roles": "fl_bn.bn.roles",
+    "unrecorded": "fl_bn.federation.recording",
     **dict.fromkeys(("Classification", "Dice", "MultiLabel", "Regression", "Segmentation", "Task"), "fl_bn.task"),
 }
 

@@ -182,8 +182,6 @@ All other cases of the test are slow ones.
 EVERY_THIRD = (
     "tests/loops/test_frozen.py::test_no_server_optimizer_moves_a_frozen_scale",
     "tests/loops/test_held.py::test_what_the_user_froze_does_not_move",
-    "tests/loops/test_uncalled_layers.py::test_a_layer_that_is_not_called_is_named",
-    "tests/loops/test_uncalled_layers.py::test_control_nothing_is_said_of_a_network_that_calls_its_layers",
     "tests/loops/test_which_passes_count.py::test_the_report_has_the_batches_of_the_step",
     "tests/loops/test_held.py::test_a_network_whose_every_batch_norm_is_held",
     "tests/own_loop/test_parameters.py::test_an_integer_parameter_changes_nothing",

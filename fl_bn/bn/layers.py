@@ -157,8 +157,6 @@ class SharedNorm(OwnBatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input`` (B, C, *), then call the submodules of ``then`` on the result."""
         y = _BatchNorm.forward(self, input) if self.refills else self.normalised(input)
-        if self.observation is not None and self.observation.waits:
-            y = self.observation.left(self, y)
         for name in self.then:
             y = getattr(self, name)(y)
         return y

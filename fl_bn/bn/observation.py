@@ -113,11 +113,7 @@ def uncompiled() -> AbstractContextManager[Any]:
 
 
 class Observation:
-    """Record the moments of one layer's inputs. A copy or a pickle of the layer has no ``Observation``.
-
-    Attributes:
-        waits: whether the layer calls ``left`` when it has computed the output of the present pass.
-    """
+    """Record the moments of one layer's inputs. A copy or a pickle of the layer has no ``Observation``."""
 
     def __init__(
         self,
@@ -125,7 +121,6 @@ class Observation:
         counts: Callable[[nn.Module, Tensor], bool],
         outer: Observation | None = None,
         values: Callable[[Tensor], Tensor] = itself,
-        leaves: Callable[[nn.Module, Tensor], None] | None = None,
     ) -> None:
         """Set the functions that select and record the inputs.
 
@@ -135,10 +130,8 @@ class Observation:
             outer: the layer's previous ``Observation``, which is also called for every input. None: there is none.
             values: a function that is applied to an input inside a transformation of ``torch.func``. ``whole`` returns
                 the rows of all ``vmap`` dimensions as one batch. ``itself`` changes nothing.
-            leaves: ``(layer, y)``, called with the layer's output if its input was recorded and needs no gradient. None: never.
         """
-        self._record, self._counts, self._outer, self._values, self._leaves = record, counts, outer, values, leaves
-        self.waits = self._waits = False
+        self._record, self._counts, self._outer, self._values = record, counts, outer, values
 
     @eagerly
     def __call__(self, layer: nn.Module, x: Tensor, batch: tuple[Tensor, Tensor] | None = None) -> None:
@@ -149,40 +142,16 @@ class Observation:
             x: its input.
             batch: mean and biased variance of ``x``, (C,) each, if the layer has computed them.
         """
-        self.waits = self._waits = False
         if self._outer is not None:
             self._outer(layer, x, batch)
-            self.waits = self._outer.waits
         if torch._C._are_functorch_transforms_active() and (values := self._values(x)) is not x:
             x, batch = values, None
         if not x.numel() or not self._counts(layer, x):  # an expert to which no sample was sent, say
             return
-        self._waits = self._leaves is not None and not x.requires_grad and not torch._C._are_functorch_transforms_active()
-        self.waits |= self._waits
         if batch is None:
             self._record(layer, Moments.of(x))
         else:
             self._record(layer, Moments(x.numel() // x.shape[1], batch[0].detach().double(), batch[1].detach().double()))
-
-    @eagerly
-    def left(self, layer: nn.Module, y: Tensor) -> Tensor:
-        """Call ``leaves`` with the layer's output, if this observation or the outer one waits for the output.
-
-        Args:
-            layer: the layer.
-            y: its output (B, C, *).
-
-        Returns:
-            The output, with the same values. It needs a gradient, so that ``leaves`` can tell which backward passes reach it.
-        """
-        if self._outer is not None and self._outer.waits:
-            y = self._outer.left(layer, y)
-        if self._waits and self._leaves is not None:
-            if not y.requires_grad:  # no affine parameter learns, and neither does a layer before this one
-                y = y * torch.ones((), dtype=y.dtype, device=y.device, requires_grad=True)
-            self._leaves(layer, y)
-        self.waits = self._waits = False
-        return y
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -201,7 +170,6 @@ def observe(
     measure: Callable[[nn.Module, Moments], Moments] = inputs,
     counts: Callable[[nn.Module, Tensor], bool] = always,
     values: Callable[[Tensor], Tensor] = itself,
-    leaves: Callable[[nn.Module, Tensor], None] | None = None,
 ) -> Iterator[dict[str, list[Moments]]]:
     """Record the moments of every BatchNorm layer's input during the ``with`` block.
 
@@ -215,7 +183,6 @@ def observe(
         counts: ``(layer, x) -> bool``, whether a pass is recorded.
         values: applied to a layer's input before its moments are computed, but only inside a transformation of ``torch.func``.
             With ``whole``, the samples of all ``vmap`` dimensions count as one batch. ``itself`` changes nothing.
-        leaves: ``(layer, y)``, called with the output of a recorded pass whose input needs no gradient. None: never.
 
     Yields:
         A list for each layer, by name, with one ``Moments`` per forward pass.
@@ -225,7 +192,7 @@ def observe(
     observed: dict[str, list[Moments]] = {name: [] for name in layers}
 
     def of(name: str, outer: Observation | None = None) -> Observation:
-        return Observation(lambda layer, seen: observed[name].append(measure(layer, seen)), counts, outer, values, leaves)
+        return Observation(lambda layer, seen: observed[name].append(measure(layer, seen)), counts, outer, values)
 
     with ExitStack() as stack:
         for name, layer in layers.items():
@@ -239,12 +206,7 @@ def observe(
             def hook(layer: nn.Module, args: Any, named: Any, observation: Observation = observation) -> None:
                 observation(layer, *args, *named.values())
 
-            def left(layer: nn.Module, args: Any, y: Tensor, observation: Observation = observation) -> Tensor:
-                return observation.left(layer, y) if observation.waits else y
-
             stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            if leaves is not None:
-                stack.callback(layer.register_forward_hook(left).remove)
         yield observed
 
 

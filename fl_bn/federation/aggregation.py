@@ -46,12 +46,6 @@ def largest(tensors: Iterable[Tensor]) -> float:
     return max((abs(end.item()) for tensor in joined(floats) for end in torch.aminmax(tensor)), default=0.0)
 
 
-def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Tell whether all values of ``tensors`` are finite. Small tensors of one dtype are checked together."""
-    floats = [tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
-    return all(math.isfinite(end.item()) for tensor in joined(floats) for end in torch.aminmax(tensor))
-
-
 def joined(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return flat tensors (one axis) with the values of ``tensors``. Small tensors of one dtype and device are joined into one."""
     large, small = list[Tensor](), dict[tuple[torch.dtype, torch.device], list[Tensor]]()

@@ -19,13 +19,13 @@ from fl_bn.bn.conversion import check_complete, hooked_parameters
 from fl_bn.bn.copying import copied
 from fl_bn.bn.roles import inputs_like
 from fl_bn.federation.checkpoint import of_optimizer
+from fl_bn.federation.composition import rate_for
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.engines.vectorised import ENGINES, VECTORISED
 from fl_bn.federation.engines.workers import MOST_WORKERS
 from fl_bn.federation.loaders import Loader, check_clients, check_loader
 from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.federation.step_rates import check_optimizer
-from fl_bn.federation.steps import check_follows_rate, check_optimizer_steps, check_parameters, check_scheduler_steps
+from fl_bn.federation.steps import check_follows_rate, check_parameters, check_scheduler_steps
 from fl_bn.methods import Method
 from fl_bn.objectives import Objective
 from fl_bn.support.names import check_name
@@ -135,7 +135,7 @@ class Trials:
         rate: The largest learning rate of all clients, which the federation's schedule scales. None: no optimiser has one.
 
     Raises:
-        ValueError: An optimiser has other parameters than the network's, does not step, or does not fit the objective.
+        ValueError: An optimiser has other parameters than the network's, or does not fit the objective.
     """
 
     def __init__(self, model: nn.Module, makers: Sequence[MakeOptimizer], objective: Objective) -> None:
@@ -144,8 +144,7 @@ class Trials:
         self.optimizers = {id(make): make(self._copy.parameters()) for make in makers}
         for optimizer in self.optimizers.values():
             check_parameters(optimizer, self._copy.parameters())
-            check_optimizer(objective, optimizer)
-            check_optimizer_steps(optimizer, self._copy)
+            rate_for(objective, optimizer)
         self._rates = {key: rate_of(optimizer) for key, optimizer in self.optimizers.items()}
         self.rate = max((rate for rate in self._rates.values() if rate), default=None)
 

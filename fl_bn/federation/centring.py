@@ -60,7 +60,11 @@ class Centring:
         self._weights = {name: parameters[name] for name in names if name in parameters and parameters[name].is_floating_point()}
         self._axis, self._hooks = 1 + stacked, ExitStack()
         self._made = set[str]()  # the weights with a centred gradient along which no step was made
-        self._versions = {name: weight._version for name, weight in self._weights.items()}
+
+    @property
+    def active(self) -> bool:
+        """Tell whether there is a weight to centre."""
+        return bool(self._weights)
 
     def __enter__(self) -> Centring:
         for name, weight in self._weights.items():
@@ -91,28 +95,10 @@ class Centring:
                 weight.grad.sub_(self._mean(weight.grad))
                 self._made.add(name)
 
-    def stepped(self, values: dict[str, Tensor] | None = None) -> list[str]:
-        """Record a step of the weights. Return the names of the weights that moved along a gradient that is not centred.
-
-        A gradient whose mean is zero counts as centred. An example is the zero gradient of a weight that moved by weight
-        decay alone.
+    def stepped(self, parameters: Container[int] | None = None) -> None:
+        """Forget which gradients are centred, since a step was made along them.
 
         Args:
-            values: Name -> a copy of the weight before the step. It becomes a copy of the weight after the step. With
-                ``values``, steps through ``weight.data`` are found, too, which torch does not count. None: they are not found.
+            parameters: The ids of the parameters that moved. None: all.
         """
-        moved = [name for name, weight in self._weights.items() if weight._version != self._versions[name]]
-        values = values or {}
-        for name in self._weights.keys() & values.keys():
-            now = self._weights[name].detach().to(values[name].device)
-            if not torch.equal(values[name], now):
-                values[name] = now.clone()
-                moved += [name] * (name not in moved)
-        wrong = [name for name in moved if name not in self._made and not self._has_no_mean(self._weights[name].grad)]
-        self._made.difference_update(moved)
-        self._versions |= {name: self._weights[name]._version for name in moved}
-        return wrong
-
-    @torch.no_grad()
-    def _has_no_mean(self, gradient: Tensor | None) -> bool:
-        return gradient is not None and bool(self._mean(gradient).abs().max() <= 1e-4 * gradient.abs().max())
+        self._made = {name for name in self._made if parameters is not None and id(self._weights[name]) not in parameters}

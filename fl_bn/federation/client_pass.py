@@ -13,7 +13,6 @@ from torch import nn
 from fl_bn.bn.moments import Moments, Running
 from fl_bn.bn.roles import inputs_like
 from fl_bn.federation.aggregation import running_statistics, store_statistics
-from fl_bn.federation.finite_inputs import InputWatch
 from fl_bn.federation.first_batch import Connect
 from fl_bn.federation.layer_by_layer import Forward, Inputs, LayerOrder, called, layer_by_layer
 from fl_bn.federation.local import measured, unmoved
@@ -36,7 +35,6 @@ class ClientPass:
         locality: Where its tensors live.
         instruction: The server's instruction.
         kept: The state that the client keeps.
-        watch: Counts the batches with inputs that are not finite.
         connect: Joins an exchange with the cohort, see ``LocalRound``. Only a statistics-only exchange uses it.
 
     Attributes:
@@ -46,15 +44,9 @@ class ClientPass:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        locality: Locality,
-        instruction: Instruction,
-        kept: ClientState,
-        watch: InputWatch,
-        connect: Connect | None,
+        self, model: nn.Module, locality: Locality, instruction: Instruction, kept: ClientState, connect: Connect | None
     ) -> None:
-        self._model, self._layers, self._instruction, self._watch = model, locality.shared_statistics, instruction, watch
+        self._model, self._layers, self._instruction = model, locality.shared_statistics, instruction
         self._connect = None if instruction.trains else connect
         self._unmeasured = locality.home_statistics if self._layers and not kept.get("local") else ()
         own = locality.method.statistics_pass
@@ -96,15 +88,14 @@ class ClientPass:
             forward: Runs the network on a batch of inputs.
         """
         with self.own_first(inputs, forward):
-            noted = self._watch.noted
             if self._connect is not None:
                 order = LayerOrder.at(self._model, self._layers, inputs, forward)
                 exchange = self._connect(0 if order.problem else 1)
                 if not order.problem:
-                    return layer_by_layer(self._model, lambda: noted(inputs()), order, exchange, self._instruction.memory, forward)
+                    return layer_by_layer(self._model, inputs, order, exchange, self._instruction.memory, forward)
                 exchange.close()
                 LOGGER.warning("this client leaves the layer-wise exchange and measures all layers in one pass: %s", order.problem)
-            return measured(self._model, noted(inputs()), self.how, forward)
+            return measured(self._model, inputs(), self.how, forward)
 
     @contextmanager
     def own_first(self, inputs: Inputs, forward: Forward = called) -> Iterator[None]:

@@ -76,14 +76,14 @@ def client_rounds(members: Sequence[Member], engine: Engine = ONE_BY_ONE) -> lis
         engine.measure(members)
     before = [tested(*member) for member in members]
     trained = engine.train(members, batches)
-    for member, value in zip(members, before, strict=True):
-        member.round.tested = (value, tested(*member))
+    both = zip(before, [tested(*member) for member in members], strict=True)
+    values = [{} if one is None or other is None else {"before": one, "after": other} for one, other in both]
     outcomes = [source.outcome(round, own, done) for (round, source), own, done in zip(members, batches, trained, strict=True)]
     return [
-        round.reply(one.samples, one.loss, client=source.client, metrics=one.metrics, tells_drift=one.tells_drift)
+        round.reply(one.samples, one.loss, client=source.client, metrics={**one.metrics, **own}, tells_drift=one.tells_drift)
         if one.samples
         else round.sit_out(source.client, one.metrics)
-        for (round, source), one in zip(members, outcomes, strict=True)
+        for (round, source), one, own in zip(members, outcomes, values, strict=True)
     ]
 
 

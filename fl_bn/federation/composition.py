@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
+from torch.optim import SGD, Optimizer
 
 from fl_bn.bn.roles import Role
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import Method, Phase
+from fl_bn.objectives import Objective
 
 
 def check_composition(method: Method, settings: LocalTraining, robust: bool = False, server_optimizer: str = "fedavg") -> None:
@@ -69,6 +73,34 @@ def check_weights(method: Method, client_weights: str) -> None:
             f"{method.name}'s first step equals centralised training only if clients are weighted by the sizes of their batches: "
             f"client_weights must be 'samples', but got {client_weights!r}"
         )
+
+
+def rate_for(objective: Objective, optimizer: Optimizer, others: Sequence[float] = ()) -> float | None:
+    """Return the learning rate of ``optimizer``; None if it has none.
+
+    Args:
+        objective: The local objective.
+        optimizer: The optimiser.
+        others: The rates of other optimisers that take part in the same step.
+
+    Raises:
+        ValueError: The objective needs plain SGD with one learning rate. But ``optimizer`` is not SGD, has momentum or
+            ``maximize=True``, or there are several rates.
+    """
+    rates = [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
+    if objective.travels and (not isinstance(optimizer, SGD) or any(group["momentum"] for group in optimizer.param_groups)):
+        raise ValueError(
+            f"{objective.name}'s control variates are means of the gradients of plain SGD, but the optimiser is "
+            f"{type(optimizer).__name__}{' with momentum' * isinstance(optimizer, SGD)}: take torch.optim.SGD without momentum"
+        )
+    if objective.travels and any(group["maximize"] for group in optimizer.param_groups):
+        raise ValueError(f"{objective.name} lowers the loss, but the optimiser has maximize=True: change the sign of the loss instead")
+    if objective.travels and len(several := sorted({*rates, *others})) > 1:
+        raise ValueError(
+            f"{objective.name}'s control variates are changes of weights divided by one learning rate, but the loop steps with the rates "
+            f"{', '.join(f'{rate:g}' for rate in several)}: give all parameters the same rate"
+        )
+    return rates[0] if rates else None
 
 
 def learns(model: nn.Module) -> bool:

@@ -49,12 +49,11 @@ class FirstBatch:
 
     Attributes:
         samples: The number of samples in the first batch; 0 as long as it is unknown.
-        inputs: The number of samples in the inputs before the first step. It is used if ``samples`` stays unknown.
         waited: Seconds that the client waited for answers in the exchange.
     """
 
     def __init__(self, model: nn.Module, connect: Connect | None) -> None:
-        self.samples = self.inputs = 0
+        self.samples = 0
         self.waited = 0.0
         self._model, self._connect, self._exchange = model, connect, ExitStack()
 

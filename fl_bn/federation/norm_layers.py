@@ -1,17 +1,29 @@
-"""Check before round 1 that a network has BatchNorm if its method needs it. Every way of starting a run does this check."""
+"""Check before round 1 that a network has BatchNorm if its method needs it, and name layers that were never measured."""
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from fl_bn.bn.kinds import kind_of
+from fl_bn.bn.modes import held_layers
 from fl_bn.bn.roles import Role, batch_norms, unknown_norms
 from fl_bn.methods import Method
 
+if TYPE_CHECKING:
+    from fl_bn.federation.shared_model import SharedModel
+
 LOGGER = logging.getLogger("flwr")
+SHOWN = 3  # the largest number of layers of one kind that a message names
+UNMEASURED = (
+    "round %s: %s of the %s BatchNorm layers (%s) were reached by no %s, so under %s they normalise with the statistics that the network "
+    "had before round 1 (mean 0, variance 1 in a new one), until training batches move these. Such are an auxiliary head, which a "
+    "statistics pass leaves out (train without it: aux_logits=False, say), layers that run without gradients alone, and layers that the "
+    "network does not call (it asks type(layer) is nn.BatchNorm2d, not isinstance, or calls F.batch_norm). docs/contract.md has more"
+)
 
 
 def has_batch_norm(model: nn.Module) -> bool:
@@ -73,3 +85,26 @@ def say_absent(model: nn.Module, method: Method) -> None:
     """Warn in the log if the unconverted ``model`` lacks BatchNorm or has unknown norm layers. Call this at the start of a run."""
     for line in filter(None, [no_batch_norm(model, method), *looks_like_norm(model)]):
         LOGGER.warning("%s", line)
+
+
+def say_unmeasured(shared: SharedModel, round: int, rounds: int) -> None:
+    """Warn, once per run, of BatchNorm layers that no statistics pass has reached, or no training batch whose moments are reported.
+
+    A statistics pass runs the network in evaluation mode, so it misses an auxiliary head that runs in training mode alone. Both
+    miss layers that the network does not call.
+
+    Args:
+        shared: The server's model.
+        round: The round.
+        rounds: The number of rounds of the run.
+    """
+    method, layers, held = shared.method, list(shared.statistics()), held_layers(shared.model)
+    uses = method.uses_shared(rounds) or method.freezes_statistics(method.phase(rounds, rounds))
+    missed = [name for name in layers if name not in shared.reached | held] if uses and shared.reached is not None else []
+    unseen = [name for name in shared.unseen if name not in held]
+    if shared.said_unmeasured or not (missed or unseen):
+        return
+    shared.said_unmeasured = True
+    names, how = (missed, "statistics pass") if missed else (unseen, "training batch")
+    shown = ", ".join(names[:SHOWN]) + ", ..." * (len(names) > SHOWN)
+    LOGGER.warning(UNMEASURED, round, len(names), len(layers), shown, how, method.name)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from fl_bn.bn.moments import Moments, ordinary
-from fl_bn.federation.aggregation import Drift, all_finite, running_statistics
+from fl_bn.federation.aggregation import Drift, running_statistics
 from fl_bn.federation.payload import Named, Sections, encode_moments
-from fl_bn.federation.record import BAD_INPUTS
 from fl_bn.federation.values import ClientState
 from fl_bn.methods import Place, StatisticsReport
 from fl_bn.objectives import CONTROL, Finish
@@ -102,17 +101,11 @@ def numbers_of_training(round: LocalRound, kept: ClientState, tells_drift: bool)
     return numbers
 
 
-def numbers_of_data(round: LocalRound, sections: Sections) -> dict[str, float]:
-    """Return the numbers that the reply with ``sections`` has about the client's data, by name (see ``Reply.metrics``)."""
+def numbers_of_data(round: LocalRound) -> dict[str, float]:
+    """Return the numbers that the reply has about the client's data, by name (see ``Reply.metrics``)."""
     numbers: dict[str, float] = {}
     if round.statistics_pass.samples:
         numbers["measured"] = round.statistics_pass.samples
-    sent = (tensor for tensors in sections.values() for tensor in tensors.values())
-    if round.input_watch.suspects and not all_finite(sent) and (wrong := round.input_watch.count()):
-        numbers[BAD_INPUTS] = wrong
-    before, after = round.tested
-    if before is not None and after is not None:
-        numbers |= {"before": before, "after": after}
     return numbers
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-import torch
 from torch import distributed as dist
 from torch import nn
 
@@ -21,8 +20,6 @@ from fl_bn.federation.client import LocalRound
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.first_batch import Connect
-from fl_bn.federation.loop_watch import check_not_open, watched
-from fl_bn.federation.made_of import MadeOf
 from fl_bn.federation.metrics import over_samples
 from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.one_sample import advised
@@ -38,6 +35,8 @@ from fl_bn.methods import Method, Phase
 from fl_bn.objectives import PLAIN, Objective
 
 LOGGER = logging.getLogger("flwr")
+_SAID = set[tuple[str, str]]()
+"""The networks and methods of whose lower learning rate this process has spoken."""
 
 
 @contextmanager
@@ -75,8 +74,8 @@ def local_round(
         The client's round. After the ``with`` block, its method ``reply`` makes the reply to the server.
 
     Raises:
-        ValueError: Method, objective and instruction do not fit together. Or another round still trains ``model``. Or the loop
-            replaced a layer or a parameter, or changed frozen parameters or statistics.
+        ValueError: Method, objective and instruction do not fit together. Or another round still trains ``model``.
+        ContractBroken: The network or the loop did not keep docs/contract.md.
     """
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings)
@@ -84,30 +83,14 @@ def local_round(
         raise ValueError(f"kept must be the state that round.reply returned beside the reply, but got a {type(kept).__name__}")
     check_layers(model, method)
     check_converted(model, method)
-    check_not_open(model)
-    round = LocalRound(model, method, instruction, kept, settings, connect)
-    round.in_own_loop = True
+    round = LocalRound(model, method, instruction, kept, settings, connect, in_own_loop=True)
     if not round.trains:
         yield round
         return
     _check_processes(round)
-    made_of = MadeOf(model)
-    frozen = {name: (p, p.detach().clone()) for name, p in model.named_parameters() if p.requires_grad and name not in round.parameters}
-    for parameter, _ in frozen.values():  # so an optimiser of all parameters does not change what the method freezes
-        parameter.requires_grad_(False)
-    for parameter in model.parameters():
-        parameter.grad = None  # of an earlier round, or of another client, with which an optimiser would step
-    try:
-        with advised(), round.open(), watched(round), made_of.unchanged(round):
-            yield round
-    finally:
-        for parameter, _ in frozen.values():
-            parameter.requires_grad_(True)
-    if moved := [name for name, (parameter, before) in frozen.items() if not torch.equal(parameter.detach().to(before.device), before)]:
-        raise ValueError(
-            f"{method.name} freezes parameter {moved[0]} in round {round.instruction.round}, but its values changed: the training loop "
-            "must neither call requires_grad_(True) on this parameter nor set its values"
-        )
+    _say_rate(round)
+    with advised(), round.open():
+        yield round
 
 
 def client_model(model: nn.Module, method: Method, instruction: Instruction, kept: ClientState = NOTHING) -> nn.Module:
@@ -132,6 +115,18 @@ def client_model(model: nn.Module, method: Method, instruction: Instruction, kep
     sections = {name: own for name, own in instruction.sections.items() if name in ("weights", "statistics", START)}
     own = LocalRound(convert(model, method), method, replace(instruction, phase=Phase.MEASURE, sections=sections), kept)
     return own.model.eval()
+
+
+def _say_rate(round: LocalRound) -> None:
+    """Say, in the first round of this process with frozen statistics, that the method has the learning rate drop (FixBN, FedTAN-II)."""
+    instruction, key = round.instruction, (round.network.signature, round.method.name)
+    if instruction.rate_share < 1 and key not in _SAID:
+        _SAID.add(key)
+        LOGGER.info(
+            "round %d: the statistics are frozen from now on, and %s lowers the learning rate to %.3g: step with round.instruction."
+            "learning_rate, or multiply your own rate by round.instruction.rate_share (%.3g), or the network may collapse",
+            instruction.round, round.method.name, instruction.learning_rate, instruction.rate_share,
+        )  # fmt: skip
 
 
 def _check_processes(round: LocalRound) -> None:

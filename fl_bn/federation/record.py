@@ -32,9 +32,6 @@ RUNAWAY_LOSS = 10.0
 An untrained classifier's loss is about the logarithm of the number of classes, and training lowers it.
 """
 NOT_FINITE, DIVERGED = "values are not finite", "the client's training diverged"
-BAD_INPUTS = "bad-inputs"
-"""The key of a number in a reply with values that are not finite: how many batches had inputs that are not finite."""
-INPUTS = "its own inputs are not finite"
 LOWER = "lower the learning rate"
 
 
@@ -222,25 +219,15 @@ def batches_trained(records: Iterable[RoundRecord]) -> int:
     return sum(max(1, round(sum(own) / len(own))) for own in steps if own)
 
 
-def about_inputs(batches: int) -> str:
-    """Return the end of an error message: the client's own inputs are not finite, and what to do. Empty for 0 ``batches``.
-
-    Args:
-        batches: The number of the client's batches with inputs that are not finite.
-    """
-    if not batches:
-        return ""
-    what = "a batch" if batches == 1 else f"{batches} batches"
-    return f": {INPUTS} ({what} with NaN or Inf): clean this client's data, or leave it out"
-
-
 def why_failed(record: RoundRecord) -> str:
     """Return, as text, why the first refused reply of a failed round was not used, with advice if training diverged."""
     first = next((client for client in record.clients if client.refused), None)
     if first is None:
         return "The log above says why"
-    values = any(words in first.refused for words in (NOT_FINITE, DIVERGED)) and not first.refused.startswith("error:")
-    advice = f". Training diverged: {LOWER}" if values and INPUTS not in first.refused else ""
+    advice = ""
+    if not first.refused.startswith("error:"):
+        advice = f". Its data have NaN or Inf, or training diverged: clean the data, or {LOWER}" * (NOT_FINITE in first.refused)
+        advice = advice or f". Training diverged: {LOWER}" * (DIVERGED in first.refused)
     return f"The first reason: client {first.client}: {first.refused}{advice}"
 
 

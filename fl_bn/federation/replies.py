@@ -24,7 +24,7 @@ from fl_bn.federation.defence import TooFew
 from fl_bn.federation.fields import LARGEST, Form, Values, number, whole
 from fl_bn.federation.fields import measured as a_number
 from fl_bn.federation.payload import Payload, Sections, to_numpy
-from fl_bn.federation.record import BAD_INPUTS, DIVERGED, NOT_FINITE, about_inputs
+from fl_bn.federation.record import DIVERGED
 from fl_bn.federation.rounds import unbounded
 from fl_bn.federation.schema import Schema
 from fl_bn.federation.shared_model import NotFinite
@@ -40,9 +40,7 @@ WIDEST_WEIGHT = 1e4
 A finite value of 3e38 from one client would dominate the average. No client could train the new model, and nothing would show who sent
 the value. Honest training stays below this limit, even in the first steps of an untrained deep network.
 """
-REPLIED = Form(  # samples 0: the client took no part in the round
-    "metrics", {"samples": whole(), "measured": whole(default=None), BAD_INPUTS: whole(default=None)}
-)
+REPLIED = Form("metrics", {"samples": whole(), "measured": whole(default=None)})  # samples 0: the client took no part in the round
 TRAINED = REPLIED.and_also(
     Form(
         "metrics",
@@ -159,12 +157,7 @@ class Expected:
         Raises:
             WireError: An array is missing, extra, or not as expected. The message names the first wrong array.
         """
-        try:
-            largest = self.schema.check(payload)
-        except WireError as error:
-            if NOT_FINITE in error.problem and BAD_INPUTS in self.form.fields and (wrong := values.get(BAD_INPUTS)):
-                raise WireError(error.section, error.tensor, f"{error.problem}{about_inputs(wrong)}") from error
-            raise
+        largest = self.schema.check(payload)
         for section, size in largest.items():
             if size > (most := self.bounds.get(section, math.inf)):
                 self._check_sizes(section, payload[section], most)

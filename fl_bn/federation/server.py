@@ -18,9 +18,8 @@ from torch import nn
 from fl_bn.federation.aggregation import Drift, merge_drifts
 from fl_bn.federation.composition import check_weights
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
-from fl_bn.federation.layer_calls import say_unmeasured
 from fl_bn.federation.narrow import PayloadDtype, check_payload
-from fl_bn.federation.norm_layers import check_layers, say_absent
+from fl_bn.federation.norm_layers import check_layers, say_absent, say_unmeasured
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
 from fl_bn.federation.payload import count_tensors
 from fl_bn.federation.record import RoundRecord, with_clients
@@ -156,7 +155,7 @@ class Server:
             aggregated=True,
             drift=Drift.between(before, shared.statistics()) or merge_drifts(drift for drift in drifts if drift is not None),
         )
-        say_unmeasured(shared, self.round, self.rounds, phase)
+        say_unmeasured(shared, self.round, self.rounds)
         return True
 
     def _step(self, parts: list[Reply], overflowing: int, replies: RoundReplies) -> list[float]:

@@ -121,6 +121,7 @@ class SharedModel:
             weights. A layer without an entry has 1.
         reported: The statistics that ``Method.renew`` made from the last round's replies. Only for ``Refresh.REPORTED``.
         reached: The layers that statistics passes have reached at some client. None: no pass was made yet.
+        unseen: The layers of which no client reported a batch in the newest round.
         said_unmeasured: Whether this run has warned of layers that no statistics pass has reached.
     """
 
@@ -140,6 +141,7 @@ class SharedModel:
         self.scales: dict[str, float] = {}
         self.reported: dict[str, Running] = {}
         self.reached: set[str] | None = None
+        self.unseen: list[str] = []
         self.said_unmeasured = False
         role, sent_down = self.locality.role, self.locality.names(Place.DOWN_ONLY)
         self._frozen = {name for name in self._learnable if role[name] in method.frozen}
@@ -406,6 +408,8 @@ class SharedModel:
             reports = [decode_moments(part.sections["moments"]) for part in parts]
         if report is StatisticsReport.PASS:
             self._note_reached(parts, reports)
+        elif report is not StatisticsReport.RUNNING:
+            self.unseen = [layer for layer in self.layers if not any(one[layer].count for one in reports if layer in one)]
         steps = [part.steps for part in parts]
         if self.method.refresh is Refresh.REPORTED:
             self.reported = combine(self.method.renew, shared, reports, steps, self.layers, defence)

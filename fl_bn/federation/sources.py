@@ -21,13 +21,12 @@ from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import loss_of
 from fl_bn.federation.first_batch import Connect
-from fl_bn.federation.local import PASS_BATCH, Samples, pieces, statistics_pass, torch_seed
+from fl_bn.federation.local import PASS_BATCH, Draws, Samples, pieces, statistics_pass, torch_seed
 from fl_bn.federation.locality import Locality
-from fl_bn.federation.made_of import same_layers
 from fl_bn.federation.one_sample import fewest
+from fl_bn.federation.recording import restored
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.federation.source import Outcome, Trained
-from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, ClientState, Instruction
 from fl_bn.methods import NORMALISERS, Method, Phase, StatisticsPass
 from fl_bn.task import CLASSIFICATION, Task
@@ -105,8 +104,7 @@ class SampleSource:
         """Make the statistics pass over the samples, or over a seeded subset of them."""
         how, rng, size = pass_sampling(round, len(self.samples), self.seed, self.client)
         own = round.statistics_pass
-        with same_layers(round):
-            own.moments = statistics_pass(round.model, self.samples, how, rng, size, measure=own.measure)
+        own.moments = statistics_pass(round.model, self.samples, how, rng, size, measure=own.measure)
 
     def optimizer(self, round: LocalRound) -> Optimizer:
         """Make the optimiser that the round's settings name, with the learning rate of the round."""
@@ -221,7 +219,7 @@ def full_gradient(round: LocalRound, samples: Samples, task: Task = CLASSIFICATI
         draws, mean = Draws.now(inputs_like(model).device), {name: torch.zeros_like(p) for name, p in trained.items()}
         for index in np.array_split(np.arange(len(samples)), max(1, len(samples) // settings.batch_size)):
             model.zero_grad()
-            with unrecorded(model):
+            with restored(model):
                 loss_of(model, task, settings, *samples.batch(index, inputs_like(model))).backward()
             for name, p in trained.items():
                 if p.grad is not None:

@@ -28,7 +28,7 @@ from fl_bn.flower.wire.messages import TO_MEASURE, TO_TRAIN
 from fl_bn.methods import INPUTS, Phase
 from fl_bn.support.wire import WireError
 
-COUNTS = ("steps", "batch", "measured", "kept", "drift-layer", "fewest", "count", "bad-inputs")  # metrics that are whole numbers
+COUNTS = ("steps", "batch", "measured", "kept", "drift-layer", "fewest", "count")  # metrics that are whole numbers
 
 
 @dataclass(frozen=True)

@@ -99,11 +99,17 @@ class Live:
         exchange: averages over the cohort.
         name: the layer's name.
         answers: the cohort's moments that the exchange returned, one entry per call of the layer so far.
+        through: whether a backward pass went through the layer.
     """
 
     exchange: Exchange | OneProgram
     name: str
     answers: list[Answer] = field(default_factory=list)
+    through: bool = False
+
+    def went(self, gradient: Tensor) -> None:
+        """Note that a backward pass went through the layer."""
+        self.through = True
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -173,6 +179,11 @@ class CohortBatchNorm(SharedNorm):
             call, moments = 0, live.answers[0]
         elif not torch.is_grad_enabled():
             raise ValueError(WITHOUT_GRADIENTS)
+        elif live.through:
+            raise ValueError(
+                "FedTAN's first local step exchanges the statistics of one batch, but after the backward pass of that batch there was "
+                "another forward pass: call the optimiser after the first batch, without gradient accumulation"
+            )
         else:
             call = len(live.answers)
             moments = self._moments(x.detach(), call, live.name, exchange)
@@ -181,7 +192,10 @@ class CohortBatchNorm(SharedNorm):
         mean_C, var_C = moments.values.to(x.device).chunk(2)
         key = Key(live.name, Quantity.GRADIENTS, call)
         back = exchange if self.share_gradients else None
-        return _Normalise.apply(x, self.weight, self.bias, mean_C, var_C, self.eps, key, back, moments)  # type: ignore[no-any-return]
+        y: Tensor = _Normalise.apply(x, self.weight, self.bias, mean_C, var_C, self.eps, key, back, moments)
+        if y.requires_grad:
+            y.register_hook(live.went)
+        return y
 
     @torch.no_grad()
     def _follow(self, moments: Answer) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 
 @contextmanager
-def naming(key: str, error: type[Exception] = ValueError) -> Iterator[pytest.ExceptionInfo[Exception]]:
+def naming(key: str, error: type[Exception] | tuple[type[Exception], ...] = ValueError) -> Iterator[pytest.ExceptionInfo[Exception]]:
     """Expect an error whose text has ``key`` in it."""
     with pytest.raises(error) as caught:
         yield caught

@@ -19,7 +19,6 @@ from fl_bn.methods import METHODS, Method, Phase, freeze
 from fl_bn.objectives import PLAIN, Objective, Scaffold
 from tests.doors.doors import ALL, RATE, Rounds, apart, through, wide
 from tests.doors.inner import RunConfig, centred_weights
-from tests.doors.naming import naming
 from tests.federation import random_samples
 from tests.methods.centralised import rough_network
 
@@ -107,12 +106,6 @@ def functionally(round: Any, how: str) -> None:
     else:
         leaves = {name: value.requires_grad_() for name, value in values.items()}
         found = dict(zip(leaves, torch.autograd.grad(loss(leaves, x, y), list(leaves.values())), strict=True))
-    if how == "by hand":
-        with torch.no_grad():
-            for name, p in own.items():
-                p -= 0.1 * found[name]
-        round.step_done()
-        return
     for name, p in own.items():
         p.grad = found[name]
     torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -141,18 +134,6 @@ def test_gradients_of_torch_func_are_centred_before_the_step(how: str) -> None:
     for centre in (True, False):
         moves = max(float((a - b).abs().max()) for a, b in zip(sums(ends[centre, how], names), start, strict=True))
         assert moves < STILL if centre else moves > MOVES
-
-
-def test_a_step_by_hand_along_a_gradient_of_torch_func_is_refused() -> None:
-    net = rough_network("plain")
-
-    def loop(method: Method) -> None:
-        with local_round(convert(net, method), method, server_state(net, method, rounds=3).instruction()) as round:
-            functionally(round, "by hand")
-
-    with naming("0.weight"):
-        loop(methods.fbn())
-    loop(replace(methods.fbn(), centre=False))  # control
 
 
 @pytest.mark.parametrize("by_hand", [False, True])

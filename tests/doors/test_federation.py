@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, SparseAdam
-from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fl_bn import Callback, Federation, SeededBatches, Task, methods
@@ -245,18 +245,6 @@ def test_the_network_given_is_not_changed() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     list(Federation(model, methods.fbn(), SEEDED, progress=False).run(1))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_a_scheduler_that_nobody_steps_is_said(log: pytest.LogCaptureFixture) -> None:
-    def both(parameters: Any) -> SGD:
-        optimizer = SGD(parameters, lr=0.1)
-        StepLR(optimizer, step_size=1)
-        return optimizer
-
-    Federation(net(), methods.fedavg(), SEEDED, optimizer=partial(SGD, lr=0.1), scheduler=partial(StepLR, step_size=1), progress=False)
-    assert "scheduler" not in log.text  # control
-    Federation(net(), methods.fedavg(), SEEDED, optimizer=both, progress=False)
-    assert "scheduler=" in log.text
 
 
 def test_callbacks_from_a_generator_are_called() -> None:

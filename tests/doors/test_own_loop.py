@@ -68,11 +68,10 @@ def test_gradient_accumulation_counts_optimiser_steps_and_reports_all_of_the_fir
 def test_an_objective_corrects_whole_steps_by_its_own_backward(objective: Objective) -> None:
     """Its term would be missing, or be added once per micro-batch."""
     (model, asked), (x, y) = started(objective=objective), (CLIENTS[0].x, CLIENTS[0].y)
-    with local_round(model, FBN, asked, objective=objective):
+    with naming("round.backward"), local_round(model, FBN, asked, objective=objective):
         optimizer = sgd(model)
         F.cross_entropy(model(x), y).backward()
-        with naming("round.backward"):
-            optimizer.step()
+        optimizer.step()
     (again, asked) = started(objective=objective)
     with local_round(again, FBN, asked, objective=objective) as round:
         round.backward(lambda: F.cross_entropy(again(x), y) / 2, x)
@@ -109,11 +108,10 @@ def test_scaffold_takes_the_rate_of_the_optimiser_that_stepped() -> None:
 def test_scaffold_takes_plain_sgd_alone() -> None:
     model, asked = started(objective=Scaffold())
     x, y = CLIENTS[0].x, CLIENTS[0].y
-    with local_round(model, FBN, asked, objective=Scaffold()) as round:
+    with naming("SGD"), local_round(model, FBN, asked, objective=Scaffold()) as round:
         optimizer = torch.optim.AdamW(model.parameters())
         round.backward(lambda: F.cross_entropy(model(x), y), x)
-        with naming("SGD"):
-            optimizer.step()
+        optimizer.step()
 
 
 def test_hbn_without_its_pass_is_refused() -> None:
@@ -207,7 +205,7 @@ def test_a_loop_that_converts_the_network_is_refused_at_the_client(dtype: torch.
             F.cross_entropy(round.model(CLIENTS[0].x.to(to)), CLIENTS[0].y).backward()
             sgd(round.model).step()
 
-    with naming(f"weight from torch.float64 to {dtype}"):
+    with naming("weight changed from (torch.float64"):
         trained(dtype)
     trained(torch.float64)  # control
 

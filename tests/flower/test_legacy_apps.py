@@ -337,12 +337,13 @@ def test_what_fit_received_stays_as_it_was_while_the_client_trains() -> None:
             arrays, samples, metrics = super().fit(parameters, config)
             assert all(np.array_equal(one, other) for one, other in zip(before, parameters, strict=True))
             seen.append(sum(float(np.abs(new - old).sum()) for new, old in zip(arrays, parameters, strict=True)))
-            return parameters, samples, metrics  # nothing of it is sent
+            little = [old + (1e-4 * (new - old)).astype(old.dtype) for new, old in zip(arrays, parameters, strict=True)]
+            return little, samples, metrics  # a round in which nothing moves is refused
 
     grid = ran(client=Bounding)
     assert min(seen) > 0.1
     first, second = (grid.train(round)[0]["weights"] for round in (1, 2))
-    assert all(np.allclose(first[name], second[name], rtol=0, atol=1e-6) for name in first)
+    assert all(np.allclose(first[name], second[name], rtol=0, atol=1e-4) for name in first)
 
 
 SENT: dict[str, Callable[[Any], object]] = {

@@ -1,4 +1,4 @@
-"""An error is reported as what it is: a user's exception, inputs that are not finite, or a rate that is too high. In every door."""
+"""An error is reported as what it is: a user's exception, values that are not finite, or a rate that is too high. In every door."""
 
 from __future__ import annotations
 
@@ -71,18 +71,18 @@ DOORS: dict[str, Callable[[], Any]] = {
 
 
 @listed("door", DOORS)
-def test_inputs_that_are_not_finite_are_told_of_the_client_that_has_them(door: str) -> None:
+def test_a_client_whose_inputs_are_not_finite_is_refused_alone(door: str) -> None:
     refused = [client.refused for client in DOORS[door]().clients]
     assert [bool(one) for one in refused] == [False, True, False]
-    assert "its own inputs are not finite" in refused[1]
+    assert "values are not finite" in refused[1]
 
 
-def test_a_federation_that_fails_says_whose_inputs() -> None:
+def test_a_federation_that_fails_says_what_it_may_be() -> None:
     clients: Any = [[(torch.full((8, 4), math.nan), torch.zeros(8, dtype=torch.long))]] * 2
     with pytest.raises(RuntimeError) as error:
         list(Federation(net(), FEDAVG, clients, progress=False).run(5))
-    assert "its own inputs are not finite" in str(error.value)
-    assert RATE not in str(error.value)
+    assert "client 0" in str(error.value)
+    assert f"Its data have NaN or Inf, or training diverged: clean the data, or {RATE}" in str(error.value)
 
 
 @listed(("last", "diverged"), [(343.0, True), (3.0, False), (None, False)])

@@ -19,6 +19,7 @@ from fl_bn.bn.moments import Moments
 from fl_bn.bn.roles import batch_norms
 from fl_bn.exchange import local
 from fl_bn.exchange.local import LocalExchange, Turns
+from fl_bn.federation.contract import ContractBroken
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, server_optimizer
 from fl_bn.federation.server import Server
 from fl_bn.federation.values import NOTHING, ClientState, Reply
@@ -27,7 +28,7 @@ from fl_bn.methods import Method, Phase, StatisticsReport
 from tests.doors.doors import session_of
 from tests.noted import noted
 
-__all__ = ["NOTHING", "SERVER_OPTIMIZERS", "ClientState", "Moments", "batch_norms", "server_optimizer"]
+__all__ = ["NOTHING", "ContractBroken", "SERVER_OPTIMIZERS", "ClientState", "Moments", "batch_norms", "server_optimizer"]
 """Names that are not public, for the tests of this folder."""
 
 RATE = 0.1

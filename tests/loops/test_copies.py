@@ -144,22 +144,6 @@ def test_bound_methods_and_partials_belong_to_the_copy(name: str) -> None:
         assert all(torch.allclose(value, plain[key]) for key, value in bound.items())
 
 
-def test_a_round_in_which_no_parameter_moved_is_refused() -> None:
-    for moves in (True, False):
-        method = methods.fedavg()
-        with local_round(convert(Net(), method), method, server_state(Net(), method, rounds=1).instruction()) as round:
-            F.cross_entropy(round.model(X), Y).backward()
-            with torch.no_grad():
-                for parameter in round.model.parameters():
-                    parameter -= 0.1 * moves * parameter.grad
-            round.step_done()
-        if moves:
-            round.reply(16)
-        else:
-            with pytest.raises(ValueError, match="moved"):
-                round.reply(16)
-
-
 @pytest.mark.parametrize("value", [threading.Lock(), (n for n in range(3))], ids=["lock", "generator"])
 def test_an_attribute_that_cannot_be_copied_is_refused(value: Any) -> None:
     net = made(method)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_bn import Federation, convert, local_round, methods, server_round, server_state
+from fl_bn import Federation, convert, local_round, methods, server_round, server_state, unrecorded
 from fl_bn.methods import Method, freeze
 from tests.doors.doors import apart
 from tests.loops.loops import (
@@ -20,6 +21,7 @@ from tests.loops.loops import (
     RATE,
     SERVER_OPTIMIZERS,
     ClientState,
+    ContractBroken,
     batch_norms,
     cells,
     clients,
@@ -154,18 +156,23 @@ def test_a_model_that_serves_several_clients_starts_each_with_mixing_logits_of_0
 
 
 @pytest.mark.parametrize("method", [freeze(methods.fedbn(), 1), methods.fixbn(freeze_after=1), methods.silobn()], ids=lambda m: m.name)
-def test_a_pass_between_the_block_and_the_reply_moves_no_frozen_statistics(method: Method) -> None:
+def test_a_pass_between_the_block_and_the_reply_that_moves_frozen_statistics_is_refused(method: Method) -> None:
     state, kept, (x, y) = server_state(net(), method, rounds=2), NOTHING, clients()[0]
     for number in (1, 2):
         with local_round(convert(net(), method), method, state.instruction(), kept) as round:
             before = {name: tensor.clone() for name, tensor in round.model.state_dict().items() if "running" in name}
             plain(round, x, y)
-        with torch.no_grad():
+        with torch.no_grad(), unrecorded(round.model) if number == 2 else nullcontext():
             round.model(x + 100)
         reply, kept = round.reply(8)
         after = round.model.state_dict()
         moved = [name for name, tensor in before.items() if not torch.equal(after[name], tensor)]
         assert bool(moved) is (number == 1 or method.name == "silobn")  # control: where they are not frozen, they move
+        if number == 2 and method.name != "silobn":
+            with torch.no_grad():
+                round.model(x + 100)
+            with pytest.raises(ContractBroken, match="running_mean"):
+                round.reply(8)
         state, _ = server_round(state, [reply])
 
 
@@ -223,7 +230,7 @@ def test_the_state_of_another_network_or_method_is_refused(of: str, to: str) -> 
 
 
 def test_micro_batches_of_several_sizes_are_counted_with_their_own() -> None:
-    (x, y), method = clients()[0], methods.fedavg()
+    (x, y), method = clients()[0], methods.fbn()
     with opened(method) as round:
         for part, labels in zip(x.split([5, 2, 9]), y.split([5, 2, 9]), strict=True):
             F.cross_entropy(round.model(part), labels).backward()

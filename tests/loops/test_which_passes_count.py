@@ -1,9 +1,10 @@
-"""Of all forward passes of a user's loop, those count whose gradients the step uses: the report has the moments of these batches."""
+"""A batch is all training passes between two steps, but for those with a word: the report has its moments."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
-from fl_bn import convert, methods
+from fl_bn import convert, methods, unrecorded
 from tests.loops.loops import RATE, opened
 
 METHODS = {"first": methods.fbn(), "all": methods.fbn(report="all")}
@@ -83,56 +84,38 @@ def a_first_loss_of_zero(model: nn.Module, given: Batches) -> list[Tensor]:
     return [x for x, _ in given[:2]]
 
 
-def skipped_as_the_norm_is_not_finite(model: nn.Module, given: Batches, to_none: bool = True) -> list[Tensor]:
-    """Gradients are cleared between the forward and the backward pass, and the step of a batch is left out."""
-    optimizer = sgd(model)
+def skipped_by_a_scaler(model: nn.Module, given: Batches) -> list[Tensor]:
+    """The steps of two batches are left out, as a GradScaler finds overflows: nothing says so before their passes."""
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu")
     for i, (x, y) in enumerate(given):
-        loss = loss_of(model, x, y)
-        optimizer.zero_grad(set_to_none=to_none)
-        (loss * (math.inf if i < 2 else 1.0)).backward()
-        if clip_grad_norm_(model.parameters(), 1.0).isfinite():
-            optimizer.step()
-    return [given[2][0]]
-
-
-def skipped_and_set_to_zero(model: nn.Module, given: Batches) -> list[Tensor]:
-    return skipped_as_the_norm_is_not_finite(model, given, to_none=False)
-
-
-def skipped_before_the_backward_pass(model: nn.Module, given: Batches) -> list[Tensor]:
-    optimizer = sgd(model)
-    for i, (x, y) in enumerate(given[:2]):
-        loss = loss_of(model, x, y)
-        if i == 0:
-            continue
         optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return [given[1][0]]
+        scaler.scale(loss_of(model, x, y) * (math.inf if i < 2 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return [x for x, _ in given]
 
 
-def gradients_by_hand_and_a_skip(model: nn.Module, given: Batches) -> list[Tensor]:
-    """The loop asks autograd for the gradients, and puts them into ``p.grad`` itself."""
+def skipped_with_a_word(model: nn.Module, given: Batches) -> list[Tensor]:
     optimizer = sgd(model)
     for i, (x, y) in enumerate(given[:2]):
-        loss = loss_of(model, x, y)
-        if i == 0:
-            continue
-        for p, gradient in zip(model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True):
-            p.grad = gradient
-        optimizer.step()
+        with unrecorded(model) if i == 0 else nullcontext():
+            loss = loss_of(model, x, y)
+        if i == 1:
+            loss.backward()
+            optimizer.step()
     return [given[1][0]]
 
 
 def attacked(model: nn.Module, given: Batches) -> list[Tensor]:
-    """Adversarial training by ``backward``: the gradients of the attack are cleared between forward and backward pass."""
+    """Adversarial training: the gradients of the attack are cleared between forward and backward pass."""
     optimizer, x, y = sgd(model), *given[0]
     bad = x.clone()
-    for _ in range(2):
-        bad.requires_grad_(True)
-        loss_of(model, bad, y).backward()
-        assert bad.grad is not None
-        bad = (bad + 0.1 * bad.grad.sign()).detach()
+    with unrecorded(nn.DataParallel(model)):  # a wrapper will do
+        for _ in range(2):
+            bad.requires_grad_(True)
+            loss_of(model, bad, y).backward()
+            assert bad.grad is not None
+            bad = (bad + 0.1 * bad.grad.sign()).detach()
     loss = loss_of(model, bad, y)
     optimizer.zero_grad()
     loss.backward()
@@ -140,14 +123,13 @@ def attacked(model: nn.Module, given: Batches) -> list[Tensor]:
     return [bad]
 
 
-def attacked_by_grad(model: nn.Module, given: Batches) -> list[Tensor]:
+def attacked_without_a_word(model: nn.Module, given: Batches) -> list[Tensor]:
     optimizer, x, y = sgd(model), *given[0]
-    for _ in range(2):
-        x = x.detach().requires_grad_(True)
-        x = x + 0.1 * torch.autograd.grad(loss_of(model, x, y), x)[0].sign()
-    loss_of(model, x.detach(), y).backward()
+    bad = x.clone().requires_grad_(True)
+    bad = (x + 0.1 * torch.autograd.grad(loss_of(model, bad, y), bad)[0].sign()).detach()
+    loss_of(model, bad, y).backward()
     optimizer.step()
-    return [x.detach()]
+    return [x, bad]
 
 
 def sharpness_aware(model: nn.Module, given: Batches) -> list[Tensor]:
@@ -156,7 +138,8 @@ def sharpness_aware(model: nn.Module, given: Batches) -> list[Tensor]:
     gradients = torch.autograd.grad(loss_of(model, x, y), parameters)
     with torch.no_grad():
         torch._foreach_add_(parameters, gradients, alpha=0.5)
-    flat = torch.autograd.grad(loss_of(model, x, y), parameters)
+    with unrecorded(model):
+        flat = torch.autograd.grad(loss_of(model, x, y), parameters)
     with torch.no_grad():
         torch._foreach_sub_(parameters, gradients, alpha=0.5)
     for parameter, gradient in zip(parameters, flat, strict=True):
@@ -165,18 +148,8 @@ def sharpness_aware(model: nn.Module, given: Batches) -> list[Tensor]:
     return [x]
 
 
-def a_loss_that_is_not_finite(model: nn.Module, given: Batches) -> list[Tensor]:
-    optimizer, (x, y) = sgd(model), given[0]
-    for batch in (x * torch.nan, x):
-        optimizer.zero_grad()
-        if (value := loss_of(model, batch, y)).isfinite():
-            value.backward()
-            optimizer.step()
-    return [x]
-
-
 def out_of_memory(model: nn.Module, given: Batches) -> list[Tensor]:
-    """The forward pass of the whole batch fails behind a BatchNorm layer, and the loop trains a part."""
+    """The forward pass of the whole batch fails behind the BatchNorm layers, and the loop trains a part."""
 
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("too large")
@@ -188,62 +161,29 @@ def out_of_memory(model: nn.Module, given: Batches) -> list[Tensor]:
     full.remove()
     loss_of(model, x[:4], y[:4]).backward()
     optimizer.step()
-    return [x[:4]]
+    return [x, x[:4]]
 
 
-class OutOfMemory(Exception):
-    pass
-
-
-def halved_after_an_error(model: nn.Module, given: Batches) -> list[Tensor]:
-    """The backward pass of the whole batch stops in the middle, and the loop tries its halves."""
-    optimizer, x, y = sgd(model), *given[0]
-
-    def fail(gradient: Tensor) -> None:
-        raise OutOfMemory
-
-    handle = next(model.parameters()).register_hook(fail)
-    loss = loss_of(model, x, y)
-    optimizer.zero_grad()
-    with pytest.raises(OutOfMemory):
-        loss.backward()
-    handle.remove()
-    optimizer.zero_grad()
-    for half in (slice(8), slice(8, None)):
-        loss_of(model, x[half], y[half]).backward()
-    optimizer.step()
-    return [x]
-
-
-def head_only(model: nn.Module, given: Batches) -> list[Tensor]:
-    """A closure is called again; the optimiser has the head alone, so that ``zero_grad`` leaves the gradients of the backbone."""
-    (x, y), head = given[0], model[-1]
+def head_only(model: nn.Module, given: Batches, word: bool = True) -> list[Tensor]:
+    """A closure is called again: LBFGS, of the head alone."""
+    (x, y), head, calls = given[0], model[-1], []
     optimizer = torch.optim.LBFGS(head.parameters(), max_iter=4)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = loss_of(model, x, y)
+        with unrecorded(model) if calls and word else nullcontext():
+            loss = loss_of(model, x, y)
+        calls.append(loss)
         loss.backward()
         return loss
 
     optimizer.step(closure)
-    return [x]
+    assert len(calls) > 1
+    return [x] if word else [x] * len(calls)
 
 
-def head_only_and_skips(model: nn.Module, given: Batches) -> list[Tensor]:
-    optimizer = torch.optim.SGD(model[-1].parameters(), RATE)
-    for i, (x, y) in enumerate(given):
-        optimizer.zero_grad()
-        loss_of(model, x, y).backward()
-        if i == 2:
-            optimizer.step()
-    return [given[2][0]]
-
-
-def restored_then_skipped(model: nn.Module, given: Batches) -> list[Tensor]:
-    """Weights are loaded before the first batch, whose step is left out."""
-    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
-    return skipped_as_the_norm_is_not_finite(model, given)
+def head_only_without_a_word(model: nn.Module, given: Batches) -> list[Tensor]:
+    return head_only(model, given, word=False)
 
 
 def two_parts_after_two_losses(model: nn.Module, given: Batches) -> list[Tensor]:
@@ -268,10 +208,9 @@ def passes_after_the_last_step(model: nn.Module, given: Batches) -> list[Tensor]
 
 
 LOOPS: list[Callable[[Any, Batches], list[Tensor]]] = [
-    clipped_sample_by_sample, gradient_surgery, a_first_loss_of_zero, skipped_as_the_norm_is_not_finite, skipped_and_set_to_zero,
-    skipped_before_the_backward_pass, gradients_by_hand_and_a_skip, attacked, attacked_by_grad, halved_after_an_error, head_only,
-    head_only_and_skips, restored_then_skipped, two_parts_after_two_losses, passes_after_the_last_step, sharpness_aware,
-    a_loss_that_is_not_finite, out_of_memory,
+    clipped_sample_by_sample, gradient_surgery, a_first_loss_of_zero, skipped_by_a_scaler, skipped_with_a_word,
+    attacked, attacked_without_a_word, sharpness_aware, out_of_memory, head_only, head_only_without_a_word, two_parts_after_two_losses,
+    passes_after_the_last_step,
 ]  # fmt: skip
 
 
@@ -298,8 +237,6 @@ def moments(model: nn.Module, used: Sequence[Tensor]) -> dict[str, tuple[int, Te
 @pytest.mark.parametrize("first", ["linear", "norm", "probe"])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_the_report_has_the_batches_of_the_step(loop: Any, first: str, report: str) -> None:
-    if first == "probe" and loop in (gradients_by_hand_and_a_skip, sharpness_aware):
-        pytest.skip("torch.autograd.grad leaves out the way to a layer in front of all parameters: docs/how-to/in-your-loop.md")
     given, method = batches(), METHODS[report]
     with opened(method, network=lambda: net(first)) as round:
         before = {name: tensor.clone() for name, tensor in round.model.state_dict().items()}
@@ -342,3 +279,26 @@ def test_layers_inside_and_outside_a_reentrant_checkpoint_report(which: str, rep
             loss_of(round.model, x.clone(), y).backward()
             optimizer.step()
     assert [int(reported(round)[f"{block}.1.count"]) for block in "ab"] == [16 if report == "first" else 48] * 2
+
+
+@pytest.mark.parametrize("loop", [head_only_without_a_word, attacked_without_a_word], ids=lambda loop: loop.__name__)
+def test_passes_without_a_word_are_more_samples_than_there_are(loop: Any) -> None:
+    with opened(METHODS["first"], network=net) as round:
+        loop(round.model, batches())
+    with pytest.raises(ValueError, match="unrecorded"):
+        round.reply(16)
+
+
+def test_a_word_leaves_the_buffers_as_they_were_and_holds_for_parts_and_copies() -> None:
+    model = net().train()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with unrecorded(model):  # outside of a round
+        model(batches()[0][0])
+        assert not torch.equal(model[1].running_mean, before["1.running_mean"])
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    with opened(METHODS["first"], network=net) as round:
+        with unrecorded(round.model[:2]):
+            round.model(batches()[1][0])
+        loss_of(round.model, *batches()[0]).backward()
+        sgd(round.model).step()
+    assert int(reported(round)["1.count"]) == 16

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import permutations
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_bn.federation.aggregation import BLOCK, SMALL, all_finite, largest
+from fl_bn.federation.aggregation import BLOCK, SMALL, largest
 from fl_bn.federation.replies import Intake
 from fl_bn.methods import METHODS
 from tests.networks import seeded_network
@@ -69,17 +68,13 @@ def test_small_tensors_that_are_added_as_one_block_change_no_bit() -> None:
     assert not same(average([{**parts[0], "c1": parts[0]["c1"] + 2**20}, *parts[1:]], SIZES), written_out(parts, SIZES))  # control
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("at", ["small", "other", "half", "large"])
-def test_one_value_that_is_not_finite_is_found_in_any_tensor(at: str, value: float) -> None:
+def test_the_largest_value_is_found_in_any_tensor(at: str) -> None:
     tensors = {"small": torch.ones(3), "other": torch.ones(2, 2), "half": torch.ones(2).half(), "large": torch.ones(SMALL + 1)}
     tensors |= {"whole": torch.full((2,), 9), "empty": torch.ones(0)}
-    assert all_finite(tensors.values())
     assert largest(tensors.values()) == 1.0
     tensors[at].view(-1)[-1] = -3.0
     assert largest(tensors.values()) == 3.0
-    tensors[at].view(-1)[0] = value
-    assert not all_finite(tensors.values())
 
 
 def replies(parts: Sequence[dict[str, Tensor]]) -> list[Reply]:

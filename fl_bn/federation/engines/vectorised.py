@@ -106,8 +106,6 @@ class AsOneProgram:
         """Train each client in ``members`` on its own ``batches``. Return one result per client, in a list of its own."""
         rounds, source = [round for round, _ in members], members[0].source
         own = [cast(IndexBatches, part.all if isinstance(part, Trainable) else part) for part in batches]
-        for round, part in zip(rounds, own, strict=True):
-            round.input_watch.later = part.samples.x
         trained = train_together(rounds, own, source.task, source.optimizer, source.scheduler, self._device)
         return [[one] for one in trained]
 
@@ -477,10 +475,9 @@ class _Training:
                     own.copy_(tensors[name][place])
                 for name, parameter in round.model.named_parameters():
                     parameter.grad = gradients[name][place] if name in gradients else None
-                round.steps = self.lengths[row]
                 round.momentum.after = {key: {name: stack[place].clone() for name, stack in of.items()} for key, of in buffers.items()}
                 seen = {layer: [moments.to(device) for moments in parts] for layer, parts in self.seen[row].items()}
-                round.adopt_observations(seen, self.first_batches[row])
+                round.adopt(self.lengths[row], seen, self.first_batches[row])
 
 
 def _template(round: LocalRound, device: torch.device | None) -> nn.Module:

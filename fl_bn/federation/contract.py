@@ -1,0 +1,160 @@
+"""Check, at the end of a client's round, what a network and a training loop must do: docs/contract.md, in one function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fl_bn.bn.layers import CONSTANT, OwnBatchNorm
+from fl_bn.bn.roles import batch_norms
+from fl_bn.methods import Place, StatisticsReport
+
+if TYPE_CHECKING:
+    from fl_bn.federation.client import LocalRound
+
+ADVICE = {
+    "objects": (
+        "the round trains and sends the network as it was lent: change it before convert(net, method) or Federation, make all layers in "
+        "__init__, and set values in place (tensor.copy_(...), load_state_dict(...) without assign=True)"
+    ),
+    "shapes": (
+        "messages and states have the shapes and dtypes of the network as it was given: use torch.autocast for mixed precision "
+        "(Lightning: precision='bf16-mixed'), and register a buffer that grows with persistent=False"
+    ),
+    "frozen": (
+        "the loop must not set what the round fixes (update_bn, reset_running_stats, load_state_dict, requires_grad_(True)), and the "
+        "network must call its layers, not F.batch_norm with their tensors. Do such things with a copy, and make the reply first"
+    ),
+    "steps": "call round.step_done() after each step that no torch.optim.Optimizer makes along p.grad",
+    "moved": (
+        "train round.model itself, not a copy and not the network before convert, by an optimiser of round.model.parameters() with a "
+        "rate above 0, and let the network call only layers of its own"
+    ),
+    "batches": (
+        "train round.model itself, not a copy or a trace, in training mode and under autograd; checkpoint activations with "
+        "use_reentrant=False; make one step per batch"
+    ),
+}
+"""Rule of the contract -> what to do. Each rule is a line of docs/contract.md."""
+
+
+class ContractBroken(ValueError):
+    """Report that a network or a training loop did not keep the contract of a round (docs/contract.md).
+
+    Attributes:
+        rule: The rule, one of ``ADVICE``.
+        name: The first layer or tensor that breaks it; empty if the rule is about no single one.
+        round: The number of the round.
+        method: The name of the method.
+    """
+
+    def __init__(self, rule: str, round: LocalRound, what: str, name: str = "") -> None:
+        self.rule, self.name, self.round, self.method = rule, name, round.instruction.round, round.method.name
+        super().__init__(f"round {self.round} of {self.method}: {what}: {ADVICE[rule]}")
+
+
+class Lent:
+    """Remember a network as it was lent to a round, and check it at the round's end.
+
+    Args:
+        round: The round, prepared for training.
+        frozen: Name -> parameter that learns elsewhere, but not in this round of a user's own loop.
+    """
+
+    def __init__(self, round: LocalRound, frozen: Mapping[str, nn.Parameter]) -> None:
+        model, self._round = round.model, round
+        self._objects = objects(model) if round.in_own_loop else {}
+        self._forms = forms(round)
+        self._frozen = {name: tensor.detach().clone() for name, tensor in {**fixed_statistics(model), **frozen}.items()}
+        self._values = {name: p.detach().clone() for name, p in model.named_parameters()} if round.in_own_loop else {}
+
+    def check(self) -> None:
+        """Check the network and what the round has recorded.
+
+        Raises:
+            ContractBroken: A rule is broken.
+        """
+        round = self._round
+        if self._objects:
+            now = objects(round.model)
+            for name in (*self._objects, *now):
+                if (was := self._objects.get(name)) is not (one := now.get(name)):
+                    how = "removed" if one is None else "added" if was is None else "replaced"
+                    raise ContractBroken("objects", round, f"{name} was {how}", name)
+        now_forms = forms(round)
+        for name in sorted(now_forms.keys() ^ self._forms.keys()):
+            raise ContractBroken("objects", round, f"{name} was {'added' if name in now_forms else 'removed'}", name)
+        for name, form in now_forms.items():
+            if (lent := self._forms[name]) != form:
+                raise ContractBroken("shapes", round, f"{name} changed from {lent} to {form}", name)
+        self.check_frozen()
+        if self._values:
+            now_named = dict(round.model.named_parameters())
+            moved = next((name for name, tensor in self._values.items() if _differs(tensor, now_named[name])), "")
+            if round.steps and round.mean_rate and not moved:  # a warm-up may begin at 0
+                raise ContractBroken("moved", round, f"the loop made {round.steps} steps, but no parameter moved")
+            if moved and not round.steps:
+                raise ContractBroken("steps", round, f"{moved} changed, but no step was seen", moved)
+        if not round.observes or not round.recorder.observed:
+            return
+        wanted = min(round.steps, 1) if round.method.reports(round.phase) is StatisticsReport.FIRST else round.steps
+        if (seen := round.recorder.batches) < wanted:
+            what = f"it reports the moments of training batches, but its BatchNorm layers saw {seen} batches in {round.steps} steps"
+            raise ContractBroken("batches", round, what)
+
+    def check_frozen(self) -> None:
+        """Check that what the round fixes has the bits that it had.
+
+        Raises:
+            ContractBroken: A running statistic or a parameter changed.
+        """
+        model = self._round.model
+        now = {**fixed_statistics(model, all=True), **dict(model.named_parameters())} if self._frozen else {}
+        for name, tensor in self._frozen.items():
+            if _differs(tensor, now[name]):
+                raise ContractBroken("frozen", self._round, f"{name} is fixed in this round, but changed", name)
+
+
+def objects(model: nn.Module) -> dict[str, object]:
+    """Return the layers and parameters of ``model`` by a name in words, and True for each buffer that travels."""
+    found: dict[str, object] = {f"layer {name!r}": module for name, module in model.named_modules(remove_duplicate=False)}
+    found |= {f"parameter {name!r}": p for name, p in model.named_parameters(remove_duplicate=False)}
+    return found | {f"buffer {name!r}": True for name in _persistent(model)}
+
+
+def forms(round: LocalRound) -> dict[str, tuple[Any, ...]]:
+    """Return dtype and shape of each parameter, and shape of each buffer that is sent or kept, by name."""
+    place = round.network.locality.place
+    found: dict[str, tuple[Any, ...]] = {name: (p.dtype, *p.shape) for name, p in round.model.named_parameters()}
+    travels = (Place.SHARED, Place.STATISTIC, Place.HOME)
+    return found | {name: tuple(buffer.shape) for name, buffer in round.model.named_buffers() if place.get(name) in travels}
+
+
+def fixed_statistics(model: nn.Module, all: bool = False) -> dict[str, Tensor]:
+    """Return the running statistics, by name, of the layers that normalise with them and do not update them in training.
+
+    Args:
+        model: The network.
+        all: Whether to return those of all BatchNorm layers, as when the freeze is over.
+    """
+    return {
+        f"{name}.{key}" if name else key: layer.get_buffer(key)
+        for name, layer in batch_norms(model).items()
+        if layer.running_mean is not None and (all or (isinstance(layer, OwnBatchNorm) and (layer.frozen or isinstance(layer, CONSTANT))))
+        for key in ("running_mean", "running_var")
+    }
+
+
+def _persistent(model: nn.Module) -> Iterator[str]:
+    """Yield the names of the buffers of the state_dict. Others do not travel: the network may make them when it needs them."""
+    for name, module in model.named_modules():
+        for own, buffer in module._buffers.items():
+            if buffer is not None and own not in module._non_persistent_buffers_set:
+                yield f"{name}.{own}" if name else own
+
+
+def _differs(before: Tensor, now: Tensor) -> bool:
+    return not torch.equal(before, now.detach().to(before.device))  # loops may move the model

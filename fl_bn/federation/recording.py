@@ -1,0 +1,214 @@
+"""Record the batches and steps of a round, as docs/contract.md defines them, whatever loop trains the network.
+
+A *batch* is all forward passes of the round's network between two steps, in training mode under autograd. A pass that a backward
+pass repeats is not recorded again, nor is one that ``torch.jit.trace`` makes. A copy of the network is recorded by nobody.
+A *step* is a step of a ``torch.optim.Optimizer`` along a gradient of one of the network's parameters. Steps of different
+parameters without a batch between them are one step (optimisers of several parts, or inside the backward pass), and so are those of
+an optimiser around another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fl_bn.bn.moments import Moments
+from fl_bn.bn.observation import in_backward, is_traced, learns_from_pass
+
+if TYPE_CHECKING:
+    from fl_bn.federation.client import LocalRound
+
+
+class Recorder:
+    """Record the training passes of one round's network, and tell which steps belong together.
+
+    A recorder is also a forward pre-hook of the network. In a copy or a pickle of the network, the hook does nothing.
+
+    Args:
+        once: Whether a layer's batches count only up to the first step before which the layer runs.
+
+    Attributes:
+        observed: Layer -> the moments of the recorded passes.
+        batches: The number of steps before which some layer's batch was recorded.
+        pauses: Whether nothing is recorded at present.
+    """
+
+    def __init__(self, once: bool = False) -> None:
+        self.observed: dict[str, list[Moments]] = {}
+        self.batches = 0
+        self._once, self._done = once, set[int]()
+        self._rows: dict[int, int] = {}  # id of a layer -> the number of rows of its inputs since the last step
+        self._forward = set[int]()  # the layers that ran outside of a backward pass; others are inside a reentrant checkpoint
+        self._kept: dict[str, int] = {}  # layer -> the number of its passes up to the last step
+        self.pauses = self._came = False
+        self._stepped, self._ended = set[int](), 0  # the parameters of the present step; how many optimisers' steps have ended
+        self._begun: dict[int, int] = {}  # the id of an optimiser -> how many steps had ended when its newest step began
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        """Note a training pass of the network. FedAvg needs no more than this: its layers are torch's own."""
+        if learns_from_pass(model) and not self.pauses:
+            self._came = True
+
+    def counts(self, layer: nn.Module, x: Tensor) -> bool:
+        """Tell whether the pass in which ``layer`` now gets the input ``x`` (B, ...) is recorded."""
+        if self.pauses or is_traced() or not (layer.training and torch.is_grad_enabled()):
+            return False
+        if not in_backward():
+            self._forward.add(id(layer))
+        elif id(layer) in self._forward:
+            return False
+        self._came = True
+        if id(layer) in self._done:
+            return False
+        self._rows[id(layer)] = self._rows.get(id(layer), 0) + len(x)
+        return True
+
+    @property
+    def samples(self) -> int:
+        """Return the number of samples since the last step: rows of inputs of the layer that got fewest, as others run more often."""
+        return min(self._rows.values(), default=0)
+
+    @property
+    def all_done(self) -> bool:
+        """Tell whether no layer waits for its first batch any more. False if all batches count."""
+        return self._once and all(self.observed.values())
+
+    def begins(self, optimizer: Optimizer) -> None:
+        """Note that a step of ``optimizer`` begins."""
+        self._begun[id(optimizer)] = self._ended
+
+    def continues(self, optimizer: Optimizer, parameters: set[int]) -> bool:
+        """Tell whether a step of ``optimizer``, which ends now, belongs to the step before it.
+
+        It does if another optimiser stepped inside of it, or if no batch came since the steps of other parameters.
+
+        Args:
+            optimizer: The optimiser.
+            parameters: The ids of the parameters that moved.
+        """
+        around = self._begun.get(id(optimizer), self._ended) < self._ended
+        goes_on = around or (bool(self._stepped) and not self._came and self._stepped.isdisjoint(parameters))
+        self._stepped = self._stepped | parameters if goes_on else parameters
+        self._ended += 1
+        return goes_on
+
+    def next_step(self) -> None:
+        """End the present batch."""
+        self.batches += bool(self._rows)
+        if self._once:
+            self._done.update(self._rows)
+        self._rows, self._came = {}, False
+        self._kept = {name: len(parts) for name, parts in self.observed.items()}
+
+    def close(self) -> None:
+        """Leave out the passes since the last step, at the end of a loop."""
+        for name, parts in self.observed.items():
+            del parts[self._kept.get(name, 0) :]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing inside the ``with`` block."""
+        before, self.pauses = self.pauses, True
+        try:
+            yield
+        finally:
+            self.pauses = before
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
+def _nothing(*args: Any) -> None:
+    pass
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+_OPEN: tuple[LocalRound, ...] = ()
+"""The rounds of users' loops that are open in this process, possibly in several threads. Replaced as a whole, never changed."""
+_LOCK, _HOOKS = Lock(), list[Any]()
+
+
+@contextmanager
+def following(round: LocalRound) -> Iterator[None]:
+    """Tell ``round`` of each step that an optimiser of its network's parameters makes inside the ``with`` block.
+
+    torch's hooks are registered once and stay, since every thread's ``Optimizer.step`` goes through them: none may be added or
+    removed meanwhile. Outside of rounds they do nothing.
+
+    Raises:
+        ValueError: Another round still trains the network.
+    """
+    global _OPEN
+    with _LOCK:
+        if any(one.model is round.model for one in _OPEN):
+            raise ValueError("another round still trains this network: end that round first, or convert a network for each round")
+        if not _HOOKS:
+            _HOOKS.append(register_optimizer_step_pre_hook(_before))
+            _HOOKS.append(register_optimizer_step_post_hook(_after))
+        _OPEN = (*_OPEN, round)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _OPEN = tuple(one for one in _OPEN if one is not round)
+
+
+def _before(optimizer: Optimizer, args: Any, named: Any) -> None:
+    for round in _OPEN:
+        round.step_begins(optimizer)
+
+
+def _after(optimizer: Optimizer, args: Any, named: Any) -> None:
+    for round in _OPEN:
+        round.step_ends(optimizer)
+
+
+@contextmanager
+def unrecorded(model: nn.Module) -> Iterator[None]:
+    """Make forward passes inside a round that lead to no step: they are not recorded, and leave the network's buffers as they were.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from fl_bn import unrecorded
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    >>> with unrecorded(net):  # an attack, the second pass of a sharpness-aware step, a validation in training mode
+    ...     out = net(torch.randn(16, 4))
+    >>> int(net[1].num_batches_tracked)
+    0
+
+    Args:
+        model: The network of a round (``round.model``), a part of it, or a wrapper around it.
+    """
+    parts = set(model.modules())
+    with ExitStack() as stack:
+        for round in _OPEN:
+            if not parts.isdisjoint(round.model.modules()):
+                stack.enter_context(round.recorder.paused())
+        stack.enter_context(restored(model))
+        yield
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Restore the model's buffers at the end of the ``with`` block."""
+    own = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+    for module, buffers in own:  # copies take the changes: torch keeps the buffers themselves for the backward pass
+        module._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+    try:
+        yield
+    finally:
+        for module, buffers in own:
+            module._buffers.update(buffers)
