@@ -56,6 +56,12 @@ LONGEST = (
 """The files that take longest, in descending order. Each runs in one worker, so these begin first. A wrong order only costs time."""
 
 LONG = (
+    "tests/loops/test_kinds.py::test_timm_s_layers_keep_their_activation",
+    "tests/loops/test_batches.py::test_a_network_compiled_before_the_round",
+    "tests/test_hybrid.py::test_compiled",
+    "tests/training/test_dice.py::test_loss_and_metric_are_those_of_monai_and_torchmetrics",
+    "tests/training/test_vectorised.py::test_keys_of_a_run",
+    "tests/examples/test_flower_apps.py::test_niid_bench_has_its_schedule_its_history_and_its_best_model",
     "tests/sweeps/test_evidence.py::test_every_committed_result_is_found_though_its_run_ignored_keys",
     "tests/doors/test_federation_workers.py::test_what_a_script_or_a_notebook_defines_works_without_a_guard",
     "tests/experiment/test_cli.py::test_the_resumed_run_has_the_bits_of_one_that_nobody_interrupted",
@@ -137,6 +143,7 @@ ENOUGH = {
     "tests/flower/test_vectorised_cohorts.py::test_methods": ("[hbn]",),
     "tests/methods/test_composition.py::test_an_objective_of_strength_0_is_none_bit_for_bit": ("[fbn-", "[fedtan-"),
     "tests/methods/test_composition.py::test_momentum_clipping_and_precision_go_along": ("[fixbn", "[fedtan", "[fbn", "[silobn"),
+    "tests/integration/test_workers.py::test_workers_end_soon_after_a_process_that_is_killed": ("[SIGTERM]",),
     "tests/models/test_segmentation.py::test_every_method_converts_it": ("[gn]", "[fixbn]", "[fedbn]", "[hbn]", "[fbn]", "[fedtan]"),
     "tests/flower/test_secure_training.py::test_gradients_epochs_and_uniform_weights": ("settings1",),
     "tests/training/test_vectorised.py::test_options_of_a_federation": ("fedprox",),
