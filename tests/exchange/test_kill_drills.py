@@ -258,9 +258,9 @@ def test_statistics_of_all_layers_take_one_message_and_one_that_dies_comes_back_
     assert messages[1] > 3 * len(SIZES)
     assert [(one.exchanges, one.clients) for one in strategy.transport.statistics.outcomes] == [(5, len(SIZES))]
     assert killed.when(VICTIM, "died")
-    assert len(others.statistics.outcomes) > 1
-    assert {one.clients for one in others.statistics.outcomes} == {len(SIZES)}
-    wanted = to_numpy(third.shared.tensors())
+    assert len(others.transport.statistics.outcomes) > 1
+    assert {one.clients for one in others.transport.statistics.outcomes} == {len(SIZES)}
+    wanted = to_numpy(third.transport.shared.tensors())
     assert identical(to_numpy(strategy.transport.shared.tensors()), wanted)
-    assert deviation(to_numpy(others.shared.tensors()), {name: torch.from_numpy(array) for name, array in wanted.items()}) < 1e-11
-    assert deviation(to_numpy(SharedModel(network(), fedtan()).tensors()), average([third.shared.model], [1])) > 1e-2  # control
+    assert deviation(to_numpy(others.transport.shared.tensors()), {name: torch.from_numpy(array) for name, array in wanted.items()}) < 1e-11
+    assert deviation(to_numpy(SharedModel(network(), fedtan()).tensors()), average([third.transport.shared.model], [1])) > 1e-2  # control
