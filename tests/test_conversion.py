@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torchvision import models
 
-from fl_bn.bn.composed import Unconvertible
 from fl_bn.bn.conversion import convert
+from fl_bn.bn.kinds import Unconvertible
 from fl_bn.bn.layers import FederatedBatchNorm, HybridBatchNorm
 from fl_bn.bn.roles import UnknownTensor, batch_norms, roles
 from fl_bn.methods import METHODS
@@ -81,7 +81,7 @@ def test_track_running_stats_false(name: str) -> None:
 def test_cumulative_average(name: str) -> None:
     model = around(nn.BatchNorm2d(4, momentum=None))
     if name in SHARED:
-        with pytest.raises(Unconvertible, match="momentum=None .* give a number"):
+        with pytest.raises(Unconvertible, match="momentum=None"):
             convert(model, METHODS[name]())
     else:
         assert convert(model, METHODS[name]())(X).isfinite().all()
@@ -251,5 +251,5 @@ def test_torchscript_is_refused(name: str, how: str) -> None:
     model = torch.jit.trace(model, X) if how == "trace" else torch.jit.script(model)
     if how == "a part":
         model = nn.Sequential(nn.Identity(), model)
-    with pytest.raises(Unconvertible, match=f"^{'1' if how == 'a part' else 'the model'} is a TorchScript module.*before torch.jit.script"):
+    with pytest.raises(Unconvertible, match=f"^{'1' if how == 'a part' else 'the model'} .*a TorchScript module .*before torch.jit.script"):
         convert(model, METHODS[name]())

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_bn.bn.composed import Unconvertible
-from fl_bn.bn.kinds import is_plain
+from fl_bn.bn.kinds import Unconvertible, is_plain
 from fl_bn.bn.layers import FederatedBatchNorm, HybridBatchNorm, InstanceNorm, group_norm
 
 SHAPES = [(5, 3), (4, 3, 6), (4, 3, 5, 2), (2, 3, 2, 3, 4)]

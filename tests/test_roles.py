@@ -63,12 +63,6 @@ def test_counters_are_never_shared() -> None:
     assert not any(make().shares(Role.COUNTER) for make in METHODS.values())
 
 
-@pytest.mark.parametrize("layer", [nn.LazyBatchNorm2d, lambda: nn.LazyLinear(3)])
-def test_lazy_modules_need_a_batch_first(layer: type[nn.Module]) -> None:
-    with pytest.raises(ValueError, match=r"1\.(weight|running_mean) is not initialised yet"):
-        roles(nn.Sequential(nn.ReLU(), layer()))
-
-
 def test_a_lazy_layer_that_has_seen_a_batch_is_a_batch_norm() -> None:
     model = nn.Sequential(nn.LazyBatchNorm1d())
     model(torch.randn(4, 3))

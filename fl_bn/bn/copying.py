@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fl_bn.bn.composed import Unconvertible
+from fl_bn.bn.kinds import Unconvertible
 
 Holder = TypeVar("Holder")
 

@@ -23,7 +23,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from fl_bn.bn.copying import copied
-from fl_bn.bn.roles import RECOMPUTE, STATED, Role, fake_quantizes, roles
+from fl_bn.bn.roles import RECOMPUTE, STATED, Role, roles
 
 MOST_STEPS = 200  # of the power iteration from the previous vectors; more are needed only if two singular values are nearly equal
 
@@ -96,25 +96,17 @@ def results(module: nn.Module) -> frozenset[str]:
 @torch.no_grad()
 def recompute(model: nn.Module) -> None:
     """Compute anew, in place, the buffers of ``model`` that follow from its weights (``Role.RECOMPUTED``)."""
-    role = roles(model)
+    computed = {name for name, role in roles(model).items() if role is Role.RECOMPUTED}
     for path, module in model.named_modules():
-
-        def wanted(key: str, module: nn.Module = module, path: str = path) -> bool:
-            return key in module._buffers and role.get(f"{path}.{key}" if path else key) is Role.RECOMPUTED
-
-        if isinstance(module, ParametrizationList):
-            for place, one in enumerate(module):
-                of_one = f"{path}.{place}" if path else str(place)
-                if isinstance(one, parametrizations._SpectralNorm) and role.get(f"{of_one}._u") is Role.RECOMPUTED:
-                    _iterate(one._reshape_weight_to_matrix(_given_to(module, place)), one._u, one._v, one.eps)
-            continue
+        prefix = f"{path}." if path else ""
+        for place, one in enumerate(module if isinstance(module, ParametrizationList) else ()):
+            if f"{prefix}{place}._u" in computed and isinstance(one, parametrizations._SpectralNorm):
+                _iterate(one._reshape_weight_to_matrix(_given_to(module, place)), one._u, one._v, one.eps)
         for hook in list(module._forward_pre_hooks.values()):
-            if isinstance(hook, SpectralNorm) and wanted(f"{hook.name}_u"):
+            if isinstance(hook, SpectralNorm) and f"{prefix}{hook.name}_u" in computed:
                 weight = hook.reshape_weight_to_matrix(getattr(module, f"{hook.name}_orig"))
                 _iterate(weight, getattr(module, f"{hook.name}_u"), getattr(module, f"{hook.name}_v"), hook.eps)
-        if wanted("scale") and fake_quantizes(module):
-            _quantise(module)
-        elif Role.RECOMPUTED in vars(module).get(STATED, {}).values() and hasattr(module, RECOMPUTE):
+        if Role.RECOMPUTED in vars(module).get(STATED, {}).values() and hasattr(module, RECOMPUTE):
             getattr(module, RECOMPUTE)()
 
 
@@ -138,29 +130,6 @@ def _iterate(weight: Tensor, u: Tensor, v: Tensor, eps: float) -> None:
         u.copy_(F.normalize(torch.mv(weight, v), dim=0, eps=eps))
         if float((u - before).abs().max()) <= still:
             return
-
-
-def quantise(model: nn.Module) -> None:
-    """Compute scale and zero point of every FakeQuantize anew, in place, from the minimum and maximum that its observer has seen.
-
-    A client loads the server's minimum, maximum and scale. The zero point is a whole number, which is never sent.
-    """
-    for module in model.modules():
-        if fake_quantizes(module):
-            _quantise(module)
-
-
-def _quantise(module: Any) -> None:
-    """Compute, in place, scale and zero point of a FakeQuantize from the minimum and maximum that its observer has seen.
-
-    Before the observer's first batch nothing changes.
-    """
-    observer = module.activation_post_process
-    if observer.min_val.numel() and bool((observer.min_val <= observer.max_val).all()):
-        scale, zero_point = observer.calculate_qparams()
-        if module.scale.shape == scale.shape:
-            module.scale.copy_(scale)
-            module.zero_point.copy_(zero_point)
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool = False) -> None:

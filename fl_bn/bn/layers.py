@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_bn.bn.composed import Composed, Unconvertible, composed
 from fl_bn.bn.hybrid import inside_transform, mixture, normalise, plain
-from fl_bn.bn.kinds import spatial_dimensions
+from fl_bn.bn.kinds import Composed, Unconvertible, composed, spatial_dimensions
 from fl_bn.bn.moments import Moments, channel_moments
 from fl_bn.bn.roles import batch_norms
 
@@ -68,40 +67,10 @@ class OwnBatchNorm(Composed, _BatchNorm):
         super().reset_parameters()
         vars(self).pop("refills", None)
 
-    @classmethod
-    def from_batch_norm(cls, layer: _BatchNorm) -> Self:
-        """Make a layer of this class with the tensors, mode, hooks and attributes of ``layer``.
-
-        Raises:
-            Unconvertible: ``layer`` has no running statistics, or an attribute with a name that fl-bn uses for itself.
-        """
-        if layer.running_mean is None or layer.running_var is None:
-            raise Unconvertible(
-                f"it has no running statistics (track_running_stats=False), but {cls.__name__} normalises with them: build the layer "
-                "with track_running_stats=True, or choose fedavg, fedbn or gn"
-            )
-        if not isinstance(layer, Composed) and (taken := [name for name in ("mixing_logit", "spatial", "then") if hasattr(layer, name)]):
-            raise Unconvertible(f"it has an attribute {taken[0]!r}, a name that fl-bn uses in such a layer: rename the attribute")
-        new: Self = copy.deepcopy(layer)  # type: ignore[assignment]
-        new.__class__ = composed(cls, type(layer))
-        return new
-
     @property
     def held(self) -> bool:
         """Return False: frozen affine parameters do not freeze the statistics of this layer, as in torch's BatchNorm."""
         return False
-
-    def __prepare_scriptable__(self) -> Self:
-        """Raise an error, because ``torch.jit.script`` cannot compile this layer. ``torch.jit.script`` calls this method.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            f"torch.jit.script cannot compile {type(self).__name__}, which depends on Python attributes that training changes: train "
-            "without torch.jit.script. Afterwards load the tensors into your own network, net.load_state_dict(model.state_dict(), "
-            "strict=False), and script that network"
-        )
 
 
 class FrozenBatchNorm(OwnBatchNorm):
@@ -137,9 +106,13 @@ class SharedNorm(OwnBatchNorm):
             Unconvertible: ``layer`` has no running statistics, or averages them cumulatively
                 (``momentum=None``).
         """
-        if layer.running_mean is not None and layer.momentum is None:
-            raise Unconvertible("momentum=None (cumulative average) has no federated counterpart: give a number, e.g. 0.1")
-        new = super().from_batch_norm(layer)
+        if layer.running_mean is None or layer.momentum is None:
+            raise Unconvertible(
+                f"it has no running statistics (track_running_stats=False) or their cumulative average (momentum=None): {cls.__name__} "
+                "needs them: build it with track_running_stats=True and a momentum such as 0.1, or choose fedavg, fedbn or gn"
+            )
+        new: Self = copy.deepcopy(layer)  # type: ignore[assignment]
+        new.__class__ = composed(cls, type(layer))
         new.spatial = spatial_dimensions(layer)
         return new
 
@@ -357,19 +330,18 @@ def group_norm(layer: _BatchNorm, groups: int, kind: type[nn.GroupNorm] = nn.Gro
     groups = groups or layer.num_features
     if layer.num_features % groups:
         raise Unconvertible(f"{groups} groups do not divide {layer.num_features} channels: choose a divisor of every layer's width")
-    new = kind(groups, layer.num_features, layer.eps, layer.affine)
-    if layer.affine:
-        new.to(layer.weight.device, layer.weight.dtype)
-        new.load_state_dict({**new.state_dict(), **{key: tensor.detach() for key, tensor in layer.named_parameters(recurse=False)}})
-    return _like(new, layer)
+    return in_place_of(kind(groups, layer.num_features, layer.eps, layer.affine), layer)
 
 
-def _like(new: M, layer: _BatchNorm) -> M:
+def in_place_of(new: M, layer: _BatchNorm) -> M:
+    """Give ``new`` the scale, shift, hooks and mode of ``layer``, in place. A parameter of another shape keeps its own values."""
     for key in ("weight", "bias"):
-        if getattr(layer, key) is None:  # with torch's BatchNorm(bias=False), only the bias is missing
+        theirs, own = getattr(layer, key), getattr(new, key)
+        if theirs is None:  # with torch's BatchNorm(bias=False), only the bias is missing
             setattr(new, key, None)
         else:
-            getattr(new, key).requires_grad_(getattr(layer, key).requires_grad)
+            values = theirs.clone() if own.shape == theirs.shape else own
+            setattr(new, key, nn.Parameter(values.detach().to(theirs.device, theirs.dtype), theirs.requires_grad))
     for key in (name for name in vars(layer) if "_hooks" in name):
         setattr(new, key, copy.copy(vars(layer)[key]))
     return new.train(layer.training)

@@ -28,42 +28,6 @@ def remember_modes(model: nn.Module) -> None:
             setattr(module, MARK, True)
 
 
-def modes_in_words(model: nn.Module) -> list[str]:
-    """Return warnings, for the log, of frozen parts of ``model`` that its owner may have meant in another way."""
-    return [words for words in (_whole_in_words(model), _new_in_words(model)) if words]
-
-
-def _new_in_words(model: nn.Module) -> str:
-    """Say that a layer of ``frozen_affine`` has torch's initial statistics, as in a copy that follows another network."""
-    modules = named_modules(model)
-    for name in sorted(frozen_affine(model)):
-        mean, var = (modules[name].get_buffer(key) for key in ("running_mean", "running_var"))
-        if not mean.any() and bool((var == 1).all()):
-            return (
-                f"BatchNorm layer {name} is frozen (requires_grad_(False)), so it normalises with its statistics as they are, and these "
-                "are the initial ones: mean 0, variance 1. Load a trained network first. A copy that follows another network (BYOL, MoCo) "
-                "must copy running_mean and running_var, too"
-            )
-    return ""
-
-
-def _whole_in_words(model: nn.Module) -> str:
-    """Say that ``model`` is in evaluation mode as a whole while parts of it are in training mode.
-
-    All of such a network trains: a new head on a network that was loaded in evaluation mode looks the same. But its owner may have
-    meant to train these parts alone.
-    """
-    modules = named_modules(model)
-    parts = [name for name, module in modules.items() if module.training and any(True for _ in module.parameters())]
-    still = [name for name, module in modules.items() if isinstance(module, _BatchNorm) and not module.training]
-    if model.training or not parts or not still:
-        return ""
-    return (
-        f"the network is in evaluation mode as a whole, and {parts[0]} is in training mode: all of it trains, {still[0]} included. To keep "
-        f"parts in evaluation mode, call net.train() first, and then eval() of these parts"
-    )
-
-
 def train_mode(model: nn.Module) -> None:
     """Put ``model`` into training mode by its own ``train()``, except for the parts that ``remember_modes`` marked."""
     modules = named_modules(model).values()

@@ -9,7 +9,6 @@ kinds of modules have a default role. Any other floating-point buffer is shared.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -86,7 +85,7 @@ def roles(model: nn.Module) -> dict[str, Role]:
 
     Raises:
         UnknownTensor: a norm layer holds a tensor that neither torch nor this project defines.
-        ValueError: a lazy module is not initialised yet, or an entry of the state_dict is no tensor.
+        ValueError: an entry of the state_dict is no tensor.
     """
     role: dict[str, Role] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -94,8 +93,6 @@ def roles(model: nn.Module) -> dict[str, Role]:
         parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
         for key, tensor in {**parameters, **buffers}.items():
-            if nn.parameter.is_lazy(tensor):
-                raise ValueError(f"{prefix}{key} is not initialised yet: run one batch through the model first")
             role[prefix + key] = _role(module, prefix + key, key, tensor, key in parameters)
     names = list(model.state_dict())
     if missing := [name for name in names if name not in role]:
@@ -145,28 +142,7 @@ def _known(module: nn.Module, key: str) -> Role | None:
             return Role.RECOMPUTED
         if isinstance(hook, BasePruningMethod) and key == f"{hook._tensor_name}_mask":
             return Role.CONSTANT
-    if key == "scale" and fake_quantizes(module):
-        return Role.RECOMPUTED
     return None
-
-
-def fake_quantizes(module: nn.Module) -> bool:
-    """Return whether ``module`` is a FakeQuantize of torch.ao whose observer computes its scale and zero point."""
-    quantization = sys.modules.get("torch.ao.quantization")  # a model can only hold such a module if this is imported
-    return (
-        quantization is not None
-        and isinstance(module, quantization.FakeQuantizeBase)
-        and isinstance(getattr(module, "activation_post_process", None), quantization.UniformQuantizationObserverBase)
-    )
-
-
-def observes(module: nn.Module) -> bool:
-    """Return whether ``module`` is an observer or a FakeQuantize of torch.ao.
-
-    The minimum and maximum in such a module are infinite until the first batch.
-    """
-    quantization = sys.modules.get("torch.ao.quantization")
-    return quantization is not None and isinstance(module, (quantization.ObserverBase, quantization.FakeQuantizeBase))
 
 
 def set_buffer_roles(model: nn.Module, stated: Mapping[str, str]) -> nn.Module:
@@ -193,23 +169,18 @@ def set_buffer_roles(model: nn.Module, stated: Mapping[str, str]) -> nn.Module:
     """
     buffers = {name: (module, key, tensor) for name, module, key, tensor in _free_buffers(model)}
     for pattern, role_name in stated.items():
-        if role_name not in BUFFER_ROLES:
-            raise ValueError(f"buffer {pattern!r}: {expected('a role', role_name, BUFFER_ROLES)}")
-        role, names = BUFFER_ROLES[role_name], [name for name in buffers if fnmatchcase(name, pattern)]
-        if not names:
-            raise ValueError(f"no buffer is called {pattern!r}: the model has {', '.join(buffers) or 'none'}{nearest(pattern, buffers)}")
+        role, names = _named(pattern, role_name), [name for name in buffers if fnmatchcase(name, pattern)]
+        wrong = [] if names else [f"no buffer has this name: the model has {', '.join(buffers) or 'none'}{nearest(pattern, buffers)}"]
         for name in names:
             module, key, tensor = buffers[name]
             if role is Role.BUFFER and not tensor.is_floating_point():
-                raise ValueError(
-                    f"buffer {name} is {tensor.dtype}, and only floating-point buffers are averaged: give it the role 'kept' (each client "
-                    "has its own) or 'constant' in place of 'shared'"
-                )
+                wrong.append(f"{name} is {tensor.dtype}, and only floating-point buffers are averaged: state 'kept' or 'constant'")
             if role is Role.RECOMPUTED and _known(module, key) is not role and not callable(getattr(module, RECOMPUTE, None)):
-                raise ValueError(
-                    f"buffer {name} has the role 'recomputed', but {type(module).__name__} has no method {RECOMPUTE}(): write one that "
-                    "sets the buffer from the module's parameters"
-                )
+                wrong.append(f"{name} needs a method {RECOMPUTE}() of {type(module).__name__}, which sets it from the module's parameters")
+        if wrong:
+            raise ValueError(f"buffer {pattern!r} cannot be {role_name}: {wrong[0]}")
+        for name in names:
+            module, key, _ = buffers[name]
             state_role(module, key, role)
     return model
 
@@ -242,13 +213,16 @@ def parse_buffer_roles(text: str) -> dict[str, str]:
     """
     stated = {}
     for part in names_of(text):
-        name, equals, role = (piece.strip() for piece in part.partition("="))
-        if not name or not equals:
-            raise ValueError(f"expected NAME=ROLE,..., but got {part!r}")
-        if role not in BUFFER_ROLES:
-            raise ValueError(f"buffer {name!r}: {expected('a role', role, BUFFER_ROLES)}")
+        name, _, role = (piece.strip() for piece in part.partition("="))
+        _named(name, role)
         stated[name] = role
     return stated
+
+
+def _named(buffer: str, role: str) -> Role:
+    if not buffer or role not in BUFFER_ROLES:
+        raise ValueError(f"buffer {buffer!r}: {expected('a role (NAME=ROLE)', role, BUFFER_ROLES)}")
+    return BUFFER_ROLES[role]
 
 
 def _free_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str, Tensor]]:
@@ -266,11 +240,12 @@ def state_constants(model: nn.Module) -> None:
     """Give the role CONSTANT, in place, to buffers that hold infinity or NaN, such as an attention mask of -inf.
 
     Training does not produce such numbers, so these buffers must not be averaged. Buffers with a known or stated role
-    keep this role. So do the buffers of torch.ao's observers, which are infinite only until the first batch.
+    keep this role.
     """
     for _, module, key, tensor in _free_buffers(model):
-        known = key in vars(module).get(STATED, {}) or _known(module, key) is not None or observes(module)
-        if not known and tensor.is_floating_point() and not tensor.is_meta and not bool(tensor.isfinite().all()):
+        known = key in vars(module).get(STATED, {}) or _known(module, key) is not None
+        numbers = tensor.is_floating_point() and not tensor.is_meta and tensor.layout is torch.strided
+        if not known and numbers and not bool(tensor.isfinite().all()):
             state_role(module, key, Role.CONSTANT)
 
 

@@ -201,7 +201,7 @@ def resume(
 
 def _run(config: RunConfig, verbose: bool, workers: Workers | None = None) -> None:
     with without_gc():
-        from fl_bn.bn.composed import Unconvertible
+        from fl_bn.bn.kinds import Unconvertible
         from fl_bn.flower import RunFailed, run_in_process
         from fl_bn.run.config import ConfigError
         from fl_bn.run.console import shown

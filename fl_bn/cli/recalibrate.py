@@ -27,7 +27,7 @@ def recalibrate(
     The command makes a federated run without training, which changes only running statistics. A pass that goes layer by
     layer makes all layers exact. Otherwise, pass p makes layers 1..p exact.
     """
-    from fl_bn.bn.composed import Unconvertible
+    from fl_bn.bn.kinds import Unconvertible
     from fl_bn.flower import RunFailed, run_in_process
     from fl_bn.run.assembly import task
     from fl_bn.run.config import ConfigError

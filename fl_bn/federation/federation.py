@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fl_bn.bn.copying import copied
-from fl_bn.bn.modes import modes_in_words
 from fl_bn.bn.roles import buffers_in_words, inputs_like
 from fl_bn.federation.arguments import (
     Loss,
@@ -204,9 +203,8 @@ class Federation:
         self.server = Server(model, method, policy, optimizer=server_optimizer, defence=defence)
         if buffers := buffers_in_words(self.server.model):
             LOGGER.info("%s", buffers)
-        for words in [*modes_in_words(self.server.model), method.other_fraction(fraction)]:
-            if words:
-                LOGGER.warning("%s", words)
+        if words := method.other_fraction(fraction):
+            LOGGER.warning("%s", words)
         self.history: list[RoundRecord] = []
         pristine = copied(self.server.model)  # the server's own model changes during the run
         schedulers = schedulers_of(scheduler, count)

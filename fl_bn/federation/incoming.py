@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fl_bn.bn.derived import quantise
 from fl_bn.bn.moments import Running
 from fl_bn.bn.roles import Role
 from fl_bn.federation import schema
@@ -86,8 +85,6 @@ def load(copy: Copy, instruction: Instruction, kept: ClientState, auxiliary: Seq
     expected.check(arrays)
     tensors = {name: t for key in instruction.sections.keys() - beside for name, t in instruction.sections[key].items()}
     copy.load(_starts(copy) | _unmixed(copy, instruction.phase) | tensors | kept.get("local"))
-    if Role.RECOMPUTED in locality.role.values():
-        quantise(copy.model)
     number = _NEWEST[copy.model] = next(_NUMBERS)
     return Loaded(copy.model, number, running_statistics(copy.model, locality.home_statistics))
 

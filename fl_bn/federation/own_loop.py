@@ -12,7 +12,6 @@ from torch import nn
 
 from fl_bn.bn.conversion import check_converted, convert
 from fl_bn.bn.copying import copied
-from fl_bn.bn.modes import modes_in_words
 from fl_bn.bn.roles import buffers_in_words
 from fl_bn.exchange.session import Session
 from fl_bn.federation.auxiliary import auxiliary
@@ -193,8 +192,6 @@ def server_state(
     server = Server(model, method, policy, rounds, optimizer=optimizer, defence=defence)
     if buffers := buffers_in_words(server.model):
         LOGGER.info("%s", buffers)
-    for modes in modes_in_words(server.model):
-        LOGGER.warning("%s", modes)
     return server
 
 

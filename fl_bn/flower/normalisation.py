@@ -11,7 +11,6 @@ from itertools import product
 
 from torch import nn
 
-from fl_bn.bn.modes import modes_in_words
 from fl_bn.bn.roles import NORM_LAYERS, Role, buffers_in_words
 from fl_bn.federation.locality import Locality
 from fl_bn.federation.record import RoundRecord
@@ -52,7 +51,6 @@ def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iter
             yield f"{count} tensors of role {role.value}: {place.value}"
     if buffers := buffers_in_words(model):
         yield buffers
-    yield from modes_in_words(model)
     if cohort := [module for module in model.modules() if isinstance(module, CohortBatchNorm)]:
         count = sum((1 if layer.schedule == "merged" else 2) + layer.share_gradients for layer in cohort)
         yield f"first local step: {count} layer-wise exchanges of moments{' and their gradients' if cohort[0].share_gradients else ''}"

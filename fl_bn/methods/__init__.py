@@ -12,13 +12,10 @@ from collections.abc import Callable
 from fl_bn.bn.roles import Role
 from fl_bn.methods.fbn import fbn
 from fl_bn.methods.fedavg import fedavg
-from fl_bn.methods.fedbn import fedbn
-from fl_bn.methods.fedfn import fedfn
+from fl_bn.methods.fedbn import fedbn, silobn, single
 from fl_bn.methods.fedlbn import fedlbn
 from fl_bn.methods.fedtan import fedavg_alg2, fedtan, fedtan2
-from fl_bn.methods.fedwon import fedwon
 from fl_bn.methods.fixbn import fixbn
-from fl_bn.methods.fixup import fixup
 from fl_bn.methods.hbn import hbn
 from fl_bn.methods.method import (
     COHORT,
@@ -37,11 +34,9 @@ from fl_bn.methods.method import (
     freeze,
     replace_by_pooled,
 )
-from fl_bn.methods.normalisers import gn, instance, ln
-from fl_bn.methods.silobn import silobn
-from fl_bn.methods.single import single
+from fl_bn.methods.normalisers import gn, gn_ws, instance, ln
 from fl_bn.methods.static_bn import static_bn
-from fl_bn.methods.weight_standardisation import gn_ws
+from fl_bn.methods.unnormalised import fedfn, fedwon, fixup
 
 METHODS: dict[str, Callable[..., Method]] = {
     "fedavg": fedavg,

@@ -25,6 +25,7 @@ from typing import ClassVar
 from fl_bn.bn.layers import HybridBatchNorm
 from fl_bn.bn.moments import Running, ema, plain_average, pool
 from fl_bn.bn.roles import Role
+from fl_bn.methods.fbn import follow, tracking
 from fl_bn.methods.method import (
     AS_TRAINED,
     EVERYONE,
@@ -42,7 +43,6 @@ from fl_bn.methods.method import (
     replace_by_averaged,
     replace_by_pooled,
 )
-from fl_bn.methods.tracking import follow, tracking
 from fl_bn.options import Options, option, takes
 
 TRACKING, PARTIAL = 0.05, 0.01
@@ -121,7 +121,7 @@ def combine(reports: LayerReports, tracking: float, lam: float | None, merge: st
     """Compute a layer's new global statistics from the old ones and the clients' moments.
 
     The clients' pooled moments get the weight ``lam`` (equation 11). If ``lam`` is None, they get the weight
-    ``tracking`` times ``methods.tracking.slowdown``. ``merge`` is the option of ``HBNOptions``.
+    ``tracking`` times ``methods.fbn.slowdown``. ``merge`` is the option of ``HBNOptions``.
     """
     pooled = (pool if merge == "unbiased" else plain_average)(reports.parts, reports.average)
     return follow(reports.shared, pooled, tracking, reports.scale) if lam is None else ema(reports.shared, pooled, lam)
@@ -132,7 +132,7 @@ def hbn(options: HBNOptions) -> Method:
     """Make the method HBN: training normalises with a mixture of batch statistics and global ones.
 
     ``tracking`` is the weight of a round's moments in the global statistics. The weight falls in a layer whose input
-    grows in standard deviation (``methods.tracking``). Gradients are centred (``federation.centring``). If ``lam`` is
+    grows in standard deviation (``methods.fbn.slowdown``). Gradients are centred (``federation.centring``). If ``lam`` is
     given instead, it is the weight of equation 11, and gradients are not centred.
     ``lower_layers`` is explained at ``StatisticsPass``; the paper's code has ``hybrid``.
 
@@ -165,30 +165,20 @@ def hbn(options: HBNOptions) -> Method:
 
 def _check_effects(options: HBNOptions, evaluate: str) -> None:
     """Raise a ValueError if an option would have no effect, or HBN would not learn, because of another option's value."""
-    default = HBNOptions()
-    if not options.separate:
-        of_passes = ("stat_samples", "lower_layers", "measured", "evaluate")
-        if given := [name for name in of_passes if getattr(options, name) != getattr(default, name)]:
-            raise ValueError(
-                f"hbn's {given[0]} needs a statistics pass, but separate=False skips this pass: leave {given[0]} out, or set separate=True"
-            )
-        if options.evaluate_clients == EVERYONE:
-            raise ValueError(
-                "without a statistics pass (separate=False), HBN is evaluated with the reports of the round's cohort: set "
-                "evaluate_clients to 'cohort'"
-            )
-    if options.measured == NORMALISERS and options.mixing == "shared":
-        raise ValueError(
-            "with mixing='shared' the normalisers are the global statistics themselves, so these would never change: set measured to "
-            "'inputs'"
-        )
-    if options.measured == NORMALISERS and options.lower_layers != default.lower_layers:
-        raise ValueError(
-            f"measured='normalisers' needs lower layers that normalise as in training (lower_layers='hybrid'), but got lower_layers="
-            f"{options.lower_layers!r}: set lower_layers to 'hybrid', or measured to 'inputs'"
-        )
-    if options.merge != default.merge and options.separate and evaluate == "exact":
-        raise ValueError(
-            f"evaluate='exact' measures the statistics of the union of all data, so merge={options.merge!r} would have no effect: set "
-            "evaluate to 'hybrid', or leave merge out"
-        )
+    default, normalisers = HBNOptions(), options.measured == NORMALISERS
+    given = [name for name in ("stat_samples", "lower_layers", "measured", "evaluate") if getattr(options, name) != getattr(default, name)]
+    wrong = {
+        f"{', '.join(given)} needs a statistics pass, but separate=False skips it": bool(given) and not options.separate,
+        "separate=False evaluates with the reports of the round's cohort: set evaluate_clients to 'cohort'": not options.separate
+        and options.evaluate_clients == EVERYONE,
+        "with mixing='shared' the normalisers are the global statistics themselves, which would never change: set measured to 'inputs'": (
+            normalisers and options.mixing == "shared"
+        ),
+        "measured='normalisers' needs lower layers that normalise as in training: set lower_layers to 'hybrid'": normalisers
+        and options.lower_layers != default.lower_layers,
+        "evaluate='exact' measures the statistics of the union of all data, so merge would have no effect: set evaluate to 'hybrid'": (
+            options.merge != default.merge and options.separate and evaluate == "exact"
+        ),
+    }
+    if found := [reason for reason, holds in wrong.items() if holds]:
+        raise ValueError(f"hbn: {found[0]}")

@@ -4,15 +4,28 @@ Group Normalization, Wu and He, ECCV 2018; The Non-IID Data Quagmire of Decentra
 et al., ICML 2020.
 
 No statistics are reported. Everything is averaged as in FedAvg.
+
+GN with weight standardisation: convolutions normalise their weights, too (Micro-Batch Training with Batch-Channel Normalization
+and Weight Standardization, Qiao, Wang, Liu, Shen, Yuille, 2019, equations 2-3). ``W^ = (W - mean(W)) / sqrt(var(W) + eps)``, with
+mean and (biased) variance over the inputs of each output channel. W itself is trained, sent and averaged.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from fl_bn.bn.kinds import Composed, Unconvertible, composed
 from fl_bn.bn.layers import InstanceNorm, group_norm
 from fl_bn.methods.method import Method
 from fl_bn.options import Options, option, takes
+
+EPS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -37,3 +50,54 @@ def ln() -> Method:
 def instance() -> Method:
     """Make the baseline with instance normalisation, for inputs with a spatial extent. It has no options."""
     return Method("in", layer=partial(group_norm, groups=0, kind=InstanceNorm))
+
+
+def standardise(weight: Tensor) -> Tensor:
+    """Scale ``weight`` (O, I, *) to mean 0 and, except for eps, variance 1 over all axes but the first."""
+    dims = list(range(1, weight.dim()))
+    variance, mean = torch.var_mean(weight, dims, correction=0, keepdim=True)
+    return (weight - mean) * torch.rsqrt(variance + EPS)
+
+
+class Standardised(Composed):
+    """Convolve with standardised weights. ``composed`` adds the convolution's own class."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(input, standardise(weight), bias)  # type: ignore[misc, no-any-return]
+
+
+def standardise_convolutions(model: nn.Module) -> nn.Module:
+    """Make every convolution of ``model`` standardise its weights. ``model`` is changed in place, and returned."""
+    return replace_convolutions(model, Standardised, "use gn")
+
+
+def replace_convolutions(model: nn.Module, way: type[Composed], advice: str) -> nn.Module:
+    """Let every convolution of ``model`` compute in another way, in place. Tensors, hooks and modes stay.
+
+    Args:
+        model: the network.
+        way: the base class of the new layers, see ``composed``.
+        advice: what the user can do instead, for the error message.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        Unconvertible: a convolution is not of torch's own class Conv1d, Conv2d or Conv3d, or has only one weight per output channel.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, _ConvNd):
+            continue
+        if type(module) not in (nn.Conv1d, nn.Conv2d, nn.Conv3d) or module.weight[0].numel() == 1:
+            raise Unconvertible(
+                f"{name or 'the model'} ({type(module).__name__}): weight standardisation is defined for torch's own Conv1d, Conv2d and "
+                f"Conv3d with several weights per output channel, and not for transposed, parametrized or derived ones: {advice}"
+            )
+        module.__class__ = composed(way, type(module))  # only the forward differs
+    return model
+
+
+@takes(GNOptions)
+def gn_ws(options: GNOptions) -> Method:
+    """Make the baseline with group normalisation, ``groups`` per layer, and standardised weights."""
+    return replace(gn(options.groups), name="gn-ws", prepare=standardise_convolutions)

@@ -1,9 +1,74 @@
-"""Scale and shift as BatchNorm does, but do not normalise, for networks without normalisation."""
+"""Define the baselines without normalisation: FedFN, FedWon and Fixup. A BatchNorm layer becomes its scale and shift (``ScaleShift``).
+
+**FedFN**: FedFN: Feature Normalization for Alleviating Data Heterogeneity Problem in Federated Learning, Kim, Lee, Oh,
+Yun, FL@FM-NeurIPS 2023. The classifier receives feature vectors that all have the same length.
+
+BatchNorm layers no longer normalise, as in the HBN paper's comparison of methods. They keep scale and shift,
+since most layers before a BatchNorm have no bias. As in that comparison, features are scaled to the length sqrt(d),
+for d features, so that the mean square of a feature is 1. With a length of 1, a classifier of small weights learns
+very slowly. The comparison's code normalises before two linear layers, this file only before the last.
+
+**FedWon**: Triumphing Multi-domain Federated Learning Without Normalization, Zhuang, Lyu, ICLR 2024, section 3
+(scaled weight standardisation, WSConv). The reparametrisation is that of Characterizing Signal Propagation to
+Close the Performance Gap in Unnormalized ResNets, Brock, De, Smith, ICLR 2021, section 4 (NF-ResNets).
+
+``W^ = gain * (W - mean(W)) / (std(W) * sqrt(N))``. Mean and (biased) standard deviation are over the N weights of
+each output channel, its fan-in. Inputs of independent channels with mean square 1 yield outputs of variance
+``gain^2``, and the weights add no shift to the outputs' mean. W itself is trained, sent and averaged.
+
+The gain has two factors. The fixed one, as in FedWon, is ``sqrt(2 / (1 - 1/pi))``: one over the standard
+deviation of ReLU(x) for a standard normal x. It is exact for ReLU, and
+nearly right for similar functions.
+
+The learnable factor, one per output channel, is as in High-Performance Large-Scale Image Recognition Without
+Normalization, Brock et al., ICML 2021 (NF-Nets). It is the scale of the former BatchNorm, whose shift is the
+bias: ``scale * (W^ x) + shift`` is NF-Nets' convolution with gain and bias. Most networks' convolutions before a
+BatchNorm have no bias of their own, so this shift is their only bias.
+
+The papers train with adaptive gradient clipping (AGC, NF-Nets section 4.1) at the client: ``clip='adaptive'``
+in the run config. Linear layers do not change. Residual branches are not scaled as in NF-ResNets (alpha and
+beta there), because FedWon does without it.
+
+**Fixup**: Fixup Initialization: Residual Learning Without Normalization, Zhang, Dauphin, Ma, ICLR 2019, section 3 (the
+three rules) and equation 5.
+
+1. The last layer of every residual branch, and the classifier, start at 0.
+2. All other layers start with He's standard deviation, ``sqrt(2 / fan_in)``. Inside a branch of m layers it
+is multiplied by ``L^(-1 / (2m - 2))``, for L branches in all.
+3. Every branch ends in a scalar multiplier (1), and a scalar bias (0) replaces every BatchNorm.
+
+This conversion of a given network differs from the paper's own in two things. Biases stand only in the place
+of a BatchNorm, not before convolutions and linear layers. The initial weights are the network's, rescaled,
+and not drawn again. So the conversion is for training from the start: pre-trained weights would lose their scale.
+
+The paper does not cover networks without residual branches. Such networks keep a multiplier and a bias in place
+of every BatchNorm, with rule 1 (for the classifier) and rule 2 (without the factor, since L = 0).
+
+As the classifier starts at 0, the first step changes no layer below it.
+
+Symbols: gamma -> GAIN, N -> fan_in (FedWon); L -> branches, m -> weighted layers of a branch (Fixup).
+"""
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+from fl_bn.bn.derived import derivation
+from fl_bn.bn.kinds import Composed, Unconvertible
+from fl_bn.bn.layers import in_place_of
+from fl_bn.methods.method import Method
+from fl_bn.methods.normalisers import replace_convolutions
+from fl_bn.models.head import head_of
 
 
 class ScaleShift(_NormBase):
@@ -25,24 +90,216 @@ class ScaleShift(_NormBase):
         return f"{self.num_features}, weight={self.weight is not None}, bias={self.bias is not None}"
 
 
-def per_channel(layer: _BatchNorm) -> ScaleShift:
-    """Make a ``ScaleShift`` with the scale and shift of ``layer``."""
-    new = _in_place_of(layer, layer.num_features)
-    if layer.affine:
-        new.load_state_dict({**new.state_dict(), **{key: tensor.detach() for key, tensor in layer.named_parameters()}})
-    return new
+def per_channel(layer: _BatchNorm, features: int = 0) -> ScaleShift:
+    """Make a ``ScaleShift`` with the scale and shift of ``layer``; with other ``features``, its multipliers are 1 and its biases 0."""
+    momentum = 0.1 if layer.momentum is None else layer.momentum
+    new = ScaleShift(features or layer.num_features, layer.eps, momentum, layer.affine, track_running_stats=False)
+    return in_place_of(new, layer)
 
 
 def scalars(layer: _BatchNorm) -> ScaleShift:
     """Make a ``ScaleShift`` with one multiplier of 1 and one bias of 0, instead of the scale and shift of ``layer``."""
-    return _in_place_of(layer, 1)
+    return per_channel(layer, 1)
 
 
-def _in_place_of(layer: _BatchNorm, features: int) -> ScaleShift:
-    new = ScaleShift(features, layer.eps, 0.1 if layer.momentum is None else layer.momentum, layer.affine, track_running_stats=False)
-    for key in ("weight", "bias"):
-        if (theirs := getattr(layer, key)) is None:
-            setattr(new, key, None)
-        else:
-            setattr(new, key, nn.Parameter(getattr(new, key).detach().to(theirs.device, theirs.dtype), theirs.requires_grad))
-    return new.train(layer.training)
+class NormalisedLinear(nn.Linear):
+    """Apply a linear layer to inputs (*, d) that are first scaled to the Euclidean length sqrt(d)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Scale ``input`` (*, d) to length sqrt(d) and apply the layer."""
+        return super().forward(F.normalize(input, dim=-1) * math.sqrt(input.shape[-1]))
+
+
+class NormalisedConv2d(nn.Conv2d):
+    """Apply a convolution after scaling the features of every pixel of the input (B, C, H, W) to the length sqrt(C)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Scale the pixels of ``input`` (B, C, H, W) to length sqrt(C) and apply the layer."""
+        return super().forward(F.normalize(input, dim=1) * math.sqrt(input.shape[1]))
+
+
+KINDS: dict[type[nn.Module], type[Any]] = {nn.Linear: NormalisedLinear, nn.Conv2d: NormalisedConv2d}
+
+
+def normalise_features(model: nn.Module) -> nn.Module:
+    """Make the head (the last linear layer, or else the last convolution) scale its input of d features to length sqrt(d).
+
+    ``model`` is changed in place, and returned. The log of a run shows the first line of this docstring.
+
+    Raises:
+        Unconvertible: the model has no head, or the head is not of torch's own class Linear or Conv2d.
+    """
+    head = head_of(model)
+    if head is None:
+        raise Unconvertible("fedfn normalises the input of the last linear layer or convolution, but the model has neither")
+    name, module = head
+    if type(module) not in KINDS:
+        raise Unconvertible(
+            f"{name or 'the model'} ({type(module).__name__}): fedfn takes torch's own Linear or Conv2d for the head, not "
+            f"{type(module).__module__}.{type(module).__qualname__}: replace the head by one of these before converting, or choose gn"
+        )
+    module.__class__ = KINDS[type(module)]  # the same tensors, hooks and modes; only the forward differs
+    return model
+
+
+def fedfn() -> Method:
+    """Make the method FedFN: no BatchNorm, and a head that normalises its features. It has no options."""
+    return Method("fedfn", layer=per_channel, prepare=normalise_features)
+
+
+GAIN = math.sqrt(2 / (1 - 1 / math.pi))
+LEAST = 1e-4  # lower bound of var(W) * N, as in NF-Nets' code; it matters only for weights that are almost equal
+
+
+def scaled_standardise(weight: Tensor) -> Tensor:
+    """Scale ``weight`` (O, I, *) to mean 0 and variance GAIN^2 / fan_in over all axes but the first."""
+    dims = list(range(1, weight.dim()))
+    variance, mean = torch.var_mean(weight, dims, correction=0, keepdim=True)
+    fan_in = weight[0].numel()
+    return (weight - mean) * (GAIN * torch.rsqrt((variance * fan_in).clamp_min(LEAST)))
+
+
+class ScaledStandardised(Composed):
+    """Convolve with scaled standardised weights. ``composed`` adds the convolution's own class."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(input, scaled_standardise(weight), bias)  # type: ignore[misc, no-any-return]
+
+
+INSTEAD = "use fedfn, fixup or gn"
+
+
+def scale_convolutions(model: nn.Module) -> nn.Module:
+    """Make every convolution of ``model`` standardise its weights and divide them by the root of its fan-in.
+
+    The weights of each output channel then have mean 0 and variance ``GAIN**2 / fan_in`` (``scaled_standardise``). For this,
+    the class of each convolution changes. ``model`` is changed in place, and returned. The log of a run shows the first line
+    of this docstring.
+
+    Raises:
+        Unconvertible: the model has BatchNorm but no convolution. Or a convolution is not of torch's own class Conv1d,
+            Conv2d or Conv3d, or has only one weight per output channel.
+    """
+    if any(isinstance(m, ScaleShift) for m in model.modules()) and not any(isinstance(m, _ConvNd) for m in model.modules()):
+        raise Unconvertible(f"fedwon replaces BatchNorm by scaled convolutions, but the model has BatchNorm and no convolution: {INSTEAD}")
+    return replace_convolutions(model, ScaledStandardised, INSTEAD)
+
+
+def fedwon() -> Method:
+    """Make the method FedWon: no BatchNorm, and convolutions with scaled standardised weights. It has no options."""
+    return Method("fedwon", layer=per_channel, prepare=scale_convolutions)
+
+
+WEIGHTED = (nn.Linear, _ConvNd)
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Describe a residual branch. The names are in the order of the forward pass.
+
+    Attributes:
+        weighted: names of its layers with weights (convolutions, linear layers).
+        norms: names of its norm layers.
+    """
+
+    weighted: tuple[str, ...]
+    norms: tuple[str, ...]
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, (*WEIGHTED, _NormBase)) or super().is_leaf_module(m, module_qualified_name)
+
+
+def residual_branches(model: nn.Module, prefix: str = "") -> Iterator[Branch]:
+    """Yield every branch whose result is added to a shortcut, in the order of the forward pass.
+
+    If two paths from one tensor meet in an addition, the path with more layers is the branch, and the other
+    is the shortcut. If both paths have equally many layers, the first operand is the branch. A path that itself contains such
+    an addition is no branch.
+
+    A module whose forward pass depends on values or shapes cannot be traced. Then its submodules are searched one by
+    one, and additions in its own forward pass are not found.
+
+    Args:
+        model: the network, or a part of it.
+        prefix: the part's name and a dot, which is put before the names in the result. Empty for the whole network.
+    """
+    if not any(model.children()):
+        return
+    try:
+        graph = _Tracer().trace(model)
+    except Exception:  # tracing runs the user's forward on stand-ins for tensors, which may raise any exception
+        for name, child in model.named_children():
+            yield from residual_branches(child, f"{prefix}{name}.")
+        return
+    before: dict[fx.Node, frozenset[fx.Node]] = {}
+    joins: set[fx.Node] = set()
+    for node in graph.nodes:
+        before[node] = frozenset({node}).union(*(before[earlier] for earlier in node.all_input_nodes))
+        if not _adds(node) or len(node.all_input_nodes) != 2:
+            continue
+        first, second = (before[operand] for operand in node.all_input_nodes)
+        candidates = [_branch(model, graph, side, prefix) for side in (first - second, second - first)]
+        branch = max(candidates, key=lambda side: len(side.weighted))
+        side = first - second if branch is candidates[0] else second - first
+        if first & second and branch.weighted and not side & joins:
+            yield branch
+        joins.add(node)
+
+
+def _adds(node: fx.Node) -> bool:
+    if node.op == "call_function":
+        return node.target in (operator.add, operator.iadd, torch.add)
+    return node.op == "call_method" and node.target in ("add", "add_")
+
+
+def _branch(model: nn.Module, graph: fx.Graph, side: frozenset[fx.Node], prefix: str) -> Branch:
+    called = [str(node.target) for node in graph.nodes if node in side and node.op == "call_module"]
+    weighted = [prefix + name for name in called if isinstance(model.get_submodule(name), WEIGHTED)]
+    norms = [prefix + name for name in called if isinstance(model.get_submodule(name), _NormBase)]
+    return Branch(tuple(dict.fromkeys(weighted)), tuple(dict.fromkeys(norms)))
+
+
+@torch.no_grad()
+def initialise(model: nn.Module) -> nn.Module:
+    """Set the last layer of every residual branch and the head to 0, and scale the other weights by Fixup's rule, in place.
+
+    The conversion has replaced BatchNorm layers by ``ScaleShift`` layers. If the model has residual branches, only the last
+    ``ScaleShift`` of each branch keeps its multiplier (rule 3). A model that had no BatchNorm is not changed.
+
+    Raises:
+        Unconvertible: a layer computes its weight from other parameters.
+    """
+    if not any(isinstance(module, ScaleShift) for module in model.modules()):
+        return model  # there was no BatchNorm to replace
+    branches, head = list(residual_branches(model)), head_of(model)
+    zero = {branch.weighted[-1] for branch in branches} | ({head[0]} if head else set())
+    factor = {
+        name: len(branches) ** (-1 / (2 * len(branch.weighted) - 2)) for branch in branches for name in branch.weighted[:-1]
+    }  # in a branch of one layer, that layer is the last one and starts at 0
+    ends = {branch.norms[-1] for branch in branches if branch.norms}
+    for name, module in model.named_modules():
+        if isinstance(module, WEIGHTED):
+            if derived := derivation(module):
+                raise Unconvertible(
+                    f"{name or 'the model'} ({type(module).__name__}): fixup sets the initial weights, but here {derived} computes "
+                    "them: remove it, or choose a method that keeps BatchNorm, or gn"
+                )
+            if name in zero:
+                for parameter in module.parameters():
+                    parameter.zero_()
+            else:
+                _rescale(module.weight, factor.get(name, 1.0) * math.sqrt(2 / module.weight[0].numel()))
+        elif isinstance(module, ScaleShift) and branches and name not in ends:
+            module.register_parameter("weight", None)
+    return model
+
+
+def _rescale(weight: torch.Tensor, deviation: float) -> None:
+    weight.mul_(deviation / weight.square().mean().sqrt().clamp_min(torch.finfo(weight.dtype).tiny))
+
+
+def fixup() -> Method:
+    """Make the method Fixup: initial weights with which a network trains without BatchNorm. The method has no options."""
+    return Method("fixup", layer=scalars, prepare=initialise)

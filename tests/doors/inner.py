@@ -3,8 +3,8 @@
 # ruff: noqa: F401
 from __future__ import annotations
 
-from fl_bn.bn.composed import Unconvertible
 from fl_bn.bn.derived import derivation
+from fl_bn.bn.kinds import Unconvertible
 from fl_bn.bn.roles import batch_norms, roles
 from fl_bn.cli.main import app
 from fl_bn.exchange.settings import ExchangeSettings

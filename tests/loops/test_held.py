@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_bn import Federation, convert, server_state
+from fl_bn import Federation, convert
 from fl_bn.bn.layers import freeze_statistics
 from fl_bn.methods import METHODS, Method, Refresh
 from tests.loops.loops import DOORS, batch_norms, clients, plain
@@ -112,39 +111,3 @@ def test_a_user_s_own_checks_find_the_layers(name: str, kind: type[nn.Module]) -
     assert isinstance(layer, kind)
     assert isinstance(layer, _BatchNorm)
     assert not any(isinstance(layer, other) for other in {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm} - {kind})
-
-
-@pytest.mark.parametrize("name", ["fedavg", "fbn"])
-def test_a_network_in_evaluation_mode_with_parts_in_training_mode_is_said(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new head on a network that was loaded in evaluation mode looks the same as a head that alone should train."""
-    words = "the network is in evaluation mode as a whole, and head is in training mode: all of it trains"
-    warned: list[str] = []
-    monkeypatch.setattr(logging.getLogger("flwr"), "warning", lambda form, *args: warned.append(form % args))
-
-    def said(model: nn.Module) -> bool:
-        warned.clear()
-        Federation(model, METHODS[name](), [[clients()[0]]], progress=False)
-        server_state(model, METHODS[name](), rounds=1)
-        return sum(words in one for one in warned) == 2
-
-    model = Tuned("").eval()
-    model.head.train()
-    assert said(model)
-    assert not said(Tuned("").eval())  # control: all of it
-    model = Tuned("").train()
-    model.body.eval()
-    assert not said(model)  # the documented way
-
-
-@pytest.mark.parametrize(("name", "trained", "said"), [("fbn", False, 2), ("hbn", False, 2), ("fbn", True, 0), ("fedavg", False, 0)])
-def test_a_frozen_copy_with_new_statistics_is_named(name: str, trained: bool, said: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A target network (BYOL, MoCo) then normalises with mean 0 and variance 1 for the whole run. Before, nothing said so."""
-    warned: list[str] = []
-    monkeypatch.setattr(logging.getLogger("flwr"), "warning", lambda form, *args: warned.append(form % args))
-    model = Tuned("").train()
-    model.target = copy.deepcopy(model.head).requires_grad_(False)
-    if trained:
-        nn.init.normal_(model.target[1].running_mean)
-    Federation(model, METHODS[name](), [[clients()[0]]], progress=False)
-    server_state(model, METHODS[name](), rounds=1)
-    assert sum("BatchNorm layer target.1 is frozen (requires_grad_(False)), so it normalises" in one for one in warned) == said

@@ -15,7 +15,7 @@ from fl_bn import Federation
 from fl_bn.bn.moments import Moments, Running
 from fl_bn.federation.clipping import PATH, STEP
 from fl_bn.methods import METHODS, LayerReports
-from fl_bn.methods.tracking import LIMIT, slowdown
+from fl_bn.methods.fbn import LIMIT, slowdown
 from fl_bn.run.config import RunConfig
 from tests.equivalence.row import make_clients
 from tests.networks import seeded_network

@@ -12,7 +12,7 @@ from torchvision import models
 
 from fl_bn import convert
 from fl_bn.methods import METHODS
-from fl_bn.methods.residual import residual_branches
+from fl_bn.methods.unnormalised import residual_branches
 from tests.networks import seeded_network
 
 GN, GN_WS, FEDWON, FIXUP, FEDFN = (METHODS[name]() for name in ("gn", "gn-ws", "fedwon", "fixup", "fedfn"))
