@@ -8,12 +8,15 @@ of a layer's input. The backward pass averages the gradients of the loss with re
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from fl_bn.bn.moments import bounds
 
 
 class ExchangeFailed(RuntimeError):
@@ -39,6 +42,15 @@ class Quantity(Enum):
     def width(self, channels: int) -> int:
         """Return the length of the vector for a layer of ``channels`` channels."""
         return channels * (1 if self in (Quantity.MEAN, Quantity.VARIANCE) else 2)
+
+    def ranges(self, values: Tensor, layer: Layer) -> Iterator[tuple[str, Tensor, float, float]]:
+        """Yield the parts of a vector: name, values, smallest and largest allowed value. Within these limits, averages do not overflow."""
+        largest_mean, largest_variance = bounds(layer.dtype)
+        end = {Quantity.GRADIENTS: len(values), Quantity.VARIANCE: 0}.get(self, layer.channels)
+        if end:
+            yield "gradients" if self is Quantity.GRADIENTS else "means", values[:end], -largest_mean, largest_mean
+        if end < len(values):
+            yield "variances", values[end:], 0.0, largest_variance
 
 
 class Key(NamedTuple):
@@ -117,12 +129,11 @@ def checked(answer: Answer, key: Key, local: Tensor) -> Answer:
     Raises:
         ExchangeFailed: the answer has another shape or dtype, or counts no activations or no samples.
     """
-    shape, dtype = tuple(answer.values.shape), answer.values.dtype
-    if (shape, dtype) != (tuple(local.shape), local.dtype):
-        raise ExchangeFailed(f"{key}: expected an answer of shape {tuple(local.shape)} and {local.dtype}, but got {shape} and {dtype}")
-    if answer.count < 1 or answer.batch < 1:
+    (shape, dtype), wanted = (tuple(answer.values.shape), answer.values.dtype), (tuple(local.shape), local.dtype)
+    if (shape, dtype) != wanted or min(answer.count, answer.batch) < 1:
         raise ExchangeFailed(
-            f"{key}: expected an answer with at least 1 activation and 1 sample, but it counts {answer.count} and {answer.batch}"
+            f"{key}: expected an answer of shape {wanted[0]} and {wanted[1]} about at least 1 activation and 1 sample, but got shape "
+            f"{shape} and {dtype} about {answer.count} and {answer.batch}"
         )
     return answer
 

@@ -79,21 +79,8 @@ class Turns:
         self._stuck = False
 
     @classmethod
-    def current(cls) -> tuple[Turns, int]:
-        """Return the ``Turns`` object that runs the calling thread, and the number of the thread's task.
-
-        Raises:
-            ExchangeFailed: the thread was not started by ``run``.
-        """
-        if (here := cls.here()) is None:
-            raise ExchangeFailed(
-                "the local exchange needs all clients in this process: use Federation, `fl-bn run` or run_in_process, or another exchange"
-            )
-        return here
-
-    @classmethod
     def here(cls) -> tuple[Turns, int] | None:
-        """Return what ``current`` returns; None if the thread was not started by ``run``."""
+        """Return the ``Turns`` object that runs the calling thread, and the number of the thread's task; None outside of ``run``."""
         return getattr(cls._here, "turn", None)
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
@@ -195,14 +182,13 @@ class LocalExchange:
     """
 
     def __init__(self, token: str, batch: int) -> None:
-        if token not in _sessions:
+        if token not in _sessions or (here := Turns.here()) is None:
             raise ExchangeFailed(
-                "the local exchange does not know this client's token: the round is over, or its server runs in another process"
+                "the local exchange needs a token of this round, and all clients in this process: use Federation, `fl-bn run` or "
+                "run_in_process, or another exchange"
             )
-        self.batch, self.seconds = batch, 0.0
-        self._closed = False
-        self._session, self._client = _sessions[token]
-        self._turns, self._index = Turns.current()
+        self.batch, self.seconds, self._closed = batch, 0.0, False
+        (self._session, self._client), (self._turns, self._index) = _sessions[token], here
         self._ask(Join(batch))
 
     def __call__(self, key: Key, local: Tensor, count: int) -> Answer:

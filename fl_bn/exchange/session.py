@@ -8,19 +8,18 @@ is answered once all active clients have sent theirs.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median, median_low
 
 import torch
 from torch import nn
 
-from fl_bn.bn.moments import Average, Moments, bounds, pool, weighted_mean
-from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local, Quantity, Refused, Request
+from fl_bn.bn.moments import Average, Moments, pool, weighted_mean
+from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local, Quantity, Request
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.names import check_name
 
@@ -127,7 +126,6 @@ class Session:
         self._over = ""  # why no client gets an answer any more; empty while the round runs
         self.traffic = {client: Traffic() for client in self.active}
         self.exchanges = 0
-        self._passes = Counter[tuple[str, Quantity]]()  # number of exchanges so far, by layer and quantity
         self._done: set[int] = set()
         self._waiting: dict[int, tuple[Request, Deliver]] = {}
         self._joined = time.monotonic()  # when the last client joined
@@ -157,18 +155,15 @@ class Session:
             if reason := self.out(client):
                 deliver(ExchangeFailed(reason))
                 return
-            try:
-                self._check(client, request)
-            except Refused as refusal:
-                deliver(ExchangeFailed(f"refused: {refusal}"))
-                self._drop(client, f"refused: {refusal}")
-                return
-            if isinstance(request, Join):
+            if problem := next(self._problems(client, request), ""):
+                deliver(ExchangeFailed(f"refused: {problem}"))
+                self._remove({client}, f"refused: {problem}")
+            elif isinstance(request, Join) and request.batch == 0:
                 self._joined = time.monotonic()
-            if isinstance(request, Join) and request.batch == 0:
                 self.active.discard(client)
                 deliver(Answer(torch.empty(0), 0, 0))
             else:
+                self._joined = time.monotonic() if isinstance(request, Join) else self._joined
                 self._waiting[client] = (request, deliver)
             self._advance()
 
@@ -181,12 +176,12 @@ class Session:
         """
         with self._lock:
             if reason:
-                self._drop(client, reason)
+                self._remove({client}, reason)
             elif client in self.active:
                 self._done.add(client)
                 if client in self._waiting and isinstance(self._waiting[client][0], Local):
                     self._remove({client}, f"left the round and did not {self._awaited()}")
-                self._advance()
+            self._advance()
 
     def expire(self) -> None:
         """Drop the clients that have missed their deadline."""
@@ -216,67 +211,42 @@ class Session:
 
     def _end(self, reason: str) -> None:
         self._over = reason
-        waiting, self._waiting = self._waiting, {}
-        for _, deliver in waiting.values():
-            deliver(ExchangeFailed(reason))
+        self._deliver(ExchangeFailed(reason))
 
     def _awaited(self) -> str:
         first = next(iter(self._waiting.values()))[0]
         return f"send its values of {first.key}" if isinstance(first, Local) else "join"
 
-    def _check(self, client: int, request: Request) -> None:
+    def _problems(self, client: int, request: Request) -> Iterator[str]:
+        """Yield the reasons to refuse a request. All rules about single requests are here, for every carrier."""
         if client in self._waiting:
-            raise Refused("expected one request at a time, but the client sent a second one before the first was answered")
+            yield "expected one request at a time, but the client sent a second one before the first was answered"
         if client in self._done:
-            raise Refused("the client sent a request after it had left the round")
+            yield "the client sent a request after it had left the round"
         if isinstance(request, Join):
             if client in self.batches:
-                raise Refused("the client joined the round twice")
-            most = self.samples.get(client, LARGEST_COUNT)
-            if not 0 <= request.batch <= most:
-                what = f"{most} samples, as many as the client reported to have" if client in self.samples else f"{most} samples"
-                raise Refused(f"expected a batch of 0 to {what}, but got {request.batch}")
+                yield "the client joined the round twice"
+            if not 0 <= request.batch <= (most := self.samples.get(client, LARGEST_COUNT)):
+                yield f"expected a batch of 0 to {most} samples, but got {request.batch}"
             return
-        key, values = request.key, request.values
+        key, values, layer = request.key, request.values, self.layers.get(request.key.layer)
         if client not in self.batches:
-            raise Refused(f"the client sent its values of {key} before it had joined the round")
-        if (layer := self.layers.get(key.layer)) is None:
-            raise Refused(
-                f"{key}: the server's model has no such BatchNorm layer; it has {len(self.layers)} ({', '.join(list(self.layers)[:3])} "
-                "...): does the client run the same model and version?"
-            )
+            yield f"the client sent its values of {key} before it had joined the round"
+        if layer is None:
+            yield f"{key}: expected one of the model's {len(self.layers)} BatchNorm layers ({', '.join(list(self.layers)[:3])} ...). {SAME}"
+            return
         expected = (key.quantity.width(layer.channels),)
         if tuple(values.shape) != expected or values.dtype != layer.dtype:
-            raise Refused(f"{key}: expected shape {expected} and {layer.dtype}, but got shape {tuple(values.shape)} and {values.dtype}")
+            yield f"{key}: expected shape {expected} and {layer.dtype}, but got shape {tuple(values.shape)} and {values.dtype}"
         if not 1 <= request.count <= LARGEST_COUNT:
-            raise Refused(f"{key}: expected 1 to {LARGEST_COUNT} activations per channel, but got {request.count}")
-        # the sum is a quick test, but finite values may overflow in it
-        if not math.isfinite(float(values.sum())) and not bool(values.isfinite().all()):
-            raise Refused(f"{key}: {int((~values.isfinite()).sum())} of {values.numel()} values are not finite (NaN or Inf)")
-        self._check_range(key, values, layer)
-
-    def _check_range(self, key: Key, values: torch.Tensor, layer: Layer) -> None:
-        """Refuse negative variances, and values that would overflow in the combination."""
-        mean_bound, var_bound = bounds(layer.dtype)
-        if key.quantity is Quantity.GRADIENTS:
-            if (most := float(values.abs().max())) > mean_bound:  # robust rules and clients square the gradients
-                raise Refused(f"{key}: expected gradients within +-{mean_bound:.2g}, but the largest is {most:.2g}")
-            return
-        means = values[:0] if key.quantity is Quantity.VARIANCE else values[: layer.channels]
-        variances = values if key.quantity is Quantity.VARIANCE else values[layer.channels :]
-        if len(means) and (most := float(means.abs().max())) > mean_bound:
-            raise Refused(f"{key}: expected means within +-{mean_bound:.2g}, but the largest is {most:.2g}")
-        if len(variances) and (least := float(variances.min())) < 0:
-            raise Refused(f"{key}: expected variances >= 0, but the smallest is {least:g}")
-        if len(variances) and (most := float(variances.max())) > var_bound:
-            raise Refused(f"{key}: expected variances up to {var_bound:.2g}, but the largest is {most:.2g}")
-
-    def _drop(self, client: int, reason: str) -> None:
-        """Drop ``client``. The round then fails or goes on with the other clients, as the policy says."""
-        self._remove({client}, reason)
-        self._advance()
+            yield f"{key}: expected 1 to {LARGEST_COUNT} activations per channel, but got {request.count}"
+        for what, part, least, most in key.quantity.ranges(values, layer):
+            low, high = float(part.min()), float(part.max())
+            if not (least <= low and high <= most):  # NaN is in no range
+                yield f"{key}: expected finite {what} from {least:.2g} to {most:.2g}, but got {low:.2g} to {high:.2g}"
 
     def _remove(self, clients: Iterable[int], reason: str) -> None:
+        """Drop ``clients``. The round then fails or goes on with the other clients, as the policy says."""
         gone = sorted(self.active.intersection(clients))
         if not gone or self._over:
             return
@@ -285,12 +255,10 @@ class Session:
         who = f"{self.called.clients(gone)}: {reason}"
         for _, deliver in [self._waiting.pop(client) for client in gone if client in self._waiting]:
             deliver(ExchangeFailed(reason))
-        if self.policy == "abort":
-            LOGGER.warning("exchange: %s. %s", who.rstrip("."), self._given_up)
+        abort = self.policy == "abort"
+        LOGGER.warning("exchange: %s. %s", who.rstrip("."), self._given_up if abort else f"The other clients go on ({len(self.active)})")
+        if abort:
             self.fail(who)
-        else:
-            remaining = "The other client goes" if len(self.active) == 1 else f"The other {len(self.active)} clients go"
-            LOGGER.warning("exchange: %s. %s on", who.rstrip("."), remaining)
 
     def _advance(self) -> None:
         """Answer the requests if every active client has sent one or has finished."""
@@ -307,30 +275,15 @@ class Session:
             self._deliver(Answer(torch.empty(0), 0, self._together(list(joins.values()))))
             return
         local = {client: request for client, request in requests.items() if isinstance(request, Local)}
-        agreed = self._agree({client: request.key for client, request in local.items()}, self._done & self.active)
-        values = self._combined(local) if agreed else None
-        if values is None:
+        if not (self._agree({client: request.key for client, request in local.items()}, self._done & self.active) and self._average(local)):
             self._advance()
-        else:
-            self._average(local, values)
-
-    def _combined(self, requests: Mapping[int, Local]) -> torch.Tensor | None:
-        """Return the cohort's values (d,). If they overflow, drop the client with the largest values, and return None."""
-        values = self._reduced(requests)
-        if bool(values.isfinite().all()):
-            return values
-        largest = {client: float(request.values.abs().max()) for client, request in requests.items()}
-        client, key = max(largest, key=largest.__getitem__), next(iter(requests.values())).key
-        self._remove({client}, f"refused: {key}: its values, up to {largest[client]:.2g}, make the cohort's average overflow")
-        return None
 
     def _agree(self, keys: Mapping[int, Key], left: set[int]) -> bool:
         """Check that all clients sent the same key, and that no client has finished too early.
 
         The key of the majority wins, and clients with another key are dropped. Without a majority, the round
         fails. The vote waits until every active client has sent a request or finished. Otherwise it would miss
-        clients that are about to finish, as all do after the last layer. In a tie, a key that cannot come next
-        loses.
+        clients that are about to finish, as all do after the last layer.
 
         Args:
             keys: the key that each client sent, by client.
@@ -339,67 +292,43 @@ class Session:
         Returns:
             Whether all agree.
         """
-        votes: Counter[Key | None] = Counter(keys.values())
-        if left:
-            votes[None] = len(left)
-        most = max(votes.values())
-        tied = [key for key, count in votes.items() if count == most]
-        likely = [key for key in tied if key is None or self._may_come(key)]
-        if len(likely or tied) > 1:
-            self.fail(self._disagreement(keys, left, likely or tied))
+        votes: Counter[Key | None] = Counter({**keys, **dict.fromkeys(left)}.values())
+        (right, top), *others = votes.most_common()
+        if others and others[0][1] == top:
+            said = " or ".join("none, since it has finished" if key is None else str(key) for key in votes)
+            self.fail(f"the clients disagree about the next exchange, which may be {said}. {SAME}")
             return False
-        (right,) = likely or tied
         if right is not None and left:
             self._remove(left, f"left the round and did not send its values of {right}")
-        for other in [key for key in votes if key not in (right, None)]:
+        for other, _ in others:
+            wanted = "that the client finishes the round, as most did" if right is None else f"the client's values of {right}"
             odd = [client for client, sent in keys.items() if sent == other]
-            wrong = (
-                f"the client sent its values of {other}, but most clients have finished the round"
-                if right is None
-                else f"expected the client's values of {right}, but it sent those of {other}"
-            )
-            self._remove(odd, f"{wrong}: does it run the same model and version?")
-        return len(votes) == 1
+            self._remove(odd, f"expected {wanted}, but it sent those of {other}. {SAME}")
+        return not others
 
-    def _may_come(self, key: Key) -> bool:
-        """Return whether ``key`` may be the next exchange.
+    def _average(self, requests: Mapping[int, Local]) -> bool:
+        """Answer with the average of the clients' vectors (d,). If it overflows, drop the client with the largest values instead.
 
-        The calls of a layer come in order. The gradients of a call come after the moments of that call.
+        Returns:
+            Whether the requests were answered.
         """
-        if key.quantity is Quantity.GRADIENTS:
-            return key.call < max(self._passes[key.layer, quantity] for quantity in (Quantity.MOMENTS, Quantity.VARIANCE))
-        return key.call == self._passes[key.layer, key.quantity]
-
-    def _disagreement(self, keys: Mapping[int, Key], left: set[int], tied: list[Key | None]) -> str:
-        if None in tied:
-            ended, others = self.called.clients(sorted(left)), self.called.clients(sorted(keys))
-            return (
-                f"the clients disagree about which layer is the last: {ended} finished, but {others} went on. "
-                f"{SAME}"
-            )
-        return f"the clients disagree about the next layer: some sent {tied[0]}, others {tied[1]}. {SAME}"
-
-    def _reduced(self, requests: Mapping[int, Local]) -> torch.Tensor:
-        """Combine the clients' values (d,), in the layer's dtype."""
-        batches, key = [self.batches[client] for client in requests], next(iter(requests.values())).key
-        values = reduce(list(requests.values()), batches, self.average)
-        count = self._activations(requests)
-        if key.quantity is Quantity.STATISTICS and count > 1:
+        key, batches = next(iter(requests.values())).key, [self.batches[client] for client in requests]
+        values, statistics = reduce(list(requests.values()), batches, self.average), key.quantity is Quantity.STATISTICS
+        count = self._together([request.count for request in requests.values()], median if statistics else median_low)
+        if statistics and count > 1:
             values[len(values) // 2 :] *= count / (count - 1)  # unbiased, as ``Moments.bessel``
-        return values.to(self.layers[key.layer].dtype)
-
-    def _activations(self, requests: Mapping[int, Local]) -> int:
-        statistics = next(iter(requests.values())).key.quantity is Quantity.STATISTICS
-        return self._together([r.count for r in requests.values()], median if statistics else median_low)
-
-    def _average(self, requests: Mapping[int, Local], values: torch.Tensor) -> None:
-        key = next(iter(requests.values())).key
+        values = values.to(self.layers[key.layer].dtype)
+        if not bool(values.isfinite().all()):
+            largest = {client: float(request.values.abs().max()) for client, request in requests.items()}
+            client = max(largest, key=largest.__getitem__)
+            self._remove({client}, f"refused: {key}: its values, up to {largest[client]:.2g}, make the cohort's average overflow")
+            return False
         self.exchanges += 1
-        self._passes[key.layer, key.quantity] += 1
         for client in requests:
             traffic = self.traffic[client]
             self.traffic[client] = Traffic(traffic.exchanges + 1, traffic.up + values.nbytes, traffic.down + values.nbytes)
-        self._deliver(Answer(values, self._activations(requests), self._together([self.batches[client] for client in requests])))
+        self._deliver(Answer(values, count, self._together(batches)))
+        return True
 
     def _together(self, claims: list[int], usual: Callable[[list[int]], float] = median_low) -> int:
         """Return the cohort's total of activations, or of samples, from the numbers that the clients report.
@@ -413,7 +342,7 @@ class Session:
         """
         return sum(claims) if self.believing else int(usual(claims)) * len(claims)
 
-    def _deliver(self, answer: Answer) -> None:
+    def _deliver(self, answer: Answer | ExchangeFailed) -> None:
         waiting, self._waiting, self._held_up = self._waiting, {}, None
         for _, deliver in waiting.values():
             deliver(answer)

@@ -52,21 +52,15 @@ class Certificates(Options):
         """Check that the files exist and belong together.
 
         Raises:
-            FileNotFoundError: A file is missing.
-            ValueError: The key does not belong to the certificate, or a file is not in PEM.
+            ValueError: A file is missing or not in PEM, or the key does not belong to the certificate.
         """
-        for name, path in vars(self).items():
-            if not Path(path).is_file():
-                raise FileNotFoundError(f"there is no file {path}: correct exchange-{name}")
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self.certificate, self.key)
             context.load_verify_locations(self.authority)
-        except ssl.SSLError as error:
-            files = f"{self.certificate}, {self.key} and {self.authority}"
-            raise ValueError(
-                f"expected a certificate, its private key and its authority's certificate, all in PEM, in {files}: {error}"
-            ) from error
+        except OSError as error:  # which an SSLError is, too
+            files = ", ".join(f"exchange-{n} {path}{'' if path.is_file() else ' (no such file)'}" for n, path in vars(self).items())
+            raise ValueError(f"expected a certificate, its key and its authority's certificate, in PEM, but of {files}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from fl_bn.bn.derived import plain_names
 from fl_bn.data.batches import ClientTooSmall
-from fl_bn.exchange.replay import Unanswered
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.engines.vectorised import round_of_task
@@ -38,7 +37,7 @@ from fl_bn.flower.client_state import StateStore, store_of
 from fl_bn.flower.compat import log
 from fl_bn.flower.handlers import Request, kept_layers, metrics_of, read, reply_to, request_of
 from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect, deployed
-from fl_bn.flower.layerwise.transcript import question
+from fl_bn.flower.layerwise.transcript import Unanswered, question
 from fl_bn.flower.secagg.instruction_history import to_write
 from fl_bn.flower.wire.codec import FORMAT, flatten, header_from, header_of, unflatten
 from fl_bn.flower.wire.fields import Form

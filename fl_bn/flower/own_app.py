@@ -33,7 +33,6 @@ from torch.utils.data import default_collate
 
 from fl_bn.bn.conversion import convert
 from fl_bn.bn.roles import inputs_like
-from fl_bn.exchange.replay import Unanswered
 from fl_bn.federation.checkpoint import generators, set_generators
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.loaders import check_not_one_batch
@@ -47,7 +46,7 @@ from fl_bn.flower.compat import mods_of, registering
 from fl_bn.flower.evaluation import EXAMPLES, is_number
 from fl_bn.flower.handlers import Request, kept_layers, read, reply_to
 from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect
-from fl_bn.flower.layerwise.transcript import question
+from fl_bn.flower.layerwise.transcript import Unanswered, question
 from fl_bn.flower.mods import allowed, check_handlers, check_mods
 from fl_bn.flower.wire.codec import header_of
 from fl_bn.flower.wire.fields import ASK_HELLO, RENDEZVOUS, STATISTICS, Form

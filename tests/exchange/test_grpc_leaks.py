@@ -32,7 +32,7 @@ class Usage(NamedTuple):
 
 def usage(service: ExchangeService) -> Usage:
     gc.collect()
-    tasks, tickets = len(asyncio.all_tasks(service._loop)), len(service._tickets) + len(service._streams)
+    tasks, tickets = len(asyncio.all_tasks(service._loop)), len(service._members)
     return Usage(threading.active_count(), len(os.listdir(DESCRIPTORS)), tasks, tickets)
 
 

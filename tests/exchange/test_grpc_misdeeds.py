@@ -64,7 +64,7 @@ def refused(request: bytes | pb.Request, *said: str, **how: bool) -> Misdeed:
 
 LAYER = "block.bn"
 MISDEEDS = {
-    "NaN": refused(spoilt(float("nan")), LAYER, "1 of 3"),
+    "NaN": refused(spoilt(float("nan")), LAYER, "nan"),
     "negative variance": refused(spoilt(-0.5, KEYS[2]), LAYER, "-0.5"),
     "unknown layer": refused(changed(layer="spam"), "spam", LAYER),
     "another layer": refused(encode_request(local_of(2, KEYS[5])), LAYER, str(KEYS[5])),
@@ -88,7 +88,7 @@ def misbehave(round: Round, misdeed: Misdeed, stack: ExitStack) -> Stream:
         stream.ask(Join(batch_of(2)))
         assert same(answer_of(stream.ask(local_of(2, KEYS[0])), torch.float32), expected(round.clients, KEYS[0]))
     else:
-        eventually(lambda: round.tokens[2] in round.service._streams)
+        eventually(lambda: round.service._members[round.tokens[2]].context is not None)
     misdeed.act(stream)
     return stream
 

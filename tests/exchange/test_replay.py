@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_bn.exchange.replay import ReplayExchange, Unanswered
 from fl_bn.federation.payload import Payload
-from fl_bn.flower.layerwise.transcript import attach, detach, question, read_request
+from fl_bn.flower.layerwise.transcript import ReplayExchange, Unanswered, attach, detach, question, read_request
 from fl_bn.flower.wire.codec import Header, flatten, from_records, to_records, unflatten
 from tests.exchange.cohorts import Answer, ExchangeFailed, Key, Local, Quantity, to_numpy
 from tests.listed import listed
@@ -45,7 +44,6 @@ NO_ANSWERS: dict[str, tuple[Key, Answer, str]] = {
     "more dimensions": (KEYS[0], Answer(torch.zeros(2, 1, dtype=torch.float64), 1, 1), "(2, 1)"),
     "another dtype": (KEYS[0], Answer(torch.zeros(2, dtype=torch.float32), 1, 1), "torch.float32"),
     "no activation": (KEYS[0], Answer(OWN, 0, 1), "0 and 1"),
-    "no sample": (KEYS[0], Answer(OWN, 1, 0), "1 and 0"),
     "another layer": (Key("other", Quantity.MOMENTS), Answer(OWN, 1, 1), "other"),
     "another quantity": (Key("stem.bn", Quantity.MEAN), Answer(OWN, 1, 1), "(mean)"),
     "another call": (Key("stem.bn", Quantity.MOMENTS, 1), Answer(OWN, 1, 1), "call 2"),
@@ -158,7 +156,6 @@ def test_a_request_travels_in_a_reply(
 
 GOOD = {"mean/0/bn": np.ones(3)}
 REFUSED: dict[str, tuple[Callable[[], Message], str, str, str]] = {  # section, tensor or field, and a fact that the reason names
-    "an error": (lambda: Message(Error(2, "ValueError: out of memory"), reply_to=reply({})), "error", "", "ValueError: out of memory"),
     "no header": (lambda: Message(RecordDict(), 1, "train"), "header", "", "header"),
     "another round": (lambda: reply({"exchange": GOOD}, Header("fedtan", "exchange", 2, "0123"), batch=1, count=3), "header", "round", "3"),
     "another model": (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from tests.listed import listed
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path("fl_bn/exchange/grpc")
-GENERATED = ["exchange_pb2.py", "exchange_pb2.pyi", "exchange_pb2_grpc.py"]
+GENERATED = ["exchange_pb2.py", "exchange_pb2.pyi"]
 UINT32, UINT64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 DTYPES = {torch.float32: "<u4", torch.float64: "<u8"}
 LAYERS = {"stem.bn": Layer(2, torch.float32), "": Layer(3, torch.float64)}
@@ -87,13 +86,9 @@ REFUSED: dict[str, tuple[bytes, tuple[str, ...]]] = {
         "no quantity": (message(quantity=0), "quantity", "0"),
         "a quantity of a later version": (message(quantity=6), "quantity", "6"),
         "a negative quantity": (message(quantity=-1), "quantity", "-1"),
-        "an unknown layer": (message("head.bn", call=2), "head.bn (mean, call 3)", "stem.bn"),
+        "an unknown layer": (message("head.bn", call=2), "head.bn", "stem.bn"),
         "nothing but defaults": (pb.Request(local=pb.Local()), "quantity"),
-        "no values": (message(values=b""), "stem.bn (mean)", "8 bytes", "0"),
-        "half a value": (message(values=bytes(6)), "8 bytes", "6"),
-        "float64 for float32": (message(values=bytes(16)), "8 bytes", "16"),
-        "mean without variance": (message(quantity=pb.MOMENTS), "stem.bn (moments)", "16 bytes", "8"),
-        "one gradient": (message("", pb.GRADIENTS, values=bytes(24)), "the model (gradients)", "48 bytes", "24"),
+        "half a value": (message(values=bytes(6)), "stem.bn", "6 bytes"),
         "a tag": (b"\xff", "1 bytes"),
         "cut off": (b"\x12\x05abc", "5 bytes"),
         "no UTF-8": (b"\x12\x04\x0a\x02\xff\xfe", "6 bytes"),
@@ -122,7 +117,7 @@ def read(garbage: bytes) -> None:
         return
     if isinstance(came, Local):
         layer = LAYERS[came.key.layer]
-        assert tuple(came.values.shape) == (came.key.quantity.width(layer.channels),)
+        assert came.values.ndim == 1  # the session has the rule for its length
         assert came.values.dtype == layer.dtype
         assert 0 <= came.count < 2**64
     else:
@@ -150,7 +145,7 @@ def test_a_spoilt_message_is_refused_or_read_as_a_whole_vector(data: st.DataObje
 def compile_proto(root: Path, out: Path) -> dict[str, str]:
     """The text of the modules that CONTRIBUTING's command generates from the .proto below ``root``."""
     out.mkdir()
-    outputs = [f"--{kind}_out={out}" for kind in ("python", "pyi", "grpc_python")]
+    outputs = [f"--{kind}_out={out}" for kind in ("python", "pyi")]
     subprocess.run([sys.executable, "-m", "grpc_tools.protoc", "-I.", *outputs, str(PACKAGE / "exchange.proto")], cwd=root, check=True)
     return {name: (out / PACKAGE / name).read_text() for name in GENERATED}
 
@@ -159,10 +154,11 @@ def test_the_modules_are_what_the_compiler_makes_of_the_proto(tmp_path: Path) ->
     """Control: of another .proto it makes other modules."""
     pytest.importorskip("grpc_tools")
     ours = {name: (ROOT / PACKAGE / name).read_text() for name in GENERATED}
-    (made_by,) = re.findall(r"GRPC_GENERATED_VERSION = '(.*)'", ours["exchange_pb2_grpc.py"])
-    if (here := metadata.version("grpcio-tools")) != made_by:
-        pytest.skip(f"the modules were made by grpcio-tools {made_by}, but {here} is installed")
-    assert compile_proto(ROOT, tmp_path / "same") == ours
+    same = compile_proto(ROOT, tmp_path / "same")
+    versions = {re.findall("Protobuf Python Version: (.*)", text["exchange_pb2.py"])[0] for text in (ours, same)}
+    if len(versions) > 1:
+        pytest.skip(f"the modules were made by, and grpcio-tools here makes those of, two versions of protobuf: {versions}")
+    assert same == ours
     changed = tmp_path / "changed" / PACKAGE / "exchange.proto"
     changed.parent.mkdir(parents=True)
     changed.write_text((ROOT / PACKAGE / "exchange.proto").read_text().replace("uint64 count = 4;", "uint64 count = 6;"))

@@ -14,7 +14,7 @@ from flwr.app import Error, Message, RecordDict
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed, compat
-from fl_bn.flower.layerwise.carriers import GrpcCarrier, _simulation_hint
+from fl_bn.flower.layerwise.exchanges import Exchanges, _simulation_hint
 from fl_bn.methods import METHODS
 from tests.conformance.cases import every_method
 from tests.flower.inside import Client, ExchangeSettings, LocalTraining, Samples
@@ -137,14 +137,14 @@ class Away(InProcessGrid):
 @pytest.mark.parametrize("reason", ["ExchangeFailed: CERTIFICATE_VERIFY_FAILED", ""])
 def test_auto_falls_back_for_want_of_workers_only(reason: str) -> None:
     """A service that clients do not trust is an error, whatever the carrier asked for."""
-    carrier = GrpcCarrier(ExchangeSettings(join_deadline=0.2), {})
+    carrier = Exchanges(ExchangeSettings(join_deadline=0.2), seeded_network("cnn"), {})
     cohort = [Client(index, index + 1, 4) for index in range(2)]
     try:
         if reason:
             with pytest.raises(RunFailed, match="client 0: .*VERIFY_FAILED"):
-                carrier.meet(Away(reason), cohort, 5.0)
+                carrier._meet(Away(reason), cohort, 5.0)
         else:
-            assert "clients 0, 1: " in carrier.meet(Away(reason), cohort, 5.0)
+            assert "clients 0, 1: " in carrier._meet(Away(reason), cohort, 5.0)
     finally:
         carrier.stop()
 
@@ -169,11 +169,11 @@ class PartlyAway(Away):
 @pytest.mark.parametrize("policy", ["abort", "shrink"])
 def test_one_client_that_cannot_meet_ends_the_run_under_abort_alone(policy: str, log: pytest.LogCaptureFixture) -> None:
     """Under shrink, rounds go on without it, whatever it says."""
-    carrier = GrpcCarrier(ExchangeSettings(policy=policy, join_deadline=5.0), {})
+    carrier = Exchanges(ExchangeSettings(policy=policy, join_deadline=5.0), seeded_network("cnn"), {})
     cohort = [Client(index, index + 1, 4) for index in range(3)]
     try:
         with pytest.raises(RunFailed, match="client 0: .*a lie") if policy == "abort" else nullcontext():
-            assert carrier.meet(PartlyAway("a lie"), cohort, 10.0) == ""
+            assert carrier._meet(PartlyAway("a lie"), cohort, 10.0) == ""
             assert "client 0 cannot use the exchange" in log.text
     finally:
         carrier.stop()

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from fl_bn import Federation
 from fl_bn.data.dataset import to_input
-from fl_bn.exchange import Session
 from fl_bn.federation.recalibration import recalibrate
 from fl_bn.flower import RunFailed
 from fl_bn.flower.layerwise.exchanges import Exchanges
 from fl_bn.methods import METHODS, Role
 from tests.costs import common_first
 from tests.federation import random_samples, union
-from tests.flower.inside import Checkpoint, Client, Defence, ExchangeSettings, Samples, running_statistics
+from tests.flower.inside import Checkpoint, Defence, ExchangeSettings, Samples, running_statistics
 from tests.hostile.test_layers_used_twice import Siamese
 from tests.in_process import Run, WatchedGrid, client_app, identical, run
 from tests.listed import listed
@@ -334,22 +333,6 @@ def test_a_simulation_makes_passes_unless_it_is_told_to_try() -> None:
     exchanges = Exchanges(ExchangeSettings(), network("chain"), {})
     try:
         for told in (False, True):
-            carrier, problem = exchanges._meeting(InMemoryGrid(), [Client(index, index + 1, 4) for index in range(2)], simulated=told)
-            assert (carrier is not None) == (problem == "") == told
+            assert (exchanges._why_not_at_once(InMemoryGrid(), 2, simulated=told) == "") == told
     finally:
         exchanges.stop()
-
-
-@listed(
-    ("why", "lasting"),
-    [
-        ("did not join within 30 s", True),
-        ("code 2: ExchangeFailed: the exchange at site:9095 failed: UNAVAILABLE", True),
-        ("code 2: OSError: the disk is full", False),
-    ],
-)
-def test_who_cannot_meet_once_is_not_asked_again_but_who_is_lost_is(why: str, lasting: bool) -> None:
-    exchanges = Exchanges(ExchangeSettings(), network("chain"), {})
-    exchanges.session = Session([0, 1], exchanges.layers)
-    exchanges.session.leave(1, why)
-    assert bool(exchanges._lasting()) is lasting

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Local, Request, checked
 from fl_bn.exchange.grpc import exchange_pb2 as pb
-from fl_bn.exchange.grpc import exchange_pb2_grpc
-from fl_bn.exchange.grpc.service import TOKEN
+from fl_bn.exchange.grpc.service import SERVICE, TOKEN
 from fl_bn.exchange.grpc.wire import decode_answer, encode_request
 from fl_bn.support.departures import leaving
 from fl_bn.support.loopback import direct
@@ -54,9 +53,9 @@ class GrpcExchange:
         else:
             self._channel = grpc.insecure_channel(address, options)
         self._requests: queue.SimpleQueue[pb.Request | None] = queue.SimpleQueue()
-        stub = exchange_pb2_grpc.ExchangeStub(self._channel)
+        average = self._channel.stream_stream(f"/{SERVICE}/Average", pb.Request.SerializeToString, pb.Answer.FromString)
         requests, timeout = iter(self._requests.get, None), min(timeout, MOST)
-        self._answers = stub.Average(requests, metadata=((TOKEN, token),), timeout=timeout, wait_for_ready=False)
+        self._answers = average(requests, metadata=((TOKEN, token),), timeout=timeout, wait_for_ready=False)
         try:
             self._ask(Join(batch), torch.float32)
         except BaseException:
@@ -99,17 +98,12 @@ class GrpcExchange:
         begin = time.perf_counter()
         self._requests.put(encode_request(request))
         try:
-            answer = next(self._answers)
-        except StopIteration:
-            raise ExchangeFailed(f"the exchange at {self._address} ended before it answered") from None
-        except grpc.RpcError as error:
-            raise ExchangeFailed(f"the exchange at {self._address} failed: {error.code().name}: {error.details()}") from error
+            return decode_answer(next(self._answers), dtype)
+        except (StopIteration, grpc.RpcError, ValueError) as error:
+            if isinstance(error, grpc.RpcError):
+                why = f"{error.code().name}: {error.details()}"
+            else:
+                why = f"it ended, or its answer has no values of {dtype}"
+            raise ExchangeFailed(f"the exchange at {self._address} failed: {why}") from error
         finally:
             self.seconds += time.perf_counter() - begin
-        try:
-            return decode_answer(answer, dtype)
-        except ValueError as error:
-            raise ExchangeFailed(
-                f"the exchange at {self._address} should answer with values of {dtype}, but its {len(answer.values)} bytes are not a whole "
-                "number of such values"
-            ) from error

@@ -13,7 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
 
@@ -30,31 +30,21 @@ TICK = 0.1  # seconds between checks of the clock
 FRAME = 4096  # the most bytes that a message needs beside its values
 
 
-class Ticket(NamedTuple):
-    """Name the session and the client that belong to a token. The service finds the ticket by the token that a client sends.
+@dataclass(eq=False)
+class Member:
+    """Hold a client of a session, whose token admits one stream. The service finds it by the token that the client sends.
 
     Attributes:
         session: the session.
         client: the client.
-    """
-
-    session: Session
-    client: int
-
-
-@dataclass(eq=False)
-class Stream:
-    """Hold the stream of an admitted client. The stream is kept for the whole round, so that nobody can use the token again.
-
-    Attributes:
-        ticket: the client's ticket.
-        context: gRPC's object for the stream.
+        context: gRPC's object for the client's stream. None: the client has not connected yet.
         busy: whether the stream's handler is answering a request or ending the stream. If it is, nobody else may end it.
         ended: whether the stream's handler has ended.
     """
 
-    ticket: Ticket
-    context: grpc.aio.ServicerContext
+    session: Session
+    client: int
+    context: grpc.aio.ServicerContext | None = None
     busy: bool = False
     ended: bool = False
 
@@ -79,8 +69,7 @@ class ExchangeService:
             certificates.check()
         self.host, self.port, self.certificates = host, port, certificates
         self._largest = largest + FRAME
-        self._tickets: dict[str, Ticket] = {}
-        self._streams: dict[str, Stream] = {}
+        self._members: dict[str, Member] = {}  # by token
         self._strangers = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="exchange", daemon=True)
@@ -123,46 +112,37 @@ class ExchangeService:
         """
         self._strangers = 0
         tokens = {client: secrets.token_hex(32) for client in sorted(session.active)}
-        self._tickets.update({token: Ticket(session, client) for client, token in tokens.items()})
+        self._members.update({token: Member(session, client) for client, token in tokens.items()})
         return tokens
 
     def close(self, session: Session) -> None:
         """Close ``session`` and forget its tokens. Clients that still wait for an answer get an error."""
         session.close()
-        for token in [token for token, ticket in list(self._tickets.items()) if ticket.session is session]:
-            del self._tickets[token]
-            if token in self._streams and self._streams[token].ended:
-                self._streams.pop(token, None)
+        for token, member in list(self._members.items()):
+            if member.session is session and (member.context is None or member.ended):  # the others go when their streams end
+                self._members.pop(token, None)
 
     async def _average(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Answer]:
         """Serve one client's stream. The stream ends with an error if the client is refused or late, or if the round fails."""
         token = str(dict(context.invocation_metadata() or ()).get(TOKEN, ""))
-        ticket = self._tickets.get(token)
-        if ticket is None:
+        member = self._members.get(token)
+        if member is None or member.context is not None:
+            why, code = "its token is not one of this round's" if token else "it sent no token", grpc.StatusCode.UNAUTHENTICATED
+            if member is not None:
+                who, code = member.session.called.client(member.client), grpc.StatusCode.ALREADY_EXISTS
+                why = f"the token of {who} admits one stream, and was used before"
             self._strangers += 1
             if self._strangers <= 10 or self._strangers % 100 == 0:  # many attempts must not fill the log
-                why = "its token is not one of this round's" if token else "it sent no token"
                 LOGGER.warning(
                     "exchange: refused a connection from %s: %s (refusal %d of this round)", context.peer(), why, self._strangers
                 )
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "expected the token of this round's train message")
+            await context.abort(code, f"expected the token of this round's train message, once, but {why}")
             return  # abort has raised
-        if token in self._streams:
-            LOGGER.warning(
-                "exchange: refused a second connection with the token of %s, from %s",
-                ticket.session.called.client(ticket.client),
-                context.peer(),
-            )
-            await context.abort(
-                grpc.StatusCode.ALREADY_EXISTS,
-                f"{ticket.session.called.client(ticket.client)} has joined already: its token admits one stream",
-            )
-        self._streams[token] = stream = Stream(ticket, context)
-        reason = "its stream broke"
+        member.context, reason = context, "its stream broke"
         try:
             async for data in requests:
-                stream.busy = True
-                answer = await self._answer(ticket, data)
+                member.busy = True
+                answer = await self._answer(member, data)
                 if answer is None:
                     reason = ""
                     return
@@ -171,20 +151,20 @@ class ExchangeService:
                     await context.abort(grpc.StatusCode.ABORTED, reason)
                     return  # abort has raised
                 yield encode_answer(answer)
-                stream.busy = False
+                member.busy = False
         finally:
-            stream.busy = stream.ended = True
-            if token not in self._tickets:
-                self._streams.pop(token, None)
-            ticket.session.leave(ticket.client, reason)
+            member.busy = member.ended = True
+            member.session.leave(member.client, reason)
+            if member.session.out(member.client):
+                self._members.pop(token, None)
 
-    async def _answer(self, ticket: Ticket, data: bytes) -> Answer | ExchangeFailed | None:
+    async def _answer(self, member: Member, data: bytes) -> Answer | ExchangeFailed | None:
         """Answer one request.
 
         Returns:
             The answer, or an ``ExchangeFailed`` with the reason for having no answer. None if the client leaves the session.
         """
-        session, client = ticket
+        session, client = member.session, member.client
         try:
             request = decode_request(data, session.layers)
         except Refused as refusal:
@@ -234,11 +214,11 @@ class ExchangeService:
             await asyncio.sleep(TICK)
             for session in self._sessions():
                 session.expire()
-            for stream in list(self._streams.values()):
-                if not stream.busy and (reason := stream.ticket.session.out(stream.ticket.client)):
-                    stream.busy = True
+            for member in list(self._members.values()):
+                if member.context is not None and not member.busy and (reason := member.session.out(member.client)):
+                    member.busy = True
                     with contextlib.suppress(Exception):  # ``abort`` always raises, whether or not the stream has ended before
-                        await stream.context.abort(grpc.StatusCode.ABORTED, reason)
+                        await member.context.abort(grpc.StatusCode.ABORTED, reason)
 
     async def _stop(self, server: grpc.aio.Server) -> None:
         self._watch.cancel()
@@ -248,7 +228,7 @@ class ExchangeService:
             await asyncio.wait(ending, timeout=1)
 
     def _sessions(self) -> set[Session]:
-        return {ticket.session for ticket in list(self._tickets.values())}
+        return {member.session for member in list(self._members.values())}
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)

@@ -12,14 +12,9 @@ from torch import Tensor
 
 from fl_bn.exchange.call import Answer, Join, Key, Layer, Local, Quantity, Refused, Request
 from fl_bn.exchange.grpc import exchange_pb2 as pb
+from fl_bn.support.wire import printable
 
-CODES = {
-    Quantity.MEAN: pb.MEAN,
-    Quantity.VARIANCE: pb.VARIANCE,
-    Quantity.MOMENTS: pb.MOMENTS,
-    Quantity.GRADIENTS: pb.GRADIENTS,
-    Quantity.STATISTICS: pb.STATISTICS,
-}
+CODES = {quantity: pb.Quantity.Value(quantity.name) for quantity in Quantity}
 QUANTITIES = {code: quantity for quantity, code in CODES.items()}
 DTYPES = {torch.float32: "<f4", torch.float64: "<f8"}
 
@@ -44,38 +39,26 @@ def decode_request(data: bytes, layers: Mapping[str, Layer]) -> Request | None:
         The request, or None if the client leaves the session.
 
     Raises:
-        Refused: the message cannot be read, is empty, names a layer or quantity that does not exist, or has a vector of
-            a wrong length.
+        Refused: the message cannot be read, is empty, or names a layer or quantity that does not exist. Or its bytes are no whole number
+            of the layer's values. How many there must be is the session's rule.
     """
+    got = "it cannot be read"
     try:
         message = pb.Request.FromString(data)
-    except DecodeError as error:
+        kind, local = message.WhichOneof("kind"), message.local
+        if kind == "leave":
+            return None
+        if kind == "join":
+            return Join(message.join.batch)
+        got = f"it names layer {printable(local.layer)!r} and quantity {local.quantity}, with {len(local.values)} bytes of values"
+        key = Key(local.layer, QUANTITIES[local.quantity], local.call)
+        return Local(key, _tensor(local.values, layers[key.layer].dtype), local.count)
+    except (DecodeError, KeyError, ValueError) as error:
+        known = f"one of {len(layers)} BatchNorm layers ({printable(', '.join(layers))}) and a quantity from 1 to {len(QUANTITIES)}"
         raise Refused(
-            f"expected a request in the format of exchange.proto, but got {len(data)} bytes that cannot be read as one"
+            f"expected a message of exchange.proto that names {known}, but of its {len(data)} bytes {got}: does the client run the same "
+            "model and version of fl-bn?"
         ) from error
-    kind = message.WhichOneof("kind")
-    if kind == "leave":
-        return None
-    if kind == "join":
-        return Join(message.join.batch)
-    if kind != "local":
-        raise Refused("expected a request to join, to average a layer's values or to leave, but got an empty one")
-    local = message.local
-    if local.quantity not in QUANTITIES:
-        raise Refused(
-            f"expected a quantity from 1 to {len(QUANTITIES)} (exchange.proto lists them: MEAN, VARIANCE, ...), but got {local.quantity}: "
-            "does the client run the same version of fl-bn?"
-        )
-    key = Key(local.layer, QUANTITIES[local.quantity], local.call)
-    if (layer := layers.get(key.layer)) is None:
-        raise Refused(
-            f"{key}: the server's model has no such BatchNorm layer; it has {len(layers)} ({', '.join(list(layers)[:3])} ...): does the "
-            "client run the same model and version?"
-        )
-    expected = key.quantity.width(layer.channels) * layer.dtype.itemsize
-    if len(local.values) != expected:
-        raise Refused(f"{key}: expected {expected} bytes ({layer.channels} channels of {layer.dtype}), but got {len(local.values)}")
-    return Local(key, _tensor(local.values, layer.dtype), local.count)
 
 
 @lru_cache(maxsize=8)

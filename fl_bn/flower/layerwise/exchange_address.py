@@ -19,15 +19,14 @@ import torch
 from fl_bn.exchange.call import Answer, Exchange, ExchangeFailed, Key, Request
 from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn.exchange.local import LocalExchange
-from fl_bn.exchange.replay import ReplayExchange
 from fl_bn.flower.compat import log
+from fl_bn.flower.layerwise.transcript import ReplayExchange
+from fl_bn.flower.wire.messages import ADDRESS, HOST
 from fl_bn.support.loopback import is_loopback
 from fl_bn.support.wire import WireError
 
 KEY = "exchange-addresses"  # of the node config
 DEPLOYED = "flwr-clientapp"  # Flower's program that runs a ClientApp for one message
-HOST = r"(?:\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)"
-ADDRESS = rf"{HOST}:[0-9]{{1,5}}"
 NOT_ALLOWED = f"this client does not connect to the address of the exchange: its node config ({KEY}) does not allow it"
 FAILED = "the exchange failed at this client, whose own log says why"
 GRPC_FIELDS = ("exchange-token", "exchange-address", "exchange-authority", "exchange-timeout", "exchange-patience")

@@ -1,7 +1,7 @@
 """Run the layer-wise exchanges of a run at the server.
 
-Each exchange has a ``Session``, which averages the clients' vectors, and a ``Carrier``, which takes the vectors
-from the clients to the server and back: over gRPC, in one process, or by replay in Flower's messages.
+Each exchange has a ``Session``, which averages the clients' vectors. A carrier takes the vectors from the clients to the server and
+back: a gRPC service, turns in one process, or replay in Flower's messages. ``Exchanges`` chooses it, once for all rounds.
 
 A round of FedTAN needs such an exchange. A statistics-only exchange goes layer by layer if all its clients
 can take part at the same time. Otherwise it takes one pass over the data per layer.
@@ -10,25 +10,43 @@ can take part at the same time. Otherwise it takes one pass over the data per la
 from __future__ import annotations
 
 import logging
+import math
+import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 from torch import nn
 
 from fl_bn.bn.moments import Average, weighted_mean
-from fl_bn.exchange.call import ExchangeFailed, Layer
-from fl_bn.exchange.local import too_many
+from fl_bn.exchange import local
+from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local
+from fl_bn.exchange.grpc.service import ExchangeService
 from fl_bn.exchange.session import NOT_JOINED, Session
 from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.flower.compat import log, simulates
+from fl_bn.flower.compat import federation_config, log, pinned, simulates
 from fl_bn.flower.deployment import exchange_in
 from fl_bn.flower.in_process import InProcessGrid
-from fl_bn.flower.layerwise.carriers import Carrier, GrpcCarrier, LocalCarrier, ReplayCarrier, configure
+from fl_bn.flower.layerwise.transcript import attach, read_request, size
 from fl_bn.flower.population import Client, RunFailed
+from fl_bn.flower.wire.codec import header_of
+from fl_bn.flower.wire.fields import RENDEZVOUS, add_to_config
+from fl_bn.flower.wire.messaging import copy_of, pulled
 from fl_bn.support.client_names import UNNAMED, ClientNames
+from fl_bn.support.wire import WireError, reason
 
 BY_PASSES = "Statistics are measured by one pass per layer instead"
+POLL = 0.1  # seconds between two checks for replies
+SAME = 1e-3  # by what share a repetition of a round may come to other values: a GPU adds up in another order each time
+NOT_REPEATED = (
+    "its repetition of the round computed other values than before. With exchange='replay' a round is computed again for each answer, so "
+    "the loop must draw the same numbers again: seed every generator of your own (np.random.default_rng(seed)) by the round, and draw "
+    "batches inside the block of training(...). Or choose exchange='grpc'"
+)
 
 
 class Exchanges:
@@ -41,6 +59,11 @@ class Exchanges:
         average: the rule that combines the clients' moments.
         believing: whether the session uses the counts and batch sizes that clients report, see ``Session``.
         called: the clients' names in the log.
+
+    Attributes:
+        session: the last exchange.
+        carrier: ``grpc``, ``local`` or ``replay``, the carrier of the rounds; empty until the first round chooses it.
+        messages: the number of Flower messages that one client got in the last round.
     """
 
     def __init__(
@@ -52,23 +75,12 @@ class Exchanges:
         believing: bool = True,
         called: ClientNames = UNNAMED,
     ) -> None:
-        self.settings, self.average, self.believing, self.called = settings, average, believing, called
-        self.layers = layers
-        self.session = Session([], {})
+        self.settings, self.layers, self.average, self.believing, self.called = settings, layers, average, believing, called
+        self.session, self.carrier, self.messages = Session([], {}), "", 1
         self._model = model
-        self._carrier: Carrier | None = None
-        self._grpc: GrpcCarrier | None = None
+        self._service: ExchangeService | None = None
         self._cannot_meet = ""  # why statistics are measured by passes for the rest of the run; empty if they are not
-
-    @property
-    def carrier(self) -> str:
-        """Return ``grpc``, ``local`` or ``replay``, the name of the carrier; empty until the first round chooses it."""
-        return "" if self._carrier is None else self._carrier.name
-
-    @property
-    def messages(self) -> int:
-        """Return the number of Flower messages that one client got in the last round."""
-        return 1 if self._carrier is None else self._carrier.messages
+        self._late: dict[str, tuple[int, Message]] = {}  # dropped clients whose replies are still missing, by the message's id
 
     def check(self, grid: Grid) -> None:
         """Check that the carrier of the settings can serve the rounds of this grid.
@@ -79,12 +91,8 @@ class Exchanges:
         Raises:
             RunFailed: the clients run in this process and the carrier is ``grpc``, or they do not and it is ``local``.
         """
-        wanted, here = self.settings.carrier, isinstance(grid, InProcessGrid)
-        if wanted == ("grpc" if here else "local"):
-            raise RunFailed(
-                f"exchange={wanted!r} does not work {'in one process' if here else 'here'}: clients "
-                f"{'run one after the other' if here else 'run in other processes'}. Set exchange='auto'"
-            )
+        if misfit := self._misfit(grid):
+            raise RunFailed(f"{misfit}. Set exchange='auto'")
 
     def round(self, grid: Grid, cohort: Sequence[Client], messages: Iterable[Message], timeout: float) -> list[Message]:
         """Send a round's train messages, run the layer-wise exchange of its clients, and return the replies.
@@ -100,18 +108,17 @@ class Exchanges:
         Raises:
             RunFailed: in the first round, the chosen carrier cannot serve this grid and cohort.
         """
-        if self._carrier is None:
-            self._carrier = self._choose(grid, cohort, timeout)
-        self.session = self._session(cohort, self.settings.policy, self.settings.deadline)
-        return self._carrier.carry(grid, _by_client(cohort, messages), self.session, timeout)
+        self.carrier = self.carrier or self._choose(grid, cohort, timeout)
+        self.session = self._opened(cohort, self.settings.policy, self.settings.deadline)
+        return self._carry(self.carrier, grid, _by_client(cohort, messages), self.session, timeout, timeout)
 
     def measure(
         self, grid: Grid, clients: Sequence[Client], messages: Iterable[Message], timeout: float, memory: int, simulated: bool
     ) -> tuple[list[Message], str]:
         """Send the messages of a statistics-only exchange, run it layer by layer, and return the replies.
 
-        Afterwards ``session`` holds the details. If the clients cannot all take part at the same time, the
-        log gives the reason, and no later call tries again.
+        Afterwards ``session`` holds the details. If the clients cannot all take part at the same time, or nobody joined the
+        exchange, the log gives the reason, and no later call tries again.
 
         Args:
             grid: Flower's grid.
@@ -127,45 +134,36 @@ class Exchanges:
         """
         if self._cannot_meet:
             return [], ""
-        carrier, self._cannot_meet = self._meeting(grid, clients, simulated)
-        if carrier is None:
-            log(logging.INFO, "%s. %s", self._cannot_meet, BY_PASSES)
+        if reason := self._why_not_at_once(grid, len(clients), simulated):
+            self._cannot_meet = reason
+            log(logging.INFO, "%s. %s", reason, BY_PASSES)
             return [], ""
-        share = memory // len(clients) if carrier.name == "local" else memory
+        carrier = "local" if isinstance(grid, InProcessGrid) else "grpc"
         sent = _by_client(clients, messages)
         for message in sent.values():
-            configure(message, {"exchange-memory": share})
-        self.session = self._session(clients, "abort", max(timeout, self.settings.deadline), given_up="The exchange is given up")
-        replies = carrier.carry(grid, sent, self.session, timeout, longest=timeout * (1 + len(self.layers)))
-        self._cannot_meet = self._lasting()
-        return replies, carrier.name
-
-    def _lasting(self) -> str:
-        """Return why the last session failed, if later sessions would fail, too; else empty.
-
-        Later sessions would fail if no client took part, or if a client could not join.
-        """
-        session = self.session
-        if session.batches:
-            return ""
-        kept_away = any(NOT_JOINED in why or ExchangeFailed.__name__ in why for why in session.dropped.values())
-        return session.failure if kept_away else "" if session.failure else "no client took part"
+            add_to_config(message.content, {"exchange-memory": memory // len(clients) if carrier == "local" else memory})
+        self.session = self._opened(clients, "abort", max(timeout, self.settings.deadline), given_up="The exchange is given up")
+        replies = self._carry(carrier, grid, sent, self.session, timeout, timeout * (1 + len(self.layers)))
+        if not self.session.batches:
+            self._cannot_meet = self.session.failure or "no client took part"
+        return replies, carrier
 
     def late_clients(self, grid: Grid) -> set[int]:
         """Return clients that an earlier round dropped and that have not answered that round's message yet.
 
         They have died or hang, so no round waits for them again.
         """
-        return set().union(*(carrier.late_clients(grid) for carrier in {self._carrier, self._grpc} if carrier is not None))
+        for reply in pulled(grid, {identity: message for identity, (_, message) in self._late.items()}):
+            self._late.pop(reply.metadata.reply_to_message_id, None)
+        return {client for client, _ in self._late.values()}
 
     def stop(self) -> None:
         """Close sockets and threads."""
-        for carrier in {self._carrier, self._grpc} - {None}:
-            assert carrier is not None
-            carrier.stop()
-        self._carrier = self._grpc = None
+        if self._service is not None:
+            self._service.stop()
+        self.carrier, self._service, self._late = "", None, {}
 
-    def _session(self, cohort: Sequence[Client], policy: str, deadline: float, **options: str) -> Session:
+    def _opened(self, cohort: Sequence[Client], policy: str, deadline: float, **options: str) -> Session:
         return Session(
             [client.index for client in cohort],
             self.layers,
@@ -179,75 +177,258 @@ class Exchanges:
             **options,
         )
 
-    def _service(self, grid: Grid) -> GrpcCarrier:
-        """Return the run's gRPC carrier. In a deployment it has the address and the TLS certificates of ``fl-bn kit``.
+    # the choice of the carrier
 
-        Raises:
-            OSError: the carrier cannot listen on its address.
-            ValueError: its certificates are wrong, or it would be unencrypted in an encrypted deployment.
-        """
-        if self._grpc is None:
-            self._grpc = GrpcCarrier(exchange_in(self.settings, grid), self.layers, self.called)
-        return self._grpc
+    def _misfit(self, grid: Grid) -> str:
+        wanted, here = self.settings.carrier, isinstance(grid, InProcessGrid)
+        place = "in one process, where clients run one after the other" if here else "where clients run in other processes"
+        return f"exchange={wanted!r} does not work {place}" if wanted == ("grpc" if here else "local") else ""
 
-    def _encrypted(self, grid: Grid) -> GrpcCarrier:
-        """Return the run's gRPC carrier.
-
-        Raises:
-            RunFailed: its certificates are wrong, or the carrier would be unencrypted in an encrypted deployment.
-        """
-        try:
-            return self._service(grid)
-        except ValueError as error:
-            raise RunFailed(str(error)) from error
-
-    def _meeting(self, grid: Grid, clients: Sequence[Client], simulated: bool) -> tuple[Carrier | None, str]:
-        """Return the carrier for a statistics-only exchange of ``clients``, and an empty text. If there is none: None and the reason.
+    def _why_not_at_once(self, grid: Grid, clients: int, simulated: bool) -> str:
+        """Return why ``clients`` clients cannot exchange statistics layer by layer. Empty if they can, and then the service listens.
 
         Args:
             grid: Flower's grid.
-            clients: the clients.
+            clients: the number of clients.
             simulated: whether to try it in Flower's simulation, too, which may be unable to run all clients at once.
         """
-        wanted, here = self.settings.carrier, isinstance(grid, InProcessGrid)
         if isinstance(grid, InProcessGrid) and grid.one_program:
-            return None, "engine='vectorised' measures all clients at once, a pass at a time"
-        if wanted == "replay" or isinstance(self._carrier, ReplayCarrier):
-            return None, "exchange='replay' takes a message per layer, as passes do"
-        if here:
-            if wanted == "grpc":
-                return None, "exchange='grpc' does not work in one process"
-            problem = too_many(len(clients), self._model)
-            return (None, problem) if problem else (LocalCarrier(), "")
-        if wanted == "local":
-            return None, "exchange='local' does not work where clients run in other processes"
-        if simulates(grid) and not simulated and self._carrier is None:
-            return None, "a simulation may be unable to run all clients at once (recalibration='exchange' tries it)"
+            return "engine='vectorised' measures all clients at once, a pass at a time"
+        if "replay" in (self.settings.carrier, self.carrier):
+            return "exchange='replay' takes a message per layer, as passes do"
+        if (misfit := self._misfit(grid)) or isinstance(grid, InProcessGrid):
+            return misfit or local.too_many(clients, self._model)
+        if simulates(grid) and not simulated and not self.carrier:
+            return "a simulation may be unable to run all clients at once (recalibration='exchange' tries it)"
         try:
-            return self._service(grid), ""
-        except (OSError, ValueError) as error:
-            return None, str(error)
+            self._listen(grid)
+        except RunFailed as error:
+            return str(error)
+        return ""
 
-    def _choose(self, grid: Grid, cohort: Sequence[Client], timeout: float) -> Carrier:
-        wanted, here = self.settings.carrier, isinstance(grid, InProcessGrid)
-        if wanted == "replay":
-            return ReplayCarrier()
-        if here and wanted in ("auto", "local"):
-            return LocalCarrier()
-        self.check(grid)
-        carrier = self._encrypted(grid)
+    def _choose(self, grid: Grid, cohort: Sequence[Client], timeout: float) -> str:
+        """Return the carrier of all rounds."""
+        if self.settings.carrier == "replay":
+            return "replay"
+        if isinstance(grid, InProcessGrid):
+            return "local"
         try:
-            problem = carrier.meet(grid, cohort, timeout)
+            problem = self._meet(grid, cohort, timeout)
         except BaseException:
             self.stop()
             raise
         if not problem:
-            return carrier
+            return "grpc"
         self.stop()
-        if wanted == "grpc":
+        if self.settings.carrier == "grpc":
             raise RunFailed(problem)
         log(logging.WARNING, "%s. exchange='auto' goes on with replay", problem)
-        return ReplayCarrier()
+        return "replay"
+
+    def _meet(self, grid: Grid, cohort: Sequence[Client], timeout: float) -> str:
+        """Test, before training, whether all clients of a cohort can join an exchange over gRPC at the same time.
+
+        Returns:
+            What to change if they cannot. Empty if they can.
+
+        Raises:
+            RunFailed: the service cannot listen. Or a client cannot reach it, or does not trust its certificate. With the policy
+                ``shrink``, rounds go on without such a client. The error is then raised only if no client could join, or if others were
+                late.
+        """
+        messages = {c.index: Message(RecordDict(), c.node, RENDEZVOUS, ttl=timeout, group_id="0") for c in cohort}
+        settings = self.settings
+        session = Session(messages, {}, policy=settings.policy, join_deadline=settings.join_deadline, called=self.called)
+        self._carry("grpc", grid, messages, session, timeout, timeout)
+        address = self._listen(grid)["exchange-address"]
+        unable = {client: why for client, why in session.dropped.items() if NOT_JOINED not in why}
+        if session.batches and len(unable) == len(session.dropped):  # with the policy shrink, rounds go on without these clients
+            for client, why in sorted(unable.items()):
+                log(logging.WARNING, "%s cannot use the exchange at %s: %s", self.called.client(client), address, why)
+            return ""
+        if unable:
+            raise RunFailed(
+                f"the exchange at {address} fails: {session.failure or next(iter(unable.values()))}. Check exchange-host (the name "
+                "by which clients reach this machine, and for which the certificate is valid), exchange-port and the certificates. The "
+                "clients' own logs say more: their node configs must allow the address (exchange-addresses). Or set exchange='replay'"
+            )
+        return (
+            f"the exchange needs all {len(cohort)} clients of a cohort to run at once, but {session.failure or 'none joined'}. "
+            f"{_simulation_hint(len(cohort), os.cpu_count() or 1)}; or set exchange='replay', which works with any number, but slowly"
+        )
+
+    # the carriers
+
+    def _carry(
+        self, carrier: str, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float
+    ) -> list[Message]:
+        """Send the messages, run the session, and return the replies.
+
+        Args:
+            carrier: ``grpc``, ``local`` or ``replay``.
+            grid: Flower's grid.
+            messages: the train messages, by client.
+            session: the exchange.
+            timeout: seconds from one exchange to the next.
+            longest: seconds for all of it.
+        """
+        if carrier == "replay":
+            return self._by_replay(grid, messages, session, timeout)
+        common = {"exchange": "local"} if carrier == "local" else self._listen(grid) | {"exchange-timeout": longest}
+        service = self._service if carrier == "grpc" else None
+        tokens = local.admit(session) if service is None else service.open(session)
+        try:
+            for client, message in messages.items():
+                add_to_config(message.content, common | {"exchange-token": tokens[client]})
+            if service is None:
+                return list(grid.send_and_receive(messages.values(), timeout=timeout))
+            return self._replies(grid, messages, session, timeout, longest)
+        finally:
+            if service is None:
+                local.dismiss(tokens)
+            else:
+                service.close(session)
+
+    def _listen(self, grid: Grid) -> dict[str, Any]:
+        """Start the run's gRPC service if it does not listen yet. In a deployment it has the address and the certificates of ``fl-bn kit``.
+
+        Returns:
+            What train messages say of it: its address and the authority's certificate travel over Flower's own connections.
+
+        Raises:
+            RunFailed: it cannot listen on its address, its certificates are wrong, or it would be unencrypted in an encrypted
+                deployment.
+        """
+        try:
+            settings = exchange_in(self.settings, grid)
+            if self._service is None:
+                largest = max((2 * layer.channels * layer.dtype.itemsize for layer in self.layers.values()), default=0)
+                self._service = ExchangeService(settings.listen_on, settings.port, largest, settings.certificates).start()
+                how = "TLS" if settings.certificates else "plaintext"
+                log(logging.INFO, "exchange: listening on %s:%s (%s)", settings.listen_on, self._service.port, how)
+            return {
+                "exchange": "grpc",
+                "exchange-address": f"{f'[{settings.host}]' if ':' in settings.host else settings.host}:{self._service.port}",
+                "exchange-authority": settings.certificates.authority.read_bytes() if settings.certificates else b"",
+                "exchange-patience": 2 * settings.deadline,
+            }
+        except (OSError, ValueError) as error:
+            raise RunFailed(str(error)) from error
+
+    def _replies(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float) -> list[Message]:
+        """Send the messages, and return the replies, without waiting for clients that the session has dropped.
+
+        If a client answers with an error, it is dropped at once. So the others need not wait for it until the
+        deadline. The arguments are those of ``_carry``.
+        """
+        pushed, begin, seen = set(grid.push_messages(messages.values())), time.monotonic(), session.exchanges
+        end = begin + timeout
+        sent = {message.metadata.message_id: message for message in messages.values()}
+        waiting = {message.metadata.message_id: client for client, message in messages.items() if message.metadata.message_id in pushed}
+        for client in messages.keys() - set(waiting.values()):
+            session.leave(client, "its message could not be sent")
+        replies: list[Message] = []
+        while set(waiting.values()) - session.dropped.keys() and time.monotonic() < end:
+            if session.exchanges > seen:
+                seen, end = session.exchanges, max(end, min(begin + longest, time.monotonic() + timeout))
+            new = list(pulled(grid, {identity: sent[identity] for identity in waiting}))
+            replies += new
+            for reply in new:
+                client = waiting.pop(reply.metadata.reply_to_message_id, -1)  # -1: answered twice
+                if client >= 0 and reply.has_error():
+                    session.leave(client, f"code {reply.error.code}: {reason(reply.error.reason)}")
+            if not new:
+                time.sleep(POLL)
+        self._late |= {identity: (client, sent[identity]) for identity, client in waiting.items()}
+        return replies
+
+    def _by_replay(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float) -> list[Message]:
+        """Send the messages again with each new answer until all clients have finished. Return the last replies.
+
+        Each message holds all answers so far. The client computes its round again from the start, until it needs
+        the next answer.
+        """
+        transcript: list[tuple[Key, Answer]] = []
+        final: dict[int, Message] = {}
+        sizes, down = dict.fromkeys(messages, 0.0), dict.fromkeys(messages, 0)
+        self.messages, pending = 0, list(messages)
+        while pending:
+            sent = {client: copy_of(messages[client]) for client in pending}
+            for client in pending:
+                down[client] += attach(sent[client].content, transcript)
+            requests = self._requests(grid, sent, session, timeout, final, sizes)
+            if self.messages == 0:
+                for client in sent:
+                    session.submit(client, Join(requests[client][0] if client in requests else 0), lambda answer: None)
+            self.messages += 1
+            answers: dict[int, Answer] = {}
+            for client, (_, request) in requests.items():
+                session.submit(client, request, partial(_keep, answers, client))
+            if pending := sorted(answers):
+                transcript.append((requests[pending[0]][1].key, answers[pending[0]]))
+        for client, nbytes in down.items():
+            session.traffic[client] = replace(session.traffic[client], down=nbytes)
+        return list(final.values())
+
+    def _requests(
+        self,
+        grid: Grid,
+        sent: Mapping[int, Message],
+        session: Session,
+        timeout: float,
+        final: dict[int, Message],
+        sizes: dict[int, float],
+    ) -> dict[int, tuple[int, Local]]:
+        """Send the messages, and return client -> its batch size and request, for each client that needs an answer.
+
+        If a client needs no further answer, its reply is added to ``final``, and the client leaves the session. ``sizes`` has
+        client -> the size of its requests so far. A client also leaves if its repetition computed other values.
+        """
+        requests: dict[int, tuple[int, Local]] = {}
+        replies: dict[int, Message] = {}
+        for answer in self._replies(grid, sent, session, timeout, timeout):
+            replies.setdefault(answer.metadata.src_node_id, answer)  # if a client answers twice, the first reply counts
+        for client, message in sent.items():
+            reply = replies.get(message.metadata.dst_node_id)
+            if reply is None or reply.has_error():  # for the error, ``_replies`` has dropped the client already
+                session.leave(client, "no reply before the deadline")
+                continue
+            try:
+                request = read_request(reply, header_of(message.content))
+            except WireError as error:
+                session.leave(client, str(error))
+                continue
+            if request is None:
+                final[client] = reply
+                if client in session.batches:
+                    session.leave(client)
+            elif not abs(request[2] - sizes[client]) <= SAME * sizes[client]:
+                session.leave(client, NOT_REPEATED)
+            else:
+                requests[client] = request[:2]
+                sizes[client] += size(request[1].values)
+        return requests
+
+
+def _simulation_hint(clients: int, cpus: int) -> str:
+    """Return advice on how to get ``clients`` workers in Flower's simulation.
+
+    Flower 1.25 can give each worker a part of a CPU. Later versions give whole CPUs only, so the advice is to tell Ray of
+    more CPUs than there are. All versions run at most 32 workers at a time, and at most 4 more than there are CPUs.
+    """
+    per_client, ray_cpus = "backend.client-resources.num-cpus", "backend.init-args.num-cpus"
+    share: dict[str, object] = (
+        {per_client: f"{math.floor(100 * cpus / clients) / 100:g}"} if pinned() else {ray_cpus: clients, per_client: 1}
+    )
+    return (
+        f"In simulation it needs {clients} workers, and Flower runs at most {min(32, cpus + 4)} at a time on {cpus} CPUs: "
+        f"{federation_config(share)}, or `fl-bn run` for more"
+    )
+
+
+def _keep(answers: dict[int, Answer], client: int, answer: Answer | ExchangeFailed) -> None:
+    if isinstance(answer, Answer):
+        answers[client] = answer
 
 
 def _by_client(clients: Sequence[Client], messages: Iterable[Message]) -> dict[int, Message]:

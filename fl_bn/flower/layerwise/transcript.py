@@ -1,4 +1,9 @@
-"""Encode the messages of an exchange by replay. The server sends a transcript: all answers so far. A client sends its next request."""
+"""Exchange vectors by replay: a client computes its round again from the start whenever a new answer has come.
+
+The server sends all answers so far, the transcript. The client uses them in order, and stops where it needs an
+answer that has not come yet. It sends this request in its reply. Every repetition has the same batch and the same random
+numbers, so it reaches the same point. No process waits between messages, so any cohort size works.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import Message, RecordDict
+from torch import Tensor
 
-from fl_bn.exchange.call import Answer, Key, Local, Quantity
-from fl_bn.exchange.replay import Unanswered
+from fl_bn.exchange.call import Answer, ExchangeFailed, Key, Local, Quantity, checked
 from fl_bn.federation.fields import NAME
 from fl_bn.federation.payload import Payload
 from fl_bn.federation.values import Reply
@@ -25,6 +30,60 @@ TRANSCRIPT = "transcript"
 REQUEST = "exchange"
 NAMED = re.compile(rf"({'|'.join(quantity.value for quantity in Quantity)})/([0-9]{{1,10}})/(.{{0,{NAME}}})", re.DOTALL)
 Transcript = Sequence[tuple[Key, Answer]]
+
+
+def size(values: Tensor) -> float:
+    """Return the sum of the absolute values of ``values``."""
+    return float(values.detach().double().abs().sum())
+
+
+class Unanswered(Exception):
+    """Signal that the client needs an answer that is not in the transcript yet.
+
+    Attributes:
+        request: the client's request for that answer.
+        batch: the number of samples in the client's batch.
+        passed: the sum of the absolute values of all requests that the client has made before this one, since it began the round
+            anew. The server compares this sum with the sum over the requests that it has received.
+    """
+
+    def __init__(self, request: Local, batch: int, passed: float = 0.0) -> None:
+        self.request, self.batch, self.passed = request, batch, passed
+        super().__init__(f"no answer yet for {request.key}")
+
+
+class ReplayExchange:
+    """Take part in a layer-wise exchange as one client: return a transcript's answers in order, and raise ``Unanswered`` at its end.
+
+    Args:
+        transcript: the server's answers so far in this round, in order, each with its key.
+        batch: the number of samples in the client's batch.
+    """
+
+    def __init__(self, transcript: Sequence[tuple[Key, Answer]], batch: int) -> None:
+        self.batch, self.seconds, self._passed = batch, 0.0, 0.0
+        self._remaining = list(transcript)
+
+    def __call__(self, key: Key, local: Tensor, count: int) -> Answer:
+        """Return the next answer of the transcript.
+
+        Raises:
+            Unanswered: the transcript has no more answers.
+            ExchangeFailed: the next answer belongs to another key, or does not fit ``local``.
+        """
+        if not self._remaining:
+            raise Unanswered(Local(key, local.detach().cpu(), count), self.batch, self._passed)
+        answered, answer = self._remaining.pop(0)
+        if answered != key:
+            raise ExchangeFailed(
+                f"the transcript's next answer is for {answered}, but this repetition of the round needs {key}: make the forward pass "
+                "deterministic"
+            )
+        self._passed += size(local)
+        return checked(answer, key, local)
+
+    def close(self, error: str = "") -> None:
+        """Do nothing: no other client waits."""
 
 
 def attach(content: RecordDict, transcript: Transcript) -> int:
@@ -52,20 +111,18 @@ def detach(payload: Payload, config: Mapping[str, Any]) -> list[tuple[Key, Answe
     """
     arrays = payload.pop(TRANSCRIPT, {})
     try:
-        keys = [_key_of(*entry) for entry in json.loads(str(config.get(TRANSCRIPT, "[]")))]
-        values = [torch.from_numpy(np.array(arrays[str(i)])) for i in range(len(keys))]
+        entries = enumerate(json.loads(str(config.get(TRANSCRIPT, "[]"))))
+        return [_entry(torch.from_numpy(np.array(arrays[str(i)])), *entry) for i, entry in entries]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        problem = f"expected a list of entries and one vector for each, but reading them failed: {reason(repr(error))}"
+        problem = f"expected a list of entries and a vector for each, but reading them failed: {reason(repr(error))}"
         raise WireError(TRANSCRIPT, "", problem) from error
-    if not all(vector.ndim == 1 and vector.is_floating_point() for vector in values):
-        raise WireError(TRANSCRIPT, "", "expected vectors of floating-point numbers, but an array has another dtype, or not one dimension")
-    return [(key, Answer(vector, count, batch)) for (key, count, batch), vector in zip(keys, values, strict=True)]
 
 
-def _key_of(layer: object, quantity: object, call: object, count: object, batch: object) -> tuple[Key, int, int]:
-    if type(layer) is not str or type(call) is not int or type(count) is not int or type(batch) is not int or min(call, count, batch) < 0:
-        raise TypeError("an entry is [layer, quantity, call, count, batch]: the layer is a text, the last three are whole numbers >= 0")
-    return Key(layer, Quantity(quantity), call), count, batch
+def _entry(values: Tensor, layer: Any, quantity: Any, call: Any, count: Any, batch: Any) -> tuple[Key, Answer]:
+    whole = all(type(number) is int and number >= 0 for number in (call, count, batch))
+    if type(layer) is not str or not whole or values.ndim != 1 or not values.is_floating_point():
+        raise TypeError("an entry is [layer, quantity, call, count, batch], a text and whole numbers >= 0; its vector has floats")
+    return Key(layer, Quantity(quantity), call), Answer(values, count, batch)
 
 
 def question(pending: Unanswered, client: int = 0) -> Reply:
@@ -87,20 +144,14 @@ def read_request(reply: Message, header: Header) -> tuple[int, Local, float] | N
             None if the reply is the client's last one of the round.
 
     Raises:
-        WireError: the reply is an error, or cannot be read.
+        WireError: the reply cannot be read.
     """
-    if reply.has_error():
-        raise WireError("error", "", f"code {reply.error.code}: {reason(reply.error.reason)}")
     payload, repeated = from_records(reply.content)
     if REQUEST not in payload:
         return None
     header.check(repeated)
-    metrics = REQUESTED.of_metrics(reply.content)
-    names = list(payload[REQUEST])
-    if len(names) != 1 or (match := NAMED.fullmatch(names[0])) is None:
-        raise WireError(REQUEST, "", f"expected one vector 'quantity/call/layer', but got {excerpt(names)}")
-    try:
-        values = torch.from_numpy(np.array(payload[REQUEST][names[0]]))
-    except (ValueError, TypeError) as error:
-        raise WireError(REQUEST, names[0], f"expected numbers, but got {payload[REQUEST][names[0]].dtype}") from error
+    metrics, (name, *others) = REQUESTED.of_metrics(reply.content), [*payload[REQUEST], ""]
+    if len(others) != 1 or (match := NAMED.fullmatch(name)) is None:
+        raise WireError(REQUEST, "", f"expected one vector 'quantity/call/layer', but got {excerpt(list(payload[REQUEST]))}")
+    values = torch.from_numpy(np.array(payload[REQUEST][name]))
     return metrics["batch"], Local(Key(match[3], Quantity(match[1]), int(match[2])), values, metrics["count"]), metrics["passed"]

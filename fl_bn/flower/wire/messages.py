@@ -12,7 +12,6 @@ from fl_bn.federation.fields import NEEDED, blobs, data, measured, number, one_o
 from fl_bn.federation.narrow import PAYLOADS
 from fl_bn.federation.replies import REPLIED as SAMPLES
 from fl_bn.federation.replies import TRAINED as NUMBERS
-from fl_bn.flower.layerwise.exchange_address import ADDRESS
 from fl_bn.flower.wire.fields import FOLDER, NAME, RESUMES, Form
 from fl_bn.methods import INPUTS, MEASURED, Phase
 from fl_bn.secure.settings import FINEST, WIDEST
@@ -22,6 +21,8 @@ from fl_bn.task import Task
 REQUIRED = "secure-aggregation"  # a key of the run config or of a client's node config: send nothing unmasked
 RECORD_KEY_CONFIGS = "secaggplus_configs"  # Flower's name for SecAgg+'s record, here so that a plain run imports nothing of SecAgg+
 CLASSES, LAYERS, NODES, CLIENTS = 65_536, 10_000, 10_000, 100_000  # the most entries of each kind in a message
+HOST = r"(?:\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)"
+ADDRESS = rf"{HOST}:[0-9]{{1,5}}"  # of the layer-wise exchange
 KEY, SHARE = 1024, 4096  # the most bytes of a public key, and of an encrypted pair of shares
 
 HEADER = Form(
