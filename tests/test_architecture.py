@@ -49,7 +49,6 @@ FLOWER_LEGACY = {  # public, too, but of Flower's older API: the files that stil
     "fl_bn/flower/legacy.py": {"flwr.client", "flwr.common", "flwr.server", "flwr.server.strategy"},
     "fl_bn/flower/secagg/workflow.py": {"flwr.common", "flwr.server", "flwr.server.strategy"},
     "fl_bn/flower/secagg/client.py": {"flwr.common"},
-    "fl_bn/flower/secagg/stages.py": {"flwr.common"},
 }
 RAY = {  # the files that use Ray itself
     "fl_bn/flower/lost_actors.py": {"ray", "ray.exceptions"},

@@ -226,8 +226,8 @@ class Session:
         if isinstance(request, Join):
             if client in self.batches:
                 yield "the client joined the round twice"
-            if not 0 <= request.batch <= (most := self.samples.get(client, LARGEST_COUNT)):
-                yield f"expected a batch of 0 to {most} samples, but got {request.batch}"
+            if not 0 <= request.batch <= self.samples.get(client, LARGEST_COUNT):
+                yield f"expected a batch of 0 to {self.samples.get(client, LARGEST_COUNT)} samples, but got {request.batch}"
             return
         key, values, layer = request.key, request.values, self.layers.get(request.key.layer)
         if client not in self.batches:

@@ -38,7 +38,7 @@ from fl_bn.flower.compat import log
 from fl_bn.flower.handlers import Request, kept_layers, metrics_of, read, reply_to, request_of
 from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect, deployed
 from fl_bn.flower.layerwise.transcript import Unanswered, question
-from fl_bn.flower.secagg.instruction_history import to_write
+from fl_bn.flower.secagg.instructions import to_write
 from fl_bn.flower.wire.codec import FORMAT, flatten, header_from, header_of, unflatten
 from fl_bn.flower.wire.fields import Form
 from fl_bn.flower.wire.gate import Gate, Handler, Limits, enough

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_bn.flower.secagg import rounds as secure_rounds
+from fl_bn.flower.secagg.workflow import SecureSum
 from fl_bn.secure.privacy import Journal, epsilon
 from tests.experiment.resuming import ROUNDS, Values, ends_with, run, small_run, stopped
 
@@ -68,17 +68,17 @@ def test_a_killed_server_forgets_no_release(tmp_path: Path) -> None:
     values = private(tmp_path / "runs")
 
     def dies(at: int, after: bool, resume: str) -> None:
-        honest, sums = secure_rounds.secure_sum, 0
+        honest, sums = SecureSum.result, 0
 
-        def killed(*args: object, **named: object) -> object:
+        def killed(self: SecureSum) -> object:
             nonlocal sums
             sums += 1
-            total = honest(*args, **named) if sums != at or after else None  # type: ignore[arg-type]
+            total = honest(self) if sums != at or after else None
             if sums == at:
                 os.kill(os.getpid(), signal.SIGKILL)
             return total
 
-        secure_rounds.secure_sum = killed  # type: ignore[assignment]
+        SecureSum.result = killed  # type: ignore[assignment,method-assign]
         run(values, resume=resume)
 
     for resume, at, after in (("", 2, False), ("run", 2, True), ("run", 3, False)):

@@ -154,7 +154,7 @@ found = []
 for secure in (False, True):
     run_in_process({**json.loads(sys.argv[1]), "name": f"run-{secure}", "secure-aggregation": secure})
     ours = {name for name in sys.modules if name.startswith("fl_bn.flower.secagg.")}
-    ours -= {"fl_bn.flower.secagg.instruction_history"}  # for every client
+    ours -= {"fl_bn.flower.secagg.instructions"}  # for every client
     found.append([name for name in sys.modules if "secure_aggregation" in name or name in ours])
 print(json.dumps([theirs, *found]))
 """

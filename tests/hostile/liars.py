@@ -23,8 +23,7 @@ from fl_bn.federation.shared_model import SharedModel
 from fl_bn.federation.values import ClientState, Reply
 from fl_bn.flower.compat import LOGGER
 from fl_bn.flower.secagg import client as secure_client
-from fl_bn.flower.secagg import rounds as secure_rounds
-from fl_bn.flower.secagg import stages as secure_stages
+from fl_bn.flower.secagg import workflow as secure_workflow
 from fl_bn.flower.wire.codec import header_for, to_record, to_records
 from fl_bn.flower.wire.fields import OURS
 from fl_bn.methods import METHODS

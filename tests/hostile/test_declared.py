@@ -46,8 +46,6 @@ EXPECTED: dict[tuple[str, bool], dict[str, Form]] = {  # by what a message asks 
     ("train collect_masked_vectors", True): {
         "secaggplus_configs": messages.MASKED,
         "fitres.metrics": messages.RESULT,
-        "fitres.status": messages.STATUS,
-        "fitres.num_examples": messages.WEIGHT,
     },
     ("train unmask", False): {"secaggplus_configs": messages.UNMASK, "fl-bn/header": messages.HEADER, "fl-bn/config": EITHER},
     ("train unmask", True): {"secaggplus_configs": messages.SHARES_BACK},
@@ -60,6 +58,8 @@ def undeclared(asked: str, is_reply: bool, content: RecordDict) -> list[str]:
     for name, record in [*content.config_records.items(), *content.metric_records.items()]:
         if name == "config" and not is_reply and set(record) == {"server-round"}:
             continue  # the user's
+        if name in ("fitres.status", "fitres.num_examples"):
+            continue  # Flower's, which nobody reads
         if name not in forms:
             found.append(name)
             continue

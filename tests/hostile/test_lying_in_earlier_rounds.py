@@ -14,10 +14,10 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Message
 
-from fl_bn.flower.secagg.instruction_history import History, history_of, problem, telling, to_write
+from fl_bn.flower.secagg.instructions import History, history_of, problem, telling, to_write
 from fl_bn.flower.wire.messages import HISTORY_HASHES, HISTORY_ROUNDS
 from fl_bn.methods import METHODS
-from tests.hostile.liars import ClientState, SecureAggregation, people, secure_client, secure_rounds, secure_stages, to_record, what
+from tests.hostile.liars import ClientState, SecureAggregation, people, secure_client, secure_workflow, to_record, what
 from tests.hostile.test_lying_set_up import COLLECT, NODES, OTHERS, VICTIM, is_noise, spying
 from tests.in_process import TWO_STEPS, WatchedGrid, client_app, run
 
@@ -59,20 +59,17 @@ def lying(patched: pytest.MonkeyPatch) -> dict[str, Any]:
     """As ``spying``; the sum of round 1 is given up, and nobody is refused for what they were told then."""
     seen = spying(patched) | {"told": {}}
 
-    def whole(self: Any, shapes: Any) -> Callable[[np.ndarray], bool]:
-        def keep(mean: np.ndarray) -> bool:
-            seen["mean"] = mean if len(mean) > FEW else seen["mean"]
-            return bool(self.server.record.round > 1)
-
-        return keep
+    def whole(self: Any, mean: np.ndarray) -> bool:
+        seen["mean"] = mean if len(mean) > FEW else seen["mean"]
+        return bool(self.round > 1)
 
     def at_odds(self: Any, nodes: Any) -> dict[int, str]:
         seen["told"] = {node: self.histories[node] for node in nodes}
         self.history = next((history for history in seen["told"].values() if history), {})
         return {}
 
-    patched.setattr(secure_rounds.SecureRounds, "_unmasked", whole)
-    patched.setattr(secure_stages.Stages, "_other_histories", at_odds)
+    patched.setattr(secure_workflow.SecureSum, "_unmasked", whole)
+    patched.setattr(secure_workflow.SecureSum, "_other_histories", at_odds)
     return seen
 
 

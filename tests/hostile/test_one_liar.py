@@ -64,8 +64,7 @@ SECURE: dict[str, tuple[Spoil, str]] = {
     "keys without dsts": (sets("train share_keys", "secaggplus_configs", dsts=None), "secaggplus_configs/dsts: "),
     "dsts of text": (sets("train share_keys", "secaggplus_configs", dsts=["a", "b"]), "secaggplus_configs/dsts: "),
     "dsts of a stranger": (sets("train share_keys", "secaggplus_configs", dsts=[1, 3, 4, 999]), "secaggplus_configs/dsts: "),
-    "collect without num_examples": (lacks("train collect_masked_vectors", "fitres.num_examples"), "fitres.num_examples: "),
-    "status code x": (sets("train collect_masked_vectors", "fitres.status", code="x"), "fitres.status/code: "),
+    "collect without activations": (lacks("train collect_masked_vectors", "fitres.metrics"), "fitres.metrics: "),
     "activations deep": (sets("train collect_masked_vectors", "fitres.metrics", activations="[" * 100_000), "fitres.metrics/activations: "),
     "activations unlike the others'": (
         sets("train collect_masked_vectors", "fitres.metrics", activations='{"1": 63, "5": 64}'),

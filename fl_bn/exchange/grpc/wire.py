@@ -50,14 +50,13 @@ def decode_request(data: bytes, layers: Mapping[str, Layer]) -> Request | None:
             return None
         if kind == "join":
             return Join(message.join.batch)
-        got = f"it names layer {printable(local.layer)!r} and quantity {local.quantity}, with {len(local.values)} bytes of values"
+        got = f"it names layer {printable(local.layer, 40)!r} and quantity {local.quantity}, with {len(local.values)} bytes of values"
         key = Key(local.layer, QUANTITIES[local.quantity], local.call)
         return Local(key, _tensor(local.values, layers[key.layer].dtype), local.count)
     except (DecodeError, KeyError, ValueError) as error:
-        known = f"one of {len(layers)} BatchNorm layers ({printable(', '.join(layers))}) and a quantity from 1 to {len(QUANTITIES)}"
+        known = f"one of {len(layers)} BatchNorm layers ({printable(', '.join(layers), 40)}) and a quantity from 1 to {len(QUANTITIES)}"
         raise Refused(
-            f"expected a message of exchange.proto that names {known}, but of its {len(data)} bytes {got}: does the client run the same "
-            "model and version of fl-bn?"
+            f"expected a request that names {known}, but of {len(data)} bytes {got}: does the client run the same model and version?"
         ) from error
 
 

@@ -5,7 +5,7 @@ Flower (1.25 to 1.42) reduces the 32-byte seed of a mask to the 32 bits that see
 removes the private masks, as the protocol requires. It can then find the pairwise masks by trying all seeds.
 
 Here a mask is the key stream of AES-256 in counter mode. Its key is the SHA-256 of the whole seed and of the
-client's instruction (``instruction_digest``). Keys, shares, encryption and stages are Flower's.
+client's instruction (``instructions``). Keys, shares, encryption and stages are Flower's.
 
 Flower's two modules are loaded a second time under other names. So Flower's own modules stay unchanged for
 everyone else. Other code calls the client's half through ``secagg_mod``, which is defined here. Pickle stores a
@@ -52,15 +52,12 @@ def key_stream(seed: bytes, num_range: int, dimensions_list: list[tuple[int, ...
 
     Args:
         seed: 32 bytes.
-        num_range: a power of 2, at most 2**32.
+        num_range: a power of 2, at most 2**32, else the masks would not be uniform.
         dimensions_list: the shapes.
 
     Raises:
-        ValueError: ``num_range`` is not a power of 2 up to 2**32, so the masks would not be uniform.
         LookupError: the call is not in a block of ``bound_to``.
     """
-    if num_range.bit_count() != 1 or num_range > 2**32:
-        raise ValueError(f"the range of masks must be a power of 2 up to 2**32, but got {num_range}")
     key = hashlib.sha256(b"fl-bn/secagg/2" + _digest.get() + seed).digest()
     encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
     masks = []
@@ -95,12 +92,6 @@ def secagg_mod(message: Message, context: Context, call_next: Callable[[Message,
         call_next: makes the client's vector.
         digest: the hash of the instruction. It is needed in the stage that masks the vector.
     """
-    if not digest:
-        return _answered(message, context, call_next)
     with bound_to(digest):
-        return _answered(message, context, call_next)
-
-
-def _answered(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
-    reply: Message = client_half.secaggplus_mod(message, context, call_next)
+        reply: Message = client_half.secaggplus_mod(message, context, call_next)
     return reply

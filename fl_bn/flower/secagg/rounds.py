@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
@@ -25,11 +24,10 @@ from fl_bn.federation.shared_model import NotFinite, ServerStep, median_steps
 from fl_bn.federation.values import Reply, RoundReplies
 from fl_bn.flower.compat import log
 from fl_bn.flower.population import Client, round_half_up
-from fl_bn.flower.secagg import evaluation as secure_evaluation
 from fl_bn.flower.secagg import sums
-from fl_bn.flower.secagg.sums import CHECK, LOSS_RANGE, REFERENCE, Layout, from_vector, layout, length, moments_of, references, update_of
-from fl_bn.flower.secagg.workflow import Sum, SumFailed, Summand, secure_sum
-from fl_bn.flower.wire.codec import from_records, header_of, tensors_of, to_record
+from fl_bn.flower.secagg.sums import LOSS_RANGE, REFERENCE, Layout, from_vector, moments_of, references, update_of
+from fl_bn.flower.secagg.workflow import SecureSum, Sum, SumFailed, Summand
+from fl_bn.flower.wire.codec import from_records, tensors_of, to_record
 from fl_bn.flower.wire.fields import OURS, add_to_config
 from fl_bn.flower.wire.messages import EVALUATION, SUM_OF
 from fl_bn.flower.wire.messaging import copy_of
@@ -54,30 +52,24 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: Rounds, de
     """
     settings.check(max(rounds.min_cohort, round_half_up(rounds.fraction * rounds.clients)))
     settings.check(rounds.clients)
-    if defence.active or method.adversary is not None:
-        raise ValueError(
-            "a defence against Byzantine clients compares the clients' updates, and secure aggregation hides them: choose one of the two"
-        )
-    if Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2)):
-        raise ValueError(
-            f"{method.name} exchanges moments layer by layer in the clear, and secure aggregation cannot hide them: take another method"
-        )
-    if method.refresh is Refresh.REPORTED or method.renew is not replace_by_pooled:
-        raise ValueError(
-            f"secure aggregation pools the moments of all clients in one sum, but {method.name} needs each client's own here: leave out "
-            "its ablations (hbn-separate, hbn-merge), or secure-aggregation"
-        )
-    if rounds.payload != AS_THE_MODEL:
-        raise ValueError(
-            f"secure aggregation sends masked whole numbers, and payload-dtype would round them: set payload-dtype to {AS_THE_MODEL!r}"
-        )
-    if rounds.auxiliary:
-        raise ValueError(
-            f"secure aggregation sums only updates and statistics, so {', '.join(c.section for c in rounds.auxiliary)} would be sent "
-            "unmasked: leave out secure-aggregation, or the objective or maintain-momentum that needs these tensors"
-        )
-    if settings.privacy is not None and rounds.client_weights != "uniform":
-        raise ValueError("differential privacy (dp-noise) needs the same weight for every client: set client-weights to 'uniform'")
+    masked = "secure aggregation hides each client's values"
+    one_by_one, layerwise = defence.active or method.adversary is not None, Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2))
+    own = method.refresh is Refresh.REPORTED or method.renew is not replace_by_pooled
+    others = ", ".join(c.section for c in rounds.auxiliary)
+    weighted = settings.privacy is not None and rounds.client_weights != "uniform"
+    for conflict, why in (
+        (one_by_one, f"{masked}, and a defence against Byzantine clients compares them: choose one of the two"),
+        (layerwise, f"{masked}, and {method.name} exchanges moments layer by layer in the clear: take another method"),
+        (own, f"{masked}, and {method.name} needs them here: leave out its ablations (hbn-separate, hbn-merge)"),
+        (rounds.payload != AS_THE_MODEL, f"{masked} as whole numbers, which payload-dtype would round: set it to {AS_THE_MODEL!r}"),
+        (
+            others,
+            f"{masked}, but {others} would be sent in the clear: leave out maintain-momentum, or the objective that needs these tensors",
+        ),
+        (weighted, "differential privacy (dp-noise) needs the same weight for every client: set client-weights to 'uniform'"),
+    ):
+        if conflict:
+            raise ValueError(why)
 
 
 class SecureRounds:
@@ -120,37 +112,29 @@ class SecureRounds:
                 the log has a warning.
         """
         shared, before, messages = self.shared, self.shared.statistics(), list(messages)
-        reference = references(shared.sections().get("statistics", {}))
-        for repeat in range(1, 1 + REPEATS):
-            try:
+        reference, limit = references(shared.sections().get("statistics", {})), self.settings.clipping_range
+        try:
+            for left in reversed(range(REPEATS)):
                 total, average = self._sum(grid, [copy_of(message) for message in messages], clients, timeout, Phase.MEASURE)
                 moments = self._moments(total, average, reference)
-            except (SumFailed, WireError) as error:
-                log(logging.WARNING, "the statistics stay as they are, since %s", error)
-                refused = getattr(error, "refused", {})
-                return [], {client.index: refused.get(client.index, str(error)) for client in clients}
-            if self.settings.privacy is not None or not (problem := self._imprecise(total, average, moments, reference)):
-                break
-            again = (
-                "they are measured again, with the new statistics as reference"
-                if repeat < REPEATS
-                else "measure them again, or raise secagg-clipping-range"
-            )
-            log(logging.INFO if repeat < REPEATS else logging.WARNING, "the measured statistics are imprecise (%s): %s", problem, again)
-            if _clients(total, average, "statistics", self.settings.clipping_range):
-                moments = _widened(moments, reference, self.settings.clipping_range)
-            arrays = _arrays(moments, reference)
-            reference = references(tensors_of(arrays))
-            for message in messages:
-                message.content[OURS + REFERENCE] = arrays
-        new = {name: replace_by_pooled(LayerReports(before[name], [m], 1.0, 1.0)) for name, m in moments.items() if m.count >= 2}
-        try:
+                if self.settings.privacy is not None or not (problem := self._imprecise(total, average, moments, reference)):
+                    break
+                again = "they are measured again, with the new statistics as reference"
+                again = again if left else "measure them again, or raise secagg-clipping-range"
+                log(logging.INFO if left else logging.WARNING, "the measured statistics are imprecise (%s): %s", problem, again)
+                if _clients(total, average, "statistics", limit):
+                    moments = _widened(moments, reference, limit)
+                arrays = _arrays(moments, reference)
+                reference = references(tensors_of(arrays))
+                for message in messages:
+                    message.content[OURS + REFERENCE] = arrays
+            new = {name: replace_by_pooled(LayerReports(before[name], [m], 1.0, 1.0)) for name, m in moments.items() if m.count >= 2}
             shared.store(before | new)
-        except NotFinite as error:
+        except (SumFailed, WireError, NotFinite) as error:
             log(logging.WARNING, "the statistics stay as they are, since %s", error)
-            return [], {client.index: str(error) for client in clients}
+            return [], _reasons(error, clients)
         self._state()
-        return [_entry(part, float("nan"), total.mean.size) for part in total.parts], total.refused
+        return [_entry(part, total) for part in total.parts], total.refused
 
     def train(self, grid: Grid, messages: Iterable[Message], cohort: Sequence[Client], timeout: float) -> tuple[bool, list[Reply]]:
         """Train for one round.
@@ -168,38 +152,37 @@ class SecureRounds:
             Whether the round changed the model; and one reply for each client in the sum, with the client's counts and
                 the cohort's mean loss. If the model did not change, the log has a warning.
         """
-        shared, server, record = self.shared, self.server, self.server.record
-        phase, who = Phase(record.phase), [client.index for client in cohort]
+        shared, server, record, messages = self.shared, self.server, self.server.record, list(messages)
+        phase, who, parts = Phase(record.phase), [client.index for client in cohort], list[Reply]()
         try:
-            messages = list(messages)
             total, average = self._sum(grid, messages, cohort, timeout, phase)
             reports = bool(shared.statistics()) and shared.method.reports(phase) is not StatisticsReport.NOTHING
-            reference = references(shared.sections().get("statistics", {})) if reports else {}
-            moments = self._moments(total, average, reference)
-        except (SumFailed, WireError) as error:
-            self._say(error)
-            refused = getattr(error, "refused", {})
-            reasons = {index: refused.get(index, str(error)) for index in who}
-            server.record = with_clients(record, RoundReplies(who, [], reasons), [], reasons, called=self.rounds.called)
-            log(logging.WARNING, "round %s: nothing changes, since %s", record.round, error)
-            return False, []
-        limit = self.settings.clipping_range
-        loss = float(average["loss"]["loss"][0]) * LOSS_RANGE / limit if "loss" in average else float("nan")
-        parts = [_entry(part, loss, total.mean.size) for part in total.parts]
-        record = with_clients(record, RoundReplies(who, parts, total.refused), parts, total.refused, called=self.rounds.called)
-        server.record = record
-        self._report_cut(record.round, total, average)
-        before, after = shared.statistics(), self._combined(total, moments, server.pace())
-        sent, _ = from_records(messages[0].content)
-        weights = to_tensors(sent.get("weights", {}))
-        sections = update_of(average, weights) or {"weights": {}}
-        if "weights" in sections:  # the noise of differential privacy moves nothing that no client trains
-            sections["weights"] |= {name: weights[name] for name in shared.held(phase) if name in sections["weights"]}
-        steps = median_steps(p.plan.steps for p in total.parts)
-        together = Reply(who[0], sections, sum(p.plan.samples for p in total.parts), 1, {"steps": float(steps)})
-        try:
+            moments = self._moments(total, average, references(shared.sections().get("statistics", {})) if reports else {})
+            limit = self.settings.clipping_range
+            loss = float(average["loss"]["loss"][0]) * LOSS_RANGE / limit if "loss" in average else float("nan")
+            parts = [_entry(part, total, loss) for part in total.parts]
+            record = with_clients(record, RoundReplies(who, parts, total.refused), parts, total.refused, called=self.rounds.called)
+            server.record = record
+            for key in ("statistics", "update"):
+                if "cut" in average and (cut := _clients(total, average, key, limit)):
+                    what = (
+                        f"%d of %d clients had to cut their {key} to the quantiser's range (secagg-clipping-range %g); their logs say where"
+                    )
+                    log(logging.WARNING, f"round %s: {what}", record.round, cut, len(parts), limit)
+            before, after = shared.statistics(), self._combined(total, moments, server.pace())
+            weights = to_tensors(from_records(messages[0].content)[0].get("weights", {}))
+            sections = update_of(average, weights) or {"weights": {}}
+            if "weights" in sections:  # the noise of differential privacy moves nothing that no client trains
+                sections["weights"] |= {name: weights[name] for name in shared.held(phase) if name in sections["weights"]}
+            steps = {"steps": float(median_steps(p.plan.steps for p in total.parts))}
+            together = Reply(who[0], sections, sum(p.plan.samples for p in total.parts), 1, steps)
             shared.change(ServerStep([together], [1.0], server.optimizer, record.learning_rate, phase=phase), after)
-        except NotFinite as error:
+        except (SumFailed, WireError, NotFinite) as error:
+            if not parts:
+                reasons = _reasons(error, cohort)
+                server.record = with_clients(record, RoundReplies(who, [], reasons), [], reasons, called=self.rounds.called)
+                for index, why in sorted(getattr(error, "refused", {}).items()):
+                    log(logging.WARNING, "%s is not in the sum: %s", self.rounds.called.client(index), why)
             log(logging.WARNING, "round %s: nothing changes, since %s", record.round, error)
             return False, parts
         server.record = replace(record, aggregated=True, drift=Drift.between(before, after))
@@ -222,30 +205,17 @@ class SecureRounds:
             The means by name; and client index -> why this client is not in the means. There are no means if the sum
                 fails, or under differential privacy, whose budget includes no evaluations.
         """
-        messages, shapes = list(messages), secure_evaluation.layout(task)
+        messages, shapes = list(messages), sums.evaluation_layout(task)
         if self.settings.privacy is not None:
             return {}, {client.index: NO_BUDGET for client in clients}
         for message in messages:
             add_to_config(message.content, {SUM_OF: EVALUATION})
         try:
-            total = secure_sum(
-                grid,
-                messages,
-                clients,
-                header_of(messages[0].content),
-                self.settings,
-                timeout,
-                length(shapes),
-                least=max(LEAST, self.settings.threshold_of(len(clients))),
-                weighted=(False, False),
-                evaluates=True,
-                whole=self._unmasked(shapes),
-                called=self.rounds.called,
-            )
+            total = SecureSum(grid, messages, clients, self.settings, timeout, shapes, called=self.rounds.called).result()
         except SumFailed as error:
-            return {}, {client.index: error.refused.get(client.index, str(error)) for client in clients}
-        self._note([_entry(part, float("nan"), total.mean.size) for part in total.parts], True)
-        return secure_evaluation.values_of(from_vector(total.mean, shapes), task, self.settings.clipping_range), total.refused
+            return {}, _reasons(error, clients)
+        self._note([_entry(part, total) for part in total.parts], True)
+        return sums.evaluation_means(from_vector(total.mean, shapes), task, self.settings.clipping_range), total.refused
 
     def _sum(self, grid: Grid, messages: Sequence[Message], cohort: Sequence[Client], timeout: float, phase: Phase) -> tuple[Sum, Sections]:
         """Compute a secure sum of the clients' vectors.
@@ -254,8 +224,8 @@ class SecureRounds:
             The sum; and section -> name -> the weighted average over the clients. As in the vectors (``sums``), averages of
                 weights are differences from the weights that were sent, and averages of statistics are standardised deviations.
         """
-        shared, privacy, trains = self.shared, self.settings.privacy, phase is not Phase.MEASURE
-        shapes: Layout = layout(shared.expected(phase, self.rounds.update), loss=trains and privacy is None, cut=privacy is None)
+        rounds, privacy, trains = self.rounds, self.settings.privacy, phase is not Phase.MEASURE
+        shapes: Layout = sums.layout(self.shared.expected(phase, rounds.update), loss=trains and privacy is None, cut=privacy is None)
         if privacy is not None:
             noise = {"dp-clip": privacy.clip, "dp-statistics-clip": privacy.statistics_clip, "dp-noise": privacy.noise}
             for message in messages:
@@ -268,41 +238,22 @@ class SecureRounds:
                 raise SumFailed(
                     f"the privacy cost of this round cannot be stored ({error}), so the sum is not started: free some disk space", {}
                 ) from error
-        least = max(LEAST, self.settings.threshold_of(len(cohort)))
-        if trains:
-            least = max(least, self.rounds.min_cohort, math.ceil(self.rounds.min_replies * len(cohort)))
-        total = secure_sum(
+        total = SecureSum(
             grid,
             messages,
             cohort,
-            header_of(messages[0].content),
             self.settings,
             timeout,
-            length(shapes),
-            least=least,
-            weighted=(self.rounds.client_weights == "samples" and privacy is None, privacy is None),
-            statistics_by_passes="moments" in shapes,
-            layers={name.rpartition(".")[0] for name in shapes.get("moments", {})},
-            most_steps=self.rounds.most_steps if trains else unbounded,
-            once=shared.method.report in (StatisticsReport.FIRST, StatisticsReport.PASS),
-            whole=self._unmasked(shapes),
-            called=self.rounds.called,
-        )
-        self._note([_entry(part, float("nan"), total.mean.size) for part in total.parts], False)
+            shapes,
+            least=max(rounds.min_cohort, math.ceil(rounds.min_replies * len(cohort))) if trains else LEAST,
+            weighted=(rounds.client_weights == "samples" and privacy is None, privacy is None),
+            most_steps=rounds.most_steps if trains else unbounded,
+            once=self.shared.method.report in (StatisticsReport.FIRST, StatisticsReport.PASS),
+            called=rounds.called,
+        ).result()
+        self._note([_entry(part, total) for part in total.parts], False)
         average = from_vector(total.mean, shapes)
         return total, {s: {k: t / total.weight(s) for k, t in part.items()} for s, part in average.items()}
-
-    def _unmasked(self, shapes: Layout) -> Callable[[np.ndarray], bool]:
-        """Return a function that checks whether the masks in a mean have cancelled.
-
-        It compares two entries of the mean with the constants ``CHECK``, which every client's vector has.
-        """
-
-        def whole(mean: np.ndarray) -> bool:
-            constants = from_vector(mean, shapes)["check"]["check"] / self.settings.clipping_range
-            return float((constants - torch.tensor(CHECK, dtype=torch.float64)).abs().max()) <= 4 * 2.0**-self.settings.quantization_range
-
-        return whole
 
     def _moments(self, total: Sum, average: Sections, reference: Mapping[str, Running]) -> dict[str, Moments]:
         """Return the moments of all clients together, by layer.
@@ -340,12 +291,6 @@ class SecureRounds:
         far = sum(lost(m, firsts[layer], reference[layer], error, limit) for layer, m in moments.items() if m.count)
         return f"the variance of {far} channels is inexact, since the reference is far from the data" if far else ""
 
-    def _report_cut(self, round: int, total: Sum, average: Sections) -> None:
-        for key in ("statistics", "update"):
-            if "cut" in average and (cut := _clients(total, average, key, self.settings.clipping_range)):
-                what = "%d of %d clients had to cut their %s to the quantiser's range (secagg-clipping-range %g); their logs say where"
-                log(logging.WARNING, f"round %s: {what}", round, cut, len(total.parts), key, self.settings.clipping_range)
-
     def _combined(self, total: Sum, moments: Mapping[str, Moments], pace: float) -> dict[str, Running]:
         """Return the shared statistics after the round, by layer.
 
@@ -369,15 +314,18 @@ class SecureRounds:
         if self.accountant is not None:
             log(logging.INFO, "%s", self.accountant.statement())
 
-    def _say(self, error: Exception) -> None:
-        for index, reason in sorted(getattr(error, "refused", {}).items()):
-            log(logging.WARNING, "%s is not in the sum: %s", self.rounds.called.client(index), reason)
+
+def _reasons(error: Exception, clients: Sequence[Client]) -> dict[int, str]:
+    """Return client index -> why this client is not in the sum that failed with ``error``: its own reason, or else the error's."""
+    refused = getattr(error, "refused", {})
+    return {client.index: refused.get(client.index, str(error)) for client in clients}
 
 
-def _entry(part: Summand, loss: float, size: int) -> Reply:
+def _entry(part: Summand, total: Sum, loss: float = math.nan) -> Reply:
     """Return a client's entry for the round's record: its counts, and the size of its masked vector (int64)."""
-    masked = {"masked": {"vector": torch.zeros((), dtype=torch.int64).expand(size)}}
-    return Reply(part.client.index, masked, part.plan.samples, part.plan.samples, part.metrics | {"loss": loss})
+    masked = {"masked": {"vector": torch.zeros((), dtype=torch.int64).expand(total.mean.size)}}
+    numbers = {"steps": float(part.plan.steps), "loss": loss}
+    return Reply(part.client.index, masked, part.plan.samples, part.plan.samples, numbers)
 
 
 def _clients(total: Sum, average: Sections, key: str, limit: float) -> int:

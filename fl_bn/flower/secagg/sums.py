@@ -9,27 +9,33 @@ The vector (d,) holds these parts in the order of ``layout``:
 * two constants (``CHECK``).
 
 The vector travels without names. Both sides derive the layout from model, method and phase.
+
+In a sum of evaluations, the vector holds the client's loss, the task's own metric, and the constants. The server learns the means.
+Each client counts once, as in evaluations outside of secure sums. The standard deviation, the worst client
+and accuracies per class are not reported. With three clients, mean and standard deviation nearly reveal each
+client's number. The accuracy of a class may come from few samples. Loss and metric are scaled to the range that the task
+declares for them. An open end of a range is ``-LOSS_RANGE`` or ``LOSS_RANGE``. Values outside the range are cut off.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fl_bn.bn.moments import Moments, Running
 from fl_bn.federation.payload import Named, Sections, decode_moments, tensor_name
 from fl_bn.federation.schema import Schema
 from fl_bn.secure.additive import deviations, from_deviations, from_running_deviations, running_deviations, running_within, within
 from fl_bn.support.wire import WireError
+from fl_bn.task import Task
 
 Layout = dict[str, dict[str, tuple[int, ...]]]
 STATISTICS = ("statistics", "moments")
+EVALUATION, LOSS = "evaluation", "loss"
 LOSS_RANGE = 64.0  # the largest loss in a sum; larger ones are cut off
 # constants that every client sends, as shares of the quantiser's range: their means are right only if the masks cancelled
 CHECK = (0.5, -0.25)
@@ -90,16 +96,13 @@ def layout(expected: Schema, loss: bool, cut: bool = True) -> Layout:
         loss: whether the loss is summed.
         cut: whether the flags of cut values are summed.
     """
-    shapes: Layout = {}
-    for section, specs in expected.sections.items():
-        counts = {name for name in specs if section == "moments" and name.rpartition(".")[2] == "count"}
-        shapes[section] = {name: spec.shape for name, spec in specs.items() if name not in counts}
-    return (
-        shapes
-        | ({"loss": {"loss": (1,)}} if loss else {})
-        | ({"cut": {"statistics": (1,), "update": (1,)}} if cut else {})
-        | {"check": {"check": (2,)}}
-    )
+    numbers: Layout = {"loss": {"loss": (1,)}} if loss else {}
+    numbers |= {"cut": {"statistics": (1,), "update": (1,)}} if cut else {}
+    tensors = {
+        section: {name: spec.shape for name, spec in specs.items() if (section, name.rpartition(".")[2]) != ("moments", "count")}
+        for section, specs in expected.sections.items()
+    }
+    return {**tensors, **numbers, "check": {"check": (len(CHECK),)}}
 
 
 def releases(shapes: Layout) -> int:
@@ -133,41 +136,28 @@ def additive(reply: Sections, weights: Named, reference: Mapping[str, Running], 
             fit the range.
 
     Raises:
-        WireError: a value is not finite, or the server sent no reference for a layer.
+        WireError: a value is not finite.
     """
     parts: Sections = {}
     cut: dict[str, int] = {}
     for section, tensors in reply.items():
-        if section == "weights":
-            parts[section] = {name: tensor.double() - weights[name].double() for name, tensor in tensors.items()}
-        elif section == "gradients":
-            parts[section] = {name: tensor.double() for name, tensor in tensors.items()}
+        if section in STATISTICS:
+            parts[section] = {}
+            names = ("mean", "var") if section == "moments" else ("running_mean", "running_var")
+            reported = decode_moments(tensors) if section == "moments" else references(tensors)
+            for layer, own in reported.items():
+                about = reference[layer]
+                if isinstance(own, Moments):
+                    *both, cut[layer] = within(*deviations(own, about), limit)
+                else:
+                    *both, cut[layer] = running_within(*running_deviations(own, about), limit)
+                parts[section] |= {tensor_name(layer, name): tensor for name, tensor in zip(names, both, strict=True)}
         else:
-            parts[section] = _statistics(section, tensors, reference, limit, cut)
-    for section, part in parts.items():
-        for name, tensor in part.items():
-            if not bool(tensor.isfinite().all()):
-                raise WireError(section, name, "not all values are finite (training diverged?), so they cannot be part of a sum")
+            sent = weights if section == "weights" else {}
+            parts[section] = {k: t.double() - sent[k].double() if k in sent else t.double() for k, t in tensors.items()}
+        if wrong := [name for name, tensor in parts[section].items() if not bool(tensor.isfinite().all())]:
+            raise WireError(section, wrong[0], "not all values are finite (training diverged?), so they cannot be part of a sum")
     return parts, cut
-
-
-def _statistics(section: str, tensors: Named, reference: Mapping[str, Running], limit: float, cut: dict[str, int]) -> dict[str, Tensor]:
-    parts: dict[str, Tensor] = {}
-    if section == "moments":
-        for layer, moments in decode_moments(tensors).items():
-            first, second, cut[layer] = within(*deviations(moments, _reference(section, layer, reference)), limit)
-            parts |= {tensor_name(layer, "mean"): first, tensor_name(layer, "var"): second}
-        return parts
-    for layer, running in references(tensors).items():
-        mean, var, cut[layer] = running_within(*running_deviations(running, _reference(section, layer, reference)), limit)
-        parts |= {tensor_name(layer, "running_mean"): mean, tensor_name(layer, "running_var"): var}
-    return parts
-
-
-def _reference(section: str, layer: str, reference: Mapping[str, Running]) -> Running:
-    if layer not in reference:
-        raise WireError(section, layer, "expected the shared statistics from which deviations are measured, but the server sent none")
-    return reference[layer]
 
 
 def activations(reply: Sections, plan: Plan) -> dict[str, int]:
@@ -202,10 +192,64 @@ def flags(loss: float, weight: float, statistics: bool, update: bool, limit: flo
         update: whether the update was cut off.
         limit: the quantiser's range is ``[-limit, limit]``.
     """
-    share = min(loss / LOSS_RANGE, 1.0) * limit * weight
-    cut = {"statistics": limit * statistics, "update": limit * update}
-    check = torch.tensor(CHECK, dtype=torch.float64) * limit
-    return {"loss": {"loss": torch.tensor([share])}, "cut": {k: torch.tensor([v]) for k, v in cut.items()}, "check": {"check": check}}
+    share = torch.tensor([min(loss / LOSS_RANGE, 1.0) * limit * weight])
+    cut = {"statistics": torch.tensor([limit * statistics]), "update": torch.tensor([limit * update])}
+    return {"loss": {"loss": share}, "cut": cut} | constants(limit)
+
+
+def constants(limit: float) -> Sections:
+    """Return the constants ``CHECK``, scaled to the quantiser's range ``[-limit, limit]``."""
+    return {"check": {"check": torch.tensor(CHECK, dtype=torch.float64) * limit}}
+
+
+def evaluation_layout(task: type[Task] | Task) -> Layout:
+    """Return section -> name -> shape of the values in a secure sum of evaluations."""
+    return {EVALUATION: {LOSS: (1,), task.metric: (1,)}, "check": {"check": (len(CHECK),)}}
+
+
+def evaluation_parts(metrics: Mapping[str, float], task: Task, limit: float) -> Sections:
+    """Scale a client's metrics to the quantiser's range, by section of ``evaluation_layout``.
+
+    Args:
+        metrics: the client's metrics, by name.
+        task: the task, which declares the metric and its range.
+        limit: the quantiser's range is ``[-limit, limit]``.
+
+    Raises:
+        ValueError: a metric is NaN, because there are no labels or the model diverged. The client then takes
+            no part in the mean.
+    """
+    shares = {}
+    for name in (LOSS, task.metric):
+        if math.isnan(value := metrics[name]):
+            raise ValueError(
+                f"the {name} of this evaluation is NaN, which cannot be part of a sum: lower the learning rate, or check the test data"
+            )
+        low, high = _range(name, task)
+        shares[name] = torch.tensor([(min(max(value, low), high) - low) / (high - low) * limit], dtype=torch.float64)
+    return {EVALUATION: shares} | constants(limit)
+
+
+def evaluation_means(average: Sections, task: Task, limit: float) -> dict[str, float]:
+    """Convert an average over clients back to metrics, the inverse of ``evaluation_parts``.
+
+    Rounding may put a value outside of its range. Such a value is cut off.
+
+    Args:
+        average: the average, by section of ``evaluation_layout`` and name.
+        task: the task, which declares the metric and its range.
+        limit: the quantiser's range is ``[-limit, limit]``.
+    """
+    values = {}
+    for name, mean in average[EVALUATION].items():
+        low, high = _range(name, task)
+        values[name] = low + min(max(float(mean) / limit, 0.0), 1.0) * (high - low)
+    return values
+
+
+def _range(name: str, task: Task) -> tuple[float, float]:
+    low, high = (-math.inf, math.inf) if name == LOSS else task.declared()[name]
+    return max(low, -LOSS_RANGE), min(high, LOSS_RANGE)
 
 
 def to_vector(parts: Sections, shapes: Layout) -> np.ndarray:
@@ -216,15 +260,9 @@ def to_vector(parts: Sections, shapes: Layout) -> np.ndarray:
 
 def from_vector(vector: np.ndarray, shapes: Layout) -> Sections:
     """Return the tensors in ``vector``, the inverse of ``to_vector``."""
-    parts: Sections = {}
-    start = 0
-    for section, names in shapes.items():
-        parts[section] = {}
-        for name, shape in names.items():
-            end = start + math.prod(shape)
-            parts[section][name] = torch.from_numpy(vector[start:end].copy()).reshape(shape)
-            start = end
-    return parts
+    lengths = [math.prod(shape) for names in shapes.values() for shape in names.values()]
+    flat = iter(torch.from_numpy(vector.copy()).split(lengths))
+    return {section: {name: next(flat).reshape(shape) for name, shape in names.items()} for section, names in shapes.items()}
 
 
 def update_of(average: Sections, weights: Named) -> Sections:
@@ -260,19 +298,13 @@ def moments_of(
     merged: dict[str, Moments] = {}
     negative = 0
     for layer, about in reference.items():
-        if (name := tensor_name(layer, "mean")) in average.get("moments", {}):
-            first, second = average["moments"][name], average["moments"][tensor_name(layer, "var")]
-            merged[layer], below = from_deviations(counts[layer], first, limit * second, about)
-        elif (name := tensor_name(layer, "running_mean")) in average.get("statistics", {}):
-            mean, var = average["statistics"][name], average["statistics"][tensor_name(layer, "running_var")]
-            running, below = from_running_deviations(mean, limit * var, about)
-            merged[layer] = Moments(samples, running.mean, running.var)
-        else:
-            continue
-        negative += below
+        for section, mean, var in (("moments", "mean", "var"), ("statistics", "running_mean", "running_var")):
+            if (part := average.get(section, {})) and (name := tensor_name(layer, mean)) in part:
+                first, second = part[name], limit * part[tensor_name(layer, var)]
+                if section == "moments":
+                    merged[layer], below = from_deviations(counts[layer], first, second, about)
+                else:
+                    running, below = from_running_deviations(first, second, about)
+                    merged[layer] = Moments(samples, running.mean, running.var)
+                negative += below
     return merged, negative
-
-
-def dump(counts: Mapping[str, int]) -> str:
-    """Return ``counts`` as JSON, since a metric of Flower's ``FitRes`` is a single value."""
-    return json.dumps(counts)

@@ -15,7 +15,6 @@ from fl_bn.federation.replies import TRAINED as NUMBERS
 from fl_bn.flower.wire.fields import FOLDER, NAME, RESUMES, Form
 from fl_bn.methods import INPUTS, MEASURED, Phase
 from fl_bn.secure.settings import FINEST, WIDEST
-from fl_bn.support.wire import REASON
 from fl_bn.task import Task
 
 REQUIRED = "secure-aggregation"  # a key of the run config or of a client's node config: send nothing unmasked
@@ -105,7 +104,7 @@ SECURE = Form(
     },
     others=True,
 )
-HISTORY_ROUNDS, HISTORY_HASHES = "secagg-rounds", "secagg-told"  # rounds, and a hash of each one's instruction: see instruction_history
+HISTORY_ROUNDS, HISTORY_HASHES = "secagg-rounds", "secagg-told"  # rounds, and a hash of each one's instruction: see secagg.instructions
 ROUNDS = 2**16  # the most rounds in a history
 HASHES = {HISTORY_ROUNDS: wholes(ROUNDS, default=None), HISTORY_HASHES: data(32 * ROUNDS, default=None)}
 WEIGHTS = Form("config", dict.fromkeys(WEIGHED, whole()), others=True)  # in messages that ask for a masked vector
@@ -130,20 +129,18 @@ TO_GREET = Form("config", {"version": text(64, default="")}, others=True)
 
 LAYOUT = Form("config", {"layout": text(2**24)})  # the layout of the arrays for ``NumPyClient``; it never comes from another machine
 
-# secure aggregation, stage by stage; secagg.stages and secagg.client check what depends on earlier stages
+# secure aggregation, stage by stage; secagg.workflow and secagg.client check what depends on earlier stages
 
 PLAN = Form("plan", {"samples": whole(), "passes": whole(), "steps": whole()})
 OWN_HISTORY = Form("told", HASHES)
 KEYS = Form(RECORD_KEY_CONFIGS, {"pk1": data(KEY, 1), "pk2": data(KEY, 1)}, prefix="")
 SHARES_OUT = Form(RECORD_KEY_CONFIGS, {"dsts": wholes(NODES), "ctxts": blobs(NODES, SHARE)}, prefix="")
 UNREADABLE = Form(RECORD_KEY_CONFIGS, {"unreadable": wholes(NODES, default=None)}, prefix="")  # sent in place of a masked vector
-MASKED = Form(RECORD_KEY_CONFIGS, {"masked_params": blobs(2, 2**40)}, prefix="")  # ``secagg.stages`` checks the vector's size
+MASKED = Form(RECORD_KEY_CONFIGS, {"masked_params": blobs(2, 2**40)}, prefix="")  # ``secagg.workflow`` checks the vector's size
 DIGEST = Form(  # of the client's instruction
     "fitres.metrics", {"digest": text(64, "[0-9a-f]{64}", wanted="64 hexadecimal digits")}, prefix=""
 )
-RESULT = Form("fitres.metrics", {"activations": wholes_by_name(LAYERS)}, prefix="").and_also(PLAN, HEADER, DIGEST)
-STATUS = Form("fitres.status", {"code": whole(0, 0), "message": text(REASON)}, prefix="")
-WEIGHT = Form("fitres.num_examples", {"num_examples": whole(1, 1)}, prefix="")
+RESULT = Form("fitres.metrics", {"activations": wholes_by_name(LAYERS)}, prefix="").and_also(DIGEST)
 SHARES_BACK = Form(RECORD_KEY_CONFIGS, {"nids": wholes(NODES), "shares": blobs(NODES, SHARE)}, prefix="")
 
 SET_UP = Form(

@@ -1,7 +1,25 @@
-"""Record a client's earlier instructions. For a secure sum, all clients of an earlier round must have had the same instruction.
+"""Hash the instructions of a client. The keys of its masks depend on the hash, and its state keeps the hashes of earlier rounds.
 
-The masks of a sum depend on the instruction of its own round (``instruction_digest``). But a client's state,
-such as its BatchNorm layers under FedBN, comes from earlier rounds. A dishonest server could have sent all
+A dishonest server could give one client another instruction than the others. For example, it could send weights of
+2^53 to all others. Their vectors would then vanish from the sum by rounding, and the sum would reveal the one
+client's vector. With the hash in the keys, the masks of clients with different instructions do not cancel. The sum
+then consists of random numbers.
+
+The hash covers:
+
+* the set-up of SecAgg+: the number of clients and shares, the threshold, clipping range, levels, modulus, weight,
+  and the cohort's nodes,
+* the header: method, phase, round, signature of the model, format, dtype of the payload,
+* the config: the weights of the sum, the learning rate, the clips and the noise, and undeclared fields, too,
+* the instructions in the rounds that formed the clients' states,
+* all arrays: names, dtypes, shapes, bytes,
+* the run config, which decides how a client trains.
+
+Values that differ between clients even if the server is honest are left out. They cannot make one client's
+vector stand out. These are ``counted`` (the last round in which the client's own reply changed the model), the keys
+and shares of its neighbours, and its own node config. False keys or shares make masks that do not cancel either.
+
+A client's state, such as its BatchNorm layers under FedBN, comes from earlier rounds. A dishonest server could have sent all
 clients but one an instruction that makes their later updates vanish. The sum would then reveal the one
 client's update.
 
@@ -16,30 +34,105 @@ A client cannot check rounds in which it took no part. A site may limit the numb
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
+import numpy as np
 import torch
-from flwr.app import ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from torch import Tensor
 
 from fl_bn.federation.values import ClientState
-from fl_bn.flower.wire.fields import Form
+from fl_bn.flower.wire import messages
+from fl_bn.flower.wire.codec import decoded
+from fl_bn.flower.wire.fields import OURS, Form, records_of
 from fl_bn.flower.wire.messages import HISTORY_HASHES, HISTORY_ROUNDS
 from fl_bn.support.wire import WireError, excerpt
 
-_now: ContextVar[bytes] = ContextVar("hash of this round's instruction", default=b"")
+PER_CLIENT = ("counted",)  # fields of the config that honest servers set for each client
+OF_ONE_SUM = (*PER_CLIENT, *messages.WEIGHED, HISTORY_ROUNDS, HISTORY_HASHES)
+SET_UP = tuple(name for name in messages.SET_UP.fields if name != "stage")  # fields of the client's state after the first stage
 SECTION, SIZE = "told", 32  # the section of a client's state with the hashes; the number of bytes of a hash
 History = dict[int, bytes]
 """A hash of the instruction, by round."""
+_now: ContextVar[bytes] = ContextVar("hash of this round's instruction", default=b"")
+
+
+def instruction_digest(message: Message, run_config: Mapping[str, Any], state: Any) -> bytes:
+    """Hash this client's instruction.
+
+    Args:
+        message: the instruction to send a masked vector.
+        run_config: the run config, as this client has it.
+        state: this client's state of SecAgg+, with the fields ``SET_UP``.
+
+    Returns:
+        32 bytes, the same at every client with the same instruction.
+
+    Raises:
+        WireError: an array cannot be read.
+    """
+    return _digest([_text({name: getattr(state, name) for name in SET_UP}), *_parts(message, run_config, PER_CLIENT)])
+
+
+def training_digest(message: Message, run_config: Mapping[str, Any]) -> bytes:
+    """Hash the part of a training instruction that decides the client's state at the end of the round.
+
+    The fields of a single attempt at the secure sum, such as its weights, are left out. If a client is lost,
+    the sum is tried again with other values of these fields, and the clients' states stay the same.
+
+    Args:
+        message: the training instruction.
+        run_config: the run config, as this client has it.
+
+    Returns:
+        32 bytes.
+
+    Raises:
+        WireError: an array cannot be read.
+    """
+    return _digest(_parts(message, run_config, OF_ONE_SUM))
+
+
+def _digest(parts: Iterable[bytes]) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def _parts(message: Message, run_config: Mapping[str, Any], without: Collection[str]) -> Iterator[bytes]:
+    """Yield the parts to hash. ``without`` names fields of the config that are left out."""
+    yield _text(run_config)
+    for name, record in sorted(records_of(message.content, ConfigRecord).items()):
+        if name != messages.RECORD_KEY_CONFIGS:
+            yield name.encode()
+            yield _text({key: value for key, value in record.items() if name != f"{OURS}config" or key not in without})
+    for name, arrays in sorted(records_of(message.content, ArrayRecord).items()):
+        yield name.encode()
+        for key, array in sorted(arrays.items()):
+            values = decoded(array, name, key)
+            yield _text({"name": key, "dtype": str(values.dtype), "shape": list(values.shape)})
+            yield np.ascontiguousarray(values).tobytes()
+
+
+def _text(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(dict(values), sort_keys=True, default=_written).encode()
+
+
+def _written(value: Any) -> dict[str, str]:
+    """Return {type name: text} for a value that JSON cannot represent. Different values have different texts."""
+    return {type(value).__name__: value.hex() if isinstance(value, bytes) else repr(value)}
 
 
 def history_of(kept: ClientState) -> History:
     """Return round -> the hash of that round's instruction, as stored in a client's state."""
-    if not (tensors := kept.get(SECTION)):
-        return {}
+    tensors = kept.get(SECTION) or {"rounds": torch.empty(0), "hashes": torch.empty(0)}
     return {int(round): bytes(row.tolist()) for round, row in zip(tensors["rounds"].tolist(), tensors["hashes"], strict=True)}
 
 
@@ -82,24 +175,24 @@ def to_config(history: History) -> dict[str, list[int] | bytes]:
     return {HISTORY_ROUNDS: rounds, HISTORY_HASHES: b"".join(history[round] for round in rounds)} if rounds else {}
 
 
-def from_config(record: ConfigRecord | Mapping[str, object] | None, form: Form) -> History:
+def from_config(record: Mapping[str, object] | None, form: Form, last: int) -> History:
     """Read a history from a message.
 
     Args:
         record: the message's record with the history. None: the message has none, and the history is empty.
         form: the form of this record: its name and its fields.
+        last: the last round that the history may have.
 
     Raises:
-        WireError: a field has a wrong type, a round is listed twice, or there is not one hash for each round.
+        WireError: a field has a wrong type, a round is listed twice or later than ``last``, or there is not one hash for each round.
     """
     values = form.read({} if record is None else dict(record))
     rounds, hashes = values.get(HISTORY_ROUNDS, []), values.get(HISTORY_HASHES, b"")
-    if len(set(rounds)) != len(rounds):
-        raise WireError(form.record, HISTORY_ROUNDS, f"expected each round once, but got rounds {excerpt(rounds)}")
+    if len(set(rounds)) != len(rounds) or not all(1 <= round <= last for round in rounds):
+        raise WireError(form.record, HISTORY_ROUNDS, f"expected each of rounds 1..{last} once at most, but got {excerpt(rounds)}")
     if len(hashes) != SIZE * len(rounds):
-        raise WireError(
-            form.record, HISTORY_HASHES, f"expected a hash of {SIZE} bytes for each of {len(rounds)} rounds, but got {len(hashes)} bytes"
-        )
+        problem = f"expected a hash of {SIZE} bytes for each of {len(rounds)} rounds, but got {len(hashes)} bytes"
+        raise WireError(form.record, HISTORY_HASHES, problem)
     return {round: hashes[SIZE * at : SIZE * (at + 1)] for at, round in enumerate(rounds)}
 
 
@@ -116,11 +209,9 @@ def put_together(histories: Mapping[int, History]) -> tuple[History, dict[int, i
     for round in sorted({round for history in histories.values() for round in history}):
         hashes = {client: history[round] for client, history in histories.items() if round in history}
         (usual, votes), *others = Counter(hashes.values()).most_common()
-        if others and others[0][1] == votes:
-            at_odds |= dict.fromkeys(hashes.keys() - at_odds.keys(), round)
-            continue
-        together[round] = usual
-        at_odds |= {client: round for client, own in hashes.items() if own != usual and client not in at_odds}
+        if not others or others[0][1] < votes:
+            together[round] = usual
+        at_odds = {client: round for client, own in hashes.items() if own != together.get(round)} | at_odds
     return together, at_odds
 
 
