@@ -95,7 +95,6 @@ class Session:
         samples: each client's number of samples, by client. A client's batch must not be larger.
         believing: whether to use the counts and batch sizes that clients report. False, with robust rules: the
             median of the reported numbers is used for every client, so that no client decides its own weight.
-        given_up: the last sentence of the warning that is logged if the exchange fails for all clients.
         called: gives the clients' names for the log.
 
     Raises:
@@ -113,12 +112,11 @@ class Session:
         join_deadline: float = 30.0,
         samples: Mapping[int, int] | None = None,
         believing: bool = True,
-        given_up: str = "The round has failed (exchange-policy is 'abort')",
         called: ClientNames = UNNAMED,
     ) -> None:
         check_name("policy", policy, POLICIES)
         self.layers, self.average, self.policy, self.deadline, self.join_deadline = layers, average, policy, deadline, join_deadline
-        self.samples, self.believing, self._given_up, self.called = samples or {}, believing, given_up, called
+        self.samples, self.believing, self.called = samples or {}, believing, called
         self.active = set(cohort)
         self.batches: dict[int, int] = {}  # batch size of each client that has joined
         self.dropped: dict[int, str] = {}
@@ -256,7 +254,8 @@ class Session:
         for _, deliver in [self._waiting.pop(client) for client in gone if client in self._waiting]:
             deliver(ExchangeFailed(reason))
         abort = self.policy == "abort"
-        LOGGER.warning("exchange: %s. %s", who.rstrip("."), self._given_up if abort else f"The other clients go on ({len(self.active)})")
+        what = "The exchange has failed for all" if abort else f"The other clients go on ({len(self.active)})"
+        LOGGER.warning("exchange: %s. %s", who.rstrip("."), what)
         if abort:
             self.fail(who)
 

@@ -100,19 +100,14 @@ def noisy(
         vector: tensors by name.
         clip: the largest L2 norm of the vector.
         noise: the noise multiplier.
-        contributors: the smallest number of clients whose sum the server may learn. The noise of such a sum has the
+        contributors: the smallest number of clients whose sum the server may learn, at least 1. The noise of such a sum has the
             standard deviation ``noise * clip``. A sum over more clients has more noise.
         rng: a generator, for tests. None: the operating system's entropy.
 
     Returns:
         The tensors in float64, with noise of standard deviation ``noise * clip / sqrt(contributors)`` per
         number.
-
-    Raises:
-        ValueError: ``contributors`` is below 1.
     """
-    if contributors < 1:
-        raise ValueError(f"contributors, the fewest clients in a revealed sum, must be at least 1, but got {contributors}")
     rng = np.random.default_rng(secrets.randbits(256)) if rng is None else rng
     deviation = noise * clip / math.sqrt(contributors)
     return {name: t.double() + torch.from_numpy(np.asarray(rng.normal(0.0, deviation, tuple(t.shape)))) for name, t in vector.items()}

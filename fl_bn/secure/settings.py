@@ -51,12 +51,8 @@ class SecureAggregation(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.shares and self.shares % 2 == 0:
-            raise ValueError(f"secagg-shares must be 0 (one per client) or an odd number from {LEAST}, but got {self.shares}")
-        if self.shares and self.threshold and not self.shares < 2 * self.threshold <= 2 * self.shares:
-            raise ValueError(
-                f"secagg-threshold must be 0, or more than half of the {self.shares} shares and at most all, but got {self.threshold}"
-            )
+        if self.shares:
+            self.check(max(self.shares, LEAST))
 
     def shares_of(self, clients: int) -> int:
         """Return the number of parts into which each client's secrets are split, in a sum of ``clients`` clients."""
@@ -70,19 +66,24 @@ class SecureAggregation(Options):
         """Check that the vectors of ``clients`` clients can be summed.
 
         Raises:
-            ValueError: There are too few clients, the sum would overflow, or ``threshold`` does not fit their number.
+            ValueError: There are too few clients, the sum would overflow, or ``shares`` or ``threshold`` does not fit their number.
         """
-        if clients < LEAST:
-            raise ValueError(
-                f"secure aggregation needs at least {LEAST} clients in a sum, but got {clients}: with two, each can compute the other's "
-                "vector"
-            )
-        if clients * 2**self.quantization_range >= MODULUS:
-            most = (MODULUS - 1).bit_length() - clients.bit_length()
-            raise ValueError(
-                f"the sum of {clients} clients' values, each of {self.quantization_range} bits (secagg-quantization-range), can exceed 32 "
-                f"bits: set secagg-quantization-range to {most} or less"
-            )
-        shares, threshold = self.shares_of(clients), self.threshold_of(clients)
-        if not shares < 2 * threshold <= 2 * shares:
-            raise ValueError(f"secagg-threshold must be more than half of the {shares} shares and at most all, but got {threshold}")
+        shares, threshold, most = self.shares_of(clients), self.threshold_of(clients), (MODULUS - 1).bit_length() - clients.bit_length()
+        fits = shares < 2 * threshold <= 2 * shares
+        for wrong, why in (
+            (
+                clients < LEAST,
+                f"secure aggregation needs at least {LEAST} clients in a sum, but got {clients}: of two, each learns the other's",
+            ),
+            (
+                clients << self.quantization_range >= MODULUS,
+                f"the sum of {clients} vectors may overflow: set secagg-quantization-range to {most} or less",
+            ),
+            (
+                self.shares and self.shares % 2 == 0,
+                f"secagg-shares must be 0 (one per client) or an odd number from {LEAST}, but got {self.shares}",
+            ),
+            (not fits, f"secagg-threshold must be 0, or more than half of the {shares} shares and at most all, but got {threshold}"),
+        ):
+            if wrong:
+                raise ValueError(why)

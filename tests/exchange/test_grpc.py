@@ -15,15 +15,12 @@ import grpc
 import pytest
 
 from tests.exchange.certificates import make_certificates
-from tests.exchange.cohorts import Certificates, ExchangeFailed, ExchangeService, GrpcExchange, Join, Session
+from tests.exchange.cohorts import Certificates, ExchangeFailed, ExchangeService, GrpcExchange, Join
 from tests.exchange.over_grpc import (
-    DEADLINE,
     HOST,
     JOIN,
     KEYS,
     LARGEST,
-    LAYERS,
-    PATIENT,
     SECOND,
     SOON,
     Round,
@@ -146,15 +143,6 @@ def test_a_stranger_is_refused_and_named_while_the_round_goes_on(
     assert "ipv4:127.0.0.1:" in log.text or kind == "oversized"
 
 
-def test_tokens_cannot_be_guessed_and_are_of_one_round_each(service: ExchangeService) -> None:
-    tokens: list[str] = []
-    for _ in range(10):
-        with Round(service, 10) as round:
-            tokens += round.tokens.values()
-    assert len(set(tokens)) == 100
-    assert all(len(bytes.fromhex(token)) == 32 for token in tokens)
-
-
 def test_a_token_works_for_one_stream_and_for_its_round_alone(service: ExchangeService) -> None:
     with within(), Round(service, 1) as round:
         check([play(address_of(service), round.tokens[0], 0)], [0])
@@ -188,14 +176,6 @@ def test_hundreds_of_strangers_at_once_do_not_hold_the_round_up(service: Exchang
     assert codes == [UNKNOWN] * number
     assert 10 <= log.text.count("exchange: refused a connection from") <= 20  # nobody fills the log by knocking
     assert str(number) in log.text
-
-
-@pytest.mark.parametrize("said", [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", bytes(range(256)) * 64], ids=len)
-def test_connections_that_do_not_speak_grpc_change_nothing(service: ExchangeService, said: bytes) -> None:
-    with ExitStack() as stack:
-        for _ in range(20):
-            stack.enter_context(socket.create_connection((HOST, service.port))).sendall(said)
-        finish(service)
 
 
 # a service that is not there, or no longer
@@ -251,28 +231,3 @@ def test_where_no_service_answers_a_client_fails_in_time_and_names_the_address(k
         address = f"{HOST}:{ports[kind]}" if kind in ports else "no-such-host.invalid:1"
         with pytest.raises(ExchangeFailed, match=address):
             GrpcExchange(address, "token", 1, timeout=1)
-
-
-def test_sessions_come_and_go_while_the_service_looks_at_the_clock(service: ExchangeService) -> None:
-    """Another thread may open a session at any moment: the deadlines of all are kept all the same."""
-
-    class Interrupted(Session):
-        """Where a thread may be switched to: while the service collects its sessions."""
-
-        interrupted = False
-
-        def __hash__(self) -> int:
-            if threading.current_thread() is service._thread and not self.interrupted:
-                self.interrupted = True
-                other = threading.Thread(target=service.open, args=(Session([0], LAYERS),))
-                other.start()
-                other.join()
-            return id(self)
-
-    session = Interrupted([0], LAYERS, **PATIENT)
-    service.open(session)
-    eventually(lambda: session.interrupted)
-    with within(), Round(service, 2, deadline=DEADLINE, join_deadline=0.5) as round:
-        (future,) = round.play(0)
-        with pytest.raises(ExchangeFailed):
-            future.result(SOON)

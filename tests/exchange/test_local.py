@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -95,15 +94,6 @@ def test_a_token_that_is_not_admitted_is_refused(kind: str) -> None:
     end_task(token, "does nothing")
     assert (over.session.dropped, over.session.failure) == ({}, "")
     dismiss(over.tokens)  # as does this
-
-
-def test_after_many_rounds_no_thread_is_left() -> None:
-    """Whether they end well or not; the fixture counts once more."""
-    before = set(threading.enumerate())
-    for number in range(100):
-        round = Round(3, POLICIES[number % 2])
-        round.run([round.client(c, disturb=breaking(MOMENTS[number % 4]) if number % 3 == c else breaking()) for c in range(3)])
-        assert not set(threading.enumerate()) - before
 
 
 # clients that fail: nobody is stuck

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ from fl_bn.flower.layerwise.transcript import ReplayExchange, Unanswered, attach
 from fl_bn.flower.wire.codec import Header, flatten, from_records, to_records, unflatten
 from tests.exchange.cohorts import Answer, ExchangeFailed, Key, Local, Quantity, to_numpy
 from tests.listed import listed
-from tests.refusals import refused
 
 HEADER = Header("fedtan", "exchange", 3, "0123")
 KEYS = [Key("stem.bn", Quantity.MOMENTS), Key("", Quantity.MEAN, 1), Key("a/b.c", Quantity.GRADIENTS, 2)]
@@ -41,11 +38,9 @@ def same(a: Answer, b: Answer) -> bool:
 OWN = torch.zeros(2, dtype=torch.float64)
 NO_ANSWERS: dict[str, tuple[Key, Answer, str]] = {
     "another shape": (KEYS[0], Answer(torch.zeros(3, dtype=torch.float64), 1, 1), "(3,)"),
-    "more dimensions": (KEYS[0], Answer(torch.zeros(2, 1, dtype=torch.float64), 1, 1), "(2, 1)"),
     "another dtype": (KEYS[0], Answer(torch.zeros(2, dtype=torch.float32), 1, 1), "torch.float32"),
     "no activation": (KEYS[0], Answer(OWN, 0, 1), "0 and 1"),
     "another layer": (Key("other", Quantity.MOMENTS), Answer(OWN, 1, 1), "other"),
-    "another quantity": (Key("stem.bn", Quantity.MEAN), Answer(OWN, 1, 1), "(mean)"),
     "another call": (Key("stem.bn", Quantity.MOMENTS, 1), Answer(OWN, 1, 1), "call 2"),
 }
 
@@ -152,36 +147,3 @@ def test_a_request_travels_in_a_reply(
     batch, read, passed = came
     assert (batch, read.key, read.count, passed) == (5, request.key, count, 2.5)
     assert same(Answer(read.values, 0, 0), Answer(request.values, 0, 0))
-
-
-GOOD = {"mean/0/bn": np.ones(3)}
-REFUSED: dict[str, tuple[Callable[[], Message], str, str, str]] = {  # section, tensor or field, and a fact that the reason names
-    "no header": (lambda: Message(RecordDict(), 1, "train"), "header", "", "header"),
-    "another round": (lambda: reply({"exchange": GOOD}, Header("fedtan", "exchange", 2, "0123"), batch=1, count=3), "header", "round", "3"),
-    "another model": (
-        lambda: reply({"exchange": GOOD}, Header("fedtan", "exchange", 3, "4567"), batch=1, count=3), "header", "signature", "4567"
-    ),
-    "no vector": (lambda: reply({"exchange": {}}, batch=1, count=3), "exchange", "", "one vector"),
-    "two vectors": (lambda: reply({"exchange": {**GOOD, "mean/1/bn": np.ones(3)}}, batch=1, count=3), "exchange", "", "mean/1/bn"),
-    "no call": (lambda: reply({"exchange": {"mean/bn": np.ones(3)}}, batch=1, count=3), "exchange", "", "mean/bn"),
-    "an unknown quantity": (lambda: reply({"exchange": {"median/0/bn": np.ones(3)}}, batch=1, count=3), "exchange", "", "median/0/bn"),
-    "text": (lambda: reply({"exchange": {"mean/0/bn": np.array(["spam"])}}, batch=1, count=3), "exchange", "mean/0/bn", "<U4"),
-    "no metrics": (lambda: reply({"exchange": GOOD}), "metrics", "", "batch"),
-    "no batch": (lambda: reply({"exchange": GOOD}, count=3), "metrics", "batch", "missing"),
-    "no count": (lambda: reply({"exchange": GOOD}, batch=1), "metrics", "count", "missing"),
-    **{
-        f"{key} of {value}": (partial(reply, {"exchange": GOOD}, **{"batch": 1, "count": 3, key: value}), "metrics", key, str(value))
-        for key in ("batch", "count")
-        for value in ([3], 2.5, float("nan"), float("inf"))
-    },
-}  # fmt: skip
-
-
-@listed("kind", REFUSED)
-def test_a_reply_that_is_no_request_is_refused_by_name(kind: str) -> None:
-    make, section, tensor, fact = REFUSED[kind]
-    assert read_request(reply({"exchange": GOOD}, batch=1, count=3), HEADER) is not None  # control
-    assert read_request(reply({"weights": {"w": np.ones(3)}}, loss=1.0), HEADER) is None  # the round's last
-    with refused(section, tensor) as caught:
-        read_request(make(), HEADER)
-    assert fact in caught.value.problem

@@ -203,7 +203,6 @@ def test_a_message_that_could_not_be_sent_costs_its_own_client_and_no_other(tiny
     [  # on the pinned Flower
         (5, 2, "num-cpus=0.4"),
         (3, 2, "num-cpus=0.66"),  # 0.67 makes two
-        (10, 2, "at most 6 at a time"),
         (40, 64, "at most 32 at a time"),
     ],
 )

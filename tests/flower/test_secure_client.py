@@ -11,7 +11,6 @@ import pytest
 from flwr.app import ConfigRecord, Message
 from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 
-from fl_bn.flower.secagg.client import setup_refusals, unmask_refusals
 from fl_bn.flower.secagg.instructions import SET_UP, instruction_digest
 from fl_bn.flower.secagg.masks import bound_to, client_half, key_stream
 from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS
@@ -22,46 +21,10 @@ from tests.in_process import WatchedGrid, client_app, run
 from tests.listed import listed
 
 Clients = Callable[..., list[Samples]]
-SETUP = {
-    "sample_num": 5,
-    "share_num": 5,
-    "threshold": 3,
-    "clipping_range": 8.0,
-    "target_range": 2**22,
-    "mod_range": 2**32,
-    "max_weight": 1.0,
-    "cohort": [1, 2, 3, 4, 5],
-}
 
 
-@listed(
-    "change",
-    [
-        {"sample_num": 2, "share_num": 2, "threshold": 2, "cohort": [1, 2]},
-        {"share_num": 1},
-        {"threshold": 2},
-        {"threshold": 6},
-        {"mod_range": 2**31},
-        {"target_range": 2**30},
-        {"max_weight": 1000.0},
-        {"cohort": [1, 2, 3, 4]},
-        {"cohort": [1, 2, 3, 4, 4]},
-        {"cohort": [2, 3, 4, 5, 6]},
-    ],
-)
-def test_parameters_that_would_undo_the_masks_are_refused(change: dict[str, float]) -> None:
-    assert not [*setup_refusals(SETUP, None, 1)]  # control
-    assert [*setup_refusals(SETUP | change, None, 1)]
-
-
-@listed(
-    ("active", "dead", "fits"),
-    [([7, 8, 9], [8], False), ([8, 9], [7], False), ([7, 8, 8], [9], False), ([7, 8], [], False), ([7, 8], [9], True)],
-)
-def test_nobody_gets_both_secrets_of_a_client(active: list[int], dead: list[int], fits: bool) -> None:
-    """The control: Flower's own mod would answer whoever asks for both."""
-    state = client_half.SecAggPlusState(threshold=2, rd_seed_share_dict={7: b"a", 8: b"b", 9: b"c"})
-    assert bool([*unmask_refusals({"active_nids": active, "dead_nids": dead}, state, 7)]) != fits
+def test_control_flower_s_own_mod_gives_both_secrets_of_a_client() -> None:
+    """A client of ours refuses: tests/hostile/test_lying_server.py."""
     mod = client_half.SecAggPlusState(
         current_stage="collect_masked_vectors", nid=7, threshold=1, rd_seed_share_dict={8: b"b"}, sk1_share_dict={8: b"s"}
     )
@@ -82,35 +45,6 @@ def test_a_client_that_must_be_aggregated_securely_answers_nothing_in_the_clear(
     assert all(f"answers no {kind} message in the clear" in log.text for kind in ("train", "query.statistics"))
     assert not any(record for m in grid.received if m.has_content() for record in m.content.array_records.values())
     assert run(METHODS["hbn"](), clients, 1, grid=grid, secure=SecureAggregation()).records[0].aggregated  # control
-
-
-@listed(
-    ("spoil", "said"),
-    [
-        (lambda record: record.update({"masked_params": record["masked_params"][:1]}), "int64"),
-        (lambda record: record.update({"masked_params": [b"no array", b"at all"]}), "cannot be read"),
-        (lambda record: record.pop("masked_params"), "masked_params"),
-    ],
-    ids=["short", "garbage", "missing"],
-)
-def test_a_malformed_masked_vector_is_not_summed(
-    spoil: Callable[[ConfigRecord], object], said: str, tiny_clients: Clients, log: pytest.LogCaptureFixture
-) -> None:
-    class Spoiling(WatchedGrid):
-        def _answer(self, message: Message) -> Message:
-            answer = super()._answer(message)
-            if message.metadata.dst_node_id == 2 and answer.has_content():
-                record = answer.content.config_records.get("secaggplus_configs")
-                if record is not None and "masked_params" in record:
-                    spoil(record)
-            return answer
-
-    clients = tiny_clients((6, 4, 5, 7))
-    ran = run(METHODS["gn"](), clients, 1, grid=Spoiling(client_app(METHODS["gn"](), clients), 4), secure=SecureAggregation())
-    (refused,) = [c for c in ran.records[0].clients if c.refused]
-    assert refused.client == 1
-    assert said in refused.refused
-    assert len(ran.records[0].accepted) == 3
 
 
 @pytest.fixture

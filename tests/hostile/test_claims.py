@@ -89,8 +89,6 @@ def steps_of(claim: int, clients: int = 3, secure: SecureAggregation | None = No
             if message.metadata.dst_node_id == 2 and message.metadata.message_type == "train":
                 for record in {"fl-bn/metrics", "fl-bn/plan"} & {*reply.content.metric_records}:
                     reply.content[record] = MetricRecord({**reply.content.metric_records[record], "steps": claim})
-                if "fitres.metrics" in reply.content.config_records:
-                    reply.content.config_records["fitres.metrics"]["steps"] = claim
             return reply
 
     config = {"clients": clients, "method": "fedavg", "dataset": "digits-plain", "model": "mlp", "output": "", "batch-size": 64}

@@ -64,6 +64,10 @@ SECURE: dict[str, tuple[Spoil, str]] = {
     "keys without dsts": (sets("train share_keys", "secaggplus_configs", dsts=None), "secaggplus_configs/dsts: "),
     "dsts of text": (sets("train share_keys", "secaggplus_configs", dsts=["a", "b"]), "secaggplus_configs/dsts: "),
     "dsts of a stranger": (sets("train share_keys", "secaggplus_configs", dsts=[1, 3, 4, 999]), "secaggplus_configs/dsts: "),
+    "no masked vector": (
+        sets("train collect_masked_vectors", "secaggplus_configs", masked_params=[b"no array", b"at all"]),
+        "secaggplus_configs/masked_params: ",
+    ),
     "collect without activations": (lacks("train collect_masked_vectors", "fitres.metrics"), "fitres.metrics: "),
     "activations deep": (sets("train collect_masked_vectors", "fitres.metrics", activations="[" * 100_000), "fitres.metrics/activations: "),
     "activations unlike the others'": (

@@ -142,7 +142,7 @@ class Exchanges:
         sent = _by_client(clients, messages)
         for message in sent.values():
             add_to_config(message.content, {"exchange-memory": memory // len(clients) if carrier == "local" else memory})
-        self.session = self._opened(clients, "abort", max(timeout, self.settings.deadline), given_up="The exchange is given up")
+        self.session = self._opened(clients, "abort", max(timeout, self.settings.deadline))
         replies = self._carry(carrier, grid, sent, self.session, timeout, timeout * (1 + len(self.layers)))
         if not self.session.batches:
             self._cannot_meet = self.session.failure or "no client took part"
@@ -163,7 +163,7 @@ class Exchanges:
             self._service.stop()
         self.carrier, self._service, self._late = "", None, {}
 
-    def _opened(self, cohort: Sequence[Client], policy: str, deadline: float, **options: str) -> Session:
+    def _opened(self, cohort: Sequence[Client], policy: str, deadline: float) -> Session:
         return Session(
             [client.index for client in cohort],
             self.layers,
@@ -174,7 +174,6 @@ class Exchanges:
             samples={client.index: client.samples for client in cohort},
             believing=self.believing,
             called=self.called,
-            **options,
         )
 
     # the choice of the carrier

@@ -32,7 +32,7 @@ from fl_bn.flower.wire.fields import OURS, add_to_config
 from fl_bn.flower.wire.messages import EVALUATION, SUM_OF
 from fl_bn.flower.wire.messaging import copy_of
 from fl_bn.methods import LayerReports, Method, Phase, Refresh, StatisticsReport, replace_by_pooled
-from fl_bn.secure.additive import lost
+from fl_bn.secure.additive import average_error, lost
 from fl_bn.secure.privacy import Accountant
 from fl_bn.secure.settings import LEAST, SecureAggregation
 from fl_bn.support.wire import WireError, excerpt
@@ -286,7 +286,8 @@ class SecureRounds:
         """Return why measured statistics should be measured once more. Empty if they are precise enough."""
         if cut := _clients(total, average, "statistics", self.settings.clipping_range):
             return f"{cut} of {len(total.parts)} clients had to cut their statistics to the quantiser's range"
-        error, limit = total.error("moments", self.settings), self.settings.clipping_range
+        limit, weights = self.settings.clipping_range, [total.weighting.of("moments", part.plan) for part in total.parts]
+        error = average_error(limit, self.settings.quantization_range, weights, 1.0)
         firsts = {layer: average["moments"][tensor_name(layer, "mean")] for layer in moments}
         far = sum(lost(m, firsts[layer], reference[layer], error, limit) for layer, m in moments.items() if m.count)
         return f"the variance of {far} channels is inexact, since the reference is far from the data" if far else ""

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -46,11 +46,11 @@ from fl_bn.flower.wire.codec import LONGEST_HEAD, array_from, header_of
 from fl_bn.flower.wire.fields import add_to_config, records_of
 from fl_bn.flower.wire.messages import OWN_HISTORY, RECORD_KEY_CONFIGS
 from fl_bn.flower.wire.messaging import send_and_receive
-from fl_bn.secure.additive import average_error
 from fl_bn.secure.settings import LEAST, MODULUS, SecureAggregation
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import WireError, excerpt, reason
 
+V = TypeVar("V")
 CURVE = "secp384r1"  # the elliptic curve of Flower's keys
 ANSWERS = {  # the form of the record that Flower's workflow reads, by stage
     Stage.SETUP: forms.KEYS,
@@ -110,15 +110,6 @@ class Sum:
     def weight(self, section: str) -> float:
         """Return the mean of the clients' weights in ``section``. ``mean``, divided by this number, is the weighted average."""
         return sum(self.weighting.of(section, part.plan) for part in self.parts) / len(self.parts)
-
-    def error(self, section: str, settings: SecureAggregation) -> float:
-        """Return the largest absolute error that quantisation can cause in a value of the average of ``section``.
-
-        The unit is that of the section's values in the clients' vectors (``sums``). Weights and gradients have their own
-        unit. The unit of statistics is the standard deviation of the reference.
-        """
-        weights = [self.weighting.of(section, part.plan) for part in self.parts]
-        return average_error(settings.clipping_range, settings.quantization_range, weights, 1.0)
 
 
 class _Legacy(FedAvg):
@@ -449,7 +440,7 @@ class SecureSum:
             return odd | self._other_histories(checked.keys() - odd.keys())
         if stage == Stage.COLLECT_MASKED_VECTORS and checked:
             odd = self._other_instructions(checked)
-            return odd | self._of_other_sizes([node for node in checked if node not in odd])
+            return odd | (self._of_other_sizes(checked.keys() - odd.keys()) if len(odd) < len(checked) else {})
         return {}
 
     def _far_plans(self, nodes: Collection[int]) -> dict[int, str]:
@@ -484,22 +475,24 @@ class SecureSum:
         Masks depend on the instruction, so the masks of these nodes would not cancel. If no instruction has a majority,
         all nodes are returned.
         """
-        (self.digest, votes), *_ = Counter(self.digests[node] for node in nodes).most_common()
-        usual = self.digest if 2 * votes > len(nodes) else ""
+        self.digest, alike = _vote({node: self.digests[node] for node in nodes})
         why = "fitres.metrics/digest: this client got another instruction than most clients (model, config or run config)"
-        return {node: why for node in nodes if self.digests[node] != usual}
+        return {node: why for node in nodes if node not in alike}
 
     def _of_other_sizes(self, nodes: Collection[int]) -> dict[int, str]:
         """Return the nodes whose inputs have another size than those of most clients, each with the reason.
 
         If no size has a majority, no node is returned. ``SecureRounds._moments`` then raises an error.
         """
-        counted = {node: tuple(sorted(self.activations[node].items())) for node in nodes}
-        (usual, votes), *_ = Counter(counted.values()).most_common() or [((), 0)]
-        if 2 * votes <= len(counted):
-            return {}
+        _, alike = _vote({node: tuple(sorted(self.activations[node].items())) for node in nodes})
         why = "fitres.metrics/activations: its activations per sample differ from most clients': all inputs must have one size"
-        return {node: why for node, own in counted.items() if own != usual}
+        return {node: why for node in nodes if alike and node not in alike}
+
+
+def _vote(said: Mapping[int, V]) -> tuple[V, set[int]]:
+    """Return what most nodes say, and the nodes that say so. If they are no majority, no node is returned."""
+    (usual, votes), *_ = Counter(said.values()).most_common()
+    return usual, {node for node, own in said.items() if own == usual and 2 * votes > len(said)}
 
 
 def _node_problems(name: str, actual: Sequence[int], expected: set[int]) -> Iterator[Problem]:
