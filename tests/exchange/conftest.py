@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -57,12 +56,3 @@ def no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())  # one of another test may end meanwhile
     yield
     assert not set(threading.enumerate()) - before
-
-
-@pytest.fixture
-def hasty_scheduler() -> Iterator[None]:
-    """Let Python switch between threads as often as possible, to provoke races."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)

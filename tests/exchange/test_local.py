@@ -30,34 +30,6 @@ def test_clients_run_one_after_the_other_and_change_only_where_they_wait() -> No
     ]
 
 
-@pytest.mark.usefixtures("hasty_scheduler")
-def test_the_order_does_not_depend_on_the_scheduler() -> None:
-    stories = set()
-    for _ in range(20):
-        round = Round(4)
-        round.run([round.client(client, exchanges=3) for client in range(4)])
-        stories.add(tuple(round.story))
-    assert len(stories) == 1
-
-
-def test_answers_are_the_cohorts_and_a_gradient_is_cut_off() -> None:
-    round = Round(2)
-    came: dict[int, tuple[list[float], int, int, bool]] = {}
-
-    def task(client: int) -> Task:
-        def run() -> list[float]:
-            exchange = LocalExchange(round.tokens[client], (3, 1)[client])
-            own = torch.tensor([4.0 * client] * 4, dtype=torch.float64, requires_grad=True)
-            answer = exchange(Key("bn", Quantity.GRADIENTS), own, 5)
-            came[client] = (answer.values.tolist(), answer.count, answer.batch, answer.values.requires_grad)
-            return []
-
-        return run
-
-    round.run([task(0), task(1)])
-    assert came == dict.fromkeys((0, 1), ([1.0] * 4, 10, 4, False))
-
-
 @pytest.mark.parametrize("clients", [2, 4])
 def test_clients_that_all_wait_for_one_that_ended_unheard_are_told_so(clients: int) -> None:
     """Nobody called ``ended`` for client 0.."""
@@ -189,14 +161,6 @@ def test_each_client_draws_what_it_draws_on_its_own_and_torchs_generator_is_as_i
     with torch.random.fork_rng(devices=[]):  # control: drawing outside of turns moves it
         draws(lambda call: None, 1, [])
         assert not torch.equal(torch.get_rng_state(), before)
-
-
-def test_without_handing_the_generator_on_clients_would_draw_each_others_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the test above."""
-    monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
-    with torch.random.fork_rng(devices=[]):
-        numbers = random_round(2, 2)
-    assert not all(torch.equal(a, b) for client in range(2) for a, b in zip(numbers[client], alone(client, 2), strict=True))
 
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit])

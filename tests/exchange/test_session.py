@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_bn.federation.defence import Defence
 from tests.exchange.cohorts import (
     BATCHES,
     GOOD,
@@ -47,6 +46,7 @@ from tests.listed import listed
 from tools.hostile.fuzz import sequences
 
 both_policies = pytest.mark.parametrize("policy", POLICIES)
+
 # joining
 
 
@@ -240,12 +240,6 @@ def test_a_refusal_ends_its_client_and_under_abort_the_round(kind: str, policy: 
     assert list(cohort.session.dropped) == [0]
 
 
-def test_under_a_defence_the_rule_decides_about_large_gradients() -> None:
-    cohort = joined("shrink", (1, 1, 1), average=Defence(1, "median", "median").average, believing=False)
-    outcomes = [cohort.send(c, *[1e12 if c == 1 else 0.5] * 4, key=Key(WIDE, GRADIENTS)) for c in range(3)]
-    assert [answer(outcome).values.tolist() for outcome in outcomes] == [[0.5] * 4] * 3
-
-
 def test_whose_values_overflow_in_the_answer_is_left_out() -> None:
     """The unbiased variance of two activations is twice the biased one."""
     cohort = joined("shrink", (1, 1))
@@ -314,20 +308,6 @@ def test_who_waits_alone_starts_no_clock(policy: str, clock: Clock) -> None:
     cohort.session.expire()
     assert list(cohort.session.dropped) == [4]  # control
     assert bool(cohort.session.failure) == (policy == "abort")
-
-
-# leaving
-
-
-@both_policies
-def test_who_dies_after_leaving_in_good_order_did_not_take_part(policy: str) -> None:
-    """Training goes on after the last exchange, and can fail there."""
-    cohort = joined(policy)
-    cohort.session.leave(0)
-    cohort.session.leave(0, "out of memory")
-    assert cohort.session.dropped == {0: "out of memory"}
-    assert cohort.session.failure == ("client 0: out of memory" if policy == "abort" else "")
-    assert cohort.session.taking_part == {1: 1, 2: 4}
 
 
 # disagreement

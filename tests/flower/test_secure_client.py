@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -129,4 +130,4 @@ def test_an_honest_server_tells_all_clients_of_a_sum_the_same(name: str) -> None
     ran = run(METHODS[name](), people(4), 2, secure=SecureAggregation(), policy={"fraction": 0.75, "min_cohort": 3, "calibrate": 1})
     assert all(record.aggregated for record in ran.records)
     digests = [str(m.content.config_records["fitres.metrics"]["digest"]) for m in ran.grid.received if "fitres.metrics" in m.content]
-    assert len(digests) == 3 * len(set(digests))  # three clients in each sum
+    assert set(Counter(digests).values()) <= {3, 4}  # three of four clients train, and all may be measured

@@ -209,10 +209,3 @@ def test_a_client_bounds_the_weights_by_itself(weights: tuple[int, int, int]) ->
     fits = weights in ((6, 8, 6), (0, 0, 6))
     sections, plan = ("weights", "moments", "loss", "check"), secure_client.Plan(6, 8, 2)
     assert bool([*secure_client.weight_refusals(Weighting(*weights), sections, plan, 2**22)]) != fits
-
-
-def test_a_client_bounds_the_range_by_itself() -> None:
-    grid = TwoFaced("train setup", record(RECORD_KEY_CONFIGS, clipping_range=1e6), OTHERS)
-    ran = run(METHODS["fbn"](), people(), 1, grid=grid, secure=SecureAggregation(), may_fail=True, policy={"max_failed": 1})
-    assert not any(record.aggregated for record in ran.records)
-    assert sum("clipping_range" in str(m.error.reason) for m in grid.received if m.has_error()) >= 4
