@@ -115,7 +115,7 @@ def test_diverged_training_sends_nothing(clients: list[Samples], log: pytest.Log
         ({"clients": 2}, "3 clients"),
         ({"clients": 10, "fraction": 0.2}, "3 clients in a sum, but got 2"),
         ({"defence": Defence(1, "median", "median")}, "defence"),
-        ({"method": attacked(METHODS["fbn"](), "sign-flip", 1)}, "updates"),
+        ({"method": attacked(METHODS["fbn"](), "sign-flip", 1)}, "defence"),
         ({"method": METHODS["fedtan"]()}, "layer by layer"),
         ({"clients": 64, "secure": SecureAggregation(quantization_range=26)}, "secagg-quantization-range to 25"),
         ({"secure": SecureAggregation(threshold=2)}, "5 shares"),
