@@ -86,20 +86,6 @@ def test_observe_sees_arguments_by_name_and_layers_used_twice() -> None:
     assert pooled(observed)["norm"].count == 10
 
 
-def test_observed_layers_that_saw_nothing_are_left_out() -> None:
-    model = nn.ModuleDict({"used": nn.BatchNorm1d(2), "idle": nn.BatchNorm1d(2)})
-    with observe(model) as observed:
-        model["used"](torch.randn(3, 2))
-    assert list(pooled(observed)) == ["used"]
-
-
-def test_observe_cleans_up_after_an_error() -> None:
-    model = nn.BatchNorm1d(2)
-    with pytest.raises(RuntimeError, match="stop"), observe(model):
-        raise RuntimeError("stop")
-    assert not model._forward_pre_hooks
-
-
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("name", ["hbn", "fbn", "fixbn", "silobn", "fedbn"])
 def test_a_saved_model_loads_into_the_unconverted_network(network: str, name: str) -> None:

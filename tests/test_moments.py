@@ -71,21 +71,6 @@ def test_parts_of_count_0_are_the_identity(parts: list[Tensor], where: int) -> N
     assert off(pool([*known[:where], nothing, *known[where:]]), pool(known)) == 0
 
 
-def test_nothing_to_pool_is_an_error() -> None:
-    for parts in ([], [Moments(0, torch.zeros(2), torch.zeros(2))]):
-        with pytest.raises(ValueError, match="count 0"):
-            pool(parts)
-
-
-def test_one_part_single_values_and_equal_means(rng: np.random.Generator) -> None:
-    x = torch.from_numpy(rng.normal(size=(6, 3)))
-    alone = Moments.of(x)
-    assert off(pool([alone]), alone) < 1e-15
-    assert off(pool([Moments.of(row[None]) for row in x]), alone) < 1e-14  # every part of count 1 and variance 0
-    mirrored = [Moments.of(x - x.mean(0)), Moments.of(2 * (x - x.mean(0)))]
-    assert off(pool(mirrored), plain_average(mirrored)) < 1e-15
-
-
 @listed("shape", SHAPES)
 @listed(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 1e-6)])
 def test_of_any_shape_and_dtype(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
@@ -117,18 +102,10 @@ def test_a_large_offset_does_not_cancel(rng: np.random.Generator) -> None:
     assert not ((single**2).mean(0) - single.mean(0) ** 2 - exact).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("shape", [(3,), (0, 3), (2, 3, 0)])
-def test_of_needs_a_batch(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="non-empty batch"):
-        Moments.of(torch.zeros(shape))
-
-
 def test_bessel(rng: np.random.Generator) -> None:
     x = torch.from_numpy(rng.normal(size=(7, 3)))
     assert (Moments.of(x).bessel() - x.var(0, unbiased=True)).abs().max() < 1e-15
     assert not (Moments.of(x).var - x.var(0, unbiased=True)).abs().max() < 1e-15
-    with pytest.raises(ValueError, match="at least 2 values"):
-        Moments.of(x[:1]).bessel()
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.7, 1.0])

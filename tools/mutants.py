@@ -211,7 +211,7 @@ def attempt(mutant: Mutant, files: Sequence[str], seconds: int) -> str:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
 
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-n", "0", "-p", "tools.mutants", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "tools.mutants", "-p", "no:cacheprovider", *files]
     environment = {**os.environ, MUTANT: json.dumps(mutant._asdict())}
     options: Any = {"capture_output": True, "text": True, "timeout": 10 * seconds, "preexec_fn": bound}
     try:
@@ -220,8 +220,6 @@ def attempt(mutant: Mutant, files: Sequence[str], seconds: int) -> str:
         return "timeout of the process"
     if done.returncode == -signal.SIGXCPU:
         return "timeout of the process"
-    if done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED or "ERROR: not found: " in done.stdout + done.stderr:
-        return ""  # the test is gone
     named = re.search(r"(?m)^(?:FAILED|ERROR) (\S+)", done.stdout)
     return "" if not done.returncode else named[1] if named else f"end of the process with {done.returncode}"
 
@@ -235,13 +233,11 @@ def nearest(path: str, function: str) -> list[str]:
     return sorted((file for file in files if near[file]), key=lambda file: -near[file])[:NEAREST]
 
 
-def outcome(mutant: Mutant, killer: str) -> dict[str, Any]:
-    """Return what becomes of a mutant, and by which test: ``killer``, which noticed it before, one of the nearest files, or of all."""
+def outcome(mutant: Mutant) -> dict[str, Any]:
+    """Return what becomes of a mutant, and by which test: of the nearest files, or else of all."""
     if not (found := find(mutant)) or not changed(text_of(found[0]), found[1]):
         return {"outcome": "not found"}
-    first = [killer] if (ROOT / killer.partition("::")[0]).is_file() else []
-    tries = [(first, 300), (nearest(found[0], mutant.function), 300), (["tests"], 1200)]
-    by = next((by for files, seconds in tries if files and (by := attempt(mutant, files, seconds))), "")
+    by = attempt(mutant, nearest(found[0], mutant.function), 300) or attempt(mutant, ["tests"], 1200)
     return {"outcome": "survived" if not by else "timeout" if by.startswith("timeout") else "killed", "by": by}
 
 
@@ -262,13 +258,12 @@ def draw(count: int = 500, seed: int = 0) -> None:
 
 
 @app.command()
-def run(out: Path, again: bool = False) -> None:
-    """Append a line to OUT for each mutant that it does not have; for those that survived before only with --again."""
+def run(out: Path) -> None:
+    """Append a line to OUT for each mutant that it does not have."""
     done = read(out)
-    for mutant, line in read(FILE).items():
-        if mutant not in done and (line.get("outcome") != "survived" or again):
-            with out.open("a") as file:
-                file.write(json.dumps(mutant._asdict() | outcome(mutant, line.get("by", ""))) + "\n")
+    for mutant in [mutant for mutant in read(FILE) if mutant not in done]:
+        with out.open("a") as file:
+            file.write(json.dumps(mutant._asdict() | outcome(mutant)) + "\n")
 
 
 @app.command()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # methods name layers of this package
 
 TRAVEL = (torch.float16, torch.float32, torch.float64)
 """Dtypes of the floating-point tensors that a message may hold."""
-ATTRIBUTES = ("frozen", "held", "observation", "refills", "mixing_logit", "spatial", "then")
+ATTRIBUTES = ("frozen", "held_with_affine", "observation", "refills", "mixing_logit", "then")
 """Names of attributes that fl-bn uses in a BatchNorm layer."""
 RUNNING = ("running_mean", "running_var")
 TENSORS = ("weight", "bias", *RUNNING, "num_batches_tracked")
@@ -90,6 +90,8 @@ def _wrong_tensors(model: nn.Module, method: Method) -> Iterator[str]:
     for name, role in roles(model).items():
         if role is Role.COUNTER and not method.keeps(role):
             continue
+        if role is Role.BUFFER and not state[name].is_meta and not bool(state[name].isfinite().all()):
+            yield f"{name} holds infinite numbers or NaN, so it cannot be averaged: state its role, constant or kept, by set_buffer_roles"
         if state[name].is_complex() and method.shares(role):
             way = "or state its role by set_buffer_roles" if role in BUFFER_ROLES.values() else "and call torch.view_as_complex in forward"
             yield f"{name} is {state[name].dtype}, but only real numbers are averaged: store torch.view_as_real(...), {way}"
@@ -178,17 +180,10 @@ def check_kinds(model: nn.Module, method: Method) -> None:
     Raises:
         TypeError: one of them is something else, such as the class ``Net`` in place of ``Net()``.
     """
-    wanted = (
-        (isinstance(model, nn.Module), model, "model must be a network, an object such as Net()"),
-        (
-            not isinstance(method, type) and hasattr(method, "needs_running"),
-            method,
-            "method must be what a function of fl_bn.methods returns, such as fbn()",
-        ),
-    )
-    for right, value, words in wanted:
-        if not right:
-            raise TypeError(f"{words}, but got {getattr(value, '__name__', value)!r:.100}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a network, an object such as Net(), but got {model!r:.100}")
+    if isinstance(method, type) or not hasattr(method, "needs_running"):
+        raise TypeError(f"method must be what a function of fl_bn.methods returns, such as fbn(), but got {method!r:.100}")
 
 
 def check_complete(model: nn.Module) -> None:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from fl_bn.bn.kinds import Unconvertible
 
-Holder = TypeVar("Holder")
+M = TypeVar("M", bound=nn.Module)
 
 
-def copied(holder: Holder) -> Holder:
-    """Copy a network deeply, or an object whose attributes hold networks.
+def copied(model: M) -> M:
+    """Copy a network deeply.
 
     ``copy.deepcopy`` alone raises an error for tensors that a computation made, such as the weights that
     ``torch.nn.utils.weight_norm`` leaves in a layer, or features that ``forward`` stored. Here the copy gets such a tensor
@@ -28,12 +28,12 @@ def copied(holder: Holder) -> Holder:
         Unconvertible: The network cannot be copied.
     """
     memo: dict[int, Any] = {}
-    for module in (module for model in _networks(holder) for module in model.modules()):
+    for module in model.modules():
         for tensor in _tensors(list(vars(module).values())):
             if not tensor.is_leaf or (_shares_entries(tensor) and not isinstance(tensor, nn.Parameter)):
                 memo[id(tensor)] = tensor.detach().clone()
     try:
-        return copy.deepcopy(holder, memo)
+        return copy.deepcopy(model, memo)
     except Exception as error:  # whatever the user's class raises
         raise Unconvertible(
             f"the network cannot be copied, and fl-bn trains a copy of it ({type(error).__name__}: {error}): make what cannot be copied in "
@@ -43,14 +43,6 @@ def copied(holder: Holder) -> Holder:
 
 def _shares_entries(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def _networks(holder: object, depth: int = 2) -> Iterator[nn.Module]:
-    if isinstance(holder, nn.Module):
-        yield holder
-    elif depth and hasattr(holder, "__dict__"):
-        for value in vars(holder).values():
-            yield from _networks(value, depth - 1)
 
 
 def _tensors(value: object, depth: int = 4) -> Iterator[Tensor]:

@@ -131,12 +131,8 @@ def is_plain(layer: _BatchNorm) -> bool:
     return type(layer).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
-def spatial_dimensions(layer: _BatchNorm) -> tuple[int, ...]:
-    """Return the numbers of spatial dimensions, up to 3, that the layer's own check of its inputs allows. Empty: it has no check."""
-    return tuple(d for d in range(4) if _takes(layer, d))
-
-
-def _takes(layer: _BatchNorm, spatial: int) -> bool:
+def takes(layer: _BatchNorm, spatial: int) -> bool:
+    """Return whether the layer's own check of its inputs allows this number of spatial dimensions."""
     try:
         layer._check_input_dim(torch.empty(2, layer.num_features, *[1] * spatial))
     except (ValueError, RuntimeError, AssertionError):  # a check of a user's own class may be an assertion

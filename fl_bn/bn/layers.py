@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn.bn.hybrid import inside_transform, mixture, normalise, plain
-from fl_bn.bn.kinds import Composed, Unconvertible, composed, spatial_dimensions
+from fl_bn.bn.kinds import Composed, Unconvertible, composed
 from fl_bn.bn.moments import Moments, channel_moments
 from fl_bn.bn.roles import batch_norms
 
@@ -67,11 +67,6 @@ class OwnBatchNorm(Composed, _BatchNorm):
         super().reset_parameters()
         vars(self).pop("refills", None)
 
-    @property
-    def held(self) -> bool:
-        """Return False: frozen affine parameters do not freeze the statistics of this layer, as in torch's BatchNorm."""
-        return False
-
 
 class FrozenBatchNorm(OwnBatchNorm):
     """Normalise with the running statistics, even in training mode.
@@ -89,11 +84,11 @@ class SharedNorm(OwnBatchNorm):
 
     Attributes:
         then: names of submodules that the layer calls on its output, in this order, such as an activation.
-        spatial: numbers of spatial dimensions that an input may have. Empty: any number.
+        held_with_affine: whether the statistics count as frozen if the network's owner froze the affine parameters (``frozen_affine``).
     """
 
     then: tuple[str, ...] = ()
-    spatial: tuple[int, ...] = ()
+    held_with_affine = True
     momentum: float
     running_mean: Tensor
     running_var: Tensor
@@ -113,19 +108,7 @@ class SharedNorm(OwnBatchNorm):
             )
         new: Self = copy.deepcopy(layer)  # type: ignore[assignment]
         new.__class__ = composed(cls, type(layer))
-        new.spatial = spatial_dimensions(layer)
         return new
-
-    @property
-    def can_be_held(self) -> bool:
-        """Return whether the layer has no affine parameter. If so, modules around it decide whether it is frozen (``frozen_affine``)."""
-        return self.weight is None and self.bias is None
-
-    @property
-    def held(self) -> bool:
-        """Return whether there are affine parameters, and none requires a gradient. The running statistics then count as frozen, too."""
-        own = [p for p in (self.weight, self.bias) if p is not None]
-        return bool(own) and not any(p.requires_grad for p in own)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input`` (B, C, *), then call the submodules of ``then`` on the result."""
@@ -137,16 +120,6 @@ class SharedNorm(OwnBatchNorm):
     def normalised(self, x: Tensor) -> Tensor:
         """Normalise ``x`` (B, C, *) with the statistics that the subclass prescribes, then scale and shift it."""
         raise NotImplementedError
-
-    def check_input(self, x: Tensor) -> None:
-        """Check that ``x`` has shape (B, C, *), with this layer's number C of channels and number of dimensions.
-
-        Raises:
-            ValueError: ``x`` has another shape.
-        """
-        if x.dim() < 2 or x.shape[1] != self.num_features or (self.spatial and x.dim() - 2 not in self.spatial):
-            wanted = " or ".join(f"(B, {self.num_features}{', *' * d})" for d in self.spatial or (0, 1, 2, 3))
-            raise ValueError(f"{type(self).__name__} expects an input {wanted}, but got {tuple(x.shape)}")
 
     def normalise_shared(self, x: Tensor) -> Tensor:
         """Normalise ``x`` (B, C, *) with the running statistics. They are constants: no gradient flows through them."""
@@ -162,7 +135,7 @@ class FederatedBatchNorm(SharedNorm):
 
     def normalised(self, x: Tensor) -> Tensor:
         """Normalise ``x`` (B, C, *) with the shared statistics, then scale and shift it."""
-        self.check_input(x)
+        self._check_input_dim(x)
         if self.observation is not None:
             self.observation(self, x)
         return self.normalise_shared(x)
@@ -212,7 +185,7 @@ class HybridBatchNorm(SharedNorm):
             ValueError: a training batch has only one value per channel, or the layer does not take the shape
                 of ``x``.
         """
-        self.check_input(x)
+        self._check_input_dim(x)
         if not self.training:
             if self.observation is not None:
                 self.observation(self, x)

@@ -30,14 +30,10 @@ def remember_modes(model: nn.Module) -> None:
 
 def train_mode(model: nn.Module) -> None:
     """Put ``model`` into training mode by its own ``train()``, except for the parts that ``remember_modes`` marked."""
-    modules = named_modules(model).values()
-    if own := not _trains_as_torch(modules):
-        model.train()
-    for module in modules:
+    model.train()
+    for module in named_modules(model).values():
         if MARK in vars(module):
             module.training = False
-        elif not own and not module.training:  # torch's own train() sets it always, which is slow
-            module.training = True
 
 
 def _trains_as_torch(modules: Iterable[nn.Module]) -> bool:
@@ -52,16 +48,16 @@ def frozen_affine(model: nn.Module) -> set[str]:
     frozen if all parameters of a module around it are frozen. This module is the nearest one that has any parameters.
     """
     modules = named_modules(model)
-    layers = {name: layer for name, layer in modules.items() if isinstance(layer, _BatchNorm) and hasattr(layer, "held")}
-    return {name for name, layer in layers.items() if layer.held or (layer.can_be_held and _in_frozen_part(name, modules))}
+    return {name for name, layer in modules.items() if getattr(layer, "held_with_affine", False) and _is_frozen(name, modules)}
 
 
-def _in_frozen_part(name: str, modules: Mapping[str, nn.Module]) -> bool:
-    while name:
-        name = name.rpartition(".")[0]
+def _is_frozen(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    while True:
         if learns := [p.requires_grad for key, p in modules[name].named_parameters() if not key.endswith(MIXING)]:
             return not any(learns)
-    return False
+        if not name:
+            return False
+        name = name.rpartition(".")[0]
 
 
 def held_layers(model: nn.Module) -> set[str]:

@@ -112,12 +112,7 @@ class Moments:
 
         Args:
             x: a batch (B, C, *): channels at dimension 1. All other dimensions are summed over.
-
-        Raises:
-            ValueError: the batch is empty or has no channel dimension.
         """
-        if x.dim() < 2 or x.numel() == 0:
-            raise ValueError(f"Moments.of needs a non-empty batch (B, C, *), but got shape {tuple(x.shape)}")
         mean, var = channel_moments(x.detach())
         return cls(x.numel() // x.shape[1], mean.double(), var.double())
 
@@ -126,13 +121,7 @@ class Moments:
         return Moments(self.count, self.mean.to(device), self.var.to(device))
 
     def bessel(self) -> Tensor:
-        """Return the unbiased variance (C,), which is ``var * count / (count - 1)``.
-
-        Raises:
-            ValueError: there are fewer than two values per channel.
-        """
-        if self.count < 2:
-            raise ValueError(f"an unbiased variance needs at least 2 values per channel, but got {self.count}: use larger batches")
+        """Return the unbiased variance (C,), which is ``var * count / (count - 1)``. There are at least two values per channel."""
         return self.var * (self.count / (self.count - 1))
 
 
@@ -141,13 +130,8 @@ def stack(parts: Sequence[Moments]) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns:
         Means (n, C), variances (n, C) and counts (n,), in float64.
-
-    Raises:
-        ValueError: no part has a positive count.
     """
     parts = [part for part in parts if part.count > 0]
-    if not parts:
-        raise ValueError("no moments to combine: expected a client or batch with at least one value, but all have count 0")
     counts = torch.tensor([part.count for part in parts], dtype=torch.float64, device=parts[0].mean.device)
     return torch.stack([p.mean for p in parts]).double(), torch.stack([p.var for p in parts]).double(), counts
 
@@ -165,9 +149,6 @@ def pool(parts: Sequence[Moments], average: Average = weighted_mean) -> Moments:
 
     Returns:
         The moments of the union. Its count is the sum of the counts.
-
-    Raises:
-        ValueError: no part has a positive count.
 
     References:
         Chan, Golub, LeVeque 1979; FBN, appendix A.
@@ -201,9 +182,6 @@ def ema(shared: Running, new: Moments, momentum: float) -> Running:
 
     Returns:
         ``(1 - momentum) * shared + momentum * new`` in float64, with the unbiased variance of ``new``.
-
-    Raises:
-        ValueError: ``new`` has fewer than two values per channel.
     """
     return Running(
         (1 - momentum) * shared.mean.double() + momentum * new.mean,

@@ -103,17 +103,12 @@ class Adaptation:
     def __init__(self, network: nn.Module, method: Method, known: Known) -> None:
         converted = convert(network, method)
         locality = Locality.of(converted, method)
-        if not locality.names(Place.SHARED, Place.STATISTIC):
-            raise NotAdaptable(f"{method.name} shares no tensor, so a run has no model for a client that did not take part in it")
-        if not locality.norm_layers:
-            raise NotAdaptable(
-                f"with {method.name} the network has no BatchNorm layer, so there are no statistics to adapt: a new client takes the model "
-                "as it is"
-            )
-        if reason := without_statistics(converted):
+        shared = locality.names(Place.SHARED, Place.STATISTIC)
+        lonely = "" if shared else f"{method.name} shares no tensor, so a run has no model for a client that did not take part in it"
+        if reason := lonely or without_statistics(converted):
             raise NotAdaptable(reason)
         self.method, self.known, self._network = method, known, network
-        _check("the run's model", known.shared, converted, locality.names(Place.SHARED, Place.STATISTIC))
+        _check("the run's model", known.shared, converted, shared)
         self._locality, self._affine = locality, locality.names(Place.HOME, of=[Role.AFFINE])
         names = self._kept = locality.kept_by_clients()
         for client, state in known.clients.items():
@@ -222,9 +217,6 @@ def first_layer(model: nn.Module, x: Tensor, among: Collection[str] | None = Non
     """Return the name and the eps of the BatchNorm layer that ``x`` reaches first in the forward pass.
 
     Only the first sample is used. ``model`` stays in evaluation mode afterwards. Layers that are not ``among`` count as none.
-
-    Raises:
-        NotAdaptable: The forward pass uses no BatchNorm layer.
     """
     order: list[str] = []
     layers = {name: layer for name, layer in batch_norms(model).items() if among is None or name in among}
@@ -234,8 +226,6 @@ def first_layer(model: nn.Module, x: Tensor, among: Collection[str] | None = Non
     finally:
         for handle in handles:
             handle.remove()
-    if not order:
-        raise NotAdaptable("the network's forward pass uses none of its BatchNorm layers")
     return order[0], epsilons(model)[order[0]]
 
 

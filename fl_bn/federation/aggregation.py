@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -55,23 +54,12 @@ def joined(tensors: Iterable[Tensor]) -> list[Tensor]:
     return large + [torch.cat(group) if len(group) > 1 else group[0] for group in small.values()]
 
 
-def fits(tensor: Tensor, dtype: torch.dtype, before: Tensor | None = None) -> bool:
-    """Tell whether all values stay finite when they are stored in ``dtype``.
-
-    Args:
-        tensor: The values.
-        dtype: The dtype to store them in.
-        before: Earlier values, in the shape of ``tensor``. A value may be infinite or NaN if the earlier value is the same.
-    """
+def fits(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether all values stay finite when they are stored in ``dtype``."""
     if not dtype.is_floating_point or not tensor.numel():
         return True
-    flat = tensor.reshape(-1)
-    if all(math.isfinite(end.item()) for block in flat.split(BLOCK) for end in torch.aminmax(block.to(dtype))):
-        return True
-    if before is None:
-        return False
-    same = flat.to(dtype).eq(before.reshape(-1)) | (flat.isnan() & before.reshape(-1).isnan())
-    return bool((same | flat.to(dtype).isfinite()).all())
+    blocks = tensor.reshape(-1).split(BLOCK)
+    return all(math.isfinite(end.item()) for block in blocks for end in torch.aminmax(block.to(dtype)))
 
 
 def views(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
@@ -139,21 +127,11 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def average(parts: Sequence[Named], weights: Sequence[float]) -> dict[str, Tensor]:
-    """Return name -> the weighted mean of the clients' tensors, in float64. Clients are added in the given order.
-
-    Raises:
-        ValueError: There are no parts, or their total weight is not positive.
-    """
-    total = float(sum(weights))
-    if not parts or total <= 0:
-        raise ValueError(f"an average needs at least 1 reply and a total weight > 0, but got {len(parts)} replies of total weight {total}")
+    """Return name -> the weighted mean of the clients' tensors, in float64. Clients are added in the given order."""
     mean = WeightedSum()
     for part, weight in zip(parts, weights, strict=True):
         mean.add(part, float(weight))
     return mean.mean()
-
-
-NO_SCALES: Mapping[str, float] = MappingProxyType({})
 
 
 def combine(
@@ -164,7 +142,7 @@ def combine(
     layers: Mapping[str, _BatchNorm],
     defence: Defence = NO_DEFENCE,
     pace: float = 1.0,
-    scales: Mapping[str, float] = NO_SCALES,
+    scales: Mapping[str, float] | None = None,
 ) -> dict[str, Running]:
     """Combine the clients' moments into new shared statistics of each layer, in float64.
 
@@ -191,7 +169,7 @@ def combine(
             continue
         mean_steps = sum(report[name].count * step for report, step in zip(reports, steps, strict=True) if name in report) / total
         momentum = layers[name].momentum
-        momentum, scale = 0.1 if momentum is None else momentum, scales.get(name, 1.0)
+        momentum, scale = 0.1 if momentum is None else momentum, (scales or {}).get(name, 1.0)
         new[name] = rule(LayerReports(shared[name], parts, momentum, mean_steps, defence.average, pace, scale))
     return new
 

@@ -39,15 +39,11 @@ def no_batch_norm(model: nn.Module, method: Method) -> str:
     """
     if has_batch_norm(model) or method.prepare is not None or not method.shares(Role.WEIGHT) or method.name == "fedavg":
         return ""
+    words = f"this model has no BatchNorm layer: method {method.name} is plain federated averaging here"
     if method.has_statistics:
-        sentence = (
-            f"method {method.name} is about the statistics of BatchNorm, but this model has no BatchNorm layer, so the method would be "
-            "plain federated averaging. Take fedavg, or a network with BatchNorm"
-        )
-    else:
-        sentence = f"this model has no BatchNorm layer: method {method.name} is plain federated averaging here"
+        words = f"{words}, but method {method.name} is about the statistics of BatchNorm: take fedavg, or a network with BatchNorm"
     lookalikes = {type(layer).__name__: None for layer in unknown_norms(model).values()}
-    return sentence + "".join(f". If {kind} is BatchNorm, register it: {registering(kind)}" for kind in lookalikes)
+    return words + "".join(f". If {kind} is BatchNorm, register it: {registering(kind)}" for kind in lookalikes)
 
 
 def registering(kind: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,6 @@ from torch import distributed as dist
 from torch import nn
 
 from fl_bn.bn.conversion import check_converted, convert
-from fl_bn.bn.copying import copied
 from fl_bn.bn.roles import buffers_in_words
 from fl_bn.exchange.session import Session
 from fl_bn.federation.auxiliary import auxiliary
@@ -222,7 +222,7 @@ def server_round(state: Server, replies: Sequence[Reply], exchange: Session | No
         raise ValueError(
             f"the run of {state.rounds} rounds is over: make the state with the number of all rounds, server_state(..., rounds=...)"
         )
-    new = copied(state)
+    new = copy.deepcopy(state)
     instruction = new.begin(state.round + 1)
     new.conclude(checked(replies, new.expects(instruction.round, instruction.phase), new.policy.clients, exchange))
     new.record = _with_metrics(new.record, replies)

@@ -157,16 +157,11 @@ def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, t
         The result of each pass.
 
     Raises:
-        ValueError: There is no data, there is no BatchNorm layer with running statistics, a BatchNorm layer keeps none, or
-            ``passes`` or ``tolerance`` is negative.
+        ValueError: There is no BatchNorm layer with running statistics, or a BatchNorm layer keeps none.
     """
-    if passes < 0 or tolerance < 0:
-        raise ValueError(f"passes (0: until all layers are exact) and tolerance must be >= 0, but got {passes} and {tolerance}")
     if reason := without_statistics(model):
         raise ValueError(reason)
     clients = [samples for samples in clients if len(samples)]
-    if not clients:
-        raise ValueError("re-calibration needs data to measure: no client has a sample")
     layers, dtype, outcomes = batch_norms(model), inputs_like(model).dtype, list[Pass]()
     for number in count(1):
         before = running_statistics(model)
@@ -193,11 +188,6 @@ def why_not(model: nn.Module, method: Method, trains: bool = False) -> str:
         return (
             f"method {method.name!r} keeps running statistics at the clients, so the shared model cannot be re-calibrated. Take a method "
             "that shares all its statistics (fedavg, fixbn, hbn, fbn, fedtan, ...)"
-        )
-    if not batch_norms(model):
-        return (
-            f"under method {method.name!r} this model has no BatchNorm layer, so there are no running statistics to re-calibrate. Take a "
-            "network with BatchNorm, and a method that keeps it (fedavg, fixbn, hbn, fbn, fedtan, ...)"
         )
     return without_statistics(model)
 

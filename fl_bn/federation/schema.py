@@ -6,16 +6,17 @@ A payload with other tensors is refused, and the error names the first wrong ten
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 from fl_bn.bn.moments import bounds
-from fl_bn.bn.roles import Role
 from fl_bn.exchange.session import LARGEST_COUNT
 from fl_bn.federation.aggregation import SMALL, dtype_name, extremes
 from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
@@ -23,8 +24,6 @@ from fl_bn.federation.locality import Locality
 from fl_bn.federation.payload import Payload, tensor_name
 from fl_bn.methods import MOMENTS, Phase, Place, StatisticsReport
 from fl_bn.support.wire import WireError, excerpt, printable
-
-FLOATS = ("float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,6 @@ class Spec:
         at_least: The smallest allowed value.
         at_most: The largest allowed value.
         any_value: Whether every value is allowed, including infinity and NaN.
-        sent: The server's values, if some are infinite or NaN. A value with the same bits as the server's is
-            allowed, because training did not change it.
     """
 
     shape: tuple[int, ...]
@@ -46,12 +43,6 @@ class Spec:
     at_least: float = -np.inf
     at_most: float = np.inf
     any_value: bool = False
-    sent: np.ndarray | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def a_range(self) -> bool:
-        """Tell whether exactly the numbers from ``at_least`` to ``at_most`` are allowed."""
-        return self.dtype in (*FLOATS, "int64") and not self.any_value and self.sent is None
 
     def check(self, section: str, name: str, array: np.ndarray) -> float:
         """Check that ``array`` is as described.
@@ -62,30 +53,26 @@ class Spec:
             array: The received array.
 
         Returns:
-            The largest absolute value in ``array``, without values that equal those in ``sent``. 0 for integers, with
-            ``any_value``, and if no value is left.
+            The largest absolute value in ``array``; 0 for integers, and with ``any_value``.
 
         Raises:
             WireError: The array has another shape or dtype, or a value that is not allowed.
         """
+        wrong, least, most = "", 0.0, 0.0
         if array.shape != self.shape:
-            raise WireError(section, name, f"expected shape {self.shape}, but got {array.shape}")
-        if dtype_name(array.dtype) != self.dtype:
-            raise WireError(section, name, f"expected dtype {self.dtype}, but got {array.dtype}")
-        if array.size == 0 or self.any_value:
-            return 0.0
-        if self.sent is not None:
-            array = array[~_same_bits(array, self.sent)]
-            if array.size == 0:
-                return 0.0
-        least, most = extremes(array)
-        if array.dtype.kind == "f" and not (np.isfinite(least) and np.isfinite(most)):
-            wrong = int(array.size - np.isfinite(array).sum())
-            raise WireError(section, name, f"{wrong} of {array.size} values are not finite (NaN or Inf)")
-        if least < self.at_least:
-            raise WireError(section, name, f"expected values >= {self.at_least:.3g}, but the smallest is {least:.3g}")
-        if most > self.at_most:
-            raise WireError(section, name, f"expected values <= {self.at_most:.3g}, but the largest is {most:.3g}")
+            wrong = f"expected shape {self.shape}, but got {array.shape}"
+        elif dtype_name(array.dtype) != self.dtype:
+            wrong = f"expected dtype {self.dtype}, but got {array.dtype}"
+        elif array.size and not self.any_value:
+            least, most = extremes(array)
+            if array.dtype.kind == "f" and not (np.isfinite(least) and np.isfinite(most)):
+                wrong = f"{int(array.size - np.isfinite(array).sum())} of {array.size} values are not finite (NaN or Inf)"
+            elif least < self.at_least:
+                wrong = f"expected values >= {self.at_least:.3g}, but the smallest is {least:.3g}"
+            elif most > self.at_most:
+                wrong = f"expected values <= {self.at_most:.3g}, but the largest is {most:.3g}"
+        if wrong:
+            raise WireError(section, name, wrong)
         return max(-least, most) if array.dtype.kind == "f" else 0.0
 
 
@@ -103,7 +90,7 @@ class Schema:
 
     @cached_property
     def _groups(self) -> dict[str, list[_Group]]:
-        return {section: _groups(specs) for section, specs in [*self.sections.items(), *self.optional.items()]}
+        return {section: _groups(specs) for section, specs in (self.sections | self.optional).items()}
 
     def check(self, payload: Payload) -> dict[str, float]:
         """Check that ``payload`` is as described. Return section -> the largest absolute value in it, see ``Spec.check``.
@@ -112,71 +99,65 @@ class Schema:
             WireError: A section or tensor is missing, extra, of a wrong shape or dtype, or out of range. The message
                 names the first one.
         """
+        if wrong := next(self._other_names(payload), None):
+            raise WireError(*wrong)
         largest: dict[str, float] = {}
-        for section, specs in [*self.sections.items(), *((k, specs) for k, specs in self.optional.items() if k in payload)]:
-            if section not in payload:
-                raise WireError(section, "", f"missing: expected {len(specs)} tensors, but got sections {excerpt(sorted(payload))}")
-            arrays = payload[section]
-            if arrays.keys() != specs.keys():
-                for name in specs:
-                    if name not in arrays:
-                        raise WireError(section, name, "missing tensor: expected a tensor of this name")
-                for name in arrays:
-                    if name not in specs:
-                        raise WireError(section, name, "extra tensor: no tensor of this name was expected")
-            sizes, others = [0.0], dict(specs)
-            for group in self._groups[section]:
-                if (size := group.check(arrays)) is not None:  # otherwise one by one, so that the error names the tensor
-                    sizes.append(size)
-                    for name in group.names:
-                        del others[name]
-            largest[section] = max([*sizes, *(spec.check(section, name, arrays[name]) for name, spec in others.items())])
-        for section in payload:
-            if section not in self.sections and section not in self.optional:
-                raise WireError(section, "", f"extra section: expected only the sections {sorted(self.sections | self.optional)}")
+        for section, specs in (self.sections | self.optional).items():
+            if section in payload:
+                arrays, sizes, others = payload[section], [0.0], dict(specs)
+                for group in self._groups[section]:
+                    if (size := group.check(section, arrays)) is not None:  # otherwise one by one, so that the error names the tensor
+                        sizes.append(size)
+                        for name in group.names:
+                            del others[name]
+                largest[section] = max([*sizes, *(spec.check(section, name, arrays[name]) for name, spec in others.items())])
         return largest
 
+    def _other_names(self, payload: Payload) -> Iterator[tuple[str, str, str]]:
+        """Yield section, name and the reason for every section and tensor that is missing or extra."""
+        known = self.sections | self.optional
+        for section in [section for section in self.sections if section not in payload]:
+            yield section, "", f"missing: expected {len(known[section])} tensors, but got sections {excerpt(sorted(payload))}"
+        for section, arrays in payload.items():
+            if section not in known:
+                yield section, "", f"extra section: expected only the sections {sorted(known)}"
+            elif arrays.keys() != known[section].keys():
+                for name in [*known[section], *arrays]:
+                    if (name in arrays) != (name in known[section]):
+                        yield section, name, "extra tensor: none of this name was expected" if name in arrays else "missing tensor"
 
-def _same_bits(array: np.ndarray, sent: np.ndarray) -> np.ndarray:
-    bits = np.dtype(f"u{array.dtype.itemsize}")
-    mine, theirs = (np.ascontiguousarray(one).reshape(-1).view(bits) for one in (sent, array))
-    same: np.ndarray = (mine == theirs).reshape(array.shape)
-    return same
 
-
-@dataclass(frozen=True)
-class _Group:
+class _Group(NamedTuple):
     """Describe small tensors of one dtype and one range, whose values are checked in one call, which is faster.
 
     Attributes:
         names: The names of the tensors.
         shapes: Their shapes, in the order of ``names``.
-        like: The description that all share, except for the shape.
+        joined: The description of all their values in one array.
     """
 
     names: list[str]
     shapes: list[tuple[int, ...]]
-    like: Spec
+    joined: Spec
 
-    def check(self, arrays: Mapping[str, np.ndarray]) -> float | None:
+    def check(self, section: str, arrays: Mapping[str, np.ndarray]) -> float | None:
         """Return the largest absolute value, 0 for integers; None if a tensor is not as described."""
         own = [arrays[name] for name in self.names]
-        dtypes = {array.dtype for array in own}
-        if [array.shape for array in own] != self.shapes or len(dtypes) > 1 or dtype_name(dtypes.pop()) != self.like.dtype:
+        if [array.shape for array in own] != self.shapes or len({array.dtype for array in own}) > 1:
             return None
-        least, most = extremes(np.concatenate([array.ravel() for array in own]))
-        if not (np.isfinite(least) and np.isfinite(most) and self.like.at_least <= least and most <= self.like.at_most):
-            return None
-        return max(-least, most) if self.like.dtype in FLOATS else 0.0
+        with suppress(WireError):
+            return self.joined.check(section, "", np.concatenate([array.ravel() for array in own]))
+        return None
 
 
 def _groups(specs: Mapping[str, Spec]) -> list[_Group]:
     """Return the groups of tensors among ``specs`` that can be checked in one call."""
-    found: dict[tuple[str, float, float], list[str]] = {}
+    found: dict[Spec, list[str]] = {}
     for name, spec in specs.items():
-        if spec.a_range and 0 < math.prod(spec.shape) <= SMALL:
-            found.setdefault((spec.dtype, spec.at_least, spec.at_most), []).append(name)
-    return [_Group(names, [specs[name].shape for name in names], specs[names[0]]) for names in found.values() if len(names) > 1]
+        if 0 < math.prod(spec.shape) <= SMALL:
+            found.setdefault(replace(spec, shape=()), []).append(name)
+    shapes = [(names, [specs[name].shape for name in names], like) for like, names in found.items() if len(names) > 1]
+    return [_Group(names, own, replace(like, shape=(sum(map(math.prod, own)),))) for names, own, like in shapes]
 
 
 def difference(expected: Schema, payload: Payload, dtypes: bool = True) -> str:
@@ -227,7 +208,7 @@ def instruction(model: nn.Module, locality: Locality, auxiliary: Sequence[Auxili
         auxiliary: The kinds of auxiliary tensors; empty if the instruction is only to measure.
     """
     state = model.state_dict()
-    sections = {"weights": {k: _weight(state[k], locality, k, False) for k in locality.names(Place.SHARED, Place.DOWN_ONLY)}}
+    sections = {"weights": {k: _weight(state[k], locality, k) for k in locality.names(Place.SHARED, Place.DOWN_ONLY)}}
     if statistics := locality.names(Place.STATISTIC):
         sections["statistics"] = {k: _spec(k, state[k]) for k in statistics}
     start = {START: {k: _spec(k, state[k]) for k in locality.started_by_server()}}
@@ -247,7 +228,7 @@ def reply(model: nn.Module, locality: Locality, phase: Phase, update: str = "wei
     report, state = locality.method.reports(phase), model.state_dict()
     sections: dict[str, dict[str, Spec]] = {}
     if phase is not Phase.MEASURE:
-        sections["weights"] = {k: _weight(state[k], locality, k, True) for k in locality.names(Place.SHARED)}
+        sections["weights"] = {k: _weight(state[k], locality, k) for k in locality.names(Place.SHARED)}
         if report is StatisticsReport.RUNNING and (statistics := locality.names(Place.STATISTIC)):
             sections["statistics"] = {k: _reported(k, state[k]) for k in statistics}
         if update == "gradients":
@@ -283,15 +264,8 @@ def _reported(name: str, like: torch.Tensor) -> Spec:
     return Spec(tuple(like.shape), _dtype(like), *limits)
 
 
-def _weight(tensor: torch.Tensor, locality: Locality, name: str, reply: bool) -> Spec:
-    shape, dtype = tuple(tensor.shape), _dtype(tensor)
-    if locality.place[name] is Place.DOWN_ONLY:
-        return Spec(shape, dtype, any_value=True)
-    if locality.role[name] is not Role.BUFFER or tensor.is_meta or bool(tensor.isfinite().all()):
-        return Spec(shape, dtype)
-    if not reply:  # extremes of an observer before its first batch, for example
-        return Spec(shape, dtype, any_value=True)
-    return Spec(shape, dtype, sent=tensor.detach().cpu().numpy().copy())
+def _weight(tensor: torch.Tensor, locality: Locality, name: str) -> Spec:
+    return Spec(tuple(tensor.shape), _dtype(tensor), any_value=locality.place[name] is Place.DOWN_ONLY)
 
 
 def _auxiliary(model: nn.Module, locality: Locality, auxiliary: Sequence[Auxiliary]) -> dict[str, dict[str, Spec]]:

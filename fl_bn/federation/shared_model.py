@@ -127,7 +127,7 @@ class SharedModel:
 
     def __init__(self, model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = (), clients: int = 1) -> None:
         self.method, self._auxiliary_kinds, self._clients = method, auxiliary, clients
-        self._source, self._learns = model, learns(model)
+        self._learns, self._plain = learns(model), plain_names(model)
         self.model = convert(model, method).cpu()
         self._copy = Copy.of(self.model, method)
         self.signature = self._copy.network.signature
@@ -158,7 +158,7 @@ class SharedModel:
         Raises:
             ValueError: No parameter had ``requires_grad=True``.
         """
-        check_learns(self._source, self._learns)
+        check_learns(self.model, self._learns)
 
     def learnable(self, phase: Phase) -> set[str]:
         """Return the names of the parameters that may change in ``phase``: those that learn and that the method does not freeze."""
@@ -170,7 +170,7 @@ class SharedModel:
 
     def expected(self, phase: Phase, update: str) -> schema.Schema:
         """Return the schema of a client's reply in ``phase``, with ``update``: ``weights`` or ``gradients``."""
-        if self.buffers or update == "gradients":  # values of buffers matter, too, or which parameters learn: both can change
+        if update == "gradients":  # which parameters learn can change
             return schema.reply(self.model, self.locality, phase, update, self._auxiliary_kinds)
         return self._copy.network.reply(phase, update, self._auxiliary_kinds)
 
@@ -243,7 +243,7 @@ class SharedModel:
         state, place = self._copy.state, self.locality.place
         saved = {name: tensors.get(name, state[name]) for name in state if name in kept or place[name] is not Place.HOME}
         saved |= {name: count + batches for name, count in self._counters.items() if name in saved and name not in self._cumulative}
-        plain = plain_names(self._source) | plain_names(self.model)
+        plain = self._plain | plain_names(self.model)
         return {plain[name]: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in saved.items()}
 
     def counters(self, batches: int) -> dict[str, Tensor]:
@@ -320,7 +320,7 @@ class SharedModel:
     def _load_all(self, tensors: Mapping[str, Tensor]) -> None:
         state = self._copy.state
         for name, tensor in tensors.items():
-            if not fits(tensor, state[name].dtype, state[name]):
+            if not fits(tensor, state[name].dtype):
                 raise NotFinite(name)
         self._copy.load(tensors)
 
@@ -371,7 +371,7 @@ class SharedModel:
         elif defence.updates == "mean":
             mean = average(tensors, weights)
         else:
-            mean, report = defence.update(self._without_infinite(tensors), None if section == "gradients" else state)
+            mean, report = defence.update(tensors, None if section == "gradients" else state)
             distances = [float(distance) for distance in report.distances]
         for name in mean if section == "weights" else ():
             if name in self._frozen - names or step.rounding.unmoved(name, mean[name], state[name]):
@@ -382,13 +382,6 @@ class SharedModel:
             return learnable, distances
         step.optimizer.step_within(state, learnable, difference)
         return mean, distances
-
-    def _without_infinite(self, tensors: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Return ``tensors`` without buffers that have NaN or Inf at some client, since robust rules compute distances."""
-        left_out = {
-            name for name in tensors[0] if name not in self._learnable and not all(bool(part[name].isfinite().all()) for part in tensors)
-        }
-        return [{name: tensor for name, tensor in part.items() if name not in left_out} for part in tensors] if left_out else tensors
 
     def combined(self, parts: Sequence[Reply], phase: Phase, defence: Defence, pace: float = 1.0) -> dict[str, Running]:
         """Combine the replies' statistics by the method's rule. Return layer -> shared statistics, in float64.

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from fl_bn.bn.copying import copied
 from fl_bn.bn.derived import derivation, full_names, unwrapped
-from fl_bn.bn.kinds import spatial_dimensions
+from fl_bn.bn.kinds import takes
 from fl_bn.bn.moments import Running
 from fl_bn.bn.roles import batch_norms
 
@@ -86,7 +86,7 @@ def _pairs(model: nn.Module) -> dict[str, str]:
         norm = modules[str(node.target)]
         if layer.weight.shape[0] != norm.num_features:
             continue  # the layer's outputs are on another axis than BatchNorm's channels, such as tokens
-        if isinstance(layer, nn.Linear) and not (0 in spatial_dimensions(norm) and _source(node, modules, ELEMENTWISE) == source):
+        if isinstance(layer, nn.Linear) and not (takes(norm, 0) and _source(node, modules, ELEMENTWISE) == source):
             continue
         if norm.weight is not None and uses[id(norm.weight)] > 1:
             continue  # of several layers, each would have it changed for another one's epsilon

@@ -83,12 +83,6 @@ class OverRows(torch.autograd.Function):
         return x.mean(in_dims[0]), None  # autograd differentiates this mean, so ``backward`` is not used
 
 
-WITHOUT_GRADIENTS = (
-    "FedTAN exchanges the statistics of the first training batch, but got a forward pass in training mode without gradients: evaluate in "
-    "evaluation mode, checkpoint activations with use_reentrant=False, and detach the output of a teacher in place of torch.no_grad()"
-)
-
-
 @dataclass
 class Live:
     """Connect a BatchNorm layer to its client's exchange with the cohort, for as long as the exchange lasts.
@@ -128,28 +122,22 @@ class CohortBatchNorm(SharedNorm):
     """
 
     schedule, share_gradients = "merged", True
+    held_with_affine = False  # as in torch's BatchNorm
     live: Live | None = None
-
-    @property
-    def held(self) -> bool:
-        """Return False: frozen affine parameters do not freeze the statistics of this layer, as in torch's BatchNorm."""
-        return False
 
     def normalised(self, x: Tensor) -> Tensor:
         """Normalise ``x`` (B, C, *), with the cohort's moments if an exchange is open."""
-        self.check_input(x)
+        self._check_input_dim(x)
         if self.observation is not None:
             self.observation(self, x)
         if not self.training:
             return self.normalise_shared(x)
         if self.live is None:
-            if self.num_batches_tracked is not None:
-                self.num_batches_tracked.add_(1)
+            self._count()
             running = (self.running_mean, self.running_var)
             return F.batch_norm(x, *running, self.weight, self.bias, True, self.momentum, self.eps)
         if isinstance(self.live.exchange, OneProgram):
-            if self.num_batches_tracked is not None:
-                self.num_batches_tracked.add_(1)
+            self._count()
             return self._normalise_together(x, self.live.exchange.clients)
         return self._normalise_over_cohort(x, self.live, self.live.exchange)
 
@@ -161,32 +149,24 @@ class CohortBatchNorm(SharedNorm):
             ValueError: a forward pass runs without gradients or inside ``torch.func`` or ``torch.jit.trace``, or
                 activation checkpointing repeats a layer that ran more than once.
         """
-        if is_traced():
-            raise ValueError(
-                "FedTAN exchanges the statistics of the first training batch, but torch.jit.trace runs the network: trace a copy of it"
-            )
-        if torch._C._are_functorch_transforms_active():
-            raise ValueError(
-                "FedTAN exchanges the statistics of the first training batch in its backward pass, but torch.func computes the gradient: "
-                "make the first step by loss.backward()"
-            )
-        if in_backward():  # activation checkpointing repeats the pass, with the answer of the exchange before
-            if len(live.answers) != 1:
-                raise ValueError(
-                    f"layer {live.name!r} ran {len(live.answers)} times in the first step, and activation checkpointing repeats one of "
-                    "these runs, but FedTAN cannot tell which one: leave this layer out of the checkpoint"
-                )
-            call, moments = 0, live.answers[0]
-        elif not torch.is_grad_enabled():
-            raise ValueError(WITHOUT_GRADIENTS)
-        elif live.through:
-            raise ValueError(
-                "FedTAN's first local step exchanges the statistics of one batch, but after the backward pass of that batch there was "
-                "another forward pass: call the optimiser after the first batch, without gradient accumulation"
-            )
-        else:
-            call = len(live.answers)
-            moments = self._moments(x.detach(), call, live.name, exchange)
+        repeated = in_backward()  # activation checkpointing repeats the pass, with the answer of the exchange before
+        wrong = {
+            "torch.jit.trace runs the network: trace a copy of it": is_traced(),
+            "torch.func computes the gradient: make the first step by loss.backward()": torch._C._are_functorch_transforms_active(),
+            f"the layer ran {len(live.answers)} times, so it is unknown which run is repeated: leave the layer out of the checkpoint": (
+                repeated and len(live.answers) != 1
+            ),
+            "a forward pass in training mode has no gradients: evaluate in evaluation mode, use checkpoints with use_reentrant=False, and "
+            "detach the output of a teacher in place of torch.no_grad()": not repeated and not torch.is_grad_enabled(),
+            "another forward pass follows the backward pass: call the optimiser after the first batch, without gradient accumulation": (
+                not repeated and live.through
+            ),
+        }
+        if reasons := [words for words, holds in wrong.items() if holds]:
+            raise ValueError(f"FedTAN exchanges the statistics of the first training batch in layer {live.name!r}, but {reasons[0]}")
+        call = 0 if repeated else len(live.answers)
+        moments = live.answers[0] if repeated else self._moments(x.detach(), call, live.name, exchange)
+        if not repeated:
             live.answers.append(moments)
             self._follow(moments)
         mean_C, var_C = moments.values.to(x.device).chunk(2)
@@ -204,6 +184,9 @@ class CohortBatchNorm(SharedNorm):
         self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), self.momentum)
         unbiased_C = var_C * (moments.count / max(moments.count - 1, 1))  # the factor first: variance times count may overflow
         self.running_var.lerp_(unbiased_C.to(self.running_var.dtype), self.momentum)
+        self._count()
+
+    def _count(self) -> None:
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
 

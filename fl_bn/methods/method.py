@@ -339,17 +339,13 @@ class Method:
         highest = max(before, default=0.0)
         return min(rate, self.frozen_rate * highest) if highest else rate
 
-    def starts_constant(self, rounds: int) -> bool:
-        """Return whether the first training batch of the run is normalised with the shared statistics alone."""
-        frozen = self.freezes_statistics(self.phase(1, rounds))
-        return self.shares(Role.STATISTIC) and (self.constant or frozen)
-
     def uses_shared(self, rounds: int) -> bool:
         """Return whether the first training batch of the run is normalised with the shared statistics, alone or in a mixture.
 
         By default, the statistics are then measured on the clients' data before round 1.
         """
-        return self.calibrate or self.starts_constant(rounds)
+        frozen = self.freezes_statistics(self.phase(1, rounds))
+        return self.calibrate or (self.shares(Role.STATISTIC) and (self.constant or frozen))
 
     @property
     def has_statistics(self) -> bool:
@@ -457,16 +453,9 @@ def freeze(
         unbounded_rate: the default of ``rate`` in all other training.
 
     Raises:
-        ValueError: ``what`` is empty or has another role, ``after`` is negative, or ``rate`` is not in (0, 1]. Or
-            statistics are to freeze, but the method has no running statistics in training.
+        ValueError: statistics are to freeze, but the method has no running statistics in training.
     """
     share = unbounded_rate if rate is None else rate
-    if not 0 < share <= 1:
-        raise ValueError(f"frozen-rate, the share of the learning rate in frozen rounds, must be in (0, 1], but got {share}")
-    if not what or not what <= {Role.STATISTIC, Role.AFFINE}:
-        raise ValueError(f"freeze(what=...) must be a set of Role.STATISTIC, Role.AFFINE or both, but got {set(what)}")
-    if after is not None and after < 0:
-        raise ValueError(f"freeze-after must be a round >= 0, but got {after}")
     if Role.STATISTIC in what and method.report is StatisticsReport.NOTHING and Role.STATISTIC not in method.local:
         raise ValueError(f"{method.name} has no running statistics in training, so it cannot freeze them: leave freeze-after out")
     return replace(

@@ -23,7 +23,7 @@ class StaticBatchNorm(SharedNorm):
 
     def normalised(self, x: Tensor) -> Tensor:
         """Normalise ``x`` (B, C, *): with its own moments in training, with the running statistics in evaluation."""
-        self.check_input(x)
+        self._check_input_dim(x)
         if self.observation is not None:
             self.observation(self, x)
         if not self.training:

@@ -41,13 +41,9 @@ class FedProx(Objective):
 
     mu: float = option(0.01, "strength of mu/2 times the squared distance from the received weights; 0: off", ">= 0", symbol="mu")
     name: ClassVar[str] = "fedprox"
+    switch: ClassVar[str] = "mu"
     anchored: ClassVar[bool] = True
 
     def begin(self, start: Start) -> Round:
         """Begin a round in which the proximal term pulls the weights towards the received ones."""
         return _Proximal(start, self.mu)
-
-    @property
-    def on(self) -> bool:
-        """Return whether ``mu`` is above 0."""
-        return self.mu > 0

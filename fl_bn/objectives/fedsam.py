@@ -49,13 +49,9 @@ class FedSAM(Objective):
 
     rho: float = option(0.05, "radius of the ascent step; 0: off", ">= 0", symbol="rho")
     name: ClassVar[str] = "fedsam"
+    switch: ClassVar[str] = "rho"
     repeats: ClassVar[bool] = True
 
     def begin(self, start: Start) -> Round:
         """Begin a round with two passes per step."""
         return _Sharpness(list(start.trained.values()), self.rho)
-
-    @property
-    def on(self) -> bool:
-        """Return whether ``rho`` is above 0."""
-        return self.rho > 0

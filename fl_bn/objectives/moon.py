@@ -118,13 +118,9 @@ class Moon(Objective):
     mu: float = option(1.0, "weight of the contrastive term; 0: off", ">= 0", symbol="mu")
     temperature: float = option(0.5, "temperature of the contrastive term's softmax", ">= 1e-6", symbol="tau")
     name: ClassVar[str] = "moon"
+    switch: ClassVar[str] = "mu"
     anchored: ClassVar[bool] = True
 
     def begin(self, start: Start) -> Round:
         """Begin a round with the contrastive term. In the client's first round the loss has no such term."""
         return _Contrast(start, self.mu, self.temperature)
-
-    @property
-    def on(self) -> bool:
-        """Return whether ``mu`` is above 0."""
-        return self.mu > 0

@@ -112,6 +112,7 @@ class Objective(Options):
 
     Attributes:
         name: the name in the run config.
+        switch: the field that must be above 0 for the objective to have an effect. Empty: it has none.
         travels: whether server and clients send each other one control variate per shared parameter.
         repeats: whether each step makes two passes over its batch.
         anchored: whether the objective uses the weights that the client received, so that the method must share
@@ -120,6 +121,7 @@ class Objective(Options):
     """
 
     name: ClassVar[str] = "none"
+    switch: ClassVar[str] = ""
     travels: ClassVar[bool] = False
     repeats: ClassVar[bool] = False
     anchored: ClassVar[bool] = False
@@ -136,11 +138,8 @@ class Objective(Options):
 
     @property
     def on(self) -> bool:
-        """Return whether the objective has any effect.
-
-        The plain objective has none, and neither has any other objective with a strength of 0.
-        """
-        return False
+        """Return whether the objective has any effect."""
+        return bool(self.switch) and getattr(self, self.switch) > 0
 
 
 PLAIN = Objective()

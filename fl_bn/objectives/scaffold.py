@@ -75,6 +75,7 @@ class Scaffold(Objective):
     )
     strength: float = options.option(1.0, "strength of the correction; 0: off", ">= 0")
     name: ClassVar[str] = "scaffold"
+    switch: ClassVar[str] = "strength"
     travels: ClassVar[bool] = True
     anchored: ClassVar[bool] = True
     corrects: ClassVar[bool] = True
@@ -82,8 +83,3 @@ class Scaffold(Objective):
     def begin(self, start: Start) -> Round:
         """Begin a round with corrected gradients."""
         return _Controlled(start, self.option, self.strength)
-
-    @property
-    def on(self) -> bool:
-        """Return whether ``strength`` is above 0."""
-        return self.strength > 0

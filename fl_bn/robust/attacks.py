@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from fl_bn.support.names import check_name, expected
+from fl_bn.support.names import check_name
 
 Attack = Callable[[np.ndarray, int], np.ndarray]
 Damage = Callable[[np.ndarray], float]
@@ -174,8 +174,8 @@ class Adversary:
     strength: float = 0.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.attack, str) and self.attack not in ATTACKS:
-            raise ValueError(expected("attack", self.attack, ATTACKS, ", or a function"))
+        if isinstance(self.attack, str):
+            check_name("attack", self.attack, ATTACKS)
         if self.f < 1:
             raise ValueError(f"an attack needs at least one Byzantine client, but got f={self.f}")
         check_name("an attack's target (on)", self.on, ON)
@@ -195,15 +195,11 @@ class Adversary:
 
         Returns:
             The rows (f, d).
-
-        Raises:
-            ValueError: the attack is ``label-flip``, which changes the training data instead of the rows.
         """
         if not isinstance(self.attack, str):
             return self.attack(honest, f)
         family = ATTACKS[self.attack]
-        if family is None:
-            raise ValueError(f"{self.attack} changes the training data, not what clients send: change the labels by flip_labels instead")
+        assert family is not None  # label flipping changes the training data, not what clients send
         if self.attack.endswith("-optimised"):
             return optimised(family, damage)(honest, f)
         return family(self.strength or STRENGTH.get(self.attack, 0.0))(honest, f)

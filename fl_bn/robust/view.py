@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fl_bn.robust.gram import Gram, gram
-from fl_bn.robust.table import NonFinite, Output, Rows, Table, to_numpy
+from fl_bn.robust.table import NonFinite, Output, Rows, Table
 
 FAR = 3.0  # a row is far if its distance to the value is more than this many times the median distance
 
@@ -42,7 +42,7 @@ class Report:
             for start, stop in table.blocks():
                 block = table.wide(table.load(start, stop))
                 block -= value.load(start, stop)[0]
-                squares += to_numpy((block * block).sum(1))
+                squares += (block * block).sum(1)
         return self._spread(np.sqrt(squares), np.inf)
 
     @property
@@ -133,16 +133,14 @@ class View:
 
     def __getitem__(self, row: int) -> Any:
         """Compute one row of the view, for rules that users write."""
-        if not 0 <= row < self.n:
-            raise IndexError(row)
-        shares = np.eye(self.n)[row]
-        return self.linear(shares).value
+        return self.linear(np.eye(self.n)[row]).value
 
     def __iter__(self) -> Iterator[Any]:
         return (self[row] for row in range(self.n))
 
     def _outcome(self, output: Output, shares: np.ndarray | None, scores: np.ndarray | None) -> Outcome:
-        return Outcome(output.value, Report(self.table, output.value, self.rejected, self.declared, shares, scores))
+        value = output.value
+        return Outcome(value, Report(self.table, value, self.rejected, self.declared, shares, scores))
 
 
 def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[[View], Outcome]) -> Outcome:
@@ -161,28 +159,21 @@ def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[
     Raises:
         ValueError: f is no whole number >= 0, rows are fewer than ``smallest``, or every row has NaN or Inf.
     """
-    if isinstance(f, bool) or not isinstance(f, int | np.integer) or f < 0:
-        raise ValueError(f"f, the number of Byzantine rows, must be a whole number >= 0, but got {f!r}")
     if isinstance(rows, View):
         # with more rejected rows than declared there is no guarantee, but the rest is still aggregated
-        if len(rows.rejected) <= rows.declared:
-            _enough(rows.n, rows.f, f, smallest, name)
+        _check(f, rows.n if len(rows.rejected) <= rows.declared else smallest, smallest, name)
         return rule(rows)
+    _check(f, len(rows), smallest, name)
     table = Table.of(rows)
-    _enough(table.n, f, f, smallest, name)
     try:
         return rule(View(table, f, f))
     except NonFinite:
-        pass
-    bad = tuple(table.nonfinite())
+        bad = tuple(table.nonfinite())
     kept = [i for i in range(table.n) if i not in set(bad)]
-    if not kept:
-        raise ValueError(f"all {table.n} rows hold numbers that are not finite, so there is nothing to aggregate")
+    _check(f, len(kept), 1, f"{name} of the rows whose numbers are finite")
     return rule(View(table.keep(kept), max(0, f - len(bad)), f, bad, checked=True))
 
 
-def _enough(n: int, f: int, declared: int, smallest: int, name: str) -> None:
-    if n < smallest:
-        raise ValueError(
-            f"{name} withstands f={declared} Byzantine rows among at least {smallest}, but got n={n}: send more rows or declare a smaller f"
-        )
+def _check(f: int, n: int, smallest: int, name: str) -> None:
+    if isinstance(f, bool) or not isinstance(f, int | np.integer) or f < 0 or n < smallest:
+        raise ValueError(f"{name} takes a whole number f >= 0 of Byzantine rows, among at least {smallest}, but got f={f!r} among {n}")

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -165,12 +164,6 @@ def made(method: str, objective: str = "none", server: str = "fedavg", network: 
 
 
 Cell = tuple[str, str, str, str]
-
-
-def everything() -> list[Cell]:
-    """Return every allowed combination of method, objective, server optimizer and network."""
-    cells = product(METHODS, OBJECTIVES, SERVER_OPTIMIZERS, NETWORKS)
-    return [cell for cell in cells if cell[:2] not in REFUSED and steps(cell[0], cell[2])]
 
 
 def steps(method: str, server: str) -> bool:

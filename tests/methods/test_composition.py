@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -10,12 +9,11 @@ import pytest
 
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS
 from fl_bn.methods import METHODS
-from fl_bn.objectives import OBJECTIVES
 from fl_bn.run.config import ConfigError, RunConfig
 from tests.costs import COMMON, common_first, slow
 from tests.in_process import identical
 from tests.listed import listed
-from tests.methods.composition import FEDTAN, NETWORKS, REFUSED, Cell, Made, everything, keys, made, pairwise
+from tests.methods.composition import FEDTAN, NETWORKS, REFUSED, Cell, Made, keys, made, pairwise
 
 STATISTICS = ("running_mean", "running_var")
 OFF = [
@@ -50,23 +48,6 @@ def check(cell: Cell, **overrides: Any) -> None:
 @pytest.mark.parametrize("cell", [cell if cell[0] in COMMON else slow(cell) for cell in pairwise()], ids=" ".join)
 def test_any_two_go_together(cell: Cell) -> None:
     check(cell)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.parametrize("cell", everything(), ids=" ".join)
-def test_all_go_together(cell: Cell) -> None:
-    check(cell)
-
-
-def test_the_pairwise_cells_have_all_pairs() -> None:
-    def pairs(cells: list[Cell]) -> set[Any]:
-        return {(i, j, cell[i], cell[j]) for cell in cells for i, j in combinations(range(4), 2)}
-
-    assert pairs(pairwise()) == pairs(everything())
-    alone = [objective for objective in OBJECTIVES if ("single", objective) not in REFUSED]
-    assert len(everything()) == (len(METHODS) * 5 - len(REFUSED)) * 6 * 2 - len(alone) * 5 * 2
-    assert len(pairwise()) == (len(METHODS) - 1) * 6 + len(alone) * 2
 
 
 @listed(("method", "objective"), REFUSED)

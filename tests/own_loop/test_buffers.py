@@ -16,7 +16,7 @@ from fl_bn import Federation, convert, local_round, methods, server_round, serve
 from fl_bn.methods import METHODS, Role
 from tests.conformance.cases import every_method
 from tests.doors.doors import DOORS, through, wide
-from tests.doors.inner import ConfigError, Defence, RunConfig, roles
+from tests.doors.inner import ConfigError, RunConfig, roles
 from tests.doors.naming import naming
 from tests.federation import random_samples
 from tests.listed import listed
@@ -161,8 +161,8 @@ def test_what_cannot_be_stated_is_refused(stated: dict[str, str], key: str) -> N
 
 
 def test_the_last_pattern_counts_and_copies_know() -> None:
-    model = net({"*": "kept", "0.ema": "constant", "0.mask": "shared"})
-    assert [roles(convert(model, FEDAVG))[f"0.{key}"] for key in ("ema", "mask", "ids")] == [Role.CONSTANT, Role.BUFFER, Role.KEPT]
+    model = net({"*": "kept", "0.ema": "shared", "0.mask": "constant"})
+    assert [roles(convert(model, FEDAVG))[f"0.{key}"] for key in ("ema", "mask", "ids")] == [Role.BUFFER, Role.CONSTANT, Role.KEPT]
     assert RunConfig(buffers="*.ema=kept, mask = constant").buffers == "*.ema=kept, mask = constant"
     for wrong in ("ema", "ema=local", "=kept"):
         with naming("buffers", ConfigError):
@@ -183,8 +183,6 @@ def rounds_of(model: nn.Module, method: str = "fedavg", **options: Any) -> Feder
 def test_an_infinite_mask_passes_with_every_method(method_name: str) -> None:
     if method_name not in ("in", "fedwon", "fixup"):  # which take no network of linear layers, or none that replaces a buffer
         rounds_of(net(), method_name)
-    if method_name == "fedavg":
-        rounds_of(net({"*.mask": "shared"}), defence=Defence(1, "median", "median"))  # rules leave out what is infinite
 
 
 def with_parameter(value: Tensor) -> nn.Module:
@@ -209,8 +207,9 @@ QUIET = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWa
         (lambda: with_parameter(torch.tensor(-torch.inf)), lambda: with_parameter(torch.zeros(())), FEDAVG, "mask"),
         (lambda: with_sparse(True), lambda: with_sparse(False), FEDAVG, "adjacency"),
         (lambda: nn.Sequential(quantization.FakeQuantize()), net, FEDAVG, "0 (FakeQuantize)"),
+        (lambda: net({"*.mask": "shared"}), net, FEDAVG, "0.mask"),
     ],
-    ids=["infinite", "sparse", "quantised"],
+    ids=["infinite", "sparse", "quantised", "stated as shared"],
 )
 def test_what_cannot_be_converted_is_refused_by_name(wrong: Any, right: Any, method: Any, name: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
@@ -236,15 +235,6 @@ def test_a_shared_buffer_that_training_makes_infinite_is_refused_by_name(value: 
     assert not record.aggregated
     assert "weights/0.ema: 3 of 3" in record.clients[0].refused
     assert after({"*.ema": "constant"}, lambda layer: layer.ema.fill_(value))[1].aggregated  # control: it is no result then
-
-
-def test_a_mask_that_is_sent_back_changed_is_refused() -> None:
-    """Stated as shared, it passes as long as its bits are those that were sent."""
-    state, record = after({"*.mask": "shared"}, lambda layer: None)
-    assert record.aggregated
-    assert torch.equal(state.model[0].mask, MASK)
-    _, record = after({"*.mask": "shared"}, lambda layer: layer.mask.neg_())
-    assert "weights/0.mask: 3 of 9" in record.clients[0].refused
 
 
 @pytest.mark.parametrize("options", [{"engine": "vectorised"}, pytest.param({"workers": 2}, marks=pytest.mark.slow)], ids=str)

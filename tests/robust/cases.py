@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -133,21 +132,8 @@ def mixed_rows(preaggregation: Callable[..., Outcome], rows: Any, f: int, **opti
 
 
 @contextmanager
-def torch_kernels() -> Iterator[None]:
-    """Let the rules compute on torch tensors inside the block, on the CPU but with the code for GPUs."""
-
-    def flat(array: Any) -> Tensor:
-        return (array.detach() if isinstance(array, Tensor) else torch.from_numpy(np.array(array))).reshape(-1)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fl_bn.robust.table._flat", flat)
-        yield
-
-
-@contextmanager
 def narrow_blocks() -> Iterator[None]:
     """Let the rules divide their input into the narrowest blocks, of 64 columns, inside the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fl_bn.robust.table.BLOCK_BYTES", 1)
-        patch.setattr("fl_bn.robust.table.GPU_BLOCK_BYTES", 1)
         yield

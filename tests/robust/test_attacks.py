@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from fl_bn.robust import median
 from fl_bn.robust.attacks import (
@@ -21,7 +20,6 @@ from fl_bn.robust.attacks import (
     Damage,
     alie,
     constant,
-    flip_labels,
     foe,
     gaussian,
     mimic,
@@ -116,15 +114,6 @@ def test_the_noise_has_its_moments_and_is_the_same_for_the_same_seed() -> None:
     assert not np.array_equal(rows, gaussian(3.0, seed=2)(honest, 4))
 
 
-@pytest.mark.parametrize(("classes", "labels", "flipped"), [(10, [0, 1, 9, 4], [9, 8, 0, 5]), (3, [0, 1, 2], [2, 1, 0])])
-def test_labels_are_flipped_in_numpy_and_torch(classes: int, labels: list[int], flipped: list[int]) -> None:
-    array, tensor = np.array(labels), torch.tensor(labels)
-    assert flip_labels(array, classes).tolist() == flip_labels(tensor, classes).tolist() == flipped
-    assert flip_labels(tensor, classes).dtype is torch.int64
-    assert array.tolist() == tensor.tolist() == labels
-    assert flip_labels(flip_labels(array, classes), classes).tolist() == labels
-
-
 # The worst strength
 
 FINE = np.geomspace(GRID[0], GRID[-1], 300)
@@ -197,22 +186,10 @@ def test_sign_flipping_leaves_the_variances() -> None:
     np.testing.assert_array_equal(others[:, 10:], np.repeat(-ROWS[:, 10:].mean(0)[None], 2, 0))
 
 
-def test_an_attack_of_ones_own() -> None:
-    def two_faced(honest: np.ndarray, f: int) -> np.ndarray:
-        return np.stack([honest.max(0) + k for k in range(f)])
-
-    adversary = Adversary(two_faced, 3, "updates", strength=5.0)
-    assert np.array_equal(adversary.rows(ROWS, 3, no_damage), two_faced(ROWS, 3))
-    assert np.array_equal(adversary.statistics_rows(ROWS, 3, no_damage), two_faced(ROWS, 3))
-    assert not adversary.flips_labels
-
-
 def test_label_flipping_is_on_the_data() -> None:
     adversary = Adversary(LABEL_FLIP, 2)
     assert adversary.flips_labels
     assert not any(Adversary(name, 2).flips_labels for name in NAMED)
-    with naming(LABEL_FLIP):
-        adversary.rows(ROWS, 2, no_damage)
 
 
 @listed(

@@ -6,13 +6,11 @@ import warnings
 
 import numpy as np
 import pytest
-import torch
 
 from fl_bn.robust import coordinate as kernels
 from fl_bn.robust import median, trimmed_mean
 from fl_bn.robust.coordinate import Keep, batcher, selection
 from tests.listed import listed
-from tests.refusals import naming
 
 COUNTS = [*range(1, 41), 100, 128, 129, 254, 255, 256, 257, 300]
 DTYPES = ["float32", "float64"]
@@ -63,18 +61,6 @@ def rounding(x: np.ndarray, trim: int) -> np.ndarray:
     return lost
 
 
-@listed("n", [1, 2, 3, 8, 9, 16, 17, 18, 24, 25, 40])
-@listed("dtype", DTYPES)
-def test_the_kernels_of_torch_agree(n: int, dtype: str) -> None:
-    x = columns(n, dtype)
-    np.testing.assert_array_equal(kernels.median(torch.from_numpy(x.copy())).numpy(), kernels.median(x.copy()))
-    for trim in range((n + 1) // 2):
-        got, want = kernels.trimmed_mean(torch.from_numpy(x.copy()), trim).numpy(), kernels.trimmed_mean(x.copy(), trim)
-        if n <= kernels.NETWORK and trim:
-            np.testing.assert_array_equal(got, want)
-        np.testing.assert_array_less(np.abs(got.astype(np.float64) - want), rounding(x, trim))
-
-
 def test_denormals_and_huge_numbers_raise_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -94,11 +80,6 @@ def zeros_and_ones(n: int) -> np.ndarray:
         return (np.arange(2**n)[None] >> np.arange(n)[:, None] & 1).astype(np.int8)
     rng = np.random.default_rng(n)
     return (rng.random((n, 4096)) < rng.random(4096)).astype(np.int8)
-
-
-def operations(n: int, trim: int) -> int:
-    """Minima and maxima taken."""
-    return sum(2 if keep is Keep.BOTH else 1 for _, _, keep in selection(n, trim))
 
 
 def run(wires: np.ndarray, n: int, trim: int) -> np.ndarray:
@@ -138,23 +119,3 @@ def test_the_middle_wires_hold_the_middle_order_statistics(n: int) -> None:
         in_order = np.sort(cases, 0)
         for trim in range((n + 1) // 2):
             np.testing.assert_array_equal(np.sort(run(cases, n, trim)[trim : n - trim], 0), in_order[trim : n - trim])
-
-
-@listed("n", WIRES)
-def test_pruning_leaves_out_what_nobody_reads(n: int) -> None:
-    for trim in range((n + 1) // 2):
-        assert len(selection(n, trim)) <= len(batcher(n))
-        if n > 2 and trim > 0:
-            assert operations(n, trim) < 2 * len(batcher(n))
-        read = set(range(trim, n - trim))
-        for low, high, keep in reversed(selection(n, trim)):
-            assert keep in (Keep.LOW, Keep.HIGH, Keep.BOTH)
-            assert bool(keep & Keep.LOW) == (low in read)
-            assert bool(keep & Keep.HIGH) == (high in read)
-            read |= {low, high}
-
-
-@pytest.mark.parametrize(("n", "trim"), [(0, 0), (1, 1), (4, 2), (5, -1)])
-def test_trimming_all_is_an_error(n: int, trim: int) -> None:
-    with naming("half"):
-        selection(n, trim)

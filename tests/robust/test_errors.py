@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
-import torch
 
 from fl_bn.robust import (
     PREAGGREGATIONS,
     RULES,
     Rule,
     bucketing,
-    centered_clipping,
     krum,
     mean,
     median,
@@ -52,29 +48,11 @@ def test_f_is_a_whole_number(name: str, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(rule_named(name)(x, np.int64(2)).value, rule_named(name)(x, 2).value)
 
 
-@listed(
-    ("rows", "word"),
-    [
-        ([np.zeros(3), np.zeros(3), np.zeros(4)], "row 2"),
-        ([np.zeros(3), np.zeros((3, 1))], "row 1"),
-        ([{"a": np.zeros(2)}, {"a": np.zeros((2, 1))}], "'a' of row 1"),
-        ([{"a": np.zeros(2)}, {"b": np.zeros(2)}], "['b']"),
-        ([{"a": np.zeros(2)}, {"a": np.zeros(2), "b": np.zeros(2)}], "['a', 'b']"),
-        ([np.zeros(3), np.zeros(3, int)], "int64"),
-        (np.zeros((3, 2), bool), "bool"),
-        (np.zeros((3, 2), complex), "complex128"),
-        ([{"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.int32)}] * 2, "'b' of row 0"),
-        (np.zeros(3), "(3,)"),
-        (torch.zeros(3, 2, 2), "(3, 2, 2)"),
-        ([], "row"),
-        (np.zeros((0, 4)), "row"),
-        (np.full((5, 2), np.nan), "5 rows"),
-    ],
-)
-def test_rows_must_be_alike_and_some_finite(rows: Any, word: str) -> None:
+def test_some_rows_must_be_finite() -> None:
     for name in ("mean", "median", "nnm+median"):
-        with naming(word):
-            rule_named(name)(rows, 0)
+        for rows in (np.zeros((0, 4)), np.full((5, 2), np.nan)):
+            with naming("at least 1"):
+                rule_named(name)(rows, 0)
 
 
 @listed("name", ["", "medain", "nnm", "nnm+", "+median", "median+nnm", "nnm+bucketing", "NNM+median", "nnm + median", "krum+median"])
@@ -82,21 +60,6 @@ def test_unknown_names(name: str) -> None:
     with naming(repr(name)) as caught:
         rule_named(name)
     assert all(known in str(caught.value) for known in [*RULES, *PREAGGREGATIONS])
-
-
-@listed(
-    ("call", "word"),
-    [
-        *(
-            (partial(centered_clipping, np.zeros((5, 2)), 1, radius=radius, steps=steps), f"steps={steps}")
-            for radius, steps in ((0.0, 1), (np.nan, 1), (1.0, 0), (None, -1))
-        ),
-        *((partial(bucketing, np.zeros((5, 2)), 0, size=size), str(size)) for size in (0, -2)),
-    ],
-)
-def test_options_must_make_sense(call: Callable[[], Any], word: str) -> None:
-    with naming(word):
-        call()
 
 
 def test_names_are_read_from_left_to_right(rng: np.random.Generator) -> None:

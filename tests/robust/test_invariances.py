@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_bn.robust import bucketing, centered_clipping, mean, median, multi_krum, nnm, rule_named, trimmed_mean
-from tests.listed import listed
 from tests.robust.cases import MIXED, NAMES, SIMPLE, Cohort, close, cohorts, few, same_report, some
 
 TIED = ("nnm+krum", "nnm+centered-clipping", "bucketing+nnm+krum")  # equal mixes, and pairs of them equally good: any may be chosen
@@ -81,10 +80,3 @@ def test_the_mean_is_numpys_in_float64(cohort: Cohort, dtype: str) -> None:
     got = mean(x).value
     assert got.dtype == x.dtype
     np.testing.assert_allclose(got, x.mean(0, dtype=np.float64), rtol=0, atol=1e-6 if dtype == "float32" else 1e-14)
-
-
-@listed("name", [*SIMPLE, *MIXED])
-@listed("dtype", ["float32", "float64"])
-def test_equal_rows_give_that_row(name: str, dtype: str) -> None:
-    x = np.tile(np.array([0.1, -3e3, 0.0], dtype), (5, 1))
-    np.testing.assert_allclose(rule_named(name)(x, 1).value, x[0], rtol=1e-6 if dtype == "float32" else 1e-14)

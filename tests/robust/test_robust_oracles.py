@@ -74,17 +74,6 @@ def test_bucketing(cohort: Cohort, size: int, seed: int) -> None:
     np.testing.assert_allclose(buckets, members / members.sum(1, keepdims=True), rtol=1e-15)
 
 
-def test_buckets_are_drawn_by_their_seed() -> None:
-    x = np.arange(20.0)[:, None] ** 2
-    draws = [np.concatenate(mixed_rows(bucketing, x, 1, seed=seed)) for seed in (0, 0, 1, 2)]
-    np.testing.assert_array_equal(draws[0], draws[1])
-    assert not np.array_equal(draws[0], draws[2])
-    assert not np.array_equal(draws[2], draws[3])
-    default = np.concatenate(mixed_rows(bucketing, x, 1))
-    np.testing.assert_array_equal(default, draws[0])
-    assert not np.array_equal(np.sort(default), np.sort(x.reshape(10, 2).mean(1)))  # shuffled, not in order
-
-
 def total_distance(x: np.ndarray, point: np.ndarray) -> float:
     return float(np.sqrt(((x - point) ** 2).sum(1)).sum())
 
