@@ -121,6 +121,10 @@ class SharedNorm(OwnBatchNorm):
         """Normalise ``x`` (B, C, *) with the statistics that the subclass prescribes, then scale and shift it."""
         raise NotImplementedError
 
+    def check_input(self, x: Tensor) -> None:
+        """Check the number of dimensions of ``x`` as the replaced layer does."""
+        self._check_input_dim(x)  # type: ignore[no-untyped-call]
+
     def normalise_shared(self, x: Tensor) -> Tensor:
         """Normalise ``x`` (B, C, *) with the running statistics. They are constants: no gradient flows through them."""
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
@@ -135,7 +139,7 @@ class FederatedBatchNorm(SharedNorm):
 
     def normalised(self, x: Tensor) -> Tensor:
         """Normalise ``x`` (B, C, *) with the shared statistics, then scale and shift it."""
-        self._check_input_dim(x)
+        self.check_input(x)
         if self.observation is not None:
             self.observation(self, x)
         return self.normalise_shared(x)
@@ -185,7 +189,7 @@ class HybridBatchNorm(SharedNorm):
             ValueError: a training batch has only one value per channel, or the layer does not take the shape
                 of ``x``.
         """
-        self._check_input_dim(x)
+        self.check_input(x)
         if not self.training:
             if self.observation is not None:
                 self.observation(self, x)

@@ -127,7 +127,7 @@ class CohortBatchNorm(SharedNorm):
 
     def normalised(self, x: Tensor) -> Tensor:
         """Normalise ``x`` (B, C, *), with the cohort's moments if an exchange is open."""
-        self._check_input_dim(x)
+        self.check_input(x)
         if self.observation is not None:
             self.observation(self, x)
         if not self.training:

@@ -23,7 +23,7 @@ class StaticBatchNorm(SharedNorm):
 
     def normalised(self, x: Tensor) -> Tensor:
         """Normalise ``x`` (B, C, *): with its own moments in training, with the running statistics in evaluation."""
-        self._check_input_dim(x)
+        self.check_input(x)
         if self.observation is not None:
             self.observation(self, x)
         if not self.training:
