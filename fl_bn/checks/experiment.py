@@ -45,8 +45,7 @@ def refusal(error: Exception) -> Finding:
 
 def model_layers(config: RunConfig) -> Finding:
     """Check which normalisation layers the method finds in the model, and what it does with their tensors."""
-    from fl_bn.federation.norm_layers import has_batch_norm, no_batch_norm
-    from fl_bn.flower.normalisation import describe_layers
+    from fl_bn.federation.norm_layers import describe_layers, has_batch_norm, no_batch_norm
     from fl_bn.run.assembly import client_model, source_model
 
     try:

@@ -110,18 +110,10 @@ def checked_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
     Raises:
         ValueError: ``callbacks`` is a single callback or no list, or an element is no callback.
     """
-    if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
-        raise ValueError(f"callbacks must be a list of callbacks, but got {_in_words(callbacks)}: give callbacks=[EarlyStop(3)], say")
-    given = tuple(callbacks)  # a generator, too, has them once only
-    if wrong := [one for one in given if not isinstance(one, Callback)]:
-        raise ValueError(f"callbacks must be objects of subclasses of Callback, but got {wrong[0]!r}")
+    given = tuple(callbacks) if isinstance(callbacks, Iterable) else (None,)  # a generator, too, has them once only
+    if not all(isinstance(one, Callback) for one in given):
+        raise ValueError(f"callbacks must be a list of objects of subclasses of Callback, such as [EarlyStop(3)], but got {callbacks!r}")
     return given
-
-
-def _in_words(value: object) -> str:
-    if value is None:
-        return "None"
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a single {type(value).__name__}"
 
 
 class Callbacks(Callback):
@@ -149,10 +141,6 @@ class Callbacks(Callback):
             self.on_evaluation(record, rounds)
         for callback in self.all:
             callback.on_round(record, rounds)
-
-    def end(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Call ``on_end`` of every callback. This method takes the arguments of ``__exit__``, for an ``ExitStack``."""
-        self.on_end(error)
 
     def on_end(self, error: BaseException | None) -> None:
         """Call ``on_end`` of every callback, the last callback first."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from itertools import product
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from fl_bn.bn.kinds import kind_of
 from fl_bn.bn.modes import held_layers
-from fl_bn.bn.roles import Role, batch_norms, unknown_norms
-from fl_bn.methods import Method
+from fl_bn.bn.roles import NORM_LAYERS, Role, batch_norms, buffers_in_words, unknown_norms
+from fl_bn.federation.locality import Locality
+from fl_bn.methods import Method, Place
+from fl_bn.methods.fedtan import CohortBatchNorm
 
 if TYPE_CHECKING:
     from fl_bn.federation.shared_model import SharedModel
@@ -104,3 +109,37 @@ def say_unmeasured(shared: SharedModel, round: int, rounds: int) -> None:
     names, how = (missed, "statistics pass") if missed else (unseen, "training batch")
     shown = ", ".join(names[:SHOWN]) + ", ..." * (len(names) > SHOWN)
     LOGGER.warning(UNMEASURED, round, len(names), len(layers), shown, how, method.name)
+
+
+def layers_by_type(model: nn.Module) -> str:
+    """Return the number of normalisation layers by type, as ``3 BatchNorm2d, 1 BatchNorm1d`` or ``no normalisation layer``."""
+    layers = Counter(type(module).__name__ for module in model.modules() if isinstance(module, NORM_LAYERS))
+    return ", ".join(f"{count} {name}" for name, count in layers.items()) or "no normalisation layer"
+
+
+def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iterator[str]:
+    """Yield log lines about what a method does with a network.
+
+    They name the layers before and after conversion, what happens to the tensors of each role (weights, statistics, ...),
+    and what clients report.
+
+    Args:
+        source: The network before conversion.
+        model: The network after conversion.
+        method: The method.
+    """
+    before, after = layers_by_type(source), layers_by_type(model)
+    yield f"method {method.name}: found {before}" + ("" if before == after else f", trained as {after}")
+    if method.prepare is not None:
+        summary, *_ = (inspect.getdoc(method.prepare) or "changed").splitlines()
+        yield f"the rest of the network: {summary}"
+    locality = Locality.of(model, method)
+    for role, place in product(Role, Place):
+        if count := len(locality.names(place, of=[role])):
+            yield f"{count} tensors of role {role.value}: {place.value}"
+    if buffers := buffers_in_words(model):
+        yield buffers
+    if cohort := [module for module in model.modules() if isinstance(module, CohortBatchNorm)]:
+        count = sum((1 if layer.schedule == "merged" else 2) + layer.share_gradients for layer in cohort)
+        yield f"first local step: {count} layer-wise exchanges of moments{' and their gradients' if cohort[0].share_gradients else ''}"
+    yield f"clients report: {method.report.value}"

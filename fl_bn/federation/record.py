@@ -19,6 +19,7 @@ from fl_bn.federation.payload import count_tensors
 from fl_bn.methods import Phase
 from fl_bn.robust.view import FAR
 from fl_bn.support.client_names import UNNAMED, ClientNames
+from fl_bn.task import Task
 
 if TYPE_CHECKING:
     from fl_bn.federation.values import Reply, RoundReplies
@@ -33,6 +34,7 @@ An untrained classifier's loss is about the logarithm of the number of classes, 
 """
 NOT_FINITE, DIVERGED = "values are not finite", "the client's training diverged"
 LOWER = "lower the learning rate"
+SHOWN = 4  # the most metrics of the user's own that a line of the log shows, of training and of evaluation each
 
 
 @dataclass(frozen=True, slots=True)  # slots: a run keeps the records of all rounds
@@ -224,15 +226,13 @@ def why_failed(record: RoundRecord) -> str:
     first = next((client for client in record.clients if client.refused), None)
     if first is None:
         return "The log above says why"
-    advice = ""
-    if not first.refused.startswith("error:"):
-        advice = f". Its data have NaN or Inf, or training diverged: clean the data, or {LOWER}" * (NOT_FINITE in first.refused)
-        advice = advice or f". Training diverged: {LOWER}" * (DIVERGED in first.refused)
+    diverged = not first.refused.startswith("error:") and (NOT_FINITE in first.refused or DIVERGED in first.refused)
+    advice = f". Its data have NaN or Inf, or training diverged: clean the data, or {LOWER}" if diverged else ""
     return f"The first reason: client {first.client}: {first.refused}{advice}"
 
 
-def watch(record: RoundRecord, first_loss: float = math.nan) -> Iterator[str]:
-    """Yield warnings if the statistics or the training loss of a round show that training diverges.
+def watch(record: RoundRecord, first_loss: float = math.nan, last: bool = False, failed: int = 0) -> Iterator[str]:
+    """Yield warnings if the statistics or the training loss of a round show that training diverges, or if a run ends so.
 
     Some methods normalise with shared constants in training. With too many steps or too high a learning rate, their
     statistics change more and more from round to round. A loss shows divergence if it is not finite, or far above that of round 1.
@@ -240,9 +240,14 @@ def watch(record: RoundRecord, first_loss: float = math.nan) -> Iterator[str]:
     Args:
         record: The record of a round.
         first_loss: The training loss of the first round. NaN: unknown.
+        last: Whether it is the last round of the run.
+        failed: The number of failed rounds in a row up to this one.
     """
     if record.phase == Phase.MEASURE.value:  # nobody trained: a large drift means that the statistics were far off before
         return
+    if last and failed:
+        rounds = "the last round" if failed == 1 else f"the last {failed} rounds"
+        yield f"the run ends, and {rounds} did not change the model. {why_failed(record)}"
     drift = record.drift if record.aggregated and record.round > 1 else None
     if drift and (drift.growth > RUNAWAY_GROWTH or drift.largest > RUNAWAY_DRIFT or not math.isfinite(drift.largest)):
         yield (
@@ -250,33 +255,42 @@ def watch(record: RoundRecord, first_loss: float = math.nan) -> Iterator[str]:
             f"{drift.layer or 'model'} moved by {drift.largest:.3g} standard deviations. The statistics no longer follow the weights: "
             f"{LOWER} or the number of local steps"
         )
-    masked = "masked" in record.bytes_up  # with masks a client that diverges sends nothing, and privacy hides the loss
-    if record.aggregated and not masked and _diverged(record, first_loss):
-        before = f", and was {first_loss:.4g} in the first round" if math.isfinite(record.loss) else ""
+    diverged = not math.isfinite(record.loss) or record.loss > RUNAWAY_LOSS * max(first_loss, 1.0)
+    if record.aggregated and diverged and "masked" not in record.bytes_up:  # with masks nothing is known of a client that diverges
         untold = "no training loop gave it to round.reply(samples, loss), or " if math.isnan(record.loss) else ""
-        yield f"round {record.round}: the training loss is {record.loss:.4g}{before}: {untold}training diverged; {LOWER}"
+        ends = "the run ends with a model that diverged: do not use it. " if last and not untold else ""
+        before = f", and was {first_loss:.4g} in the first round" if math.isfinite(record.loss) else ""
+        yield f"{ends}round {record.round}: the training loss is {record.loss:.4g}{before}: {untold}training diverged; {LOWER}"
 
 
-def _diverged(record: RoundRecord, first_loss: float) -> bool:
-    return not math.isfinite(record.loss) or record.loss > RUNAWAY_LOSS * max(first_loss, 1.0)
+def in_words(record: RoundRecord, rounds: int, task: Task, called: ClientNames = UNNAMED) -> str:
+    """Return the log line of a round, as ``[round 3/20] 3/3 clients  loss 2.2450  accuracy 15.8%  1.2 s``.
 
-
-def at_the_end(record: RoundRecord, first_loss: float, failed: int = 0) -> str:
-    """Return a warning if the run ends with a diverged model or with failed rounds; otherwise an empty text.
+    A loss that no client told is left out.
 
     Args:
-        record: The record of the last round.
-        first_loss: The training loss of the first round.
-        failed: The number of failed rounds in a row at the end.
+        record: The record of the round.
+        rounds: The number of rounds of the run.
+        task: The task, which names and formats the metric.
+        called: The names of the clients.
     """
-    if failed:
-        rounds = "the last round" if failed == 1 else f"the last {failed} rounds"
-        return f"the run ends, and {rounds} did not change the model. {why_failed(record)}"
-    if not record.aggregated or "masked" in record.bytes_up or not _diverged(record, first_loss):
-        return ""
-    if math.isnan(record.loss):
-        return (
-            "the run ends with training loss nan: no training loop gave it to round.reply(samples, loss), or the model diverged. If the "
-            f"model diverged, {LOWER}"
-        )
-    return f"the run ends with a model that diverged (training loss {record.loss:.4g}): do not use it. Train again, and {LOWER}"
+    evaluation, metric, worst = record.evaluation, task.metric, f"{task.metric}-{task.worst()}"
+    measures, clients = record.phase == Phase.MEASURE.value, f"{len(record.accepted)}/{len(record.clients)} clients"
+    before = "the statistics before any pass" if measures and not record.clients else clients
+    parts = [f"[pass {record.round}] {before}" if measures else f"[round {record.round}/{rounds}] {clients}"]
+    if not measures and not (record.aggregated and math.isnan(record.loss)):  # NaN: by secure aggregation, or by a loop of the user's
+        parts.append(f"loss {record.loss:.4f}")
+    parts += [f"{metric} {task.format_metric(evaluation[metric])}"] if metric in evaluation else []
+    trained = [(name, value) for name, value in record.own_metrics.items() if name != "loss"][:SHOWN]
+    parts += [f"{name} {value:.4g}" for name, value in (*trained, *([] if metric in evaluation else list(evaluation.items())[:SHOWN]))]
+    parts += [f"{task.worst()} {task.format_metric(evaluation[worst])}"] if worst in evaluation else []
+    parts += ["nothing changed"] if record.clients and not record.aggregated else []
+    parts += [f"far from the others: {called.clients(record.far)}"] if record.far else []
+    return "  ".join([*parts, f"{record.seconds:.1f} s"])
+
+
+def size(nbytes: float) -> str:
+    """Format a number of bytes in B, kB or MB, where 1 kB is 1024 bytes and 1 MB is 1024 kB."""
+    if nbytes < 1024:
+        return f"{nbytes:.0f} B"
+    return f"{nbytes / 1024:.1f} kB" if nbytes < 1024**2 else f"{nbytes / 1024**2:.2f} MB"

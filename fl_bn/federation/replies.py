@@ -14,23 +14,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from fl_bn.exchange.session import Session
-from fl_bn.federation.aggregation import WeightedSum, extremes, largest, views
+from fl_bn.federation.aggregation import WeightedSum, largest, views
 from fl_bn.federation.defence import TooFew
-from fl_bn.federation.fields import LARGEST, Form, Values, number, whole
+from fl_bn.federation.fields import LARGEST, Field, Form, Values, number, one_of, whole
 from fl_bn.federation.fields import measured as a_number
-from fl_bn.federation.payload import Payload, Sections, to_numpy
+from fl_bn.federation.payload import Named, Payload, Sections, to_numpy
 from fl_bn.federation.record import DIVERGED
 from fl_bn.federation.rounds import unbounded
 from fl_bn.federation.schema import Schema
 from fl_bn.federation.shared_model import NotFinite
 from fl_bn.federation.values import Reply, RoundReplies
 from fl_bn.support.client_names import UNNAMED, ClientNames
-from fl_bn.support.wire import Absent, WireError, check_samples, excerpt, printable, reason
+from fl_bn.support.wire import Absent, WireError, check_samples, excerpt, reason
 
 T = TypeVar("T")
 LOGGER = logging.getLogger("flwr")
@@ -59,6 +57,7 @@ TRAINED = REPLIED.and_also(
         },
     )
 )
+NAMED = Field(lambda v: isinstance(v, Mapping) and all(type(name) is str for name in v), "a dict {name: number}, each name a text")
 LOOPED = TRAINED.and_also(Form("metrics", {"steps": whole()}))  # a user's own loop may end before its first step
 
 
@@ -109,17 +108,10 @@ class Expected:
             Absent: The client took no part in the round.
             WireError: A part of the reply is not as expected. The message names the first wrong part.
         """
-        if type(reply.round) is not int or reply.round != self.round:
-            raise WireError("reply", "round", f"expected {self.round}, but got {excerpt(reply.round)}")
-        if reply.signature != self.signature:
-            hint = "different model, method or version of fl-bn on the two sides, or another option of the method"
-            raise WireError("reply", "signature", f"expected {self.signature!r}, but got {excerpt(reply.signature)} ({hint})")
-        if not isinstance(reply.metrics, Mapping) or not all(type(name) is str for name in reply.metrics):
-            raise WireError("metrics", "", f"expected a dict {{name: number}}, each name a text, but got a {type(reply.metrics).__name__}")
+        about = {"round": reply.round, "signature": reply.signature, "metrics": reply.metrics}
+        Form("reply", {"round": whole(self.round, self.round), "signature": one_of(self.signature), "metrics": NAMED}).read(about)
         values = self.numbers(reply.client, {**reply.metrics, "samples": reply.samples})
-        if type(reply.weight) is not int or not 1 <= reply.weight <= reply.samples:
-            problem = f"expected a whole number 1..{reply.samples} (the reply has {reply.samples} samples), but got {excerpt(reply.weight)}"
-            raise WireError("metrics", "weight", problem)
+        Form("metrics", {"weight": whole(1, reply.samples)}).read({"weight": reply.weight})
         return replace(self.reply(reply.client, values, arrays_of(reply.sections)), weight=reply.weight)
 
     def numbers(self, client: int, record: Mapping[str, Any] | None) -> Values:
@@ -135,20 +127,18 @@ class Expected:
         """
         samples: int = REPLIED.read(record)["samples"]
         check_samples(samples)
-        if self.schema.sections and client in self.samples and samples > (most := self.samples[client]):
-            problem = f"expected at most {most}, the number that the client announced, but got {samples}"
-            raise WireError("metrics", "samples", f"{problem}: a client must announce all samples that it may train on in the run")
         values = self.form.read(record)
-        trains = "steps" in self.form.fields
-        measured = self.samples.get(client, LARGEST if trains else samples)  # a client may train on some of its samples and measure all
-        for name, most in (("batch", samples), ("measured", measured)):
+        limits = {
+            "samples": self.samples.get(client, LARGEST) if self.schema.sections else LARGEST,
+            "batch": samples,
+            "measured": self.samples.get(client, LARGEST if "steps" in self.form.fields else samples),
+            "steps": self.most_steps(self.samples.get(client, samples)) or LARGEST,
+            "kept": self.round - 1,  # the round after which the client's state was stored
+        }
+        for name, most in limits.items():
             if name in self.form.fields and values.get(name, 0) > most:
-                raise WireError("metrics", name, f"expected at most {most}, the number of the client's samples, but got {values[name]}")
-        if trains and 0 < (most := self.most_steps(self.samples.get(client, samples))) < values["steps"]:
-            raise WireError("metrics", "steps", f"expected at most {most}, as the server asked for, but got {values['steps']}")
-        if "kept" in self.form.fields and "kept" in values and values["kept"] >= self.round:
-            stored = f"the round after which the client's state was stored, below {self.round}"
-            raise WireError("metrics", "kept", f"expected {stored}, but got {values['kept']}")
+                problem = f"expected at most {most}, as the client announced or was asked for, but got {values[name]}"
+                raise WireError("metrics", name, problem)
         return values
 
     def reply(self, client: int, values: Values, payload: Payload) -> Reply:
@@ -157,31 +147,22 @@ class Expected:
         Raises:
             WireError: An array is missing, extra, or not as expected. The message names the first wrong array.
         """
-        largest = self.schema.check(payload)
-        for section, size in largest.items():
-            if size > (most := self.bounds.get(section, math.inf)):
-                self._check_sizes(section, payload[section], most)
+        largest_in = self.schema.check(payload)
         sections = {section: views(arrays) for section, arrays in payload.items()}
+        for section, most in self.bounds.items():
+            if largest_in.get(section, 0.0) > most:
+                self._check_sizes(section, sections[section], most)
         numbers = {name: float(value) for name, value in values.items()}
         samples: int = values["samples"]
-        return Reply(client, sections, samples, samples, numbers, self.round, self.signature, max(largest.values(), default=0.0))
+        return Reply(client, sections, samples, samples, numbers, self.round, self.signature, max(largest_in.values(), default=0.0))
 
-    def _check_sizes(self, section: str, arrays: Mapping[str, np.ndarray], most: float) -> None:
-        """Raise WireError for the first tensor with an absolute value above ``most``, except for ``unbounded`` tensors."""
-        for name, array in arrays.items():
-            if name not in self.unbounded and (size := _size(array)) > most:
-                raise WireError(
-                    section,
-                    name,
-                    f"expected values within +-{most:.3g} ({WIDEST_WEIGHT:g} times the largest weight of the server's model, and at least "
-                    f"{WIDEST_WEIGHT:g}{', divided by the learning rate' if section == 'gradients' else ''}), but the largest is "
-                    f"{size:.3g}: {DIVERGED}, or the client sends false values",
-                )
-
-
-def _size(array: np.ndarray) -> float:
-    least, most = extremes(array) if array.size and array.dtype.kind == "f" else (0.0, 0.0)
-    return max(-least, most)
+    def _check_sizes(self, section: str, tensors: Named, most: float) -> None:
+        """Raise WireError for the tensor with the largest absolute value, if it is above ``most``. ``unbounded`` tensors do not count."""
+        sizes = {name: largest([tensor]) for name, tensor in tensors.items() if name not in self.unbounded}
+        name = max(sizes, key=lambda one: sizes[one], default="")
+        if name and sizes[name] > most:
+            what = f"expected values within +-{most:.3g} ({WIDEST_WEIGHT:g} times the largest weight of the server's model or more)"
+            raise WireError(section, name, f"{what}, but the largest is {sizes[name]:.3g}: {DIVERGED}, or the client sends false values")
 
 
 def arrays_of(sections: Any) -> Payload:
@@ -191,22 +172,17 @@ def arrays_of(sections: Any) -> Payload:
         WireError: ``sections`` is not section -> name -> tensor, or a tensor has no readable values (it is sparse, or on
             the device ``meta``).
     """
-    if not isinstance(sections, Mapping):
-        raise WireError("reply", "sections", f"expected a dict {{section: {{name: tensor}}}}, but got a {type(sections).__name__}")
-    payload: dict[str, dict[str, np.ndarray]] = {}
-    for section, tensors in sections.items():
-        if type(section) is not str:
-            raise WireError("reply", "sections", f"expected a text as the name of a section, but got a {type(section).__name__}")
-        if not isinstance(tensors, Mapping):
-            raise WireError("reply", printable(section), f"expected a dict {{name: tensor}}, but got a {type(tensors).__name__}")
-        payload[section] = {}
-        for name, tensor in tensors.items():
-            if type(name) is not str or not isinstance(tensor, Tensor):
-                raise WireError(section, printable(name), f"expected a tensor by its name, but got a {type(tensor).__name__}")
-            try:
+    payload: Payload = {}
+    where = "reply", "sections"
+    try:
+        for section, tensors in sections.items():
+            where, payload[section] = ("reply", str(section)), {}
+            for name, tensor in tensors.items():
+                where = str(section), str(name)
                 payload[section] |= to_numpy({name: tensor})
-            except (RuntimeError, NotImplementedError) as error:  # it is sparse, quantised, or on the device meta
-                raise WireError(section, name, f"expected a dense tensor of plain numbers, but: {reason(str(error))}") from error
+    except (AttributeError, TypeError, RuntimeError, NotImplementedError) as error:  # not named tensors; sparse, quantised, or meta ones
+        problem = f"expected dense tensors of plain numbers by section and name, but: {reason(str(error))}"
+        raise WireError(*where, problem) from error
     return payload
 
 

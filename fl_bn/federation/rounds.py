@@ -116,6 +116,12 @@ def _bytes(gib: float) -> int:
 
 
 KEEPS_LAYERS = method_where("where clients keep BatchNorm tensors", lambda method, config: method.personal)
+EVALUATE = method_where(
+    "where clients evaluate: models of their own, or on data of their own (dataset='sites')",
+    lambda method, config: method.personal or config["dataset"] == "sites" or "kept" in config["buffers"],
+    "dataset",
+    "buffers",
+)
 MEASURES = method_where(
     "where clients make the statistics of all layers exact, in the clear and without attackers (hbn, fbn, static-bn, freeze-after=0, "
     "a freeze after few local steps, calibrate=-1)",
@@ -162,7 +168,10 @@ class Rounds(Options):
             samples, for ``max_steps=0``. 0: unknown.
         min_cohort: The number of clients that must be connected for a round to start. It is also the smallest number of
             usable replies with which the round changes the model.
-        at_clients: Whether models are evaluated on the clients' own test data.
+        at_clients: Whether models are evaluated on the clients' own test data, although no client has a model of its own.
+        evaluate_share: The share of the clients that evaluate in a round, 0..1. 0: nobody evaluates.
+        evaluate_least: The smallest number of clients that evaluate in a round.
+        evaluate_clients: The largest number of them; 0: no limit.
         retry: How long a round waits until a client whose process died comes back. FedTAN's exchange does not
             wait.
         checkpoint_every: The number of rounds between the server's checkpoints; 0: none are made.
@@ -211,6 +220,7 @@ class Rounds(Options):
         key="wait-timeout",
     )
     evaluate_every: int = option(1, "rounds between evaluations; the last round is always evaluated", ">= 1", run=5)
+    evaluate_clients: int = option(0, "largest number of clients that evaluate in a round; 0: all", ">= 0", used=EVALUATE)
     client_weights: str = shared(LocalTraining, "weigh_all", "samples", _at_server)
     update: str = shared(LocalTraining, "update", "weights")
     seed: int = option(0, "decides partition, initial weights, cohorts, batches and dropout", ">= 0")
@@ -236,6 +246,8 @@ class Rounds(Options):
         1, "smallest number of connected clients with which a round starts, and of usable replies with which it changes the model", ">= 1"
     )
     at_clients: bool = False
+    evaluate_share: float = 1.0
+    evaluate_least: int = 0
     retry: float = option(
         0.0,
         "seconds that a round waits until a client whose node or process died comes back and repeats its part; 0: the round goes on "
@@ -384,6 +396,11 @@ class Rounds(Options):
         """
         first = self.scheduled(1, rounds)
         return 1.0 if learning_rate >= first else learning_rate / first
+
+    def evaluators(self, clients: int) -> int:
+        """Return how many of ``clients`` evaluate in a round, if so many have a model to evaluate."""
+        wanted = max(self.evaluate_least, int(self.evaluate_share * clients + 0.5))
+        return min(wanted, self.evaluate_clients or wanted)
 
     def starting(self, round: int) -> set[int]:
         """Return the numbers of the clients that may take part in ``round``, see ``joining``."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from fl_bn.federation.passes import Measured, Passes
 from fl_bn.federation.payload import Named
-from fl_bn.federation.record import RoundRecord, at_the_end, watch, why_failed
+from fl_bn.federation.record import RoundRecord, watch, why_failed
 from fl_bn.federation.server import Server
 from fl_bn.federation.transport import Transport
 from fl_bn.methods import Phase, Refresh
@@ -105,9 +105,7 @@ def run(
         transport.finish_round(number, changed)
         server.record = replace(server.record, evaluation=evaluation, seconds=time.perf_counter() - begin)
         first_loss = server.record.loss if math.isnan(first_loss) else first_loss
-        for warning in watch(server.record, first_loss):
-            LOGGER.warning("%s", warning)
-        if number == rounds and (warning := at_the_end(server.record, first_loss, failed)):
+        for warning in watch(server.record, first_loss, number == rounds, failed):
             LOGGER.warning("%s", warning)
         yield Round(server.record, tensors, evaluated, failed)
         if failed >= policy.max_failed:

@@ -307,9 +307,9 @@ def prints(handler: logging.Handler) -> bool:
 
 LOGGER = logging.getLogger("flwr")
 log = LOGGER.log
-DETAIL = "detail"  # the attribute of a log record that has the long form of a round's line
+OF_A_ROUND = "of_a_round"  # the attribute of a log record that is a round's line, which a progress bar shows in its own way
 
 
-def say_round(line: str, detail: str) -> None:
-    """Log the short ``line`` of a round, with its long form ``detail`` for run.log and ``fl-bn run --verbose``."""
-    log(logging.INFO, "%s", line, extra={DETAIL: detail})
+def say_round(line: str) -> None:
+    """Log the line of a round."""
+    log(logging.INFO, "%s", line, extra={OF_A_ROUND: True})

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -114,20 +114,15 @@ class DisclosureReport:
             del message
             yield reply
             del reply  # frees its memory before the next one arrives
-        for disclosure in sorted(disclosures, key=lambda d: d.client):
-            self._add([disclosure])
-        few = [
-            d for d in self._new if 0 < d.samples < FEW and d.section != EVALUATION
-        ]  # the log does not warn of accuracies; the report has them
-        self._warn([d for d in few if d.client not in self._warned], round)
+        self._add(sorted(disclosures, key=lambda d: d.client))
+        self._warn(round)
 
-    def _warn(self, disclosures: Sequence[Disclosure], round: int) -> None:
-        """Log a warning about each client once in a run, but about at most ``NAMED`` clients in a round."""
-        first: dict[int, Disclosure] = {}
-        for disclosure in sorted(disclosures, key=lambda d: (d.samples, d.section not in SUMMARIES)):
-            first.setdefault(disclosure.client, disclosure)
+    def _warn(self, round: int) -> None:
+        """Log a warning about each client once in a run, but about at most ``NAMED`` clients in a round; not of accuracies."""
+        few = [d for d in self._new if 0 < d.samples < FEW and d.section != EVALUATION and d.client not in self._warned]
+        first = {d.client: d for d in sorted(few, key=lambda d: (d.samples, d.section not in SUMMARIES), reverse=True)}
         self._warned |= first.keys()
-        for disclosure in list(first.values())[:NAMED]:
+        for disclosure in sorted(first.values(), key=lambda d: (d.samples, d.section not in SUMMARIES))[:NAMED]:
             log(logging.WARNING, "%s", warning(disclosure, round, self._called))
         if (others := len(first) - NAMED) > 0:
             what = f"{others} other clients, too, revealed summaries of fewer than {FEW} samples {when_of(round)}"
@@ -186,16 +181,13 @@ class DisclosureReport:
         if len(sections) > MOST_SECTIONS:
             rest = list(sections)[MOST_SECTIONS:]
             yield Disclosure(client.index, "others", f"{len(rest)} sections that nobody asked for", *_size(reply, rest))
-        drifts = [name for name in DRIFT if name in metrics]
-        if drifts:
+        if drifts := [name for name in DRIFT if name in metrics]:
             yield Disclosure(client.index, "drift", f"of statistics that stay at home: {', '.join(drifts)}", 0, 8 * len(drifts))
         numbers = sorted(name for name, value in metrics.items() if isinstance(value, int | float) and name not in DRIFT)
         for own in reply.own.values() if sections else ():
-            names = ", ".join(map(printable, list(own)[:MOST_SECTIONS])) + (" ..." if len(own) > MOST_SECTIONS else "")
-            yield Disclosure(client.index, "own metrics", f"numbers of your own: {names}", 0, 8 * len(own))
+            yield Disclosure(client.index, "own metrics", f"numbers of your own: {_some(own)}", 0, 8 * len(own))
         if numbers and sections:
-            names = ", ".join(map(printable, numbers[:MOST_SECTIONS])) + (" ..." if len(numbers) > MOST_SECTIONS else "")
-            yield Disclosure(client.index, "metrics", f"numbers: {names}", 0, 8 * len(numbers))
+            yield Disclosure(client.index, "metrics", f"numbers: {_some(numbers)}", 0, 8 * len(numbers))
 
     def _describe_moments(self, phase: Phase, round: int, client: Client, metrics: Mapping[str, Any]) -> tuple[str, int]:
         """Describe the moments in a reply.
@@ -210,10 +202,7 @@ class DisclosureReport:
         if report is StatisticsReport.BATCHES:
             return f"moments of {_batches(steps)}, pooled", samples
         if report is StatisticsReport.MOVING:
-            words = f"moving averages over {_batches(steps)}"
-            if not self._last_counts:
-                return words, samples
-            return f"{words}, of which the last alone counts", math.ceil(samples / max(steps, 1))
+            return self._moving(f"moving averages over {_batches(steps)}", samples, steps)
         most = max(self._method.statistics_pass.samples, 0) or client.samples
         subset = min(_whole(metrics.get("measured")) or most, most, client.samples)
         if phase is not Phase.MEASURE:
@@ -225,6 +214,10 @@ class DisclosureReport:
         if round > 0 and self._method.refresh is Refresh.HYBRID:
             return "moments that training normalises with", subset
         return "moments of a pass without training", client.samples
+
+    def _moving(self, words: str, samples: int, steps: int) -> tuple[str, int]:
+        """Describe statistics that move with each batch, and the samples behind them: those of the last batch, at a momentum of 1."""
+        return (f"{words}, of which the last alone counts", math.ceil(samples / max(steps, 1))) if self._last_counts else (words, samples)
 
     def _describe_section(self, section: str, phase: Phase, samples: int, steps: int) -> tuple[str, int]:
         """Describe a section of a reply.
@@ -238,11 +231,7 @@ class DisclosureReport:
             return "running means and variances of the whole cohort's batch", 0
         if section == "statistics":
             words = f"running means and variances after {batches}"
-            if steps == 1:
-                return f"{words}, from which the batch's own can be computed", samples
-            if not self._last_counts:
-                return words, samples
-            return f"{words}, of which the last alone counts", math.ceil(samples / max(steps, 1))
+            return (f"{words}, from which the batch's own can be computed", samples) if steps == 1 else self._moving(words, samples, steps)
         if section == "steps":
             return "the optimiser's step counts", 0
         name = OTHERS.get(section, f"section {printable(section)}")
@@ -257,9 +246,14 @@ def _of_evaluation(reply: Decoded, client: int) -> Iterable[Disclosure]:
     numbers = [name for name, value in metrics.items() if isinstance(value, float)]
     if numbers:
         series = sorted({f"{stem}*" if (stem := name.rstrip("0123456789")) != name else name for name in numbers})
-        names = ", ".join(map(printable, series[:MOST_SECTIONS])) + (" ..." if len(series) > MOST_SECTIONS else "")
         samples = _whole(metrics.get("fewest")) or _whole(metrics.get("samples")) or _whole(metrics.get("num-examples"))
-        yield Disclosure(client, EVALUATION, f"numbers on test data: {names}", 0, 8 * len(numbers), samples)
+        yield Disclosure(client, EVALUATION, f"numbers on test data: {_some(series)}", 0, 8 * len(numbers), samples)
+
+
+def _some(names: Iterable[str]) -> str:
+    """Return at most ``MOST_SECTIONS`` names in a text."""
+    known = list(names)
+    return ", ".join(map(printable, known[:MOST_SECTIONS])) + (" ..." if len(known) > MOST_SECTIONS else "")
 
 
 def warning(disclosure: Disclosure, round: int, called: ClientNames = UNNAMED) -> str:
@@ -270,15 +264,12 @@ def warning(disclosure: Disclosure, round: int, called: ClientNames = UNNAMED) -
         round: The number of the round; 0: before the first.
         called: The names of the clients.
     """
-    if disclosure.what == LAYER_BY_LAYER or (disclosure.section == "moments" and "batch" not in disclosure.what):
-        advice = "raise hbn-stat-samples, or leave out clients with so few samples"
-    else:
-        advice = "raise batch-size, or leave out clients with so few samples"
+    measured = disclosure.what == LAYER_BY_LAYER or (disclosure.section == "moments" and "batch" not in disclosure.what)
+    advice = f"raise {'hbn-stat-samples' if measured else 'batch-size'}, or leave out clients with so few samples"
     summary = "statistics" if disclosure.section in SUMMARIES else "the gradient"
-    when = when_of(round)
-    few = f"{summary} of {disclosure.samples} sample{'s' * (disclosure.samples > 1)}"
+    few = f"{summary} of {disclosure.samples} sample{'s' * (disclosure.samples > 1)} {when_of(round)}"
     who = called.client(disclosure.client)
-    return f"{who} revealed {few} {when} ({disclosure.what}): values of so few samples can be traced to a person; {advice}"
+    return f"{who} revealed {few} ({disclosure.what}): values of so few samples can be traced to a person; {advice}"
 
 
 def when_of(round: int) -> str:

@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fl_bn.flower.compat import log
-from fl_bn.flower.evaluation import EXAMPLES, is_number
+from fl_bn.flower.hooks import EXAMPLES, is_number
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.own_app import answers, evaluating, replayed, training
 from fl_bn.flower.population import Client
@@ -377,8 +377,6 @@ class LegacyRounds(OwnAppStrategy):
         options: further arguments of ``OwnAppStrategy``.
     """
 
-    _needed_metrics = ("loss",)  # metrics of other names go to the older strategy's function, as each client sent them
-
     def __init__(self, older: FedAvg, model: nn.Module, method: Method, **options: Any) -> None:
         super().__init__(model, method, **{name: getattr(older, attribute) for name, attribute in GIVEN.items()}, **options)
         self.older, self._model = older, model
@@ -457,10 +455,10 @@ class LegacyRounds(OwnAppStrategy):
         """
         replies = list(replies)
         metrics = super().aggregate_evaluate(server_round, replies)
-        told = _told(replies, self.transport.evaluating, self.transport.record.client_evaluation) if metrics is not None else []
+        told = _told(replies, self.transport.evaluations.clients, self.transport.record.client_evaluation) if metrics is not None else []
         if metrics is None or not told:
             return metrics
-        loss: Any = metrics["loss"]
+        loss: Any = metrics.get("loss", math.nan)
         self._found = float(loss), _means(self.older.evaluate_metrics_aggregation_fn, told)
         own_loss, own = self.older.aggregate_evaluate(server_round, told, [])  # type: ignore[arg-type]
         if own_loss is not None:

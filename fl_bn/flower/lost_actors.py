@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from typing import Any
 
 import ray
@@ -25,7 +24,6 @@ PATIENCE = 60.0  # seconds to wait for an actor when there is none, before a mes
 LOST = (RayActorError, ObjectLostError, WorkerCrashedError)
 
 _free = threading.Condition()  # notified when an actor is returned to the pool; a simulation has one pool
-_named: set[str] = set()  # lost nodes that the log has named
 
 
 class NoProcess(Exception):
@@ -91,21 +89,21 @@ def fetch(self: Any, future: Any) -> tuple[Any, Any]:
         Exception: Whatever the ClientApp raises.
         RayError: ``ATTEMPTS`` actors died while they worked on the job.
     """
-    for attempt in range(1, ATTEMPTS + 1):
+    attempt = 1
+    while True:
         try:
             _, reply, context = ray.get(future)
         except LOST as error:
             ask, job = _lose(self, future, error)
             if attempt == ATTEMPTS:
                 raise
-            future = submit(self, ask, job)
+            attempt, future = attempt + 1, submit(self, ask, job)
         except Exception:
             give_back(self, future)
             raise
         else:
             give_back(self, future)
             return reply, context
-    raise AssertionError("the last attempt returns or raises")
 
 
 def _lose(self: Any, future: Any, error: Exception) -> tuple[Any, Any]:
@@ -128,7 +126,6 @@ def _lose(self: Any, future: Any, error: Exception) -> tuple[Any, Any]:
         type(error).__name__,
         remaining,
     )
-    threading.Thread(target=_name_lost_nodes, daemon=True).start()
     ray.kill(actor)  # it may still be running, if only the connection to it was lost
     _replace(self)
     return ask, job
@@ -149,26 +146,3 @@ def _replace(self: Any) -> None:
         log(logging.INFO, "a new process for clients has started; processes: %d", self.num_actors)
 
     threading.Thread(target=enter, daemon=True).start()
-
-
-def _name_lost_nodes(patience: float = 30.0) -> None:
-    """Log which nodes are lost, each once.
-
-    Args:
-        patience: The seconds to wait for Ray, which notices lost nodes some seconds after their processes have died.
-    """
-    end = time.monotonic() + patience
-    while time.monotonic() < end:
-        try:
-            known = ray.nodes()
-        except RayError:
-            return  # the run has ended, and Ray with it
-        nodes = {f"{node['NodeManagerAddress']}/{node['NodeID'][:6]}": bool(node["Alive"]) for node in known}
-        with _free:
-            gone = sorted(name for name, alive in nodes.items() if not alive and name not in _named)
-            _named.update(gone)
-        if gone:
-            remaining = sorted(name for name, alive in nodes.items() if alive)
-            log(logging.WARNING, "nodes %s are lost; nodes left: %s", ", ".join(gone), ", ".join(remaining) or "none")
-            return
-        time.sleep(1.0)

@@ -43,8 +43,8 @@ from fl_bn.federation.schema import KEPT
 from fl_bn.federation.values import ClientState, Reply
 from fl_bn.flower.client_state import StateStore, store_of
 from fl_bn.flower.compat import mods_of, registering
-from fl_bn.flower.evaluation import EXAMPLES, is_number
 from fl_bn.flower.handlers import Request, kept_layers, read, reply_to
+from fl_bn.flower.hooks import EXAMPLES, is_number
 from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect
 from fl_bn.flower.layerwise.transcript import Unanswered, question
 from fl_bn.flower.mods import allowed, check_handlers, check_mods

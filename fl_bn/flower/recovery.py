@@ -116,9 +116,7 @@ class Recovery:
         self._kept: dict[int, int] = {}  # the round in which each client last kept tensors of its own
         self._counted: dict[int, int] = {}  # the last round in which the reply of each client changed the model
 
-    def after_round(
-        self, round: int, rounds: int, tensors: Named, shared: SharedModel, optimizer: ServerOptimizer, failed: int
-    ) -> None:
+    def after_round(self, round: int, rounds: int, tensors: Named, shared: SharedModel, optimizer: ServerOptimizer, failed: int) -> None:
         """Store a checkpoint after a round, if one is due.
 
         Args:
@@ -209,17 +207,11 @@ class Recovery:
                 continue
             index, kept, known = part.client, int(part.metrics["kept"]), self._kept.get(part.client, 0)
             if kept < known:
-                tensors = f"those of round {kept}" if kept else "none"
-                advice = "the later ones were lost with its process or disk (state-dir in the node config keeps them in files)"
-                log(
-                    logging.WARNING,
-                    "round %s: %s kept tensors in round %s, but started from %s: %s",
-                    round,
-                    self._called.client(index),
-                    known,
-                    tensors,
-                    advice,
+                line = (
+                    "round %s: %s kept tensors in round %s, but started from %s: the later ones were lost with its process or disk "
+                    "(state-dir in the node config keeps them in files)"
                 )
+                log(logging.WARNING, line, round, self._called.client(index), known, f"those of round {kept}" if kept else "none")
             self._kept[index] = round
 
 
@@ -248,15 +240,13 @@ class Starts:
             ValueError: an array is missing, or the network has no tensor of an array's name and shape.
         """
         own, tensors = self._shared.model.state_dict(), tensors_of(arrays)
-        for name, tensor in tensors.items():
-            if name not in own or own[name].shape != tensor.shape:
-                here = f"shape {tuple(own[name].shape)}" if name in own else "no such tensor"
+        for name in {**tensors, **self._shared.tensors()}:
+            given, here = (str(tuple(one[name].shape)) if name in one else "nothing" for one in (tensors, own))
+            if given != here:
                 raise ValueError(
-                    f"initial_arrays: {printable(name)} has shape {tuple(tensor.shape)}, but the strategy's network has {here}: give "
+                    f"initial_arrays: {printable(name)} has shape {given}, but in the strategy's network {here}: give "
                     "ArrayRecord(net.state_dict()) of the network that the strategy has"
                 )
-        if missing := [name for name in self._shared.tensors() if name not in tensors]:
-            raise ValueError(f"initial_arrays lack {missing[0]!r}: give ArrayRecord(net.state_dict()) of the strategy's network")
         self._shared.load(tensors)
         self._sends = True
 

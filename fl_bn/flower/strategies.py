@@ -31,11 +31,9 @@ from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.compat import log
 from fl_bn.flower.deployment import called_in
-from fl_bn.flower.evaluation import EXAMPLES, RANGES, Combine, OwnMetrics, Ranges, is_number
 from fl_bn.flower.grid_transport import GridTransport
-from fl_bn.flower.normalisation import say_layers
-from fl_bn.flower.own_transport import NamedRates, OwnTransport
-from fl_bn.flower.population import RunFailed, introduced
+from fl_bn.flower.hooks import EXAMPLES, Combine, NamedRates, OwnApp, OwnMetrics, is_number
+from fl_bn.flower.population import RunFailed, meet
 from fl_bn.flower.strategy import BatchNormStrategy
 from fl_bn.flower.wire.fields import OURS
 from fl_bn.flower.wire.messages import CLIENTS
@@ -95,14 +93,12 @@ class OwnAppStrategy(BatchNormStrategy):
         callbacks: called at the start, after every round and at the end of ``start``.
         client_weights: a client's weight in averages: ``samples``, or ``uniform``, which counts every client once (as FedBN's paper).
         clients: the number of clients, 0..100000. 0: the value of ``num-partitions`` that most nodes report.
-        ranges: the smallest and the largest value of a client's metric, by name.
 
     Raises:
         ValueError: an argument is out of its range, ``callbacks`` is no list of callbacks, or arguments contradict each other.
         TypeError: ``model``, ``method``, ``optimizer``, ``defence``, ``objective`` or ``exchange`` is of another type.
     """
 
-    _needed_metrics: tuple[str, ...] | None = None  # of an evaluation, see ``OwnMetrics``
     _given: Given | None = None  # None: this strategy has ``Rounds``, and runs fl-bn's own ClientApp
 
     def __init__(
@@ -132,11 +128,10 @@ class OwnAppStrategy(BatchNormStrategy):
         callbacks: Sequence[Callback] = (),
         client_weights: str = "samples",
         clients: int = 0,
-        ranges: Ranges = RANGES,
     ) -> None:
         self._given = Given(
             model, method, seed, rate, calibrate, unit_scale, exchange, payload, optimizer, defence, objective,
-            checked_callbacks(callbacks), client_weights, clients, dict(RANGES if ranges is None else ranges),
+            checked_callbacks(callbacks), client_weights, clients,
         )  # fmt: skip
         self.fraction_train, self.fraction_evaluate = fraction_train, fraction_evaluate  # by Flower's names, as its FedAvg has them
         self.min_train_nodes, self.min_evaluate_nodes = min_train_nodes, min_evaluate_nodes if fraction_evaluate else 0
@@ -159,7 +154,7 @@ class OwnAppStrategy(BatchNormStrategy):
         if self._given is None:
             super().summary()
         else:
-            say_layers(self._given.model, convert(self._given.model, self._given.method), self._given.method)
+            self._describe(self._given.model, convert(self._given.model, self._given.method), self._given.method)
 
     def initialize_parameters(self, client_manager: object) -> None:
         """Refuse Flower's older API, which calls this first: ``start_simulation``, ``start_server``, ``ServerAppComponents``.
@@ -186,19 +181,17 @@ class OwnAppStrategy(BatchNormStrategy):
         if words := own.method.other_fraction(given.fraction_train):
             log(logging.WARNING, "%s", words)
         wanted, called = Network(convert(own.model, own.method), own.method).signature, called_in(grid)
-        clients, introductions = introduced(grid, given.min_available_nodes, seconds, wanted, own.clients, called)
-        policy = own.rounds(clients, given, called, seconds, train_config)
-        transport = OwnTransport(
+        population = meet(grid, wanted, own.clients, given.min_available_nodes, seconds, called)
+        policy = own.rounds(population.number, given, called, seconds, train_config)
+        metrics = OwnMetrics(given.weighted_by_key, given.train_metrics_aggr_fn, given.evaluate_metrics_aggr_fn, own.defence.active)
+        transport = GridTransport(
             own.model,
             own.method,
             policy,
             optimizer=own.optimizer,
             defence=own.defence,
             callbacks=own.callbacks,
-            evaluating=(given.fraction_evaluate, given.min_evaluate_nodes),
-            metrics=own.metrics(given, policy, self._needed_metrics),
-            introductions=introductions,
-            config_key=given.configrecord_key,
+            own_app=OwnApp(metrics, population, given.configrecord_key),
         )
         return transport, seconds
 
@@ -365,7 +358,6 @@ class Given:
     callbacks: tuple[Callback, ...]
     client_weights: str
     clients: int
-    ranges: Ranges
 
     def __post_init__(self) -> None:
         check_kinds(self.model, self.method)
@@ -382,11 +374,6 @@ class Given:
             raise ValueError(
                 f"clients must be 1..{CLIENTS}, or 0 to take the value of num-partitions that most nodes report, but got {self.clients!r}"
             )
-        for name, limits in self.ranges.items():
-            if not (isinstance(limits, tuple | list) and len(limits) == 2 and all(is_number(one) for one in limits)):
-                raise ValueError(
-                    f"ranges must give a metric's smallest and largest value, such as ranges={{{name!r}: (0, 100)}}, but got {limits!r}"
-                )
         check_composition(self.method, self.settings, robust=self.defence.active)
         check_layers(self.model, self.method)
         check_payload(self.payload, self.method)
@@ -420,6 +407,9 @@ class Given:
             timeout=timeout,
             at_start=min(flower.min_available_nodes, clients),
             min_cohort=min(flower.min_train_nodes, clients),
+            at_clients=True,
+            evaluate_share=flower.fraction_evaluate,
+            evaluate_least=flower.min_evaluate_nodes,
             client_weights=self.client_weights,
             seed=self.seed,
             rate=rate,
@@ -432,22 +422,4 @@ class Given:
             nodes=called.nodes if known else (),
             names=called.names if known else (),
             registered=called.registered,
-        )
-
-    def metrics(self, flower: FlowerArguments, rounds: Rounds, needs: tuple[str, ...] | None) -> OwnMetrics:
-        """Make the object that combines the clients' metrics.
-
-        Args:
-            flower: Flower's arguments.
-            rounds: the policy of the run's rounds.
-            needs: the metrics that each evaluation must have, see ``OwnMetrics``.
-        """
-        return OwnMetrics(
-            flower.weighted_by_key,
-            self.ranges,
-            flower.train_metrics_aggr_fn,
-            flower.evaluate_metrics_aggr_fn,
-            alike=self.defence.active,
-            called=rounds.called,
-            needs=needs,
         )

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
+from safetensors.torch import save_file
 from torch import nn
 
-from fl_bn.federation.callbacks import Callback
+from fl_bn.federation.callbacks import Callback, Callbacks
 from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.narrow import Overflow
+from fl_bn.federation.norm_layers import describe_layers
 from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.federation.rounds import Rounds
-from fl_bn.flower.compat import simulated
+from fl_bn.federation.passes import Measured, Newest, TooFewMeasured
+from fl_bn.federation.recalibration import why_not
+from fl_bn.federation.record import RoundRecord, batches_trained, in_words, why_failed
+from fl_bn.federation.rounds import Rounds, exchanges_in_rounds
+from fl_bn.federation.run import Diverged, Start, run
+from fl_bn.flower.compat import log, repeat_cancelled, say_round, simulated
 from fl_bn.flower.deployment import Progress
-from fl_bn.flower.grid_transport import EvaluateFn, GridTransport, RunResult, outside
-from fl_bn.flower.normalisation import say_layers
+from fl_bn.flower.evaluation import EvaluateFn
+from fl_bn.flower.grid_transport import GridTransport
+from fl_bn.flower.hooks import RunResult, check_secure, outside
 from fl_bn.flower.population import RunFailed
 from fl_bn.flower.recovery import Checkpoint
 from fl_bn.methods import Method
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.task import CLASSIFICATION, Task
+
+NOTHING = "a run of 0 rounds only measures statistics: set calibrate to -1, or to a number of passes (now it asks for none)"
 
 
 class BatchNormStrategy(Strategy):
@@ -136,7 +148,7 @@ class BatchNormStrategy(Strategy):
             config: values for every message, the same object in every round.
             grid: Flower's grid.
         """
-        return self._called().ask_to_evaluate(server_round, arrays, config)
+        return self._called().evaluations.ask(server_round, arrays, config)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Combine the clients' metrics, each client counted once.
@@ -148,12 +160,16 @@ class BatchNormStrategy(Strategy):
         Returns:
             The metrics; None if clients do not evaluate, or if none sent a valid metric.
         """
-        return self._called().combine_evaluations(server_round, replies)
+        return self._called().evaluations.combine(server_round, replies)
 
     def summary(self) -> None:
         """Log what the method does with every normalisation layer."""
         transport = self.transport
-        say_layers(transport.server.source, transport.shared.model, transport.method)
+        self._describe(transport.server.source, transport.shared.model, transport.method)
+
+    def _describe(self, source: nn.Module, model: nn.Module, method: Method) -> None:
+        for line in describe_layers(source, model, method):
+            log(logging.INFO, "\t%s", line)
 
     def save(self, path: str | Path) -> None:
         """Save the shared model of the last evaluation as safetensors, by the names of the unconverted network's state_dict.
@@ -163,7 +179,8 @@ class BatchNormStrategy(Strategy):
         Args:
             path: the path of the file.
         """
-        self.transport.save(path)
+        tensors = self.transport.running.arrays()
+        save_file(dict(tensors), str(path))
 
     def start(
         self,
@@ -213,8 +230,76 @@ class BatchNormStrategy(Strategy):
         progress.begin(num_rounds)
         configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         self._transport, seconds = self._begun(grid, timeout, configs[0])
-        self._transport.progress = progress
-        return self._transport.start(self, grid, initial_arrays, num_rounds, seconds, *configs, evaluate_fn, resume)
+        transport, server = self._transport, self._transport.server
+        if transport.secure is not None:
+            check_secure(self)
+        if exchanges_in_rounds(server.method):
+            transport.exchanges.check(grid)
+        server.rounds = num_rounds
+        if num_rounds == 0 and (reason := why_not(server.model, server.method) or ("" if transport.statistics.calibration(0) else NOTHING)):
+            raise RunFailed(reason)
+        self.summary()
+        begin = Start() if resume is None else Start(resume.round + 1, resume.failed)
+        if resume is not None:
+            transport.recovery.go_back(resume, num_rounds, server.shared, server.optimizer)
+            if server.shared.statistics() and transport.statistics.rescales(num_rounds):
+                server.shared.was_at_unit_scale()
+        elif initial_arrays is not None:
+            transport.starts.begin_with(initial_arrays)
+        if (invoker := getattr(grid, "_retry_invoker", None)) is not None:  # the grid of a deployment
+            repeat_cancelled(invoker)
+        newest, problem = Newest(server.shared.tensors(), begin.round - 1, begin.round - 1), None
+        transport.begin(self, grid, seconds, configs, newest)
+        transport.evaluations.evaluate_fn = evaluate_fn
+        try:
+            transport.callbacks.on_start(transport.running)
+            self._rounds(transport, num_rounds, begin, Callbacks([transport.callbacks, progress]), newest)
+        except BaseException as error:
+            problem = RunFailed(str(error)) if isinstance(error, TooFewMeasured | Diverged | Overflow) else error
+            newest.say(server.method)
+            raise problem from (error if problem is not error else None)
+        finally:
+            transport.hooks = None
+            transport.exchanges.stop()
+            transport.callbacks.on_end(problem)
+        return transport.result
+
+    def _rounds(self, transport: GridTransport, rounds: int, begin: Start, callbacks: Callbacks, newest: Newest) -> None:
+        """Run all rounds (``federation.run``), and report every round at its end."""
+        server, result, failed = transport.server, transport.result, begin.failed
+
+        def tell() -> RoundRecord:
+            """Log the result of a round, call the callbacks, and return the record with its disclosures."""
+            transport.batches_trained += batches_trained([server.record])
+            say_round(in_words(server.record, rounds, transport.task, transport.policy.called))
+            complete = transport.disclosures.enter(server.record)
+            callbacks.on_round(complete, rounds)
+            return complete
+
+        def show(measured: Measured) -> None:
+            """Evaluate after a statistics-only exchange, and report it like a round. Called only in a run of 0 rounds."""
+            server.record, result.arrays, number = measured.record, transport.outward(measured.tensors), measured.record.round
+            newest.take(0, measured.tensors)
+            if measured.last or number % server.policy.evaluate_every == 0:
+                server.record = replace(server.record, evaluation=transport.evaluate(number, measured.tensors))
+            tell()
+
+        transport.meet(transport.grid)
+        result.arrays = transport.outward(server.shared.tensors())
+        if begin.round == 1 and rounds:
+            transport.evaluations.here(0, server.shared.tensors())
+        for one in run(server, transport, rounds, transport.statistics, begin, show):
+            newest.take(one.record.round, one.evaluated)  # for the callbacks, which get this round next
+            result.records.append(tell())
+            result.arrays, failed = transport.outward(newest.tensors), one.failed
+            if transport.running.reason and one.record.round < rounds:
+                log(logging.INFO, "the run ends after round %s of %s: %s", one.record.round, rounds, transport.running.reason)
+                newest.say(server.method)
+                transport.evaluations.end_early(one.record.round, newest.tensors)
+                break
+            transport.recovery.after_round(one.record.round, rounds, one.tensors, server.shared, server.optimizer, failed)
+        if 0 < rounds == failed:
+            raise RunFailed(f"none of the {failed} rounds had enough usable replies, so nothing was trained. {why_failed(server.record)}")
 
     def _begun(self, grid: Grid, timeout: float | None, train_config: ConfigRecord) -> tuple[GridTransport, float]:
         """Return the transport of the run that starts, and the seconds to wait for the replies of a round."""

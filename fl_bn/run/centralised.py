@@ -80,7 +80,7 @@ def run_centralised(config: RunConfig) -> RunDirectory:
         with RunDirectory.create(config) as directory, ExitStack() as stack:
             callbacks = Callbacks([directory, *own_callbacks(config, directory.path)])
             running = Running(of, lambda: {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()})
-            stack.push(callbacks.end)
+            stack.push(lambda kind, error, trace: callbacks.on_end(error))
             callbacks.on_start(running)
             for round in range(1, config.rounds + 1):
                 begin, phase = time.perf_counter(), method.phase(round, config.rounds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Iterator
@@ -11,20 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fl_bn.federation.bar import Bar
-from fl_bn.flower.compat import DETAIL, LOGGER, prints
+from fl_bn.flower.compat import LOGGER, OF_A_ROUND, prints
 from fl_bn.task import Task
-
-
-def in_full(record: logging.LogRecord) -> logging.LogRecord:
-    """Return a copy of ``record`` with the long line of a round in place of the short one.
-
-    A record without a long line is returned itself.
-    """
-    if not hasattr(record, DETAIL):
-        return record
-    made = copy.copy(record)
-    made.msg, made.args = getattr(record, DETAIL), None
-    return made
 
 
 class Console(logging.Handler):
@@ -35,7 +22,7 @@ class Console(logging.Handler):
 
     Args:
         flower: Flower's handler.
-        verbose: Print messages in Flower's format, and the long line of every round.
+        verbose: Print messages in Flower's format.
     """
 
     def __init__(self, flower: Any, verbose: bool = False) -> None:
@@ -46,7 +33,7 @@ class Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print one message."""
         if self._verbose:
-            self.flower.handle(in_full(record))
+            self.flower.handle(record)
             return
         level = "" if record.levelno <= logging.INFO else f"{record.levelname}: "
         text = f"{level}{record.getMessage().rstrip()}".replace("\t", "  ")
@@ -54,7 +41,7 @@ class Console(logging.Handler):
             if self.bar is None:
                 self.flower.stream.write(f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {text}\n")
                 self.flower.flush()
-            elif not hasattr(record, DETAIL):
+            elif not hasattr(record, OF_A_ROUND):
                 self.bar.say(text, "yellow" if level else "")
         except OSError:  # the run goes on if the disk is full, or the program that reads the output has ended
             self.handleError(record)
@@ -91,7 +78,7 @@ def bars(task: Task) -> list[Bar]:
 
 
 class LogFile(logging.Handler):
-    """Write ``run.log``: every message with date and time, and the long line of every round.
+    """Write ``run.log``: every message with date and time, and a line per round.
 
     If the disk is full, lines are lost, and the run goes on.
     """
@@ -104,4 +91,4 @@ class LogFile(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Append one message."""
         with suppress(OSError), self._path.open("ab", buffering=0) as file:
-            file.write(f"{self.format(in_full(record))}\n".encode())
+            file.write(f"{self.format(record)}\n".encode())

@@ -9,9 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fl_bn.federation.record import Disclosure, RoundRecord
+from fl_bn.federation.record import Disclosure, RoundRecord, size
 from fl_bn.flower.disclosure import EVALUATION, FEW, warning
-from fl_bn.flower.normalisation import size
 from fl_bn.support.client_names import UNNAMED, ClientNames
 
 FILE = "disclosure.csv"

@@ -99,9 +99,7 @@ class RunDirectory(Callback):
         try:
             while path.exists():
                 if config.name:
-                    raise FileExistsError(
-                        f"{path} exists already: give another name, remove {path}, or go on with resume={config.name!r}"
-                    )
+                    raise FileExistsError(f"{path} exists already: give another name, remove {path}, or go on with resume={config.name!r}")
                 n += 1
                 path = root / f"{stem}-{n}"
             path.mkdir(parents=True)
@@ -306,9 +304,9 @@ class RunDirectory(Callback):
         tensors = dict(transport.running.arrays())
         durable.write(self.path / "model.safetensors", durable.in_order(save(tensors, metadata)), mode=0o666)
 
-        if transport.unseen:
+        if transport.evaluations.unseen:
             plain = plain_names(transport.shared.model)
-            unseen = {plain[name]: tensor for name, tensor in transport.unseen.items()}
+            unseen = {plain[name]: tensor for name, tensor in transport.evaluations.unseen.items()}
             durable.write(self.path / "unseen-client.safetensors", durable.in_order(save(unseen, metadata)), mode=0o666)
 
 

@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from fl_bn.federation.recalibration import Pass
-from fl_bn.federation.record import RoundRecord
-from fl_bn.flower.normalisation import size
+from fl_bn.federation.record import RoundRecord, size
 from fl_bn.run.config import RunConfig
 from fl_bn.run.recalibration_report import passes_in_words
 from fl_bn.task import CLASSIFICATION, Task

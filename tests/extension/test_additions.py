@@ -21,7 +21,7 @@ from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
 from fl_bn.flower import OwnAppStrategy, run_in_process
 from fl_bn.options import own_options
 from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.run.run_keys import VALUES, RunKeys, general_options
+from fl_bn.run.run_keys import VALUES, RunKeys
 from tests.extension.package import forget, installed
 from tests.integration.runs import TINY
 
@@ -131,11 +131,6 @@ def test_a_line_of_the_run_config_is_named_by_its_key() -> None:
     named = {name: spec.key for name, spec in own_options(RunKeys).items() if spec.key}
     assert len(named) > 60
     assert {name: key for name, key in named.items() if name.replace("_", "-") != key} == {}
-
-
-def test_every_option_of_a_value_has_a_line() -> None:
-    """Else its key is no attribute that a type checker knows."""
-    assert list(general_options()) == [name.replace("_", "-") for name in own_options(RunKeys)]
 
 
 def test_defaults_that_stand_twice_agree_or_are_told_apart_in_the_documentation() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -68,26 +67,6 @@ def test_a_lie_about_the_one_changes_no_bit_of_the_other(name: str, on: str, rul
     assert lied.refused == {}
     if rule == "mean":  # control: it was told
         assert distance(lied, truth(name, rule), changed) > 0.1 * size
-
-
-def not_finite(*clients: int) -> Callable[[int, Reply], None]:
-    """What training sends that has diverged."""
-
-    def spoil(client: int, reply: Reply) -> None:
-        if client in clients:
-            reply.payload["weights"] = {name: np.full_like(array, np.inf) for name, array in reply.payload["weights"].items()}
-
-    return spoil
-
-
-@listed("attack", sorted(name for name in ATTACKS if name != LABEL_FLIP))
-def test_an_attack_is_no_error_where_training_has_diverged(attack: str) -> None:
-    """All are refused by name, as without an attack. Where one diverged, lies follow from the others', and are finite as they are."""
-    fbn, rule = one_round("fbn"), both(F, "nnm+median")
-    lied = fbn.served(rule, attack, F, spoil=not_finite(*range(CLIENTS)))
-    assert lied.refused.keys() >= set(range(CLIENTS - F))
-    assert identical(lied.tensors, fbn.served(rule, spoil=not_finite(*range(CLIENTS))).tensors)
-    assert set(fbn.served(rule, attack, F, spoil=not_finite(0)).refused) == ({0, *LIARS} if attack in ("nan", "inf") else {0})
 
 
 # Claims
@@ -216,12 +195,6 @@ def test_too_few_replies_change_nothing_and_the_log_says_how_many_it_takes(
     assert not few.record.aggregated
     assert identical(few.tensors, arrays_of(server.arrays))
     assert f"f={f} Byzantine clients among at least {least}, but got n={CLIENTS - silent}" in log.text
-
-
-def test_liars_who_are_found_out_are_not_missed() -> None:
-    """Six of seven replies are too few for Krum against two; but two of them are no numbers, and against nobody four are enough."""
-    assert one_round("fbn").served(both(F, "krum"), "nan", F, silent=[0]).record.aggregated
-    assert not one_round("fbn").served(both(F, "krum"), "sign-flip", F, silent=[0]).record.aggregated
 
 
 # Every attack

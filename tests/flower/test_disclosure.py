@@ -110,12 +110,6 @@ def test_how_many_samples_are_behind_what_was_told(
         assert f"client 2 revealed statistics of {few[0]} samples" in log.text
 
 
-def test_of_a_layer_of_momentum_1_the_last_batch_alone_counts(clients: list[Samples]) -> None:
-    model = seeded_network("cnn")
-    model[1].momentum = 1.0
-    assert of(run(METHODS["fedavg"](), clients, 1, model=model), 0, "statistics")[0].samples == 4
-
-
 def test_a_reply_that_is_refused_has_left_all_the_same_and_who_fails_sends_nothing(clients: list[Samples]) -> None:
     class Spoiling(WatchedGrid):
         def pull_messages(self, message_ids):  # type: ignore[no-untyped-def]
@@ -173,8 +167,3 @@ def test_what_a_site_allows(node_config: dict[str, Any], told: int) -> None:
     assert len(made.accepted) == 2
 
 
-def test_off_by_default_and_without_a_bit_of_difference() -> None:
-    on, off = record(), record(evaluates=False)
-    assert all(math.isnan(client.before) for client in off.clients)
-    assert [client.loss for client in on.clients] == [client.loss for client in off.clients]
-    assert torch.tensor([client.before for client in on.clients]).isfinite().all()  # control

@@ -24,7 +24,6 @@ from tests.networks import seeded_network
 
 Clients = Callable[..., list[Samples]]
 FEDTAN = METHODS["fedtan"]()
-EXCHANGING = [name for name in METHODS if METHODS[name]().exchanges]
 CARRIERS = ("local", "replay")
 TWO_STEPS = LocalTraining(batch_size=4, steps=2)
 carriers = pytest.mark.parametrize("carrier", CARRIERS)
@@ -76,31 +75,6 @@ def test_under_shrink_the_others_go_on_as_if_it_had_not_been_there(carrier: str,
     assert "the disk is full" in record.clients[3].refused
     assert identical(ran.trajectory[1], exchanged(clients[:2], carrier, rounds=1).trajectory[1])
     assert not identical(ran.trajectory[1], exchanged(clients, carrier, rounds=1).trajectory[1])  # control
-
-
-@pytest.mark.parametrize("method", EXCHANGING)
-def test_local_and_replay_end_at_the_same_bits(method: str, tiny_clients: Clients) -> None:
-    ends = []
-    for carrier in CARRIERS:
-        policy = {"exchange": ExchangeSettings(carrier), "fraction": 0.7}
-        ends.append(run(METHODS[method](), tiny_clients((4, 5, 6)), rounds=4, settings=TWO_STEPS, policy=policy).trajectory)
-    assert all(identical(ends[0][round], ends[1][round]) for round in (1, 2, 3, 4))
-    assert not identical(ends[0][1], ends[0][4])  # control
-
-
-def test_what_passes_is_counted_by_section(tiny_clients: Clients) -> None:
-    local, replay = (exchanged(tiny_clients((4, 5)), carrier, rounds=1).records[0] for carrier in CARRIERS)
-    assert local.exchanges == replay.exchanges == 4
-    floats = 2 * (4 + 6) * 2  # two layers of 4 and 6 channels, two values each, forward and backward
-    assert local.bytes_up["exchange"] == local.bytes_down["exchange"] == replay.bytes_up["exchange"] == 4 * floats
-    for section in ("weights", "statistics"):
-        assert local.bytes_up[section] == replay.bytes_up[section] == local.bytes_down[section]
-        assert replay.bytes_down[section] == 5 * local.bytes_down[section]  # every message carries the model
-    transcript = [0, 8, 8 + 12, 8 + 12 + 12, 8 + 12 + 12 + 8]  # and the answers so far
-    assert replay.bytes_down["exchange"] == 4 * sum(transcript)
-    for record in (local, replay):
-        assert [c.bytes_up for c in record.clients] == [sum(record.bytes_up.values())] * 2
-        assert [c.bytes_down for c in record.clients] == [sum(record.bytes_down.values())] * 2
 
 
 def test_carriers_that_do_not_fit_the_grid_are_refused_before_round_1(tiny_clients: Clients) -> None:

@@ -17,13 +17,13 @@ from fl_bn.flower import RunFailed
 from fl_bn.flower.layerwise.exchanges import Exchanges
 from fl_bn.methods import METHODS, Role
 from tests.costs import common_first
-from tests.federation import random_samples, union
+from tests.federation import random_samples
 from tests.flower.inside import Checkpoint, Defence, ExchangeSettings, Samples, running_statistics
 from tests.hostile.test_layers_used_twice import Siamese
 from tests.in_process import Run, WatchedGrid, client_app, identical, run
 from tests.listed import listed
 from tests.networks import seeded_network
-from tests.training.test_recalibration import EXACT, LAYERS, network, off, reference
+from tests.training.test_recalibration import LAYERS, network
 
 Clients = Callable[..., list[Samples]]
 BY_PASSES = "Statistics are measured by one pass per layer instead"
@@ -71,25 +71,6 @@ def test_one_message_finds_the_bits_of_a_pass_per_layer(method: str, name: str, 
     assert messages(passes) == LAYERS[name] if name == "chain" else 1 < messages(passes) <= LAYERS[name]
     fewer = calibrated("auto", clients, network(name, torch.float32), method)
     assert not identical(statistics(ran), statistics(fewer))  # control
-
-
-@pytest.mark.parametrize(("how", "memory"), [("exchange", 2**30), ("exchange", 0), ("passes", 2**30)], ids=["kept", "repeated", "passes"])
-@pytest.mark.parametrize("name", LAYERS)
-def test_every_layer_has_the_unions_statistics_in_float64(name: str, how: str, memory: int, clients: list[Samples]) -> None:
-    ran = calibrated(how, clients, network(name), policy={"memory": memory})
-    true = reference(network(name), union(clients))
-    assert (messages(ran) == 1) == (how == "exchange")
-    assert max(off(running_statistics(ran.strategy.transport.shared.model), true).values()) < EXACT
-    assert min(off(running_statistics(network(name)), true).values()) > 1e-2  # control: as it came
-    one = calibrated("passes", clients, network(name), policy={"calibrate": 1})
-    assert max(off(running_statistics(one.strategy.transport.shared.model), true).values()) > 1e-4  # control: one pass
-
-
-def test_fewer_passes_than_layers_are_what_was_asked_for(clients: list[Samples]) -> None:
-    """And as many are one message, recorded with its exchanges."""
-    assert messages(calibrated("auto", clients, network("chain"), policy={"calibrate": 3})) == 3
-    ran = calibrated("auto", clients, network("chain"), policy={"calibrate": 4})
-    assert (messages(ran), ran.records[-1].exchanges, [c.exchanges for c in ran.records[-1].clients]) == (1, 4, [4] * 3)
 
 
 @pytest.mark.parametrize("sizes", [(6, 4, 9, 5, 8), (6, 4, 9, 5, 8, 3)], ids=["odd", "even"])
@@ -267,12 +248,6 @@ def test_without_shared_statistics_there_is_nothing_to_measure(name: str, client
         calibrated("auto", clients, seeded_network("cnn"), name)
 
 
-@listed(("calibrate", "error"), [(0, RunFailed), (-2, RunFailed), (-3, ValueError)])  # fedavg wants none
-def test_a_run_of_no_rounds_must_say_what_it_measures(calibrate: int, error: type[Exception], clients: list[Samples]) -> None:
-    with pytest.raises(error, match="calibrate"):
-        calibrated("auto", clients, seeded_network("cnn"), policy={"calibrate": calibrate})
-
-
 def test_a_pass_with_too_few_clients_ends_the_run(clients: list[Samples]) -> None:
     def disturb(client: int, what: str) -> None:
         if client < 2:
@@ -284,48 +259,6 @@ def test_a_pass_with_too_few_clients_ends_the_run(clients: list[Samples]) -> Non
 
 
 # before evaluations, and in plain torch
-
-
-def test_an_exact_evaluation_costs_one_message_and_the_bits_are_the_same(clients: list[Samples]) -> None:
-    method, both = METHODS["hbn"](evaluate="exact"), {}
-    for how in ("auto", "passes"):
-        both[how] = run(method, clients, 3, model=network("resnet", torch.float32), policy={"recalibration": how})
-    assert messages(both["auto"]) == 3
-    assert messages(both["passes"]) > 9
-    assert all(identical(both["auto"].trajectory[round], both["passes"].trajectory[round]) for round in (1, 2, 3))
-    assert not identical(both["auto"].trajectory[1], both["auto"].trajectory[2])  # control
-
-
-class Counted(nn.Module):
-    """Counts the samples that pass."""
-
-    samples = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = network("chain", torch.float32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            Counted.samples += len(x)
-        return torch.as_tensor(self.inner(x))
-
-
-def test_a_federation_in_plain_torch_makes_one_forward_pass(clients: list[Samples], monkeypatch: pytest.MonkeyPatch) -> None:
-    loaders = [[(to_input(c.x, torch.float32), c.y)] for c in clients]
-    found, samples = [], sum(map(len, clients))
-    for together in (True, False):
-        if not together:
-            monkeypatch.setattr("fl_bn.exchange.local.MOST", 2)
-        torch.manual_seed(0)
-        Counted.samples = 0
-        federation = Federation(Counted(), METHODS["static-bn"](), loaders, calibrate=0, progress=False)
-        list(federation.run(1))
-        # to take part in an exchange a client looks at its network first, with two samples
-        assert Counted.samples == (samples + 2 * len(clients) if together else 4 * samples)
-        found.append({name: t.numpy() for name, t in federation.model.state_dict().items() if "running" in name})
-        assert len(found[-1]) == 2 * LAYERS["chain"]
-    assert identical(found[0], found[1])
 
 
 def test_a_simulation_makes_passes_unless_it_is_told_to_try() -> None:

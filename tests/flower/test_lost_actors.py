@@ -85,15 +85,6 @@ def test_the_client_of_a_dead_actor_is_named_and_asked_again(ray: SimpleNamespac
     assert "processes left: 1" in log.text
 
 
-def test_a_lost_node_is_named_once(ray: SimpleNamespace, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_actors, "_named", set())
-    lost_actors._name_lost_nodes(0.1)
-    lost_actors._name_lost_nodes(0.1)
-    (message,) = log.messages
-    assert "10.0.0.2/fedcba" in message.partition(";")[0]
-    assert "10.0.0.1/012345" in message.partition(";")[2]
-
-
 @pytest.mark.pinned("Flower 1.25's simulation is repaired, and no other")
 def test_flowers_own_pool_keeps_the_dead() -> None:
     """Negative control: what is repaired."""

@@ -10,12 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_bn.methods import METHODS, Role
+from fl_bn.methods import METHODS
 from tests.conformance.cases import every_method
-from tests.costs import common_first
 from tests.flower.inside import ExchangeSettings, LocalTraining, Samples
-from tests.in_process import TWO_STEPS, Run, arrays_of, identical, run, sections
-from tests.networks import seeded_network
+from tests.in_process import TWO_STEPS, Run, arrays_of, run, sections
 
 Clients = Callable[..., list[Samples]]
 MIXED = replace(TWO_STEPS, precision="mixed")
@@ -69,24 +67,6 @@ def test_what_travels_and_what_is_kept_stays_float32(
     assert computed["eval"] <= {torch.float32}  # and off where statistics are measured
 
 
-def largest(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
-    return max(float(np.abs(a[k].astype("float64") - b[k]).max()) for k in a if a[k].dtype.kind == "f")
-
-
-@pytest.mark.parametrize("name", common_first(name for name in METHODS if METHODS[name]().shares(Role.WEIGHT)))
-def test_it_is_another_run_but_a_close_one(name: str, clients: list[Samples], computed: dict[str, set[torch.dtype]]) -> None:
-    """And the same one when it is repeated."""
-    method = METHODS[name]()
-    plain = run(method, clients, 2)
-    assert computed["train"] == {torch.float32}  # control: autocast is off where nobody asked for it
-    mixed, again = (run(method, clients, 2, settings=MIXED) for _ in range(2))
-    moved = largest(plain.trajectory[2], plain.trajectory[1])
-    assert 0 < largest(plain.trajectory[2], mixed.trajectory[2]) < min(0.03, 0.5 * moved + 0.01)  # by less than a round moves it
-    assert identical(mixed.trajectory[2], again.trajectory[2])
-    losses = zip(plain.records, mixed.records, strict=True)
-    assert all(0 < abs(a.loss - b.loss) < 0.05 * a.loss for a, b in losses)
-
-
 @pytest.mark.parametrize("name", ["fbn", "fedavg", "hbn"])
 def test_statistics_of_bfloat16_activations_are_summed_in_float32(name: str, clients: list[Samples]) -> None:
     """Sums of thousands of bfloat16 numbers, with 8 bits each, would be off by percents: they are right to the activations' own error."""
@@ -100,16 +80,3 @@ def test_statistics_of_bfloat16_activations_are_summed_in_float32(name: str, cli
         assert np.allclose(a[key], b[key], rtol=4e-3, atol=2e-3), key
 
 
-def test_fedtans_first_step_is_nearly_the_centralised_one_in_mixed_precision_too(clients: list[Samples]) -> None:
-    """All clients, full batches, one step: off the exact float32 one by no more than bfloat16 does to one network in one step."""
-    whole = [Samples(torch.cat([c.x for c in clients]), torch.cat([c.y for c in clients]))]
-    one = LocalTraining(batch_size=64, steps=1)
-    plain, mixed = (
-        [
-            run(METHODS["fedtan"](), who, 1, settings=replace(one, precision=precision), model=seeded_network("plain")).trajectory[1]
-            for who in (clients, whole)
-        ]
-        for precision in ("float32", "mixed")
-    )
-    assert largest(*plain) < 1e-5
-    assert largest(*mixed) < 2 * largest(plain[1], mixed[1])

@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Message, RecordDict
-from flwr.client import NumPyClient
 
 from fl_bn import convert
 from fl_bn.flower import BatchNormClient, Site
-from fl_bn.flower.wire.codec import flatten, from_records, unflatten
+from fl_bn.flower.wire.codec import flatten, from_records
 from fl_bn.methods import METHODS, Method
-from tests.in_process import CPU, TWO_STEPS, Run, Samples, identical, run, sections
-from tests.listed import listed
+from tests.in_process import CPU, TWO_STEPS, Run, Samples, run
 from tests.networks import seeded_network
 
 Clients = Callable[..., list[Samples]]
@@ -46,56 +44,12 @@ def asked(ran: Run, kind: str, client: int) -> tuple[Message, Message]:
     return sent, next(m for m in ran.grid.received if m.metadata.reply_to_message_id == identity)
 
 
-def same(payload: Any, reply: Message) -> bool:
-    came = sections(reply.content)
-    return payload.keys() == came.keys() and all(identical(payload[section], came[section]) for section in came)
-
-
-@listed(
-    ("name", "kind", "policy"),
-    [
-        *((name, "train", {}) for name in ("fedavg", "fbn", "hbn", "fedbn")),
-        ("fbn", "query.statistics", {"calibrate": 1, "recalibration": "passes"}),
-        ("fedavg", "train", {"payload": "bfloat16"}),
-    ],
-)
-def test_fit_on_lists_has_the_bits_of_a_message(name: str, kind: str, policy: dict[str, Any], clients: list[Samples]) -> None:
-    method = METHODS[name]()
-    sent, reply = asked(run(method, clients, 1, policy=policy), kind, 1)
-    client = client_of(method, clients, 1)
-    assert isinstance(client, NumPyClient)
-    arrays, samples, metrics = client.fit(*as_lists(sent))
-    assert same(unflatten(arrays, str(metrics.pop("layout"))), reply)
-    if kind == "train":
-        assert {"samples": samples, **metrics} == dict(reply.content.metric_records["fl-bn/metrics"])
-    assert ("uint16" in {str(array.dtype) for array in arrays}) == ("payload" in policy)
-    other = client_of(method, clients, 0).fit(*as_lists(sent))
-    assert not same(unflatten(other[0], other[2]["layout"]), reply)  # control: the other client's data
-
-
 def test_evaluate_on_lists_has_the_numbers_of_an_evaluate_message(clients: list[Samples]) -> None:
     method = METHODS["fedavg"]()
     sent, reply = asked(run(method, clients, 1, policy={"at_clients": True}), "evaluate", 1)
     loss, samples, metrics = client_of(method, clients, 1).evaluate(*as_lists(sent))
     told = dict(reply.content.metric_records["fl-bn/metrics"])
     assert (loss, samples, metrics["accuracy"]) == (told["loss"], told["samples"], told["accuracy"])
-
-
-def test_what_a_client_keeps_is_the_same_by_lists_and_by_messages(clients: list[Samples]) -> None:
-    """Round 2 goes on from what round 1 kept."""
-    method = METHODS["fedbn"]()
-    ran = run(method, clients, 2)
-    client = client_of(method, clients, 0, tells=True)
-    for message in [m for m in ran.grid.sent if m.metadata.message_type == "train" and m.metadata.dst_node_id == 1]:
-        arrays, _, metrics = client.fit(*as_lists(message))
-    (reply,) = [m for m in ran.grid.received if m.metadata.reply_to_message_id == message.metadata.message_id]
-    assert same(unflatten(arrays, metrics["layout"]), reply)
-    kept = client.get_parameters({"round": 2})
-    names = client.network.locality.kept_by_clients()
-    ours = ran.grid.states()[0].array_records["fl-bn/local"]
-    assert identical(dict(zip(names, kept, strict=True)), {name: ours[name].numpy() for name in names})
-    with pytest.raises(PermissionError):
-        client_of(method, clients, 0).get_parameters({"round": 1})
 
 
 def test_get_properties_says_who_the_client_is(clients: list[Samples]) -> None:

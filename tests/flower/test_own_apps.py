@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from typing import Any
 
 import numpy as np
@@ -18,10 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler, d
 from fl_bn import Federation, flower, methods
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.flower import FBN, HBN, FedAvgBN, FedBN, FixBN, InProcessGrid, OwnAppStrategy, RunFailed
-from fl_bn.flower import own_app as counting
 from fl_bn.methods import METHODS, Method
 from fl_bn.objectives import PLAIN, FedProx, FedSAM, Objective, Scaffold
-from fl_bn.task import CLASSIFICATION
 from tests.flower import own_apps as apps
 from tests.flower.own_apps import CLIENTS, SAMPLES, data, epoch, equal, net, own_app, ran, refused, tensors, with_objective
 from tests.in_process import Samples, WatchedGrid, client_app
@@ -48,17 +44,6 @@ def test_an_option_that_differs_at_the_clients_is_refused(strategy: Any, method:
     refused(lambda: ran(strategy, own_app(method)), RunFailed, "client 0", "option")
 
 
-@listed(
-    ("strategy", "method"),
-    [
-        (FixBN(net(), freeze_after=1, frozen_rate=1.0, fraction_evaluate=0), methods.fixbn()),
-        (FBN(net(), tracking=0.5, fraction_evaluate=0), methods.fbn()),
-    ],
-)
-def test_control_an_option_that_only_the_server_uses_may_differ(strategy: Any, method: Method) -> None:
-    assert ran(strategy, own_app(method), rounds=2).records[-1].aggregated
-
-
 OBJECTIVES: list[Objective] = [FedProx(mu=1.0), FedSAM(), Scaffold()]
 
 
@@ -67,15 +52,6 @@ def test_another_objective_at_the_clients_is_refused_by_name(server: Objective, 
     strategy = FedAvgBN(net(), objective=server)
     word = "control variates" if server is PLAIN else type(server).__name__
     refused(lambda: ran(strategy, own_app("fedavg", loop=with_objective, objective=client)), RunFailed, word)
-
-
-@listed("objective", OBJECTIVES)
-def test_control_the_same_objective_on_both_sides(objective: Objective) -> None:
-    result = ran(FedAvgBN(net(), objective=objective, fraction_evaluate=0), own_app("fedavg", loop=with_objective, objective=objective), 2)
-    assert not equal(result, ran(FedAvgBN(net(), fraction_evaluate=0), own_app("fedavg"), rounds=2))
-    if not isinstance(objective, Scaffold):  # whose variates travel: the server need not know the others
-        app = own_app("fedavg", loop=with_objective, objective=objective)
-        assert equal(result, ran(FedAvgBN(net(), fraction_evaluate=0), app, rounds=2))
 
 
 def test_hbn_tracks_more_slowly_where_a_part_of_the_clients_trains(log: pytest.LogCaptureFixture) -> None:
@@ -90,17 +66,6 @@ def test_hbn_tracks_more_slowly_where_a_part_of_the_clients_trains(log: pytest.L
 
 
 # Numbers
-
-
-def test_clients_count_by_their_samples_or_alike() -> None:
-    sizes = [16, 8, 4]
-
-    def made(weights: str, samples: Any) -> Tensor:
-        strategy = FedAvgBN(net(), fraction_evaluate=0, client_weights=weights)
-        return tensors(ran(strategy, own_app("fedavg", samples=samples)))["0.weight"]
-
-    assert torch.allclose(made("uniform", sizes.__getitem__), made("samples", lambda client: 5))
-    assert not torch.allclose(made("samples", sizes.__getitem__), made("samples", lambda client: 5))  # control
 
 
 def test_numpy_s_numbers_and_texts_are_rates() -> None:
@@ -292,25 +257,6 @@ def test_batches_that_only_the_user_s_loop_can_read() -> None:
     app = own_app("fedbn", batches=lambda client: DataLoader(samples_of(client), 8, collate_fn=with_lengths), loop=any_form)
     result = ran(FedBN(net(), fraction_evaluate=0), app, rounds=2)
     assert [[client.samples for client in record.accepted] for record in result.records] == [[SAMPLES] * CLIENTS] * 2
-
-
-def noisy(rows: list[Any]) -> tuple[Tensor, Tensor]:
-    x, y = several(rows)
-    return x + torch.randn(()) + np.random.rand() + random.random(), y
-
-
-def test_counting_moves_no_random_numbers_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = torch.Generator().manual_seed(0)
-    loader = DataLoader(samples_of(0), 8, collate_fn=noisy, shuffle=True, generator=made)
-
-    def states() -> list[str]:
-        return [str(made.get_state().tolist()), str(torch.get_rng_state().tolist()), str(np.random.get_state()), str(random.getstate())]
-
-    before = states()
-    assert counting.samples_in(loader, CLASSIFICATION) == 4 * SAMPLES
-    assert states() == before
-    monkeypatch.setattr(counting, "MOST_BATCHES", 50)
-    refused(lambda: counting.samples_in(itertools.repeat(data(0)[0]), CLASSIFICATION), ValueError, "50")
 
 
 # Keys and records

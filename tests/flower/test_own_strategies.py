@@ -12,7 +12,6 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp.strategy import Strategy
-from ray import cloudpickle
 
 from fl_bn import EarlyStop, convert, methods
 from fl_bn.flower import FBN, HBN, BatchNormStrategy, FedAvgBN, FedBN, FixBN, InProcessGrid, OwnAppStrategy, Rounds, RunFailed
@@ -130,16 +129,6 @@ def test_a_hook_that_aggregates_by_itself_needs_no_super() -> None:
     assert not torch.equal(tensors(result)["0.weight"], net()[0].weight)
 
 
-@listed("name", ["hbn", "fedbn"])
-def test_an_app_that_was_pickled_answers_with_the_same_bits(name: str) -> None:
-    """As Flower's ``run_simulation`` sends it to Ray: the functions of ``answer`` by value, with copies of all that they name."""
-    app = own_app(name)
-    plain, pickled = (ran(OWN[name](net()), one, rounds=2) for one in (app, cloudpickle.loads(cloudpickle.dumps(app))))
-    assert equal(plain, pickled)
-    assert plain.evaluate_metrics_clientapp == pickled.evaluate_metrics_clientapp
-    assert not equal(plain, ran(OWN[name](net(3)), app, rounds=2))  # control
-
-
 def test_a_strategy_can_be_copied_and_pickled() -> None:
     wanted = ran(FedAvgBN(net(), fraction_evaluate=0), own_app("fedavg"))
     for copied in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
@@ -228,7 +217,6 @@ def test_flower_s_arguments_that_a_subclass_sets_count_until_the_run_begins() ->
         ({"evaluate_metrics_aggr_fn": 3}, ValueError),
         ({"client_weights": "equal"}, ValueError),
         ({"clients": "3"}, ValueError),
-        ({"ranges": {"acc": 100}}, ValueError),
         ({"callbacks": EarlyStop(2)}, ValueError),
         ({"optimizer": "fedadam"}, TypeError),
         ({"defence": "median"}, TypeError),
@@ -264,7 +252,7 @@ def changed(**arrays: torch.Tensor) -> ArrayRecord:
         (lambda: started({"rate": 0.1}), ValueError, "rate"),
         (lambda: started({}, initial_arrays=changed(**{"0_bias": torch.zeros(9)})), ValueError, "0.bias"),
         (lambda: started({}, initial_arrays=lacking()), ValueError, "0.bias"),
-        *[(lambda r=r: started({}, train_config=config(lr=r)), RunFailed, "lr") for r in (-0.1, float("inf"), float("nan"))],
+        *[(lambda r=r: started({}, train_config=config(lr=r)), ValueError, "rate") for r in (-0.1, float("inf"), float("nan"))],
         *[(lambda v=v: started({}, evaluate_fn=lambda *_: v), RunFailed, "evaluate_fn") for v in ((0.5, {}), 0.5, {"acc": 1.0})],
         (lambda: started({"train_metrics_aggr_fn": lambda *_: {}}), RunFailed, "train_metrics_aggr_fn"),
         (lambda: convert(net, methods.fbn()), TypeError, "net"),
@@ -290,8 +278,8 @@ def whole() -> torch.nn.Module:
 @listed(
     ("hook", "change", "word"),
     [
-        ("configure_train", lambda own: [*own, Message(list(own)[0].content, 99, "train")], "node 99"),
-        ("configure_train", lambda own: [*own, list(own)[0]], "node 1"),
+        ("configure_train", lambda own: [*own, Message(list(own)[0].content, 99, "train")], "1, 2, 3, 99"),
+        ("configure_train", lambda own: [*own, list(own)[0]], "1, 2, 3, 1"),
         ("configure_train", lambda own: None, "configure_train"),
         ("configure_evaluate", lambda own: None, "configure_evaluate"),
         ("aggregate_train", lambda own: None, "aggregate_train"),

@@ -11,7 +11,7 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message
 
 from fl_bn import convert
-from fl_bn.flower import BatchNormClient, Rounds, RunFailed
+from fl_bn.flower import BatchNormClient, RunFailed
 from fl_bn.methods import METHODS, Method, Role
 from tests.flower.inside import Header, Samples, roles, signature, to_records
 from tests.in_process import Run, WatchedGrid, client_app, identical, run
@@ -93,20 +93,6 @@ def test_who_is_missing_or_does_not_fit_ends_the_run_by_name(app: dict[str, Any]
     with pytest.raises(RunFailed) as told:
         run(FBN, clients, 1, grid=grid, policy={"wait": 0.01})
     assert field in str(told.value)
-
-
-@listed(
-    ("values", "field"),
-    [
-        *(({"nodes": nodes}, "nodes") for nodes in ((1, 2), (1, 2, 2), (1, 2, 3, 4))),
-        ({"joining": {4: 2}}, "joining"),
-        ({"joining": {2: 2}, "at_start": 3}, "at_start"),
-        ({"joining": dict.fromkeys(range(3), 2)}, "round 1"),
-    ],
-)
-def test_plans_that_cannot_be(values: dict[str, Any], field: str) -> None:
-    with pytest.raises(ValueError, match=field):
-        Rounds(3, **values)
 
 
 def test_what_a_node_says_first_counts(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
@@ -380,15 +366,6 @@ def test_clients_that_come_later_join_when_they_come(name: str, four: list[Sampl
         later()
 
 
-def test_cohorts_are_drawn_from_those_who_joined(four: list[Samples]) -> None:
-    policy = {"joining": {3: 6}, "fraction": 0.5, "seed": 2}
-    ran, again = (run(FEDAVG, four, 12, policy=policy) for _ in range(2))
-    assert accepted(ran) == accepted(again)
-    assert all(3 not in cohort for cohort in accepted(ran)[:5])
-    assert any(3 in cohort for cohort in accepted(ran)[5:])
-    assert {len(cohort) for cohort in accepted(ran)} == {2}
-
-
 def test_one_that_leaves_and_comes_back_has_joined_already(four: list[Samples], log: pytest.LogCaptureFixture) -> None:
     class Leaving(Growing):
         def get_node_ids(self) -> Iterable[int]:
@@ -430,3 +407,16 @@ def test_a_run_goes_on_without_a_site_whose_policy_refuses_it_where_enough_are_l
         return
     with pytest.raises(RunFailed):
         run(FEDAVG, clients, 2, grid=WatchedGrid(work, 3), policy=policy)  # type: ignore[arg-type]
+
+
+# Who evaluates
+
+
+@pytest.mark.parametrize("most", [2, 0])
+def test_at_most_so_many_clients_evaluate_in_a_round(most: int, four: list[Samples]) -> None:
+    ran = run(METHODS["fedbn"](), four, 4, policy={"evaluate_clients": most})
+    told = [set(record.client_evaluation) for record in ran.records]
+    assert [len(clients) for clients in told] == [most or 4] * 4
+    assert all(asked(ran, "evaluate")[str(i + 1)] == {client + 1 for client in told[i]} for i in range(4))
+    assert not most or len(set(map(tuple, told))) > 1  # drawn anew in every round
+    assert identical(ran.trajectory[4], run(METHODS["fedbn"](), four, 4).trajectory[4])  # training is as without

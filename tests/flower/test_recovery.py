@@ -116,30 +116,6 @@ def test_every_message_says_what_run_it_is_of_and_how_far_back_the_server_can_go
 # Back
 
 
-@pytest.mark.parametrize(
-    ("name", "optimizer"),
-    [
-        *((name, "fedavgm") for name in ("fbn", "fedbn", "hbn", "fedtan", "fixbn")),
-        *zip(("fedavg", "hbn", "silobn", "hbn"), ("fedadam", "fedadagrad", "fedyogi", "fedacg"), strict=True),
-    ],
-)
-def test_a_resumed_run_is_the_run_itself_round_by_round(name: str, optimizer: str, clients: list[Samples], tmp_path: Path) -> None:
-    method = METHODS[name]()
-    whole = Server(method, with_files(method, clients, tmp_path), every=1)
-    whole.optimizer = lambda: server_optimizer(optimizer, {"fedavgm": 0.5, "fedacg": 1.0}.get(optimizer, 0.05), 0.5)
-    whole.run()
-    back = whole.checkpoints[2]
-    back.save(tmp_path / "checkpoint")
-    again = Server(method, with_files(method, clients, tmp_path), every=2)
-    again.optimizer = whole.optimizer
-    # the first run's states of rounds 4 to 6 are there, too, and must not be read
-    whole.trajectory, again.trajectory = {r: t for r, t in whole.trajectory.items() if r > 3}, {}
-    again.run(Checkpoint.load(tmp_path / "checkpoint"))
-    assert all(identical(whole.trajectory[round], again.trajectory[round]) for round in (4, 5, 6))
-    assert [record.loss for record in again.records] == [record.loss for record in whole.records[3:]]
-    assert again.grid.kinds()[:2] == ["query.hello 0", "train 4"]
-
-
 def test_failed_rounds_in_a_row_are_counted_across_the_resume(clients: list[Samples]) -> None:
     """Statistics are measured in the beginning alone."""
 

@@ -11,16 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.flower import run_in_process
-from fl_bn.methods import METHODS, attacked
-from tests.in_process import LocalTraining, Samples, arrays_of, identical, run, sections
+from fl_bn.methods import METHODS
+from tests.in_process import Samples, arrays_of, run
 from tests.listed import listed
 from tests.networks import seeded_network
 
 Clients = Callable[..., list[Samples]]
 SINGLE = METHODS["single"]()
-GRADIENTS = LocalTraining(batch_size=64, steps=1, momentum=0.9, update="gradients")
 
 
 @pytest.fixture
@@ -32,18 +30,6 @@ def start() -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in seeded_network("cnn").state_dict().items()}
 
 
-def test_no_tensor_travels_and_every_client_is_evaluated(clients: list[Samples]) -> None:
-    ran = run(SINGLE, clients, 3, policy={"evaluate_every": 2})
-    for message in [*ran.grid.sent, *ran.grid.received]:
-        assert not any(arrays for arrays in sections(message.content).values())
-    assert all(record.aggregated and len(record.accepted) == 3 for record in ran.records)
-    assert [sorted(record.client_evaluation) for record in ran.records] == [[], [0, 1, 2], [0, 1, 2]]
-    assert {"accuracy", "accuracy-std", "accuracy-min"} <= set(ran.records[-1].evaluation)
-    assert identical({name: t.numpy() for name, t in ran.strategy.transport.shared.model.state_dict().items()}, start())  # the server's
-    control = run(METHODS["fedbn"](), clients, 1)
-    assert any(arrays for message in control.grid.sent for arrays in sections(message.content).values())
-
-
 def test_a_client_without_a_round_stays_where_it_was(clients: list[Samples]) -> None:
     ran = run(SINGLE, clients, 3, policy={"fraction": 0.4})
     rounds = [sum(c.client == client for record in ran.records for c in record.accepted) for client in range(3)]
@@ -52,19 +38,6 @@ def test_a_client_without_a_round_stays_where_it_was(clients: list[Samples]) -> 
     for state, trained in zip(ran.grid.states(), rounds, strict=True):
         kept = state.array_records.get("fl-bn/local")
         assert (kept is not None and not np.array_equal(arrays_of(kept)["9.weight"], start()["9.weight"])) == (trained > 0)
-
-
-@listed("defence", [NO_DEFENCE, Defence(1, "median", "median")])
-def test_gradients_and_robust_rules_find_nothing_to_combine(defence: Defence, clients: list[Samples]) -> None:
-    ran = run(SINGLE, clients, 2, settings=GRADIENTS, defence=defence)
-    assert all(record.aggregated for record in ran.records)
-    for state in ran.grid.states():  # the clients step by themselves
-        assert not np.array_equal(arrays_of(state.array_records["fl-bn/local"])["9.weight"], start()["9.weight"])
-
-
-def test_nobody_can_attack_what_is_not_shared() -> None:
-    with pytest.raises(ValueError, match="single"):
-        attacked(SINGLE, "sign-flip", 1)
 
 
 # What clients tell of the BatchNorm that they keep

@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from fl_bn import Callback
-from fl_bn.bn.moments import pool
-from fl_bn.federation.payload import decode_moments, to_tensors
 from fl_bn.flower import run_in_process
-from fl_bn.methods import METHODS, Method, Role
+from fl_bn.methods import METHODS, Role
 from fl_bn.methods import hbn as make_hbn
 from tests.costs import COMMON
-from tests.in_process import Run, Samples, WatchedGrid, arrays_of, client_app, identical, run, sections
+from tests.in_process import Run, Samples, WatchedGrid, client_app, identical, run
 from tests.listed import listed
 
 Clients = Callable[..., list[Samples]]
@@ -47,44 +44,6 @@ def test_a_statistics_exchange_precedes_each_evaluation(clients: list[Samples]) 
     assert seldom.grid.kinds() == ["query.hello 0", "train 1", "train 2", f"{MEASURE} 2", "train 3", f"{MEASURE} 3"]
     assert exchanges(seldom, 2) == 1  # every client is measured, though one trains
     assert run(METHODS["fbn"](), clients, 2).grid.kinds() == ["query.hello 0", "train 1", "train 2"]  # control: they do not lag
-
-
-@listed("method", [HBN, make_hbn(stat_samples=3), make_hbn(lam=1.0, lower_layers="hybrid"), STATIC])
-def test_evaluating_changes_no_bit_of_the_training(method: Method, clients: list[Samples]) -> None:
-    often, seldom = (run(method, clients, 4, policy={"evaluate_every": every, "fraction": 0.7}) for every in (1, 4))
-    for round in range(1, 5):
-        for replies in (False, True):
-            pairs = zip(often.grid.train(round, replies=replies), seldom.grid.train(round, replies=replies), strict=True)
-            assert all(identical(a[section], b[section]) for a, b in pairs for section in a)
-    kept = ([arrays_of(state.get("fl-bn/local", {})) for state in one.grid.states()] for one in (often, seldom))
-    assert all(identical(a, b) for a, b in zip(*kept, strict=True))
-    assert identical(often.trajectory[4], seldom.trajectory[4])
-    # control: had the next round started from what was evaluated, its statistics would be others
-    (trained, *_) = often.grid.train(2)
-    assert not identical(trained["statistics"], {k: often.trajectory[1][k] for k in trained["statistics"]})
-    assert identical(trained["weights"], {k: often.trajectory[1][k] for k in trained["weights"]})
-
-
-def test_what_is_evaluated_is_what_is_pooled_and_saved(clients: list[Samples], tmp_path: Path) -> None:
-    evaluated: list[dict[str, np.ndarray]] = []
-
-    def evaluate(model: nn.Module) -> dict[str, float]:
-        evaluated.append({k: t.numpy().copy() for k, t in model.state_dict().items()})
-        return {"accuracy": 0.5}
-
-    ran = run(HBN, clients, 3, evaluate=evaluate)
-    ran.strategy.save(tmp_path / "model")
-    saved = {k: t.numpy() for k, t in load_file(tmp_path / "model").items() if k in ran.result.arrays}
-    assert identical(saved, {k: evaluated[-1][k] for k in saved})
-    assert identical(saved, arrays_of(ran.result.arrays))
-    measured = [m for m in ran.grid.received if m.metadata.message_type == MEASURE][-3:]
-    pooled = [decode_moments(to_tensors(sections(m.content)["moments"])) for m in measured]
-    for layer in ("1", "5"):
-        merged = pool([part[layer] for part in pooled])
-        assert np.array_equal(saved[f"{layer}.running_mean"], merged.mean.float().numpy())
-        assert np.array_equal(saved[f"{layer}.running_var"], merged.bessel().float().numpy())
-    stale = ran.grid.train(3)[0]["statistics"]
-    assert not identical({k: saved[k] for k in stale}, stale)  # control
 
 
 def test_a_client_missing_from_the_exchange_is_named(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
@@ -155,12 +114,3 @@ def test_a_run_that_ends_early_has_the_model_of_its_last_evaluation(name: str, k
     assert not any((tensor == 0).all() for key, tensor in found.items() if key.endswith("running_mean"))
 
 
-def test_training_under_static_bn_neither_tracks_nor_reports(clients: list[Samples]) -> None:
-    ran = run(STATIC, clients, 3)
-    for round in (1, 2, 3):
-        for reply in ran.grid.train(round, replies=True):
-            assert set(reply) == {"weights"}
-            assert not any("running" in name for name in reply["weights"])
-        (sent, *_) = ran.grid.train(round)
-        assert all((a == (0 if "mean" in k else 1)).all() for k, a in sent["statistics"].items())  # as torch starts them
-    assert not (ran.trajectory[1]["1.running_var"] == 1).all()  # control: the evaluation has others

@@ -11,7 +11,7 @@ import torch
 
 from fl_bn.federation.optimizers import server_optimizer
 from fl_bn.flower import BatchNormStrategy, Rounds, RunFailed
-from fl_bn.methods import METHODS, freeze
+from fl_bn.methods import METHODS
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.task import CLASS
 from tests.federation import random_samples
@@ -89,45 +89,6 @@ def test_every_message_dies_at_the_deadline(clients: list[Samples]) -> None:
     ran = run(METHODS["hbn"](), clients, 1, policy={"timeout": 45.0})
     assert ran.grid.kinds() == ["query.hello 0", "train 1", "query.statistics 1"]
     assert {message.metadata.ttl for message in ran.grid.sent} == {45.0}
-
-
-@listed(("client_weights", "shares"), [("samples", (3, 7, 5)), ("uniform", (1, 1, 1))])
-def test_clients_count_by_their_samples_or_alike(client_weights: str, shares: tuple[int, ...], clients: list[Samples]) -> None:
-    ran = run(METHODS["gn"](), clients, 1, settings=FULL_BATCH, policy={"client_weights": client_weights})
-    replies = [reply["weights"] for reply in ran.grid.train(1, replies=True)]
-    for weights, right in ((shares, True), ((7, 3, 5), False)):
-        average = {k: np.average([r[k].astype("float64") for r in replies], axis=0, weights=weights) for k in replies[0]}
-        assert all(np.allclose(ran.trajectory[1][k], average[k], rtol=0, atol=1e-7) for k in average) == right
-    assert [c.samples for c in ran.records[0].clients] == [3, 7, 5]
-
-
-def test_frozen_rounds_report_no_statistics(clients: list[Samples]) -> None:
-    ran = run(freeze(METHODS["fedavg"](), 1), clients, 3)
-    assert [record.phase for record in ran.records] == ["train", "frozen", "frozen"]
-    replies = [set(ran.grid.train(round, replies=True)[0]) for round in (1, 2, 3)]
-    assert replies == [set(record.bytes_up) for record in ran.records] == [{"weights", "statistics"}, {"weights"}, {"weights"}]
-
-
-@listed(
-    "wrong",
-    [
-        {"clients": 0},
-        {"fraction": 0.0},
-        {"min_replies": 1.5},
-        {"timeout": 0.0},
-        {"retry": -1.0},
-        {"min_cohort": 4},
-        {"min_cohort": 0},
-        {"checkpoint_every": -1},
-        {"client_weights": "steps"},
-        {"names": ("a", "b")},
-        {"names": ("a", "b", "b")},
-        {"names": ("a", "b", "c", "d")},
-    ],
-)
-def test_rounds_refuse_what_is_out_of_range(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        Rounds(**{"clients": 3, **wrong})
 
 
 def test_a_slower_round_moves_the_shared_statistics_less_and_a_warm_up_does_not(clients: list[Samples]) -> None:

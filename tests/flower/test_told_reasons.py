@@ -12,7 +12,7 @@ from flwr.app import Context, Message
 from torch import Tensor
 
 from fl_bn import Federation, SeededBatches, convert, local_round, server_round, server_state
-from fl_bn.flower import FBN, FedAvgBN, RunFailed
+from fl_bn.flower import FedAvgBN, RunFailed
 from fl_bn.methods import METHODS
 from tests.flower.own_apps import CLIENTS, data, epoch, net, own_app, ran, refused
 from tests.in_process import LocalTraining, Samples, run
@@ -77,25 +77,3 @@ def test_a_client_whose_inputs_are_not_finite_is_refused_alone(door: str) -> Non
     assert "values are not finite" in refused[1]
 
 
-def test_a_federation_that_fails_says_what_it_may_be() -> None:
-    clients: Any = [[(torch.full((8, 4), math.nan), torch.zeros(8, dtype=torch.long))]] * 2
-    with pytest.raises(RuntimeError) as error:
-        list(Federation(net(), FEDAVG, clients, progress=False).run(5))
-    assert "client 0" in str(error.value)
-    assert f"Its data have NaN or Inf, or training diverged: clean the data, or {RATE}" in str(error.value)
-
-
-@listed(("last", "diverged"), [(343.0, True), (3.0, False), (None, False)])
-def test_a_run_that_ends_diverged_says_so(last: float | None, diverged: bool, log: pytest.LogCaptureFixture) -> None:
-    """As FBN at a rate that is far too high: a loss of hundreds, and a model of no use. Another cohort's loss may be a bit larger."""
-    app = own_app("fbn", says=lambda loss, round: last if last and round == 3 else loss)
-    ran(FBN(net(), fraction_evaluate=0), app, rounds=3)
-    assert ("do not use it" in log.text) == ("diverged" in log.text) == diverged
-
-
-def test_a_run_at_a_rate_that_is_far_too_high_fails_with_the_rate_as_its_reason() -> None:
-    def shifted(client: int) -> list[tuple[Tensor, Tensor]]:
-        return [(x * (1 + 20 * client) + 9 * client, y) for x, y in data(client)]
-
-    strategy = FBN(net(), fraction_evaluate=0, calibrate=0, unit_scale=False)
-    refused(lambda: ran(strategy, own_app("fbn", batches=shifted, rate=lambda message: 30.0), rounds=3), RunFailed, RATE)

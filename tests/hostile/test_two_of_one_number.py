@@ -6,7 +6,7 @@ import pytest
 import torch
 from flwr.app import Message, RecordDict
 
-from fl_bn.flower.population import seat_of_newcomer, seated
+from fl_bn.flower.population import seated
 from tests.hostile import own_app
 from tests.hostile.liars import nothing, sets
 from tests.listed import listed
@@ -53,11 +53,3 @@ def test_a_node_too_many_costs_at_most_the_client_whose_number_it_says(log: pyte
 )
 def test_numbers_that_nobody_says_are_given(said: dict[int, int], clients: int, given: dict[int, int]) -> None:
     assert seated(said, clients) == given
-
-
-def test_who_comes_later_and_finds_its_number_given_away_gets_another() -> None:
-    online, given = {0, 1, 2}, {12: (1, 0)}  # node 12 said 0, and has 1
-    assert seat_of_newcomer(4, online, 5, given, {0, 1, 2}) == 4
-    assert seat_of_newcomer(1, online, 5, given, {0, 1, 2}) == 3
-    assert seat_of_newcomer(1, online, 3, given, {0, 1, 2}) == 1  # there is none
-    assert seat_of_newcomer(2, online, 5, given, {0, 1, 2}) == 2  # the other said it, too: as always, who was first has it

@@ -1,0 +1,318 @@
+"""Say what a user's hooks, configs and metrics may be, and what an app of the user's own has beside fl-bn's application."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import Result, Strategy
+from torch import Tensor
+
+from fl_bn.bn.derived import plain_names
+from fl_bn.federation.fields import number as a_number
+from fl_bn.federation.fields import whole
+from fl_bn.federation.payload import Named, to_numpy
+from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.rounds import constant_rate
+from fl_bn.federation.schema import Schema
+from fl_bn.federation.shared_model import SharedModel
+from fl_bn.federation.values import Instruction, RoundReplies
+from fl_bn.flower.compat import log
+from fl_bn.flower.mods import NOISE
+from fl_bn.flower.population import Client, Population, RunFailed
+from fl_bn.flower.wire.codec import tensors_of
+from fl_bn.support.client_names import ClientNames
+from fl_bn.support.wire import WireError, excerpt, printable
+
+if TYPE_CHECKING:
+    from fl_bn.flower.grid_transport import GridTransport
+
+RATES = ("lr", "learning_rate", "learning-rate")
+"""The names by which a ``train_config`` may give the clients' learning rate, as in Flower's own examples."""
+REPLIES = ("aggregate_train", "aggregate_evaluate")  # hooks that get clients' replies, which a secure sum hides
+Combine = Callable[[list[RecordDict], str], MetricRecord]
+"""Flower's form of a function that combines metrics: ``combine(records, weighted_by_key)``."""
+ByClient = dict[int, dict[str, float]]
+Records = Mapping[str, MetricRecord]
+EXAMPLES = "num-examples"
+LONGEST_NAME, MOST_NAMES, FINITE = 100, 1000, a_number()  # of a user's own metrics
+NOT_EVALUATED = "%s's evaluation is not counted: %s"
+NOT_COUNTED = "%s's own training metrics are not counted: %s"
+LIST = "metric %s is a list, and lists are not averaged: to combine it, give the strategy %s_metrics_aggr_fn=..."
+CHANGED = "a hook changed the arrays in a way that clients would refuse (%s): return all arrays that it got, with their names and shapes"
+Pair = tuple[ArrayRecord | None, MetricRecord | None]
+
+
+def outside(strategy: Strategy) -> RunFailed:
+    """Return the error for a hook of ``strategy`` that somebody else than its own ``start`` called, such as Flower's noisy wrappers."""
+    return RunFailed(
+        f"only strategy.start(grid, ...) of {type(strategy).__name__} itself calls its hooks: put your steps into overridden hooks, "
+        f"evaluate_fn and callbacks, in place of a loop of your own or of a strategy around it ({NOISE})"
+    )
+
+
+def overrides(strategy: Strategy, hook: str) -> bool:
+    """Return whether user code defines the method ``hook`` of ``strategy``: in a class outside fl-bn, or as an instance attribute."""
+    owner = next(kind for kind in type(strategy).__mro__ if hook in vars(kind))
+    return hook in vars(strategy) or not owner.__module__.startswith("fl_bn.flower.")
+
+
+def check_secure(strategy: Strategy) -> None:
+    """Refuse a strategy that overrides a hook for clients' replies, since a secure sum hides them and never calls the hook.
+
+    Raises:
+        ValueError: ``strategy`` overrides one of the hooks ``REPLIES``.
+    """
+    if called := [hook for hook in REPLIES if overrides(strategy, hook)]:
+        raise ValueError(
+            f"{type(strategy).__name__} overrides {called[0]}, but with secure aggregation the server sees no client's reply, so this "
+            "hook is never called: remove the hook, or switch secure aggregation off"
+        )
+
+
+def wrong(hook: str, wanted: str, returned: Any) -> RunFailed:
+    """Return the error for a ``hook`` that returned something else than what is ``wanted``, in words."""
+    return RunFailed(f"{hook} must return {wanted}, as super().{hook}(...) does, but returned {returned!r:.200}")
+
+
+def asked(hook: str, returned: Sequence[Message], clients: Sequence[Client], called: ClientNames) -> list[Client]:
+    """Check the messages that a hook ``returned``, and return the clients to which they go: some of ``clients``, in their order.
+
+    Raises:
+        RunFailed: A message is for another node, or a client gets two.
+    """
+    nodes = [message.metadata.dst_node_id for message in returned]
+    chosen = set(nodes)
+    if len(chosen) < len(nodes) or chosen - {client.node for client in clients}:
+        known = ", ".join(str(client.node) for client in clients)
+        raise wrong(hook, f"at most one message for each client of this round (on nodes {known})", f"messages for nodes {nodes}")
+    if missing := [client.index for client in clients if client.node not in chosen]:
+        log(logging.INFO, "%s leaves out %s", hook, called.clients(missing))
+    return [client for client in clients if client.node in chosen]
+
+
+def messages_of(hook: str, returned: Any) -> list[Message]:
+    """Return the messages of a hook as a list. A hook that is a generator runs now.
+
+    Raises:
+        RunFailed: The hook returned None.
+    """
+    if returned is None:
+        raise wrong(hook, "messages", None)
+    return list(returned)
+
+
+def arrays_and_metrics(returned: Any) -> Pair:
+    """Return what ``aggregate_train`` returned.
+
+    Raises:
+        RunFailed: It is no pair of arrays and metrics, or None for them.
+    """
+    match returned:
+        case (ArrayRecord() | None as arrays, MetricRecord() | None as metrics):
+            return arrays, metrics
+    raise wrong("aggregate_train", "a pair, an ArrayRecord and a MetricRecord, or None for them", returned)
+
+
+def same(arrays: ArrayRecord, before: Mapping[str, Array] | None) -> bool:
+    """Return whether ``arrays`` has the very objects of ``before``, which a hook got. An array cannot be changed in place."""
+    return before is not None and arrays.keys() == before.keys() and all(arrays[name] is array for name, array in before.items())
+
+
+def shared_in(arrays: ArrayRecord, shared: SharedModel, expected: Schema) -> dict[str, Tensor]:
+    """Return the shared tensors among arrays that a hook returned, by the names of the converted network.
+
+    Args:
+        arrays: The arrays, by the names of the user's network or of the converted one.
+        shared: The shared model.
+        expected: The tensors that an instruction has.
+
+    Raises:
+        RunFailed: An array is missing, is none of this network's, has another shape or dtype, or invalid values.
+    """
+    own, given, plain = shared.tensors(), tensors_of(arrays), plain_names(shared.model)
+    if strange := sorted(given.keys() - {*plain, *plain.values()}):
+        raise RunFailed(CHANGED % f"unknown array {printable(strange[0])}")
+    tensors = {name: given[key] for name in own for key in (name, plain[name]) if key in given}
+    tensors = {k: t.to(own[k].dtype) if t.is_floating_point() and own[k].is_floating_point() else t for k, t in tensors.items()}
+    try:
+        expected.check({k: to_numpy({n: tensors[n] for n in specs if n in tensors}) for k, specs in expected.sections.items()})
+    except WireError as error:
+        raise RunFailed(CHANGED % error) from error
+    return tensors
+
+
+def is_number(value: Any) -> bool:
+    """Return whether ``value`` is an int or a float, such as a ``numpy.float64``, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def as_number(value: Any) -> float | None:
+    """Return a number, or the number that a text such as ``"0.1"`` is; None for anything else."""
+    with suppress(ValueError):
+        return float(value) if isinstance(value, str) or is_number(value) else None
+    return None
+
+
+def with_share(config: Mapping[str, Any], share: float) -> dict[str, Any]:
+    """Return a config of the user's with each learning rate multiplied by ``share``: below 1 while the statistics are frozen."""
+    values = dict(config)
+    for name in RATES:
+        if share != 1 and (rate := as_number(values.get(name))) is not None:
+            values[name] = str(rate * share) if isinstance(values[name], str) else rate * share
+    return values
+
+
+class NamedRates:
+    """Map rounds to the learning rates that train configs name. A round without one has the rate of the last round before it."""
+
+    def __init__(self) -> None:
+        self._rates: dict[int, float] = {}
+
+    def note(self, round: int, config: Mapping[str, Any]) -> bool:
+        """Store the rate that the train config of ``round`` names, if any. Return whether this changes the round's rate."""
+        before, rates = self(round, round), [rate for name in RATES if (rate := as_number(config.get(name))) is not None]
+        self._rates |= {round: rates[0]} if rates else {}
+        return self(round, round) != before
+
+    def __call__(self, round: int, rounds: int) -> float:
+        """Return the rate of the last round up to ``round`` that has one; else of the first later one; else of ``constant_rate``."""
+        if not self._rates:
+            return constant_rate(round, rounds)
+        return self._rates[max((number for number in self._rates if number <= round), default=min(self._rates))]
+
+
+@dataclass(frozen=True)
+class OwnMetrics:
+    """Combine the clients' own metrics: by the user's functions, or by the means over the clients that send a metric.
+
+    A client is left out, and the log names it, if its weight is missing, if a number is not finite, if a name cannot be printed, or
+    if two of its records have a metric of one name. Lists are not averaged.
+
+    Attributes:
+        key: the name of the metric that is a client's weight in the means.
+        train_fn: combines training metrics in place of the mean, as Flower's ``train_metrics_aggr_fn``.
+        evaluate_fn: combines evaluations in place of the mean, as Flower's ``evaluate_metrics_aggr_fn``.
+        alike: whether all clients have the same weight. A defence against Byzantine clients needs that.
+    """
+
+    key: str = EXAMPLES
+    train_fn: Combine | None = None
+    evaluate_fn: Combine | None = None
+    alike: bool = False
+
+    def combined(
+        self, run: GridTransport, own: Mapping[int, Records], samples: Mapping[int, int] | None
+    ) -> tuple[MetricRecord | None, ByClient]:
+        """Combine the metric records of each client.
+
+        Args:
+            run: the run's transport, which writes to the log.
+            own: client -> its metric records by name.
+            samples: in training, client -> its number of samples, the weight of a client that sends none. None: an evaluation.
+
+        Returns:
+            The combined metrics (None if there is nothing to combine), and each client's metrics.
+        """
+        which, combine = ("evaluate", self.evaluate_fn) if samples is None else ("train", self.train_fn)
+        numbers, weights, refused, lists = ByClient(), dict[int, float](), dict[int, str](), set[str]()
+        for client, records in sorted(own.items()):
+            try:
+                metrics, weight = self._read(records, (samples or {}).get(client) if self.key == EXAMPLES else None, combine is None)
+            except WireError as error:
+                refused[client] = str(error)
+                continue
+            lists |= {name for name, value in metrics.items() if isinstance(value, list)}
+            numbers[client] = {name: float(value) for name, value in metrics.items() if not isinstance(value, list)}
+            weights[client] = 1.0 if self.alike else weight
+        run.say_refused(NOT_EVALUATED if samples is None else NOT_COUNTED, refused)
+        if combine is not None:
+            contents = [RecordDict(dict(own[client])) for client in numbers]
+            if not isinstance(given := combine(contents, self.key) if contents else None, MetricRecord | None):
+                raise wrong(f"{which}_metrics_aggr_fn", "a MetricRecord", given)
+            return given, numbers
+        for name in lists:
+            run.once(logging.INFO, LIST, name, which)
+        means = dict[str, float]()
+        for name in dict.fromkeys(name for metrics in numbers.values() for name in metrics):
+            having = [client for client, metrics in numbers.items() if name in metrics]
+            if total := sum(weights[client] for client in having):
+                means[name] = sum(weights[client] / total * numbers[client][name] for client in having)
+        return (MetricRecord({**means}) if means else None), numbers
+
+    def _read(self, records: Records, default: float | None, weighs: bool) -> tuple[dict[str, Any], float]:
+        """Check one client's metric records, which may have any names, and return its metrics and its weight.
+
+        Args:
+            records: the records by name.
+            default: the weight of a client that sends none; None: it must send one.
+            weighs: whether the weight matters.
+
+        Raises:
+            WireError: the records are not as ``OwnMetrics`` describes.
+        """
+        metrics: dict[str, Any] = {}
+        for name, record in records.items():
+            if twice := sorted(metrics.keys() & record.keys() - {self.key}):
+                raise WireError(name, twice[0], "two metric records have a metric of this name: give each metric a name of its own")
+            metrics |= record
+        weight, wanted = metrics.pop(self.key, default), whole() if self.key == EXAMPLES else a_number(0)
+        if weighs and not wanted.fits(weight):
+            raise WireError(
+                "metrics", self.key, f"expected {wanted.wanted}, but {'it is missing' if weight is None else f'got {excerpt(weight)}'}"
+            )
+        if len(metrics) > MOST_NAMES:
+            raise WireError("metrics", "", f"expected at most {MOST_NAMES} metrics, but got {len(metrics)}")
+        for name, value in metrics.items():
+            if len(name) > LONGEST_NAME or not name.isprintable() or not (isinstance(value, list) or FINITE.fits(value)):
+                problem = f"expected {FINITE.wanted} by a name of up to {LONGEST_NAME} printable characters, but got {excerpt(value)}"
+                raise WireError("metrics", name, problem)
+        return metrics, float(weight or 0)
+
+
+def numbers_of(metrics: MetricRecord | None) -> dict[str, float]:
+    """Return the metrics of a record that are single numbers, by name. Metrics that are lists are left out."""
+    return {name: float(value) for name, value in (metrics or {}).items() if isinstance(value, int | float)}
+
+
+@dataclass(frozen=True)
+class OwnApp:
+    """Describe what a Flower app of the user's own has beside fl-bn's application.
+
+    Attributes:
+        metrics: combines the clients' own metrics.
+        population: its clients, which are met already.
+        config_key: the name of the user's config in a message.
+    """
+
+    metrics: OwnMetrics
+    population: Population
+    config_key: str
+
+
+@dataclass
+class Round:
+    """Hold one training round: its instruction, what the hooks got and returned, and the replies once they are read."""
+
+    before: Named
+    instruction: Instruction
+    given: Mapping[str, Any]
+    replies: RoundReplies
+    combined: Mapping[str, Any] | None = None
+    returned: tuple[ArrayRecord | None, MetricRecord | None] = None, None
+
+
+@dataclass(repr=False)
+class RunResult(Result):
+    """Hold Flower's result of a run, and every round's record.
+
+    Attributes:
+        records: the records in the order of the rounds. In the last one, ``records[-1].client_metrics`` has each
+            client's own training metrics, and ``records[-1].client_evaluation`` each client's evaluation.
+    """
+
+    records: list[RoundRecord] = field(default_factory=list)
