@@ -24,10 +24,10 @@ import typer
 from common import append, shown, table
 from torch import nn
 
+from experiments.data.shift import shifted
 from fl_bn import Federation, SeededBatches, methods
 from fl_bn.data.digits import load_digits_plain
 from fl_bn.data.partition import partition
-from fl_bn.data.shift import shifted
 from fl_bn.federation.local import Samples, evaluate
 
 SHIFTS = ("none", "invert", "dark", "noise", "blur")  # one per site

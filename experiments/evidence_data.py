@@ -2,7 +2,7 @@
 
 Pass TARGET to ``fl-bn experiments run`` as ``--data``.
 
-SOURCE holds the archives ``cifar10.npz`` and ``digits_*.npz``, which docs/data.md describes, and
+SOURCE holds the archives ``cifar10.npz`` and ``digits_*.npz``, which experiments/data.md describes, and
 
     cifar10_full.npz        the whole of CIFAR-10, 50,000 + 10,000 images: x_train, y_train, x_test, y_test
     office_caltech10_64.npz the same arrays, and domain_train, domain_test, domain_names
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_bn.data.connectomes import held_out
+from experiments.data.connectomes import held_out
 
 ORDERS = 10
 SHIFTS = {"abide": 1.0, "abide-shift/removed": 0.0, "abide-shift/4-fold": 4.0}  # folder -> factor of a site's distance from the mean

@@ -16,6 +16,7 @@ from fl_bn.options import Value
 from fl_bn.report.cells import EVALUATION
 from fl_bn.report.cells import Cell as Shown
 from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.former import renewed
 from fl_bn.support import durable
 from fl_bn.sweep.cells import OWN, ROUNDS_OTHERWISE, Cell
 from fl_bn.sweep.file import Sweep
@@ -160,7 +161,7 @@ def load(file: Path, defined: Sequence[Cell]) -> list[Kept]:
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         try:
             entry = json.loads(line)
-            kept = Kept(**{**entry, "curve": tuple(entry["curve"])})
+            kept = Kept(**{**entry, "config": _without_setup(renewed(entry["config"])), "curve": tuple(entry["curve"])})
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{file}, line {number}: expected a result as `fl-bn experiments compact` writes it: {error}") from error
         here = known.get(kept.name)
@@ -176,9 +177,14 @@ def load(file: Path, defined: Sequence[Cell]) -> list[Kept]:
 
 
 def own_config(config: RunConfig) -> dict[str, Value]:
-    """Return the run-config keys that differ from the defaults, without the keys that every sweep sets itself."""
-    default = RunConfig().to_mapping()
-    return {key: value for key, value in config.to_mapping().items() if value != default[key] and key not in OWN}
+    """Return the run-config keys that differ from the defaults, without those that every sweep sets itself, and without ``setup``."""
+    keys = RunConfig.keys(config.setup)
+    own = {key: value for key, value in config.to_mapping().items() if value != keys[key].default and key not in OWN}
+    return _without_setup(own)
+
+
+def _without_setup(config: Mapping[str, Value]) -> dict[str, Value]:
+    return {key: value for key, value in config.items() if key != "setup"}  # the keys of the setup say what it did
 
 
 def _as_run(config: Mapping[str, Value], cell: Cell) -> dict[str, Value]:

@@ -15,7 +15,7 @@ from fl_bn.apps.client import build_client
 from fl_bn.data.dataset import load
 from fl_bn.flower import run_in_process
 from fl_bn.models import build
-from fl_bn.run import assembly
+from fl_bn.run import assembly, setup
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.support.user_code import OWN, VARIABLE, Modules, Refused, function
 from fl_bn_site.commands import commands, node_config
@@ -54,7 +54,7 @@ def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (installed / "beside_too.py").write_text(DATA)
     (installed / "trap.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(assembly, "_modules", assembly._modules)
+    monkeypatch.setattr(setup, "_modules", setup._modules)
     yield folder
     for name in NAMES:
         sys.modules.pop(name, None)

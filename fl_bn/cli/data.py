@@ -11,27 +11,21 @@ COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.
 
 
 @data.command("list")
-def list_sets(
-    markdown: Annotated[bool, typer.Option(help="print the generated part of docs/data.md, which says where all files belong")] = False,
-) -> None:
-    """List every data set: its name, content and size, and how to get it."""
+def list_sets() -> None:
+    """List every data set: its name, content and size, its terms of use, and how to get it."""
     from rich.console import Console
     from rich.table import Table
 
-    from fl_bn.data.catalogue import CATALOGUE, page
+    from fl_bn.data.catalogue import CATALOGUE
 
-    if markdown:
-        typer.echo(page())
-        return
-    table = Table("name", "what", "training + test", "how to get it", title="docs/data.md says which files go where")
+    table = Table("name", "what", "training + test", "terms", "how to get it")
     for name, entry in CATALOGUE.items():
-        table.add_row(name, entry.title, entry.split, f"{entry.how}: {entry.source}" if entry.source else entry.how)
-    table.add_row("npz", "your own archives, one per site", "", "data-path names them, separated by commas")
-    table.add_row(
-        "folder", "your own images, train/CLASS/* and test/CLASS/*", "", "data-path names the folder, or one per site, separated by commas"
-    )
-    table.add_row("csv", "your own tables, one CSV file per site and a columns.toml", "", "data-path names the folder, or files")
-    table.add_row("package.module:function", "your own function", "", "returns x_train, y_train, x_test, y_test")
+        got = f"downloaded, or by hand: {entry.source}" if entry.source else "included"
+        table.add_row(name, entry.title, "{:,} + {:,}".format(*entry.samples), entry.terms, got)
+    table.add_row("npz", "your own archives, one per site", "", "", "data-path names them, separated by commas")
+    table.add_row("folder", "your own images, train/CLASS/* and test/CLASS/*", "", "", "data-path names the folder, or one per site")
+    table.add_row("csv", "your own tables, one CSV file per site and a columns.toml", "", "", "data-path names the folder, or files")
+    table.add_row("package.module:function", "your own function", "", "", "returns x_train, y_train, x_test, y_test")
     Console().print(table)
 
 

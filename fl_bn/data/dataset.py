@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fl_bn.data import connectomes, csv_files, digits, digits_five, folder, image_folders, npz, public, segmentation
+from fl_bn.data import csv_files, digits, folder, npz, public
 from fl_bn.data.function import load_function
 from fl_bn.data.record import DataNotFound, Dataset, paths
 from fl_bn.data.record import to_input as images_to_input
@@ -26,13 +26,6 @@ DATASETS: dict[str, Callable[[str, int], Dataset]] = {
     "mnist": partial(public.load_public, "MNIST"),
     "svhn": partial(public.load_public, "SVHN"),
     "usps": partial(public.load_public, "USPS"),
-    "mnist-m": digits_five.load_mnist_m,
-    "synth-digits": digits_five.load_synth_digits,
-    "digits-five": digits_five.load_digits_five,
-    "digits-five-pooled": digits_five.load_digits_five_pooled,
-    **{name: partial(image_folders.load_images, name) for name in image_folders.LAYOUTS},
-    "cityscapes": segmentation.load_cityscapes,
-    "abide": connectomes.load_abide,
     "npz": npz.load_npz,
     "folder": folder.load_folder,
     "csv": csv_files.load_csv,
@@ -49,7 +42,7 @@ def load(name: str, path: str = "", image_size: int = 0, modules: Modules | None
         path: files or folders separated by commas (``npz``, ``folder``, ``csv``), or the folder of the set's files, or the
             argument of your own function. Empty: ``data``, for a published set. docs/data.md lists the files of each set.
         image_size: pixels along each side. Images of another size are resized bilinearly with antialiasing. 0: the
-            native size, or the papers' size for a set of many sizes.
+            native size.
         modules: modules that may hold a function of your own. None: any.
 
     Raises:

@@ -66,7 +66,7 @@ def index_of(dataset: Dataset, name: str) -> int:
     if not dataset.domains:
         raise ValueError(
             f"dataset {dataset.name!r} has no domains, so there is no domain {name!r}: give several npz or CSV files or folders, "
-            "dataset='digits', or shifts"
+            "or dataset='digits'"
         )
     if name not in dataset.domains:
         raise ValueError(f"dataset {dataset.name!r} has no domain {name!r}; it has: {', '.join(dataset.domains)}")

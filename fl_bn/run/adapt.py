@@ -28,6 +28,7 @@ from fl_bn.run import assembly
 from fl_bn.run.assembly import OwnData
 from fl_bn.run.checkpoints import CONFIG
 from fl_bn.run.config import SITES, ConfigError, RunConfig
+from fl_bn.run.former import renewed
 from fl_bn.run.pictures import draw_bars
 from fl_bn.run.usage import Usage
 from fl_bn.support import durable
@@ -97,7 +98,7 @@ def read_config(folder: Path) -> RunConfig:
         ConfigError: ``folder`` is not the folder of a run, or its run config cannot be read.
     """
     try:
-        return Usage().config(tomllib.loads((folder / CONFIG).read_text(encoding="utf-8")))
+        return Usage().config(renewed(tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))))
     except FileNotFoundError as error:
         raise ConfigError(
             f"{folder} is not the folder of a run, since it has no {CONFIG}: give the folder that the run's log calls 'results'"

@@ -26,7 +26,6 @@ from fl_bn.data.dataset import Dataset, load
 from fl_bn.data.domains import without_domain
 from fl_bn.data.partition import BY_DOMAIN, Indices, label_counts, partition
 from fl_bn.data.record import TRAINING, describe
-from fl_bn.data.shift import Limit, limited, shifted
 from fl_bn.data.validation import HeldOut, hold_out
 from fl_bn.federation.callbacks import Callback, EarlyStop, KeepBest
 from fl_bn.federation.local import Samples, torch_seed
@@ -42,9 +41,10 @@ from fl_bn.run.config import REGISTRIES, SITES, ConfigError, RunConfig
 from fl_bn.run.labels import check_labels, check_rows
 from fl_bn.run.memory_layout import memory_format
 from fl_bn.run.run_keys import VALUES
+from fl_bn.run.setup import allow, modules
 from fl_bn.support.client_names import nodes_of, sites_of
 from fl_bn.support.names import names_of
-from fl_bn.support.user_code import OWN, VARIABLE, Modules, function
+from fl_bn.support.user_code import VARIABLE, Modules, function
 from fl_bn.task import LABELS, MASKS, Classification, Task, find_task, kind_of
 
 BEST = "best.safetensors"
@@ -83,9 +83,6 @@ class OwnData:
         return own
 
 
-_modules = Modules.of(None, OWN)
-
-
 _configs: dict[tuple[object, ...], RunConfig] = {}
 
 
@@ -114,10 +111,10 @@ def allow_modules(app: Path | None, node: Mapping[str, Any]) -> None:
         app: The folder of the running app; None: there is none.
         node: The node config of the client.
     """
-    global _modules
     allowed = _modules_of(app, str(node.get("allow-modules", "")), os.environ.get(VARIABLE, ""))
-    if allowed != _modules:
-        _modules = allowed
+    if allowed != modules():
+        allow(allowed)
+        _configs.clear()
         forget()
 
 
@@ -143,8 +140,7 @@ def _as_config_error() -> Iterator[None]:
 def dataset(config: RunConfig) -> Dataset:
     """Return the data of a run.
 
-    Run-config keys change the data as follows. ``shifts`` makes domains. ``samples-per-domain`` and ``samples-share``
-    limit the training samples of each domain. ``hold-out`` removes a domain, and does not change the data of the
+    The run's ``setup`` may change the data first. ``hold-out`` removes a domain, and does not change the data of the
     other domains. With ``evaluate-on='training'``, the training samples replace the test samples. With ``validation-share``,
     the clients' validation samples replace the test samples.
 
@@ -156,10 +152,7 @@ def dataset(config: RunConfig) -> Dataset:
 
 
 def _whole_dataset(config: RunConfig) -> Dataset:
-    shifts = names_of(config.shifts)
-    limit = Limit(config.samples_per_domain, config.samples_share)
-    seed = config.seed if shifts or limit.limits else 0
-    data = _dataset(config.dataset, config.data_path, config.image_size, shifts, limit, seed, _modules)
+    data = _dataset(config)
     task(config, data.y_train)
     if config.attack == LABEL_FLIP and kind_of(data.y_train) not in (LABELS, MASKS):
         raise ConfigError(f"attack={LABEL_FLIP!r} swaps classes, but the data have {kind_of(data.y_train)}: choose another attack")
@@ -173,11 +166,15 @@ def _tested_on_training(data: Dataset) -> Dataset:
     return replace(data, x_test=data.x_train, y_test=data.y_train, domain_test=data.domain_train)
 
 
-@lru_cache(maxsize=2)
-def _dataset(name: str, path: str, image_size: int, shifts: tuple[str, ...], limit: Limit, seed: int, modules: Modules) -> Dataset:
-    data = load(name, path, image_size, modules)
+@lru_cache(maxsize=4)
+def _dataset(config: RunConfig) -> Dataset:
+    return _checked(config.changes.dataset(config))
+
+
+@lru_cache(maxsize=4)
+def _checked(data: Dataset) -> Dataset:  # cached, since several run configs share data, and a warning is logged once
     check_labels(data)
-    return limited(shifted(data, shifts, seed) if shifts else data, limit, seed)
+    return data
 
 
 _without = lru_cache(maxsize=2)(without_domain)
@@ -195,7 +192,7 @@ def task(config: RunConfig, targets: Tensor | None = None) -> Task:
     Raises:
         ConfigError: The task does not exist, or cannot use these targets.
     """
-    return find_task(config.task, None if targets is None else kind_of(targets), _modules)
+    return find_task(config.task, None if targets is None else kind_of(targets), modules())
 
 
 @_as_config_error()
@@ -207,7 +204,7 @@ def callback_makers(config: RunConfig) -> list[Callable[..., Any]]:
     """
     makers = []
     for name in names_of(config.callbacks):
-        maker = function("a callback", name, _modules)
+        maker = function("a callback", name, modules())
         if isinstance(maker, type) and not issubclass(maker, Callback):
             bases = ", ".join(base.__name__ for base in maker.__bases__)
             raise ConfigError(f"callbacks: {name} must derive from fl_bn.Callback, but derives from {bases}")
@@ -267,7 +264,7 @@ def source_model(config: RunConfig) -> nn.Module:
         seed=config.seed,
         stem=config.model_stem,
         weights=config.model_weights,
-        modules=_modules,
+        modules=modules(),
     )
     if config.scale_start == "uniform":
         with torch_seed(config.seed, torch.device("cpu")):
@@ -349,7 +346,7 @@ def _honest_parts(config: RunConfig) -> list[Indices]:
     data = _whole_dataset(config)
     domains = None if data.domain_train is None else data.domain_train.numpy()
     if config.partition in BY_DOMAIN and domains is None:
-        needed = "give several npz or CSV files or folders, dataset=digits, or shifts"
+        needed = "give several npz or CSV files or folders, or dataset=digits"
         raise ConfigError(f"partition={config.partition} needs data with domains, but {config.dataset} has none: {needed}")
     honest = config.clients - config.byzantine
     return partition(config.partition, data.y_train.numpy(), domains, honest, config.partition_parameter, config.seed, config.sizes)
@@ -457,7 +454,7 @@ def _check_columns(config: RunConfig, data: Dataset) -> None:
 
 def forget() -> None:
     """Clear this module's caches of data, partitions and networks."""
-    for cached in (_dataset, _without, _validated, source_model, client_model, network, training, partitions, client_samples):
+    for cached in (_dataset, _checked, _without, _validated, source_model, client_model, network, training, partitions, client_samples):
         cached.cache_clear()
 
 

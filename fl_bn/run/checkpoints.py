@@ -9,6 +9,7 @@ from pathlib import Path
 from fl_bn.flower.compat import LOGGER
 from fl_bn.flower.recovery import Checkpoint
 from fl_bn.run.config import FIELDS, ConfigError, RunConfig
+from fl_bn.run.former import renewed
 from fl_bn.run.history import History
 from fl_bn.run.overrides import UNREADABLE
 from fl_bn.support import durable
@@ -128,7 +129,7 @@ def _unfinished(root: Path) -> str:
 def _differences(run: Path, config: RunConfig) -> str:
     """Return a text that lists the keys whose values differ from ``config`` and change results; empty: there are none."""
     try:
-        values = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
+        values = renewed(tomllib.loads((run / CONFIG).read_text(encoding="utf-8")))
     except (OSError, *UNREADABLE) as error:
         return f"its {CONFIG} cannot be read: {reason(str(error))}"
     mine = config.to_mapping()

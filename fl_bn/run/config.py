@@ -29,10 +29,11 @@ from fl_bn.flower.population import round_half_up
 from fl_bn.flower.wire.fields import FOLDER
 from fl_bn.methods import METHODS, Method, attacked, freeze
 from fl_bn.objectives import OBJECTIVES, Objective
-from fl_bn.options import Key, Value, build, kebab, keys_of, options_by_key, own_options, same_key
+from fl_bn.options import Key, Option, Value, build, kebab, keys_of, options_by_key, own_options, same_key
 from fl_bn.run.errors import ConfigError as ConfigError
 from fl_bn.run.keys import LONGEST
 from fl_bn.run.run_keys import VALUES, RunKeys, general_options
+from fl_bn.run.setup import Setup, setup_class
 from fl_bn.run.used import check_used, conditions
 from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
@@ -68,7 +69,7 @@ class RunConfig(RunKeys):
     options: tuple[tuple[str, Value], ...] = ()
 
     def __post_init__(self) -> None:
-        keys, options = self.keys(), dict(self.options)
+        keys, options = self.keys(self.setup), dict(self.options)
         for name in options:
             if name not in keys or name in FIELDS:
                 raise ConfigError(unknown("option", name, [key for key in keys if key not in FIELDS]))
@@ -131,7 +132,15 @@ class RunConfig(RunKeys):
             raise
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        check_used(self, given, REGISTRIES, general_options())
+        check_used(self, given, REGISTRIES, self._general())
+
+    def _general(self) -> dict[str, Option]:
+        return {**general_options(), **{key: spec for key, (_, spec) in options_by_key(setup_class(self.setup)).items()}}
+
+    @cached_property
+    def changes(self) -> Setup:
+        """Return the object that changes the parts of this run, of the class that the key ``setup`` names."""
+        return build(setup_class(self.setup), self.__getitem__)
 
     def _decide_clients(self) -> None:
         """Decide ``partition`` and ``clients`` where the user left them open. Data that are given per site are clients, one per site."""
@@ -141,11 +150,10 @@ class RunConfig(RunKeys):
             raise ConfigError(str(error)) from error
         per_site = len(sites) - bool(self.hold_out) + self.byzantine if len(sites) > 1 else 0
         if self.partition == AUTO and self.dataset != SITES:
-            if per_site and (self.shifts or self.clients not in (0, per_site)):
-                key, wrong = ("shifts", "shifts would mix them") if self.shifts else ("clients", f"clients={self.clients}")
+            if per_site and self.clients not in (0, per_site):
                 raise ConfigError(
                     f"data-path names {len(sites)} files or folders, each of which is a client, so the run has {per_site} clients, but "
-                    f"{wrong}: leave out {key}, or name a partition, which divides all samples anew"
+                    f"clients={self.clients}: leave out clients, or name a partition, which divides all samples anew"
                 )
             object.__setattr__(self, "partition", "natural" if per_site else "classes")
         if not self.clients:
@@ -154,15 +162,18 @@ class RunConfig(RunKeys):
     @cached_property
     def without_effect(self) -> frozenset[str]:
         """Return the keys that have no effect in this run. Run configs that differ only in them describe the same run."""
-        return frozenset(key for key, used in conditions(self, REGISTRIES, general_options()).items() if used.unmet(self))
+        return frozenset(key for key, used in conditions(self, REGISTRIES, self._general()).items() if used.unmet(self))
 
     @classmethod
-    def keys(cls) -> dict[str, Key]:
+    def keys(cls, setup: str = "") -> dict[str, Key]:
         """Return every key of the run config, in the order of docs/config.md.
+
+        Args:
+            setup: The value of the key ``setup``, whose class has keys of its own; they come last.
 
         Raises:
             ConfigError: A package that extends fl-bn cannot be imported, or declares an existing key with another
-                default.
+                default; or there is no such setup.
         """
         try:
             import_extensions()
@@ -172,6 +183,8 @@ class RunConfig(RunKeys):
                 keys[name] = key
                 for of, addition in keys_of(REGISTRIES.get(name, {})).items():
                     same_key(general.get(of) or keys.setdefault(of, addition), addition)
+            for name, (_, spec) in options_by_key(setup_class(setup)).items():
+                same_key(keys.setdefault(name, spec.as_key(name)), spec.as_key(name))
         except ValueError as error:
             raise ConfigError(str(error)) from error
         return keys
@@ -183,7 +196,7 @@ class RunConfig(RunKeys):
         Raises:
             ConfigError: A key is unknown (the message names a similar one), or a value is wrong.
         """
-        known = cls.keys()
+        known = cls.keys(str(values.get("setup", "")))
         for name in values:
             if name not in known:
                 raise ConfigError(unknown("config key", name, known))
@@ -192,7 +205,7 @@ class RunConfig(RunKeys):
 
     def to_mapping(self) -> dict[str, Value]:
         """Return every key with its value, including keys with their default."""
-        return {name: self[name] for name in self.keys()}
+        return {name: self[name] for name in self.keys(self.setup)}
 
     def __getitem__(self, name: str) -> Any:
         """Return the value of the key ``name``, in kebab-case."""
@@ -214,7 +227,7 @@ class RunConfig(RunKeys):
                 raise AttributeError(str(error)) from error
 
     def _key(self, name: str) -> Key:
-        if name not in (keys := self.keys()):
+        if name not in (keys := self.keys(self.setup)):
             raise KeyError(unknown("config key", name, keys))
         return keys[name]
 

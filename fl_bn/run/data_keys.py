@@ -9,7 +9,6 @@ from functools import partial
 from fl_bn.bn.roles import BUFFER_ROLES, parse_buffer_roles
 from fl_bn.data.dataset import DATASETS
 from fl_bn.data.partition import KINDS
-from fl_bn.data.shift import SHIFTS
 from fl_bn.federation.rounds import KEEPS_LAYERS, Rounds
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS
@@ -18,7 +17,6 @@ from fl_bn.methods.method import BOUNDED_FROZEN_RATE, FROZEN_RATE
 from fl_bn.models import MODELS
 from fl_bn.models.standardise import STANDARDS
 from fl_bn.options import declared, option, parses
-from fl_bn.run import keys
 from fl_bn.run import used as when
 from fl_bn.task import AUTO, TASKS
 
@@ -99,17 +97,6 @@ class DataKeys:
         "path",
     )
     image_size: int = option(0, "side in pixels to which images are resized; 0: the data set's own size", "0..4096")
-    shifts: str = own_data(
-        "",
-        "feature shifts: each makes a domain from a part of the data; empty: the data keep their own domains",
-        f"{', '.join(SHIFTS)}, separated by commas",
-        keys.all_of(SHIFTS),
-        like=SHIFTS,
-    )
-    samples_per_domain: int = own_data(
-        0, "the most training samples that are kept of each domain, or in all if there are no domains; 0: no limit", ">= 0"
-    )
-    samples_share: float = own_data(1.0, "share of each domain's training samples that is kept, rounded down; 1: all", "(0, 1]")
     hold_out: str = option(
         "", "a domain that the run is trained and tested without, to adapt to afterwards (fl-bn adapt)", "a domain's name"
     )

@@ -17,6 +17,7 @@ from fl_bn.options import options_by_key
 from fl_bn.run.assembly import client_model
 from fl_bn.run.checkpoints import CONFIG
 from fl_bn.run.config import SITES, ConfigError, RunConfig
+from fl_bn.run.former import renewed
 from fl_bn.run.usage import Usage
 from fl_bn.support.flower_config import flower_config
 from fl_bn.task import CLASSIFICATION
@@ -103,7 +104,7 @@ def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output:
 
 def elsewhere(config: RunConfig) -> str:
     """Return the ``flwr run`` command for the same run as a simulation on Ray. A deployment can use the command's run config, too."""
-    default = RunConfig.keys()
+    default = RunConfig.keys(config.setup)
     keys = {k: v for k, v in config.to_mapping().items() if v != default[k].default and k not in ("name", "output", "resume")}
     line = f"flwr run . --run-config {shlex.quote(flower_config(keys))}"
     if config.clients != RunConfig().clients:
@@ -128,6 +129,6 @@ def _keys_of(folder: Path) -> dict[str, Any]:
             f"{folder} is not the folder of a finished run: expected {CONFIG} and {MODEL}, but there is no {' and no '.join(missing)}"
         )
     try:
-        return tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        return renewed(tomllib.loads((folder / CONFIG).read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{folder / CONFIG} cannot be read: {error}") from error

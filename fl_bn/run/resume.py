@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fl_bn.run.checkpoints import CONFIG, FOLDER
 from fl_bn.run.config import SITES, ConfigError, RunConfig
+from fl_bn.run.former import renewed
 from fl_bn.run.overrides import UNREADABLE
 from fl_bn.run.usage import Usage
 from fl_bn.support.durable import SUFFIX
@@ -28,7 +29,7 @@ def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:
             sites.
     """
     try:
-        values = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
+        values = renewed(tomllib.loads((run / CONFIG).read_text(encoding="utf-8")))
     except (OSError, *UNREADABLE) as error:
         raise ConfigError(
             f"{run} is not the folder of a run: its {CONFIG} cannot be read ({reason(str(error))}). Give a folder such as runs/NAME"

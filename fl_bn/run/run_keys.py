@@ -216,6 +216,12 @@ class RunKeys(DataKeys):
         "clients keep",
         used=when.WRITES & SHARES_WEIGHTS,
     )
+    setup: str = option(
+        "",
+        "class of your own (fl_bn.run.setup.Setup) that changes the run where no key does, and has keys of its own",
+        "package.module:Class or empty",
+        lambda name: not name or ":" in name,
+    )
     callbacks: str = option(
         "",
         "callbacks (fl_bn.Callback), such as trackers: they are called after every round, after every evaluation and at the end; each name "

@@ -30,6 +30,7 @@ from fl_bn.flower.compat import LOGGER
 from fl_bn.options import Value
 from fl_bn.run.checkpoints import CONFIG, FOLDER
 from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.former import renewed
 from fl_bn.run.history import read_rows
 from fl_bn.support import durable, locks
 from fl_bn.support.gpu import mps_runs, on_gpu
@@ -306,7 +307,7 @@ def _config(file: Path) -> dict[str, Any]:
         keys = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {**RunConfig().to_mapping(), **keys} if keys else {}
+    return {**RunConfig().to_mapping(), **renewed(keys)} if keys else {}
 
 
 def _end_with_parent() -> None:

@@ -112,8 +112,7 @@ def check(cells: Sequence[Cell]) -> None:
     seen: set[tuple[object, ...]] = set()
     for cell in cells:
         config = cell.config
-        limit = (config.samples_per_domain, config.samples_share)
-        data = (config.dataset, config.data_path, config.image_size, config.shifts, limit, config.hold_out)
+        data = (config.dataset, config.data_path, config.image_size, config.changes, config.hold_out)
         split = (*data, config.partition, config.partition_parameter, config.sizes, config.clients, config.byzantine, config.seed)
         whose = (split, config.validation_share)
         model = (*data, config.model, config.model_stem, config.model_weights, config.method, config["groups"])

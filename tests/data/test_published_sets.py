@@ -1,4 +1,4 @@
-"""Published sets: made-up copies of each layout are read as their folders and lists say, and wrong files are refused by name."""
+"""Published sets: made-up copies of each layout are read as their folders and lists say."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image as Picture
 
+from experiments.papers import DATASETS
 from tests.data.inner import (
     DOMAINNET_CLASSES,
     DOMAINNET_DOMAINS,
@@ -25,14 +26,18 @@ from tests.data.inner import (
     SITES,
     WINDOW,
     DataNotFound,
+    Dataset,
     Image,
     connectome,
-    load,
     split,
     windows,
 )
-from tests.listed import listed
 from tests.refusals import naming
+
+
+def load(name: str, path: str, image_size: int = 0) -> Dataset:
+    return DATASETS[name](path, image_size)
+
 
 DOMAINS = {
     "office-caltech10": (OFFICE_DOMAINS, OFFICE_CLASSES, "office_caltech_10"),
@@ -293,108 +298,3 @@ def test_two_scans_of_one_person_are_on_one_side(tmp_path: Path) -> None:
     site(tmp_path / "control", "here", **arrays)
     data = load("abide", str(tmp_path / "control"))
     assert float(torch.cdist(data.x_test.flatten(1), data.x_train.flatten(1)).min()) < 0.002
-
-
-@listed(
-    ("arrays", "message"),
-    [
-        ({"x": np.zeros((10, 6))}, "series"),
-        ({"x": np.zeros((10, 6), dtype=int), "y": Y}, "int64"),
-        ({"series": np.zeros((10, 6)), "y": Y}, "floats"),
-        ({"x": np.zeros((10, 6)), "y": Y[:9]}, "(10, 6)"),
-        ({"x": np.zeros((10, 6)), "y": Y + 1}, "labels"),
-        ({"x": np.full((10, 6), np.inf), "y": Y}, "finite"),
-        ({"x": np.zeros((10, 6)), "y": Y, "subject": np.arange(3)}, "subject"),
-        ({"x": np.zeros((10, 6)), "y": Y, "subject": np.arange(10) // 2}, "subject"),
-        ({"series": np.ones((10, 9, 4)), "y": Y, "subject": np.arange(10) // 2}, "subject"),
-        ({"x": np.zeros((10, 6)), "y": np.array([0, None] * 5, dtype=object)}, ".npz"),
-        ({"x": np.zeros((1, 6)), "y": Y[:1]}, "here"),
-        ({"series": np.zeros((10, 9, 1)), "y": Y}, "here"),
-    ],
-)
-def test_wrong_archives(arrays: dict[str, Any], message: str, tmp_path: Path) -> None:
-    site(tmp_path, "here", **arrays)
-    with naming(message):
-        load("abide", str(tmp_path))
-
-
-DIGIT, SMALLER = Picture.new("RGB", (32, 32)), Picture.new("RGB", (30, 30))
-MNIST_M = {
-    f"mnist_m_{part}{name}": content for part in ("train", "test") for name, content in (("/0.png", DIGIT), ("_labels.txt", "0.png 7"))
-}
-LABELS = "mnist_m_train_labels.txt"
-
-
-def synth(**changes: Any) -> dict[str, Any]:
-    arrays = {"X": np.zeros((32, 32, 3, 2), np.uint8), "y": np.array([[1], [2]])} | changes
-    return {f"synth_{part}_32x32.mat": {key: value for key, value in arrays.items() if value is not None} for part in ("train", "test")}
-
-
-SHEET = "Phenotypic_V1_0b_preprocessed1.csv"
-ROWS = "\n".join(["SUB_ID,FILE_ID,SITE_ID,DX_GROUP", *(f"1,{site}_{n},{site},{n}" for site in SITES for n in (1, 2) for _ in range(2))])
-ABIDE = {SHEET: ROWS} | {f"cpac/filt_global/{site}_{n}_rois_ho.1D": "#1 #2\n1 2\n3 4\n4 3\n" for site in SITES for n in (1, 2)}
-FIRST = f"cpac/filt_global/{SITES[0]}_1_rois_ho.1D"
-SUBJECTS = {"x": np.zeros((10, 6)), "y": np.arange(10) % 2}
-TINY = {
-    "tiny-imagenet-200/wnids.txt": "n01\n",
-    "tiny-imagenet-200/train/n01/images/a.png": DIGIT,
-    "tiny-imagenet-200/val/images/v.png": DIGIT,
-}
-ANNOTATIONS = "tiny-imagenet-200/val/val_annotations.txt"
-CASES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("mnist-m", {}, DataNotFound, "mnist_m_train"),
-    ("mnist-m", MNIST_M | {LABELS: "0.png 12"}, ValueError, "line 1"),
-    ("mnist-m", MNIST_M | {LABELS: "../a.png 1"}, ValueError, "line 1"),
-    ("mnist-m", MNIST_M | {LABELS: "gone.png 1"}, DataNotFound, "gone.png"),
-    ("mnist-m", MNIST_M | {LABELS: ""}, ValueError, "empty"),
-    ("mnist-m", MNIST_M | {"mnist_m_train/1.png": SMALLER, LABELS: "0.png 7\n1.png 3"}, ValueError, "1.png"),
-    ("synth-digits", {}, DataNotFound, "synth_train_32x32.mat"),
-    ("synth-digits", dict.fromkeys(synth(), "no MATLAB file at all" * 20), ValueError, "synth_train_32x32.mat"),
-    ("synth-digits", synth(y=None), ValueError, "no y"),
-    ("synth-digits", synth(y=np.array([[0], [10]])), ValueError, "0..10"),
-    ("synth-digits", synth(y=np.array([[1]])), ValueError, "uint8"),
-    ("synth-digits", synth(X=np.zeros((32, 32, 3, 2))), ValueError, "float64"),
-    ("abide", {}, DataNotFound, "neither"),
-    ("abide", {"here.csv": "label,a\n0,1\n"}, ValueError, "here.csv"),
-    ("abide", {"here.csv": "0,1\n", "here.npz": SUBJECTS}, ValueError, "here.npz"),
-    ("abide", ABIDE | {SHEET: ROWS.replace("SITE_ID", "SITE")}, ValueError, "SITE_ID"),
-    ("abide", ABIDE | {SHEET: ROWS.replace(f"{SITES[0]},2", f"{SITES[0]},3")}, ValueError, "DX_GROUP"),
-    ("abide", ABIDE | {SHEET: ROWS.replace("USM,", "ELSEWHERE,")}, DataNotFound, "USM"),
-    ("abide", ABIDE | {FIRST: "#1 #2\n1 2\n3\n"}, ValueError, FIRST.rpartition("/")[2]),
-    ("abide", ABIDE | {FIRST: "#1 #2\n1 2\n3 nan\n"}, ValueError, "finite"),
-    ("pacs", {}, DataNotFound, "art_painting"),
-    ("tiny-imagenet", TINY | {ANNOTATIONS: "v.png\tn77\t0"}, ValueError, "line 1"),
-    ("tiny-imagenet", TINY | {ANNOTATIONS: "../v.png\tn01\t0"}, ValueError, "line 1"),
-    ("tiny-imagenet", TINY | {ANNOTATIONS: "gone.png\tn01\t0"}, DataNotFound, "gone.png"),
-    ("folder", {"classes.txt": b"gar\xe7on", "train/a/0.png": DIGIT, "test/a/0.png": DIGIT}, ValueError, "UTF-8"),
-    ("folder", {"classes.txt": "a\n", "train/b/0.png": DIGIT, "test/a/0.png": DIGIT}, ValueError, "'b'"),
-    ("folder", {"classes.txt": "a\na\n", "train/a/0.png": DIGIT, "test/a/0.png": DIGIT}, ValueError, "classes.txt"),
-    ("folder", {"classes.txt": "\n", "train/a/0.png": DIGIT, "test/a/0.png": DIGIT}, ValueError, "empty"),
-    ("folder", {"train/a/0.png": DIGIT}, DataNotFound, "test"),
-    ("folder", {"train/a/0.png": DIGIT, "test/a/.hidden": ""}, ValueError, "test"),
-    ("imagenet", {"train/n01/a.png": DIGIT, "val/b.png": DIGIT}, DataNotFound, "flat"),
-]
-
-
-@listed(("name", "files", "kind", "word"), CASES, [f"{name}-{word}-{n}" for n, (name, *_, word) in enumerate(CASES)])
-def test_wrong_files_are_refused_by_name(name: str, files: dict[str, Any], kind: type[Exception], word: str, tmp_path: Path) -> None:
-    for place, content in files.items():
-        file = tmp_path / place
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, str | bytes):
-            file.write_bytes(content.encode() if isinstance(content, str) else content)
-        elif isinstance(content, Picture.Image):
-            content.save(file)
-        elif place.endswith(".mat"):
-            scipy.io.savemat(file, content)
-        else:
-            np.savez(file, **content)
-    with naming(word, kind):
-        load(name, str(tmp_path))
-
-
-def test_measurements_have_one_size(tmp_path: Path) -> None:
-    np.savez(tmp_path / "here.npz", **SUBJECTS)
-    load("abide", str(tmp_path))  # control
-    with naming("image-size"):
-        load("abide", str(tmp_path), 32)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.data.inner import IGNORE, DataNotFound, Segmentation, load, to_input
+from experiments.data.cityscapes import load_cityscapes
+from tests.data.inner import IGNORE, DataNotFound, Segmentation, to_input
 from tests.listed import listed
 from tests.refusals import naming
 
@@ -75,7 +76,7 @@ def cityscapes(tmp_path: Path) -> Path:
 
 
 def test_cityscapes(cityscapes: Path) -> None:
-    data = load("cityscapes", str(cityscapes))
+    data = load_cityscapes(str(cityscapes), 0)
     assert isinstance(data, Segmentation)
     assert (data.domains, data.classes, data.image_size, data.width) == (("aachen", "bochum", "lindau"), 19, 8, 16)
     assert data.domain_train is not None
@@ -88,26 +89,26 @@ def test_cityscapes(cityscapes: Path) -> None:
 
 
 def test_masks_are_resized_to_the_nearest_pixel(cityscapes: Path) -> None:
-    data = load("cityscapes", str(cityscapes), 4)
+    data = load_cityscapes(str(cityscapes), 4)
     assert data.x_train.shape == (3, 3, 4, 8)
     assert set(data.y_train.unique().tolist()) == {0, 10, IGNORE}  # an average of road and sky would be another class
-    larger = load("cityscapes", str(cityscapes), 16).y_train
-    assert torch.equal(larger[:, ::2, ::2], load("cityscapes", str(cityscapes)).y_train)
+    larger = load_cityscapes(str(cityscapes), 16).y_train
+    assert torch.equal(larger[:, ::2, ::2], load_cityscapes(str(cityscapes), 0).y_train)
 
 
 def test_cityscapes_wrong_files(cityscapes: Path) -> None:
     with naming("leftImg", DataNotFound):
-        load("cityscapes", str(cityscapes / "gtFine"))
+        load_cityscapes(str(cityscapes / "gtFine"), 0)
     mask = cityscapes / "gtFine" / "train" / "bochum" / "bochum_000000_000019_gtFine_labelIds.png"
     for image, word in ((Image.new("RGB", (16, 8)), "channel"), (Image.new("L", (16, 9)), "9 high and 16 wide")):
         image.save(mask)
         with naming(word):
-            load("cityscapes", str(cityscapes))
+            load_cityscapes(str(cityscapes), 0)
     mask.unlink()
     with naming("gtFine_trainvaltest.zip", DataNotFound):
-        load("cityscapes", str(cityscapes))
+        load_cityscapes(str(cityscapes), 0)
     for file in (cityscapes / "leftImg8bit" / "val" / "lindau").iterdir():
         file.unlink()
     scene(cityscapes, "train", "bochum", 0, np.zeros((8, 16), dtype=np.uint8), 30)
     with naming("_leftImg8bit.png", DataNotFound):
-        load("cityscapes", str(cityscapes))
+        load_cityscapes(str(cityscapes), 0)

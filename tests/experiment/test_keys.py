@@ -36,7 +36,7 @@ SYNTAX: dict[str, list[str]] = {
     "output": ["~/x"],
     "data-path": ["~/x"],
     "model-weights": ["~/x"],
-    "shifts": ["upside-down", "none,,invert"],
+    "setup": ["Papers", "experiments.papers"],
 }
 """Texts that a key does not take, where a name or a range does not say so."""
 
@@ -224,7 +224,6 @@ def test_control_just_enough_is_enough(keys: dict[str, Any]) -> None:
     [
         ({"method": "fedbm"}, "fedbn"),
         ({"objective": "scafold"}, "scaffold"),
-        ({"shifts": "noise, invrt"}, "invert"),
         ({"diagnostics": "drifts"}, "drift"),
         ({"update-rule": "nnm+medain"}, "nnm+median"),
         ({"freeze-afer": 3}, "freeze-after"),

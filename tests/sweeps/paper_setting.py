@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.sweeps.inner import RunConfig
 
-DEFAULTS = RunConfig().to_mapping()
+DEFAULTS = RunConfig(setup="experiments.papers:Papers").to_mapping()
 At = Mapping[str, Any]
 Keys = dict[str, Any]
 

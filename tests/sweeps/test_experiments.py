@@ -27,7 +27,7 @@ EXPECTED = {
 }
 ALL = find()
 SWEEPS = [experiment for experiment in ALL if not experiment.program]
-BUNDLED = ("digits", "digits-plain", "cityscapes", "abide")  # the last two are made: fl_bn/data/made.py
+BUNDLED = ("digits", "digits-plain", "cityscapes", "abide")  # the last two are made: experiments/data/made.py
 
 
 def cells(name: str, variant: str, folder: Path) -> list[Cell]:
@@ -118,14 +118,14 @@ def test_options_of_sweeps_are_refused_for_a_program(given: tuple[str, ...], tmp
 
 
 def test_made_data_are_made_once_and_whole(tmp_path: Path) -> None:
-    folder = made("fl_bn.data.made:abide", tmp_path / "data")
+    folder = made("experiments.data.made:abide", tmp_path / "data")
     files = sorted(folder.rglob("*.npz"))
     assert len(files) == 4
     before = [file.stat().st_mtime_ns for file in files]
-    assert made("fl_bn.data.made:abide", tmp_path / "data") == folder
+    assert made("experiments.data.made:abide", tmp_path / "data") == folder
     assert [file.stat().st_mtime_ns for file in files] == before
     with naming("'nothing'", ConfigError):
-        made("fl_bn.data.made:nothing", tmp_path / "none")
+        made("experiments.data.made:nothing", tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 

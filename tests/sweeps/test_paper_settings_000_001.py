@@ -21,7 +21,7 @@ from tests.sweeps.fixbn_settings import CIFAR, FIXBN_PAPER
 from tests.sweeps.inner import Cell, RunConfig, read
 from tests.sweeps.paper_setting import DEFAULTS, At, Keys, Setting
 
-DECIDED = {"output", "name", "pictures"}  # by the sweep
+DECIDED = {"output", "name", "pictures", "setup"}  # by the sweep; the keys of the setup count
 PAPERS = {**FIXBN_PAPER, **FEDBN_PAPER}
 PROGRAMS = {"001-F1", "001-F2", "001-F9"}  # without a run config: tests/experiment has their settings
 FREELY_CHOSEN = {"evaluate-every", "seed"}  # the papers do not say how often they test; seeds: below

@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parents[2] / "experiments" / "definitions"
 Keys = dict[str, Any]
 Said = Mapping[str, tuple[Any, str]]
 Axis = Mapping[str, Keys]
-DEFAULT = RunConfig().to_mapping()
+DEFAULT = RunConfig(setup="experiments.papers:Papers").to_mapping()
 
 
 def values(*said: Said) -> Keys:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fl_bn.data.digits_five import sources
+from experiments.data.digits_five import sources
 from fl_bn.federation.adaptation import HOW
 from fl_bn.run.adapt import adapt, newcomer, read_run, ways
 from fl_bn.run.config import ConfigError
@@ -35,7 +35,7 @@ DIGITS = ("chars74k-street-for-SVHN", "USPS", "chars74k-font-for-SynthDigits", "
 METHODS = {"FedBN": "fedbn", "SiloBN": "silobn"}
 SHIFTS = ("none", "invert", "contrast", "noise", "background")
 COMMON: dict[str, Any] = {
-    "dataset": "digits-five", "model": "digits-cnn", "image-size": 28, "samples-per-domain": 743, "partition": "domain", "clients": 4,
+    "setup": "experiments.papers:Papers", "dataset": "digits-five", "model": "digits-cnn", "image-size": 28, "samples-per-domain": 743, "partition": "domain", "clients": 4,
     "rounds": 300, "local-epochs": 1, "local-steps": 0, "batch-size": 32, "learning-rate": 0.01, "learning-rate-schedule": "constant",
     "momentum": 0.0, "weight-decay": 0.0, "client-weights": "uniform", "evaluate-every": 10, "pictures": False,
 }  # fmt: skip

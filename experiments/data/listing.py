@@ -1,7 +1,4 @@
-"""List the files of published image folders with their classes and domains, and then load the images.
-
-The list is made without decoding an image, so that ``fl-bn data check`` can check a million files in seconds.
-"""
+"""List the files of published image folders with their classes and domains, and then load the images."""
 
 from __future__ import annotations
 
@@ -71,7 +68,7 @@ class Listing:
     def __post_init__(self) -> None:
         for split, images in (("train", self.train), ("test", self.test)):
             if not images:
-                raise ValueError(f"dataset {self.name!r}: the {split} split has no images: run `fl-bn data check {self.name}`")
+                raise ValueError(f"dataset {self.name!r}: the {split} split has no images: experiments/data.md shows which files go where")
 
 
 def find_root(name: str, path: str, needs: Sequence[str], tops: Sequence[str] = ()) -> Path:
@@ -95,7 +92,7 @@ def find_root(name: str, path: str, needs: Sequence[str], tops: Sequence[str] = 
     if missing[best]:
         raise DataNotFound(
             f"dataset {name!r}: {roots[best]} lacks {', '.join(missing[best])} (data-path {path or ROOT!r}; a relative path starts at the "
-            f"current folder, {str(Path.cwd())!r}); docs/data.md shows which files go where"
+            f"current folder, {str(Path.cwd())!r}); experiments/data.md shows which files go where"
         )
     return roots[best]
 
@@ -110,7 +107,7 @@ def class_images(name: str, folder: Path, classes: Sequence[str], domain: int = 
     for label, class_name in enumerate(classes):
         files = visible(folder / class_name) if (folder / class_name).is_dir() else []
         if not files:
-            raise DataNotFound(f"dataset {name!r}: there are no images in {folder / class_name}: docs/data.md shows which files go where")
+            raise DataNotFound(f"dataset {name!r}: there are no images in {folder / class_name}: experiments/data.md shows which files go where")
         images += [Image(file, label, domain) for file in files]
     return images
 
@@ -149,7 +146,7 @@ def lines_of(file: Path) -> list[str]:
         ValueError: the file is not UTF-8 text.
     """
     if not file.is_file():
-        raise DataNotFound(f"there is no file {str(file)!r}: docs/data.md lists the files of each set")
+        raise DataNotFound(f"there is no file {str(file)!r}: experiments/data.md lists the files of each set")
     try:
         return [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except UnicodeDecodeError as error:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fl_bn.data import strokes
+from experiments.data import strokes
 from fl_bn.data.record import Dataset
 
 Shift = Callable[[Tensor, np.random.Generator], Tensor]

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from experiments.data.listing import TEST_SHARE, warn_if_large
 from fl_bn.data.folder import visible
 from fl_bn.data.function import Measurements
-from fl_bn.data.listing import TEST_SHARE, warn_if_large
 from fl_bn.data.public import ROOT
 from fl_bn.data.record import DataNotFound
 
@@ -91,7 +91,7 @@ def windows(series_TR: Floats) -> list[Floats]:
 def load_abide(path: str, image_size: int) -> Measurements:
     """Load ``abide``: connectomes of ABIDE I, with a domain for each site.
 
-    The files have one of these forms (docs/data.md):
+    The files have one of these forms (experiments/data.md):
 
     * the published ``Phenotypic*.csv`` and ``*_rois_ho.1D``, anywhere below ``path``. Only the four sites of the FedBN paper
       are used; or
@@ -166,7 +166,7 @@ def read_sites(folder: Path) -> dict[str, list[Subject]]:
     """
     if not folder.is_dir():
         raise DataNotFound(
-            f"dataset 'abide': there is no folder {str(folder)!r}: give data-path a folder with the files that docs/data.md lists (a "
+            f"dataset 'abide': there is no folder {str(folder)!r}: give data-path a folder with the files that experiments/data.md lists (a "
             f"relative path starts at the current folder, {str(Path.cwd())!r})"
         )
     if phenotypes := sorted(folder.rglob("Phenotypic*.csv")):
@@ -174,7 +174,7 @@ def read_sites(folder: Path) -> dict[str, list[Subject]]:
     files = [file for file in visible(folder) if file.suffix in (".npz", ".csv")]
     if not files:
         raise DataNotFound(
-            f"dataset 'abide': {folder} holds neither Phenotypic*.csv with *_rois_ho.1D nor SITE.npz nor SITE.csv; docs/data.md shows "
+            f"dataset 'abide': {folder} holds neither Phenotypic*.csv with *_rois_ho.1D nor SITE.npz nor SITE.csv; experiments/data.md shows "
             "the forms"
         )
     if len({file.stem for file in files}) < len(files):

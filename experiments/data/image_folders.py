@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from experiments.data.listing import Fit, Image, Listing, class_images, find_root, lines_of, listed_images, read_listing, split
 from fl_bn.data.folder import visible
-from fl_bn.data.listing import Fit, Image, Listing, class_images, find_root, lines_of, listed_images, read_listing, split
 from fl_bn.data.record import DataNotFound, Dataset
 
 OFFICE_DOMAINS = ("amazon", "caltech", "dslr", "webcam")

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from experiments.data.listing import find_root, lines_of, read_all
 from fl_bn.data.folder import read_picture
-from fl_bn.data.listing import find_root, lines_of, read_all
 from fl_bn.data.npz import load_npz
 from fl_bn.data.public import ROOT, load_public
 from fl_bn.data.record import DataNotFound, Dataset, images_to_tensor, resize
@@ -187,7 +187,7 @@ def sources(folder: Path) -> list[Source]:
         source = next((source for source in candidates if source.found(folder)), None)
         if source is None and candidates[0] not in DOWNLOADED:
             raise DataNotFound(
-                f"dataset 'digits-five': {str(folder)!r} has no files of the domain {candidates[0].domain}: docs/data.md lists them "
+                f"dataset 'digits-five': {str(folder)!r} has no files of the domain {candidates[0].domain}: experiments/data.md lists them "
                 f"(a relative path starts at the current folder, {str(Path.cwd())!r})"
             )
         chosen.append(source or candidates[0])
@@ -197,7 +197,7 @@ def sources(folder: Path) -> list[Source]:
 def load_digits_five(path: str, image_size: int) -> Dataset:
     """Load ``digits-five``: the domains SVHN, USPS, SynthDigits, MNIST-M and MNIST in colour.
 
-    The files are found by their names in the folder ``path`` (docs/data.md). If Chars74K's street or font
+    The files are found by their names in the folder ``path`` (experiments/data.md). If Chars74K's street or font
     digits replace SVHN or SynthDigits, the domain is called after both: ``chars74k-street-for-SVHN``. Images
     have 28 x 28 pixels if ``image_size`` is 0.
 

@@ -1,0 +1,1 @@
+"""Load the papers' data sets, make their feature shifts, and make artificial copies of them."""

@@ -1,0 +1,38 @@
+"""Read run configs of earlier versions, whose keys have gone or have moved: the one table of old keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fl_bn.options import Value, in_config
+from fl_bn.run.errors import ConfigError
+
+PAPERS = "experiments.papers:Papers"  # the setup that has these keys, and these data sets, now
+IN_PAPERS: Mapping[str, Value] = {"shifts": "", "samples-per-domain": 0, "samples-share": 1.0}
+DATASETS = (
+    "mnist-m", "synth-digits", "digits-five", "digits-five-pooled", "office-caltech10", "domainnet", "pacs", "tiny-imagenet", "imagenet",
+    "cityscapes", "abide",
+)  # fmt: skip
+GONE: Mapping[str, Value] = {}
+"""Key -> the value that every run has now."""
+
+
+def renewed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the run config of an earlier version by today's keys.
+
+    A key with the value that every run has now is left out. If a key or the data set has moved to ``PAPERS``, the result has
+    this setup.
+
+    Raises:
+        ConfigError: A key has gone, and had another value than every run has now.
+    """
+    if lost := {key: value for key, value in values.items() if key in GONE and value != GONE[key]}:
+        key, value = next(iter(lost.items()))
+        raise ConfigError(
+            f"the run had {key}={in_config(value)}, and {key} is no run-config key any more: CHANGELOG.md says what to do instead"
+        )
+    setup = values.get("setup", "")
+    kept = {k: v for k, v in values.items() if k not in GONE and (setup or k not in IN_PAPERS or v != IN_PAPERS[k])}
+    moved = kept.get("dataset") in DATASETS or not kept.keys().isdisjoint(IN_PAPERS)
+    return {**kept, "setup": PAPERS} if moved and not setup else kept

@@ -1,0 +1,79 @@
+"""Let a run name a class of the user's own that changes it where no run-config key does.
+
+The key ``setup`` names the class. Its options are run-config keys of the run:
+
+    @dataclass(frozen=True)
+    class Darker(Setup):
+        darkness: int = option(2, "factor by which images are darker", ">= 1")  # the run-config key darkness
+
+        def dataset(self, config):
+            data = super().dataset(config)
+            return replace(data, x_train=data.x_train // self.darkness)
+
+    fl-bn run --run-config "setup='mine:Darker' darkness=4"
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, ClassVar
+
+from fl_bn.data.dataset import Dataset, load
+from fl_bn.options import Options
+from fl_bn.run.errors import ConfigError
+from fl_bn.support.user_code import OWN, Modules, function
+
+if TYPE_CHECKING:
+    from fl_bn.run.config import RunConfig
+
+_modules = Modules.of(None, OWN)
+
+
+def modules() -> Modules:
+    """Return the modules whose functions run configs may name in this process."""
+    return _modules
+
+
+def allow(allowed: Modules) -> None:
+    """Set the modules whose functions run configs may name in this process."""
+    global _modules
+    _modules = allowed
+
+
+@dataclass(frozen=True)
+class Setup(Options):
+    """Change the parts of a run as they are made. This class changes nothing; derive your own from it.
+
+    A class with options is a frozen dataclass, too. Every process of the run makes an object of it, and results may be
+    cached: what a method returns depends on its arguments and on the options alone.
+    """
+
+    name: ClassVar[str] = "setup"
+    prefix: ClassVar[str | None] = ""
+
+    def dataset(self, config: RunConfig) -> Dataset:
+        """Return the data of the run, before a domain or validation samples are held out."""
+        return load(config.dataset, config.data_path, config.image_size, modules())
+
+
+def setup_class(name: str) -> type[Setup]:
+    """Return the class that the run-config key ``setup`` names; empty: ``Setup`` itself.
+
+    Raises:
+        ConfigError: There is no such class, or this machine's owner does not allow its module.
+    """
+    return _setup_class(name, _modules)
+
+
+@lru_cache(maxsize=8)
+def _setup_class(name: str, allowed: Modules) -> type[Setup]:
+    if not name:
+        return Setup
+    try:
+        found = function("a setup", name, allowed)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"setup={name!r}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Setup)):
+        raise ConfigError(f"setup={name!r} must name a class that derives from fl_bn.run.setup.Setup, but got {found!r}")
+    return found
