@@ -30,6 +30,7 @@ COMMON: dict[str, Any] = {
     "dataset": "digits", "model": "digits-cnn-small", "clients": 10, "rounds": 30, "local-steps": 5, "batch-size": 32,
     "evaluate-every": 15, "pictures": False,
 }  # fmt: skip
+SHIFTED = {"setup": "experiments.papers:Papers", "shifts": SHIFTS}
 MILD = {"partition": "dirichlet", "partition-parameter": 0.3}
 REGIMES: dict[str, dict[str, Any]] = {
     "IID": {"partition": "iid"},
@@ -37,8 +38,8 @@ REGIMES: dict[str, dict[str, Any]] = {
     "Dirichlet 0.1": {"partition": "dirichlet", "partition-parameter": 0.1},
     "two classes": {"partition": "classes", "partition-parameter": 2.0},
     "one class": {"partition": "classes", "partition-parameter": 1.0},
-    "five domains": {"setup": "experiments.papers:Papers", "partition": "domain", "shifts": SHIFTS},
-    "five domains, Dirichlet 0.1": {"setup": "experiments.papers:Papers", "partition": "domain-dirichlet", "partition-parameter": 0.1, "shifts": SHIFTS},
+    "five domains": {**SHIFTED, "partition": "domain"},
+    "five domains, Dirichlet 0.1": {**SHIFTED, "partition": "domain-dirichlet", "partition-parameter": 0.1},
     "batch of 4": {**MILD, "batch-size": 4},
     "10 % take part": {**MILD, "clients": 40, "fraction": 0.1},
     "1 local step": {**MILD, "local-steps": 1},

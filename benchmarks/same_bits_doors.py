@@ -311,7 +311,8 @@ def application(method: str, *, rate: float, device: str = "cpu", stops: bool = 
     """Run the application in this process. ``stops``: it is stopped in round 2, and goes on from its checkpoint."""
     given = {
         "method": method, "rounds": ROUNDS, "clients": CLIENTS, "evaluate-every": 2, "local-steps": 2, "learning-rate": rate,
-        "setup": "experiments.papers:Papers", "samples-share": 0.4, "model": "simple-cnn" if method == "in" else "digits-cnn-small", "device": device, "pictures": False,
+        "setup": "experiments.papers:Papers",
+        "samples-share": 0.4, "model": "simple-cnn" if method == "in" else "digits-cnn-small", "device": device, "pictures": False,
         **{name.replace("_", "-"): value for name, value in options.items()},
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:

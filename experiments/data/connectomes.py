@@ -166,7 +166,7 @@ def read_sites(folder: Path) -> dict[str, list[Subject]]:
     """
     if not folder.is_dir():
         raise DataNotFound(
-            f"dataset 'abide': there is no folder {str(folder)!r}: give data-path a folder with the files that experiments/data.md lists (a "
+            f"dataset 'abide': there is no folder {str(folder)!r}: give data-path a folder with the files of experiments/data.md (a "
             f"relative path starts at the current folder, {str(Path.cwd())!r})"
         )
     if phenotypes := sorted(folder.rglob("Phenotypic*.csv")):
@@ -174,7 +174,7 @@ def read_sites(folder: Path) -> dict[str, list[Subject]]:
     files = [file for file in visible(folder) if file.suffix in (".npz", ".csv")]
     if not files:
         raise DataNotFound(
-            f"dataset 'abide': {folder} holds neither Phenotypic*.csv with *_rois_ho.1D nor SITE.npz nor SITE.csv; experiments/data.md shows "
+            f"dataset 'abide': {folder} holds neither Phenotypic*.csv with *_rois_ho.1D nor SITE.npz nor SITE.csv: experiments/data.md has "
             "the forms"
         )
     if len({file.stem for file in files}) < len(files):

@@ -107,7 +107,7 @@ def class_images(name: str, folder: Path, classes: Sequence[str], domain: int = 
     for label, class_name in enumerate(classes):
         files = visible(folder / class_name) if (folder / class_name).is_dir() else []
         if not files:
-            raise DataNotFound(f"dataset {name!r}: there are no images in {folder / class_name}: experiments/data.md shows which files go where")
+            raise DataNotFound(f"dataset {name!r}: there are no images in {folder / class_name}: see experiments/data.md")
         images += [Image(file, label, domain) for file in files]
     return images
 

@@ -13,6 +13,7 @@ from torch import nn
 from fl_bn.advise.measure import classes_of, distance, label_skew, measure, sample_moments, shuffled_within
 from fl_bn.federation.local import Samples
 from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.former import PAPERS
 from tests.experiment.small_data import small_config
 
 
@@ -84,7 +85,8 @@ def test_clients_of_a_run_by_hand(tmp_path: Path) -> None:
 
 def test_label_skew_is_no_feature_shift_and_the_other_way_round() -> None:
     """Each client's classes look different; shuffled within the classes they look the same, unless the features differ."""
-    domains = measure(RunConfig.from_mapping({"setup": "experiments.papers:Papers", "partition": "domain", "shifts": "none,invert", "clients": 4, "image-size": 8}))
+    keys = {"setup": PAPERS, "partition": "domain", "shifts": "none,invert", "clients": 4, "image-size": 8}
+    domains = measure(RunConfig.from_mapping(keys))
     classes = measure(RunConfig.from_mapping({"partition": "classes", "partition-parameter": 1.0, "image-size": 8}))
     assert domains.shift > 0.3
     assert domains.label_skew < 0.05

@@ -42,7 +42,8 @@ from tests.integration.runs import tiny
 from tests.listed import listed
 
 KEYS: dict[str, Any] = {
-    "setup": "experiments.papers:Papers", "dataset": "digits-plain", "image-size": 8, "shifts": "none,invert,contrast,background", "hold-out": "contrast", "model": "simple-cnn",
+    "setup": "experiments.papers:Papers",
+    "dataset": "digits-plain", "image-size": 8, "shifts": "none,invert,contrast,background", "hold-out": "contrast", "model": "simple-cnn",
     "partition": "domain", "clients": 3, "rounds": 2, "local-steps": 12, "evaluate-every": 2, "pictures": False, "device": "cpu",
 }  # fmt: skip
 

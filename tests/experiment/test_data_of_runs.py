@@ -39,7 +39,8 @@ from tests.experiment.test_task_runs import hospital
 from tests.listed import listed
 
 SHIFTED = {
-    "setup": "experiments.papers:Papers", "dataset": "digits-plain", "image_size": 8, "shifts": "none,invert,noise", "partition": "domain", "clients": 3, "model": "mlp",
+    "setup": "experiments.papers:Papers",
+    "dataset": "digits-plain", "image_size": 8, "shifts": "none,invert,noise", "partition": "domain", "clients": 3, "model": "mlp",
 }  # fmt: skip
 
 

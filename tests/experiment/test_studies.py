@@ -168,7 +168,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Cell]:
     found = {}
     for cell in new_clients.plan(tmp_path_factory.mktemp("runs"), "small", ""):
         short = {"rounds": 2, "clients": 2, "shifts": "none,invert"}
-        cell = Cell(RunConfig.from_mapping({**cell.config.to_mapping(), **short}), cell.axes)
+        cell = Cell(config({**cell.config.to_mapping(), **short}), cell.axes)
         run_in_process(cell.config.to_mapping())
         found[str(cell.axes["method"])] = cell
     return found

@@ -43,7 +43,8 @@ def test_a_client_without_a_round_stays_where_it_was(clients: list[Samples]) -> 
 # What clients tell of the BatchNorm that they keep
 
 RUN: dict[str, Any] = {
-    "model": "mlp", "setup": "experiments.papers:Papers", "dataset": "digits-plain", "shifts": "none,invert,contrast", "partition": "domain", "clients": 3, "rounds": 2,
+    "model": "mlp", "setup": "experiments.papers:Papers",
+    "dataset": "digits-plain", "shifts": "none,invert,contrast", "partition": "domain", "clients": 3, "rounds": 2,
     "local-steps": 2, "evaluate-every": 2, "pictures": False,
 }  # fmt: skip
 

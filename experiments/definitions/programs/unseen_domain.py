@@ -35,7 +35,8 @@ DIGITS = ("chars74k-street-for-SVHN", "USPS", "chars74k-font-for-SynthDigits", "
 METHODS = {"FedBN": "fedbn", "SiloBN": "silobn"}
 SHIFTS = ("none", "invert", "contrast", "noise", "background")
 COMMON: dict[str, Any] = {
-    "setup": "experiments.papers:Papers", "dataset": "digits-five", "model": "digits-cnn", "image-size": 28, "samples-per-domain": 743, "partition": "domain", "clients": 4,
+    "setup": "experiments.papers:Papers",
+    "dataset": "digits-five", "model": "digits-cnn", "image-size": 28, "samples-per-domain": 743, "partition": "domain", "clients": 4,
     "rounds": 300, "local-epochs": 1, "local-steps": 0, "batch-size": 32, "learning-rate": 0.01, "learning-rate-schedule": "constant",
     "momentum": 0.0, "weight-decay": 0.0, "client-weights": "uniform", "evaluate-every": 10, "pictures": False,
 }  # fmt: skip
