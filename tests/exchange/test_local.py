@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fl_bn.federation.local import torch_seed
 from fl_bn.flower.in_process import InProcessGrid
-from tests.exchange.cohorts import POLICIES, ExchangeFailed, Key, LocalExchange, Quantity, Session, Turns, admit, dismiss, end_task
+from tests.exchange.cohorts import POLICIES, ExchangeFailed, Key, LocalExchange, Quantity, Session, Turns, admit, dismiss
 from tests.exchange.in_turns import CPU, LAYERS, MOMENTS, Round, Task, breaking
 from tests.listed import listed
 
@@ -47,25 +47,6 @@ def test_a_local_exchange_outside_of_turns_is_refused_before_it_joins() -> None:
         LocalExchange(round.tokens[0], 1)
     assert round.session.batches == {}
     assert round.run([round.client(0)]) == [[0.0, 0.0]]  # control: the token was good, and still is
-
-
-@pytest.mark.parametrize("kind", ["dismissed", "of nobody", "empty"])
-def test_a_token_that_is_not_admitted_is_refused(kind: str) -> None:
-    over, round = Round(1), Round(1)
-    assert len({over.tokens[0], round.tokens[0]}) == 2
-    assert min(len(over.tokens[0]), len(round.tokens[0])) >= 32
-    dismiss(over.tokens)
-    token = {"dismissed": over.tokens[0], "of nobody": "0" * 32, "empty": ""}[kind]
-
-    def task() -> list[float]:
-        with pytest.raises(ExchangeFailed):
-            LocalExchange(token, 1)
-        return [1.0]
-
-    assert round.run([task]) == [[1.0]]
-    end_task(token, "does nothing")
-    assert (over.session.dropped, over.session.failure) == ({}, "")
-    dismiss(over.tokens)  # as does this
 
 
 # clients that fail: nobody is stuck

@@ -36,11 +36,9 @@ from tests.exchange.cohorts import (
     Request,
     Session,
     answer,
-    bits,
     joined,
     local,
     reason,
-    reduce,
 )
 from tests.listed import listed
 from tools.hostile.fuzz import sequences
@@ -144,36 +142,6 @@ def test_under_a_defence_the_unbiased_variance_is_that_of_counts_as_the_median_c
     cohort.submit(0, sent[0])
     got = answer(cohort.submit(1, sent[1]))
     assert (got.count, got.values.tolist()) == (8, [1.0, 1.0, 2 * (8 / 7), 2 * (8 / 7)])
-
-
-@listed("layer", LAYERS)
-@listed("quantity", Quantity)
-def test_every_order_of_submission_gives_the_same_bits(layer: str, quantity: Quantity) -> None:
-    sent = requests(layer, quantity)
-    assert len({bits(got.values) for order in itertools.permutations(range(3)) for got in exchange(sent, order)}) == 1
-    if (layer, quantity) == (WIDE, MOMENTS):  # control: without the session's order the bits differ
-        assert len({bits(reduce([sent[i] for i in o], [BATCHES[i] for i in o])) for o in itertools.permutations(range(3))}) > 1
-
-
-@pytest.mark.parametrize("quantity", Quantity)
-def test_the_average_it_is_given_is_used_for_every_quantity(quantity: Quantity) -> None:
-    weights: list[list[float]] = []
-
-    def median(values: Tensor, counts: Tensor) -> Tensor:
-        assert values.dtype == counts.dtype == torch.float64
-        weights.append(counts.tolist())
-        return values.median(0).values
-
-    sent = requests(WIDE, quantity)
-    stacked = torch.stack([r.values for r in sent])
-    want = stacked.median(0).values
-    if quantity in (MOMENTS, STATISTICS):  # the robust variance is about the robust mean
-        means, variances = stacked.chunk(2, dim=1)
-        want = torch.cat([want[:2], (variances + (means - want[:2]) ** 2).median(0).values * (23 / 22 if quantity is STATISTICS else 1)])
-    robust, plain = exchange(sent, average=median)[0].values, exchange(sent)[0].values
-    assert torch.equal(robust, want)
-    assert not torch.allclose(plain, want)  # control
-    assert weights == [[3.0, 1.0, 4.0] if quantity is GRADIENTS else [12.0, 3.0, 8.0]] * (2 if quantity in (MOMENTS, STATISTICS) else 1)
 
 
 # the session's gate

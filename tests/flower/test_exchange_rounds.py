@@ -13,13 +13,12 @@ from flwr.app import Error, Message, RecordDict
 
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.grpc.client import GrpcExchange
-from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed, compat
-from fl_bn.flower.layerwise.exchanges import Exchanges, _simulation_hint
+from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed
+from fl_bn.flower.layerwise.exchanges import Exchanges
 from fl_bn.methods import METHODS
 from tests.conformance.cases import every_method
 from tests.flower.inside import Client, ExchangeSettings, LocalTraining, Samples
 from tests.in_process import Run, WatchedGrid, client_app, identical, run
-from tests.listed import listed
 from tests.networks import seeded_network
 
 Clients = Callable[..., list[Samples]]
@@ -170,19 +169,3 @@ def test_a_message_that_could_not_be_sent_costs_its_own_client_and_no_other(tiny
     ran = run(FEDTAN, clients, rounds=3, settings=TWO_STEPS, grid=grid, policy={"exchange": exchange})
     assert [[c.client for c in record.accepted] for record in ran.records] == [[0, 1, 2], [1, 2], [0, 1, 2]]
     assert ran.records[1].clients[0].refused == "its message could not be sent"
-
-
-@listed(
-    ("clients", "cpus", "hint"),
-    [  # on the pinned Flower
-        (5, 2, "num-cpus=0.4"),
-        (3, 2, "num-cpus=0.66"),  # 0.67 makes two
-        (40, 64, "at most 32 at a time"),
-    ],
-)
-def test_the_hint_for_simulations_gives_enough_workers(clients: int, cpus: int, hint: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compat, "version", lambda name: "1.25.0")
-        assert hint in _simulation_hint(clients, cpus)
-        patch.setattr(compat, "version", lambda name: "1.42.0")  # takes whole CPUs
-        assert (hint if "at a time" in hint else f"init-args-num-cpus={clients}") in _simulation_hint(clients, cpus)
