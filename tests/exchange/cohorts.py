@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local, Quantity, Request
-from fl_bn.exchange.grpc import exchange_pb2 as pb
 from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn.exchange.grpc.service import ExchangeService
 from fl_bn.exchange.grpc.wire import encode_request

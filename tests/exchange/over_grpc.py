@@ -27,7 +27,6 @@ from tests.exchange.cohorts import (
     Quantity,
     Session,
     encode_request,
-    pb,
     reduce,
 )
 
@@ -165,12 +164,12 @@ class Stream:
         self.end()
         self.channel.close()
 
-    def send(self, message: bytes | pb.Request) -> None:
-        self._messages.put(message if isinstance(message, bytes) else message.SerializeToString())
+    def send(self, message: bytes) -> None:
+        self._messages.put(message)
 
-    def ask(self, request: Join | Local) -> pb.Answer:
+    def ask(self, request: Join | Local) -> bytes:
         self.send(encode_request(request))
-        return pb.Answer.FromString(next(self.call))
+        return bytes(next(self.call))
 
     def end(self) -> None:
         """Close the client's side of the stream."""
@@ -186,17 +185,15 @@ class Stream:
         return self.call.code(), self.call.details()
 
 
-def changed(**fields: object) -> pb.Request:
-    """Return the second request of client 2, in which ``fields`` have other values."""
+def changed(values: bytes | None = None) -> bytes:
+    """Return the second request of client 2, with other ``values``."""
     request = encode_request(local_of(2, SECOND))
-    for name, value in fields.items():
-        setattr(request.local, name, value)
-    return request
+    return request if values is None else request.partition(b"\n")[0] + b"\n" + values
 
 
 def asyncio_says(log: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in log.get_records("call") if record.name == "asyncio"]
 
 
-JOIN = encode_request(Join(3)).SerializeToString()
+JOIN = encode_request(Join(3))
 BROKE = "its stream broke"

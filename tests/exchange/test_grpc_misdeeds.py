@@ -7,12 +7,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import grpc
-import numpy as np
 import pytest
 import torch
 
 from fl_bn.exchange.grpc.service import FRAME
-from tests.exchange.cohorts import Answer, ExchangeService, Join, Key, Local, encode_request, pb
+from fl_bn.exchange.grpc.wire import decode_answer
+from tests.exchange.cohorts import ExchangeService, Join, Key, Local, encode_request
 from tests.exchange.over_grpc import (
     BROKE,
     KEYS,
@@ -37,7 +37,7 @@ from tests.exchange.over_grpc import (
 pytestmark = pytest.mark.usefixtures("log")
 
 
-def spoilt(value: float, key: Key = SECOND) -> pb.Request:
+def spoilt(value: float, key: Key = SECOND) -> bytes:
     values = local_of(2, key).values.clone()
     values[1] = value
     return encode_request(Local(key, values, 16))
@@ -54,11 +54,11 @@ class Misdeed:
     told: bool = False  # client 2 gets the same text
 
 
-def sends(request: bytes | pb.Request, *said: str, **how: bool) -> Misdeed:
+def sends(request: bytes, *said: str, **how: bool) -> Misdeed:
     return Misdeed(lambda stream: stream.send(request), said, **how)
 
 
-def refused(request: bytes | pb.Request, *said: str, **how: bool) -> Misdeed:
+def refused(request: bytes, *said: str, **how: bool) -> Misdeed:
     return sends(request, *said, told=True, **how)
 
 
@@ -82,16 +82,11 @@ def misbehave(round: Round, misdeed: Misdeed, stack: ExitStack) -> Stream:
     stream = stack.enter_context(Stream(round.service, round.tokens[2], misdeed.compressed))
     if misdeed.joins:
         stream.ask(Join(batch_of(2)))
-        assert same(answer_of(stream.ask(local_of(2, KEYS[0])), torch.float32), expected(round.clients, KEYS[0]))
+        assert same(decode_answer(stream.ask(local_of(2, KEYS[0])), torch.float32), expected(round.clients, KEYS[0]))
     else:
         eventually(lambda: round.service._members[round.tokens[2]].context is not None)
     misdeed.act(stream)
     return stream
-
-
-def answer_of(message: pb.Answer, dtype: torch.dtype) -> Answer:
-    values = np.frombuffer(message.values, "<f4" if dtype is torch.float32 else "<f8")
-    return Answer(torch.from_numpy(values.copy()), message.count, message.batch)
 
 
 def deadlines(kind: str) -> dict[str, float]:
@@ -133,8 +128,8 @@ def test_who_behaves_in_the_same_harness_is_averaged(policy: str, service: Excha
         futures = round.play(0, 1)
         stream = misbehave(round, Misdeed(lambda stream: None), stack)
         for key in KEYS[1:]:
-            assert same(answer_of(stream.ask(local_of(2, key)), LAYERS[key.layer].dtype), expected(round.clients, key))
-        stream.send(pb.Request(leave=pb.Leave()))
+            assert same(decode_answer(stream.ask(local_of(2, key)), LAYERS[key.layer].dtype), expected(round.clients, key))
+        stream.send(encode_request(None))
         stream.end()
         assert stream.outcome() == (grpc.StatusCode.OK, "")
         check([future.result(SOON) for future in futures], round.clients)

@@ -17,7 +17,7 @@ from fl_bn.exchange.grpc.wire import decode_request, encode_request
 from fl_bn.exchange.session import LARGEST_COUNT, POLICIES, Session
 from fl_bn.federation.defence import Defence
 from tests.exchange.cohorts import GRADIENTS, LAYERS, MEAN, MOMENTS, NARROW, VARIANCE, WIDE, Outcome
-from tools.hostile.mutations import changed_protobuf, edges, pick
+from tools.hostile.mutations import changed_json, edges, flipped, pick
 
 MERGED = (
     Key(WIDE, MOMENTS),
@@ -113,7 +113,10 @@ class Exchange(RuleBasedStateMachine):
             self.session.submit(self.liar, asked, lambda outcome: None)
             return
         try:
-            changed = decode_request(changed_protobuf(encode_request(request).SerializeToString(), rng), LAYERS)
+            honest = encode_request(request)
+            head, _, values = honest.partition(b"\n")
+            others = [changed_json(head, rng) + b"\n" + values, head + b"\n" + values[:-1], flipped(honest, rng), honest + b"x" * 8, b""]
+            changed = decode_request(pick(rng, others), LAYERS)
         except Refused as refusal:
             self.session.leave(self.liar, f"refused: {refusal}")
             return

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Local, Request, checked
-from fl_bn.exchange.grpc import exchange_pb2 as pb
 from fl_bn.exchange.grpc.service import SERVICE, TOKEN
 from fl_bn.exchange.grpc.wire import decode_answer, encode_request
 from fl_bn.support.departures import leaving
@@ -52,8 +51,8 @@ class GrpcExchange:
             self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority), options)
         else:
             self._channel = grpc.insecure_channel(address, options)
-        self._requests: queue.SimpleQueue[pb.Request | None] = queue.SimpleQueue()
-        average = self._channel.stream_stream(f"/{SERVICE}/Average", pb.Request.SerializeToString, pb.Answer.FromString)
+        self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        average = self._channel.stream_stream(f"/{SERVICE}/Average")
         requests, timeout = iter(self._requests.get, None), min(timeout, MOST)
         self._answers = average(requests, metadata=((TOKEN, token),), timeout=timeout, wait_for_ready=False)
         try:
@@ -84,7 +83,7 @@ class GrpcExchange:
         if error:
             self._answers.cancel()
         else:
-            self._requests.put(pb.Request(leave=pb.Leave()))
+            self._requests.put(encode_request(None))
         self._requests.put(None)
         try:
             for _ in () if error else self._answers:  # until the server has noticed that this client left
@@ -99,11 +98,11 @@ class GrpcExchange:
         self._requests.put(encode_request(request))
         try:
             return decode_answer(next(self._answers), dtype)
-        except (StopIteration, grpc.RpcError, ValueError) as error:
+        except (StopIteration, grpc.RpcError, KeyError, ValueError, TypeError, RecursionError) as error:
             if isinstance(error, grpc.RpcError):
                 why = f"{error.code().name}: {error.details()}"
             else:
-                why = f"it ended, or its answer has no values of {dtype}"
+                why = f"it ended, or its answer is none with values of {dtype}"
             raise ExchangeFailed(f"the exchange at {self._address} failed: {why}") from error
         finally:
             self.seconds += time.perf_counter() - begin

@@ -18,13 +18,12 @@ from typing import Any, Self, TypeVar
 import grpc
 
 from fl_bn.exchange.call import Answer, ExchangeFailed, Refused
-from fl_bn.exchange.grpc import exchange_pb2 as pb
 from fl_bn.exchange.grpc.wire import decode_request, encode_answer
 from fl_bn.exchange.session import LOGGER, Session
 from fl_bn.exchange.settings import Certificates
 
 T = TypeVar("T")
-SERVICE = pb.DESCRIPTOR.services_by_name["Exchange"].full_name
+SERVICE = "fl_bn.Exchange"
 TOKEN = "fl-bn-token"
 TICK = 0.1  # seconds between checks of the clock
 FRAME = 4096  # the most bytes that a message needs beside its values
@@ -122,7 +121,7 @@ class ExchangeService:
             if member.session is session and (member.context is None or member.ended):  # the others go when their streams end
                 self._members.pop(token, None)
 
-    async def _average(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Answer]:
+    async def _average(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         """Serve one client's stream. The stream ends with an error if the client is refused or late, or if the round fails."""
         token = str(dict(context.invocation_metadata() or ()).get(TOKEN, ""))
         member = self._members.get(token)
@@ -191,8 +190,7 @@ class ExchangeService:
             ("grpc.http2.max_ping_strikes", 0),
         ]
         server = grpc.aio.server(options=options)
-        # the handler takes raw bytes: this code can then refuse an unreadable request with the client's name
-        method = grpc.stream_stream_rpc_method_handler(self._average, response_serializer=pb.Answer.SerializeToString)
+        method = grpc.stream_stream_rpc_method_handler(self._average)  # of bytes, so that an unreadable request is refused by name
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Average": method}),))
         address = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
         try:

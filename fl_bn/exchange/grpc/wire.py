@@ -1,31 +1,34 @@
-"""Convert requests and answers to protobuf messages and back. An unreadable message is refused with a reason."""
+"""Convert requests and answers to bytes and back: a line of JSON, and the values after it, little-endian as the layer's statistics.
+
+A stream's first request is ``{"join": batch}``, where 0 says that the client takes no part in this round. Its last one is
+``{"leave": true}``. All others have ``layer``, ``quantity``, ``call`` and ``count``, and a client's vector. Each but the last gets
+one answer, ``{"count": ..., "batch": ...}`` and the cohort's vector, once all clients of the round have sent theirs. If a stream
+ends without a leave, its client has died.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
-from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from fl_bn.exchange.call import Answer, Join, Key, Layer, Local, Quantity, Refused, Request
-from fl_bn.exchange.grpc import exchange_pb2 as pb
-from fl_bn.support.wire import printable
+from fl_bn.support.wire import excerpt, printable
 
-CODES = {quantity: pb.Quantity.Value(quantity.name) for quantity in Quantity}
-QUANTITIES = {code: quantity for quantity, code in CODES.items()}
 DTYPES = {torch.float32: "<f4", torch.float64: "<f8"}
 
 
-def encode_request(request: Request) -> pb.Request:
-    """Convert a client's request to a message."""
-    if isinstance(request, Join):
-        return pb.Request(join=pb.Join(batch=request.batch))
-    key = request.key
-    local = pb.Local(layer=key.layer, quantity=CODES[key.quantity], call=key.call, count=request.count, values=_bytes(request.values))
-    return pb.Request(local=local)
+def encode_request(request: Request | None) -> bytes:
+    """Convert a client's request to a message. None: the client leaves the session."""
+    if isinstance(request, Local):
+        key = request.key
+        return _packed(request.values, layer=key.layer, quantity=key.quantity.value, call=key.call, count=request.count)
+    return _packed(leave=True) if request is None else _packed(join=request.batch)
 
 
 def decode_request(data: bytes, layers: Mapping[str, Layer]) -> Request | None:
@@ -42,37 +45,49 @@ def decode_request(data: bytes, layers: Mapping[str, Layer]) -> Request | None:
         Refused: the message cannot be read, is empty, or names a layer or quantity that does not exist. Or its bytes are no whole number
             of the layer's values. How many there must be is the session's rule.
     """
-    got = "it cannot be read"
+    head, _, values = data.partition(b"\n")
     try:
-        message = pb.Request.FromString(data)
-        kind, local = message.WhichOneof("kind"), message.local
-        if kind == "leave":
+        fields = json.loads(head)
+        if "leave" in fields:
             return None
-        if kind == "join":
-            return Join(message.join.batch)
-        got = f"it names layer {printable(local.layer, 40)!r} and quantity {local.quantity}, with {len(local.values)} bytes of values"
-        key = Key(local.layer, QUANTITIES[local.quantity], local.call)
-        return Local(key, _tensor(local.values, layers[key.layer].dtype), local.count)
-    except (DecodeError, KeyError, ValueError) as error:
-        known = f"one of {len(layers)} BatchNorm layers ({printable(', '.join(layers), 40)}) and a quantity from 1 to {len(QUANTITIES)}"
+        if "join" in fields:
+            return Join(_whole(fields["join"]))
+        key = Key(fields["layer"], Quantity(fields["quantity"]), _whole(fields["call"]))
+        return Local(key, _tensor(values, layers[key.layer].dtype), _whole(fields["count"]))
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
+        known = f"one of {len(layers)} BatchNorm layers ({printable(', '.join(layers), 40)}) and a quantity"
         raise Refused(
-            f"expected a request that names {known}, but of {len(data)} bytes {got}: does the client run the same model and version?"
+            f"expected a request that names {known}, but got {len(data)} bytes, {excerpt(head)}: does the client run the same model and "
+            "version?"
         ) from error
 
 
 @lru_cache(maxsize=8)
-def encode_answer(answer: Answer) -> pb.Answer:
+def encode_answer(answer: Answer) -> bytes:
     """Convert an answer to a message. One message serves all clients of a cohort."""
-    return pb.Answer(values=_bytes(answer.values), count=answer.count, batch=answer.batch)
+    return _packed(answer.values, count=answer.count, batch=answer.batch)
 
 
-def decode_answer(message: pb.Answer, dtype: torch.dtype) -> Answer:
-    """Convert a message to an answer with values of ``dtype``."""
-    return Answer(_tensor(message.values, dtype), message.count, message.batch)
+def decode_answer(data: bytes, dtype: torch.dtype) -> Answer:
+    """Convert a message to an answer with values of ``dtype``.
+
+    Raises:
+        KeyError, ValueError, TypeError, RecursionError: the message cannot be read.
+    """
+    head, _, values = data.partition(b"\n")
+    fields = json.loads(head)
+    return Answer(_tensor(values, dtype), _whole(fields["count"]), _whole(fields["batch"]))
 
 
-def _bytes(values: Tensor) -> bytes:
-    return bytes(values.numpy().astype(DTYPES[values.dtype], copy=False).tobytes())
+def _packed(values: Tensor | None = None, **fields: object) -> bytes:
+    numbers = b"" if values is None else values.numpy().astype(DTYPES[values.dtype], copy=False).tobytes()
+    return json.dumps(fields).encode() + b"\n" + numbers
+
+
+def _whole(number: Any) -> int:
+    if type(number) is not int or not 0 <= number < 2**64:
+        raise ValueError(f"expected a whole number below 2**64, but got {excerpt(number)}")
+    return number
 
 
 def _tensor(values: bytes, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,7 @@
 
 A received value is checked by its declaration before it is used. The records' names begin with ``OURS`` (``wire.fields``).
 Arrays are declared in ``schema``, by model, method and phase. Requests of the layer-wise exchange are declared in
-``exchange.proto``, with their limits in ``exchange.session``. Every other value that server and client read from each
+``exchange.grpc.wire``, with their limits in ``exchange.session``. Every other value that server and client read from each
 other is a field below.
 """
 
