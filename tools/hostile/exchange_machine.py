@@ -5,6 +5,7 @@ The session may drop only the liar, and no failure may name an honest client.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import hypothesis.strategies as st
@@ -17,7 +18,7 @@ from fl_bn.exchange.grpc.wire import decode_request, encode_request
 from fl_bn.exchange.session import LARGEST_COUNT, POLICIES, Session
 from fl_bn.federation.defence import Defence
 from tests.exchange.cohorts import GRADIENTS, LAYERS, MEAN, MOMENTS, NARROW, VARIANCE, WIDE, Outcome
-from tools.hostile.mutations import changed_json, edges, flipped, pick
+from tools.hostile.mutations import edges, flipped, pick
 
 MERGED = (
     Key(WIDE, MOMENTS),
@@ -115,7 +116,15 @@ class Exchange(RuleBasedStateMachine):
         try:
             honest = encode_request(request)
             head, _, values = honest.partition(b"\n")
-            others = [changed_json(head, rng) + b"\n" + values, head + b"\n" + values[:-1], flipped(honest, rng), honest + b"x" * 8, b""]
+            fields = json.loads(head)
+            fields[pick(rng, [*fields, "join", "leave", "more"])] = pick(rng, [None, 1, -1, 2**70, 1.5, True, "", "mean", [], [[1]], {}])
+            others = [
+                json.dumps(fields).encode() + b"\n" + values,
+                head + b"\n" + values[:-1],
+                flipped(honest, rng),
+                honest + bytes(8),
+                b"",
+            ]
             changed = decode_request(pick(rng, others), LAYERS)
         except Refused as refusal:
             self.session.leave(self.liar, f"refused: {refusal}")
