@@ -64,7 +64,19 @@ class Evaluations:
         self.clients, self._told = list[Client](), list[Client]()  # who gets a message, also those that only save their models
         self.evaluate_fn: EvaluateFn | None = None
         self.unseen = dict[str, Tensor]()  # the average of the layers that clients keep
+        self._said = set[tuple[object, ...]]()  # what the log was told once
         self._none = False  # whether it is known that there is no global model
+
+    def once(self, level: int, line: str, *values: object) -> None:
+        """Log ``line`` with its ``values``, unless this run has done so before."""
+        if (line, *values) not in self._said:
+            self._said.add((line, *values))
+            log(level, line, *values)
+
+    def say_refused(self, line: str, refused: Mapping[int, str]) -> None:
+        """Log a warning about each refused client, once in a run for each client and reason."""
+        for index, why in sorted(refused.items()):
+            self.once(logging.WARNING, line, self._run.policy.called.client(index), why)
 
     def after(self, number: int, tensors: Named) -> dict[str, float]:
         """Evaluate at the clients by the strategy's hooks, or at the server. Then call ``evaluate_fn``, if there is one.
@@ -156,7 +168,7 @@ class Evaluations:
             for reply in decoded:
                 reading.read(reply)
             reading.end()
-            run.say_refused(NOT_EVALUATED, reading.refused)
+            self.say_refused(NOT_EVALUATED, reading.refused)
             given = {client: records for client, records in reading.own.items() if client not in reading.refused}
             metrics, by_client = self._own.combined(run, given, None)
         run.server.record = replace(run.record, client_evaluation=by_client)
@@ -168,7 +180,7 @@ class Evaluations:
         header = header_for(run.shared, number, Phase.TRAIN)
         expected = Expected(header.round, header.signature, Schema({}), evaluated(run.task))
         checked, refused, _ = read_replies(replies, CheckedReading(self.clients, header, expected, sent=run.sent))
-        run.say_refused("%s did not evaluate: %s", refused)
+        self.say_refused("%s did not evaluate: %s", refused)
         metrics = {reply.client: reply.metrics for reply in checked if fits(run.task, metric, reply.metrics[metric])}  # NaN: no label
         if not metrics:
             return None, {}
@@ -194,7 +206,7 @@ class Evaluations:
         for message in sent:
             add_to_config(message.content, {"save": ""})
         means, refused = secure.evaluate(run.grid, sent, self.clients, run.timeout, run.task) if sent else ({}, {})
-        run.say_refused("%s did not evaluate: %s", refused)
+        self.say_refused("%s did not evaluate: %s", refused)
         return MetricRecord({**means}) if means else None
 
     def end_early(self, number: int, tensors: Named) -> None:
@@ -210,7 +222,7 @@ class Evaluations:
         """Average the layers that clients keep, for clients that did not train, if ``rounds.unseen`` is set."""
         if self._run.policy.unseen and self._run.method.personal:
             self.unseen, refused = kept_average(self._run, number)
-            self._run.say_refused("%s's layers are not in the average for unseen clients: %s", refused)
+            self.say_refused("%s's layers are not in the average for unseen clients: %s", refused)
 
     # At the server
 
@@ -237,9 +249,9 @@ class Evaluations:
         shared, method, locality, state = run.shared, run.method, run.shared.locality, run.shared.model.state_dict()
         others = {name: state[name] for name in locality.names(Place.HOME) if locality.role[name] is not Role.MIXING}
         if batch_norms(run.server.source) and not locality.norm_layers:
-            run.once(logging.INFO, CONVERTED, method.name)
+            self.once(logging.INFO, CONVERTED, method.name)
         if number and method.keeps(Role.WEIGHT):
-            run.once(logging.INFO, NOTHING_SHARED, method.name)
+            self.once(logging.INFO, NOTHING_SHARED, method.name)
             return None
         if number and method.personal and others:
             if self._none:
@@ -249,12 +261,12 @@ class Evaluations:
                 self._none = True
                 reasons = [f"{run.policy.called.client(client)}: {why}" for client, why in sorted(refused.items())]
                 why = "Secure aggregation hides each client's layers" if run.secure else [*reasons, "No client is online"][0]
-                run.once(logging.WARNING, NO_MODEL, number, method.name, why)
+                self.once(logging.WARNING, NO_MODEL, number, method.name, why)
                 return None
-            run.once(logging.INFO, AVERAGED, method.name)
+            self.once(logging.INFO, AVERAGED, method.name)
             others |= mean
         if number and (kept := locality.names(Place.HOME, of=[Role.KEPT])):
-            run.once(logging.INFO, OWN_VALUES, kept[0], len(kept))
+            self.once(logging.INFO, OWN_VALUES, kept[0], len(kept))
         batches = run.batches_trained + (batches_trained([run.record]) if number else 0)
         return arrays_of(shared.whole({**tensors, **others}, batches, others))
 

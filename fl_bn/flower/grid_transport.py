@@ -107,20 +107,8 @@ class GridTransport(Transport):
         self.hooks: Strategy | None = None  # the strategy whose hooks are called; None: no run goes on
         self._newest: Newest | None = None  # None before ``start``
         self._round: Round | None = None
-        self._said = set[tuple[object, ...]]()  # what the log was told once
         self._expected = shared_tensors(self.shared.model, self.shared.locality)
         self._down, self._rounding = Payload(), EXACT  # what the last messages carry, and how it is rounded
-
-    def once(self, level: int, line: str, *values: object) -> None:
-        """Log ``line`` with its ``values``, unless this run has done so before."""
-        if (line, *values) not in self._said:
-            self._said.add((line, *values))
-            log(level, line, *values)
-
-    def say_refused(self, line: str, refused: Mapping[int, str]) -> None:
-        """Log a warning about each refused client, once in a run for each client and reason."""
-        for index, why in sorted(refused.items()):
-            self.once(logging.WARNING, line, self.policy.called.client(index), why)
 
     @property
     def record(self) -> RoundRecord:
@@ -150,8 +138,6 @@ class GridTransport(Transport):
         """Return the tensors of the shared model that was evaluated last, for callbacks."""
         tensors = self.shared.tensors() if self._newest is None else self._newest.tensors
         return self.shared.whole(tensors, self.batches_trained + batches_trained(self.running.history))
-
-    # What the hooks get and return
 
     def outward(self, tensors: Named) -> ArrayRecord:
         """Convert shared ``tensors`` to the arrays that hooks and Flower's result get: in an own app, all that clients do not keep."""
@@ -205,12 +191,8 @@ class GridTransport(Transport):
         population.wait_for(now.min_cohort, number)
         self.cohort = population.cohort(now.fraction, now.seed, number, now.min_cohort)
         if late := self.exchanges.late_clients(self.grid):
-            log(
-                logging.WARNING,
-                "round %s leaves out %s, since replies to an earlier round are missing",
-                number,
-                now.called.clients(sorted(late)),
-            )
+            who = now.called.clients(sorted(late))
+            log(logging.WARNING, "round %s leaves out %s, since replies to an earlier round are missing", number, who)
             self.cohort = [client for client in self.cohort if client.index not in late]
         self.cohort = [client for client in self.cohort if client.index not in self.server.left_out] or self.cohort
         values: dict[str, Any] = {"learning-rate": instruction.learning_rate}

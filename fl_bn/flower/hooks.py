@@ -229,14 +229,14 @@ class OwnMetrics:
             lists |= {name for name, value in metrics.items() if isinstance(value, list)}
             numbers[client] = {name: float(value) for name, value in metrics.items() if not isinstance(value, list)}
             weights[client] = 1.0 if self.alike else weight
-        run.say_refused(NOT_EVALUATED if samples is None else NOT_COUNTED, refused)
+        run.evaluations.say_refused(NOT_EVALUATED if samples is None else NOT_COUNTED, refused)
         if combine is not None:
             contents = [RecordDict(dict(own[client])) for client in numbers]
             if not isinstance(given := combine(contents, self.key) if contents else None, MetricRecord | None):
                 raise wrong(f"{which}_metrics_aggr_fn", "a MetricRecord", given)
             return given, numbers
         for name in lists:
-            run.once(logging.INFO, LIST, name, which)
+            run.evaluations.once(logging.INFO, LIST, name, which)
         means = dict[str, float]()
         for name in dict.fromkeys(name for metrics in numbers.values() for name in metrics):
             having = [client for client, metrics in numbers.items() if name in metrics]

@@ -26,10 +26,7 @@ from fl_bn.support.wire import WireError, printable, reason
 POLICY = "NotAllowed: "  # begins the error of a site whose policy refuses the run
 PATIENCE = 120.0  # seconds that an app of one's own waits for a node's answer, and for further nodes once enough have come
 POLL = 0.2  # seconds between two looks at who is there
-NO_HANDLER = (
-    "the ClientApp has no handler for fl-bn's introduction: add to client_app.py, after app = ClientApp(), the line "
-    "fl_bn.flower.answer(app, Net, method, batches)"
-)
+NO_HANDLER = "the ClientApp has no handler for fl-bn's introduction: add fl_bn.flower.answer(app, Net, method, batches) to client_app.py"
 
 
 class RunFailed(Exception):
@@ -186,10 +183,8 @@ class Population:
                 return f"nodes do not agree on the number of clients (num-partitions): {counts}. Give clients=... to the strategy"
             silent = len(self._online) - here - len(self._refused)
             why = next(iter(self._refused.values()), f"{silent} nodes did not introduce themselves" if silent else "no other node came")
-            return (
-                f"{why}. {here} of {meeting.least} nodes may take part: start others, lower min_available_nodes, or wait: start(..., "
-                f"timeout={5 * meeting.timeout:.0f})"
-            )
+            advice = f"start others, lower min_available_nodes, or wait: start(..., timeout={5 * meeting.timeout:.0f})"
+            return f"{why}. {here} of {meeting.least} nodes may take part: {advice}"
         missing = self.called.clients(sorted(self._starting() - self.clients.keys()))
         config = federation_config({"num-supernodes": "..."})
         return (
@@ -214,9 +209,8 @@ class Population:
             self._assign()
         self._joined = {client.index for client in self.everyone()}
         self._holders = {client.index: [client.node] * 2 for client in self.clients.values()}
-        if self.absent:
-            line = "the run goes on without %s, since the site's policy refuses the run"
-            log(logging.WARNING, line, self.called.clients(sorted(self.absent)))
+        if absent := sorted(self.absent):
+            log(logging.WARNING, "the run goes on without %s, since the site's policy refuses the run", self.called.clients(absent))
         if later := sorted(set(range(self.number)) - self._joined - self.absent.keys()):
             log(logging.INFO, "starting with %d clients; %s may join later", len(self._joined), self.called.clients(later))
 
@@ -272,9 +266,9 @@ class Population:
                 problem = problem or wrong
                 left = len({*called.nodes, *self._claims} - self._refused.keys())
                 if called.nodes and left < self.meeting.least and not self._joined:
+                    advice = "lower min_available_nodes and min_train_nodes to go on without the others"
                     raise RunFailed(
-                        f"{problem}. {left} of {len(called.nodes)} sites are left, but the strategy waits for min_available_nodes="
-                        f"{self.meeting.least}. To go on without the others, lower min_available_nodes and min_train_nodes"
+                        f"{problem}. {left} of {len(called.nodes)} sites are left, and {self.meeting.least} are needed: {advice}"
                     )
         for node in silent if self._joined else ():  # before the start, the run waits for them
             self._refuse(node, f"it did not introduce itself within {patience:.0f} s; it is asked again after it has reconnected")
@@ -293,13 +287,9 @@ class Population:
             return self._refuse(node, other)
         client = Client(said["client"], node, said["samples"], said["label-counts"], said["clients"])
         if said["signature"] != self.meeting.signature:
-            return self._refuse(
-                node,
-                f"{self.called.client(client.index)} has another model, method or version of fl-bn, or another option of the method "
-                f"({printable(said['signature'])}, here {self.meeting.signature}): name the same unconverted network and method on "
-                f"both sides. {COMPARE}",
-                fatal=False,
-            )
+            theirs = f"signature {printable(said['signature'])}, here {self.meeting.signature}"
+            other = f"{self.called.client(client.index)} has another model, method, option of it, or version of fl-bn ({theirs})"
+            return self._refuse(node, f"{other}: name the same unconverted network and method on both sides. {COMPARE}", fatal=False)
         if self.number:
             return self._enter(node, client)
         self._claims[node] = client
@@ -309,11 +299,9 @@ class Population:
         """Enter the client of a node, if it can be one of the run's. Return the problem as ``_admit`` does."""
         index, number, called = client.index, self.number, self.called
         if client.clients != number:
-            config = federation_config({"num-supernodes": number})
+            set_it = f'--run-config "clients={client.clients}" or {federation_config({"num-supernodes": number})}'
             return self._refuse(
-                node,
-                f"the run is for {number} clients, but {called.node(node)} says that there are {client.clients} (num-partitions): set "
-                f'`clients` and the number of SuperNodes to the same number, e.g. --run-config "clients={client.clients}" or {config}',
+                node, f"it says that there are {client.clients} clients (num-partitions), but the run has {number}: {set_it}"
             )
         if index >= number:
             return self._refuse(node, f"it calls itself client {index} of {number}: correct its partition-id", fatal=False)
@@ -382,13 +370,10 @@ class Population:
         self.clients[index] = client
         holders = self._holders.setdefault(index, [node, node]) if self._joined else [node, node]
         if node not in holders:
-            renewed = self.called.client_of(node) == index
-            line = (
-                "has a new key"
-                if renewed
-                else f"is now served by node {node}: if this is not the same client after a restart, stop the run"
-            )
-            log(logging.INFO if renewed else logging.WARNING, "%s %s", self.called.client(index), line)
+            level, line = logging.WARNING, f"is now served by node {node}: if it is not the same client after a restart, stop the run"
+            if self.called.client_of(node) == index:
+                level, line = logging.INFO, "has a new key"
+            log(level, "%s %s", self.called.client(index), line)
         holders[1] = node
         self.absent.pop(index, None)
         if index in self._gone:

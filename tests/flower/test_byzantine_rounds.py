@@ -228,13 +228,3 @@ def test_robust_rules_stay_near_the_honest_mean_and_the_mean_does_not(name: str,
         assert off["nnm+trimmed-mean"] < 0.35 * off["mean"], (section, off)
 
 
-@listed("name", [*WITH_STATISTICS, "fedbn"])
-def test_the_records_name_who_is_far(name: str) -> None:
-    def record(defence: Defence, **options: Any) -> tuple[list[int], list[int]]:
-        made = one_round(name).served(defence, "foe", F, "updates", 50.0, **options).record
-        return made.far, [c.client for c in made.clients if c.distance > 0]
-
-    assert record(both(F, "nnm+median")) == (LIARS, [*range(CLIENTS)])
-    assert record(both(F, "median"), silent=[1])[1] == [client for client in range(CLIENTS) if client != 1]
-    for without in (Defence(), Defence(F, "nnm+median")):  # undefended, or statistics alone
-        assert record(without) == ([], [])

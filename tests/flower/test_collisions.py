@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import ArrayRecord, Context, Message
-from flwr.client import NumPyClient
 from flwr.client import mod as older
 from flwr.clientapp import ClientApp
 from flwr.clientapp import mod as newer
-from flwr.server import Server, SimpleClientManager
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp import strategy as strategies
 from flwr.serverapp.strategy import Strategy
@@ -23,16 +21,13 @@ from fl_bn.flower import (
     FBN,
     BatchNormStrategy,
     FedBN,
-    FixBN,
-    Gate,
     Rounds,
     RunFailed,
-    answer,
     run_in_process,
 )
 from fl_bn.methods import METHODS
 from tests.documentation.pages import ROOT
-from tests.flower.own_apps import CLIENTS, config, data, equal, lr, net, overriding, own_app, ran, refused
+from tests.flower.own_apps import CLIENTS, config, equal, lr, net, overriding, own_app, ran, refused
 from tests.listed import listed
 
 
@@ -111,15 +106,6 @@ def test_mods_that_cannot_work_are_refused_before_round_1(name: str, place: str)
         refused(lambda mods=mods: started(*mods, place=place), RunFailed, name, "cannot be a mod")
 
 
-def hidden(message: Message, context: Context, handle: Any) -> Message:
-    return newer.fixedclipping_mod(message, context, handle)
-
-
-@listed("place", ["the app", "train"])
-def test_one_inside_a_mod_of_one_s_own_is_named_too(place: str) -> None:
-    refused(lambda: started(hidden, place=place), RunFailed, "fixedclipping_mod")  # before round 1, or in it
-
-
 def test_a_client_with_such_a_mod_is_left_out_by_name_and_the_others_go_on(log: pytest.LogCaptureFixture) -> None:
     right, wrong = own_app("fedbn"), own_app("fedbn", mods=([newer.fixedclipping_mod], [], []))
 
@@ -130,31 +116,6 @@ def test_a_client_with_such_a_mod_is_left_out_by_name_and_the_others_go_on(log: 
     result = ran(FedBN(net()), Mixed())
     assert [client.client for client in result.records[0].clients] == [0, 1]
     assert "fixedclipping_mod" in log.text
-
-
-@listed("place", PLACES)
-def test_mods_that_only_look_work(place: str, log: pytest.LogCaptureFixture) -> None:
-    plain = started(rounds=2)
-    for mods in ([older.message_size_mod], [newer.message_size_mod, older.arrays_size_mod]):
-        result = started(*mods, place=place, rounds=2)
-        assert result.evaluate_metrics_clientapp == plain.evaluate_metrics_clientapp
-        assert equal(result, plain)
-    assert "Outgoing message size: " in log.text
-    assert "fl-bn/weights" in log.text  # arrays_size_mod's
-
-
-def test_a_mod_of_one_s_own_works() -> None:
-    seen: list[str] = []
-
-    def mine(message: Message, context: Context, handle: Any) -> Message:
-        seen.append(message.metadata.message_type)
-        reply: Message = handle(message, context)
-        if message.metadata.message_type == "train":
-            reply.content.metric_records["metrics"]["by-my-mod"] = 3.0
-        return reply
-
-    assert started(Gate(), mine).train_metrics_clientapp[1]["by-my-mod"] == 3.0
-    assert set(seen) == {"query.hello", "train", "evaluate"}
 
 
 # ways to start
@@ -176,18 +137,3 @@ def test_a_main_with_a_config_and_a_folder_of_its_own_keeps_both(tmp_path: Path,
     assert "0.weight" in torch.load("model.pt", weights_only=True)
 
 
-def older_app() -> ClientApp:
-    return ClientApp(client_fn=lambda context: NumPyClient().to_client())
-
-
-@listed(
-    ("call", "kind", "word"),
-    [  # start_simulation and start_server both come to the first one
-        (lambda: Server(client_manager=SimpleClientManager(), strategy=FixBN(net())).fit(1, None), RunFailed, "start_simulation"),
-        (lambda: answer(older_app(), net, METHODS["fixbn"](), lambda context: data(0)), ValueError, "legacy_client_app"),
-        (lambda: ran(FixBN(net()), older_app()), RunFailed, "legacy_client_app"),
-    ],
-    ids=["a server", "answer", "a client"],
-)
-def test_the_older_api_is_refused_with_the_way_out(call: Callable[[], Any], kind: type[Exception], word: str) -> None:
-    refused(call, kind, word)

@@ -13,10 +13,9 @@ from flwr.app import Error, Message, RecordDict
 
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.grpc.client import GrpcExchange
-from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed
+from fl_bn.flower import InProcessGrid, RunFailed
 from fl_bn.flower.layerwise.exchanges import Exchanges
 from fl_bn.methods import METHODS
-from tests.conformance.cases import every_method
 from tests.flower.inside import Client, ExchangeSettings, LocalTraining, Samples
 from tests.in_process import Run, WatchedGrid, client_app, identical, run
 from tests.networks import seeded_network
@@ -82,14 +81,6 @@ def test_carriers_that_do_not_fit_the_grid_are_refused_before_round_1(tiny_clien
     with pytest.raises(RunFailed):
         run(FEDTAN, clients, settings=TWO_STEPS, grid=grid, policy={"exchange": ExchangeSettings("grpc"), "calibrate": 1})
     assert not grid.sent
-
-
-@every_method
-def test_uniform_weights_are_refused_where_the_step_would_not_be_the_centralised_one(method_name: str) -> None:
-    method = METHODS[method_name]()
-    with pytest.raises(ValueError, match=method_name) if method.exchanges else nullcontext():
-        BatchNormStrategy(seeded_network("cnn"), method, Rounds(clients=2, client_weights="uniform"))
-    BatchNormStrategy(seeded_network("cnn"), method, Rounds(clients=2, client_weights="samples"))  # control
 
 
 class Away(InProcessGrid):

@@ -18,7 +18,7 @@ from fl_bn.flower.layerwise.exchanges import Exchanges
 from fl_bn.methods import METHODS, Role
 from tests.costs import common_first
 from tests.federation import random_samples
-from tests.flower.inside import Checkpoint, Defence, ExchangeSettings, Samples, running_statistics
+from tests.flower.inside import Defence, ExchangeSettings, Samples, running_statistics
 from tests.hostile.test_layers_used_twice import Siamese
 from tests.in_process import Run, WatchedGrid, client_app, identical, run
 from tests.listed import listed
@@ -86,17 +86,6 @@ def test_a_robust_rule_pools_every_layer(rule: str, sizes: tuple[int, ...], tiny
 # where passes take its place
 
 
-class Idle(nn.Module):
-    """Has a layer that never runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.idle = network("resnet", torch.float32), nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.as_tensor(self.inner(x))
-
-
 class Bright(nn.Module):
     """A layer that runs for bright images alone: not for every client."""
 
@@ -106,14 +95,6 @@ class Bright(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.as_tensor(self.inner(self.own(x) if x.mean() > -0.5 else x))
-
-
-def test_a_layer_that_runs_nowhere_keeps_its_statistics(clients: list[Samples]) -> None:
-    ran = calibrated("auto", clients, Idle())
-    assert messages(ran) == 1
-    assert identical(statistics(ran), statistics(calibrated("passes", clients, Idle())))
-    assert (statistics(ran)["idle.running_mean"] == 0).all()
-    assert not identical(statistics(ran), statistics(calibrated("passes", clients, Idle(), policy={"calibrate": 1})))  # control
 
 
 @pytest.mark.parametrize("model", [Siamese, Bright])
@@ -208,38 +189,6 @@ def test_who_cannot_meet_makes_passes(
 
 
 # runs of no rounds, and passes before the first
-
-
-def test_nothing_but_statistics_changes_and_all_that_happens_is_recorded(clients: list[Samples]) -> None:
-    evaluated: list[float] = []
-
-    def evaluate(model: nn.Module) -> dict[str, float]:
-        evaluated.append(float(model[1].running_var.sum()))  # type: ignore[index,union-attr,operator]
-        return {"accuracy": 0.25 * len(evaluated)}
-
-    kept: list[Checkpoint] = []
-
-    def keep(checkpoint: Checkpoint) -> int:
-        kept.append(checkpoint)
-        return checkpoint.round
-
-    model = network("chain")
-    policy = {"evaluate_every": 3, "checkpoint_every": 1}
-    ran = calibrated("passes", clients, model, policy=policy, evaluate=evaluate, keep_checkpoint=keep)
-    assert set(ran.grid.kinds()) == {"query.hello 0", "query.statistics 0"}  # nobody trains
-    assert [record.round for record in ran.records] == [0, 1, 2, 3, 4]
-    assert [record.evaluation.get("accuracy") for record in ran.records] == [0.25, None, None, 0.5, 0.75]  # before, third, last
-    assert kept == []
-    before, after = model.state_dict(), ran.strategy.transport.shared.model.state_dict()
-    assert all(torch.equal(before[k], after[k]) == ("running" not in k) for k in before if "num_batches" not in k)
-    last = ran.records[-1]
-    assert [c.client for c in last.accepted] == [0, 1, 2]
-    assert [c.samples for c in last.clients] == [6, 4, 9]
-    assert last.bytes_up.keys() == {"moments"}
-    assert last.drift is not None
-    assert last.drift.largest == pytest.approx(ran.strategy.transport.statistics.outcomes[-1].largest.mean)
-    assert list(ran.trajectory) == [0, 3, 4]
-    assert np.array_equal(ran.trajectory[0]["1.running_mean"], before["1.running_mean"])  # type: ignore[arg-type]
 
 
 @listed("name", [name for name in METHODS if not (METHODS[name]().has_statistics and shares_statistics(name))])

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler, default_collate
 
 from fl_bn import Federation, flower, methods
-from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.flower import FBN, HBN, FedAvgBN, FedBN, FixBN, InProcessGrid, OwnAppStrategy, RunFailed
 from fl_bn.methods import METHODS, Method
 from fl_bn.objectives import PLAIN, FedProx, FedSAM, Objective, Scaffold
@@ -95,14 +94,6 @@ def test_a_client_without_data_in_a_round_is_left_out() -> None:
     assert record.clients[1].refused.startswith("metrics/samples: 0")
 
 
-def test_the_lower_rate_of_frozen_rounds_is_told_once(log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fl_bn.federation.own_loop._SAID", set())
-    ran(FixBN(net(), freeze_after=1, fraction_evaluate=0), own_app(methods.fixbn(freeze_after=1)), rounds=3)
-    assert log.text.count("rate_share") == 1
-    ran(FixBN(net(), freeze_after=3, fraction_evaluate=0), own_app(methods.fixbn(freeze_after=3)), rounds=3)  # control
-    assert log.text.count("rate_share") == 1
-
-
 # Loops and networks
 
 
@@ -143,30 +134,6 @@ def test_a_round_that_ends_in_an_error_stores_nothing() -> None:
     result = ran(OwnAppStrategy(apps.banked(), methods.fedbn(), fraction_evaluate=0), app, rounds=3)
     refused = [[bool(client.refused) for client in record.clients] for record in result.records]
     assert refused == [[False, True, False], [False] * 3, [False] * 3]
-
-
-def test_fedbn_without_batch_norm_has_a_global_model() -> None:
-    def plain() -> nn.Module:
-        return nn.Sequential(net()[0], net()[2], net()[3])
-
-    seen: list[int] = []
-    app = own_app("fedbn", model=plain)
-    ran(FedBN(plain(), fraction_evaluate=0), app, rounds=2, evaluate_fn=lambda number, arrays: seen.append(number))
-    assert seen == [0, 1, 2]
-
-
-@pytest.mark.parametrize("seeded", [True, False])
-def test_a_round_that_draws_other_numbers_when_it_is_repeated_is_refused(seeded: bool) -> None:
-    def loop(round: Any, batches: Any, rate: float) -> float:
-        x, y = batches[0]
-        noise = np.random.default_rng(round.number if seeded else None).normal(size=x.shape)
-        return epoch(round, [(x + torch.tensor(noise, dtype=x.dtype), y)], rate)
-
-    strategy, app = flower.FedTAN(net(), fraction_evaluate=0, exchange=ExchangeSettings("replay")), own_app("fedtan", loop=loop)
-    if seeded:
-        assert ran(strategy, app).records[0].aggregated
-        return
-    refused(lambda: ran(strategy, app), RunFailed, "other values")
 
 
 # Handlers that cannot work
@@ -219,12 +186,6 @@ def several(rows: list[Any]) -> tuple[Tensor, Tensor]:
     return x.repeat(4, 1), y.repeat(4)
 
 
-def with_lengths(rows: list[Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return batches that only the user's own loop can read."""
-    x, y = default_collate(rows)
-    return x, torch.full((len(x),), x.shape[1]), y
-
-
 def any_form(round: Any, batches: Any, rate: float) -> float:
     """Train on batches whose labels are last, maybe in a tuple or a dict."""
     pairs = [(x, y if isinstance(y, Tensor) else [*y.values()][0] if isinstance(y, dict) else y[0]) for x, *_, y in batches]
@@ -250,13 +211,6 @@ def test_a_client_s_samples_are_counted_as_its_loader_draws_them(loader: str, me
     result = ran(OwnAppStrategy(net(), METHODS[method](), fraction_evaluate=0), app, rounds=2)
     assert [[client.refused for client in record.clients] for record in result.records] == [[""] * CLIENTS] * 2
     assert tensors(result)["1.running_mean"].abs().max() > 0.01
-
-
-def test_batches_that_only_the_user_s_loop_can_read() -> None:
-    """Before, FedAvg, FedBN and FixBN, which never read them, ended in round 1 since the samples could not be counted."""
-    app = own_app("fedbn", batches=lambda client: DataLoader(samples_of(client), 8, collate_fn=with_lengths), loop=any_form)
-    result = ran(FedBN(net(), fraction_evaluate=0), app, rounds=2)
-    assert [[client.samples for client in record.accepted] for record in result.records] == [[SAMPLES] * CLIENTS] * 2
 
 
 # Keys and records

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
-from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fl_bn import convert
 from fl_bn.flower import FedAvgBN, FedBN, InProcessGrid, OwnAppStrategy
@@ -33,18 +32,6 @@ def test_training_metrics_reach_the_result_weighted_and_per_client(log: pytest.L
         assert record.own_metrics["my_acc"] == pytest.approx(0.2)
     assert "my_acc 0.2" in log.text
     assert {d.section for d in result.records[0].disclosures} >= {"own metrics", "metrics", "weights"}
-
-
-def test_a_metric_that_is_written_into_the_reply_counts_too() -> None:
-    """As in Flower's examples: ``reply.content["metrics"]["my_acc"]``."""
-
-    def after(message: Message, context: Context, reply: Message) -> None:
-        assert reply.content["metrics"]["num-examples"] == SAMPLES
-        reply.content["metrics"]["late"] = 2.5
-        reply.content["more"] = MetricRecord({"other": 1.5})
-
-    metrics = trained(after=after).train_metrics_clientapp[1]
-    assert (metrics["late"], metrics["other"]) == (2.5, 1.5)
 
 
 def test_they_are_weighted_by_the_samples_or_by_the_user_s_key() -> None:
@@ -116,13 +103,6 @@ def test_functions_of_one_s_own_combine_the_metrics_that_count() -> None:
     assert dict(result.evaluate_metrics_clientapp[1]) == {"eval_acc": pytest.approx(0.6)}
     assert [(len(records), key) for records, key in seen] == [(CLIENTS - 1, "mass"), (CLIENTS, "mass")]
     assert all(name == "metrics" for records, _ in seen for record in records for name in record)  # nothing of fl-bn's
-
-
-def test_flower_s_own_functions_do() -> None:
-    strategy = FedAvgBN(net(), train_metrics_aggr_fn=aggregate_metricrecords, evaluate_metrics_aggr_fn=aggregate_metricrecords)
-    result = ran(strategy, own_app("fedavg"))
-    assert result.train_metrics_clientapp[1]["my_acc"] == pytest.approx(0.2)
-    assert result.evaluate_metrics_clientapp[1]["eval_acc"] == pytest.approx((0.2 * 1 + 0.4 * 2 + 0.6 * 3) / 6)
 
 
 # evaluate_fn

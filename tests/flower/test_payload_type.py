@@ -12,7 +12,7 @@ from torch import nn
 
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.optimizers import fedavgm
-from fl_bn.flower import FBN, FixBN, OwnAppStrategy, RunFailed
+from fl_bn.flower import FixBN, OwnAppStrategy, RunFailed
 from fl_bn.flower.wire.codec import to_record
 from fl_bn.methods import METHODS
 from tests.flower.byzantine import equal_clients
@@ -139,14 +139,6 @@ def trained(strategy: OwnAppStrategy, app: Any, rounds: int) -> tuple[dict[int, 
     strategy.start(grid, num_rounds=rounds)
     messages = [*grid.train(1), *grid.train(1, replies=True)]
     return found, {str(array.dtype) for sections in messages for array in sections["weights"].values()}
-
-
-def test_an_app_of_ones_own_answers_in_the_type_that_it_was_asked_in() -> None:
-    (exact, wide), (half, narrow) = (
-        trained(FBN(net(), fraction_evaluate=0, payload=payload), own_app("fbn"), 1) for payload in ("float32", "bfloat16")
-    )
-    assert (wide, narrow) == ({"float32"}, {"uint16"})
-    assert 0 < max(float(np.abs(exact[1][k] - half[1][k]).max()) for k in exact[1]) < 0.05
 
 
 def frozen() -> nn.Module:

@@ -202,22 +202,6 @@ def test_a_client_that_lost_what_it_kept_is_named(
     assert log.text.count("but started from") == 1
 
 
-@pytest.mark.parametrize("name", ["fedbn", "gn", "hbn"])
-def test_nobody_is_named_where_nothing_was_lost(name: str, tmp_path: Path, tiny_clients: Clients, log: pytest.LogCaptureFixture) -> None:
-    method = METHODS[name]()
-    grid = with_files(method, tiny_clients((6, 4, 5, 4)), tmp_path)
-    server = Server(method, grid, 8, every=2)
-    server.policy |= {"clients": 4, "fraction": 0.5}
-    server.run()
-    server.run(server.checkpoints[2])
-    server.run(server.checkpoints[2])
-    assert "but started from" not in log.text
-    for path in tmp_path.glob("run/state-*/client-*/*"):
-        path.unlink()
-    server.run(server.checkpoints[2])
-    assert ("but started from none" in log.text) == (name != "gn")  # control: after a resume, too
-
-
 # In a file
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import torch
 
 from fl_bn.federation.optimizers import server_optimizer
 from fl_bn.flower import BatchNormStrategy, Rounds, RunFailed
@@ -85,12 +84,6 @@ def test_a_client_with_one_sample_sits_out_by_name(
     assert record.aggregated
 
 
-def test_every_message_dies_at_the_deadline(clients: list[Samples]) -> None:
-    ran = run(METHODS["hbn"](), clients, 1, policy={"timeout": 45.0})
-    assert ran.grid.kinds() == ["query.hello 0", "train 1", "query.statistics 1"]
-    assert {message.metadata.ttl for message in ran.grid.sent} == {45.0}
-
-
 def test_a_slower_round_moves_the_shared_statistics_less_and_a_warm_up_does_not(clients: list[Samples]) -> None:
     """Of the same reports: the second round's rate is a tenth of the first's, or ten times it, and so is what its moments weigh."""
     secure = SecureAggregation(quantization_range=24)
@@ -99,24 +92,6 @@ def test_a_slower_round_moves_the_shared_statistics_less_and_a_warm_up_does_not(
         ran = run(METHODS["fbn"](tracking=0.5), clients, 2, settings=FULL_BATCH, policy={"rate": rate}, **options)
         one, two = (ran.trajectory[round]["1.running_mean"] for round in (1, 2))
         assert np.allclose(two, one + weight * (2 * one - one), rtol=1e-3, atol=1e-5)  # the start is 0, so 2 * one was measured
-
-
-class Scaled(torch.nn.Module):
-    """A network with a learnable number: a tensor without any axis."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.scale = seeded_network("cnn"), torch.nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scale * self.body(x)
-
-
-def test_tensors_without_axes_travel(clients: list[Samples]) -> None:
-    ran = run(METHODS["fedavg"](), clients, 2, model=Scaled())
-    assert [len(record.accepted) for record in ran.records] == [3, 3]
-    assert ran.trajectory[2]["scale"].shape == ()
-    assert ran.trajectory[2]["scale"] != 2
 
 
 def test_accuracies_per_class_are_the_mean_of_the_clients_that_have_the_class() -> None:
