@@ -29,13 +29,12 @@ from torch import Tensor, nn
 
 from fl_bn import Federation, SeededBatches, convert
 from fl_bn.bn.copying import copied
-from fl_bn.federation.client_round import client_round, client_rounds
-from fl_bn.federation.engines.vectorised import ENGINES, SEQUENTIAL, VECTORISED, AsOneProgram
+from fl_bn.federation.client_round import concluded
+from fl_bn.federation.engines.vectorised import ENGINES, SEQUENTIAL, VECTORISED, client_rounds
 from fl_bn.federation.local import Samples
 from fl_bn.federation.network import MEMORY_FORMATS
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.source import Member
-from fl_bn.federation.sources import SampleSource, alone
+from fl_bn.federation.training import SampleLoop, alone
 from fl_bn.federation.values import Reply
 from fl_bn.methods import METHODS, Method
 from fl_bn.models import build
@@ -163,10 +162,10 @@ def one_round(
     clients = range(len(samples))
     home = device if engine == SEQUENTIAL else torch.device("cpu")
     rounds = [alone(copied(model).to(home), method, settings, 0.01) for _ in clients]
+    loops = [SampleLoop(own, 0, i) for i, own in enumerate(samples)]
     if engine == SEQUENTIAL:
-        return [client_round(round, SampleSource(samples[i], 0, i))[0] for i, round in zip(clients, rounds, strict=True)]
-    members = [Member(round, SampleSource(own, 0, i)) for i, round, own in zip(clients, rounds, samples, strict=True)]
-    return [reply for reply, _ in client_rounds(members, AsOneProgram(device))]
+        return [concluded(round, loop(round))[0] for round, loop in zip(rounds, loops, strict=True)]
+    return [reply for reply, _ in client_rounds(rounds, loops, device)]
 
 
 def timed(call: Callable[[], object], times: int, device: torch.device) -> float:

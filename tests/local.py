@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from fl_bn.bn.moments import Moments
 from fl_bn.data.augment import Augment
 from fl_bn.exchange.call import Exchange
-from fl_bn.federation.client_round import train as train_round
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.sources import IndexBatches, alone, full_gradient
+from fl_bn.federation.training import IndexBatches, alone, full_gradient
+from fl_bn.federation.training import train as train_round
 from fl_bn.federation.values import ClientState
 from fl_bn.methods import Method, Phase, StatisticsReport
 from fl_bn.task import CLASSIFICATION, Task

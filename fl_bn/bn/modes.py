@@ -7,7 +7,8 @@ overrides ``train()``, which then puts the backbone into evaluation mode.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -58,6 +59,17 @@ def _is_frozen(name: str, modules: Mapping[str, nn.Module]) -> bool:
         if not name:
             return False
         name = name.rpartition(".")[0]
+
+
+@contextmanager
+def kept_modes(model: nn.Module) -> Iterator[None]:
+    """Restore the modes of all modules of ``model`` at the end of the ``with`` block."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def held_layers(model: nn.Module) -> set[str]:

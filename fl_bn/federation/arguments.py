@@ -21,11 +21,11 @@ from fl_bn.bn.roles import inputs_like
 from fl_bn.federation.checkpoint import of_optimizer
 from fl_bn.federation.composition import rate_for
 from fl_bn.federation.defence import Defence
+from fl_bn.federation.engines.clients import check_parameters
 from fl_bn.federation.engines.vectorised import ENGINES, VECTORISED
 from fl_bn.federation.engines.workers import MOST_WORKERS
 from fl_bn.federation.loaders import Loader, check_clients, check_loader
 from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.federation.steps import check_follows_rate, check_parameters, check_scheduler_steps
 from fl_bn.methods import Method
 from fl_bn.objectives import Objective
 from fl_bn.support.names import check_name
@@ -158,22 +158,6 @@ class Trials:
     def in_words(self) -> str:
         """Return the kinds and settings of all optimisers, each once."""
         return ", ".join(dict.fromkeys(of_optimizer(self.optimizers[id(make)]) for make in self._makers))
-
-    def check_schedulers(self, schedulers: Sequence[MakeScheduler | None], follows: bool) -> None:
-        """Check each client's scheduler with its optimiser.
-
-        Args:
-            schedulers: Each client's function that makes its scheduler, or None.
-            follows: Whether the federation changes learning rates between rounds. Schedulers must then follow them.
-
-        Raises:
-            ValueError: A scheduler does not step the optimiser, or sets rates of its own where it must follow.
-        """
-        for make_scheduler, make in {(id(one), id(make)): (one, make) for one, make in zip(schedulers, self._makers, strict=True)}.values():
-            if make_scheduler is not None and (made := make_scheduler(optimizer := make(self._copy.parameters()))) is not None:
-                check_scheduler_steps(made, optimizer)
-                if follows:
-                    check_follows_rate(make, make_scheduler, [*self._copy.parameters()])
 
 
 @dataclass(frozen=True)

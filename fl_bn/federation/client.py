@@ -1,19 +1,17 @@
 """Carry out the client's half of a round, around any training loop: (instruction, state) -> (reply, state).
 
-``fl_bn.federation.own_loop`` uses ``LocalRound`` with a user's own training loop, ``fl_bn.federation.client_round`` with
-fl-bn's training loop. These modules do the parts of a round, in this order:
+``fl_bn.federation.client_round`` carries it out around a function ``train``, ``fl_bn.federation.own_loop`` around the block of a user's
+own loop. These modules do the parts of a round, in this order:
 
-* ``incoming`` loads the tensors of the instruction, and those that the client keeps.
+* ``client_tensors`` loads the instruction and what the client keeps, and makes the reply and what it keeps next.
 * ``client_pass`` measures statistics before training, or in a statistics-only exchange.
 * ``momentum`` carries the optimiser's buffers from the round before to the next one.
-* ``recording`` records batches and steps, and ``first_batch`` runs FedTAN's exchange.
+* ``recording`` records batches and steps, and runs FedTAN's exchange in the first batch.
 * ``contract`` checks the network and the loop at the end of training.
-* ``outgoing`` makes the contents of the reply, and the state that the client keeps.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -23,34 +21,28 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_bn.bn.layers import freeze_statistics, mixes_samples
+from fl_bn.bn.layers import freeze_statistics
 from fl_bn.bn.modes import frozen_affine, train_mode
 from fl_bn.bn.moments import Moments
 from fl_bn.bn.observation import in_backward, is_traced, moving_average, observe, pooled, whole
 from fl_bn.bn.roles import batch_norms, inputs_like
-from fl_bn.federation import outgoing
+from fl_bn.federation import client_tensors
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.auxiliary import auxiliary as auxiliary_of
 from fl_bn.federation.centring import Centring
 from fl_bn.federation.client_pass import ClientPass
 from fl_bn.federation.composition import rate_for
 from fl_bn.federation.contract import ContractBroken, Lent
-from fl_bn.federation.first_batch import Batch, Connect, FirstBatch
-from fl_bn.federation.incoming import load
 from fl_bn.federation.local import Draws
-from fl_bn.federation.momentum import Momentum, restart
+from fl_bn.federation.momentum import Buffers, Momentum, restart
 from fl_bn.federation.network import Copy
 from fl_bn.federation.payload import Named, Sections
-from fl_bn.federation.recording import Recorder, following, restored
+from fl_bn.federation.recording import Connect, FirstBatch, Recorder, following, restored
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
-from fl_bn.methods import MOMENTS, Method, Phase, Place, StatisticsReport
-from fl_bn.objectives import CONTROL, PLAIN, Start, Step
+from fl_bn.methods import Method, Phase, Place, StatisticsReport
+from fl_bn.objectives import CONTROL, Start, Step
 from fl_bn.task import CLASSIFICATION, Task
-
-LOGGER = logging.getLogger("flwr")
-TAKEN = frozenset({"after", "batch", "before", "kept", "loss", "measured", "steps", "waited"})
-"""The names of the numbers that fl-bn itself puts into a reply."""
 
 
 class LocalRound:
@@ -72,8 +64,7 @@ class LocalRound:
         recorder: The batches and steps of this round.
 
     Raises:
-        ValueError: The server's model differs from ``model``, only one side has an objective with control variates, or
-            ``connect`` does not fit the phase.
+        ValueError: The server's model or objective differs from those of this client, or ``connect`` does not fit the phase.
         WireError: A tensor of the instruction is missing, unexpected, or of a wrong shape or dtype.
     """
 
@@ -93,6 +84,7 @@ class LocalRound:
         self.settings = settings or LocalTraining(batch_size=2, epochs=1)
         self.phase, self.steps = instruction.phase, 0
         self.corrected = 0  # how many gradients the objective has computed
+        self.private = False  # whether opacus computes the gradients
         self.in_own_loop, self.recorder = in_own_loop, Recorder()
         self._connect, self.first_batch = connect, FirstBatch(self.model, connect)
         self._observing, self._centring = ExitStack(), Centring({}, ())
@@ -100,7 +92,7 @@ class LocalRound:
         self._lent: Lent | None = None
         self._open = False
         self.statistics_pass = ClientPass(self.model, self.network.locality, instruction, kept, connect)
-        self.loaded = load(self._copy, instruction, kept, self.auxiliary)
+        self.loaded = client_tensors.load(self._copy, instruction, kept, self.settings.objective, self.auxiliary)
         if self.trains and (self.phase is Phase.EXCHANGE) != (connect is not None):
             raise ValueError(
                 f"connect (the layer-wise exchange) must be given in phase exchange, and must be None in other training phases, but got "
@@ -111,10 +103,6 @@ class LocalRound:
     def model(self) -> nn.Module:
         """Return the network that this round trains."""
         return self._copy.model
-
-    @model.setter
-    def model(self, other: nn.Module) -> None:
-        raise AttributeError("round.model cannot be set: give a wrapped or compiled network its own name, net = torch.compile(round.model)")
 
     @property
     def trains(self) -> bool:
@@ -157,15 +145,9 @@ class LocalRound:
                 option 1 needs it.
 
         Raises:
-            ValueError: The server expects another objective, or the objective needs ``full_gradient``, which is None.
+            ValueError: The objective needs ``full_gradient``, which is None.
             ContractBroken: The network or the loop did not keep docs/contract.md.
         """
-        expected, mine = self.instruction.objective, self.settings.objective.described
-        if expected and expected != mine:
-            raise ValueError(
-                f"the server expects the objective {expected}, but this client's loop has {mine or 'none'}: give both sides the same "
-                "objective=..., or give the server no objective"
-            )
         with ExitStack() as stack:
             stack.callback(freeze_statistics, self.model, False)
             self.set_modes(self.model)
@@ -176,7 +158,7 @@ class LocalRound:
             stack.callback(self._objective.close)
             centred = self.centred
             self._centring = stack.enter_context(Centring(dict(self.model.named_parameters()) if centred else {}, centred))
-            stack.enter_context(self.first_batch)
+            stack.enter_context(self.first_batch.exchanges)
             self._observe()
             stack.callback(self._observing.close)
             if self.in_own_loop:
@@ -202,9 +184,13 @@ class LocalRound:
         """Join the exchange if ``layer`` is the first that runs on the round's first batch. Return False: no moments are recorded."""
         ready = not (self.steps or self.first_batch.samples or self.recorder.pauses)
         if ready and layer.training and not in_backward() and not is_traced():
-            self._check_private()
-            self.begin_batch(len(x))
+            self._note_opacus()
+            if not self.private:  # otherwise the end of the round is refused, and no statistics have left
+                self.batch(len(x))
         return False
+
+    def _note_opacus(self) -> None:
+        self.private = any(hasattr(p, "grad_sample") for p in self.parameters.values())
 
     @contextmanager
     def _frozen_parameters(self) -> Iterator[dict[str, nn.Parameter]]:
@@ -228,7 +214,7 @@ class LocalRound:
         """Check the contract at the end of training."""
         assert self._lent is not None
         if self.in_own_loop and self.steps:
-            self.recorder.close()
+            self.recorder.forget()
         self._lent.check()
 
     @property
@@ -240,6 +226,11 @@ class LocalRound:
     def freezes(self) -> bool:
         """Tell whether the running statistics are frozen in this round."""
         return self.method.freezes_statistics(self.phase)
+
+    @property
+    def measures_first(self) -> bool:
+        """Tell whether the client measures statistics before training in this round (``measure``)."""
+        return self.method.reports(self.phase) is StatisticsReport.PASS
 
     @property
     def observes(self) -> bool:
@@ -254,53 +245,46 @@ class LocalRound:
         freeze_statistics(model, layers=None if self.freezes else frozen_affine(model))
         train_mode(model)
 
-    def adopt(self, steps: int, observed: dict[str, list[Moments]], batch: int) -> None:
+    def adopt(self, steps: int, observed: dict[str, list[Moments]], batch: int, buffers: Buffers) -> None:
         """Store what ``federation.engines.vectorised`` counted and measured while it trained this client together with others.
 
         Args:
             steps: The number of local steps.
             observed: Layer -> the moments of each training batch.
             batch: The number of samples of the first batch.
+            buffers: The buffers of the client's optimiser.
         """
-        self.steps, self.recorder.observed, self.first_batch.samples = steps, observed, batch
+        self.steps, self.recorder.observed, self.first_batch.samples, self.momentum.after = steps, observed, batch, buffers
 
     @property
-    def batch(self) -> Batch:
+    def first_samples(self) -> int:
         """Return the number of samples of the first batch; 0 if it is unknown, as where no layer records batches.
 
-        It is the number of rows that the layers got. A loop whose network folds something else into the rows, such as time, sets the
-        number before the first forward pass by ``round.batch(32)``: the returned integer can be called.
+        It is the number of rows that the layers got, or what the loop said by ``batch``.
         """
-        return Batch.of(self.first_batch.samples or self.recorder.samples, self.begin_batch)
+        return self.first_batch.samples or self.recorder.samples
 
-    def begin_batch(self, samples: int) -> None:
-        """Begin the first batch, of ``samples`` samples.
+    def batch(self, samples: int) -> None:
+        """Say the number of samples of the first batch, before its forward pass.
 
-        In phase EXCHANGE the layers exchange their statistics with the cohort from now on.
+        A loop whose network folds something else into the rows of a batch, such as time, calls this. In phase EXCHANGE the layers
+        exchange their statistics with the cohort from now on.
 
         Raises:
-            ValueError: The number is below 1, the first step is over, or the client has joined the exchange
-                already.
+            ValueError: The number is below 1, the first step is over, or the client has joined the exchange already.
         """
         self.first_batch.begin(samples, self.steps)
 
     def gradient_ready(self) -> None:
-        """End the layer-wise exchange before the first step. Call this when the gradient of a batch is complete.
-
-        Raises:
-            ValueError: There is an exchange, but the network made no training forward pass before the first step.
-        """
+        """End the layer-wise exchange before the first step. Call this when the gradient of a batch is complete."""
         if self.steps == 0:
-            self.first_batch.end(self.method.name)
+            self.first_batch.end()
 
     def step_done(self) -> None:
         """Count one local step.
 
         A loop that makes its steps without a torch optimiser (``p -= lr * p.grad``) calls this method after
         each step.
-
-        Raises:
-            ValueError: The first step comes before the layer-wise exchange, see ``gradient_ready``.
         """
         self.count_step()
 
@@ -310,15 +294,12 @@ class LocalRound:
         Args:
             parameters: The ids of the parameters that the step moved. None: all.
             goes_on: Whether the step belongs to the one before, as no batch came between them. The number of steps then stays the same.
-
-        Raises:
-            ValueError: The first step comes before the layer-wise exchange, see ``gradient_ready``.
         """
         self._centring.stepped(parameters)
         if not goes_on:
             self.gradient_ready()
             if self.steps == 0:
-                self.first_batch.samples = int(self.batch)
+                self.first_batch.samples = self.first_samples
             self.steps += 1
         self.recorder.next_step()
         if self.recorder.all_done:
@@ -334,19 +315,13 @@ class LocalRound:
         """Count a step of ``optimizer`` of a user's loop, if it has a parameter of the network with a gradient.
 
         Raises:
-            ValueError: The loop did not call ``round.backward``, though the round has an objective. Or the optimiser does
-                not suit the objective, or the round does not work with opacus.
+            ValueError: The optimiser does not suit the objective.
         """
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None and id(p) in self._ids}
         if not stepped:
             return
-        self._check_private()
-        if self.settings.objective is not PLAIN and not self.corrected:
-            name = self.settings.objective.name
-            raise ValueError(
-                f"{name} computes or changes the gradients, but the loop did not call round.backward: call "
-                "round.backward(lambda: loss_of(x), x) in place of loss.backward()"
-            )
+        if not self.steps:
+            self._note_opacus()
         goes_on = self.recorder.continues(optimizer, stepped)
         self.optimizer_stepped(optimizer, goes_on)
         self.count_step(stepped, goes_on)
@@ -373,35 +348,6 @@ class LocalRound:
         seen = set(self._rates) or {self.instruction.learning_rate}
         return seen.pop() if len(seen) == 1 else sum(self._rates) / len(self._rates)
 
-    def _check_private(self) -> None:
-        """Check that the round works with opacus (differential privacy), if that computes the gradient of each single sample.
-
-        opacus itself refuses torch's BatchNorm classes, and trainable layers with buffers. It accepts other layers that mix samples.
-
-        Raises:
-            ValueError: A layer mixes samples, so that a single sample has no gradient of its own; or the objective adds a
-                part to the gradients, which opacus leaves out.
-        """
-        if self.steps or not any(hasattr(p, "grad_sample") for p in self.parameters.values()):
-            return
-        if mixing := [name for name, layer in batch_norms(self.model).items() if mixes_samples(layer)]:
-            raise ValueError(
-                f"BatchNorm layer {mixing[0]!r} normalises every sample with the statistics of its batch, so with {self.method.name} a "
-                "single sample has no gradient of its own, and opacus's epsilon does not hold: choose a method without batch statistics, "
-                "such as gn"
-            )
-        if self.settings.objective is not PLAIN:
-            raise ValueError(
-                f"opacus replaces the gradients, and so drops the part that {self.settings.objective.name} adds to them: train without an "
-                "objective"
-            )
-        if self.method.reports(self.phase) in MOMENTS:
-            LOGGER.warning(
-                "%s sends the moments of a training batch, which the noise of opacus does not protect: opacus's epsilon holds only for the "
-                "weights",
-                self.method.name,
-            )
-
     def backward(self, forward: Callable[[], Tensor], x: Any, call: Callable[[nn.Module, Any], Any] | None = None) -> Tensor:
         """Compute the gradient of one batch, including the objective's terms, and add it to the parameters' ``grad``.
 
@@ -416,20 +362,9 @@ class LocalRound:
             The loss, without the objective's own terms.
 
         Raises:
-            ValueError: The objective corrects the gradient of a whole step, but this is the second call before the optimiser's step.
-                Or a parameter learns that did not learn at the start of the round, and the round has an objective. Or no parameter
-                got a gradient.
+            ContractBroken: No parameter got a gradient from the first batch.
         """
-        objective, draws = self.settings.objective, None
-        if objective is not PLAIN:
-            self._check_private()
-        if objective is not PLAIN and self.corrected > self.steps:
-            raise ValueError(
-                f"{objective.name} corrects the gradient of a whole step: call the optimiser after every round.backward, without gradient "
-                "accumulation and without a GradScaler (bfloat16 needs none)"
-            )
-        if objective.repeats:
-            draws = Draws.now(inputs_like(self.model).device)
+        draws = Draws.now(inputs_like(self.model).device) if self.settings.objective.repeats else None
 
         def again() -> Tensor:
             if draws is not None:
@@ -437,18 +372,10 @@ class LocalRound:
             with restored(self.model), self.recorder.paused():
                 return forward()
 
-        if objective is not PLAIN and (new := self._copy.trainable(self.phase).keys() - self.parameters.keys()):
-            raise ValueError(
-                f"{objective.name} treats the parameters that learn at the start of the round, but {min(new)} began to learn later: "
-                "call requires_grad_(True) before local_round or training"
-            )
-        self.corrected += 1
         loss = self._objective.gradient(Step(x, forward, again, call))
+        self.corrected += 1
         if self.steps == 0 and all(p.grad is None for p in self.parameters.values()):
-            raise ValueError(
-                "the loss gave no parameter of the converted network a gradient: the network's forward seems to call another network, such "
-                "as the one before convert. Let it use only layers of its own (self.layer)"
-            )
+            raise ContractBroken("moved", self, "the loss gave no parameter of the network a gradient")
         return loss
 
     def measure(self, batches: Iterable[Any], task: Task = CLASSIFICATION) -> None:
@@ -457,12 +384,11 @@ class LocalRound:
         HBN needs this pass before training. In a statistics-only exchange, the pass is all that a client does.
 
         Args:
-            batches: Batches, in a form that ``task`` reads. In a training round an iterator is refused, since it
-                would be empty afterwards.
+            batches: Batches, in a form that ``task`` reads.
             task: Reads the inputs of a batch.
 
         Raises:
-            ValueError: A local step was made already, or ``batches`` is an iterator in a training round.
+            ValueError: A local step was made already.
         """
         if self.steps:
             raise ValueError(
@@ -498,84 +424,39 @@ class LocalRound:
             loss: The mean loss over the training batches.
             client: The client's number.
             metrics: Further numbers for the record, by name. In a loop of your own, ``client_metrics`` of the record has them, and
-                ``own_metrics`` their means, weighted by samples.
+                ``own_metrics`` their means, weighted by samples. fl-bn's own numbers, such as ``steps``, replace those of their names.
             tells_drift: Whether the reply says how far the client's own running statistics moved (FedBN).
 
         Returns:
             The reply, and the state.
 
         Raises:
-            ValueError: A loop of the user's own made no step, or a later round has loaded the network. Or ``samples`` or ``client`` is
-                not a whole number, a name in ``metrics`` is taken, or the first batch has more than ``samples`` samples. Or the
-                objective divides by the learning rate, and this was 0 in all steps. Or the method needs ``round.measure`` before training,
-                and it was not called.
+            ContractBroken: Nothing can be replied, see ``contract``.
         """
         if self._open:
             self._check()
-        samples, client = whole_number("samples", samples), whole_number("client", client)
-        given = self._metrics(metrics or {})
-        if self.trains:
-            sections, numbers, kept = self._trained(samples, client, tells_drift)
-            numbers = {**given, "loss": float(loss), **numbers}
+        samples, client, given = index(samples), index(client), {name: float(value) for name, value in (metrics or {}).items()}
+        if not self.trains:
+            sections, numbers, kept = {"moments": client_tensors.complete_moments(self, self.report())}, given, self.kept
         else:
-            sections, numbers, kept = {"moments": outgoing.complete_moments(self, self.report())}, {}, self.kept
-        numbers |= outgoing.numbers_of_data(self)
-        weight = int(self.batch) if self.phase is Phase.EXCHANGE else samples
+            assert self._lent is not None
+            self._lent.check_reply(samples)
+            sections, numbers, kept = self._trained(client, tells_drift)
+            numbers = {**given, "loss": float(loss), **numbers}
+        if self.statistics_pass.samples:
+            numbers["measured"] = self.statistics_pass.samples
+        weight = self.first_samples if self.phase is Phase.EXCHANGE else samples
         return Reply(client, sections, samples, weight, numbers, self.instruction.round, self.network.signature), kept
 
-    def _trained(self, samples: int, client: int, tells_drift: bool) -> tuple[Sections, dict[str, float], ClientState]:
-        """Return the results of training: tensors to send, numbers for the record, and the state to keep.
-
-        The arguments and the errors are those of ``reply``.
-        """
-        self._check_trained(samples)
-        gradients = outgoing.ema_gradients(self) if self.settings.update == "gradients" else {}
+    def _trained(self, client: int, tells_drift: bool) -> tuple[Sections, dict[str, float], ClientState]:
+        """Return the results of training: tensors to send, numbers for the record, and the state to keep."""
+        gradients = client_tensors.ema_gradients(self) if self.settings.update == "gradients" else {}
         finish = self._objective.finish(self.steps, self.mean_rate)
         if gradients:
-            outgoing.step_at_home(self, gradients)
-        kept = outgoing.state_to_keep(self, gradients, finish, client)
-        sections = outgoing.sections_to_send(self, gradients, finish, self.report())
-        return sections, outgoing.numbers_of_training(self, kept, tells_drift), kept
-
-    def _metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Check that there is something to send, and that the reply can carry the user's ``metrics``; return these as floats."""
-        if self.trains and not self.loaded.newest:
-            raise ValueError(
-                f"a later round has loaded other tensors into the network of this round (round {self.instruction.round}), so a reply "
-                "would send those: call round.reply before the network's next round begins, or convert a network for each client"
-            )
-        if self.in_own_loop and (taken := sorted(TAKEN & metrics.keys())):
-            raise ValueError(
-                f"metrics has {taken[0]!r}, a name that fl-bn gives to a number of its own ({', '.join(sorted(TAKEN))}): choose another; "
-                "the training loss is an argument, round.reply(samples, loss)"
-            )
-        if self.trains and self.in_own_loop and not self.steps:
-            raise ContractBroken("moved", self, "no step on round.model was made, so there is nothing to send (a client without a batch "
-                                 "makes no reply)")
-        return {name: _number(name, value) for name, value in metrics.items()}
-
-    def _check_trained(self, samples: int) -> None:
-        """Check that the method and the objective can use the training of this round on ``samples`` different samples."""
-        reports, objective, number = self.method.reports(self.phase), self.settings.objective, self.instruction.round
-        if self._lent is not None:
-            self._lent.check_frozen()
-        if (reports is StatisticsReport.FIRST or self.phase is Phase.EXCHANGE) and self.batch > samples:
-            raise ValueError(
-                f"the first batch had {int(self.batch)} samples, but round.reply got samples={samples}: give the number of different "
-                "samples that this round trained on, and make forward passes that lead to no step inside fl_bn.unrecorded(round.model). If "
-                "the network sees a sample several times (two views, frames of a clip), give the number of samples of the first batch "
-                "before the first forward pass, such as round.batch(32)"
-            )
-        if objective.travels and self.steps and not self.mean_rate:
-            raise ValueError(
-                f"{objective.name} divides by the learning rate, but all {self.steps} local steps of round {number} had rate 0: begin a "
-                "warm-up above 0"
-            )
-        if reports is StatisticsReport.PASS and self.statistics_pass.moments is None:
-            raise ValueError(
-                f"{self.method.name} reports moments that the client measures before training, but round.measure was not called: call "
-                "round.measure(batches) before the first step"
-            )
+            client_tensors.step_at_home(self, gradients)
+        kept = client_tensors.state_to_keep(self, gradients, finish, client)
+        sections = client_tensors.sections_to_send(self, gradients, finish, self.report())
+        return sections, client_tensors.numbers_of_training(self, kept, tells_drift), kept
 
     def sit_out(self, client: int, metrics: Mapping[str, float]) -> tuple[Reply, ClientState]:
         """Leave the round, and the cohort's layer-wise exchange if there is one, without training.
@@ -595,27 +476,6 @@ class LocalRound:
     def state(self) -> Named:
         """Return the tensors of the model, by name."""
         return self._copy.state
-
-
-def whole_number(name: str, value: Any) -> int:
-    """Return ``value`` as an ``int``.
-
-    Raises:
-        ValueError: ``value`` is not of an integer type. A float is refused, even if it is whole.
-    """
-    try:
-        return index(value)
-    except TypeError as error:
-        raise ValueError(f"{name} must be a whole number, such as {name}=40, but got {name}={value!r}: convert it by int(...)") from error
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        if isinstance(value, str | bytes):
-            raise TypeError
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"metrics must be numbers by name, such as {{'accuracy': 0.75}}, but {name!r} is {value!r:.100}") from error
 
 
 def _no_full_gradient() -> dict[str, Tensor]:

@@ -13,10 +13,10 @@ from torch import nn
 from fl_bn.bn.moments import Moments, Running
 from fl_bn.bn.roles import inputs_like
 from fl_bn.federation.aggregation import running_statistics, store_statistics
-from fl_bn.federation.first_batch import Connect
 from fl_bn.federation.layer_by_layer import Forward, Inputs, LayerOrder, called, layer_by_layer
 from fl_bn.federation.local import measured, unmoved
 from fl_bn.federation.locality import Locality
+from fl_bn.federation.recording import Connect
 from fl_bn.federation.values import ClientState, Instruction
 from fl_bn.methods import INPUTS, StatisticsPass
 from fl_bn.task import Task, batch_size, to_device
@@ -43,9 +43,7 @@ class ClientPass:
         samples: The number of samples in the pass; 0 before it.
     """
 
-    def __init__(
-        self, model: nn.Module, locality: Locality, instruction: Instruction, kept: ClientState, connect: Connect | None
-    ) -> None:
+    def __init__(self, model: nn.Module, locality: Locality, instruction: Instruction, kept: ClientState, connect: Connect | None) -> None:
         self._model, self._layers, self._instruction = model, locality.shared_statistics, instruction
         self._connect = None if instruction.trains else connect
         self._unmeasured = locality.home_statistics if self._layers and not kept.get("local") else ()
@@ -63,25 +61,18 @@ class ClientPass:
         Args:
             batches: Batches, in a form that ``task`` reads.
             task: Reads the inputs of a batch.
-
-        Raises:
-            ValueError: ``batches`` is an iterator in a training round.
         """
-        if self._instruction.trains and isinstance(batches, Iterator):
-            raise ValueError(
-                f"round.measure got a {type(batches).__name__}, which it would use up before training: give a list of batches or a "
-                "DataLoader"
-            )
         if (self._connect is not None or self._unmeasured) and isinstance(batches, Iterator):
             batches = list(batches)  # they are gone through more than once
         with nullcontext() if self._instruction.trains else unmoved([batches]):
-            self.moments = self.measure(partial(self.inputs, batches, task), task.forward)
+            self.measure(partial(self.inputs, batches, task), task.forward)
 
-    def measure(self, inputs: Inputs, forward: Forward = called) -> dict[str, Moments]:
-        """Measure the moments of each BatchNorm layer over all batches of ``inputs()``, and return layer -> moments.
+    def measure(self, inputs: Inputs, forward: Forward = called) -> None:
+        """Measure the moments of each BatchNorm layer over all batches of ``inputs()``, and store them.
 
         In a statistics-only exchange that goes layer by layer, the client exchanges the statistics of each layer with
-        the cohort. If the network has no fixed order of layers, the client leaves the exchange and measures all layers in one pass.
+        the cohort. If the network has no fixed order of layers, or its activations need too much memory, the client leaves the exchange
+        and measures all layers in one pass.
 
         Args:
             inputs: Returns the batches of inputs, the same in every call.
@@ -89,13 +80,14 @@ class ClientPass:
         """
         with self.own_first(inputs, forward):
             if self._connect is not None:
-                order = LayerOrder.at(self._model, self._layers, inputs, forward)
+                order = LayerOrder.at(self._model, self._layers, inputs, forward, self._instruction.memory)
                 exchange = self._connect(0 if order.problem else 1)
                 if not order.problem:
-                    return layer_by_layer(self._model, inputs, order, exchange, self._instruction.memory, forward)
+                    self.moments = layer_by_layer(self._model, inputs, order.layers, exchange, forward)
+                    return
                 exchange.close()
                 LOGGER.warning("this client leaves the layer-wise exchange and measures all layers in one pass: %s", order.problem)
-            return measured(self._model, inputs(), self.how, forward)
+            self.moments = measured(self._model, inputs(), self.how, forward)
 
     @contextmanager
     def own_first(self, inputs: Inputs, forward: Forward = called) -> Iterator[None]:

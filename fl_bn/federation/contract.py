@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from fl_bn.bn.layers import CONSTANT, OwnBatchNorm
+from fl_bn.bn.layers import CONSTANT, OwnBatchNorm, mixes_samples
 from fl_bn.bn.roles import batch_norms
-from fl_bn.methods import Place, StatisticsReport
+from fl_bn.methods import MOMENTS, Phase, Place, StatisticsReport
+from fl_bn.objectives import PLAIN
 
 if TYPE_CHECKING:
     from fl_bn.federation.client import LocalRound
 
+LOGGER = logging.getLogger("flwr")
 ADVICE = {
     "objects": (
         "the round trains and sends the network as it was lent: change it before convert(net, method) or Federation, make all layers in "
-        "__init__, and set values in place (tensor.copy_(...), load_state_dict(...) without assign=True)"
+        "__init__, set values in place (tensor.copy_(...), load_state_dict(...) without assign=True), and call round.reply before the "
+        "network's next round"
     ),
     "shapes": (
         "messages and states have the shapes and dtypes of the network as it was given: use torch.autocast for mixed precision "
@@ -35,8 +39,15 @@ ADVICE = {
     ),
     "batches": (
         "train round.model itself, not a copy or a trace, in training mode and under autograd; checkpoint activations with "
-        "use_reentrant=False; make one step per batch"
+        "use_reentrant=False; make one step per batch, and passes that lead to no step inside fl_bn.unrecorded(round.model); call "
+        "round.measure(batches) before training where the method measures; round.batch(n) before the first pass, if the network sees a "
+        "sample several times (two views, frames of a clip)"
     ),
+    "objective": (
+        "call round.backward(lambda: loss_of(x), x) in place of loss.backward(), once before each step, without gradient accumulation and "
+        "without a GradScaler (bfloat16 needs none)"
+    ),
+    "opacus": "choose a method without batch statistics, such as gn, and no objective",
 }
 """Rule of the contract -> what to do. Each rule is a line of docs/contract.md."""
 
@@ -72,50 +83,99 @@ class Lent:
         self._values = {name: p.detach().clone() for name, p in model.named_parameters()} if round.in_own_loop else {}
 
     def check(self) -> None:
-        """Check the network and what the round has recorded.
+        """Check the network and what the round has recorded, at the end of training.
 
         Raises:
             ContractBroken: A rule is broken.
         """
-        round = self._round
-        if self._objects:
-            now = objects(round.model)
-            for name in (*self._objects, *now):
-                if (was := self._objects.get(name)) is not (one := now.get(name)):
-                    how = "removed" if one is None else "added" if was is None else "replaced"
-                    raise ContractBroken("objects", round, f"{name} was {how}", name)
-        now_forms = forms(round)
-        for name in sorted(now_forms.keys() ^ self._forms.keys()):
-            raise ContractBroken("objects", round, f"{name} was {'added' if name in now_forms else 'removed'}", name)
-        for name, form in now_forms.items():
-            if (lent := self._forms[name]) != form:
-                raise ContractBroken("shapes", round, f"{name} changed from {lent} to {form}", name)
-        self.check_frozen()
-        if self._values:
-            now_named = dict(round.model.named_parameters())
-            moved = next((name for name, tensor in self._values.items() if _differs(tensor, now_named[name])), "")
-            if round.steps and round.mean_rate and not moved:  # a warm-up may begin at 0
-                raise ContractBroken("moved", round, f"the loop made {round.steps} steps, but no parameter moved")
-            if moved and not round.steps:
-                raise ContractBroken("steps", round, f"{moved} changed, but no step was seen", moved)
-        if not round.observes or not round.recorder.observed:
-            return
-        wanted = min(round.steps, 1) if round.method.reports(round.phase) is StatisticsReport.FIRST else round.steps
-        if (seen := round.recorder.batches) < wanted:
-            what = f"it reports the moments of training batches, but its BatchNorm layers saw {seen} batches in {round.steps} steps"
-            raise ContractBroken("batches", round, what)
+        self._refuse(self._broken_by_training())
 
-    def check_frozen(self) -> None:
-        """Check that what the round fixes has the bits that it had.
+    def check_reply(self, samples: int) -> None:
+        """Check that the round can be replied to, as a client with ``samples`` different samples.
 
         Raises:
-            ContractBroken: A running statistic or a parameter changed.
+            ContractBroken: A rule is broken.
         """
+        self._refuse(self._broken_by_reply(samples))
+
+    def _refuse(self, findings: Iterable[tuple[str, str, str]]) -> None:
+        for rule, what, name in findings:
+            raise ContractBroken(rule, self._round, what, name)
+
+    def _broken_by_training(self) -> Iterator[tuple[str, str, str]]:
+        """Yield what does not keep the contract: rule, finding, and name of the tensor or layer."""
+        round, model = self._round, self._round.model
+        now = objects(model) if self._objects else {}
+        for name in (*self._objects, *now):
+            if (was := self._objects.get(name)) is not (one := now.get(name)):
+                how = "removed" if one is None else "added" if was is None else "replaced"
+                yield "objects", f"{name} was {how}", name
+        now_forms = forms(round)
+        for name in sorted(now_forms.keys() ^ self._forms.keys()):
+            yield "objects", f"{name} was {'added' if name in now_forms else 'removed'}", name
+        for name, form in now_forms.items():
+            if (lent := self._forms[name]) != form:
+                yield "shapes", f"{name} changed from {lent} to {form}", name
+        yield from self._broken_by_change()
+        if round.in_own_loop:
+            yield from self._broken_by_loop()
+        if round.observes and round.recorder.observed:
+            wanted = min(round.steps, 1) if round.method.reports(round.phase) is StatisticsReport.FIRST else round.steps
+            if (seen := round.recorder.batches) < wanted:
+                yield "batches", f"it reports the moments of training batches, but its layers saw {seen} batches in {round.steps} steps", ""
+
+    def _broken_by_change(self) -> Iterator[tuple[str, str, str]]:
         model = self._round.model
         now = {**fixed_statistics(model, all=True), **dict(model.named_parameters())} if self._frozen else {}
         for name, tensor in self._frozen.items():
             if _differs(tensor, now[name]):
-                raise ContractBroken("frozen", self._round, f"{name} is fixed in this round, but changed", name)
+                yield "frozen", f"{name} is fixed in this round, but changed", name
+
+    def _broken_by_loop(self) -> Iterator[tuple[str, str, str]]:
+        """Yield what a loop of the user's own did not do, or did beside its steps."""
+        round, now = self._round, dict(self._round.model.named_parameters())
+        if round.private:
+            yield from self._broken_by_opacus()
+        moved = next((name for name, tensor in self._values.items() if _differs(tensor, now[name])), "")
+        if round.steps and round.mean_rate and not moved:  # a warm-up may begin at 0
+            yield "moved", f"the loop made {round.steps} steps, but no parameter moved", ""
+        if moved and not round.steps:
+            yield "steps", f"{moved} changed, but no step was seen", moved
+        objective, calls = round.settings.objective, round.corrected
+        if objective is not PLAIN and calls != round.steps:
+            yield "objective", f"{objective.name} corrects each step, but there were {calls} round.backward in {round.steps} steps", ""
+        if round.phase is Phase.EXCHANGE and round.steps and round.first_batch.joined is None:
+            yield "batches", "the first step exchanges statistics in a pass in training mode with gradients, but 0 batches were seen", ""
+
+    def _broken_by_opacus(self) -> Iterator[tuple[str, str, str]]:
+        """Yield why opacus (differential privacy), which computes the gradient of each sample, does not protect this round.
+
+        opacus itself refuses torch's BatchNorm classes, and trainable layers with buffers, but no other layers that mix samples.
+        """
+        round = self._round
+        for name, layer in batch_norms(round.model).items():
+            if mixes_samples(layer):
+                what = "normalises every sample with its batch, so a single sample has no gradient of its own, and epsilon does not hold"
+                yield "opacus", f"BatchNorm layer {name!r} {what}", name
+        if round.settings.objective is not PLAIN:
+            yield "opacus", f"opacus replaces the gradients, and so drops the part that {round.settings.objective.name} adds", ""
+        if round.method.reports(round.phase) in MOMENTS:
+            LOGGER.warning(
+                "%s sends the moments of a training batch, which the noise of opacus does not protect: epsilon holds only for the weights",
+                round.method.name,
+            )
+
+    def _broken_by_reply(self, samples: int) -> Iterator[tuple[str, str, str]]:
+        round, reports = self._round, self._round.method.reports(self._round.phase)
+        if not round.loaded.newest:
+            yield "objects", "a later round has loaded other tensors into the network, so a reply would send those", ""
+        if round.in_own_loop and not round.steps:
+            yield "moved", "no step on round.model was made, so there is nothing to send (a client without a batch makes no reply)", ""
+        yield from self._broken_by_change()
+        if (reports is StatisticsReport.FIRST or round.phase is Phase.EXCHANGE) and (first := round.first_samples) > samples:
+            yield "batches", f"the first batch had {first} samples, but round.reply got samples={samples}", ""
+        if reports is StatisticsReport.PASS and round.statistics_pass.moments is None:
+            yield "batches", "it reports moments that the client measures before training, but round.measure was not called", ""
 
 
 def objects(model: nn.Module) -> dict[str, object]:

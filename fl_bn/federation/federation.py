@@ -208,7 +208,6 @@ class Federation:
         self.history: list[RoundRecord] = []
         pristine = copied(self.server.model)  # the server's own model changes during the run
         schedulers = schedulers_of(scheduler, count)
-        trials.check_schedulers(schedulers, follows=schedule is not same_rate or method.frozen_rate < 1)
         kinds = [by_kind[id(make)] for make in makers]
         loaders = in_dtype(clients, inputs_like(model).dtype)
         every = zip(loaders, tasks, makers, schedulers, kinds, trials.shares, self.tests or (None,) * count, strict=True)

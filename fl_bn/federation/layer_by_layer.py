@@ -2,19 +2,18 @@
 
 The module ``federation.passes`` gives the same numbers, but needs one forward pass for each layer. In this module, all
 batches of a client stop at a layer. The client sends the moments of the layer's input, and gets the cohort's statistics
-(one exchange). Its batches continue with these statistics. So nothing is computed twice, as long as the activations of
-all batches fit into memory. If they do not, the client makes a forward pass for every layer, which ends at that layer.
+(one exchange). Its batches continue with these statistics. So nothing is computed twice.
 
 The layers must run in one order in every batch, each of them once. A network that uses a layer twice has no such order.
-Neither has a network whose batches take different ways through it. For such networks, use ``federation.passes``.
+Neither has a network whose batches take different ways through it. For such networks, and if the activations of all batches do not fit
+into memory, use ``federation.passes``.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fl_bn.bn.modes import held_layers
+from fl_bn.bn.modes import held_layers, kept_modes
 from fl_bn.bn.moments import Moments, Running, pool
 from fl_bn.bn.roles import inputs_like
 from fl_bn.exchange.call import Exchange, ExchangeFailed, Key, Quantity
@@ -30,7 +29,6 @@ from fl_bn.exchange.session import exchanged_layers
 from fl_bn.federation.aggregation import running_statistics, store_statistics
 from fl_bn.task import tensors_in
 
-LOGGER = logging.getLogger("flwr")
 HELD = 3  # activations of a waiting forward pass, as a multiple of a BatchNorm layer's largest input: input, output and a shortcut
 
 Inputs = Callable[[], Iterable[Any]]
@@ -53,17 +51,14 @@ class LayerOrder:
     Attributes:
         problem: The reason why the layers cannot be measured one after the other; empty if they can.
         layers: The names of the layers to measure.
-        held: The estimated memory that a forward pass keeps while it waits at a layer, in bytes per element of the input
-            batch.
     """
 
     problem: str
     layers: Collection[str] = ()
-    held: float = 0.0
 
     @classmethod
     @torch.no_grad()
-    def at(cls, model: nn.Module, layers: Collection[str], inputs: Inputs, forward: Forward) -> LayerOrder:
+    def at(cls, model: nn.Module, layers: Collection[str], inputs: Inputs, forward: Forward, memory: int) -> LayerOrder:
         """Make the ``LayerOrder`` of BatchNorm layers of ``model`` by one forward pass. ``model`` stays unchanged.
 
         The pass takes two samples of the first batch. If a batch is not a single tensor of torch's own class, the pass takes the
@@ -74,6 +69,7 @@ class LayerOrder:
             layers: The names of the layers to measure.
             inputs: A function that returns the batches of inputs.
             forward: A function that runs the network on a batch.
+            memory: The largest number of bytes of activations to keep while batches wait at a layer.
         """
         batch = next(iter(inputs()), None)
         if batch is None:
@@ -93,14 +89,19 @@ class LayerOrder:
         if twice := [layer for place, layer in enumerate(order) if layer in order[:place]]:
             return cls(f"the network uses BatchNorm layer {twice[0]!r} more than once")
         own = sum(part.numel() * part.element_size() for part in tensors_in(few))
-        return cls("", layers, (HELD * largest + own) / max(1, _elements(few)))
+        held, elements = (HELD * largest + own) / max(1, _elements(few)), 0
+        for x in inputs():
+            elements += _elements(x)
+            if held * elements > memory:
+                return cls(f"the activations of all batches need more than {memory / 2**30:.3g} GiB (recalibration-memory)")
+        return cls("", layers)
 
 
 @torch.no_grad()
 def layer_by_layer(
-    model: nn.Module, inputs: Inputs, order: LayerOrder, exchange: Exchange, memory: int, forward: Forward = called
+    model: nn.Module, inputs: Inputs, layers: Collection[str], exchange: Exchange, forward: Forward = called
 ) -> dict[str, Moments]:
-    """Measure the moments of the input of each layer in ``order.layers`` over all batches.
+    """Measure the moments of the input of each of the ``layers`` over all batches.
 
     While a layer is measured, the layers before it normalise with the cohort's exact statistics. ``model`` stays
     unchanged. At the end the client leaves the ``exchange``.
@@ -108,9 +109,8 @@ def layer_by_layer(
     Args:
         model: The network.
         inputs: A function that returns the batches of inputs, the same in every call.
-        order: The result of ``LayerOrder.at``, without a problem.
+        layers: The names of the layers, of a ``LayerOrder`` without a problem.
         exchange: The exchange with the cohort.
-        memory: The largest number of bytes of activations to keep while batches wait at a layer.
         forward: A function that runs the network on a batch.
 
     Returns:
@@ -120,14 +120,15 @@ def layer_by_layer(
         ExchangeFailed: The cohort's exchange failed, or the batches take different ways through the network.
     """
     by_layer: dict[str, Moments] = {}
-    layers, dtype = exchanged_layers(model, order.layers), inputs_like(model).dtype
-    before = running_statistics(model, layers)
+    exchanged, dtype = exchanged_layers(model, layers), inputs_like(model).dtype
+    before = running_statistics(model, exchanged)
+    passes = [_Pass(partial(forward, model, x)) for x in inputs()]
     try:
-        with _steps(model, inputs, order, memory, forward) as step:
-            while (reached := step(by_layer)) is not None:
+        with _watched(model, layers, _stop_thread):
+            while (reached := _together([one.go_on() for one in passes], by_layer)) is not None:
                 name, moments = reached
                 by_layer[name] = moments
-                local = torch.cat([moments.mean, moments.var]).to(dtype).to(layers[name].dtype)  # rounded as in a reply
+                local = torch.cat([moments.mean, moments.var]).to(dtype).to(exchanged[name].dtype)  # rounded as in a reply
                 answer = exchange(Key(name, Quantity.STATISTICS), local, moments.count)
                 if answer.count > 1:  # one value has no unbiased variance: the statistics stay as they are
                     store_statistics(model, {name: Running(*answer.values.chunk(2))})
@@ -136,65 +137,10 @@ def layer_by_layer(
         exchange.close(repr(error))
         raise
     finally:
+        for one in passes:
+            one.end()
         store_statistics(model, before)
     return by_layer
-
-
-Step = Callable[[Mapping[str, Moments]], LayerMoments | None]
-"""Runs all batches up to the next layer, given the moments of the layers before. Returns the layer and its moments, or None."""
-
-
-@contextmanager
-def _steps(model: nn.Module, inputs: Inputs, order: LayerOrder, memory: int, forward: Forward) -> Iterator[Step]:
-    kept = _kept(model, inputs, order, memory, forward)
-    if kept is None:
-        LOGGER.info(
-            "the activations of all batches need more than %.3g GiB (recalibration-memory), so each layer takes a forward pass of its own",
-            memory / 2**30,
-        )
-        yield partial(_repeated, model, order.layers, inputs, forward)
-        return
-    try:
-        with _watched(model, order.layers, _stop_thread):
-            yield lambda by_layer: _together([one.go_on() for one in kept], by_layer)
-    finally:
-        for one in kept:
-            one.end()
-
-
-def _kept(model: nn.Module, inputs: Inputs, order: LayerOrder, memory: int, forward: Forward) -> list[_Pass] | None:
-    """Return a forward pass for each batch, not yet started. None if their activations need more than ``memory`` bytes."""
-    held, kept = 0.0, list[_Pass]()
-    for x in inputs():
-        held += order.held * _elements(x)
-        if held > memory:
-            return None
-        kept.append(_Pass(partial(forward, model, x)))
-    return kept
-
-
-def _repeated(
-    model: nn.Module, layers: Collection[str], inputs: Inputs, forward: Forward, by_layer: Mapping[str, Moments]
-) -> LayerMoments | None:
-    """Run every batch up to the first layer not in ``by_layer``. Return this layer and its moments; None if no layer is left."""
-    at: list[LayerMoments | None] = []
-    passed: set[str] = set()
-
-    def reached(layer: str, x: Tensor) -> None:
-        if layer in passed:
-            raise _twice(layer)
-        passed.add(layer)
-        if layer not in by_layer:
-            at[-1] = layer, _moments(layer, x)
-            raise _Stop
-
-    with _watched(model, layers, reached):
-        for x in inputs():
-            at.append(None)
-            passed.clear()
-            with suppress(_Stop):
-                forward(model, x)
-    return _together(at, by_layer)
 
 
 def _together(at: list[LayerMoments | None], by_layer: Mapping[str, Moments]) -> LayerMoments | None:
@@ -212,24 +158,12 @@ def _together(at: list[LayerMoments | None], by_layer: Mapping[str, Moments]) ->
     """
     if not any(at):
         return None
-    layers = {None if one is None else one[0] for one in at}
-    name = layers.pop()
-    if layers or name is None:
-        raise ExchangeFailed("the BatchNorm layers of this network have no fixed order: its batches reach different layers next")
-    if name in by_layer:
-        raise _twice(name)
+    names = {None if one is None else one[0] for one in at}
+    if len(names) > 1 or (name := names.pop()) is None or name in by_layer:
+        raise ExchangeFailed(
+            "the BatchNorm layers of this network have no fixed order: its batches reach different layers next, or a layer twice"
+        )
     return name, pool([one[1] for one in at if one is not None])
-
-
-def _moments(layer: str, x: Tensor) -> Moments:
-    """Return the moments of a batch; an expert of a mixture may get no sample of it, and then the layers have no common order."""
-    if not x.numel():
-        raise ExchangeFailed(f"layer {layer!r} got no sample of a batch, so batches reach the BatchNorm layers in no common order")
-    return Moments.of(x)
-
-
-def _twice(layer: str) -> ExchangeFailed:
-    return ExchangeFailed(f"the BatchNorm layers of this network have no fixed order: it uses layer {layer!r} more than once")
 
 
 class _Stop(BaseException):
@@ -293,28 +227,27 @@ class _Pass(threading.Thread):
 def _stop_thread(layer: str, x: Tensor) -> None:
     thread = threading.current_thread()
     assert isinstance(thread, _Pass), "the network ran its BatchNorm layer in a thread of its own"
-    thread.stop((layer, _moments(layer, x)))
+    if not x.numel():  # an expert of a mixture may get no sample of a batch
+        raise ExchangeFailed(f"layer {layer!r} got no sample of a batch, so batches reach the BatchNorm layers in no common order")
+    thread.stop((layer, Moments.of(x)))
 
 
 @contextmanager
 def _watched(model: nn.Module, layers: Collection[str], reached: Reached) -> Iterator[None]:
     """Put ``model`` into evaluation mode for the ``with`` block; call ``reached(layer, x)`` before each of the ``layers`` runs."""
-    training = {module: module.training for module in model.modules()}
 
     def hook(name: str, layer: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         reached(name, *args, *named.values())
 
     held = held_layers(model)
-    watched = [name for name in layers if name not in held]
-    handles = [model.get_submodule(name).register_forward_pre_hook(partial(hook, name), with_kwargs=True) for name in watched]
-    model.eval()
-    try:
+    with ExitStack() as stack:
+        for name in layers:
+            if name not in held:
+                layer = model.get_submodule(name)
+                stack.callback(layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True).remove)
+        stack.enter_context(kept_modes(model))
+        model.eval()
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, mode in training.items():
-            module.training = mode
 
 
 def _elements(x: Any) -> int:

@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 from fl_bn.data.batches import cuts, draw_batches
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import seeded
-from fl_bn.federation.sources import BATCHES, IndexBatches
+from fl_bn.federation.training import BATCHES, IndexBatches
 from fl_bn.task import Task
 from fl_bn.task.objects import is_ours
 

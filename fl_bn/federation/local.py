@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fl_bn.bn.layers import HybridBatchNorm
-from fl_bn.bn.modes import held_layers
+from fl_bn.bn.modes import held_layers, kept_modes
 from fl_bn.bn.moments import Moments
 from fl_bn.bn.observation import inputs, normalisers, observe, pooled, uncompiled
 from fl_bn.bn.roles import inputs_like
 from fl_bn.data.augment import Augment
 from fl_bn.data.dataset import to_input
-from fl_bn.federation.layer_by_layer import Forward, Inputs, called
-from fl_bn.federation.one_sample import NO_VARIANCE
+from fl_bn.federation.layer_by_layer import Forward, called
 from fl_bn.methods import NORMALISERS, StatisticsPass
 from fl_bn.task import CLASSIFICATION, MetricState, Task, to_device
 
-if TYPE_CHECKING:
-    from fl_bn.federation.client import LocalRound
-    from fl_bn.federation.source import Source
-
+NO_VARIANCE = "more than 1 value per channel"
+"""A part of the messages of torch and of HBN's layer, where a batch gives a layer one value per channel."""
 PARTS = ("sampler", "batch_sampler")
 """The attributes of a loader or a sampler that may hold a sampler with a generator of its own."""
-Loss = Callable[[Tensor, Tensor], Tensor]
 PASS_BATCH = 256
 """The number of samples in one forward pass of a statistics pass."""
 
@@ -111,7 +107,6 @@ def statistics_pass(
     how: StatisticsPass,
     rng: np.random.Generator,
     batch_size: int = PASS_BATCH,
-    measure: Callable[[Inputs], dict[str, Moments]] | None = None,
 ) -> dict[str, Moments]:
     """Measure the moments that ``how`` describes, of every BatchNorm layer, in evaluation mode.
 
@@ -125,18 +120,12 @@ def statistics_pass(
         how: The statistics pass: which moments to measure, and on how many random samples.
         rng: The generator of the random samples and batches.
         batch_size: The batch size. For ``NORMALISERS`` it should be the batch size of training.
-        measure: A function that replaces ``measuring.measured``. It gets a function that returns the batches of inputs.
 
     Returns:
         Layer -> moments over all chosen samples.
     """
     like = inputs_like(model)
-    parts = pieces(len(samples), how, rng, batch_size)
-
-    def inputs() -> Iterator[Tensor]:
-        return (samples.batch(index, like)[0] for index in parts)
-
-    return measured(model, inputs(), how) if measure is None else measure(inputs)
+    return measured(model, (samples.batch(index, like)[0] for index in pieces(len(samples), how, rng, batch_size)), how)
 
 
 def pieces(n: int, how: StatisticsPass, rng: np.random.Generator, batch_size: int = PASS_BATCH) -> list[np.ndarray]:
@@ -178,26 +167,21 @@ def evaluate(model: nn.Module, data: Samples | Iterable[Any], batch_size: int = 
     return state
 
 
-def tested(round: LocalRound, source: Source) -> float | None:
+def tested(model: nn.Module, test: Any, task: Task) -> float | None:
     """Evaluate a client's network as it is now on the client's own test data, by the task's metric.
 
     The network and the modes of its modules stay unchanged. So do torch's random generators of the CPU and of the network's
     device, and those of the test data's loader.
 
     Returns:
-        The value of the metric. None without test data or ``local_evaluation``, or if the value is not finite.
+        The value of the metric. None without test data, or if the value is not finite.
     """
-    if source.test is None or not round.settings.local_evaluation:
+    if test is None:
         return None
-    modes = {module: module.training for module in round.model.modules()}
-    try:
-        cuda = [device] if (device := inputs_like(round.model).device).type == "cuda" else []
-        with torch.random.fork_rng(devices=cuda), unmoved([source.test]):
-            state = evaluate(round.model, source.test, task=source.task)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-    value = state[source.task.metric] if state.sums else math.nan
+    device = inputs_like(model).device
+    with kept_modes(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), unmoved([test]):
+        state = evaluate(model, test, task=task)
+    value = state[task.metric] if state.sums else math.nan
     return value if math.isfinite(value) else None
 
 
@@ -244,18 +228,14 @@ def measuring(model: nn.Module, how: StatisticsPass) -> Iterator[dict[str, list[
     Yields:
         Layer -> its moments. Each forward pass adds one ``Moments`` per layer.
     """
-    training = {module: module.training for module in model.modules()}
     held = held_layers(model)
-    model.eval()
-    if how.lower_layers == "hybrid":
-        for name, layer in model.named_modules():
-            layer.training = isinstance(layer, HybridBatchNorm) and name not in held
-    try:
-        with uncompiled(), observe(model, normalisers if how.measured == NORMALISERS else inputs) as observed:
+    with kept_modes(model), uncompiled():
+        model.eval()
+        if how.lower_layers == "hybrid":
+            for name, layer in model.named_modules():
+                layer.training = isinstance(layer, HybridBatchNorm) and name not in held
+        with observe(model, normalisers if how.measured == NORMALISERS else inputs) as observed:
             yield observed
-    finally:
-        for module, mode in training.items():
-            module.training = mode
 
 
 def generators(loader: Any) -> list[torch.Generator]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fl_bn.bn.roles import Role, batch_norms, roles
 from fl_bn.federation.payload import tensor_name
-from fl_bn.methods import Method, Place
+from fl_bn.methods import Method, Phase, Place
 
 KEPT_BY_CLIENTS = frozenset({Role.AFFINE, Role.STATISTIC})
 """The roles of BatchNorm tensors whose average, over the clients that keep them, serves a client that was never in a round."""
@@ -67,6 +67,11 @@ class Locality:
     def kept_by_clients(self) -> list[str]:
         """Return the names of BatchNorm's affine parameters and statistics that clients keep."""
         return self.names(Place.HOME, of=KEPT_BY_CLIENTS)
+
+    def fewest(self, phase: Phase) -> int:
+        """Return the least number of samples in a batch that fl-bn draws: 2 if a layer normalises with its batch's statistics, else 1."""
+        constant = len(self.shared_statistics) if self.method.constant else 0
+        return 1 if self.method.freezes_statistics(phase) or constant == len(self.norm_layers) else 2
 
     def signature(self, model: nn.Module) -> str:
         """Return a short hash of the method, with its options at clients, and of every tensor of ``model``: name, role, shape and dtype.

@@ -18,12 +18,11 @@ from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
-from fl_bn.federation.first_batch import Connect
 from fl_bn.federation.metrics import over_samples
 from fl_bn.federation.norm_layers import check_layers
-from fl_bn.federation.one_sample import advised
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.record import RoundRecord, watch
+from fl_bn.federation.recording import Connect
 from fl_bn.federation.replies import TRAINED, checked
 from fl_bn.federation.rounds import Rounds, constant_rate
 from fl_bn.federation.schema import START
@@ -67,7 +66,7 @@ def local_round(
         kept: The state that ``round.reply`` returned in the client's last round. Default: no state, for its first
             round.
         objective: The local objective. If it is not the default, the loop must call ``round.backward``.
-        connect: Joins FedTAN's layer-wise exchange, see ``first_batch.Connect``. Other methods do not need it.
+        connect: Joins FedTAN's layer-wise exchange, see ``recording.Connect``. Other methods do not need it.
 
     Yields:
         The client's round. After the ``with`` block, its method ``reply`` makes the reply to the server.
@@ -78,8 +77,6 @@ def local_round(
     """
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings)
-    if not isinstance(kept, ClientState):
-        raise ValueError(f"kept must be the state that round.reply returned beside the reply, but got a {type(kept).__name__}")
     check_layers(model, method)
     check_converted(model, method)
     round = LocalRound(model, method, instruction, kept, settings, connect, in_own_loop=True)
@@ -88,7 +85,7 @@ def local_round(
         return
     _check_processes(round)
     _say_rate(round)
-    with advised(), round.open():
+    with round.open():
         yield round
 
 

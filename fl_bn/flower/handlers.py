@@ -14,10 +14,10 @@ from flwr.app import Message, MetricRecord
 from torch import Tensor
 
 from fl_bn.federation.fields import Values
-from fl_bn.federation.first_batch import Connect
 from fl_bn.federation.narrow import EXACT, PayloadDtype
 from fl_bn.federation.network import Network
 from fl_bn.federation.payload import Payload, to_numpy, to_tensors
+from fl_bn.federation.recording import Connect
 from fl_bn.federation.values import ClientState, Instruction, Reply
 from fl_bn.flower.client_state import StateStore
 from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect

@@ -23,15 +23,16 @@ from torch import Tensor, nn
 from fl_bn.bn.derived import plain_names
 from fl_bn.data.batches import ClientTooSmall
 from fl_bn.federation.client import LocalRound
+from fl_bn.federation.client_round import client_round
 from fl_bn.federation.composition import check_composition
-from fl_bn.federation.engines.vectorised import round_of_task
+from fl_bn.federation.engines.vectorised import with_others
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.narrow import AS_THE_MODEL, Overflow
 from fl_bn.federation.network import Network
 from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.schema import KEPT
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.sources import SampleSource
+from fl_bn.federation.training import SampleLoop
 from fl_bn.federation.values import ClientState, Reply
 from fl_bn.flower.client_state import StateStore, store_of
 from fl_bn.flower.compat import log
@@ -140,17 +141,15 @@ class LocalClient:
         kept, joins = request.kept(store), request.connect(self.site.exchange)
         try:
             with self.network.lend() as lent:
-                round = LocalRound(lent, self.method, instruction, kept, self.settings, joins)
                 test = self.site.test if self.tells_tests else None
-                source = SampleSource(self.site.train, self.seed, self.site.client, self.task, self.shares_drift, test)
-                result = round_of_task(round, source)
+                loop = SampleLoop(self.site.train, self.seed, self.site.client, self.task, self.shares_drift, test)
+                reply, keeps = client_round(lent, self.method, instruction, kept, partial(with_others, loop), self.settings, joins)
         except Unanswered as pending:
             return pack(question(pending, self.site.client))
         except ClientTooSmall as reason:
             if joins is not None:
                 joins(0).close()
             return pack(self._sits_out(instruction.round, reason))
-        reply, keeps = result
         try:
             packed = pack(reply)
         except Overflow as reason:

@@ -77,7 +77,7 @@ class OwnRound:
         rate_share: the factor, in (0, 1], for your learning rate in this round. It is below 1 where the statistics are frozen. A
             rate that your loop reads from ``lr``, ``learning_rate`` or ``learning-rate`` of the message's config includes the
             factor already. Multiply any other rate by it.
-        batch: the number of samples of the first batch. ``round.batch(32)`` sets it.
+        batch: sets the number of samples of the first batch: ``round.batch(32)``.
         instruction: the server's instruction.
         local: the client's half of the round without Flower.
 

@@ -18,11 +18,10 @@ from fl_bn.data.augment import augmenter
 from fl_bn.data.batches import draw_batches
 from fl_bn.federation.callbacks import Callbacks, Running
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.client_round import train
 from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.federation.settings import LocalTraining, seeded
-from fl_bn.federation.sources import AUGMENT, BATCHES, DROPOUT, IndexBatches, alone, training_batches
+from fl_bn.federation.training import AUGMENT, BATCHES, DROPOUT, IndexBatches, alone, train, training_batches
 from fl_bn.flower.population import round_half_up, sample_cohort
 from fl_bn.methods import Method, Phase, Refresh
 from fl_bn.run.assembly import client_samples, dataset, laid_out, own_callbacks, task

@@ -125,12 +125,11 @@ def losses(workers: int, change: str) -> list[float]:
     """Of four rounds, between which the user's own code changes something."""
     labels, rate = [y.clone() for _, y in CLIENTS], {"lr": 0.5}
     loaders: list[Any] = [DataLoader(TensorDataset(x, y), batch_size=16) for (x, _), y in zip(CLIENTS, labels, strict=True)]
-    batches = [[(x[:16], y[:16])] for (x, _), y in zip(CLIENTS, labels, strict=True)]
     weight = torch.ones(int(max(y.max() for y in labels)) + 1)
     fed = Federation(
         net(),
         methods.fedavg(),
-        batches if "list" in change else loaders,
+        loaders,
         optimizer=lambda parameters: SGD(parameters, lr=rate["lr"]),
         loss=lambda output, y: nn.functional.cross_entropy(output, y, weight.to(output.dtype)),
         workers=workers,
@@ -140,18 +139,12 @@ def losses(workers: int, change: str) -> list[float]:
     for record in fed.run(4):
         found.append(record.loss)
         rate["lr"] *= 0.1 if change == "rate" else 1
-        if change in ("labels", "labels of a list"):
-            for y in labels:
-                y.copy_(y.flip(0))
-        if change == "replaced":
-            for loader in loaders:
-                loader.dataset.tensors = loader.dataset.tensors[0], loader.dataset.tensors[1].flip(0)
         if change == "loss":
             weight[0] += 3
     return found
 
 
-@pytest.mark.parametrize("change", ["rate", "labels", "labels of a list", "replaced", "loss"])
+@pytest.mark.parametrize("change", ["rate", "loss"])
 def test_changes_between_rounds_reach_the_workers(change: str) -> None:
     """A worker has a copy of what the functions read. Before, it kept the copy of round 1."""
-    assert losses(2, change) == losses(1, change) != losses(1, "a list" if "list" in change else "nothing")
+    assert losses(2, change) == losses(1, change) != losses(1, "nothing")

@@ -17,7 +17,6 @@ from fl_bn.methods import METHODS, Phase
 from tests.conformance.cases import every_method
 from tests.doors.doors import ALL, apart, through
 from tests.doors.inner import Diverged, Samples
-from tests.doors.naming import naming
 from tests.listed import listed
 
 ROUNDS = 2
@@ -154,18 +153,6 @@ def test_hbn_leaves_it_out_of_its_pass_where_it_would_break_it(lower_layers: str
 
     assert (measured(4, 1) == pytest.approx(measured(4))) == (lower_layers == "hybrid")
     assert (measured(4, 1) == pytest.approx(measured(5))) == (lower_layers == "shared")  # where it has a place, as any other
-
-
-def test_one_s_own_loop_is_told_what_to_do() -> None:
-    chosen = methods.fedavg()
-    model = convert(linear(), chosen)
-    asked = server_state(linear(), chosen, rounds=2).instruction()
-    with naming("per channel") as caught, local_round(model, chosen, asked) as round:
-        round.model(batches(1)[0][0])
-    assert "drop_last=True" in "".join(caught.value.__notes__)
-    with naming("mine") as other, local_round(convert(linear(), chosen), chosen, asked):
-        raise ValueError("mine")
-    assert not getattr(other.value, "__notes__", [])  # control
 
 
 @every_method

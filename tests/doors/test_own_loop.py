@@ -49,7 +49,7 @@ def test_gradient_accumulation_counts_optimiser_steps_and_reports_all_of_the_fir
     x, y = CLIENTS[0].x, CLIENTS[0].y
     with local_round(model, FBN, asked) as round:
         accumulated(round, sgd(model), x, y, 2, steps=3)
-    assert (round.steps, round.batch) == (3, 8)
+    assert (round.steps, round.first_samples) == (3, 8)
     reply, _ = round.reply(8)
     assert reply.steps == 3
     with torch.no_grad():

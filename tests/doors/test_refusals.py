@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, AdamW, SparseAdam
-from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from fl_bn import Classification, EarlyStop, Federation, SeededBatches, convert, local_round, methods, per_client, server_state
@@ -100,10 +100,6 @@ def with_one_more(parameters: Any) -> SGD:
     return SGD([*parameters, nn.Parameter(torch.zeros(1))], lr=0.1)
 
 
-def of_another(optimizer: Any) -> StepLR:
-    return StepLR(of_others(None), 1)
-
-
 def with_hook() -> nn.Module:
     model = net()
     model[0].weight.register_hook(lambda gradient: gradient * 0)
@@ -125,15 +121,6 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "optimizer of one parameter more": ({"optimizer": with_one_more}, "1 of the 7"),
     "optimizer that is made already": ({"optimizer": [SGD, of_others(None), SGD]}, "client 1"),
     "optimizer for too few": ({"optimizer": [SGD, SGD]}, "optimizer"),
-    "scheduler of another optimiser": ({"scheduler": of_another}, "StepLR"),
-    "scheduler with rates of its own, and frozen rounds": (
-        {"method": methods.fixbn(freeze_after=1), "scheduler": partial(OneCycleLR, max_lr=0.1, total_steps=4)},
-        "schedule",
-    ),
-    "scheduler with rates of its own, and a schedule": (
-        {"schedule": lambda round, rounds: 0.5, "scheduler": partial(CyclicLR, base_lr=0.01, max_lr=0.1, cycle_momentum=False)},
-        "schedule",
-    ),
     "loss with a parameter": ({"loss": Temperature()}, "'t'"),
     "loss that holds one": ({"loss": Holds()}, "'t'"),
     "loss that is a number": ({"loss": 3}, "loss"),

@@ -8,14 +8,13 @@ from functools import partial
 from torch import nn
 
 from fl_bn import convert
-from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import client_round
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.payload import Named
 from fl_bn.federation.replies import checked
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.sources import SampleSource
+from fl_bn.federation.training import SampleLoop
 from fl_bn.federation.transport import Transport
 from fl_bn.federation.values import NOTHING, Instruction, Reply, RoundReplies
 
@@ -45,6 +44,6 @@ class Threads(Transport):
 
     def _one(self, instruction: Instruction, client: int) -> Reply:
         model = convert(self.net, self.server.method)
-        round = LocalRound(model, self.server.method, instruction, self.kept[client], self.settings)
-        reply, self.kept[client] = client_round(round, SampleSource(self.data[client], 0, client))
+        loop = SampleLoop(self.data[client], 0, client)
+        reply, self.kept[client] = client_round(model, self.server.method, instruction, self.kept[client], loop, self.settings)
         return reply

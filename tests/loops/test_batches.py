@@ -219,7 +219,7 @@ def moments(method: Method, loop: Any) -> tuple[Moments, int]:
     with opened(method) as round:
         loop(round, x, y)
     sent = round.reply(len(y))[0].sections["moments"]
-    return Moments(int(sent["1.count"]), sent["1.mean"], sent["1.var"]), int(round.batch)
+    return Moments(int(sent["1.count"]), sent["1.mean"], sent["1.var"]), int(round.first_samples)
 
 
 MEASURED = [loop for loop in [*LOOPS, sharpness_aware] if loop is not compiled_as_one_graph]

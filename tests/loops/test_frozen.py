@@ -235,4 +235,4 @@ def test_micro_batches_of_several_sizes_are_counted_with_their_own() -> None:
         for part, labels in zip(x.split([5, 2, 9]), y.split([5, 2, 9]), strict=True):
             F.cross_entropy(round.model(part), labels).backward()
         torch.optim.SGD(round.model.parameters(), RATE).step()
-    assert round.batch == 16
+    assert round.first_samples == 16

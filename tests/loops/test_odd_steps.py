@@ -86,10 +86,6 @@ def uphill(model: Any) -> list[SGD]:
     return [SGD(model.parameters(), RATE, maximize=True)]
 
 
-def still(model: Any) -> list[SGD]:
-    return [SGD(model.parameters(), 0.0)]
-
-
 def usual(model: Any) -> list[SGD]:
     return [SGD(part.parameters(), RATE) for part in (model[0], model[3:])]
 
@@ -98,7 +94,6 @@ REFUSED: list[tuple[Callable[[Any], list[SGD]], str]] = [
     (two_groups, "rates"),
     (two_optimisers, "rates"),
     (uphill, "maximize"),
-    (still, "rate 0"),
 ]
 
 

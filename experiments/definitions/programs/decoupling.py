@@ -31,13 +31,12 @@ from fl_bn.data.augment import augmenter
 from fl_bn.data.batches import draw_batches
 from fl_bn.data.dataset import to_input
 from fl_bn.federation.aggregation import running_statistics
-from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import client_round
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import seeded
-from fl_bn.federation.sources import SampleSource
+from fl_bn.federation.training import SampleLoop
 from fl_bn.federation.values import NOTHING, Reply, RoundReplies
 from fl_bn.methods import Phase
 from fl_bn.run import assembly
@@ -97,8 +96,7 @@ def accuracies(config: RunConfig) -> Iterator[tuple[int, float]]:
             update_statistics(server, models, clients, config, number)
         instruction, replies = server.begin(number), list[Reply]()
         for client, (model, own) in enumerate(zip(models, clients, strict=True)):
-            round = LocalRound(model, method, instruction, kept[client], settings)
-            reply, kept[client] = client_round(round, SampleSource(own, config.seed, client))
+            reply, kept[client] = client_round(model, method, instruction, kept[client], SampleLoop(own, config.seed, client), settings)
             replies.append(reply)
         server.conclude(RoundReplies(range(len(clients)), replies))
         if number % config.evaluate_every == 0 or number == config.rounds:

@@ -31,13 +31,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import client_round
 from fl_bn.federation.local import Samples
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LocalTraining, seeded
-from fl_bn.federation.sources import SampleSource
+from fl_bn.federation.training import SampleLoop
 from fl_bn.federation.values import NOTHING, Reply, RoundReplies
 from fl_bn.methods import METHODS
 from fl_bn.run.palette import STYLE
@@ -181,8 +180,8 @@ def losses(name: str, clients: Sequence[Samples], setting: Setting, seed: int) -
     for step in range(1, setting.steps + 1):
         instruction, replies = server.begin(step), list[Reply]()
         for client, (model, own) in enumerate(zip(models, clients, strict=True)):
-            round = LocalRound(model, method, instruction, kept[client], settings)
-            reply, kept[client] = client_round(round, SampleSource(own, seed, client, setting.task))
+            loop = SampleLoop(own, seed, client, setting.task)
+            reply, kept[client] = client_round(model, method, instruction, kept[client], loop, settings)
             replies.append(reply)
         server.conclude(RoundReplies(range(len(clients)), replies))
         for model in models:

@@ -1,4 +1,4 @@
-"""Describe the clients of a ``Federation``: their loaders and settings, and how a round draws batches from a loader."""
+"""Describe the clients of a ``Federation``: their loaders and settings, and how they train on the batches of a loader."""
 
 from __future__ import annotations
 
@@ -8,28 +8,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fl_bn.bn.derived import from_pickle, to_pickle
 from fl_bn.exchange.local import LocalExchange
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.client_round import client_round
+from fl_bn.federation.client_round import Outcome, Result, client_round
 from fl_bn.federation.loaders import Loader, SeededBatches
-from fl_bn.federation.local import Samples, torch_seed
-from fl_bn.federation.network import Copy, Network
-from fl_bn.federation.one_sample import Trainable
-from fl_bn.federation.settings import LocalTraining, seeded
-from fl_bn.federation.source import Outcome, Result, Trained
-from fl_bn.federation.sources import DROPOUT, SUBSET
-from fl_bn.federation.steps import check_parameters, check_scheduler_steps
+from fl_bn.federation.local import Samples
+from fl_bn.federation.network import Network
+from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.training import SUBSET, OwnLoop, Trained
 from fl_bn.federation.values import ClientState, Instruction
 from fl_bn.methods import Method
 from fl_bn.task import Task
 
 Connect = Callable[[int], LocalExchange]
-LEFT_OUT = "left-out"  # the name of a number in a reply: how many batches of one sample the client did not train on
 
 
 @dataclass(frozen=True)
@@ -109,24 +105,10 @@ class Clients:
                 "or, if this network is a teacher, call it under torch.no_grad()"
             )
 
-    def round(
-        self, client: int, model: Copy, instruction: Instruction, kept: ClientState, connect: Callable[[int], Any] | None = None
-    ) -> LocalRound:
-        """Make the round of one client, and load the tensors of the instruction and of the client into ``model``.
-
-        Args:
-            client: The client's number.
-            model: A copy of the network.
-            instruction: The server's instruction.
-            kept: The state that the client keeps.
-            connect: Joins the layer-wise exchange, see ``LocalRound``.
-        """
-        own, settings = self.own[client], None
-        if instruction.trains:
-            settings = own.settings
-            if own.rate_share != 1:
-                instruction = replace(instruction, learning_rate=instruction.learning_rate * own.rate_share)
-        return LocalRound(model, self.method, instruction, kept, settings, connect)
+    def instruction(self, client: int, instruction: Instruction) -> Instruction:
+        """Return ``instruction`` with the learning rate of one client, which may have an optimiser of its own."""
+        share = self.own[client].rate_share
+        return instruction if share == 1 else replace(instruction, learning_rate=instruction.learning_rate * share)
 
     def compute(self, instruction: Instruction, rounds: int, client: int, kept: ClientState, connect: Connect | None = None) -> Result:
         """Carry out one client's round alone: training, or its part of a statistics-only exchange.
@@ -142,126 +124,119 @@ class Clients:
             The reply, and the client's new state.
         """
         try:
+            own, loop = self.instruction(client, instruction), self.loop(client, rounds)
             with self.network.lend() as lent:
-                return client_round(self.round(client, lent, instruction, kept, connect), LoaderSource(self, client, rounds))
+                return client_round(lent, self.method, own, kept, loop, self.own[client].settings, connect)
         except Exception as error:
             doing = f"in round {instruction.round}" if instruction.trains else "which measured its statistics"
             error.add_note(f"at client {client}, {doing}")
             raise
 
+    def loop(self, client: int, rounds: int) -> LoaderLoop:
+        """Return the training loop of one client in a run of ``rounds`` rounds."""
+        own = self.own[client]
+        return LoaderLoop(own, self.schedule, rounds, self.seed, client, own.task, own.test)
+
 
 @dataclass(frozen=True)
-class LoaderSource:
-    """Draw the batches of one client from its loader.
+class LoaderLoop(OwnLoop):
+    """Train on the batches of one client's loader.
 
     Attributes:
-        clients: All clients of the federation.
-        client: The client's number.
+        own: The client's own loaders and settings.
+        schedule: ``schedule(round, rounds)`` returns the factor of the learning rate.
         rounds: The number of rounds of the run.
+        seed: The seed of the run.
+        client: The client's number.
+        task: The client's task.
+        test: The client's test batches; None if it has none.
     """
 
-    clients: Clients
-    client: int
+    own: Own
+    schedule: Callable[[int, int], float]
     rounds: int
-
-    @property
-    def own(self) -> Own:
-        """Return the client's own loaders and settings."""
-        return self.clients.own[self.client]
-
-    @property
-    def task(self) -> Task:
-        """Return the client's task."""
-        return self.own.task
-
-    @property
-    def test(self) -> Loader | None:
-        """Return the client's test batches; None if it has none."""
-        return self.own.test
-
-    @property
-    def loader(self) -> Loader:
-        """Return the loader of the client's training batches."""
-        return self.own.loader
+    seed: int
+    client: int
+    task: Task
+    test: Loader | None
 
     @property
     def samples(self) -> Samples:
         """Return the samples from which the loader draws its batches. The loader must be ``SeededBatches``."""
-        assert isinstance(self.loader, SeededBatches)
-        return self.loader.samples
+        assert isinstance(self.own.loader, SeededBatches)
+        return self.own.loader.samples
 
     @property
-    def passes(self) -> int:
+    def passes(self) -> int:  # type: ignore[override]
         """Return how often a round iterates over ``batches``: once per epoch.
 
         For ``SeededBatches`` it is 1, since their ``epochs`` returns the batches of all epochs.
         """
-        return 1 if isinstance(self.loader, SeededBatches) else self.own.settings.epochs
+        return 1 if isinstance(self.own.loader, SeededBatches) else self.own.settings.epochs
 
-    def batches(self, round: LocalRound) -> Trainable:
-        """Return the batches to train on. ``Trainable`` leaves out batches of one sample on which BatchNorm cannot train."""
-        own, drawn = self.loader, isinstance(self.loader, SeededBatches)
-        if isinstance(own, SeededBatches):
-            own = own.epochs(self.clients.seed, self.client, round.instruction.round, self.own.settings.epochs)
-        return Trainable(round, own, self.task, drawn)
+    def batches(self, round: LocalRound) -> Iterable[Any]:
+        """Return the batches to train on."""
+        loader = self.own.loader
+        if isinstance(loader, SeededBatches):
+            return loader.epochs(self.seed, self.client, round.instruction.round, self.own.settings.epochs)
+        return loader
 
     def measure(self, round: LocalRound) -> None:
         """Make the statistics pass over the loader."""
-        with self._seeded(round, SUBSET):
-            round.measure(self.loader, self.task)
+        with self.seeded(round, SUBSET):
+            round.measure(self.own.loader, self.task)
 
     def pass_inputs(self, round: LocalRound) -> Iterator[Any]:
         """Yield the inputs of the statistics pass, batch by batch."""
-        return round.statistics_pass.inputs(self.loader, self.task)
+        return round.statistics_pass.inputs(self.own.loader, self.task)
 
     def optimizer(self, round: LocalRound) -> Optimizer:
-        """Make a fresh optimiser, with the learning rate of ``round``."""
+        """Make a fresh optimiser, with the learning rate of ``round``.
+
+        Raises:
+            ValueError: The optimiser does not update the parameters that it was given, or also others.
+        """
         optimizer = self.own.make_optimizer(round.parameters.values())
         check_parameters(optimizer, round.parameters.values())
         for group in optimizer.param_groups:
             if "lr" not in group:
                 continue
-            group["lr"] = group["lr"] * self.clients.schedule(round.instruction.round, self.rounds)
+            group["lr"] = group["lr"] * self.schedule(round.instruction.round, self.rounds)
             if round.instruction.rate_share != 1:
                 group["lr"] = group["lr"] * round.instruction.rate_share
         return optimizer
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
         """Make the scheduler of the learning rate within the round; None if the rate stays the same."""
-        scheduler = None if self.own.make_scheduler is None else self.own.make_scheduler(optimizer)
-        if scheduler is not None:
-            check_scheduler_steps(scheduler, optimizer)
-        return scheduler
+        return None if self.own.make_scheduler is None else self.own.make_scheduler(optimizer)
 
-    @contextmanager
-    def training(self, round: LocalRound, optimizer: Optimizer) -> Iterator[None]:
-        """Record the learning rate of every step inside the ``with`` block, if the optimiser calls hooks (fl-bn's ``eager.SGD`` does not).
-
-        Torch's random numbers in the block depend only on the seed, the client and the round.
-        """
-        handle = optimizer.register_step_post_hook(lambda optimizer, args, named: round.optimizer_stepped(optimizer))
-        with self._seeded(round, DROPOUT):
-            yield
-        handle.remove()
-
-    def full_gradient(self, round: LocalRound) -> Callable[[], dict[str, Tensor]] | None:
-        """Return None: this source does not compute the gradient over all samples, which only SCAFFOLD's option 1 needs."""
-        return None
-
-    def outcome(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
-        """Return the numbers for the client's reply: the samples of one epoch, the mean loss, and the batches left out.
-
-        The number of samples is 0 if the loader gave no batch. In a round that only measures, it is the number of
-        measured samples.
-        """
+    def weighed(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
+        """Return the samples of one epoch, 0 if the loader gave no batch, and the mean loss, or the number of measured samples."""
         if not round.trains:
-            return Outcome(round.statistics_pass.samples)
-        assert isinstance(batches, Trainable)
-        metrics = {LEFT_OUT: float(batches.left_out)} if batches.left_out else {}
+            return Outcome(round.statistics_pass.samples, client=self.client)
         if (count := sum(part.samples for part in trained)) == 0:
-            return Outcome(0, metrics=metrics)
-        return Outcome(max(1, count // self.own.settings.epochs), sum(part.loss * part.samples for part in trained) / count, metrics)
+            return Outcome(0, client=self.client)
+        loss = sum(part.loss * part.samples for part in trained) / count
+        return Outcome(max(1, count // self.own.settings.epochs), loss, client=self.client)
 
-    def _seeded(self, round: LocalRound, purpose: int) -> Any:
-        own = seeded(self.clients.seed, self.client, round.instruction.round, purpose)
-        return torch_seed(int(own.integers(2**62)), self.clients.device)
+
+def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Check that ``optimizer`` updates some of the given ``parameters``, and no others.
+
+    Args:
+        optimizer: The optimiser that the user's function made.
+        parameters: The parameters that the function was given.
+
+    Raises:
+        ValueError: The optimiser updates none of ``parameters``, or also others. The user's function then ignores its
+            argument, or did not make the optimiser anew.
+    """
+    given = {id(p) for p in parameters}
+    mine = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = sum(id(p) not in given for p in mine)
+    if foreign or not mine:
+        raise ValueError(
+            f"optimizer must update the parameters that it is given, and no others, but {foreign} of the {len(mine)} "
+            f"parameters of its {type(optimizer).__name__} are others: make the optimiser anew from the argument, such as "
+            "lambda parameters: SGD(parameters, lr=0.1)"
+        )

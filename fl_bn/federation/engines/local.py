@@ -19,21 +19,21 @@ from fl_bn.exchange import local as turns
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.local import LocalExchange, Turns
 from fl_bn.exchange.session import Session
-from fl_bn.federation.client_round import client_rounds
-from fl_bn.federation.engines.clients import LEFT_OUT, Clients, Connect, LoaderSource
-from fl_bn.federation.engines.processes import CannotMove, InWorkers, check_loaders, in_workers, why_stay
-from fl_bn.federation.engines.vectorised import AT_ONCE, AsOneProgram, CannotVectorise, Fallback, unneeded
+from fl_bn.federation.client import LocalRound
+from fl_bn.federation.client_round import Result
+from fl_bn.federation.engines.clients import Clients, Connect
+from fl_bn.federation.engines.processes import CannotMove, InWorkers, in_workers
+from fl_bn.federation.engines.vectorised import AT_ONCE, CannotVectorise, Fallback, client_rounds, unneeded
 from fl_bn.federation.engines.workers import WorkerTiming, cores
 from fl_bn.federation.loaders import REITERABLE, Loader, SeededBatches
 from fl_bn.federation.local import evaluate, unmoved
 from fl_bn.federation.metrics import over_samples
 from fl_bn.federation.network import Network
-from fl_bn.federation.one_sample import ADVICE
 from fl_bn.federation.payload import Named
 from fl_bn.federation.replies import checked
 from fl_bn.federation.run import FROM_THE_START, Start
 from fl_bn.federation.server import Server
-from fl_bn.federation.source import Member, Result
+from fl_bn.federation.training import LEFT_OUT
 from fl_bn.federation.transport import Transport
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply, RoundReplies
 from fl_bn.methods import Phase
@@ -50,7 +50,7 @@ class LocalTransport(Transport):
         clients: All clients, with their loaders and settings.
         tests: Each client's test batches. None: there is no evaluation.
         workers: The number of processes that compute clients. 1: only this process. 0: this process at first, and
-            several worker processes as soon as they save time (see ``WorkerTiming``), if ``why_stay`` finds no reason against it.
+            several worker processes as soon as they save time (see ``WorkerTiming``), unless ``in_workers`` finds a reason against it.
         one_program: Whether clients are computed together in one vectorised program, if possible.
     """
 
@@ -75,7 +75,6 @@ class LocalTransport(Transport):
         self._timing = WorkerTiming(cores() // torch.get_num_threads() if decides else 1, rounds)
         with ExitStack() as self._serving:
             if self._count > 1:
-                check_loaders(self.clients, self._count)
                 self._start_workers(self._count)
             try:
                 yield
@@ -85,15 +84,13 @@ class LocalTransport(Transport):
     def _move(self, count: int) -> None:
         """Start ``count`` worker processes, which nobody has asked for, or say once why the clients stay in this process."""
         try:
-            if why := why_stay(self.clients):
-                raise CannotMove(why)
-            self._start_workers(count)
+            self._start_workers(count, asked=False)
         except CannotMove as reason:
             self._timing = WorkerTiming(1, 1)
             LOGGER.info("workers=0: the clients stay in one process: %s. workers=%s computes them in several", reason, count)
 
-    def _start_workers(self, count: int) -> None:
-        self._workers = self._serving.enter_context(in_workers(self.clients, count))
+    def _start_workers(self, count: int, asked: bool = True) -> None:
+        self._workers = self._serving.enter_context(in_workers(self.clients, count, asked))
 
     def train(self, instruction: Instruction) -> RoundReplies:
         """Let the round's cohort train, and return the checked replies."""
@@ -275,7 +272,9 @@ class LocalTransport(Transport):
         self._warned.add(client)
         if left_out:
             what = "a batch" if left_out == 1 else f"{left_out} batches"
-            LOGGER.warning("client %s left out %s of one sample in round %s. %s", client, what, round, ADVICE)
+            LOGGER.warning(
+                "client %s left out %s of one sample in round %s: it has no variance (drop_last=True)", client, what, round
+            )
         else:
             LOGGER.warning("client %s: its loader gave no batch in round %s. %s", client, round, REITERABLE)
 
@@ -295,27 +294,19 @@ class LocalTransport(Transport):
 
     def _as_one_program(self, instruction: Instruction, clients: Sequence[int]) -> list[Result]:
         every = [self.clients.own[client] for client in clients]
+        exchanges = instruction.phase is Phase.EXCHANGE
         if not all(isinstance(own.loader, SeededBatches) for own in every):
             raise CannotVectorise("the clients' batches must be SeededBatches, but some are not")
-        if len({own.alike for own in every}) > 1:
-            raise CannotVectorise("all clients need the same task, loss, optimiser and scheduler, but theirs differ")
-        sources = [LoaderSource(self.clients, client, self._rounds) for client in clients]
-        if any(len(source.samples) < 2 for source in sources):
-            raise CannotVectorise("every client needs at least 2 samples, but one has fewer")
-        exchanges = instruction.phase is Phase.EXCHANGE
-        if exchanges and self.server.defence.active:
-            raise CannotVectorise(
-                f"{self.server.method.name} with a defence combines the clients' statistics by a robust rule within a step, but engine "
-                "'vectorised' only averages: leave the defence out, or take engine='sequential'"
-            )
+        if len({own.alike for own in every}) > 1 or (exchanges and self.server.defence.active):
+            raise CannotVectorise("all clients need the same task, loss, optimiser and scheduler, and FedTAN no robust rule (defence)")
         with ExitStack() as returned:
-            lent = [returned.enter_context(self._on_cpu.lend()) for _ in clients]
+            lent, own = [returned.enter_context(self._on_cpu.lend()) for _ in clients], self.clients
             connect = unneeded if exchanges else None
             rounds = [
-                self.clients.round(client, one, instruction, self.kept[client], connect) for one, client in zip(lent, clients, strict=True)
+                LocalRound(one, own.method, own.instruction(client, instruction), self.kept[client], own.own[client].settings, connect)
+                for one, client in zip(lent, clients, strict=True)
             ]
-            members = [Member(round, source) for round, source in zip(rounds, sources, strict=True)]
-            return client_rounds(members, AsOneProgram(self.clients.device))
+            return client_rounds(rounds, [own.loop(client, self._rounds) for client in clients], self.clients.device)
 
     def _exchange(self, instruction: Instruction, clients: Sequence[int]) -> tuple[list[Reply], Session]:
         """Let ``clients`` exchange layer by layer. Return their replies, and the session of their exchange."""

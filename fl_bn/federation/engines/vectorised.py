@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.dropout import _DropoutNd
-from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
 
 from fl_bn.bn.copying import copied
 from fl_bn.bn.moments import Moments
@@ -34,13 +33,11 @@ from fl_bn.exchange.local import Turns
 from fl_bn.federation import eager
 from fl_bn.federation.centring import Centring
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.client_round import client_rounds, loss_of
+from fl_bn.federation.client_round import Outcome, Result, concluded
 from fl_bn.federation.clipping import clip_rows
 from fl_bn.federation.local import Samples, measuring
 from fl_bn.federation.momentum import SECTIONS, buffers_of, restart
-from fl_bn.federation.one_sample import Trainable
-from fl_bn.federation.source import Member, Result, Trained
-from fl_bn.federation.sources import IndexBatches, SampleSource
+from fl_bn.federation.training import IndexBatches, OwnLoop, SampleLoop, Trained, loss_of
 from fl_bn.methods import Phase, StatisticsReport
 from fl_bn.methods.fedtan import OneProgram, exchanging
 from fl_bn.models.head import head_of
@@ -60,8 +57,6 @@ PURE = {"torch", "torchvision", "fl_bn"}
 change no attributes of the network (but buffers), draw no random numbers outside of torch, and compute the same whatever the
 size of the batch. Add the package of your own network: ``PURE.add("my_networks")``."""
 
-MakeOptimizer = Callable[[LocalRound], Optimizer]
-MakeScheduler = Callable[[Optimizer], LRScheduler | None]
 Tensors = dict[str, Tensor]
 
 
@@ -70,44 +65,49 @@ class CannotVectorise(ValueError):
 
 
 class Drawing(Protocol):
-    """Describe a source that draws its batches from ``samples`` in memory."""
+    """Describe what this engine needs of a training loop beside ``OwnLoop``: samples in memory."""
 
     samples: Samples
 
 
-class AsOneProgram:
-    """Compute all clients of a cohort at once: an ``Engine`` for ``client_rounds``.
-
-    The methods raise ``CannotVectorise`` if ``check_cohort`` finds an obstacle, or torch cannot batch the network or the
-    task. ``train`` also raises it for optimisers that are not in ``ELEMENTWISE``, and for unequal first batches with FedTAN.
+def client_rounds(rounds: Sequence[LocalRound], loops: Sequence[OwnLoop], device: torch.device | None = None) -> list[Result]:
+    """Carry out the rounds of several clients together: what ``client_round`` is for one.
 
     Args:
-        device: The device of the stacked tensors. Default: the device of the clients' models. Models on the CPU
-            with a stack on a GPU need the fewest copies.
+        rounds: The clients' rounds.
+        loops: Their training loops, which draw batches from samples in memory.
+        device: The device of the stacked tensors, see ``outcomes``.
+
+    Raises:
+        CannotVectorise: The rounds cannot be computed together.
     """
+    return [concluded(round, one) for round, one in zip(rounds, outcomes(rounds, loops, device), strict=True)]
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device
 
-    def check(self, members: Sequence[Member]) -> None:
-        """Raise CannotVectorise if ``members`` cannot be computed together, see ``check_cohort``."""
-        check_cohort([round for round, _ in members], [cast(Drawing, source).samples for _, source in members], members[0].source.task)
+def outcomes(rounds: Sequence[LocalRound], loops: Sequence[OwnLoop], device: torch.device | None = None) -> list[Outcome]:
+    """Train and measure several clients together: what an ``OwnLoop`` does for one.
 
-    def measure(self, members: Sequence[Member]) -> None:
-        """Make the statistics pass of every client in ``members``."""
-        forward = members[0].source.task.forward
-        with ExitStack() as own_first:
-            for round, source in members:
-                own_first.enter_context(round.statistics_pass.own_first(partial(source.pass_inputs, round), forward))
-            inputs = [source.pass_inputs(round) for round, source in members]
-            measure_together([round for round, _ in members], inputs, forward, self._device)
+    Args:
+        rounds: The clients' rounds.
+        loops: Their training loops.
+        device: The device of the stacked tensors. Default: that of the clients' models. Models on the CPU with a stack on a GPU need
+            the fewest copies.
 
-    def train(self, members: Sequence[Member], batches: Sequence[Iterable[Any]]) -> list[list[Trained]]:
-        """Train each client in ``members`` on its own ``batches``. Return one result per client, in a list of its own."""
-        rounds, source = [round for round, _ in members], members[0].source
-        own = [cast(IndexBatches, part.all if isinstance(part, Trainable) else part) for part in batches]
-        trained = train_together(rounds, own, source.task, source.optimizer, source.scheduler, self._device)
-        return [[one] for one in trained]
+    Raises:
+        CannotVectorise: ``check_cohort`` finds an obstacle, or torch cannot batch the network or the task, the optimiser is not in
+            ``ELEMENTWISE``, or first batches differ in size with FedTAN.
+    """
+    check_cohort(rounds, [cast(Drawing, loop).samples for loop in loops], loops[0].task)
+    if not rounds[0].trains:
+        measure_together(rounds, loops, device)
+        return [loop.weighed(round, (), ()) for round, loop in zip(rounds, loops, strict=True)]
+    batches = [cast(IndexBatches, loop.batches(round)) for round, loop in zip(rounds, loops, strict=True)]
+    if rounds[0].measures_first:
+        measure_together(rounds, loops, device)
+    before = [loop.tested(round) for round, loop in zip(rounds, loops, strict=True)]
+    trained = train_together(rounds, batches, loops[0], device)
+    ends = zip(rounds, loops, batches, trained, before, strict=True)
+    return [loop.outcome(round, own, [one], tested) for round, loop, own, one, tested in ends]
 
 
 def unneeded(batch: int) -> Exchange:
@@ -129,57 +129,52 @@ class Fallback:
 
 
 class TogetherTurns(Turns):
-    """Run tasks, each of which may ask for the round of one client, and compute these rounds in one vectorised program.
+    """Run tasks, each of which may ask to train one client, and train these clients in one vectorised program.
 
-    A task that asks waits. Once every task waits or has ended, all rounds are computed.
+    A task that asks waits. Once every task waits or has ended, all clients are trained.
 
     Args:
         tasks: The number of tasks.
-        fallback: Reports the reason if the rounds cannot be computed in one program.
+        fallback: Reports the reason if the clients cannot be trained in one program.
     """
 
     def __init__(self, tasks: int, fallback: Fallback) -> None:
         super().__init__(tasks)
         self._fallback = fallback
-        self._members: dict[int, Member] = {}
-        self._results: dict[int, Result | Exception | None] = {}
+        self._asked: dict[int, tuple[LocalRound, SampleLoop]] = {}
+        self._results: dict[int, Outcome | Exception | None] = {}
 
     def all_wait(self) -> list[int]:
-        """Compute the rounds that the waiting tasks have asked for, and wake these tasks."""
-        members, results = list(self._members.values()), list[Result | Exception | None]()
+        """Train the clients whose tasks wait, and wake these tasks."""
+        rounds, loops = zip(*self._asked.values(), strict=True) if self._asked else ((), ())
+        results: list[Outcome | Exception | None]
         try:
-            sources = [cast(SampleSource, member.source) for member in members]
-            if any((one.seed, one.task, one.tells_drift) != (sources[0].seed, sources[0].task, sources[0].tells_drift) for one in sources):
-                raise CannotVectorise(
-                    "all clients of a cohort need the same seed and task, and all or none must report the drift of statistics"
-                )
-            results += client_rounds(members, AsOneProgram())
+            if any((one.seed, one.task, one.tells_drift) != (loops[0].seed, loops[0].task, loops[0].tells_drift) for one in loops):
+                raise CannotVectorise("all clients of a cohort need the same seed and task, and all or none must report drift")
+            results = [*outcomes(rounds, loops)] if rounds else []
         except CannotVectorise as reason:
             self._fallback.say(reason)
-            results = [None] * len(members)
+            results = [None] * len(loops)
         except Exception as error:  # every waiting task raises this error
-            results = [error] * len(members)
-        self._results, self._members = dict(zip(self._members, results, strict=True)), {}
+            results = [error] * len(loops)
+        self._results, self._asked = dict(zip(self._asked, results, strict=True)), {}
         return list(self._results)
 
-    def _round(self, index: int, member: Member) -> Result:
-        self._members[index] = member
+    def trained(self, index: int, round: LocalRound, loop: SampleLoop) -> Outcome:
+        """Wait until the client of task ``index`` is trained, and return the outcome."""
+        self._asked[index] = round, loop
         self.wait(index)
         result = self._results.pop(index)
         if isinstance(result, Exception):
             raise result
-        return client_rounds([member])[0] if result is None else result
+        return loop(round) if result is None else result
 
 
-def round_of_task(round: LocalRound, source: SampleSource) -> Result:
-    """Compute the round of one client: with those of the other tasks if a task of ``TogetherTurns`` calls this, else alone.
-
-    Raises:
-        ClientTooSmall: The client has too few samples.
-    """
-    member, small = Member(round, source), round.trains and len(source.samples) < round.settings.fewest(2)
+def with_others(loop: SampleLoop, round: LocalRound) -> Outcome:
+    """Train a client as ``loop`` does, but with those of the other tasks if a task of ``TogetherTurns`` calls this."""
     turns, index = Turns.here() or (None, 0)
-    return turns._round(index, member) if isinstance(turns, TogetherTurns) and not small else client_rounds([member])[0]
+    small = round.trains and len(loop.samples) < round.settings.fewest(2)
+    return turns.trained(index, round, loop) if isinstance(turns, TogetherTurns) and not small else loop(round)
 
 
 def check_cohort(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Task = CLASSIFICATION) -> None:
@@ -253,48 +248,36 @@ def _kind(round: LocalRound) -> tuple[Any, ...]:
     return round.phase, round.method.name, round.settings
 
 
-def measure_together(
-    rounds: Sequence[LocalRound],
-    inputs: Sequence[Iterable[Tensor]],
-    forward: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
-    device: torch.device | None = None,
-) -> None:
+def measure_together(rounds: Sequence[LocalRound], loops: Sequence[OwnLoop], device: torch.device | None = None) -> None:
     """Make the statistics passes of all ``rounds``, and store the moments in each ``round.statistics_pass``.
-
-    Args:
-        rounds: The clients' rounds.
-        inputs: The batches of inputs of each client.
-        forward: Runs the network on a batch of inputs.
-        device: The device of the stack. Default: the device of the networks.
 
     Raises:
         CannotVectorise: torch cannot batch the network.
     """
-    first, by_client = rounds[0], [dict[str, list[Moments]]() for _ in rounds]
-    template = _template(first, device)
-    on, iterators = inputs_like(template).device, {row: iter(own) for row, own in enumerate(inputs)}
+    forward, by_client = loops[0].task.forward, [dict[str, list[Moments]]() for _ in rounds]
 
     def answer(model: nn.Module, x: Tensor) -> Tensor:
         forward(model, x)
         return x.new_zeros(())
 
-    with _refused(), torch.no_grad(), measuring(template, first.statistics_pass.how) as observed:
-        stack = Stack([round.model for round in rounds], template)
-        while batches := {row: (x,) for row, own in iterators.items() if (x := next(own, None)) is not None}:
-            for rows, (x,) in groups(batches):
-                _, seen = stack.run(rows, answer, (x.to(on),), observed)
-                _add(by_client, rows, seen)
+    with ExitStack() as own_first:
+        for round, loop in zip(rounds, loops, strict=True):
+            own_first.enter_context(round.statistics_pass.own_first(partial(loop.pass_inputs, round), forward))
+        iterators = {row: iter(loop.pass_inputs(round)) for row, (round, loop) in enumerate(zip(rounds, loops, strict=True))}
+        template = _template(rounds[0], device)
+        on = inputs_like(template).device
+        with _refused(), torch.no_grad(), measuring(template, rounds[0].statistics_pass.how) as observed:
+            stack = Stack([round.model for round in rounds], template)
+            while batches := {row: (x,) for row, own in iterators.items() if (x := next(own, None)) is not None}:
+                for rows, (x,) in groups(batches):
+                    _, seen = stack.run(rows, answer, (x.to(on),), observed)
+                    _add(by_client, rows, seen)
     for round, own in zip(rounds, by_client, strict=True):
         round.statistics_pass.moments = {layer: moments.to(inputs_like(round.model).device) for layer, moments in pooled(own).items()}
 
 
 def train_together(
-    rounds: Sequence[LocalRound],
-    batches: Sequence[IndexBatches],
-    task: Task,
-    optimizer: MakeOptimizer,
-    scheduler: MakeScheduler,
-    device: torch.device | None = None,
+    rounds: Sequence[LocalRound], batches: Sequence[IndexBatches], loop: OwnLoop, device: torch.device | None = None
 ) -> list[Trained]:
     """Train all ``rounds``, each on its own batches, as ``client_round.train`` does for one client.
 
@@ -304,24 +287,18 @@ def train_together(
     Args:
         rounds: The clients' rounds.
         batches: The batches of each client.
-        task: Reads a batch and computes its loss.
-        optimizer: Makes an optimiser for one round. It is called once, with the round that has most batches. The
-            optimiser then steps the stacked parameters of all clients.
-        scheduler: Makes the scheduler of the learning rate, or returns None.
+        loop: Makes the optimiser, for the round that has most batches; it then steps the stacked parameters of all clients. Its task
+            computes the loss.
         device: The device of the stack. Default: the device of the networks.
 
     Returns:
         The result of training for each round, in the order of ``rounds``.
-
-    Raises:
-        CannotVectorise: torch cannot batch the network or the task, the optimiser is not in ``ELEMENTWISE``, or first
-            batches differ in size with FedTAN.
     """
     with ExitStack() as opened, _refused():
         for round in rounds:
             opened.enter_context(round.open())
         order = sorted(range(len(rounds)), key=lambda place: -len(batches[place]))  # clients that finish first are the last rows
-        training = _Training([rounds[place] for place in order], [batches[place] for place in order], task, optimizer, scheduler, device)
+        training = _Training([rounds[place] for place in order], [batches[place] for place in order], loop, device)
         opened.enter_context(Centring(training.trained, rounds[0].centred, stacked=True))
         for _ in range(len(batches[order[0]])):
             training.step()
@@ -341,20 +318,18 @@ class _Training:
         self,
         rounds: Sequence[LocalRound],
         batches: Sequence[IndexBatches],
-        task: Task,
-        optimizer: MakeOptimizer,
-        scheduler: MakeScheduler,
+        loop: OwnLoop,
         device: torch.device | None,
     ) -> None:
         first = self.first = rounds[0]
-        self.rounds, self.task, self.settings, self.dtype = rounds, task, first.settings, batches[0].like.dtype
+        self.rounds, self.task, self.settings, self.dtype = rounds, loop.task, first.settings, batches[0].like.dtype
         self.lengths, self.batches, self.number = [len(own) for own in batches], [own.rows() for own in batches], 0
         template = _template(first, device)
         first.set_modes(template)
         self.stack = Stack([round.model for round in rounds], template)
         self.trained = {name: self.stack.parameters[name] for name in first.parameters}
         rate, self.like = first.instruction.learning_rate, inputs_like(template)
-        self.optimizer = optimizer(first)
+        self.optimizer = loop.optimizer(first)
         stacked = {id(own): self.trained[name] for name, own in first.parameters.items()}
         for group in self.optimizer.param_groups:  # the optimiser was made for one client's parameters, so that groups by shape are right
             group["params"] = [stacked[id(own)] for own in group["params"]]
@@ -363,7 +338,7 @@ class _Training:
             raise CannotVectorise(
                 f"optimizer {type(self.optimizer).__name__} may mix the numbers of several clients, since it is none of {names}"
             )
-        self.scheduler = scheduler(self.optimizer)
+        self.scheduler = loop.scheduler(self.optimizer)
         self._load_momentum()
         self.objective = self.settings.objective.begin(Start(template, self.trained, first.shared))
         head = head_of(template)
@@ -475,9 +450,9 @@ class _Training:
                     own.copy_(tensors[name][place])
                 for name, parameter in round.model.named_parameters():
                     parameter.grad = gradients[name][place] if name in gradients else None
-                round.momentum.after = {key: {name: stack[place].clone() for name, stack in of.items()} for key, of in buffers.items()}
+                kept = {key: {name: stack[place].clone() for name, stack in of.items()} for key, of in buffers.items()}
                 seen = {layer: [moments.to(device) for moments in parts] for layer, parts in self.seen[row].items()}
-                round.adopt(self.lengths[row], seen, self.first_batches[row])
+                round.adopt(self.lengths[row], seen, self.first_batches[row], kept)
 
 
 def _template(round: LocalRound, device: torch.device | None) -> nn.Module:

@@ -19,10 +19,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
 
 from fl_bn.data.batches import ClientTooSmall
-from fl_bn.federation.one_sample import fewest
 from fl_bn.federation.payload import Sections, to_tensors
 from fl_bn.federation.settings import seeded
-from fl_bn.federation.sources import BATCHES
+from fl_bn.federation.training import BATCHES
 from fl_bn.federation.values import ClientState, Reply
 from fl_bn.flower.compat import RECORD_KEY_STATE, Key, Stage, decrypt, fitres_to_recorddict, log, share_keys_plaintext_separate
 from fl_bn.flower.handlers import read
@@ -42,7 +41,7 @@ from fl_bn.secure.privacy import clipped, noisy
 from fl_bn.secure.settings import LEAST, MODULUS
 from fl_bn.support.wire import excerpt
 
-ROUNDING = 100  # stands for this random generator in its seed; federation/sources.py has the numbers of other generators
+ROUNDING = 100  # stands for this random generator in its seed; federation/training.py has the numbers of other generators
 NOBODY = Plan(0, 0, 0)
 
 
@@ -243,7 +242,7 @@ def plan_of(client: LocalClient, message: Message, header: Header, context: Cont
         requested = client.requested_pass(messages.TO_MEASURE.of_configs(message.content))
         samples = min(requested.samples or n, n)
         return NOBODY if requested.measured == NORMALISERS and samples < 2 else Plan(n, samples, 0)
-    rng, least = seeded(client.seed, who, header.round, BATCHES), fewest(client.model, client.network.locality, phase)
+    rng, least = seeded(client.seed, who, header.round, BATCHES), client.network.locality.fewest(phase)
     try:
         batches = settings.draw(n, rng, least)
     except ClientTooSmall:

@@ -1,0 +1,391 @@
+"""Train a client by fl-bn's own loop, in an order that depends on the seed: ``SampleLoop`` over samples in memory.
+
+``engines.clients.LoaderLoop`` is the same loop over the batches of a user's loader.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from fl_bn.bn.roles import inputs_like
+from fl_bn.data.augment import Augment, augmenter
+from fl_bn.data.dataset import to_input
+from fl_bn.federation import schema
+from fl_bn.federation.auxiliary import auxiliary
+from fl_bn.federation.client import LocalRound
+from fl_bn.federation.client_round import Outcome
+from fl_bn.federation.clipping import clip
+from fl_bn.federation.local import NO_VARIANCE, PASS_BATCH, Draws, Samples, pieces, tested, torch_seed
+from fl_bn.federation.locality import Locality
+from fl_bn.federation.recording import Connect, restored
+from fl_bn.federation.settings import LocalTraining, seeded
+from fl_bn.federation.values import NOTHING, ClientState, Instruction
+from fl_bn.methods import NORMALISERS, Method, Phase, StatisticsPass
+from fl_bn.models.head import head_of
+from fl_bn.task import CLASSIFICATION, Task, batch_size, one_number, to_device
+
+BATCHES, DROPOUT, SUBSET, AUGMENT = range(4)  # the purpose of a generator, a part of the key of ``seeded``
+LEFT_OUT = "left-out"  # the name of a number in a reply: how many batches of one sample the client did not train on
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Hold the result of training over a client's batches once.
+
+    Attributes:
+        loss: The mean loss over the samples of the training batches.
+        samples: The number of these samples. A sample in two batches counts twice.
+        left_out: The number of batches of one sample on which the network cannot train.
+    """
+
+    loss: float
+    samples: int
+    left_out: int = 0
+
+
+class OwnLoop(ABC):
+    """Train a client's network by fl-bn's own loop. It is the argument ``train`` of ``client_round``.
+
+    A subclass draws the batches and makes the optimiser.
+
+    Attributes:
+        seed: The seed of the run.
+        client: The client's number.
+        task: Reads a batch, and computes its loss.
+        test: The client's own test data, as samples or as batches; None if it has none.
+        passes: How often a training round iterates over ``batches``.
+    """
+
+    seed: int
+    client: int
+    task: Task
+    test: Any
+    passes: int = 1
+
+    @abstractmethod
+    def batches(self, round: LocalRound) -> Iterable[Any]:
+        """Draw the training batches of ``round``. Raise ClientTooSmall if there are too few samples."""
+
+    @abstractmethod
+    def measure(self, round: LocalRound) -> None:
+        """Make the statistics pass of ``round``."""
+
+    @abstractmethod
+    def pass_inputs(self, round: LocalRound) -> Iterable[Any]:
+        """Return the batches of inputs of the statistics pass."""
+
+    @abstractmethod
+    def optimizer(self, round: LocalRound) -> Optimizer:
+        """Make the optimiser of ``round``."""
+
+    @abstractmethod
+    def weighed(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
+        """Return the client's weight, and the mean loss.
+
+        Args:
+            round: The client's round.
+            batches: The training batches; empty if the round only measures.
+            trained: The result of each pass over ``batches``.
+        """
+
+    def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        """Make the scheduler of the learning rate within a round. None: the rate stays the same."""
+        return None
+
+    def full_gradient(self, round: LocalRound) -> Callable[[], dict[str, Tensor]] | None:
+        """Return a function that computes the gradient of the mean loss over all of the client's samples; None: there is none."""
+        return None
+
+    def seeded(self, round: LocalRound, purpose: int) -> AbstractContextManager[None]:
+        """Return a context inside which torch's random numbers depend only on the seed, the client, the round and the purpose."""
+        seed = int(seeded(self.seed, self.client, round.instruction.round, purpose).integers(2**62))
+        return torch_seed(seed, inputs_like(round.model).device)
+
+    def __call__(self, round: LocalRound) -> Outcome:
+        """Measure and train, as ``round`` asks."""
+        if not round.trains:
+            self.measure(round)
+            return self.weighed(round, (), ())
+        batches = self.batches(round)  # before the statistics pass, to refuse small clients first
+        if round.measures_first:
+            self.measure(round)
+        before = self.tested(round)
+        optimizer = self.optimizer(round)
+        round.momentum.load(optimizer)
+        scheduler = self.scheduler(optimizer)
+        with self.seeded(round, DROPOUT), round.open(self.full_gradient(round)):
+            trained = [train(round, batches, self.task, optimizer, scheduler) for _ in range(self.passes)]
+        round.momentum.keep(optimizer)
+        return self.outcome(round, batches, trained, before)
+
+    def tested(self, round: LocalRound) -> float | None:
+        """Evaluate the network as it is now on the client's own test data, if the settings of training ask for it."""
+        return tested(round.model, self.test, self.task) if round.settings.local_evaluation else None
+
+    def outcome(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained], before: float | None) -> Outcome:
+        """Return the numbers for the client's reply after training.
+
+        Args:
+            round: The client's round.
+            batches: The training batches.
+            trained: The result of each pass over them.
+            before: The client's own test metric before training; None if it was not measured.
+        """
+        one, after, left_out = self.weighed(round, batches, trained), self.tested(round), sum(of.left_out for of in trained)
+        metrics = {LEFT_OUT: float(left_out)} if left_out else {}
+        if before is not None and after is not None and one.samples:
+            metrics |= {"before": before, "after": after}
+        return replace(one, metrics=metrics)
+
+
+def train(
+    round: LocalRound,
+    batches: Iterable[Any],
+    task: Task = CLASSIFICATION,
+    optimizer: Optimizer | None = None,
+    scheduler: LRScheduler | None = None,
+) -> Trained:
+    """Train ``round.model`` in place by the round's settings, method and phase. Call this inside ``with round.open()``.
+
+    A batch of one sample is left out if a BatchNorm layer gets only one value per channel from it, which has no variance.
+
+    Args:
+        round: The client's round.
+        batches: Batches, over which training iterates once.
+        task: Reads a batch and computes its loss.
+        optimizer: The optimiser. Default: a fresh one from the round's settings.
+        scheduler: A scheduler of ``optimizer``, stepped after every batch. Default: none.
+    """
+    model, settings, rate = round.model, round.settings, round.instruction.learning_rate
+    like, parameters = inputs_like(model), round.parameters
+    if optimizer is None:
+        optimizer = settings.make_optimizer(parameters.values(), rate)
+    how, limit = settings.clip, settings.clip_limit
+    head = head_of(model) if how == "adaptive" else None
+    if how == "round":
+        batches, number = counted(batches)
+        limit = settings.norm_in_round(rate, number)
+    total, count, left_out = torch.zeros((), dtype=torch.float64, device=like.device), 0, 0
+    for batch in batches:
+        x, y = (to_device(part, like.device) for part in task.read(batch))
+        samples = batch_size(x, y)
+        optimizer.zero_grad()
+        if round.steps == 0:
+            round.batch(samples)
+        before = [buffer.clone() for buffer in model.buffers()] if samples == 1 else []
+        try:
+            loss = round.backward(partial(loss_of, model, task, settings, x, y), x, task.forward)
+        except ValueError as error:
+            if samples != 1 or NO_VARIANCE not in str(error):
+                raise
+            for buffer, value in zip(model.buffers(), before, strict=True):  # layers before the one that failed have seen the sample
+                buffer.copy_(value)
+            round.recorder.forget()
+            left_out += 1
+            continue
+        round.gradient_ready()
+        if how != "none":
+            clip(parameters.values(), how, limit, head[1].parameters() if head else ())
+        if settings.update == "weights":
+            optimizer.step()
+            round.optimizer_stepped(optimizer)
+        if scheduler is not None:
+            scheduler.step()
+        round.count_step()
+        count += samples
+        total += loss.detach().double() * samples
+    return Trained(float(total) / max(count, 1), count, left_out)
+
+
+def counted(batches: Iterable[Any]) -> tuple[Iterable[Any], int]:
+    """Return ``batches`` and their number. If ``batches`` has no length, return a list of all batches instead."""
+    try:
+        return batches, len(batches)  # type: ignore[arg-type]
+    except TypeError:
+        return (kept := list(batches)), len(kept)
+
+
+def loss_of(model: nn.Module, task: Task, settings: LocalTraining, x: Any, y: Any) -> Tensor:
+    """Compute the mean loss of one batch, in the precision that ``settings`` asks for."""
+    device = inputs_like(model).device.type
+    with torch.autocast(device, torch.bfloat16, enabled=settings.precision == "mixed"):
+        return one_number(task.loss(task.predict(model, x), y))
+
+
+@dataclass
+class IndexBatches:
+    """Iterate over batches of ``samples``. Yield inputs (B, ...) and targets (B, ...) on the device of ``like``.
+
+    Attributes:
+        samples: The client's samples.
+        indices: For each batch, an array with the indices of its samples (B,).
+        like: A tensor with the device for inputs and targets, and the dtype for inputs.
+        augment: Changes every batch; None: no changes.
+        seen: For each sample (N,), whether it was in a batch so far.
+    """
+
+    samples: Samples
+    indices: list[np.ndarray]
+    like: Tensor
+    augment: Augment | None = None
+    seen: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.seen = np.zeros(len(self.samples), dtype=bool)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for x, y in self.rows():
+            yield to_input(x.to(self.like.device), self.like.dtype), y.to(self.like.device)
+
+    def rows(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield inputs and targets of each batch as they are stored: not scaled, and not moved to a device."""
+        for index in self.indices:
+            self.seen[index] = True
+            yield self.samples.rows(index, self.augment)
+
+
+@dataclass(frozen=True)
+class SampleLoop(OwnLoop):
+    """Train on one client's samples, as the settings of a round say.
+
+    All random numbers depend only on ``seed``, ``client`` and the round.
+
+    Attributes:
+        samples: The client's samples.
+        seed: The seed of the run.
+        client: The client's number.
+        task: Computes the loss.
+        tells_drift: Whether the reply says how far the client's own running statistics moved (FedBN).
+        test: The client's test samples, for settings with ``local_evaluation``.
+    """
+
+    samples: Samples
+    seed: int
+    client: int
+    task: Task = CLASSIFICATION
+    tells_drift: bool = False
+    test: Samples | None = None
+
+    def batches(self, round: LocalRound) -> IndexBatches:
+        """Draw the training batches. Raise ClientTooSmall if there are too few samples for a batch."""
+        return training_batches(round, self.samples, self.seed, self.client)
+
+    def measure(self, round: LocalRound) -> None:
+        """Make the statistics pass over the samples, or over a seeded subset of them."""
+        round.statistics_pass.measure(lambda: self.pass_inputs(round))
+
+    def pass_inputs(self, round: LocalRound) -> Iterator[Tensor]:
+        """Return the batches of inputs of the statistics pass, on the device of the round's network."""
+        how, rng, size = self._sampling(round)
+        like = inputs_like(round.model)
+        return (self.samples.batch(index, like)[0] for index in pieces(len(self.samples), how, rng, size))
+
+    def _sampling(self, round: LocalRound) -> tuple[StatisticsPass, np.random.Generator, int]:
+        """Count the samples of the statistics pass. Return the pass, the generator that draws them, and the batch size."""
+        own, how, n = round.statistics_pass, round.statistics_pass.how, len(self.samples)
+        own.samples = how.size(n, round.settings.planned(n))
+        size = round.settings.batch_size if how.measured == NORMALISERS else PASS_BATCH
+        rng = seeded(self.seed, self.client, round.instruction.round, SUBSET, not round.trains)
+        return replace(how, samples=own.samples), rng, size
+
+    def optimizer(self, round: LocalRound) -> Optimizer:
+        """Make the optimiser that the round's settings name, with the learning rate of the round."""
+        return round.settings.make_optimizer(round.parameters.values(), round.instruction.learning_rate)
+
+    def full_gradient(self, round: LocalRound) -> Callable[[], dict[str, Tensor]]:
+        """Return a function that computes the gradient of the mean loss over all samples, see ``full_gradient``."""
+        return full_gradient(round, self.samples, self.task)
+
+    def weighed(self, round: LocalRound, batches: Iterable[object], trained: Sequence[Trained]) -> Outcome:
+        """Return the client's weight as a number of samples, and the mean loss. In a round that only measures, all samples count."""
+        n = len(self.samples)
+        if not round.trains:
+            return Outcome(n, client=self.client)
+        assert isinstance(batches, IndexBatches)
+        weight = round.settings.weight(int(batches.seen.sum()), n)
+        return Outcome(weight, trained[0].loss, client=self.client, tells_drift=self.tells_drift)
+
+
+def training_batches(round: LocalRound, samples: Samples, seed: int, client: int) -> IndexBatches:
+    """Draw the training batches of ``round``, as its settings say.
+
+    Args:
+        round: The client's round.
+        samples: The client's samples.
+        seed: The seed of the run.
+        client: The client's number.
+
+    Raises:
+        ClientTooSmall: There are too few samples for a batch.
+    """
+    settings, number = round.settings, round.instruction.round
+    least = round.network.locality.fewest(round.phase)
+    indices = settings.draw(len(samples), seeded(seed, client, number, BATCHES), least)
+    changes = settings.augment != "none"  # without augmentation no generator is needed, and making one takes as long as a layer
+    augment = augmenter(settings.augment, seeded(seed, client, number, AUGMENT)) if changes else None
+    return IndexBatches(samples, indices, inputs_like(round.model), augment)
+
+
+def alone(
+    model: nn.Module,
+    method: Method,
+    settings: LocalTraining,
+    learning_rate: float,
+    phase: Phase = Phase.TRAIN,
+    kept: ClientState = NOTHING,
+    connect: Connect | None = None,
+    number: int = 0,
+) -> LocalRound:
+    """Make a client's round without a server. The round starts from the tensors of ``model``.
+
+    Args:
+        model: The converted network.
+        method: The method.
+        settings: The settings of training.
+        learning_rate: The learning rate.
+        phase: The phase of the round.
+        kept: The state of the client.
+        connect: Joins a layer-wise exchange.
+        number: The number of the round.
+    """
+    state, expected = model.state_dict(), schema.instruction(model, Locality.of(model, method), auxiliary(settings)).sections
+    sections = {section: {name: state[name].detach().clone() for name in names if name in state} for section, names in expected.items()}
+    return LocalRound(model, method, Instruction(number, phase, sections, learning_rate), kept, settings, connect)
+
+
+def full_gradient(round: LocalRound, samples: Samples, task: Task = CLASSIFICATION) -> Callable[[], dict[str, Tensor]]:
+    """Return a function that computes the gradient of the mean loss over ``samples``, weight decay included.
+
+    The returned function divides the samples into batches of about the batch size. It runs them in the model's present
+    mode, sets the gradients to None, and changes nothing else. It returns parameter's name -> gradient.
+    """
+    model, settings, trained = round.model, round.settings, round.parameters
+
+    def compute() -> dict[str, Tensor]:
+        draws, mean = Draws.now(inputs_like(model).device), {name: torch.zeros_like(p) for name, p in trained.items()}
+        for index in np.array_split(np.arange(len(samples)), max(1, len(samples) // settings.batch_size)):
+            model.zero_grad()
+            with restored(model):
+                loss_of(model, task, settings, *samples.batch(index, inputs_like(model))).backward()
+            for name, p in trained.items():
+                if p.grad is not None:
+                    mean[name].add_(p.grad, alpha=len(index) / len(samples))
+        model.zero_grad()
+        draws.again()
+        return {name: gradient.add_(trained[name].detach(), alpha=settings.weight_decay) for name, gradient in mean.items()}
+
+    return compute
