@@ -24,24 +24,24 @@ from torch.optim import Optimizer
 from fl_bn.bn.layers import freeze_statistics
 from fl_bn.bn.modes import frozen_affine, train_mode
 from fl_bn.bn.moments import Moments
-from fl_bn.bn.observation import in_backward, is_traced, moving_average, observe, pooled, whole
-from fl_bn.bn.roles import batch_norms, inputs_like
+from fl_bn.bn.observation import in_backward, is_traced, observe, whole
+from fl_bn.bn.roles import inputs_like
 from fl_bn.federation import client_tensors
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.auxiliary import auxiliary as auxiliary_of
 from fl_bn.federation.centring import Centring
 from fl_bn.federation.client_pass import ClientPass
 from fl_bn.federation.composition import rate_for
-from fl_bn.federation.contract import ContractBroken, Lent
+from fl_bn.federation.contract import ContractBroken, Lent, frozen_parameters
 from fl_bn.federation.local import Draws
-from fl_bn.federation.momentum import Buffers, Momentum, restart
+from fl_bn.federation.momentum import Momentum, restart
 from fl_bn.federation.network import Copy
-from fl_bn.federation.payload import Named, Sections
+from fl_bn.federation.payload import Named
 from fl_bn.federation.recording import Connect, FirstBatch, Recorder, following, restored
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
 from fl_bn.methods import Method, Phase, Place, StatisticsReport
-from fl_bn.objectives import CONTROL, Start, Step
+from fl_bn.objectives import CONTROL, Finish, Start, Step
 from fl_bn.task import CLASSIFICATION, Task
 
 
@@ -62,9 +62,10 @@ class LocalRound:
 
     Attributes:
         recorder: The batches and steps of this round.
+        reports: What the client reports of the statistics.
 
     Raises:
-        ValueError: The server's model or objective differs from those of this client, or ``connect`` does not fit the phase.
+        ValueError: The server's model or objective differs from those of this client.
         WireError: A tensor of the instruction is missing, unexpected, or of a wrong shape or dtype.
     """
 
@@ -82,22 +83,18 @@ class LocalRound:
         self.network = self._copy.network
         self.method, self.instruction, self.kept = method, instruction, kept
         self.settings = settings or LocalTraining(batch_size=2, epochs=1)
-        self.phase, self.steps = instruction.phase, 0
+        self.phase, self.reports, self.steps = instruction.phase, method.reports(instruction.phase), 0
         self.corrected = 0  # how many gradients the objective has computed
         self.private = False  # whether opacus computes the gradients
         self.in_own_loop, self.recorder = in_own_loop, Recorder()
-        self._connect, self.first_batch = connect, FirstBatch(self.model, connect)
+        self._connect, self.first_batch = connect, FirstBatch(self.model, connect if self.phase is Phase.EXCHANGE else None)
         self._observing, self._centring = ExitStack(), Centring({}, ())
         self._rates: list[float] = []  # of the steps of a user's own optimisers
-        self._lent: Lent | None = None
+        self._lent: Lent | None = None  # None as long as nothing is trained
+        self.finish = Finish()  # the objective's tensors at the end of the round
         self._open = False
         self.statistics_pass = ClientPass(self.model, self.network.locality, instruction, kept, connect)
         self.loaded = client_tensors.load(self._copy, instruction, kept, self.settings.objective, self.auxiliary)
-        if self.trains and (self.phase is Phase.EXCHANGE) != (connect is not None):
-            raise ValueError(
-                f"connect (the layer-wise exchange) must be given in phase exchange, and must be None in other training phases, but got "
-                f"phase {self.phase} and connect={connect}"
-            )
 
     @property
     def model(self) -> nn.Module:
@@ -151,13 +148,13 @@ class LocalRound:
         with ExitStack() as stack:
             stack.callback(freeze_statistics, self.model, False)
             self.set_modes(self.model)
-            self._lent = Lent(self, stack.enter_context(self._frozen_parameters()))
+            self._lent = Lent(self, stack.enter_context(frozen_parameters(self)))
             control, full = self.instruction.sections.get(CONTROL, {}), full_gradient or _no_full_gradient
             start = Start(self.model, self.parameters, self.shared, self.kept.get("objective"), control, self.kept.counted, full)
             self._objective = self.settings.objective.begin(start)
             stack.callback(self._objective.close)
-            centred = self.centred
-            self._centring = stack.enter_context(Centring(dict(self.model.named_parameters()) if centred else {}, centred))
+            if self.method.centres(self.phase):
+                self._centring = stack.enter_context(Centring(dict(self.model.named_parameters()), self.network.centred))
             stack.enter_context(self.first_batch.exchanges)
             self._observe()
             stack.callback(self._observing.close)
@@ -174,7 +171,7 @@ class LocalRound:
     def _observe(self) -> None:
         """Let the BatchNorm layers record their inputs, or join FedTAN's exchange with the first of them."""
         if self.observes:
-            self.recorder = Recorder(once=self.method.reports(self.phase) is StatisticsReport.FIRST)
+            self.recorder = Recorder(once=self.reports is StatisticsReport.FIRST)
             observing = observe(self.model, counts=self.recorder.counts, values=whole)
             self.recorder.observed = self._observing.enter_context(observing)
         elif self.phase is Phase.EXCHANGE and self.in_own_loop:
@@ -192,24 +189,6 @@ class LocalRound:
     def _note_opacus(self) -> None:
         self.private = any(hasattr(p, "grad_sample") for p in self.parameters.values())
 
-    @contextmanager
-    def _frozen_parameters(self) -> Iterator[dict[str, nn.Parameter]]:
-        """Let the parameters not learn that a method freezes in this round, so that an optimiser of all parameters does not change them.
-
-        fl-bn's own loop gives its optimiser the other parameters alone. Gradients of an earlier round, or of another client, are cleared.
-        """
-        learning = {name: p for name, p in self.model.named_parameters() if p.requires_grad and name not in self.parameters}
-        frozen = learning if self.in_own_loop else {}
-        for parameter in frozen.values():
-            parameter.requires_grad_(False)
-        for parameter in self.model.parameters() if self.in_own_loop else ():
-            parameter.grad = None
-        try:
-            yield frozen
-        finally:
-            for parameter in frozen.values():
-                parameter.requires_grad_(True)
-
     def _check(self) -> None:
         """Check the contract at the end of training."""
         assert self._lent is not None
@@ -218,24 +197,14 @@ class LocalRound:
         self._lent.check()
 
     @property
-    def centred(self) -> list[str]:
-        """Return the names of the weights whose gradients are centred in this round (see ``centring``)."""
-        return self.network.centred if self.method.centres(self.phase) else []
-
-    @property
     def freezes(self) -> bool:
         """Tell whether the running statistics are frozen in this round."""
         return self.method.freezes_statistics(self.phase)
 
     @property
-    def measures_first(self) -> bool:
-        """Tell whether the client measures statistics before training in this round (``measure``)."""
-        return self.method.reports(self.phase) is StatisticsReport.PASS
-
-    @property
     def observes(self) -> bool:
         """Tell whether the client reports the moments of training batches to the server in this round."""
-        return self.method.reports(self.phase) in (StatisticsReport.BATCHES, StatisticsReport.FIRST, StatisticsReport.MOVING)
+        return self.reports in (StatisticsReport.BATCHES, StatisticsReport.FIRST, StatisticsReport.MOVING)
 
     def set_modes(self, model: nn.Module) -> None:
         """Put ``model`` into training mode, and freeze the layers that are frozen in this round.
@@ -245,16 +214,9 @@ class LocalRound:
         freeze_statistics(model, layers=None if self.freezes else frozen_affine(model))
         train_mode(model)
 
-    def adopt(self, steps: int, observed: dict[str, list[Moments]], batch: int, buffers: Buffers) -> None:
-        """Store what ``federation.engines.vectorised`` counted and measured while it trained this client together with others.
-
-        Args:
-            steps: The number of local steps.
-            observed: Layer -> the moments of each training batch.
-            batch: The number of samples of the first batch.
-            buffers: The buffers of the client's optimiser.
-        """
-        self.steps, self.recorder.observed, self.first_batch.samples, self.momentum.after = steps, observed, batch, buffers
+    def adopt(self, steps: int, observed: dict[str, list[Moments]], batch: int) -> None:
+        """Store what an engine that trained the client found: local steps, layer -> moments, and the size of the first batch."""
+        self.steps, self.recorder.observed, self.first_batch.samples = steps, observed, batch
 
     @property
     def first_samples(self) -> int:
@@ -275,11 +237,6 @@ class LocalRound:
         """
         self.first_batch.begin(samples, self.steps)
 
-    def gradient_ready(self) -> None:
-        """End the layer-wise exchange before the first step. Call this when the gradient of a batch is complete."""
-        if self.steps == 0:
-            self.first_batch.end()
-
     def step_done(self) -> None:
         """Count one local step.
 
@@ -297,9 +254,8 @@ class LocalRound:
         """
         self._centring.stepped(parameters)
         if not goes_on:
-            self.gradient_ready()
             if self.steps == 0:
-                self.first_batch.samples = self.first_samples
+                self.first_batch.end(self.first_samples)
             self.steps += 1
         self.recorder.next_step()
         if self.recorder.all_done:
@@ -327,13 +283,7 @@ class LocalRound:
         self.count_step(stepped, goes_on)
 
     def optimizer_stepped(self, optimizer: Optimizer, goes_on: bool = False) -> None:
-        """Record the learning rate of a step of ``optimizer``. Call this before ``count_step``.
-
-        If ``method.restarts``, the momentum buffers are cleared after the first step of phase EXCHANGE (see ``momentum.restart``).
-
-        Args:
-            optimizer: The optimiser.
-            goes_on: Whether the step belongs to the one before.
+        """Record the rate of a step of ``optimizer``, and clear its buffers if ``momentum.restart`` says so, before ``count_step``.
 
         Raises:
             ValueError: The objective needs plain SGD with one learning rate, but ``optimizer`` differs.
@@ -397,16 +347,6 @@ class LocalRound:
             )
         self.statistics_pass.run(batches, task)
 
-    def report(self) -> dict[str, Moments]:
-        """Return layer -> the moments to report: of the statistics pass if there was one, else of the training batches so far."""
-        if self.statistics_pass.moments is not None:
-            return self.statistics_pass.moments
-        if self.method.reports(self.phase) is not StatisticsReport.MOVING:
-            return pooled(self.recorder.observed)
-        layers, observed = batch_norms(self.model), self.recorder.observed
-        ran = [name for name in self.network.locality.shared_statistics if observed.get(name)]
-        return {name: moving_average(layers[name], observed[name]) for name in ran}
-
     def reply(
         self,
         samples: int,
@@ -435,39 +375,14 @@ class LocalRound:
         """
         if self._open:
             self._check()
-        samples, client, given = index(samples), index(client), {name: float(value) for name, value in (metrics or {}).items()}
-        if not self.trains:
-            sections, numbers, kept = {"moments": client_tensors.complete_moments(self, self.report())}, given, self.kept
-        else:
-            assert self._lent is not None
+        given = {name: float(value) for name, value in (metrics or {}).items()}
+        if self._lent is not None:
             self._lent.check_reply(samples)
-            sections, numbers, kept = self._trained(client, tells_drift)
-            numbers = {**given, "loss": float(loss), **numbers}
-        if self.statistics_pass.samples:
-            numbers["measured"] = self.statistics_pass.samples
-        weight = self.first_samples if self.phase is Phase.EXCHANGE else samples
-        return Reply(client, sections, samples, weight, numbers, self.instruction.round, self.network.signature), kept
-
-    def _trained(self, client: int, tells_drift: bool) -> tuple[Sections, dict[str, float], ClientState]:
-        """Return the results of training: tensors to send, numbers for the record, and the state to keep."""
-        gradients = client_tensors.ema_gradients(self) if self.settings.update == "gradients" else {}
-        finish = self._objective.finish(self.steps, self.mean_rate)
-        if gradients:
-            client_tensors.step_at_home(self, gradients)
-        kept = client_tensors.state_to_keep(self, gradients, finish, client)
-        sections = client_tensors.sections_to_send(self, gradients, finish, self.report())
-        return sections, client_tensors.numbers_of_training(self, kept, tells_drift), kept
+            self.finish = self._objective.finish(self.steps, self.mean_rate)
+        return client_tensors.reply(self, index(samples), float(loss), index(client), given, tells_drift)
 
     def sit_out(self, client: int, metrics: Mapping[str, float]) -> tuple[Reply, ClientState]:
-        """Leave the round, and the cohort's layer-wise exchange if there is one, without training.
-
-        Args:
-            client: The client's number.
-            metrics: Numbers for the record, by name.
-
-        Returns:
-            A reply without tensors, and the state as it was before.
-        """
+        """Leave the round, and the cohort's exchange if there is one. Return a reply without tensors, and the state as it was before."""
         if self._connect is not None:
             self._connect(0).close()
         return Reply(client, {}, 0, 0, dict(metrics), self.instruction.round, self.network.signature), self.kept

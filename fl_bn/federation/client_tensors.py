@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn.bn.moments import Moments, Running, ordinary
-from fl_bn.bn.roles import Role
+from fl_bn.bn.observation import moving_average, pooled
+from fl_bn.bn.roles import Role, batch_norms
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift, running_statistics
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.network import Copy
 from fl_bn.federation.payload import Named, Sections, encode_moments, to_numpy
-from fl_bn.federation.values import ClientState, Instruction
+from fl_bn.federation.values import ClientState, Instruction, Reply
 from fl_bn.methods import Phase, Place, StatisticsReport
-from fl_bn.objectives import CONTROL, Finish, Objective
+from fl_bn.objectives import CONTROL, Objective
 
 if TYPE_CHECKING:
     from fl_bn.federation.client import LocalRound
@@ -116,6 +117,37 @@ def _unmixed(copy: Copy, phase: Phase) -> dict[str, Tensor]:
     return {name: torch.zeros_like(trained[name]) for name in mixing if name in trained}
 
 
+def reply(
+    round: LocalRound, samples: int, loss: float, client: int, given: Mapping[str, float], tells_drift: bool
+) -> tuple[Reply, ClientState]:
+    """Make the reply to the server and the client's next state. The arguments are those of ``LocalRound.reply``."""
+    moments = moments_to_report(round)
+    if round.trains:
+        gradients = ema_gradients(round) if round.settings.update == "gradients" else {}
+        if gradients:
+            step_at_home(round, gradients)
+        kept = state_to_keep(round, gradients, client)
+        sections = sections_to_send(round, gradients, moments)
+        numbers = {**given, "loss": loss, **numbers_of_training(round, kept, tells_drift)}
+    else:
+        sections, numbers, kept = {"moments": complete_moments(round, moments)}, dict(given), round.kept
+    if round.statistics_pass.samples:
+        numbers["measured"] = round.statistics_pass.samples
+    weight = round.first_samples if round.phase is Phase.EXCHANGE else samples
+    return Reply(client, sections, samples, weight, numbers, round.instruction.round, round.network.signature), kept
+
+
+def moments_to_report(round: LocalRound) -> dict[str, Moments]:
+    """Return layer -> the moments to report: of the statistics pass if there was one, else of the training batches so far."""
+    if round.statistics_pass.moments is not None:
+        return round.statistics_pass.moments
+    if round.reports is not StatisticsReport.MOVING:
+        return pooled(round.recorder.observed)
+    layers, observed = batch_norms(round.model), round.recorder.observed
+    ran = [name for name in round.network.locality.shared_statistics if observed.get(name)]
+    return {name: moving_average(layers[name], observed[name]) for name in ran}
+
+
 def complete_moments(round: LocalRound, moments: Mapping[str, Moments]) -> dict[str, Tensor]:
     """Encode the moments of every layer with shared statistics as tensors by name. A layer that did not run gets the count 0."""
     unseen = {k: torch.zeros_like(s.mean) for k, s in running_statistics(round.model, round.network.locality.shared_statistics).items()}
@@ -123,7 +155,7 @@ def complete_moments(round: LocalRound, moments: Mapping[str, Moments]) -> dict[
     return {key: t for k, m in complete.items() for key, t in encode_moments({k: m}, unseen[k].dtype).items()}
 
 
-def sections_to_send(round: LocalRound, gradients: Named, finish: Finish, moments: Mapping[str, Moments]) -> Sections:
+def sections_to_send(round: LocalRound, gradients: Named, moments: Mapping[str, Moments]) -> Sections:
     """Return the tensors to send, on the CPU: section -> name -> tensor.
 
     A tensor that this round did not train is sent unchanged. If a parameter was not trained, its control variate is sent
@@ -132,21 +164,20 @@ def sections_to_send(round: LocalRound, gradients: Named, finish: Finish, moment
     Args:
         round: The client's round after training.
         gradients: Name -> gradient to send, for ``update="gradients"``. Empty otherwise.
-        finish: The objective's tensors at the end of the round.
         moments: Layer -> the moments to report.
     """
     state, settings = round.state, round.settings
     expected = round.network.reply(round.phase, settings.update, round.auxiliary).sections
     sources: dict[str, Named] = {"weights": state, "statistics": state, "gradients": gradients}
     if settings.objective.travels:
-        sources[CONTROL] = {n: torch.zeros_like(state[n]) for n in expected[CONTROL]} | dict(finish.sent)
+        sources[CONTROL] = {n: torch.zeros_like(state[n]) for n in expected[CONTROL]} | dict(round.finish.sent)
     sources |= round.momentum.to_send(state)
     own = partial(Tensor.to, device="cpu", copy=True, memory_format=torch.contiguous_format)
     sections = {k: {n: own(ordinary(sources[k][n].detach())) for n in expected[k]} for k in expected if k != "moments"}
     return sections | ({"moments": complete_moments(round, moments)} if "moments" in expected else {})
 
 
-def state_to_keep(round: LocalRound, gradients: Named, finish: Finish, client: int) -> ClientState:
+def state_to_keep(round: LocalRound, gradients: Named, client: int) -> ClientState:
     """Return the state that the client keeps: the tensors that it does not share, and the buffers of its optimiser and objective.
 
     If one of these tensors is not finite, return the state from before the round, so that later rounds are not spoilt.
@@ -154,7 +185,6 @@ def state_to_keep(round: LocalRound, gradients: Named, finish: Finish, client: i
     Args:
         round: The client's round after training.
         gradients: Name -> averaged gradient (``ema_gradients``), for ``update="gradients"``. Empty otherwise.
-        finish: The objective's tensors at the end of the round.
         client: The client's number, for the log.
     """
     state = round.state
@@ -162,8 +192,8 @@ def state_to_keep(round: LocalRound, gradients: Named, finish: Finish, client: i
     sections: dict[str, dict[str, Tensor]] = {"local": local} if local else {}
     if gradients and round.settings.momentum > 0:
         sections["momentum"] = dict(gradients)
-    if finish.kept:
-        sections["objective"] = dict(finish.kept)
+    if round.finish.kept:
+        sections["objective"] = dict(round.finish.kept)
     if buffers := round.momentum.to_keep():
         sections["optimizer"] = buffers
     for section, tensors in sections.items():
@@ -187,7 +217,7 @@ def numbers_of_training(round: LocalRound, kept: ClientState, tells_drift: bool)
     numbers: dict[str, float] = {"steps": round.steps, "waited": round.first_batch.waited}
     if tells_drift:
         numbers |= home_drift(round)
-    if round.method.reports(round.phase) is StatisticsReport.FIRST:
+    if round.reports is StatisticsReport.FIRST:
         numbers["batch"] = round.first_samples
     if kept.sections:
         numbers["kept"] = round.kept.round

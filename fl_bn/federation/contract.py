@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,6 +68,25 @@ class ContractBroken(ValueError):
         super().__init__(f"round {self.round} of {self.method}: {what}: {ADVICE[rule]}")
 
 
+@contextmanager
+def frozen_parameters(round: LocalRound) -> Iterator[dict[str, nn.Parameter]]:
+    """Let the parameters not learn that a method freezes in this round, so that an optimiser of all parameters does not change them.
+
+    fl-bn's own loop gives its optimiser the other parameters alone. Gradients of an earlier round, or of another client, are cleared.
+    """
+    learning = {name: p for name, p in round.model.named_parameters() if p.requires_grad and name not in round.parameters}
+    frozen = learning if round.in_own_loop else {}
+    for parameter in frozen.values():
+        parameter.requires_grad_(False)
+    for parameter in round.model.parameters() if round.in_own_loop else ():
+        parameter.grad = None
+    try:
+        yield frozen
+    finally:
+        for parameter in frozen.values():
+            parameter.requires_grad_(True)
+
+
 class Lent:
     """Remember a network as it was lent to a round, and check it at the round's end.
 
@@ -120,7 +140,7 @@ class Lent:
         if round.in_own_loop:
             yield from self._broken_by_loop()
         if round.observes and round.recorder.observed:
-            wanted = min(round.steps, 1) if round.method.reports(round.phase) is StatisticsReport.FIRST else round.steps
+            wanted = min(round.steps, 1) if round.reports is StatisticsReport.FIRST else round.steps
             if (seen := round.recorder.batches) < wanted:
                 yield "batches", f"it reports the moments of training batches, but its layers saw {seen} batches in {round.steps} steps", ""
 
@@ -145,7 +165,11 @@ class Lent:
         if objective is not PLAIN and calls != round.steps:
             yield "objective", f"{objective.name} corrects each step, but there were {calls} round.backward in {round.steps} steps", ""
         if round.phase is Phase.EXCHANGE and round.steps and round.first_batch.joined is None:
-            yield "batches", "the first step exchanges statistics in a pass in training mode with gradients, but 0 batches were seen", ""
+            yield (
+                "batches",
+                "connect exchanges statistics in the first pass in training mode with gradients, but 0 batches were seen",
+                "",
+            )
 
     def _broken_by_opacus(self) -> Iterator[tuple[str, str, str]]:
         """Yield why opacus (differential privacy), which computes the gradient of each sample, does not protect this round.
@@ -159,14 +183,14 @@ class Lent:
                 yield "opacus", f"BatchNorm layer {name!r} {what}", name
         if round.settings.objective is not PLAIN:
             yield "opacus", f"opacus replaces the gradients, and so drops the part that {round.settings.objective.name} adds", ""
-        if round.method.reports(round.phase) in MOMENTS:
+        if round.reports in MOMENTS:
             LOGGER.warning(
                 "%s sends the moments of a training batch, which the noise of opacus does not protect: epsilon holds only for the weights",
                 round.method.name,
             )
 
     def _broken_by_reply(self, samples: int) -> Iterator[tuple[str, str, str]]:
-        round, reports = self._round, self._round.method.reports(self._round.phase)
+        round, reports = self._round, self._round.reports
         if not round.loaded.newest:
             yield "objects", "a later round has loaded other tensors into the network, so a reply would send those", ""
         if round.in_own_loop and not round.steps:

@@ -43,16 +43,11 @@ def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
         ValueError: ``loader`` is not iterable, or it is a list of loaders. Or ``again`` is True, and ``loader`` is an iterator (a
             generator, ``zip``, ``map``).
     """
-    first = loader[0] if isinstance(loader, list | tuple) and loader else None
-    if isinstance(first, DataLoader | SeededBatches):
-        raise ValueError(
-            f"{whose}: expected batches, but got a list of {type(first).__name__} objects, each of which has batches: give one of them, or "
-            "one for each client, as clients=[...] and test=per_client([...])"
-        )
-    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise ValueError(f"{whose}: expected batches, but got a {type(loader).__name__}. {REITERABLE}")
-    if again and isinstance(loader, Iterator):
-        raise ValueError(f"{whose}: expected batches that can be iterated over again, but got a {type(loader).__name__}. {REITERABLE}")
+    loaders = isinstance(loader, list | tuple) and loader and isinstance(loader[0], DataLoader | SeededBatches)
+    iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    if loaders or not iterable or (again and isinstance(loader, Iterator)):
+        what = f"a {type(loader).__name__}{' of loaders' if loaders else ''}"
+        raise ValueError(f"{whose}: expected batches that can be iterated over again, but got {what}. {REITERABLE}")
 
 
 def check_not_one_batch(whose: str, loader: Loader, task: Task) -> None:
@@ -71,12 +66,11 @@ def check_not_one_batch(whose: str, loader: Loader, task: Task) -> None:
     first = loader[0] if isinstance(loader, list | tuple) and loader else None
     if type(task).read is not Task.read:
         return
-    if isinstance(loader, Mapping | torch.Tensor) or isinstance(first, torch.Tensor):
-        raise ValueError(f"{whose}: expected batches, but got a single one: give a list of batches, [(inputs, targets)]")
-    if _has_samples(loader, is_ours(task)):
+    single = isinstance(loader, Mapping | torch.Tensor) or isinstance(first, torch.Tensor)
+    if single or _has_samples(loader, is_ours(task)):
         raise ValueError(
-            f"{whose}: expected batches, but got a {type(loader).__name__} of single samples: give DataLoader(samples, batch_size=32, "
-            "shuffle=True)"
+            f"{whose}: expected batches, but got {'one' if single else f'a {type(loader).__name__} of single samples'}: give a list of "
+            "batches, [(inputs, targets)], or DataLoader(samples, batch_size=32, shuffle=True)"
         )
 
 
@@ -100,15 +94,12 @@ def check_clients(clients: Any) -> None:
     Raises:
         ValueError: ``clients`` is a single loader, a generator, a dict, or something else that is no list of loaders.
     """
-    if isinstance(clients, DataLoader | SeededBatches):
+    several = hasattr(clients, "__len__") and hasattr(clients, "__iter__")
+    if not several or isinstance(clients, Mapping | DataLoader | SeededBatches):
         raise ValueError(
-            f"clients: expected a loader for each client, but got a single {type(clients).__name__}: give a list of loaders, one for each "
-            "client"
+            f"clients: expected a list of loaders, one for each client, but got a {type(clients).__name__}: give [loader, ...], or "
+            "list(clients) of a generator, or list(clients.values()) of a dict"
         )
-    if isinstance(clients, Mapping) or not (hasattr(clients, "__len__") and hasattr(clients, "__iter__")):
-        what = "None" if clients is None else f"a {type(clients).__name__}"
-        how = ", list(clients.values())" if isinstance(clients, Mapping) else ", list(clients)" if isinstance(clients, Iterator) else ""
-        raise ValueError(f"clients: expected a list of loaders, one for each client, but got {what}: give such a list{how}")
 
 
 class SeededBatches:
@@ -135,21 +126,18 @@ class SeededBatches:
     """
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor, batch_size: int) -> None:
-        if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
-            raise ValueError(f"SeededBatches takes tensors, but got {type(x).__name__} and {type(y).__name__}: call torch.as_tensor")
-        if x.dim() == 0 or y.dim() == 0 or len(x) != len(y):
-            raise ValueError(f"SeededBatches takes a target for each input, but got inputs {tuple(x.shape)} and targets {tuple(y.shape)}")
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size must be a whole number of at least 1, but got {batch_size!r}")
-        if x.dtype == torch.uint8 and x.dim() < 3:
+        pairs = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.dim() and y.dim() and len(x) == len(y)
+        if not pairs or isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            shapes = [tuple(getattr(part, "shape", ())) or type(part).__name__ for part in (x, y)]
             raise ValueError(
-                f"SeededBatches scales uint8 inputs as images (N, C, H, W), but got {tuple(x.shape)}: for the pixels of flat images give "
-                "x.float() / 127.5 - 1, for measurements x.float(), for indices x.long()"
+                f"SeededBatches takes a tensor of inputs, a tensor of as many targets, and batch_size >= 1, but got {shapes}, batch_size="
+                f"{batch_size!r}"
             )
-        if x.dim() > 3 and x.dtype != torch.uint8 and not (x.is_floating_point() or x.is_complex()):
+        scaled, floats = x.dtype == torch.uint8, x.is_floating_point() or x.is_complex()
+        if (scaled and x.dim() < 3) or (x.dim() > 3 and not scaled and not floats):
             raise ValueError(
-                f"SeededBatches scales images of dtype uint8 alone, but got {tuple(x.shape)} of {x.dtype}: for pixels of 0..255 give "
-                "x.to(torch.uint8), for other numbers x.float()"
+                f"SeededBatches scales uint8 inputs as images (N, C, H, W), and no others, but got {tuple(x.shape)} of {x.dtype}: for "
+                "pixels of 0..255 give images of uint8 or x.float() / 127.5 - 1, for measurements x.float(), for indices x.long()"
             )
         self.samples, self.batch_size = Samples(x, y), batch_size
         self.dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()

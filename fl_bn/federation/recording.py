@@ -77,8 +77,9 @@ class FirstBatch:
             self.joined = self._connect(samples)
             self.exchanges.enter_context(exchanging(self._model, self.joined))
 
-    def end(self) -> None:
-        """End the exchange, if there is one. If an optimiser steps inside the backward pass, it ends after this pass."""
+    def end(self, samples: int) -> None:
+        """Store the number of samples, and end the exchange, at the first step; after the backward pass, if the step is inside it."""
+        self.samples = samples
         if self.joined is not None and in_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self.exchanges.close)
         else:

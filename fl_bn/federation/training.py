@@ -31,7 +31,7 @@ from fl_bn.federation.locality import Locality
 from fl_bn.federation.recording import Connect, restored
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.federation.values import NOTHING, ClientState, Instruction
-from fl_bn.methods import NORMALISERS, Method, Phase, StatisticsPass
+from fl_bn.methods import NORMALISERS, Method, Phase, StatisticsPass, StatisticsReport
 from fl_bn.models.head import head_of
 from fl_bn.task import CLASSIFICATION, Task, batch_size, one_number, to_device
 
@@ -64,6 +64,7 @@ class OwnLoop(ABC):
         client: The client's number.
         task: Reads a batch, and computes its loss.
         test: The client's own test data, as samples or as batches; None if it has none.
+        samples: The client's samples, if they are in memory.
         passes: How often a training round iterates over ``batches``.
     """
 
@@ -71,6 +72,7 @@ class OwnLoop(ABC):
     client: int
     task: Task
     test: Any
+    samples: Samples
     passes: int = 1
 
     @abstractmethod
@@ -118,7 +120,7 @@ class OwnLoop(ABC):
             self.measure(round)
             return self.weighed(round, (), ())
         batches = self.batches(round)  # before the statistics pass, to refuse small clients first
-        if round.measures_first:
+        if round.reports is StatisticsReport.PASS:
             self.measure(round)
         before = self.tested(round)
         optimizer = self.optimizer(round)
@@ -194,7 +196,6 @@ def train(
             round.recorder.forget()
             left_out += 1
             continue
-        round.gradient_ready()
         if how != "none":
             clip(parameters.values(), how, limit, head[1].parameters() if head else ())
         if settings.update == "weights":

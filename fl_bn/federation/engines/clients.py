@@ -161,7 +161,7 @@ class LoaderLoop(OwnLoop):
     test: Loader | None
 
     @property
-    def samples(self) -> Samples:
+    def samples(self) -> Samples:  # type: ignore[override]
         """Return the samples from which the loader draws its batches. The loader must be ``SeededBatches``."""
         assert isinstance(self.own.loader, SeededBatches)
         return self.own.loader.samples

@@ -23,7 +23,7 @@ from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import Result
 from fl_bn.federation.engines.clients import Clients, Connect
 from fl_bn.federation.engines.processes import CannotMove, InWorkers, in_workers
-from fl_bn.federation.engines.vectorised import AT_ONCE, CannotVectorise, Fallback, client_rounds, unneeded
+from fl_bn.federation.engines.vectorised import AT_ONCE, CannotVectorise, Fallback, client_rounds
 from fl_bn.federation.engines.workers import WorkerTiming, cores
 from fl_bn.federation.loaders import REITERABLE, Loader, SeededBatches
 from fl_bn.federation.local import evaluate, unmoved
@@ -272,9 +272,7 @@ class LocalTransport(Transport):
         self._warned.add(client)
         if left_out:
             what = "a batch" if left_out == 1 else f"{left_out} batches"
-            LOGGER.warning(
-                "client %s left out %s of one sample in round %s: it has no variance (drop_last=True)", client, what, round
-            )
+            LOGGER.warning("client %s left out %s of one sample in round %s: it has no variance (drop_last=True)", client, what, round)
         else:
             LOGGER.warning("client %s: its loader gave no batch in round %s. %s", client, round, REITERABLE)
 
@@ -301,9 +299,8 @@ class LocalTransport(Transport):
             raise CannotVectorise("all clients need the same task, loss, optimiser and scheduler, and FedTAN no robust rule (defence)")
         with ExitStack() as returned:
             lent, own = [returned.enter_context(self._on_cpu.lend()) for _ in clients], self.clients
-            connect = unneeded if exchanges else None
             rounds = [
-                LocalRound(one, own.method, own.instruction(client, instruction), self.kept[client], own.own[client].settings, connect)
+                LocalRound(one, own.method, own.instruction(client, instruction), self.kept[client], own.own[client].settings)
                 for one, client in zip(lent, clients, strict=True)
             ]
             return client_rounds(rounds, [own.loop(client, self._rounds) for client in clients], self.clients.device)

@@ -11,15 +11,13 @@ little.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
 
@@ -28,21 +26,21 @@ from fl_bn.bn.moments import Moments
 from fl_bn.bn.observation import observe, pooled
 from fl_bn.bn.roles import inputs_like
 from fl_bn.data.dataset import to_input
-from fl_bn.exchange.call import Exchange, ExchangeFailed
 from fl_bn.exchange.local import Turns
 from fl_bn.federation import eager
 from fl_bn.federation.centring import Centring
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import Outcome, Result, concluded
 from fl_bn.federation.clipping import clip_rows
+from fl_bn.federation.engines.stack import Seen, Stack, groups
 from fl_bn.federation.local import Samples, measuring
-from fl_bn.federation.momentum import SECTIONS, buffers_of, restart
+from fl_bn.federation.momentum import restart
 from fl_bn.federation.training import IndexBatches, OwnLoop, SampleLoop, Trained, loss_of
 from fl_bn.methods import Phase, StatisticsReport
 from fl_bn.methods.fedtan import OneProgram, exchanging
 from fl_bn.models.head import head_of
 from fl_bn.objectives import FedProx, Objective, Start, Step
-from fl_bn.task import CLASSIFICATION, Task
+from fl_bn.task import Task
 
 LOGGER = logging.getLogger("flwr")
 ENGINES = SEQUENTIAL, VECTORISED = "sequential", "vectorised"
@@ -57,30 +55,13 @@ PURE = {"torch", "torchvision", "fl_bn"}
 change no attributes of the network (but buffers), draw no random numbers outside of torch, and compute the same whatever the
 size of the batch. Add the package of your own network: ``PURE.add("my_networks")``."""
 
-Tensors = dict[str, Tensor]
-
 
 class CannotVectorise(ValueError):
     """Report why clients cannot be computed together. Their rounds are unchanged, so they can be computed one by one."""
 
 
-class Drawing(Protocol):
-    """Describe what this engine needs of a training loop beside ``OwnLoop``: samples in memory."""
-
-    samples: Samples
-
-
 def client_rounds(rounds: Sequence[LocalRound], loops: Sequence[OwnLoop], device: torch.device | None = None) -> list[Result]:
-    """Carry out the rounds of several clients together: what ``client_round`` is for one.
-
-    Args:
-        rounds: The clients' rounds.
-        loops: Their training loops, which draw batches from samples in memory.
-        device: The device of the stacked tensors, see ``outcomes``.
-
-    Raises:
-        CannotVectorise: The rounds cannot be computed together.
-    """
+    """Carry out the rounds of several clients together: what ``client_round`` is for one. The arguments are those of ``outcomes``."""
     return [concluded(round, one) for round, one in zip(rounds, outcomes(rounds, loops, device), strict=True)]
 
 
@@ -94,25 +75,21 @@ def outcomes(rounds: Sequence[LocalRound], loops: Sequence[OwnLoop], device: tor
             the fewest copies.
 
     Raises:
-        CannotVectorise: ``check_cohort`` finds an obstacle, or torch cannot batch the network or the task, the optimiser is not in
+        CannotVectorise: There is an obstacle, or torch cannot batch the network or the task, the optimiser is not in
             ``ELEMENTWISE``, or first batches differ in size with FedTAN.
     """
-    check_cohort(rounds, [cast(Drawing, loop).samples for loop in loops], loops[0].task)
+    if reason := _why_not(rounds, [loop.samples for loop in loops], loops[0].task):
+        raise CannotVectorise(reason)
     if not rounds[0].trains:
         measure_together(rounds, loops, device)
         return [loop.weighed(round, (), ()) for round, loop in zip(rounds, loops, strict=True)]
     batches = [cast(IndexBatches, loop.batches(round)) for round, loop in zip(rounds, loops, strict=True)]
-    if rounds[0].measures_first:
+    if rounds[0].reports is StatisticsReport.PASS:
         measure_together(rounds, loops, device)
     before = [loop.tested(round) for round, loop in zip(rounds, loops, strict=True)]
     trained = train_together(rounds, batches, loops[0], device)
     ends = zip(rounds, loops, batches, trained, before, strict=True)
     return [loop.outcome(round, own, [one], tested) for round, loop, own, one, tested in ends]
-
-
-def unneeded(batch: int) -> Exchange:
-    """Raise ExchangeFailed. Rounds of a vectorised program get this function as ``connect``, and never call it."""
-    raise ExchangeFailed("clients of a vectorised program average their statistics inside the program, so no client joins an exchange")
 
 
 class Fallback:
@@ -177,24 +154,10 @@ def with_others(loop: SampleLoop, round: LocalRound) -> Outcome:
     return turns.trained(index, round, loop) if isinstance(turns, TogetherTurns) and not small else loop(round)
 
 
-def check_cohort(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Task = CLASSIFICATION) -> None:
-    """Check that ``rounds`` can be computed together, as far as this is known before training.
-
-    Args:
-        rounds: The clients' rounds.
-        samples: The samples of each client.
-        task: The task.
-
-    Raises:
-        CannotVectorise: The rounds cannot be computed together. The message has the reason.
-    """
-    if reason := _why_not(rounds, samples, task):
-        raise CannotVectorise(reason)
-
-
 def _why_not(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Task) -> str:
+    """Return why ``rounds`` cannot be computed together, as far as this is known before training; empty if nothing is."""
     first, settings = rounds[0], rounds[0].settings
-    if any(_kind(own) != _kind(first) or (own.network is not first.network and _shapes(own) != _shapes(first)) for own in rounds):
+    if len({(own.phase, own.network.signature, repr(own.settings)) for own in rounds}) > 1:
         return "all clients of a cohort need the same network, method, phase and settings, but theirs differ"
     kinds = {(own.x.shape[1:], own.x.dtype, own.y.shape[1:], own.y.dtype) for own in samples}
     if len(kinds) > 1:
@@ -208,8 +171,11 @@ def _why_not(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Tas
     if type(settings.objective) not in OBJECTIVES:
         names = " or ".join(kind.name for kind in OBJECTIVES)
         return f"objective {settings.objective.name} corrects or repeats each client's own step: only {names} can be batched"
-    if settings.maintain != "reset" and settings.optimizer == "adam":
-        return f"maintain-momentum={settings.maintain!r} with adam needs a step count per client, and this engine has one for all clients"
+    if settings.maintain != "reset" or settings.update == "gradients":
+        return f"maintain-momentum={settings.maintain!r} and update={settings.update!r} are not batched: only 'reset' and 'weights'"
+    modules = [module for _, module in first.model.named_modules(remove_duplicate=False)]
+    if len(modules) > len(set(modules)):
+        return "the network has a layer under two names"
     if settings.precision == "mixed":
         return "precision 'mixed' has no effect here: under torch.func.vmap, torch.autocast leaves operations in float32"
     if foreign := _foreign(first.model, task):
@@ -238,14 +204,6 @@ def _is_foreign(code: Any) -> bool:
     while isinstance(code, partial):
         code = code.func
     return str(getattr(code, "__module__", "")).partition(".")[0] not in PURE
-
-
-def _shapes(round: LocalRound) -> list[tuple[Any, ...]]:
-    return [(name, tensor.shape, tensor.dtype) for name, tensor in round.model.state_dict().items()]
-
-
-def _kind(round: LocalRound) -> tuple[Any, ...]:
-    return round.phase, round.method.name, round.settings
 
 
 def measure_together(rounds: Sequence[LocalRound], loops: Sequence[OwnLoop], device: torch.device | None = None) -> None:
@@ -279,27 +237,17 @@ def measure_together(rounds: Sequence[LocalRound], loops: Sequence[OwnLoop], dev
 def train_together(
     rounds: Sequence[LocalRound], batches: Sequence[IndexBatches], loop: OwnLoop, device: torch.device | None = None
 ) -> list[Trained]:
-    """Train all ``rounds``, each on its own batches, as ``client_round.train`` does for one client.
+    """Open and train all ``rounds``, each on its own ``batches``, as ``training.train`` does for one client, and return their results.
 
-    This function opens the rounds itself. If momentum is kept between rounds (``maintain``), the function loads it
-    before training, and stores it afterwards.
-
-    Args:
-        rounds: The clients' rounds.
-        batches: The batches of each client.
-        loop: Makes the optimiser, for the round that has most batches; it then steps the stacked parameters of all clients. Its task
-            computes the loss.
-        device: The device of the stack. Default: the device of the networks.
-
-    Returns:
-        The result of training for each round, in the order of ``rounds``.
+    ``loop`` makes one optimiser, for the round that has most batches, which then steps the stacked parameters of all clients.
     """
     with ExitStack() as opened, _refused():
         for round in rounds:
             opened.enter_context(round.open())
         order = sorted(range(len(rounds)), key=lambda place: -len(batches[place]))  # clients that finish first are the last rows
         training = _Training([rounds[place] for place in order], [batches[place] for place in order], loop, device)
-        opened.enter_context(Centring(training.trained, rounds[0].centred, stacked=True))
+        if rounds[0].method.centres(rounds[0].phase):
+            opened.enter_context(Centring(training.trained, rounds[0].network.centred, stacked=True))
         for _ in range(len(batches[order[0]])):
             training.step()
         losses = training.total.tolist()
@@ -314,13 +262,7 @@ class _Training:
     The caller gives rounds with more batches first. So the clients that still train are always the first rows.
     """
 
-    def __init__(
-        self,
-        rounds: Sequence[LocalRound],
-        batches: Sequence[IndexBatches],
-        loop: OwnLoop,
-        device: torch.device | None,
-    ) -> None:
+    def __init__(self, rounds: Sequence[LocalRound], batches: Sequence[IndexBatches], loop: OwnLoop, device: torch.device | None) -> None:
         first = self.first = rounds[0]
         self.rounds, self.task, self.settings, self.dtype = rounds, loop.task, first.settings, batches[0].like.dtype
         self.lengths, self.batches, self.number = [len(own) for own in batches], [own.rows() for own in batches], 0
@@ -339,7 +281,6 @@ class _Training:
                 f"optimizer {type(self.optimizer).__name__} may mix the numbers of several clients, since it is none of {names}"
             )
         self.scheduler = loop.scheduler(self.optimizer)
-        self._load_momentum()
         self.objective = self.settings.objective.begin(Start(template, self.trained, first.shared))
         head = head_of(template)
         self.head = [p for name, p in self.trained.items() if head and name.rpartition(".")[0] == head[0]]
@@ -350,7 +291,7 @@ class _Training:
         self.limits = torch.tensor(limits, dtype=self.like.dtype, device=self.like.device)
         self.total = torch.zeros(len(rounds), dtype=torch.float64, device=self.like.device)
         self.seen = [dict[str, list[Moments]]() for _ in rounds]
-        self.done: list[tuple[list[int], Tensors, Tensors, dict[str, Tensors]]] = []
+        self.done: list[tuple[list[int], dict[str, Tensor]]] = []
 
     def step(self) -> None:
         """Make one local step of every client that has a batch left."""
@@ -363,8 +304,7 @@ class _Training:
             self.objective.gradient(Step(torch.empty(0), forward, forward))
         if self.clip != "none":
             clip_rows(self.trained.values(), self.clip, self.limits, self.head)
-        if self.settings.update == "weights":
-            self.optimizer.step()
+        self.optimizer.step()
         restart(self.optimizer, self.first.method, self.first.phase, self.number)
         if self.scheduler is not None:
             self.scheduler.step()
@@ -391,10 +331,7 @@ class _Training:
 
     @contextmanager
     def _exchanging(self, now: Mapping[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
-        """Let BatchNorm normalise with the statistics of all clients' batches together, in FedTAN's first local step.
-
-        This holds inside the ``with`` block. In other steps and phases, the block changes nothing.
-        """
+        """Let BatchNorm normalise with the statistics of all clients' batches together in the ``with`` block, in FedTAN's first step."""
         if self.first.phase is not Phase.EXCHANGE or self.number > 0:
             yield
             return
@@ -409,50 +346,30 @@ class _Training:
     @contextmanager
     def _observing(self) -> Iterator[dict[str, list[Moments]]]:
         """Record moments in the ``with`` block, if the method reports those of this step's batches. Yield layer -> moments."""
-        reports = self.first.method.reports(self.first.phase)
+        reports = self.first.reports
         if reports in (StatisticsReport.BATCHES, StatisticsReport.MOVING) or (reports is StatisticsReport.FIRST and self.number == 0):
             with observe(self.stack.template, counts=lambda layer, x: layer.training) as observed:
                 yield observed
         else:
             yield {}
 
-    def _load_momentum(self) -> None:
-        """Load the momentum buffers that clients kept from earlier rounds. A client without a buffer starts from zeros."""
-        if self.settings.maintain == "reset":
-            return
-        for key in SECTIONS[self.settings.optimizer]:
-            own = [round.momentum.before.get(key, {}) for round in self.rounds]
-            for name, parameter in self.trained.items():
-                rows = [of[name].to(parameter) if name in of else torch.zeros_like(parameter[0]) for of in own]
-                self.optimizer.state[parameter] = {key: torch.stack(rows)}
-
     def _leave(self, rows: list[int]) -> None:
         """Store the tensors of the clients in ``rows``, which have finished, before the next step changes these rows."""
-        kinds = SECTIONS[self.settings.optimizer] if self.settings.maintain != "reset" else {}
-        gradients = {
-            name: p.grad for name, p in self.stack.parameters.items() if p.grad is not None and self.settings.update == "gradients"
-        }
-        buffers = {key: self._rows(of, rows) for key, of in buffers_of(self.optimizer, self.trained, kinds).items()}
-        self.done.append((rows, self._rows({**self.stack.parameters, **self.stack.buffers}, rows), self._rows(gradients, rows), buffers))
-
-    def _rows(self, stacks: Mapping[str, Tensor], rows: list[int]) -> Tensors:
-        device = inputs_like(self.first.model).device
-        return {name: (stack if len(rows) == len(stack) else stack[rows]).detach().to(device) for name, stack in stacks.items()}
+        device, every = inputs_like(self.first.model).device, {**self.stack.parameters, **self.stack.buffers}
+        tensors = {name: (stack if len(rows) == len(stack) else stack[rows]).detach().to(device) for name, stack in every.items()}
+        self.done.append((rows, tensors))
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Load the result of training into every round: tensors, gradients, steps, momentum buffers and moments."""
+        """Load the result of training into every round: tensors, steps and moments."""
         device = inputs_like(self.first.model).device
-        for rows, tensors, gradients, buffers in self.done:
+        for rows, tensors in self.done:
             for place, row in enumerate(rows):
                 round = self.rounds[row]
                 for name, own in (*round.model.named_parameters(), *round.model.named_buffers()):
                     own.copy_(tensors[name][place])
-                for name, parameter in round.model.named_parameters():
-                    parameter.grad = gradients[name][place] if name in gradients else None
-                kept = {key: {name: stack[place].clone() for name, stack in of.items()} for key, of in buffers.items()}
                 seen = {layer: [moments.to(device) for moments in parts] for layer, parts in self.seen[row].items()}
-                round.adopt(self.lengths[row], seen, self.first_batches[row], kept)
+                round.adopt(self.lengths[row], seen, self.first_batches[row])
 
 
 def _template(round: LocalRound, device: torch.device | None) -> nn.Module:
@@ -478,124 +395,3 @@ def _refused() -> Iterator[None]:
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]
         raise CannotVectorise(f"torch cannot batch this network or task over clients ({type(error).__name__}: {line})") from error
-
-
-Seen = Mapping[str, Sequence[Sequence[Moments]]]
-"""Layer -> for each row its moments, one ``Moments`` per forward pass."""
-
-
-class _Holder(nn.Module):
-    """Wrap ``answer``, a function of a network and a batch, as a module, since ``functional_call`` needs a module."""
-
-    def __init__(self, model: nn.Module, answer: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.model, self._answer = model, answer
-
-    def forward(self, *batch: Tensor) -> Tensor:
-        return self._answer(self.model, *batch)
-
-
-class Stack:
-    """Hold the tensors of K networks ``models``, stacked along a new first axis (K, ...), on the device of ``template``.
-
-    ``template`` is a network with the same layers. All rows run with its modes and hooks, but not with its tensors. The
-    stacked ``parameters`` are leaf tensors, so an elementwise optimiser can step all rows at once.
-    """
-
-    def __init__(self, models: Sequence[nn.Module], template: nn.Module) -> None:
-        self.template, self.rows = template, len(models)
-        self.parameters = {
-            name: nn.Parameter(tensor, own.requires_grad)
-            for (name, own), tensor in zip(template.named_parameters(), _stacked(models, nn.Module.named_parameters, template), strict=True)
-        }
-        buffers = _stacked(models, nn.Module.named_buffers, template)
-        self.buffers = dict(zip((name for name, _ in template.named_buffers()), buffers, strict=True))
-        names = Counter(id(module) for _, module in template.named_modules(remove_duplicate=False))
-        self._aliased = [module for module in template.modules() if names[id(module)] > 1]
-
-    @contextmanager
-    def _restored(self) -> Iterator[None]:
-        """Restore modules that the network has under several names: torch's ``functional_call`` leaves its own tensors in them."""
-        before = [(module, dict(module._parameters), dict(module._buffers)) for module in self._aliased]
-        yield
-        for module, parameters, buffers in before:
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
-
-    def run(
-        self,
-        rows: Sequence[int],
-        answer: Callable[..., Tensor],
-        batch: Sequence[Tensor],
-        observed: Mapping[str, list[Moments]],
-    ) -> tuple[Tensor, Seen]:
-        """Run ``answer(network, *batch)`` for the networks ``rows``, and update their buffers as a forward pass does.
-
-        Args:
-            rows: The numbers of the networks.
-            answer: A function of a network and its batch.
-            batch: The tensors of the batches, stacked: (len(rows), B, ...).
-            observed: Layer -> a list that the template's hooks fill in a forward pass. The lists are empty afterwards.
-
-        Returns:
-            The results, stacked along the first axis, and layer -> for each row its moments.
-
-        Raises:
-            RuntimeError: The forward pass draws random numbers, or cannot run for all rows at once.
-        """
-        counts: dict[str, list[int]] = {}
-
-        def one(parameters: dict[str, Tensor], buffers: dict[str, Tensor], *batch: Tensor) -> tuple[Tensor, dict[str, Tensor], Any]:
-            state = {f"model.{name}": tensor for name, tensor in (parameters | buffers).items()}
-            result = functional_call(_Holder(self.template, answer), state, batch)  # it leaves changed buffers in ``state``
-            moments = {name: [(part.mean, part.var) for part in parts] for name, parts in observed.items()}
-            counts.update({name: [part.count for part in parts] for name, parts in observed.items()})
-            for parts in observed.values():
-                parts.clear()
-            return result, {name: state[f"model.{name}"] for name in buffers}, moments
-
-        index = self._index(rows)
-        parameters = {name: tensor if index is None else tensor[index] for name, tensor in self.parameters.items()}
-        buffers = {name: tensor if index is None else tensor[index].clone() for name, tensor in self.buffers.items()}
-        with self._restored():
-            result, buffers, moments = vmap(one, randomness="error")(parameters, buffers, *batch)
-        for name, tensor in buffers.items():
-            if index is None:
-                self.buffers[name] = tensor.detach().contiguous()
-            else:
-                self.buffers[name][index] = tensor.detach()
-        seen = {
-            name: [
-                [Moments(n, means_kC[k], vars_kC[k]) for n, (means_kC, vars_kC) in zip(counts[name], parts, strict=True)]
-                for k in range(len(rows))
-            ]
-            for name, parts in moments.items()
-        }
-        return result, seen
-
-    def _index(self, rows: Sequence[int]) -> slice | Tensor | None:
-        """Return an index that selects ``rows`` from a stack: None for all rows, a slice for the first ones, else a tensor."""
-        if list(rows) == list(range(len(rows))):
-            return None if len(rows) == self.rows else slice(len(rows))
-        return torch.tensor(rows, device=next(iter(self.parameters.values())).device)
-
-
-def groups(batches: Mapping[int, Sequence[Tensor]]) -> Iterator[tuple[list[int], tuple[Tensor, ...]]]:
-    """Group the rows whose batches have equal shapes. Yield the rows of each group, and their stacked batches.
-
-    Args:
-        batches: Row -> the tensors of its batch.
-    """
-    by_shape: dict[Any, list[int]] = {}
-    for row, parts in batches.items():
-        by_shape.setdefault(tuple(part.shape for part in parts), []).append(row)
-    for rows in by_shape.values():
-        yield rows, tuple(torch.stack(parts) for parts in zip(*(batches[row] for row in rows), strict=True))
-
-
-def _stacked(
-    models: Sequence[nn.Module], named: Callable[[nn.Module], Iterable[tuple[str, Tensor]]], template: nn.Module
-) -> Iterator[Tensor]:
-    device = inputs_like(template).device
-    for tensors in zip(*([tensor for _, tensor in named(model)] for model in models), strict=True):
-        yield torch.stack([tensor.detach().contiguous() for tensor in tensors]).to(device)  # vmap may not know channels last
