@@ -358,12 +358,6 @@ def rated(wrong: Any, at: int = 1) -> Any:
     return server_state(net(), FEDAVG, rounds=3, rate=lambda round, rounds: wrong if round == at else 0.1)
 
 
-def measured_from_a_generator() -> None:
-    method = methods.hbn()
-    with local_round(convert(net(), method), method, server_state(net(), method, rounds=2).instruction()) as round:
-        round.measure(ONCE["generator"]())
-
-
 REPLACES = [name for name, make in METHODS.items() if make().layer and make().needs_batch_norm and not make().local_in]
 LOOPS: dict[str, tuple[Give, str]] = {
     **{f"{n!r} rounds": (lambda n=n: server_state(net(), FEDAVG, rounds=n), "rounds") for n in (0, -3, 2.0, True, None)},
@@ -372,10 +366,6 @@ LOOPS: dict[str, tuple[Give, str]] = {
     "model with nothing to train": (lambda: server_state(net().requires_grad_(False), FEDAVG, 1).instruction(), "requires_grad"),
     **{f"model not converted for {n}": (lambda n=n: entered(METHODS[n](), net()), f"method {n}") for n in REPLACES},
     "model of another method": (lambda: entered(FEDAVG, convert(net(), methods.fbn())), "FederatedBatchNorm"),
-    "kept that is a reply": (lambda: entered(FEDAVG, net(), a_round()[0]), "kept"),
-    "no exchange": (lambda: entered(methods.fedtan(), convert(net(), methods.fedtan())), "connect"),
-    "a pass over a generator": (measured_from_a_generator, "generator"),
-    **{f"metric {v!r}": (lambda v=v: a_round(metrics={"acc": v}), "'acc'") for v in ("0.5", None, [0.5], torch.ones(2))},
     **{f"no step, {n}": (lambda n=n: a_round(METHODS[n](), net()), "round.model") for n in ("fedavg", "fbn", "hbn")},
 }
 

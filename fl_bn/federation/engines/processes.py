@@ -31,7 +31,7 @@ MOST_BYTES = 2**30
 """The largest size of all clients' data, in bytes, for which processes start by themselves. Each process gets a copy."""
 
 
-OURS = {"torch", "fl_bn", "numpy", "joblib"}
+OURS = {"torch", "fl_bn", "numpy", "joblib", "cloudpickle"}
 """The packages, beside Python's own, whose classes and functions are the same in a worker process."""
 
 
