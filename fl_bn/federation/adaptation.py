@@ -104,9 +104,9 @@ class Adaptation:
         converted = convert(network, method)
         locality = Locality.of(converted, method)
         shared = locality.names(Place.SHARED, Place.STATISTIC)
-        lonely = "" if shared else f"{method.name} shares no tensor, so a run has no model for a client that did not take part in it"
+        lonely = "" if shared else "it shares no tensor, so a run has no model for a client that did not take part in it"
         if reason := lonely or without_statistics(converted):
-            raise NotAdaptable(reason)
+            raise NotAdaptable(f"method {method.name}: {reason}")
         self.method, self.known, self._network = method, known, network
         _check("the run's model", known.shared, converted, shared)
         self._locality, self._affine = locality, locality.names(Place.HOME, of=[Role.AFFINE])
