@@ -169,7 +169,7 @@ def test_without_affine_or_without_bias(name: str) -> None:
 @listed("name", METHODS)
 def test_a_model_that_is_a_norm_layer_and_a_layer_used_twice(name: str) -> None:
     method = METHODS[name]()
-    needs = {"fedfn": "the last linear layer or convolution, but the model has neither", "fedwon": "BatchNorm and no convolution"}
+    needs = {"fedfn": "the head, torch's own last Linear or Conv2d", "fedwon": "BatchNorm and no convolution"}
     if name in needs:
         with pytest.raises(Unconvertible, match=needs[name]):
             convert(nn.BatchNorm2d(4), method)

@@ -129,13 +129,10 @@ def normalise_features(model: nn.Module) -> nn.Module:
     Raises:
         Unconvertible: the model has no head, or the head is not of torch's own class Linear or Conv2d.
     """
-    head = head_of(model)
-    if head is None:
-        raise Unconvertible("fedfn normalises the input of the last linear layer or convolution, but the model has neither")
-    name, module = head
+    name, module = head_of(model) or ("the model", model)
     if type(module) not in KINDS:
         raise Unconvertible(
-            f"{name or 'the model'} ({type(module).__name__}): fedfn takes torch's own Linear or Conv2d for the head, not "
+            f"fedfn normalises the input of the head, torch's own last Linear or Conv2d, but {name or 'the model'} is a "
             f"{type(module).__module__}.{type(module).__qualname__}: replace the head by one of these before converting, or choose gn"
         )
     module.__class__ = KINDS[type(module)]  # the same tensors, hooks and modes; only the forward differs

@@ -107,5 +107,5 @@ def test_an_option_out_of_range_or_without_effect_is_refused(options: dict[str, 
 
 def test_sums_alone_cannot_do_what_needs_single_reports(tiny_clients: Callable[..., list[Samples]]) -> None:
     for options in ({"separate": False}, {"merge": "average"}):
-        with pytest.raises(ValueError, match="needs each client's own here"):
+        with pytest.raises(ValueError, match="hbn-merge"):
             run(hbn(evaluate_clients="cohort", **options), tiny_clients((4, 4, 4)), 1, secure=SecureAggregation())
