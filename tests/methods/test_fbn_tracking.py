@@ -16,7 +16,6 @@ from fl_bn.bn.moments import Moments, Running
 from fl_bn.federation.clipping import PATH, STEP
 from fl_bn.methods import METHODS, LayerReports
 from fl_bn.methods.fbn import LIMIT, slowdown
-from fl_bn.run.config import RunConfig
 from tests.equivalence.row import make_clients
 from tests.networks import seeded_network
 
@@ -92,27 +91,3 @@ def test_a_round_s_path_is_bounded_and_that_of_a_single_step() -> None:
     assert moved(1) == pytest.approx(STEP, rel=1e-5)
     assert STEP < moved(3) < PATH
     assert moved(1, clip="none") > PATH  # control: unbounded, it is far away
-
-
-LARGE_STEP = {"method": "fbn", "local-steps": 1, "learning-rate": 0.4, "output": ""}
-
-
-@pytest.mark.parametrize(
-    ("keys", "limits"),
-    [
-        ({}, ("round", STEP)),
-        ({"local-steps": 5}, ("round", STEP)),  # in rounds of one step, which a client with one batch has
-        ({"method": "hbn"}, ("none", 0.0)),
-        ({"method": "hbn", "local-steps": 5}, ("round", 0.0)),
-        ({"method": "fedavg"}, ("none", 0.0)),
-        ({"fbn-momentum": 0.1}, ("none", 0.0)),  # Algorithm 2 as printed: it starts at a scale of 1
-        ({"centre-gradients": "never"}, ("none", 0.0)),  # the same
-        ({"update": "gradients"}, ("none", 0.0)),  # the server's step is the centralised one
-        ({"clip": "none"}, ("none", 0.0)),
-        ({"clip": "norm", "clip-limit": 5.0}, ("norm", 0.0)),
-        ({"optimizer": "adam", "momentum": 0.0}, ("none", 0.0)),
-    ],
-)
-def test_which_runs_bound_a_single_step(keys: dict[str, Any], limits: tuple[str, float]) -> None:
-    training = RunConfig.from_mapping({**LARGE_STEP, **keys}).local_training()
-    assert (training.clip, training.step_clip) == limits

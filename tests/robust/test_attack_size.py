@@ -116,13 +116,3 @@ def test_float32_rows_whose_sum_overflows_are_rows(name: str, rng: np.random.Gen
     got = rule_named(name)(rows, 1)
     assert got.report.rejected == ()
     assert np.abs(got.value).max() < 10
-
-
-@listed("name", ["mean", *ROBUST, "nnm+mean", "bucketing+median"])
-def test_more_such_rows_than_declared_leave_too(name: str, rng: np.random.Generator) -> None:
-    rows = rng.normal(size=(9, 4))
-    rows[[0, 2, 3, 5, 6, 8], 1] = np.nan
-    got = rule_named(name)(rows, 1)
-    assert got.report.rejected == (0, 2, 3, 5, 6, 8)
-    assert np.isfinite(got.value).all()
-    np.testing.assert_array_equal(got.value, rule_named(name)(rows[[1, 4, 7]], 0).value)

@@ -21,7 +21,6 @@ from fl_bn.robust.attacks import (
     alie,
     constant,
     foe,
-    gaussian,
     mimic,
     optimised,
     sign_flip,
@@ -102,18 +101,6 @@ def test_the_textbooks_z(n: int, f: int, share: float, printed: float) -> None:
     assert z_max(3, 2) == z_max(5, 4) == 0.0  # where the attackers are a majority
 
 
-def test_the_noise_has_its_moments_and_is_the_same_for_the_same_seed() -> None:
-    honest = np.zeros((2, 50_000))
-    rows = gaussian(3.0, seed=1)(honest, 4)
-    assert rows.shape == (4, 50_000)
-    assert abs(rows.mean()) < 0.05
-    assert rows.std() == pytest.approx(3.0, rel=0.01)
-    assert np.mean((rows / 3) ** 4) == pytest.approx(3.0, rel=0.05)  # a normal's kurtosis
-    assert abs(np.corrcoef(rows) - np.eye(4)).max() < 0.03  # independent clients
-    assert np.array_equal(rows, gaussian(3.0, seed=1)(honest, 4))
-    assert not np.array_equal(rows, gaussian(3.0, seed=2)(honest, 4))
-
-
 # The worst strength
 
 FINE = np.geomspace(GRID[0], GRID[-1], 300)
@@ -158,24 +145,6 @@ def test_damage_that_is_no_number_is_not_looked_for(bad: float) -> None:
 
 
 # Who attacks what
-
-
-@listed(
-    ("name", "strength", "same"),
-    [
-        ("sign-flip", 0.0, sign_flip),
-        ("foe", 0.0, foe(0.5)),
-        ("foe", 3.0, foe(3.0)),
-        ("alie", 0.0, alie()),
-        ("alie", -1.2, alie(-1.2)),
-        ("mimic", 2.0, mimic(2)),
-        ("gaussian", 5.0, gaussian(5.0)),
-        ("inf", 0.0, constant(np.inf)),
-        ("nan", 0.0, constant(np.nan)),
-    ],
-)
-def test_names_and_strengths(name: str, strength: float, same: Attack) -> None:
-    assert np.array_equal(Adversary(name, 3, strength=strength).rows(ROWS, 3, no_damage), same(ROWS, 3), equal_nan=True)
 
 
 def test_sign_flipping_leaves_the_variances() -> None:
