@@ -112,14 +112,14 @@ def run(place: Place) -> float:
     from fl_bn.flower import RunFailed
     from fl_bn.run.assembly import limit_threads
     from fl_bn.run.config import RunConfig
-    from fl_bn.sweep.cells import Cell, run_held
+    from fl_bn.sweep.cells import Cell, run_cell
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
     limit_threads(1)
     with tempfile.TemporaryDirectory(prefix="own-map-") as folder:
         cell = Cell(RunConfig.from_mapping({**keys(place), "output": folder, "name": "cell"}), place._asdict())
         try:
-            run_held(cell)
+            run_cell(cell)
         except RunFailed as error:
             print(f"{place}: {error}", flush=True)
         reached = {row["round"]: 100 * row["accuracy"] for row in cell.rows() if row.get("accuracy") is not None}

@@ -16,10 +16,7 @@ from rich.table import Table
 
 from fl_bn.cli.refusal import refused
 from fl_bn.cli.sweep import (
-    AddressOption,
     DataOption,
-    EngineOption,
-    GpusOption,
     JobsOption,
     OnlyOption,
     RetryOption,
@@ -56,10 +53,7 @@ def run_(
             "you name several experiments, those without this variant are left out"
         ),
     ] = "",
-    engine: EngineOption = "in-process",
     jobs: JobsOption = 0,
-    ray_address: AddressOption = "",
-    gpus_per_run: GpusOption = 0.0,
     data: DataOption = "data",
     output: Annotated[str, typer.Option(help="the folder in which each experiment makes its own folder")] = "runs/experiments",
     retry: RetryOption = False,
@@ -79,17 +73,15 @@ def run_(
     from fl_bn.federation.engines.workers import cores
     from fl_bn.report import write_index
     from fl_bn.run.config import ConfigError
-    from fl_bn.sweep.run import Place
 
     folder, failed = Path(output), dict[str, str]()
     try:
-        where = Place(engine, jobs, ray_address, gpus_per_run)
         matches = find(names)
         chosen = matches if len(matches) == 1 else [one for one in matches if one.has(variant)]
         if not chosen:
             raise ConfigError(f"none of {', '.join(names)} has a variant {variant!r}: see the variants in `fl-bn experiments list`")
         programs = [one.name for one in chosen if one.program]
-        given = {"--run-config": run_config, "--only": only, "--results": results, "--retry": retry, "--engine": engine != "in-process"}
+        given = {"--run-config": run_config, "--only": only, "--results": results, "--retry": retry}
         if programs and (ignored := ", ".join(option for option, value in given.items() if value)):
             problem = f"{ignored} can be given for sweeps, but not for experiments that are programs"
             if len(programs) == len(chosen):
@@ -104,7 +96,7 @@ def run_(
                     errors: dict[str, str] = {}
                 else:
                     known = known_cells(experiment, variant, results) if results else {}
-                    errors = perform(experiment.file, variant, data, place, where, retry, run_config, only, known=known)
+                    errors = perform(experiment.file, variant, data, place, jobs, retry, run_config, only, known=known)
             except Exception as error:  # if several experiments are run, an error in one must not end the others
                 if len(chosen) == 1:
                     raise

@@ -113,7 +113,6 @@ LONG = (
     "tests/examples/test_flower_apps.py::test_fedbn_s_own_code_and_the_method_agree",
     "tests/flower/test_secure_training.py::test_privacy_is_accounted_and_its_noise_is_not_the_seed_s",
     "tests/flower/test_secure_aggregation.py::test_a_reference_far_away_is_replaced_until_the_statistics_are_right",
-    "tests/experiment/test_attack_grid.py::test_a_tiny_grid_from_the_command_line",
     "tests/experiment/test_cli.py::test_ctrl_c_leaves_a_folder_and_says_how_to_go_on",
     "tests/sweeps/test_paper_settings_003_004.py::test_our_defaults_are_off",
     "tests/deployment/test_compose.py::test_compose_itself_accepts_the_files",
@@ -121,7 +120,6 @@ LONG = (
     "tests/flower/test_superlink.py::test_it_is_flowers_own_program_otherwise",
     "tests/flower/test_own_strategies.py::test_with_rounds_the_same_class_serves_fl_bn_s_own_clients_and_has_each_hook_called",
     "tests/experiment/test_adapt.py::test_the_command_end_to_end",
-    "tests/experiment/test_attack_grid.py::test_a_run_of_the_grid",
     "tests/experiment/test_task_runs.py::test_npz_files_of_values_and_of_sets_of_labels",
 )
 """Slow tests that have no mark in their files: they take seconds and check what seldom changes, or they start many processes."""
@@ -262,7 +260,6 @@ DRILLS = (
     "tests/examples/test_flower_apps.py::test_its_tracker_gets_every_metric",
     "tests/exchange/test_grpc_leaks.py::test_two_hundred_rounds_leave_nothing_behind",
     "tests/exchange/test_kill_drills.py::test_one_of_five_is_killed_in_the_exchange",
-    "tests/integration/test_cluster.py::test_a_sweep_spreads_over_two_nodes_and_finds_the_same_also_when_one_is_killed",
     "tests/integration/test_ray.py::test_a_failing_run_exits_non_zero_and_says_which_file_is_missing",
     "tests/integration/test_ray.py::test_a_wrong_number_of_supernodes_says_what_to_set",
     "tests/integration/test_ray.py::test_byzantine_clients_in_flwr_run_give_the_same_bits",
@@ -274,7 +271,6 @@ DRILLS = (
     "tests/packaging/test_wheel.py::test_a_new_app_runs_on_it",
     "tests/sweeps/test_evidence_page.py::test_the_page_says_what_the_results_say",
     "tests/sweeps/test_run.py::test_an_interrupted_sweep_goes_on_where_it_was[9]",
-    "tests/sweeps/test_run.py::test_on_ray_a_sweep_finds_the_same",
 )
 """Slow tests that take longest and drill one misfortune each, mostly of real processes. They are nightly.
 

@@ -7,15 +7,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from fl_bn.cli.adapt import adapt
 from fl_bn.cli.advise import advise
@@ -25,7 +22,7 @@ from fl_bn.cli.new import new
 from fl_bn.cli.partition import partition
 from fl_bn.cli.recalibrate import recalibrate
 from fl_bn.cli.refusal import Commands, refused
-from fl_bn.cli.sweep import carry_out, report, sweep
+from fl_bn.cli.sweep import compare, report, sweep
 from fl_bn.support.extras import DEPLOYMENT, NotInstalled, lacking
 from fl_bn.support.imports import without_gc
 
@@ -216,113 +213,6 @@ def _run(config: RunConfig, verbose: bool, workers: Workers | None = None) -> No
         raise typer.Exit(130) from None
 
 
-@app.command(rich_help_panel=COMPARE)
-def compare(
-    methods: Annotated[
-        str, typer.Option(help="methods, separated by commas; also `centralised` or `centralised-gn`; with keys of their own: fbn:rounds=9")
-    ] = ("centralised,fedavg,gn,fixbn,hbn,fbn"),
-    seeds: Annotated[int, typer.Option(min=1, help="number of seeds, beginning with the run config's seed")] = 3,
-    jobs: Annotated[int, typer.Option(min=0, max=1024, help="runs at a time, each in a process of its own; 0: one per core")] = 0,
-    output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/compare-<time>")] = "",
-    run_config: RunConfigOption = "",
-) -> None:
-    """Compare several methods over several seeds, as a table of mean (std) and one picture with all curves."""
-    from fl_bn.run.config import ConfigError
-    from fl_bn.run.overrides import parse_overrides
-    from fl_bn.run.pictures import partition_in_words
-    from fl_bn.run.usage import Usage
-    from fl_bn.sweep.compare import Variant, check_metric, comparison, heading, read_curves, write
-    from fl_bn.sweep.compare import table as rows_of
-    from fl_bn.sweep.run import Place
-
-    folder = Path(output or f"runs/compare-{datetime.now():%Y%m%d-%H%M%S}")
-    try:
-        base = parse_overrides(run_config)
-        config = Usage().config(base)
-        title = f"{config.dataset}, {config.model}, {config.clients} clients, {partition_in_words(config)}, {config.rounds} rounds"
-        chosen = range(config.seed, config.seed + seeds)
-        sweep = comparison([Variant.parse(text) for text in methods.split(",")], chosen, base, title)
-        check_metric(sweep.cells(folder))
-        planned, errors = carry_out(sweep, folder, Place(jobs=jobs), retry=True)
-    except ConfigError as error:
-        raise refused(error) from error
-    curves = read_curves(planned.cells)
-    write(curves, title, folder)
-    shown = Table(*heading(curves), title=title)
-    for row in rows_of(curves):
-        shown.add_row(*row)
-    console.print(shown)
-    console.print(f"table.md, table.csv, curves.csv, comparison.png and all runs: {folder}")
-    _failed(errors)
-
-
-@app.command(rich_help_panel=COMPARE)
-def plot(
-    runs: Annotated[list[Path], typer.Argument(help="folders of runs, or folders that contain such folders: runs/NAME, runs/compare-...")],
-    output: Annotated[Path, typer.Option(help="the file of the picture")] = Path("comparison.png"),
-) -> None:
-    """Draw the metric of several runs over the rounds, in one picture.
-
-    Runs that differ only in the seed are drawn as one line with a band.
-    """
-    from fl_bn.run.config import ConfigError
-    from fl_bn.run.plot import plot as draw
-
-    sys.path.insert(0, str(Path.cwd()))  # the user's own task, as `fl-bn run` finds it
-    try:
-        lines = draw(runs, output)
-    except (ConfigError, OSError) as error:
-        raise refused(error) from error
-    console.print(f"{output}: {', '.join(lines)}", highlight=False, soft_wrap=True)
-
-
-@app.command(rich_help_panel=COMPARE)
-def attack_grid(
-    methods: Annotated[str, typer.Option(help="methods, separated by commas")] = "fbn,fedavg",
-    heterogeneity: Annotated[
-        str, typer.Option(help="values of partition-parameter (the partition is similarity, unless --run-config names another)")
-    ] = ("1,0.1,0.01,0"),
-    byzantine: Annotated[str, typer.Option(help="numbers of attackers")] = "3",
-    rules: Annotated[str, typer.Option(help="robust rules of statistics and updates; STATISTICS/UPDATES for two different ones")] = (
-        "mean,median,trimmed-mean,nnm+median,nnm+trimmed-mean"
-    ),
-    attacks: Annotated[str, typer.Option(help="attacks; the worst one counts")] = "sign-flip,foe,alie,alie-optimised",
-    seeds: Annotated[int, typer.Option(min=1, help="number of seeds, beginning with the run config's seed")] = 3,
-    jobs: Annotated[int, typer.Option(min=0, max=1024, help="runs at a time, each in a process of its own; 0: one per core")] = 0,
-    too_few: Annotated[bool, typer.Option(help="also run every rule with one attacker too few declared, under its worst attack")] = True,
-    output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/attack-grid-<time>")] = "",
-    run_config: RunConfigOption = "",
-) -> None:
-    """Measure the accuracy under the worst attack, for each heterogeneity, number of attackers and robust rule.
-
-    The results are tables and heat maps.
-    """
-    from fl_bn.run.config import ConfigError
-    from fl_bn.run.overrides import parse_overrides
-    from fl_bn.run.usage import Usage
-    from fl_bn.sweep.attack_grid import parse_axes, run_grid, write
-    from fl_bn.sweep.file import Sweep
-    from fl_bn.sweep.run import Place
-
-    folder = Path(output or f"runs/attack-grid-{datetime.now():%Y%m%d-%H%M%S}")
-
-    def perform(sweep: Sweep, retry: bool) -> dict[str, str]:
-        return carry_out(sweep, folder, Place(jobs=jobs), retry)[1]
-
-    try:
-        grid = parse_axes(methods, heterogeneity, byzantine, rules, attacks)
-        base = parse_overrides(run_config)
-        config = Usage().config({"partition": "similarity", **base})
-        title = f"{config.dataset}, {config.model}, {config.clients} clients, {config.partition}, {config.rounds} rounds"
-        scores, errors = run_grid(grid, range(config.seed, config.seed + seeds), base, title, folder, perform, too_few)
-    except ConfigError as error:
-        raise refused(error) from error
-    write(grid, scores, title, folder, config.partition)
-    console.print((folder / "table.md").read_text(), highlight=False, soft_wrap=True)
-    console.print(f"cells.csv, table.csv, table.md, heat maps and all runs: {folder}")
-    _failed(errors)
-
-
 @app.command(rich_help_panel=LOOK)
 def layers(
     model: str,
@@ -386,15 +276,8 @@ def config(
     typer.echo(defaults(keys) if toml else table(keys))
 
 
-def _failed(errors: Mapping[str, str]) -> None:
-    for name, problem in errors.items():
-        console.print(f"[red]failed[/red] {escape(name)}: {escape(problem)}")
-    if errors:
-        raise typer.Exit(1)
-
-
 OF_OTHER_FILES: Mapping[str, Sequence[Callable[..., None]]] = {
-    COMPARE: (advise, sweep, report),
+    COMPARE: (advise, compare, sweep, report),
     MODEL: (adapt, recalibrate),
     LOOK: (doctor,),
 }

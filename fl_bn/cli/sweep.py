@@ -1,4 +1,4 @@
-"""Define the commands ``fl-bn sweep`` and ``fl-bn report``, and ``carry_out``, which every command with a sweep calls.
+"""Define the commands ``fl-bn compare``, ``fl-bn sweep`` and ``fl-bn report``: every one ends in the report of a folder of runs.
 
 The functions import torch only when they run, since the import takes seconds.
 """
@@ -6,6 +6,7 @@ The functions import torch only when they run, since the import takes seconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
@@ -21,35 +22,53 @@ from fl_bn.cli.refusal import refused
 if TYPE_CHECKING:  # these would import torch, which takes seconds and is not needed for --help
     from fl_bn.sweep.cells import Cell
     from fl_bn.sweep.file import Sweep
-    from fl_bn.sweep.run import Place, Plan
+    from fl_bn.sweep.run import Plan
 
 console = Console()
 
-JobsOption = Annotated[
-    int, typer.Option(min=0, help="runs at a time, each in its own process; 0: one per core, with --engine ray one per CPU of the nodes")
-]
+JobsOption = Annotated[int, typer.Option(min=0, max=1024, help="runs at a time, each in a process of its own; 0: one per core")]
 DataOption = Annotated[str, typer.Option(help="the folder whose path replaces {data} in a sweep file")]
-RunConfigOption = Annotated[str, typer.Option("--run-config", help="keys that override those of the file: \"rounds=10 device='cuda'\"")]
-EngineOption = Annotated[
-    str, typer.Option(help="in-process: processes of this machine; ray: runs spread over the nodes of a Ray cluster (docs/cluster.md)")
-]
-AddressOption = Annotated[
-    str, typer.Option("--ray-address", help="HOST:PORT of the cluster. Default: RAY_ADDRESS, or the cluster of this machine")
-]
-GpusOption = Annotated[
-    float, typer.Option("--gpus-per-run", min=0.0, help="with --engine ray: the share of a GPU that a run gets, e.g. 0.25")
-]
+RunConfigOption = Annotated[str, typer.Option("--run-config", help="run-config keys of all runs: \"rounds=10 device='cuda'\"")]
 RetryOption = Annotated[bool, typer.Option("--retry", help="run cells again that failed before")]
 OnlyOption = Annotated[str, typer.Option(help="run only the cells whose names match this shell pattern: '*seed0'")]
+
+
+def compare(
+    methods: Annotated[
+        str, typer.Option(help="methods, separated by commas; also `centralised` or `centralised-gn`; with keys of their own: fbn:rounds=9")
+    ] = ("centralised,fedavg,gn,fixbn,hbn,fbn"),
+    seeds: Annotated[int, typer.Option(min=1, help="number of seeds, beginning with the run config's seed")] = 3,
+    jobs: JobsOption = 0,
+    output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/compare-<time>")] = "",
+    run_config: RunConfigOption = "",
+) -> None:
+    """Compare several methods over several seeds: a table of mean (std), curves, and a page."""
+    from fl_bn.run.config import ConfigError
+    from fl_bn.run.overrides import parse_overrides
+    from fl_bn.run.pictures import partition_in_words
+    from fl_bn.run.usage import Usage
+    from fl_bn.sweep.compare import Variant, check_metric, comparison
+
+    folder = Path(output or f"runs/compare-{datetime.now():%Y%m%d-%H%M%S}")
+    try:
+        base = parse_overrides(run_config)
+        config = Usage().config(base)
+        title = f"{config.dataset}, {config.model}, {config.clients} clients, {partition_in_words(config)}, {config.rounds} rounds"
+        chosen = range(config.seed, config.seed + seeds)
+        variants = comparison([Variant.parse(text) for text in methods.split(",")], chosen, base, title)
+        check_metric(variants.cells(folder))
+        planned, errors = _carry_out(variants, folder, jobs, retry=True)
+        errors = _reported(planned, errors, folder)
+    except ConfigError as error:
+        raise refused(error) from error
+    if errors:
+        raise typer.Exit(1)
 
 
 def sweep(
     file: Annotated[Path, typer.Argument(help="a TOML file in which lists are axes; see docs/sweeps.md")],
     variant: Annotated[str, typer.Option(help="the name of a variant in the file ([variants])")] = "",
-    engine: EngineOption = "in-process",
     jobs: JobsOption = 0,
-    ray_address: AddressOption = "",
-    gpus_per_run: GpusOption = 0.0,
     data: DataOption = "data",
     output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/<name of the file>")] = "",
     retry: RetryOption = False,
@@ -57,17 +76,15 @@ def sweep(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only check the file, the data and the networks, and list the runs")] = False,
     run_config: RunConfigOption = "",
 ) -> None:
-    """Run every combination of the axes in a sweep file, then write tables, pictures and a page.
+    """Run every combination of the axes in a sweep file, then write a table, pictures and a page.
 
-    After an interruption, the same command continues.
+    After an interruption, the same command continues. Given on several machines that share the folder, it divides the runs among them.
     """
     from fl_bn.run.config import ConfigError
-    from fl_bn.sweep.run import Place
 
     folder = Path(output or f"runs/{file.stem}{f'-{variant}' if variant else ''}")
     try:
-        place = Place(engine, jobs, ray_address, gpus_per_run)
-        errors = perform(file, variant, data, folder, place, retry, run_config, only, dry_run=dry_run)
+        errors = perform(file, variant, data, folder, jobs, retry, run_config, only, dry_run=dry_run)
     except ConfigError as error:
         raise refused(error) from error
     except KeyboardInterrupt:
@@ -82,7 +99,7 @@ def perform(
     variant: str,
     data: str,
     folder: Path,
-    place: Place,
+    jobs: int,
     retry: bool,
     run_config: str,
     only: str = "",
@@ -97,7 +114,7 @@ def perform(
         variant: The name of a variant in the file; empty: the file without any variant.
         data: The folder whose path replaces ``{data}`` in the file.
         folder: The folder of the results.
-        place: Where the cells run.
+        jobs: The number of runs at a time; 0: one per core.
         retry: Run cells again that failed before.
         run_config: Run-config keys that override those of the file.
         only: A shell pattern; cells whose names do not match it are left out. Empty: all cells.
@@ -110,19 +127,28 @@ def perform(
     Raises:
         ConfigError: The file, the data or a network is wrong. Nothing was run.
     """
-    from fl_bn.report import write_report
     from fl_bn.run.overrides import parse_overrides
     from fl_bn.sweep.file import made, maker, read
 
     if function := maker(file, variant):
         data = str(made(function, folder / "data"))
     chosen = read(file, variant, data, parse_overrides(run_config))
-    planned, errors = carry_out(chosen, folder, place, retry, only, known=known, dry_run=dry_run)
-    if dry_run or not planned.cells:
-        return {}
+    planned, errors = _carry_out(chosen, folder, jobs, retry, only, known=known, dry_run=dry_run)
+    return {} if dry_run or not planned.cells else _reported(planned, errors, folder)
+
+
+def _reported(planned: Plan, errors: dict[str, str], folder: Path) -> dict[str, str]:
+    """Write the report of the runs so far, show its table and the failed runs, and return ``errors``."""
+    from fl_bn.report import write_report
+
+    if not any(cell.outcome() for cell in planned.cells):
+        console.print(f"{folder}: no run has ended yet; other processes compute them", highlight=False, soft_wrap=True)
+        return errors
     files = write_report(folder)
     if (table := folder / "table.md").exists():
         console.print(table.read_text(), highlight=False, markup=False, soft_wrap=True)
+    if elsewhere := [cell for cell in planned.cells if cell.config.name not in errors and not cell.finished()]:
+        console.print(f"{len(elsewhere)} runs are computed by other processes: the same command reports them when they are done")
     for name, problem in errors.items():
         console.print(f"[red]failed[/red] {escape(name)}: {escape(problem)}", highlight=False)
     if errors:
@@ -131,22 +157,22 @@ def perform(
     return errors
 
 
-def carry_out(
+def _carry_out(
     chosen: Sweep,
     folder: Path,
-    place: Place,
+    jobs: int,
     retry: bool,
     only: str = "",
     *,
     known: Mapping[str, str] = MappingProxyType({}),
     dry_run: bool = False,
 ) -> tuple[Plan, dict[str, str]]:
-    """Plan, check and run the sweep of a file, ``fl-bn compare`` or ``fl-bn attack-grid``, under progress bars.
+    """Plan, check and run a sweep under progress bars.
 
     Args:
         chosen: The sweep.
         folder: The folder of the results.
-        place: Where the cells run.
+        jobs: The number of runs at a time; 0: one per core.
         retry: Run cells again that failed before.
         only: A shell pattern; cells whose names do not match it are left out. Empty: all cells.
         known: The cells to leave out, since their results are elsewhere: name of the cell -> file of its result.
@@ -173,16 +199,23 @@ def carry_out(
     if dry_run or not planned.cells:
         return planned, {}
     with _bars() as (show, running):
-        return planned, run.run(chosen, planned, folder, place, show, running)
+        return planned, run.run(chosen, planned, folder, jobs, show, running)
 
 
-def report(folder: Annotated[Path, typer.Argument(help="the folder of a sweep, finished or not")]) -> None:
-    """Write the report of a sweep's runs so far: tables (CSV, Markdown, LaTeX), pictures, and a page to read offline."""
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="the folder of a sweep, finished or not; or folders of runs: runs/NAME ...")],
+    output: Annotated[Path, typer.Option(help="folder of the report of several runs")] = Path("runs/report"),
+) -> None:
+    """Write the report of a sweep's runs so far, or of several runs: table, curves, a page to read offline, and runs.csv.
+
+    Runs that differ only in the seed are one row of the table, and one line with a band.
+    """
     from fl_bn.report import write_report
     from fl_bn.run.config import ConfigError
 
+    sweeps = [folder for folder in folders if (folder / "sweep.toml").exists()]
     try:
-        made = write_report(folder)
+        made = write_report(folders[0]) if len(folders) == len(sweeps) == 1 else write_report(output, runs=folders)
     except (ConfigError, ValueError, FileNotFoundError) as error:
         raise refused(error) from error
     for path in made:

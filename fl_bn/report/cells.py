@@ -7,18 +7,21 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fl_bn.data.record import TEST, evaluated_on
-from fl_bn.report.settings import label
-from fl_bn.run.config import ConfigError
+from fl_bn.report.settings import SEED, label
+from fl_bn.run.checkpoints import CONFIG, FREE
+from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.history import read_rows
 from fl_bn.task import CLASSIFICATION, SHARE, TASKS, metric_names
 
 Row = Mapping[str, Any]
+ROUNDS = "rounds.jsonl"
 EVALUATION = {  # columns of rounds.jsonl that have values only in evaluated rounds
     "test-loss",
     *(name for task in TASKS.values() for of in task.declared() for name in (of, f"{of}-std", f"{of}-{task.worst()}")),
@@ -164,6 +167,49 @@ def read_cells(folder: Path) -> list[Cell]:
     return [_read(file) for file in files]
 
 
+def read_runs(folders: Sequence[Path]) -> list[Cell]:
+    """Read runs that are no sweep. Their one axis beside the seed, ``method``, has the method and the keys in which the runs differ.
+
+    Args:
+        folders: Folders of runs, or folders that contain such folders.
+
+    Raises:
+        ConfigError: A folder has no run, or a run has no readable config.
+    """
+    runs = {run: _ran(run) for folder in folders for run in _runs(folder)}
+    keys = sorted(set(RunConfig.keys()) - FREE - {SEED, "method"})
+    differing = [key for key in keys if len({str(config[key]) for config in runs.values()}) > 1]
+    axes = [
+        (", ".join([str(config["method"]), *(f"{key}={config[key]}" for key in differing)]), int(config[SEED])) for config in runs.values()
+    ]
+    return [
+        Cell(
+            run.name,
+            {"method": run.name if axes.count((name, seed)) > 1 else name, SEED: seed},
+            config,
+            "finished" if (run / "summary.md").exists() else "unfinished",
+            rows=tuple(read_rows(run / ROUNDS)[0]),
+            layers=_layers(run / "diagnostics.csv"),
+            environment=_json(run / "environment.json"),
+        )
+        for (run, config), (name, seed) in zip(runs.items(), axes, strict=True)
+    ]
+
+
+def _runs(folder: Path) -> list[Path]:
+    below = (file.parent for at in ("*", "runs/*") for file in folder.glob(f"{at}/{ROUNDS}"))
+    if not (runs := [folder] if (folder / ROUNDS).exists() else sorted(below, key=lambda run: _natural(run.name))):
+        raise ConfigError(f"{folder} has no run: expected runs/NAME, which has {ROUNDS}, or a folder of such folders")
+    return runs
+
+
+def _ran(run: Path) -> dict[str, Any]:
+    try:
+        return {**RunConfig().to_mapping(), **tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))}
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{run}: its {CONFIG} cannot be read: {error}") from error
+
+
 def scale(metric: str) -> float:
     """Return the factor between stored and displayed values of ``metric``: 100 for a share, which is shown in percent, else 1."""
     for suffix in ("-std", "-min", "-max"):
@@ -201,7 +247,7 @@ def _read(file: Path) -> Cell:
     try:
         entry = json.loads(file.read_text(encoding="utf-8"))
         axes, config, status = entry["axes"], entry["config"], str(entry["status"])
-        rows, torn = read_rows(folder / "rounds.jsonl")
+        rows, torn = read_rows(folder / ROUNDS)
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Cell(folder.name, {}, {}, "unreadable", f"{file.name}: {type(error).__name__}: {error}")
     why = str(entry.get("error") or "")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -68,16 +66,3 @@ def _series(row: str, column: str, cells: Sequence[Cell], metric: str) -> Series
             x[quantity] = np.array([[way[r] for r in shared] for way in known]).mean(0)
     std = values.std(0, ddof=1) if len(values) > 1 else np.zeros(len(shared))
     return Series(row, column, tuple(shared), x, values.mean(0), std, len(values))
-
-
-def curves_csv(layout: Layout, curves: Sequence[Series]) -> str:
-    """Return all curves as CSV, with one line per curve and round."""
-    text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([layout.row_axis, ", ".join(layout.rest) or "column", *X, f"{layout.metric} mean", f"{layout.metric} std", "seeds"])
-    for one in curves:
-        for n in range(len(one.rounds)):
-            at = [f"{one.x[quantity][n]:.10g}" if quantity in one.x else "" for quantity in X]
-            spread = f"{one.std[n]:.6g}" if one.seeds > 1 else ""
-            writer.writerow([one.row, one.column, *at, f"{one.mean[n]:.6g}", spread, one.seeds])
-    return text.getvalue()

@@ -1,4 +1,4 @@
-"""Convert the table of results to CSV, Markdown and LaTeX, and the list of runs to CSV."""
+"""Convert the table of results to CSV, Markdown and LaTeX, and all runs to one tidy CSV."""
 
 from __future__ import annotations
 
@@ -72,20 +72,20 @@ def to_latex(table: Table) -> str:
     return "\n".join(lines) + "\n"
 
 
-def results_csv(table: Table, cells: Sequence[Cell]) -> str:
-    """Return a CSV table of all runs, with their values on the axes, their states, and their last and best metric."""
-    layout = table.layout
+def runs_csv(cells: Sequence[Cell]) -> str:
+    """Return all runs as one tidy CSV table, with a line per run and round.
+
+    The columns are the run, its values on the axes, its state, the round, and what the round measured, as in the run's own
+    ``rounds.csv``. A run without a round has one line.
+    """
     axes = list(dict.fromkeys(axis for cell in cells for axis in cell.axes if axis != SEED)) + [SEED]
-    own = ["status", "metric", "rounds", "last", "best", "best-round", "bytes-per-client", "exchanges", "error"]
-    head = ["run", *(f"axis-{axis}" if axis in ("run", *own) else axis for axis in axes), *own]
-    lines: list[list[Any]] = [head]
+    single = (name for cell in cells for row in cell.rows for name, value in row.items() if not isinstance(value, list | dict))
+    measured = list(dict.fromkeys(("round", *single)))
+    own = ("run", "status", "error", *measured)
+    lines: list[Sequence[Any]] = [["run", *(f"axis-{axis}" if axis in own else axis for axis in axes), "status", "error", *measured]]
     for cell in cells:
-        last, best = cell.last(layout.metric), cell.best(layout.metric)
-        totals = [list(positions.values())[-1] if (positions := cell.travelled(x)) else 0 for x in ("bytes", "exchanges")]
-        where = [label(cell.axes[axis]) if axis in cell.axes else "" for axis in axes]
-        numbers = [_full(last[1]) if last else "", _full(best[1]) if best else "", best[0] if best else ""]
-        ended = [cell.status, layout.metric, len(cell.rows)]
-        lines.append([cell.name, *where, *ended, *numbers, *(f"{value:.0f}" for value in totals), cell.error])
+        where = [cell.name, *(label(cell.axes[axis]) if axis in cell.axes else "" for axis in axes), cell.status, cell.error]
+        lines += [[*where, *(row.get(name) for name in measured)] for row in cell.rows or ({},)]
     return _csv(lines)
 
 

@@ -120,6 +120,15 @@ class Layout:
         instead = "not finite" if values else "not measured" if any(c.finished for c in cells) else cells[0].status if cells else NOT_RUN
         return Entry(kept, len(cells), instead)
 
+    def worst(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Return those of ``cells`` with the value on the axis ``settings.worst`` under which the metric is worst on average.
+
+        Values without a finite metric count last.
+        """
+        sign = -1 if self.lower_is_better else 1
+        groups = self.by((self.settings.worst,), cells).values()
+        return min(groups, key=lambda group: sign * mean if math.isfinite(mean := self.entry(group).mean) else math.inf)
+
     def by(self, axes: Sequence[str], cells: Sequence[Cell] | None = None) -> dict[tuple[str, ...], list[Cell]]:
         """Group runs by their values on ``axes``, in the order of the sweep file.
 
@@ -186,6 +195,7 @@ class Table:
     def caption(self) -> str:
         """Return the caption. It names the metric and its round, and the number of seeds in each mean."""
         at = "best round, chosen by this very number" if self.layout.settings.at == "best" else "last round"
+        at += f", under the worst {worst}" if (worst := self.layout.settings.worst) else ""
         of = f"mean (standard deviation) over {self.seeds} seeds" if self.seeds > 1 else "one seed"
         of += "" if self.same_runs else " where nothing else is said"
         paper = f"; in brackets: {self.layout.settings.paper.source or 'the paper'}" if self.has_paper else ""
@@ -220,11 +230,11 @@ def lay_out(settings: Settings, cells: Sequence[Cell]) -> Layout:
     settings = replace(settings, metric=settings.metric or next((cell.metric for cell in readable if cell.rows), CLASSIFICATION.metric))
     axes = [axis for axis in _axes(readable) if axis != SEED]
     row_axis = settings.rows or ("method" if "method" in axes else axes[0] if axes else "")
-    for what, names in (("rows", [settings.rows] if settings.rows else []), ("columns", settings.columns or ())):
-        for name in names:
+    for what, names in (("rows", (settings.rows,)), ("columns", settings.columns or ()), ("worst", (settings.worst,))):
+        for name in filter(None, names):
             check_axis(name, what, axes)
-    named = [axis for axis in settings.columns or () if axis != row_axis]
-    others = [axis for axis in axes if axis != row_axis and axis not in named]
+    named = [axis for axis in settings.columns or () if axis not in (row_axis, settings.worst)]
+    others = [axis for axis in axes if axis not in (row_axis, settings.worst, *named)]
     rest = (*named, *(axis for axis in others if settings.columns is None or len(_values(axis, readable, settings)) > 1))
     layout = Layout(settings, tuple(readable), row_axis, rest, (), (), {})
     groups: dict[tuple[str, str], tuple[Cell, ...]] = {}
@@ -233,6 +243,7 @@ def lay_out(settings: Settings, cells: Sequence[Cell]) -> Layout:
         column = ", ".join(key) or settings.metric
         columns[column] = None
         for (row,), runs in layout.by((row_axis,), of).items():
+            runs = layout.worst(runs) if settings.worst else runs
             groups[row, column] = tuple(sorted(runs, key=lambda cell: (len(cell.at(SEED)), cell.at(SEED))))
     return Layout(settings, layout.cells, row_axis, rest, tuple(layout.values(row_axis)), tuple(columns), groups)
 

@@ -14,7 +14,7 @@ from fl_bn.support.names import expected, nearest, unknown
 SEED = "seed"  # the axis over which results are averaged
 X = ("round", "bytes", "exchanges", "local-steps")
 AT = ("last", "best")
-KEYS = ("title", "rows", "columns", "metric", "at", "x", "against", "heat", "boxplot", "per-class", "drift", "domains", "apart")
+KEYS = ("title", "rows", "columns", "metric", "at", "x", "against", "heat", "boxplot", "per-class", "drift", "domains", "apart", "worst")
 EACH, AVERAGE = "each", "average"  # values of Settings.domains
 HEAT = ("x", "y", "value", "minus")
 PAPER = ("source", "note", "numbers")
@@ -71,6 +71,7 @@ class Settings:
         domains: ``EACH``: report every domain and their mean; ``AVERAGE``: report the mean only; empty: report the
             metric on all test data.
         apart: Rows that cannot be compared with the other rows. They are never marked as the best.
+        worst: An axis, such as the attack. Each entry has the runs of the value on it under which the metric is worst. Empty: none.
         paper: The paper's numbers.
         notes: A text for the page; empty: none.
         order: The values of each axis, in the order of the sweep file.
@@ -91,6 +92,7 @@ class Settings:
     drift: bool = False
     domains: str = ""
     apart: tuple[str, ...] = ()
+    worst: str = ""
     paper: Paper = Paper()
     notes: str = ""
     order: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -160,6 +162,7 @@ def parse_settings(tables: Mapping[str, Any], name: str, text: str) -> Settings:
         drift=_flag(report, "drift"),
         domains=AVERAGE if report.get("domains") == AVERAGE else EACH if _flag(report, "domains") else "",
         apart=_texts("apart", report.get("apart", [])),
+        worst=_text(report, "worst"),
         paper=Paper(_text(paper, "source"), _text(paper, "note"), _numbers(paper.get("numbers", {}))),
         notes=_text(notes, "text"),
         order=_order(tables),

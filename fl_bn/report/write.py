@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Final
 
 from fl_bn.report import line_pictures, map_pictures, program
-from fl_bn.report.cells import Cell, read_cells
-from fl_bn.report.curves import curves_csv, series
+from fl_bn.report.cells import Cell, read_cells, read_runs
+from fl_bn.report.curves import series
 from fl_bn.report.domains import by_domain
-from fl_bn.report.formats import results_csv, to_csv, to_latex, to_markdown
+from fl_bn.report.formats import runs_csv, to_csv, to_latex, to_markdown
 from fl_bn.report.layout import Layout, lay_out, tabulate
 from fl_bn.report.page import Listed, Report, index_page, program_page, report_page
 from fl_bn.report.pictures import Picture
@@ -25,13 +25,14 @@ ALL: Final = (*FORMATS, "svg", "pdf")
 PAGE = "report.html"
 
 
-def write_report(folder: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
-    """Write the report of a sweep, ``report.html``, and its tables and pictures, into the folder of the sweep.
+def write_report(folder: Path, formats: Sequence[str] = FORMATS, runs: Sequence[Path] = ()) -> list[Path]:
+    """Write the report of a sweep, ``report.html``, its table and pictures, and ``runs.csv``, into the folder of the sweep.
 
     Args:
         folder: The folder of the sweep.
         formats: The formats to write: csv, md and tex for tables, png, svg and pdf for pictures, and html for the page.
             There are no pictures of quantities that no run measured.
+        runs: Folders of runs that are no sweep; ``folder`` is then the folder of the report. Empty: the runs of the sweep.
 
     Returns:
         The paths of the files.
@@ -42,12 +43,12 @@ def write_report(folder: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
     """
     if unknown := [name for name in formats if name not in ALL]:
         raise ConfigError(expected("formats", unknown[0], ALL))
-    report = read(folder)
+    report = report_of(Settings(folder.name), read_runs(runs), folder.resolve().name) if runs else read(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     table = report.table
     texts: list[tuple[str, str, Callable[[], str]]] = [
         ("csv", "table.csv", lambda: to_csv(table)),
-        ("csv", "results.csv", lambda: results_csv(table, report.cells)),
-        ("csv", "curves.csv", lambda: curves_csv(report.layout, series(report.layout, report.layout.metric))),
+        ("csv", "runs.csv", lambda: runs_csv(report.cells)),
         ("md", "table.md", lambda: to_markdown(table)),
         ("tex", "table.tex", lambda: to_latex(table)),
         ("html", PAGE, lambda: report_page(report)),

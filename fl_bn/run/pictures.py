@@ -1,11 +1,10 @@
-"""Draw the pictures of a run, of a comparison, of an attack grid and of an adaptation."""
+"""Draw the pictures of a run, of its labels and of an adaptation."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import matplotlib
@@ -233,94 +232,6 @@ def _stacked(axes: Axes, table: np.ndarray, names: Sequence[str], what: str) -> 
     elif not few:
         scale = ScalarMappable(Normalize(0, rows - 1), MAP)
         axes.figure.colorbar(scale, ax=axes, label=what, ticks=MaxNLocator(8, integer=True))
-
-
-def best_first(curves: Mapping[str, np.ndarray], task: Task, planned: Mapping[str, int] = MappingProxyType({})) -> list[str]:
-    """Return the names of ``curves``, the best first, by the mean over seeds in the last round.
-
-    Names with fewer runs than planned come after the others. Names whose mean is not finite come last.
-
-    Args:
-        curves: The values of each method, of shape (seeds, evaluated rounds).
-        task: The task of the runs.
-        planned: The number of runs that each method should have. Default: as many as it has.
-    """
-    last, sign = {name: float(values[:, -1].mean()) for name, values in curves.items()}, (-1 if task.higher_is_better else 1)
-    fewer = {name: len(values) < planned.get(name, 0) for name, values in curves.items()}
-    return sorted(last, key=lambda name: (not np.isfinite(last[name]), fewer[name], sign * last[name]))
-
-
-def draw_comparison(
-    curves: Mapping[str, np.ndarray],
-    rounds: Mapping[str, Sequence[int]],
-    title: str,
-    path: Path,
-    task: Task = CLASSIFICATION,
-    split: str = "test",
-    planned: Mapping[str, int] = MappingProxyType({}),
-) -> None:
-    """Draw the task's metric over the rounds for several methods, with bands of one standard deviation.
-
-    The curve of a method with failed runs is pale, and its label has the number of runs that did not fail.
-
-    Args:
-        curves: The values of each method, of shape (seeds, evaluated rounds), in percent if the metric is a share.
-        rounds: The evaluated rounds of each method.
-        title: The heading.
-        path: The file of the picture.
-        task: The task of the runs.
-        split: The samples on which the runs were evaluated: ``test``, ``training`` or ``validation``.
-        planned: The number of runs that each method should have. Default: as many as it has.
-    """
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(8.5, 4.8), layout="constrained")
-        digits = ".1f" if task.scale() == 100 else ".3g"
-        for name in best_first(curves, task, planned):
-            values, index = curves[name], list(curves).index(name)
-            look = {**line(index), "ms": 3.5, "markevery": max(1, len(values[0]) // 8)}
-            mean, std = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(values.shape[1])
-            last = f"{mean[-1]:{digits}}" + (f" ± {std[-1]:{digits}}" if len(values) > 1 else "")
-            label = f"{name}  {last if np.isfinite(mean[-1]) else 'not finite'}"
-            if len(values) < planned.get(name, 0):
-                label += f"\n({len(values)} of {planned[name]} runs; the others failed)"
-                look["alpha"] = 0.4
-            axes.plot(rounds[name], mean, **look, label=label)
-            axes.fill_between(rounds[name], mean - std, mean + std, color=look["color"], alpha=0.15, lw=0)
-        axes.set(xlabel="round", ylabel=axis_of(task, f"{split} "), title=lines(title, 66))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=STEPS))
-        axes.legend(title="last round", loc="center left", bbox_to_anchor=(1, 0.5), handlelength=3.2)
-        figure.savefig(path)
-        plt.close(figure)
-
-
-def draw_heat_maps(
-    maps: Mapping[str, np.ndarray], rows: Sequence[str], columns: Sequence[str], title: str, path: Path, across: str = "heterogeneity"
-) -> None:
-    """Draw heat maps of percentages side by side, with the numbers written in.
-
-    Args:
-        maps: The values of each map, of shape (rows, columns). NaN is left white.
-        rows: The names of the rows.
-        columns: The names of the columns.
-        title: The heading.
-        path: The file of the picture.
-        across: The label of the horizontal axis.
-    """
-    with plt.rc_context({**STYLE, "axes.grid": False, "axes.spines.top": True, "axes.spines.right": True}):
-        size = (1.6 + len(maps) * (1.0 + 0.75 * len(columns)), 1.6 + 0.45 * len(rows))
-        figure, all_axes = plt.subplots(1, len(maps), figsize=size, sharey=True, squeeze=False, layout="constrained")
-        for axes, (name, values) in zip(all_axes[0], maps.items(), strict=True):
-            image = axes.imshow(values, vmin=0, vmax=100, cmap=MAP, aspect="auto")
-            for row, column in np.ndindex(values.shape):
-                if np.isfinite(value := values[row, column]):
-                    axes.text(column, row, f"{value:.0f}", ha="center", va="center", color=on(image.to_rgba(value)))
-            axes.set_xticks(range(len(columns)), columns)
-            axes.set_yticks(range(len(rows)), rows)
-            axes.set(title=name, xlabel=across)
-        figure.colorbar(image, ax=all_axes, label="accuracy (%)")
-        figure.suptitle("\n".join(lines(part, 80) for part in title.splitlines()))
-        figure.savefig(path)
-        plt.close(figure)
 
 
 def draw_bars(panels: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]], path: Path, task: Task = CLASSIFICATION) -> None:

@@ -43,6 +43,10 @@ ROUNDS_OTHERWISE = {"memory-format", "deterministic", "device", "engine", "threa
 OWN = {"output", "name", "pictures", "resume", "workers", "callbacks"}  # keys that a sweep sets itself, or that do not change results
 
 
+class Elsewhere(RunFailed):
+    """Signal that another process runs a cell, here or on another machine that shares the disk."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """Describe one run of a sweep.
@@ -119,32 +123,25 @@ class Cell:
 
     def remove_failed(self) -> None:
         """Delete the folder of the run, with its checkpoints, if the run failed and no other process runs it again."""
-        with suppress(RunFailed), self.held():
+        with suppress(Elsewhere), self.held():
             if self.outcome().get("status") == "failed":
                 shutil.rmtree(self.path)
 
     @contextmanager
-    def held(self, patience: float = 0.0) -> Iterator[None]:
+    def held(self) -> Iterator[None]:
         """Lock the cell, so that no other process runs it, not even on another machine that shares the disk.
 
         The file of the lock is beside the run's folder, since that folder may be deleted meanwhile.
 
-        Args:
-            patience: For how many seconds to wait until another process releases the cell.
-
         Raises:
-            RunFailed: Another process still runs the cell.
+            Elsewhere: Another process still runs the cell.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        file, end = self.path.parent / f".{self.path.name}.lock", time.monotonic() + patience
-        while True:
-            try:
-                lock = locks.take(file)  # returns without a lock on a disk that has none; the run warns of that
-                break
-            except BlockingIOError as error:
-                if time.monotonic() >= end:
-                    raise RunFailed(f"another process runs {self.path}: wait for its end, and give the same command again") from error
-                time.sleep(PROGRESS)
+        file = self.path.parent / f".{self.path.name}.lock"
+        try:
+            lock = locks.take(file)  # returns without a lock on a disk that has none; the run warns of that
+        except BlockingIOError as error:
+            raise Elsewhere(f"another process runs {self.path}: wait for its end, and give the same command again") from error
         try:
             yield
         finally:
@@ -168,26 +165,21 @@ def log_of(path: Path) -> Path:
 
 
 def run_cell(cell: Cell) -> None:
-    """Lock a cell and run it. Worker processes call this function.
-
-    Raises:
-        RunFailed: Another process runs the cell already. In this case the cell is not marked as failed.
-        Exception: The run failed, see ``run_held``.
-    """
-    with cell.held():
-        run_held(cell)
-
-
-def run_held(cell: Cell) -> None:
-    """Run a cell, unless it is finished. The caller holds its lock (``Cell.held``). The log goes to ``log_of(cell.path)``.
+    """Lock a cell and run it, unless it is finished. Worker processes call this function. The log goes to ``log_of(cell.path)``.
 
     An interrupted run of the same cell is resumed from its last checkpoint. It is begun anew if it has no checkpoint, or is
     centralised.
 
     Raises:
+        Elsewhere: Another process runs the cell already. In this case the cell is not marked as failed.
         ConfigError: The folder holds another run.
         Exception: The run failed with this error. The error is also written to ``cell.json``.
     """
+    with cell.held():
+        _run(cell)
+
+
+def _run(cell: Cell) -> None:
     from fl_bn.run.centralised import run_centralised
 
     if cell.finished():
@@ -222,7 +214,7 @@ def run_cells(
     """Run the cells (runs of a sweep) that are not finished, in worker processes.
 
     If a worker process dies, for example for lack of memory, only the cell that it ran has failed. The worker
-    processes end with this process, even if SIGKILL ends it.
+    processes end with this process, even if SIGKILL ends it. Cells that another process runs are left to it.
 
     Args:
         cells: The cells. Finished ones are left out.
@@ -263,7 +255,7 @@ def run_cells(
                     if isinstance(error, BrokenProcessPool):
                         errors[cell.config.name] = "its process died (killed, or out of memory)"
                         cell.write_outcome("failed", 0.0, errors[cell.config.name])
-                    elif error is not None:
+                    elif error is not None and not isinstance(error, Elsewhere):
                         errors[cell.config.name] = f"{type(error).__name__}: {error}"
                 now = [futures[future] for future in pending if future.running()]
                 progress(finished + sum(cell.rounds_done() for cell in now), total)

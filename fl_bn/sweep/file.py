@@ -67,7 +67,7 @@ INSTEAD = {  # run-config keys that the sweep sets itself -> the reason, or what
     "output": "the folder is --output",
     "name": "a run is called by its values on the axes",
     "resume": "the same command with the same --output goes on",
-    "pictures": "fl-bn plot draws the pictures of a run",
+    "pictures": "the report draws the pictures of all runs",
     "early-stop": "runs that are compared have one length",
 }
 DECIDED = tuple(INSTEAD)
@@ -99,7 +99,7 @@ class Where:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Describe a sweep, from a sweep file, ``fl-bn compare`` or ``fl-bn attack-grid``.
+    """Describe a sweep, from a sweep file or ``fl-bn compare``.
 
     The runs of a sweep are all combinations of values on its axes.
 
@@ -329,6 +329,7 @@ def _check_report(tables: Mapping[str, Any], name: str, axes: Mapping[str, Axis]
         ("columns", settings.columns or (), others),
         ("against", settings.against, every),
         ("heat", heat, every),
+        ("worst", (settings.worst,) if settings.worst else (), others),
     ):
         for axis in named:
             check_axis(axis, what, known)

@@ -17,50 +17,6 @@ from fl_bn.sweep.cells import Cell, run_cells
 from fl_bn.sweep.file import Sweep
 
 FILE = "sweep.toml"
-ENGINES = ("in-process", "ray")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Say where the cells (runs) of a sweep run, and how many at a time.
-
-    Attributes:
-        engine: ``in-process`` for processes of this machine, or ``ray`` for the nodes of a Ray cluster.
-        jobs: The number of runs at a time; 0: one per core in process, and on Ray as many as the nodes have room for.
-        address: The address of the Ray cluster, HOST:PORT; empty: found as ``cluster.run_cells`` says.
-        gpus: The share of a GPU that each run gets on Ray.
-
-    Raises:
-        ConfigError: The engine is unknown, or ``address`` or ``gpus`` is given without Ray.
-    """
-
-    engine: str = "in-process"
-    jobs: int = 0
-    address: str = ""
-    gpus: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.engine not in ENGINES:
-            raise ConfigError(expected("engine", self.engine, ENGINES))
-        if self.engine != "ray" and (self.address or self.gpus):
-            raise ConfigError("--ray-address and --gpus-per-run need --engine ray: add --engine ray, or leave out both options")
-
-    def run(self, cells: Sequence[Cell], progress: Callable[[int, int], None], running: Callable[[Sequence[Cell]], None]) -> dict[str, str]:
-        """Run the cells (runs of a sweep) that are not finished.
-
-        Args:
-            cells: The cells.
-            progress: Called about twice a second with the number of finished rounds and of all rounds.
-            running: Called about twice a second with the cells that run.
-
-        Returns:
-            The error of each failed cell, by its name.
-        """
-        if self.engine == "in-process":
-            return run_cells(cells, self.jobs, progress, running)
-        from fl_bn.sweep import cluster  # imports Ray
-
-        return cluster.run_cells(cells, self.jobs, progress, running, address=self.address, gpus=self.gpus)
 
 
 @dataclass(frozen=True)
@@ -136,7 +92,7 @@ def run(
     sweep: Sweep,
     chosen: Plan,
     output: Path,
-    place: Place,
+    jobs: int,
     progress: Callable[[int, int], None],
     running: Callable[[Sequence[Cell]], None] = lambda cells: None,
 ) -> dict[str, str]:
@@ -146,7 +102,7 @@ def run(
         sweep: The sweep.
         chosen: The plan.
         output: The folder of the sweep.
-        place: Where the cells run.
+        jobs: The number of runs at a time; 0: one per core.
         progress: Called about twice a second with the number of finished rounds and of all rounds.
         running: Called about twice a second with the cells that run.
 
@@ -161,5 +117,5 @@ def run(
         if cell.finished() and cell.outcome().get("axes") != dict(cell.axes):
             cell.write_outcome("finished", float(cell.outcome().get("seconds", 0.0)))
     names = {cell.config.name for cell in chosen.todo} | {cell.config.name for cell in chosen.cells if cell.finished()}
-    errors = place.run([cell for cell in chosen.cells if cell.config.name in names], progress, running)
+    errors = run_cells([cell for cell in chosen.cells if cell.config.name in names], jobs, progress, running)
     return {**chosen.failed, **errors}

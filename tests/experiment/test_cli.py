@@ -41,7 +41,7 @@ def test_compare_then_again(tmp_path: Path) -> None:
     lines = (tmp_path / "table.md").read_text().splitlines()
     rows = {line.split("|")[1].strip() for line in lines if line.startswith("|")}
     assert rows == {"method", "---", "centralised", "fbn", "fedavg:learning-rate=1e30"}
-    assert (tmp_path / "comparison.png").exists()
+    assert (tmp_path / "report.html").exists()
     assert "[round 2/2]" in (tmp_path / "runs" / "fbn-seed0.log").read_text()
     assert "accuracy after round 2" in (tmp_path / "runs" / "centralised-seed0" / "summary.md").read_text()
 

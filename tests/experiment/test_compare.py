@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from fl_bn.report import write_report
 from fl_bn.run.centralised import WITHOUT_EFFECT
 from fl_bn.sweep import cells as cells_module
 from fl_bn.sweep.cells import Cell, run_cells
-from fl_bn.sweep.compare import Variant, check_metric, comparison, read_curves, table, write
+from fl_bn.sweep.compare import Variant, check_metric, comparison
 from fl_bn.sweep.file import Sweep, parse
 from tests.experiment.inside import kebab, parse_overrides, refusing, to_toml
 from tests.listed import listed
@@ -117,57 +117,35 @@ def test_finished_cells_are_not_repeated_and_failing_ones_are_reported(tmp_path:
     assert told[-1] == (9, 12)
     run_cells(planned, 1, lambda done, total: None)
     assert ran[3:] == ["gn-seed1"]
-    rows = table(read_curves(planned))
-    some = ("60.0, of 1 of 2 runs",) * 2
-    assert rows == [("fbn", "40.0 (28.3)", "40.0 (28.3)", "2"), ("gn", *some, "1 of 2, the others failed")]
+    assert [cell.finished() for cell in planned] == [True, True, True, False]
 
 
-def test_the_table_by_hand(tmp_path: Path) -> None:
-    planned = cells(tmp_path, "fbn", "fedavg", "hbn")
+def test_a_cell_that_another_process_runs_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells_module, "ProcessPoolExecutor", Threads)
+    planned = cells(tmp_path, "fbn", seeds=1)
+    with planned[0].held():
+        assert run_cells(planned, 1, lambda done, total: None) == {}
+    assert not planned[0].outcome()
+
+
+def test_the_report_of_a_comparison_by_hand(tmp_path: Path) -> None:
+    sweep = compared("fbn", "fedavg", "hbn", seeds=range(2), rounds=3, evaluate_every=2)
+    (tmp_path / "sweep.toml").write_text(sweep.to_toml())
     values = {("fbn", 0): [0.2, 0.9, 0.7], ("fbn", 1): [0.2, 0.6, 0.8], ("fedavg", 0): [None, 0.5, 0.9], ("fedavg", 1): [None, 0.1, 0.8]}
-    for cell in planned:
+    for cell in sweep.cells(tmp_path):
         if (key := (cell.config.method, cell.config.seed)) in values:
             finish(cell, values[key])  # type: ignore[arg-type]
-    curves = read_curves(planned)
-    assert curves.rounds == {"fbn": [1, 2, 3], "fedavg": [2, 3]}
-    assert np.allclose(curves.values["fbn"], [[20, 90, 70], [20, 60, 80]])
-    # fbn: last 70, 80: mean 75, std 7.07; best 90, 80: mean 85, std 7.07. fedavg: 90, 80
-    assert table(curves) == [
-        ("fedavg", "85.0 (7.1)", "85.0 (7.1)", "2"),
-        ("fbn", "75.0 (7.1)", "85.0 (7.1)", "2"),
-        ("hbn", "failed", "failed", "0 of 2"),
-    ]
-    write(curves, "three methods", tmp_path)
-    assert "| fbn | 75.0 (7.1) | 85.0 (7.1) | 2 |" in (tmp_path / "table.md").read_text()
+        else:
+            cell.write_outcome("failed", 1.0, "the disk is full")
+    write_report(tmp_path, ("md", "csv"))
     text = (tmp_path / "table.md").read_text()
-    assert "| hbn | failed | failed | 0 of 2 |" in text
-    assert ("Test accuracy" in text, "Validation" in text) == (True, False)
-    with (tmp_path / "table.csv").open() as file:
-        assert list(csv.reader(file))[1:] == [
-            ["fedavg", "85.000", "7.071", "85.000", "7.071", "2", "2"],
-            ["fbn", "75.000", "7.071", "85.000", "7.071", "2", "2"],
-        ]
-    with (tmp_path / "curves.csv").open() as file:
-        assert list(csv.reader(file))[1:4] == [["fbn", "0", "1", "20.000"], ["fbn", "0", "2", "90.000"], ["fbn", "0", "3", "70.000"]]
-    assert (tmp_path / "comparison.png").stat().st_size > 10_000
-
-
-def test_a_run_that_diverged_is_not_ranked_by_what_it_had_before(tmp_path: Path) -> None:
-    planned = cells(tmp_path, "fbn", "fedavg", "hbn")
-    values = {"fbn": ([None, 0.9, None], [None, 0.8, 0.7]), "fedavg": ([None, 0.6, 0.5], [None, 0.6, 0.6]), "hbn": ([None] * 3, [None] * 3)}
-    for cell in planned:
-        finish(cell, values[cell.config.method][cell.config.seed])
-    curves = read_curves(planned)
-    assert curves.rounds == {"fbn": [2, 3], "fedavg": [2, 3], "hbn": [2, 3]}
-    assert table(curves) == [
-        ("fedavg", "55.0 (7.1)", "60.0 (0.0)", "2"),  # control: finite
-        ("fbn", "not finite", "85.0 (7.1)", "2"),
-        ("hbn", "not finite", "not finite", "2"),
-    ]
-    write(curves, "two that diverged", tmp_path)
-    assert "| fbn | not finite | 85.0 (7.1) | 2 |" in (tmp_path / "table.md").read_text()
-    with (tmp_path / "curves.csv").open() as file:
-        assert ["fbn", "0", "3", "nan"] in list(csv.reader(file))
+    for line in ("| fbn | 75.0 (7.1) |", "| fedavg | **85.0** (7.1) |", "| hbn | failed |", "hbn-seed1: failed: the disk is full"):
+        assert line in text  # fbn: 70, 80: mean 75, deviation 7.07
+    with (tmp_path / "runs.csv").open() as file:
+        rows = [(row["run"], row["status"], row["round"], row["accuracy"]) for row in csv.DictReader(file)]
+    assert len(rows) == 4 * 3 + 2
+    assert rows[:2] == [("fbn-seed0", "finished", "1", "0.2"), ("fbn-seed0", "finished", "2", "0.9")]
+    assert ("hbn-seed1", "failed", "", "") in rows
 
 
 @listed("key", sorted(WITHOUT_EFFECT))

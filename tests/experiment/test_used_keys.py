@@ -16,7 +16,6 @@ from fl_bn.run.config import REGISTRIES
 from fl_bn.run.resume import config_to_resume
 from fl_bn.run.run_keys import general_options
 from fl_bn.run.used import HasNoEffect, conditions
-from fl_bn.sweep.attack_grid import Grid, grid_sweep
 from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.compare import Variant, comparison
 from fl_bn.sweep.file import Sweep, parse
@@ -208,18 +207,15 @@ def test_a_run_of_several_leaves_out_what_it_ignores(tmp_path: Path) -> None:
     assert [cell.config["groups"] for cell in sweep(variant="small").cells(tmp_path)] == [default]
     assert [cell.config["groups"] for cell in compared("fbn", "gn", groups=4).cells(tmp_path)] == [default, 4]
     sweep(**{"clip-limit": 2.0, "clip": "norm"}).cells(tmp_path)  # control of the next test
-    grid_sweep(Grid(["fbn"], [0.1], [2], ["mean"], ["foe"]).settings(), [0], {}, "").cells(tmp_path)
 
 
 def test_a_key_that_none_of_several_runs_uses_is_refused(tmp_path: Path) -> None:
-    grid = Grid(["fbn"], [0.1], [2], ["mean"], ["foe"]).settings()
     for made, key in (
         (sweep(SWEEP.replace('"GN" = { method = "gn" }', "")), "groups=4"),
         (sweep(**{"clip-limit": 2.0}), "clip-limit=2"),
         (sweep(variant="other"), "fbn-momentum=0.5"),  # a variant must use its own keys
         (compared("fbn", "fedavg", groups=4), "groups=4"),
         (compared("fbn:groups=8", "gn"), "groups=8"),
-        (grid_sweep(grid, [0], {"partition": "iid"}, ""), "partition-parameter=0.1"),
     ):
         with refusing(key):
             made.cells(tmp_path)

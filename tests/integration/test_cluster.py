@@ -20,7 +20,6 @@ from ray._private.services import write_node_ip_address
 from ray.cluster_utils import Cluster
 
 from tests.integration.runs import TINY, bits, differences, tiny
-from tests.sweeps.test_run import models, write_sweep
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore::ResourceWarning")]
@@ -112,26 +111,3 @@ def test_a_run_over_two_nodes_gives_the_bits_of_one_in_process_also_when_one_is_
     longer = {"rounds": 8, "local-steps": 60}
     assert differences(bits(tiny(tmp_path / "here", "fedbn", **longer)), bits(tmp_path / "killed")) == []
     assert differences(bits(tiny(tmp_path / "other", "fedbn", seed=1)), bits(tmp_path / "killed")) != []  # control
-
-
-def test_a_sweep_spreads_over_two_nodes_and_finds_the_same_also_when_one_is_killed(
-    machines: Machines, environment: dict[str, str], tmp_path: Path
-) -> None:
-    file = write_sweep(tmp_path, 40)
-    command = [sys.executable, "-m", "fl_bn.cli.main", "sweep", str(file)]
-
-    def both_at_work() -> bool:
-        return sum(lines(path) > 0 for path in tmp_path.glob("cluster/runs/*/rounds.jsonl")) > 1
-
-    arguments = ["--engine", "ray", "--ray-address", machines.cluster.address, "--output", str(tmp_path / "cluster")]
-    code, said = watched([*command, *arguments], environment, both_at_work, machines.kill_second)
-    log = (tmp_path / "cluster" / "cluster.log").read_text()
-    assert code == 0, said + log
-    assert log.count("finished on node") == 4
-    assert "/aaaaaa" in log
-    assert not list(tmp_path.glob("cluster/.shared-*"))
-    here = [*command, "--output", str(tmp_path / "here")]
-    done = subprocess.run(here, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert models(tmp_path / "cluster") == models(tmp_path / "here")
-    assert len({found["head.weight"] for found in models(tmp_path / "here").values()}) == 4  # control: they are four models

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from fl_bn.report import FORMATS, write_index, write_program_report, write_report
 from fl_bn.report.cells import Cell, read_cells
-from fl_bn.report.curves import Series, curves_csv, series
-from fl_bn.report.formats import latex, results_csv, to_csv, to_latex, to_markdown
+from fl_bn.report.curves import Series, series
+from fl_bn.report.formats import latex, runs_csv, to_csv, to_latex, to_markdown
 from fl_bn.report.layout import Layout, Table, lay_out, tabulate
 from fl_bn.report.line_pictures import curves
 from fl_bn.report.pictures import Picture

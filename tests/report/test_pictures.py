@@ -124,7 +124,7 @@ def test_what_was_not_measured_makes_no_picture(tmp_path: Path) -> None:
     run(tmp_path, {"method": "b"}, rounds([0.5], mean_iou=[0.5]), "failed")
     assert read(tmp_path).pictures == ()
     assert {path.name for path in write_report(tmp_path)} == {
-        "table.csv", "results.csv", "curves.csv", "table.md", "table.tex", "report.html",
+        "table.csv", "runs.csv", "table.md", "table.tex", "report.html",
     }  # fmt: skip
 
 

@@ -16,4 +16,4 @@ from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.sweep import cells, run
 from fl_bn.sweep.cells import Cell, at_a_time, run_cell
 from fl_bn.sweep.file import Sweep, made, parse, read
-from fl_bn.sweep.run import Place, check
+from fl_bn.sweep.run import check

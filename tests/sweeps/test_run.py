@@ -50,7 +50,7 @@ def test_a_failed_cell_is_left_until_a_retry(tmp_path: Path, monkeypatch: pytest
     made = parse(tables(), "x", "", "", {})
 
     def again(retry: bool = False) -> dict[str, str]:
-        return run.run(made, run.plan(made, tmp_path, retry=retry), tmp_path, run.Place(jobs=1), lambda done, total: None)
+        return run.run(made, run.plan(made, tmp_path, retry=retry), tmp_path, 1, lambda done, total: None)
 
     assert again() == {"GN": "ValueError: the disk is full"}
     (checkpoint := tmp_path / "runs" / "GN" / "checkpoints" / "round-000001.safetensors").parent.mkdir()
@@ -162,15 +162,21 @@ def test_a_worker_that_dies_fails_its_cell_alone(tmp_path: Path) -> None:
     assert "its process died" in done.stdout
 
 
-@pytest.mark.ray
-@pytest.mark.timeout(240)
-def test_on_ray_a_sweep_finds_the_same(tmp_path: Path) -> None:
-    file = write_sweep(tmp_path, 2)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "FLWR_HOME": str(tmp_path / "flower")}
-    for engine in ("ray", "in-process"):
-        options = ["--engine", engine, "--jobs", "1", "--output", str(tmp_path / engine), "--run-config", "seed=1"]
-        command_line = [sys.executable, "-m", "fl_bn.cli.main", "sweep", str(file), *options]
-        done = subprocess.run(command_line, env=environment, capture_output=True, text=True, timeout=200, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert models(tmp_path / "ray") == models(tmp_path / "in-process")
-    assert set(models(tmp_path / "ray")) == {"BN", "GN"}
+@pytest.mark.slow
+def test_two_commands_on_one_folder_divide_the_runs(tmp_path: Path) -> None:
+    """As on several machines that share a disk: each run is computed once, and both commands end well."""
+    file = write_sweep(tmp_path, 20)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+
+    def begin(folder: str) -> subprocess.Popen[str]:
+        arguments = [sys.executable, "-m", "fl_bn.cli.main", "sweep", str(file), "--jobs", "1", "--output", str(tmp_path / folder)]
+        return subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    both = [begin("shared"), begin("shared")]
+    for process in [*both, begin("alone")]:
+        said = process.communicate(timeout=250)[0]
+        assert process.returncode == 0, said
+    assert {path.parent.name: len(path.read_text().splitlines()) for path in tmp_path.glob("shared/runs/*/rounds.jsonl")} == {
+        f"{method}-seed{seed}": 20 for method in ("BN", "GN") for seed in (0, 1)
+    }
+    assert models(tmp_path / "shared") == models(tmp_path / "alone")
