@@ -196,7 +196,7 @@ def own_app(method: str, *, rate: float, robust: bool = False, objective: str = 
         metrics = MetricRecord({"loss": tested(ends[i], i), "num-examples": len(data(i)[1])})
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
-    given |= {"exchange": kind_of(OwnAppStrategy, "exchange")(carrier), **options}
+    given |= {"exchange": kind_of(flower.Rounds, "exchange")(carrier), **options}
     kind = getattr(flower, STRATEGIES.get(method, ""), None)
     strategy = kind(network(), **given) if kind else OwnAppStrategy(network(), how, **given)
     result = strategy.start(InProcessGrid(app, CLIENTS, {}), num_rounds=ROUNDS, train_config=ConfigRecord({"lr": rate}))

@@ -60,6 +60,48 @@ T = TypeVar("T")
 Chosen = TypeVar("Chosen", bound="Options")
 
 
+Fits = Mapping[str, tuple[Callable[[Any], object], str]]
+"""A table of arguments: name -> whether a value fits, and the fitting values in words."""
+
+
+def refuse(*rules: tuple[object, str]) -> None:
+    """Check rules in order, each a pair: whether it applies, and the sentence for the user.
+
+    >>> refuse((1 > 2, "one is too many"), (2 > 1, "two are too many"))
+    Traceback (most recent call last):
+    ValueError: two are too many
+
+    Raises:
+        ValueError: A rule applies. The message is the sentence of the first one that does.
+    """
+    for applies, sentence in rules:
+        if applies:
+            raise ValueError(sentence)
+
+
+def is_a(kind: Any, such: str) -> tuple[Callable[[Any], object], str]:
+    """Return the entry of a ``Fits`` table for objects of ``kind``, with an example."""
+    return lambda value: isinstance(value, kind), f"an object such as {such}"
+
+
+def check_fits(table: Fits, given: Mapping[str, Any], whose: str = "", others: str = "") -> None:
+    """Check that each value in ``given`` (name -> value) fits ``table``.
+
+    Args:
+        table: The table.
+        given: The values by name.
+        whose: The owner of the values, such as " of client 3", which follows the name in the message.
+        others: Other fitting values in words.
+
+    Raises:
+        ValueError: A value does not fit.
+    """
+    for name, value in given.items():
+        fits, wanted = table[name]
+        if not fits(value):
+            raise ValueError(f"{name}{whose} must be {wanted}{others}, but got {short(value)}".replace("\n", " "))
+
+
 @dataclass(frozen=True)
 class Used:
     """Describe the condition under which an option has an effect. If the condition is not met, setting the option is an error.
@@ -192,11 +234,12 @@ class Key:
         """
         kind = type(self.default)
         if type(value) is not kind and not (kind is float and type(value) is int):
-            raise ValueError(f"{self.name} must be of type {kind.__name__}, but got {short(value)}")
-        if problem := _unfit(value, kind):
-            raise ValueError(f"{self.name} must be {problem}, but got {short(value)}")
-        if not self.accepts(value):
-            raise ValueError(_out_of_range(self.name, value, self.values, self.help, self.like))
+            problem = f"{self.name} must be of type {kind.__name__}, but got {short(value)}"
+        elif unfit := _unfit(value, kind):
+            problem = f"{self.name} must be {unfit}, but got {short(value)}"
+        else:
+            problem = "" if self.accepts(value) else _out_of_range(self.name, value, self.values, self.help, self.like)
+        refuse((problem, problem))
         return float(value) if kind is float else value
 
 
@@ -226,23 +269,36 @@ def _out_of_range(called: str, value: object, values: Values, help: str, like: C
 
 @dataclass(frozen=True)
 class Option:
-    """Hold the declaration of one option.
+    """Hold the declaration of one option, as ``option`` makes it.
 
-    The attributes are the arguments of ``option``, with one exception: in place of ``check`` there is ``test``. The
-    function ``test`` returns whether a value is allowed.
+    Attributes:
+        default: The constructor's default.
+        help: The meaning of the option.
+        values: For a number, its range. For a text, the allowed names, or a description of the allowed texts.
+        test: Returns whether a value is allowed.
+        unit: The unit of a number, in words.
+        symbol: The symbol in the paper.
+        key: The run-config key. Default: the class's prefix and the field's name.
+        unset: The key's value that selects the constructor's default, such as -1 for a default of None, because a run
+            config cannot hold None. None: there is no such value.
+        otherwise: In words, which value is used if the option is unset. Empty: the constructor's default.
+        like: Names that may occur in a text. If a name in the text is not one of them, the error suggests the nearest.
+        used: The condition under which the option has an effect. None: whenever the options class is used.
+        run: The run config's default. None: it is the constructor's default, or ``unset``.
+        read: Converts the key's value to the field's value. None: they are the same.
     """
 
     default: Any
     help: str
     values: Values
     test: Callable[[Any], bool]
-    unit: str
-    symbol: str
-    key: str
-    unset: Value | None
-    otherwise: str
-    like: Collection[str]
-    used: Used | None
+    unit: str = ""
+    symbol: str = ""
+    key: str = ""
+    unset: Value | None = None
+    otherwise: str = ""
+    like: Collection[str] = ()
+    used: Used | None = None
     run: Value | None = None
     read: Callable[[Any], Any] | None = None
 
@@ -279,9 +335,10 @@ class Option:
             return
         kind: type = {int: Integral, float: Real}.get(self.kind, self.kind)
         if not isinstance(value, kind) or (isinstance(value, bool) and self.kind is not bool):
-            raise ValueError(f"{called} must be of type {self.kind.__name__}, but got {short(value)}")
-        if not self.test(value):
-            raise ValueError(_out_of_range(called, value, self.values, self.help, self.like))
+            problem = f"{called} must be of type {self.kind.__name__}, but got {short(value)}"
+        else:
+            problem = "" if self.test(value) else _out_of_range(called, value, self.values, self.help, self.like)
+        refuse((problem, problem))
 
     def as_key(self, name: str) -> Key:
         """Return the run-config key of this option.
@@ -312,22 +369,7 @@ class Option:
         return self.otherwise or _shown(self.default)
 
 
-def option(
-    default: Any,
-    help: str,
-    values: Values = "",
-    check: Callable[[Any], bool] | None = None,
-    *,
-    unit: str = "",
-    symbol: str = "",
-    key: str = "",
-    unset: Value | None = None,
-    otherwise: str = "",
-    like: Collection[str] = (),
-    used: Used | None = None,
-    run: Value | None = None,
-    read: Callable[[Any], Any] | None = None,
-) -> Any:
+def option(default: Any, help: str, values: Values = "", check: Callable[[Any], bool] | None = None, **more: Any) -> Any:
     """Declare a field of an options class.
 
     Args:
@@ -336,27 +378,15 @@ def option(
         help: The meaning of the option.
         values: For a number, its range (``range_of``). For a text, the allowed names, or a description of the allowed texts.
         check: Returns whether a value is allowed. None: ``values`` decides, and allows any text if it is a description.
-        unit: The unit of a number, in words.
-        symbol: The symbol in the paper.
-        key: The run-config key. Default: the class's prefix and the field's name.
-        unset: The key's value that selects the constructor's default, such as -1 for a default of None, because a run
-            config cannot hold None. None: there is no such value.
-        otherwise: In words, which value is used if the option is unset. Empty: the constructor's default.
-        like: Names that may occur in a text. If a name in the text is not one of them, the error suggests the nearest.
-        used: The condition under which the option has an effect. None: whenever the options class is used.
-        run: The run config's default. None: it is the constructor's default, or ``unset``.
-        read: Converts the key's value to the field's value. None: they are the same.
+        more: The other attributes of ``Option``, by name, such as ``unit``, ``key``, ``used`` and ``run``.
     """
-    kind = type(run if run is not None else default if unset is None else unset)
-    if kind is bool:
-        values, test = "true, false", lambda value: True
-    elif check is not None:
-        test = check
-    elif not isinstance(values, str):
-        test = values.__contains__
-    else:
-        test = range_of(values) if kind in (int, float) else lambda value: True
-    spec = Option(default, help, values, test, unit, symbol, key, unset, otherwise, like, used, run, read)
+    spec = Option(default, help, values, check or (lambda value: True), **more)
+    if spec.kind is bool:
+        spec = replace(spec, values="true, false")
+    elif check is None and not isinstance(values, str):
+        spec = replace(spec, test=values.__contains__)
+    elif check is None and isinstance(values, str) and spec.kind in (int, float):
+        spec = replace(spec, test=range_of(values))
     return _field(default, spec)
 
 

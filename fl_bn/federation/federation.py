@@ -18,20 +18,18 @@ from torch import nn
 from fl_bn.bn.copying import copied
 from fl_bn.bn.roles import buffers_in_words, inputs_like
 from fl_bn.federation.arguments import (
+    ARGUMENTS,
+    FederationSpec,
     Loss,
     MakeOptimizer,
     MakeScheduler,
     Metrics,
     PerClient,
     Trials,
-    check_arguments,
     check_network,
-    device_of,
-    factor_of,
-    optimizers_of,
+    each,
     own_tests,
     same_rate,
-    schedulers_of,
     tasks_of,
 )
 from fl_bn.federation.auxiliary import auxiliary
@@ -45,17 +43,18 @@ from fl_bn.federation.eager import SGD
 from fl_bn.federation.engines.clients import Clients, Own
 from fl_bn.federation.engines.local import LocalTransport
 from fl_bn.federation.engines.vectorised import VECTORISED
-from fl_bn.federation.loaders import Loader, check_not_one_batch, in_dtype
+from fl_bn.federation.loaders import Loader, check_clients, check_loader, check_not_one_batch, in_dtype
 from fl_bn.federation.local import generators
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Newest, Passes
+from fl_bn.federation.policy import ServerPolicy, checked_rate, constant_rate
 from fl_bn.federation.record import RoundRecord, batches_trained
-from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.run import FROM_THE_START, Diverged, Round, Start, run
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
 from fl_bn.methods import Method
 from fl_bn.objectives import PLAIN, Objective
+from fl_bn.options import check_fits, refuse
 from fl_bn.task import CLASSIFICATION, Task
 
 __all__ = ["Diverged", "Federation"]
@@ -96,30 +95,15 @@ class Federation:
         schedule: ``schedule(round, rounds)`` returns a factor above 0 of the learning rate for a whole round. Default: 1.
         objective: The local objective, such as ``FedProx``. Default: the loss alone.
         local_epochs: Passes over a client's batches in a round, at least 1.
-        local_evaluation: Whether each client tests its network on its test batches before and after local
-            training. The results are ``before`` and ``after`` in its record. This takes two evaluations per client
-            and round.
         test: The batches to evaluate on, or ``per_client(...)`` with each client's own test batches. Default:
             there is no evaluation.
-        evaluate_every: Rounds between evaluations, at least 1; the last round is always evaluated.
-        fraction: The share of the clients that train in a round, in (0, 1].
         server_optimizer: Steps along the pseudo-gradient of the weights. Default: the new weights are the clients'
             average. A federation takes a copy without the momentum of earlier runs.
         defence: Rules against Byzantine clients. Default: none.
-        calibrate: The number of statistics-only exchanges before round 1. -1: as many as make the statistics of
-            all layers exact. -2: like -1 if the method needs it, otherwise none.
-        unit_scale: Whether the weights of layers before BatchNorm are rescaled after these exchanges.
-        clip: ``auto``: gradients are clipped if the method needs it, all clients use SGD, and the objective has no
-            control variates. ``none``: gradients are not clipped.
-        seed: Decides the cohorts, the order of ``SeededBatches``, and dropout.
         device: The device on which clients train. Default: the device of ``model``.
-        engine: ``sequential``: one client after the other. ``vectorised``: the clients of a cohort together, in
-            one vectorised program, which needs ``SeededBatches``.
-        workers: The number of processes that compute clients. Every number gives the same bits. 0: this process at
-            first. Worker processes start if the remaining rounds then take less time, clients train on a CPU, and tasks and
-            loaders are fl-bn's or torch's own (all conditions: ``engines.processes.why_stay``).
-        progress: Whether to show a progress bar on a terminal.
         callbacks: Objects whose methods the run calls at its start and end, and after rounds and evaluations, see ``Callback``.
+        options: The fields of ``FederationSpec`` by name: ``fraction``, ``evaluate_every``, ``seed``, ``calibrate``, ``unit_scale``,
+            ``local_evaluation``, ``clip``, ``engine``, ``workers`` and ``progress``.
 
     Raises:
         ValueError: An argument has a wrong type or value, or two of them do not fit together.
@@ -139,81 +123,62 @@ class Federation:
         schedule: Callable[[int, int], float] = same_rate,
         objective: Objective = PLAIN,
         local_epochs: int = 1,
-        local_evaluation: bool = False,
         test: Loader | PerClient | None = None,
-        evaluate_every: int = 1,
-        fraction: float = 1.0,
         server_optimizer: ServerOptimizer | None = None,
         defence: Defence = NO_DEFENCE,
-        calibrate: int = AS_METHOD,
-        unit_scale: bool = True,
-        clip: str = "auto",
-        seed: int = 0,
         device: torch.device | str | None = None,
-        engine: str = "sequential",
-        workers: int = 0,
-        progress: bool = True,
         callbacks: Sequence[Callback] = (),
+        **options: Any,
     ) -> None:
-        check_arguments(
-            model,
-            method,
-            clients,
-            objective=objective,
-            server_optimizer=server_optimizer,
-            defence=defence,
-            schedule=schedule,
-            local_epochs=local_epochs,
-            evaluate_every=evaluate_every,
-            engine=engine,
-            workers=workers,
-        )
-        count = len(clients)
+        spec = FederationSpec(**options)
+        check_clients(clients)
+        given = {"model": model, "method": method, "clients": clients, "objective": objective, "server_optimizer": server_optimizer}
+        check_fits(ARGUMENTS, {**given, "defence": defence, "schedule": schedule, "local_epochs": local_epochs})
+        refuse(
+            (spec.local_evaluation and test is None,
+             "local_evaluation needs the clients' test batches, but test is None: give test=per_client(...) or one loader"),
+        )  # fmt: skip
+        for number, loader in enumerate(clients):
+            check_loader(f"client {number}", loader)
+        count, as_given = len(clients), method
         self.clients = clients
         self.tests = self._tests(test, model)
-        self.progress, self.callbacks = progress, checked_callbacks(callbacks)
-        if local_evaluation and test is None:
-            raise ValueError("local_evaluation needs the clients' test batches, but test is None: give test=per_client(...) or one loader")
-        settings = LocalTraining(batch_size=2, epochs=local_epochs, objective=objective, local_evaluation=local_evaluation)
+        self.progress, self.callbacks = spec.progress, checked_callbacks(callbacks)
+        settings = LocalTraining(batch_size=2, epochs=local_epochs, objective=objective, local_evaluation=spec.local_evaluation)
         check_composition(method, settings, robust=defence.active)
         check_learns(model)
-        tasks, makers = tasks_of(task, loss, metrics, count), optimizers_of(optimizer, count)
+        tasks, makers = tasks_of(task, loss, metrics, count), each("optimizer", optimizer, count)
         self.task = tasks[0]
         for number, (loader, own_task) in enumerate(zip(clients, tasks, strict=True)):
             check_not_one_batch(f"client {number}", loader, own_task)
             if self.tests is not None:
                 check_not_one_batch(f"test of client {number}", self.tests[number], own_task)
         check_network(model)
-        where = device_of(device, model)
+        where = inputs_like(model).device if device is None else torch.device(device)
         trials = Trials(model, makers, objective)
         base = trials.rate
-        given = method
-        method, by_kind = bounded(method, clip, trials.optimizers, settings)
-        policy = Rounds(
-            len(clients),
-            fraction,
-            seed=seed,
-            evaluate_every=evaluate_every,
-            calibrate=calibrate,
-            unit_scale=unit_scale,
-            rate=lambda round, rounds: (base or constant_rate(round, rounds)) * factor_of(schedule, round, rounds),
+        method, by_kind = bounded(method, spec.clip, trials.optimizers, settings)
+        policy = ServerPolicy(
+            count,
+            rate=lambda round, rounds: (base or constant_rate(round, rounds)) * checked_rate("schedule", schedule, round, rounds),
             auxiliary=auxiliary(settings),
             objective=objective.described,
+            **spec.common,
         )
         self.server = Server(model, method, policy, optimizer=server_optimizer, defence=defence)
         if buffers := buffers_in_words(self.server.model):
             LOGGER.info("%s", buffers)
-        if words := method.other_fraction(fraction):
+        if words := method.other_fraction(spec.fraction):
             LOGGER.warning("%s", words)
         self.history: list[RoundRecord] = []
         pristine = copied(self.server.model)  # the server's own model changes during the run
-        schedulers = schedulers_of(scheduler, count)
+        schedulers = each("scheduler", scheduler, count)
         kinds = [by_kind[id(make)] for make in makers]
         loaders = in_dtype(clients, inputs_like(model).dtype)
         every = zip(loaders, tasks, makers, schedulers, kinds, trials.shares, self.tests or (None,) * count, strict=True)
         own = [Own(*one) for one in every]
-        common = Clients(pristine, method, where, own, schedule, seed, [*model.parameters()])
-        self._transport = LocalTransport(self.server, common, self.tests, workers, engine == VECTORISED)
+        common = Clients(pristine, method, where, own, schedule, spec.seed, [*model.parameters()])
+        self._transport = LocalTransport(self.server, common, self.tests, spec.workers, spec.engine == VECTORISED)
         self._newest = Newest(self.server.shared.tensors())
         self._present = object()  # the call of ``run`` that made the last round
         self._last: Round | None = None  # the last finished round, of this run or an earlier one
@@ -221,18 +186,18 @@ class Federation:
         self._optimizers = trials.in_words
         self._decides = {
             "method": method.name,
-            **of_method(given),
+            **of_method(as_given),
             "the network": self.server.shared.signature,
             "the number of clients": str(count),
             "local_epochs": str(local_epochs),
             "objective": repr(objective),
-            "fraction": repr(fraction),
+            "fraction": repr(spec.fraction),
             "defence": repr(defence),
-            "evaluate_every": str(evaluate_every),
-            "calibrate": str(calibrate),
-            "unit_scale": str(unit_scale),
-            "clip": clip,
-            "seed": str(seed),
+            "evaluate_every": str(spec.evaluate_every),
+            "calibrate": str(spec.calibrate),
+            "unit_scale": str(spec.unit_scale),
+            "clip": spec.clip,
+            "seed": str(spec.seed),
         }
 
     @property
@@ -260,8 +225,8 @@ class Federation:
         Raises:
             ValueError: There is no client of this number.
         """
-        if isinstance(client, bool) or not isinstance(client, Integral) or not 0 <= client < len(self.clients):
-            raise ValueError(f"client must be a client's number, 0..{len(self.clients) - 1}, but got client_model({client!r})")
+        fits = isinstance(client, Integral) and not isinstance(client, bool) and 0 <= client < len(self.clients)
+        refuse((not fits, f"client must be a client's number, 0..{len(self.clients) - 1}, but got client_model({client!r})"))
         return self._transport.with_own(self.model, client)
 
     def save(self, path: str | Path) -> None:
@@ -312,11 +277,11 @@ class Federation:
                     self.history.append(one.record)
                     callbacks.on_round(one.record, rounds)
                     yield one.record
-                    if self._present is not present:
-                        raise ValueError(
-                            f"this run cannot go on after round {one.record.round} of {rounds}, because run(rounds) was called again "
-                            "on the same federation: make a federation for each run"
-                        )
+                    refuse(
+                        (self._present is not present,
+                         f"this run cannot go on after round {one.record.round} of {rounds}, because run(rounds) was called again on the "
+                         "same federation: make a federation for each run"),
+                    )  # fmt: skip
                     if running.reason:
                         LOGGER.info("the run ends after round %s of %s: %s", one.record.round, rounds, running.reason)
                         self._newest.say(self.method)
@@ -379,11 +344,11 @@ class Federation:
         state, server = FederationState.load(Path(path)), self.server
         check_same(path, state.decides, self._decided(state.rounds))
         own = [generators(loader) for loader in self.clients]
-        if [len(of) for of in own] != [len(of) for of in state.loaders]:
-            raise ValueError(
-                f"{path} is of another federation, whose loaders had other numbers of random generators (torch.Generator): make the "
-                "federation with loaders of the same kind as in the saved run"
-            )
+        refuse(
+            ([len(of) for of in own] != [len(of) for of in state.loaders],
+             f"{path} is of another federation, whose loaders had other numbers of random generators (torch.Generator): make the "
+             "federation with loaders of the same kind as in the saved run"),
+        )  # fmt: skip
         server.shared.restore(state.arrays, state.auxiliary)
         server.optimizer.restore(state.optimizer)
         server.round, server.rounds = state.round, state.rounds
@@ -403,10 +368,11 @@ class Federation:
             ValueError: ``rounds`` is no whole number >= 0, gradients are off, or the checkpoint's run has another number of rounds.
         """
         state, self._resumed = self._resumed, None
-        if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0:
-            raise ValueError(f"rounds must be a whole number >= 0, but got run({rounds!r})")
-        if rounds and not torch.is_grad_enabled():
-            raise ValueError("run trains, but gradients are off here: call it outside of torch.no_grad() and torch.inference_mode()")
+        refuse(
+            (type(rounds) is not int or rounds < 0, f"rounds must be a whole number >= 0, but got run({rounds!r})"),
+            (rounds and not torch.is_grad_enabled(),
+             "run trains, but gradients are off here: call it outside of torch.no_grad() and torch.inference_mode()"),
+        )  # fmt: skip
         if state is None:
             if self.history and rounds:
                 LOGGER.warning(AGAIN)

@@ -1,8 +1,7 @@
 """Declare and check the fields (name -> value) of a received record. A record is a part of a Flower message.
 
-A ``Form`` declares the fields of one record. Its ``read`` checks a record and returns ``Values``. Code that reads a field
-of ``Values`` that the form does not declare gets the error ``Undeclared``. If a received record has undeclared fields,
-``read`` drops them, or keeps them unchecked if the form has ``others``. Sizes are limited, and are checked before any
+A ``Form`` declares the fields of one record. Its ``read`` checks a record and returns ``Values``. If a received record has
+undeclared fields, ``read`` drops them, or keeps them unchecked if the form has ``others``. Sizes are limited, and are checked before any
 text is parsed. No parser is recursive, so deep nesting does no harm.
 """
 
@@ -14,15 +13,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from fl_bn.support.wire import WireError, excerpt, printable
+from fl_bn.support.wire import WireError, excerpt
 
 LARGEST = 2**53  # whole numbers are exact in float64 up to here
 NAME = 300  # characters of a layer's name
 NEEDED: Any = object()  # in place of a default: the field must be present
 
 
-class Undeclared(KeyError):
-    """Report a bug in fl-bn: its code read a field that the form does not declare. Add the field to the form."""
+class Values(dict[str, Any]):
+    """Hold a record's checked values by field. ``form`` declares the record."""
+
+    def __init__(self, form: Form, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.form = form
 
 
 @dataclass(frozen=True)
@@ -153,31 +156,6 @@ def wholes_by_name(items: int) -> Field:
     return Field(fits, wanted, turn=lambda v: {layer: int(n) for layer, n in pair.findall(v)})
 
 
-class Values(dict[str, Any]):
-    """Hold a record's checked values by field.
-
-    Reading a declared field that is absent raises KeyError. Reading an undeclared field raises ``Undeclared``.
-    """
-
-    def __init__(self, form: Form, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
-        self.form = form
-
-    def __missing__(self, name: str) -> Any:
-        self.form.declared(name)
-        raise KeyError(name)
-
-    def __contains__(self, name: object) -> bool:
-        if super().__contains__(name):
-            return True
-        self.form.declared(str(name))
-        return False
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a declared field, or ``default`` if the field is absent."""
-        return super().get(name, default) if name in self else default
-
-
 @dataclass(frozen=True)
 class Form:
     """Declare the fields of one record.
@@ -196,19 +174,6 @@ class Form:
 
     MOST = 10_000  # fields of a record, and numbers of a series
 
-    def declared(self, name: str) -> Field:
-        """Return the declared field ``name``.
-
-        Raises:
-            Undeclared: The form does not declare this name.
-        """
-        if (one := self._find(name)) is None:
-            raise Undeclared(
-                f"fl-bn reads field {self.record}/{printable(name)}, but this message does not declare it: add the field in "
-                "fl_bn/flower/wire/messages.py"
-            )
-        return one
-
     def read(self, record: Mapping[str, Any] | None) -> Values:
         """Check a record, and return its values: those of declared fields, and of all fields if the form has ``others``.
 
@@ -224,7 +189,7 @@ class Form:
             raise WireError(self.record, "", f"expected at most {self.MOST} fields, but got {len(record)}")
         values: dict[str, Any] = {}
         for name, value in record.items():
-            if (one := self._find(name)) is not None:
+            if (one := self.declared(name)) is not None:
                 if not one.fits(value):
                     raise WireError(self.record, name, f"expected {one.wanted}, but got {excerpt(value)}")
                 values[name] = one.turn(value)
@@ -242,7 +207,8 @@ class Form:
         fields = {name: one for other in others for name, one in other.fields.items()}
         return replace(self, fields={**self.fields, **fields})
 
-    def _find(self, name: str) -> Field | None:
+    def declared(self, name: str) -> Field | None:
+        """Return the declared field ``name``; None if there is none."""
         if name in self.fields:
             return self.fields[name]
         stem = name[:NAME].rstrip("0123456789")

@@ -226,9 +226,6 @@ def _without_memory(like: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.float64).expand(like.shape)
 
 
-RATE = "server-learning-rate"
-
-
 def _momentum(default: float, what: str) -> Any:
     return option(default, what, "[0, 1)", key="server-momentum", unset=-1.0)
 
@@ -239,38 +236,27 @@ def _adaptivity() -> Any:
 
 @dataclass(frozen=True)
 class ServerOptions(Options):
-    """Hold the options that all server optimisers have. ``fedacg`` refuses a learning rate other than 1.
+    """Hold the option that all server optimisers have, except for ``fedacg``, which sets the weights to the clients' average.
 
     Attributes:
         learning_rate: The step size, above 0.
     """
 
-    learning_rate: float = option(1.0, "the server optimiser's step size (times the clients' rate for update=gradients)", "> 0", key=RATE)
+    learning_rate: float = option(
+        1.0, "the server optimiser's step size (times the clients' rate for update=gradients)", "> 0", key="server-learning-rate"
+    )
 
 
 @dataclass(frozen=True)
 class FedAvgOptions(ServerOptions):
-    """Hold the options of FedAvg.
-
-    Attributes:
-        momentum: Must be 0, since FedAvg has no server momentum.
-    """
+    """Hold the options of FedAvg."""
 
     name: ClassVar[str] = "fedavg"
-    momentum: float = _momentum(0.0, "none")
 
 
 @takes(FedAvgOptions)
 def fedavg(options: FedAvgOptions) -> ServerOptimizer:
-    """Make FedAvg's optimiser: SGD. With a learning rate of 1, the new weights are the clients' average itself.
-
-    Raises:
-        ValueError: The momentum is above 0.
-    """
-    if options.momentum > 0:
-        raise ValueError(
-            f"fedavg has no server momentum, but got server-momentum={options.momentum}: set it to 0, or server-optimizer='fedavgm'"
-        )
+    """Make FedAvg's optimiser: SGD. With a learning rate of 1, the new weights are the clients' average itself."""
     return ServerOptimizer(partial(SGD, lr=options.learning_rate))
 
 
@@ -353,7 +339,7 @@ def _adaptive(options: FedAdagradOptions | FedAdamOptions, beta2: float) -> Serv
 
 
 @dataclass(frozen=True)
-class FedACGOptions(ServerOptions):
+class FedACGOptions(Options):
     """Hold the options of FedACG.
 
     Attributes:
@@ -366,13 +352,7 @@ class FedACGOptions(ServerOptions):
 
 @takes(FedACGOptions)
 def fedacg(options: FedACGOptions) -> ServerOptimizer:
-    """Make FedACG, see ``FedACG``.
-
-    Raises:
-        ValueError: The learning rate is not 1.
-    """
-    if options.learning_rate != 1:
-        raise ValueError(f"fedacg sets the weights to the clients' average: expected {RATE}=1, but got {options.learning_rate}")
+    """Make FedACG, see ``FedACG``."""
     return ServerOptimizer(partial(FedACG, momentum=options.momentum))
 
 

@@ -21,10 +21,10 @@ from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.metrics import over_samples
 from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.optimizers import ServerOptimizer
+from fl_bn.federation.policy import ServerPolicy, constant_rate
 from fl_bn.federation.record import RoundRecord, watch
 from fl_bn.federation.recording import Connect
 from fl_bn.federation.replies import TRAINED, checked
-from fl_bn.federation.rounds import Rounds, constant_rate
 from fl_bn.federation.schema import START
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LocalTraining
@@ -183,7 +183,7 @@ def server_state(
         raise ValueError(f"rounds must be a whole number >= 1 (the number of rounds of the run), but got {rounds!r}")
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings, robust=defence.active)
-    policy = Rounds(clients=clients, rate=rate, auxiliary=auxiliary(settings), objective=objective.described)
+    policy = ServerPolicy(clients=clients, rate=rate, auxiliary=auxiliary(settings), objective=objective.described)
     for number in (1, rounds):
         policy.scheduled(number, rounds)
     server = Server(model, method, policy, rounds, optimizer=optimizer, defence=defence)

@@ -22,8 +22,8 @@ from fl_bn.federation.defence import TooFew
 from fl_bn.federation.fields import LARGEST, Field, Form, Values, number, one_of, whole
 from fl_bn.federation.fields import measured as a_number
 from fl_bn.federation.payload import Named, Payload, Sections, to_numpy
+from fl_bn.federation.policy import unbounded
 from fl_bn.federation.record import DIVERGED
-from fl_bn.federation.rounds import unbounded
 from fl_bn.federation.schema import Schema
 from fl_bn.federation.shared_model import NotFinite
 from fl_bn.federation.values import Reply, RoundReplies

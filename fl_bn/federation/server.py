@@ -22,9 +22,9 @@ from fl_bn.federation.narrow import PayloadDtype, check_payload
 from fl_bn.federation.norm_layers import check_layers, say_absent, say_unmeasured
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
 from fl_bn.federation.payload import count_tensors
+from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.record import RoundRecord, with_clients
 from fl_bn.federation.replies import REPLIED, TRAINED, Expected, Intake, bounds_of, taking_part, without_overflow
-from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.shared_model import NotFinite, ServerStep, SharedModel
 from fl_bn.federation.values import Instruction, Reply, RoundReplies
 from fl_bn.methods import Method, Phase
@@ -51,7 +51,7 @@ class Server:
         self,
         model: nn.Module,
         method: Method,
-        policy: Rounds,
+        policy: ServerPolicy,
         rounds: int = 1,
         *,
         optimizer: ServerOptimizer | None = None,
@@ -192,7 +192,7 @@ class Server:
         return self.shared.change(step, statistics)
 
     def pace(self) -> float:
-        """Return this round's learning rate divided by that of the first round, but at most 1, see ``Rounds.pace``."""
+        """Return this round's learning rate divided by that of the first round, but at most 1, see ``ServerPolicy.pace``."""
         return self.policy.pace(self.record.learning_rate, self.rounds)
 
     def expects(self, round: int, phase: Phase, samples: Mapping[int, int] = MappingProxyType({})) -> Expected:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,8 +17,8 @@ from fl_bn.federation.clipping import CLIPS, PATH, STEP, norm_in_round
 from fl_bn.federation.eager import SGD, Adam
 from fl_bn.federation.momentum import MAINTAIN
 from fl_bn.objectives import PLAIN, Objective
-from fl_bn.options import REQUIRED, Options, Used, option, used_with
-from fl_bn.support.names import check_name, expected
+from fl_bn.options import REQUIRED, Options, Used, option, refuse, used_with
+from fl_bn.support.names import names_of
 
 OPTIMIZERS = ("sgd", "adam")
 UPDATES = ("weights", "gradients")
@@ -26,7 +26,7 @@ PRECISIONS = ("float32", "mixed")
 SCHEDULES = ("constant", "step", "exponential", "cosine", "milestones")
 ALL_SAMPLES = "data"  # value of client-weights: a client's weight is the number of all its samples
 LEARNING_RATE = 0.05
-"""The default learning rate of round 1: of run configs, of ``Rounds``, and of the optimiser that ``Federation`` makes."""
+"""The default learning rate of round 1: of run configs, of ``ServerPolicy``, and of the optimiser that ``Federation`` makes."""
 CLIP_LIMITS = used_with("clip", "norm", "round", "value", "adaptive")
 WEIGHTED = Used(
     "where averages are weighted: without attackers and robust rules, under which every client counts once",
@@ -146,52 +146,35 @@ class LocalTraining(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.local_evaluation and self.update == "gradients":
-            raise ValueError(
-                "local_evaluation tests a client's network before and after its local steps, but update='gradients' makes no local steps: "
-                "set local_evaluation=False"
-            )
         if not self.objective.on:
             object.__setattr__(self, "objective", PLAIN)
-        if (self.epochs > 0) == (self.steps > 0):
-            raise ValueError(f"give either local epochs or local steps, but got epochs={self.epochs} and steps={self.steps}")
-        if self.optimizer == "adam" and self.momentum > 0:
-            raise ValueError(
-                f"optimizer='adam' has momentum parameters of its own (betas), so momentum must be 0, but got momentum={self.momentum}"
-            )
-        if self.update == "gradients" and (self.steps != 1 or self.optimizer != "sgd"):
-            raise ValueError(
-                "update='gradients' sends the gradient of one batch per round (DSGD), so it needs steps=1, epochs=0 and optimizer='sgd', "
-                f"but got steps={self.steps}, epochs={self.epochs} and optimizer={self.optimizer!r}"
-            )
-        check_name("clip", self.clip, CLIPS)  # the caller, which knows the method, has resolved "auto"
-        if not 0 <= self.step_clip < math.inf:
-            raise ValueError(f"step_clip must be >= 0 and finite, but got {self.step_clip}")
-        if self.clip == "round" and self.optimizer != "sgd":
-            raise ValueError(f"clip='round' needs optimizer='sgd', but got {self.optimizer!r}: set optimizer='sgd' or clip='norm'")
-        self._check_maintain()
-        self._check_objective()
-
-    def _check_maintain(self) -> None:
-        if self.maintain != "reset" and self.update == "gradients":
-            raise ValueError(
-                "with update='gradients' clients always keep their momentum between rounds, so maintain-momentum has no effect: it must be "
-                f"'reset', but got {self.maintain!r}"
-            )
-        if self.maintain != "reset" and self.optimizer == "sgd" and self.momentum == 0:
-            raise ValueError(f"maintain-momentum={self.maintain!r} needs momentum > 0: set momentum, or maintain-momentum='reset'")
-
-    def _check_objective(self) -> None:
-        objective = self.objective
-        if objective is not PLAIN and self.update == "gradients":
-            raise ValueError(
-                f"{objective.name} is for several local steps, but update='gradients' sends one gradient: set objective='none'"
-            )
-        if objective.travels and (self.optimizer != "sgd" or self.momentum > 0 or self.clip != "none"):
-            raise ValueError(
-                f"{objective.name}'s control variates are means of the gradients of plain SGD, so it needs optimizer='sgd', momentum=0 "
-                f"and clip='none', but got optimizer={self.optimizer!r}, momentum={self.momentum} and clip={self.clip!r}"
-            )
+        objective, gradients, kept = self.objective, self.update == "gradients", self.maintain != "reset"
+        refuse(
+            (self.clip not in CLIPS, f"clip must be one of {', '.join(CLIPS)}, but got {self.clip!r}"),  # the method decides what auto is
+            (not 0 <= self.step_clip < math.inf, f"step_clip must be >= 0 and finite, but got {self.step_clip}"),
+            (gradients and self.local_evaluation,
+             "local_evaluation tests a client's network before and after its local steps, but update='gradients' makes no local steps: "
+             "set local_evaluation=False"),
+            ((self.epochs > 0) == (self.steps > 0),
+             f"give either local epochs or local steps, but got epochs={self.epochs} and steps={self.steps}"),
+            (self.optimizer == "adam" and self.momentum > 0,
+             f"optimizer='adam' has momentum parameters of its own (betas), so momentum must be 0, but got momentum={self.momentum}"),
+            (gradients and (self.steps != 1 or self.optimizer != "sgd"),
+             "update='gradients' sends the gradient of one batch per round (DSGD), so it needs steps=1, epochs=0 and optimizer='sgd', "
+             f"but got steps={self.steps}, epochs={self.epochs} and optimizer={self.optimizer!r}"),
+            (self.clip == "round" and self.optimizer != "sgd",
+             f"clip='round' needs optimizer='sgd', but got {self.optimizer!r}: set optimizer='sgd' or clip='norm'"),
+            (gradients and kept,
+             "with update='gradients' clients always keep their momentum between rounds, so maintain-momentum has no effect: it must be "
+             f"'reset', but got {self.maintain!r}"),
+            (kept and self.optimizer == "sgd" and self.momentum == 0,
+             f"maintain-momentum={self.maintain!r} needs momentum > 0: set momentum, or maintain-momentum='reset'"),
+            (gradients and objective is not PLAIN,
+             f"{objective.name} is for several local steps, but update='gradients' sends one gradient: set objective='none'"),
+            (objective.travels and (self.optimizer != "sgd" or self.momentum > 0 or self.clip != "none"),
+             f"{objective.name}'s control variates are means of the gradients of plain SGD, so it needs optimizer='sgd', momentum=0 "
+             f"and clip='none', but got optimizer={self.optimizer!r}, momentum={self.momentum} and clip={self.clip!r}"),
+        )  # fmt: skip
 
     def norm_in_round(self, learning_rate: float, steps: int) -> float:
         """Return the largest norm of a gradient under ``clip="round"``, in a round of ``steps`` local steps.
@@ -256,48 +239,19 @@ class LocalTraining(Options):
         return SGD(parameters, lr=learning_rate, momentum=self.momentum, weight_decay=self.weight_decay, foreach=True)
 
 
-def learning_rate(
-    schedule: str, base: float, decay: float, round: int, rounds: int, milestones: Sequence[tuple[float, float]] = ()
-) -> float:
-    """Return the learning rate of a round.
+@dataclass(frozen=True)
+class Schedule(Options):
+    """Compute the learning rate of each round: call it with a round (from 1) and the number of rounds.
 
     ``constant``: the rate stays ``base``. ``step``: it is multiplied by ``decay`` after 50 % of the rounds, and again
     after 75 %. ``exponential``: it is multiplied by ``decay`` after every round. ``cosine``: it falls along half a cosine
     towards 0. ``milestones``: it is ``base`` times the factor of the last milestone that has passed.
 
-    Args:
-        schedule: One of ``SCHEDULES``.
-        base: The rate of round 1.
-        decay: The factor of ``step`` and ``exponential``.
-        round: The round, from 1.
-        rounds: The number of rounds of the run.
-        milestones: Pairs: a share of the rounds in (0, 1), and the factor of ``base`` after this share.
-
-    Raises:
-        ValueError: There is no such schedule.
-    """
-    if schedule == "constant":
-        return base
-    if schedule == "step":
-        return base * decay ** ((round > rounds // 2) + (round > 3 * rounds // 4))
-    if schedule == "exponential":
-        return base * decay ** (round - 1)
-    if schedule == "cosine":
-        return base * (1 + math.cos(math.pi * (round - 1) / rounds)) / 2
-    if schedule == "milestones":
-        return base * next((factor for share, factor in reversed(milestones) if round > share * rounds), 1.0)
-    raise ValueError(expected("learning-rate schedule", schedule, SCHEDULES))
-
-
-@dataclass(frozen=True)
-class Schedule(Options):
-    """Compute the learning rate of each round: call it with a round (from 1) and the number of rounds.
-
     Attributes:
         base: The rate of round 1.
-        kind: One of ``SCHEDULES``, see ``learning_rate``.
+        kind: One of ``SCHEDULES``.
         decay: The factor of ``step`` and ``exponential``.
-        milestones: For the kind ``milestones``: pairs of a share of the rounds, and the factor of ``base`` after this share.
+        milestones: For the kind ``milestones``: pairs of a share of the rounds in (0, 1), and the factor of ``base`` after this share.
 
     Raises:
         ValueError: A value is out of range, or the kind is ``milestones`` and no milestones are given.
@@ -327,12 +281,21 @@ class Schedule(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kind == "milestones" and not self.milestones:
-            raise ValueError("learning-rate-schedule='milestones' needs milestones: set learning-rate-milestones, for example to '0.5:0.1'")
+        refuse(
+            (self.kind == "milestones" and not self.milestones,
+             "learning-rate-schedule='milestones' needs milestones: set learning-rate-milestones, for example to '0.5:0.1'"),
+        )  # fmt: skip
 
     def __call__(self, round: int, rounds: int) -> float:
         """Return the learning rate of ``round`` (from 1) in a run of ``rounds`` rounds."""
-        return learning_rate(self.kind, self.base, self.decay, round, rounds, self.milestones)
+        if self.kind == "step":
+            return self.base * self.decay ** ((round > rounds // 2) + (round > 3 * rounds // 4))
+        if self.kind == "exponential":
+            return self.base * self.decay ** (round - 1)
+        if self.kind == "cosine":
+            return self.base * (1 + math.cos(math.pi * (round - 1) / rounds)) / 2
+        passed = [factor for share, factor in self.milestones if self.kind == "milestones" and round > share * rounds]
+        return self.base * (passed[-1] if passed else 1.0)
 
 
 def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
@@ -347,19 +310,16 @@ def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
         ValueError: The text does not have this form, the shares do not rise between 0 and 1, or a factor is no
             finite number above 0.
     """
-    pairs = []
-    for part in text.split(",") if text.strip() else ():
-        share, _, factor = part.partition(":")
-        try:
-            pairs.append((float(share), float(factor)))
-        except ValueError as error:
-            raise ValueError(
-                f"learning-rate-milestones must be like 0.6:0.1, 0.8:0.01 (share of the rounds:factor), but got {text[:100]!r}"
-            ) from error
-    shares = [share for share, _ in pairs]
-    if shares != sorted(set(shares)) or not all(0 < share < 1 for share in shares) or not all(0 < f < math.inf for _, f in pairs):
-        raise ValueError(f"learning-rate-milestones needs rising shares between 0 and 1, and finite factors > 0, but got {text[:100]!r}")
-    return tuple(pairs)
+    try:
+        pairs = tuple((float(share), float(factor)) for share, factor in (part.split(":") for part in names_of(text)))
+        shares = [share for share, _ in pairs]
+        refuse((shares != sorted(set(shares)) or not all(0 < share < 1 and 0 < factor < math.inf for share, factor in pairs), ""))
+    except ValueError as error:
+        raise ValueError(
+            "learning-rate-milestones must be like 0.6:0.1, 0.8:0.01 (share of the rounds:factor), with rising shares between 0 and 1, and "
+            f"finite factors > 0, but got {text[:100]!r}"
+        ) from error
+    return pairs
 
 
 def seeded(*key: int) -> np.random.Generator:

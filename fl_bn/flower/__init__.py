@@ -3,7 +3,7 @@
 No other package of fl-bn imports Flower.
 """
 
-from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.policy import ServerPolicy
 from fl_bn.flower.in_process import InProcessGrid, run_in_process
 from fl_bn.flower.legacy import legacy_client_app, legacy_server_app
 from fl_bn.flower.local_client import BatchNormClient, Site, make_client_app
@@ -12,6 +12,8 @@ from fl_bn.flower.population import RunFailed
 from fl_bn.flower.strategies import FBN, HBN, FedAvgBN, FedBN, FedTAN, FedTAN2, FixBN, OwnAppStrategy, SiloBN
 from fl_bn.flower.strategy import BatchNormStrategy
 from fl_bn.flower.wire.gate import Gate
+
+Rounds = ServerPolicy  # its name before
 
 __all__ = [
     "FBN",
@@ -35,6 +37,7 @@ __all__ = [
     "InProcessGrid",
     "Rounds",
     "RunFailed",
+    "ServerPolicy",
     "Site",
     "make_client_app",
     "run_in_process",

@@ -18,8 +18,8 @@ from fl_bn.federation.narrow import EXACT
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Newest, Passes
 from fl_bn.federation.payload import Named, Payload, to_numpy
+from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.record import RoundRecord, batches_trained
-from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.schema import instruction as shared_tensors
 from fl_bn.federation.server import Server
 from fl_bn.federation.transport import Transport
@@ -71,7 +71,7 @@ class GridTransport(Transport):
         self,
         model: nn.Module,
         method: Method,
-        rounds: Rounds,
+        rounds: ServerPolicy,
         *,
         optimizer: ServerOptimizer | None = None,
         evaluate: Callable[[nn.Module], dict[str, float]] | None = None,

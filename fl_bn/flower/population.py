@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.schema import COMPARE
 from fl_bn.flower.compat import federation_config, log, simulates
 from fl_bn.flower.in_process import InProcessGrid
@@ -77,7 +77,7 @@ class Meeting:
             ``wait`` seconds, are left out. 0: all clients are needed, or ``at_start``, and a node that cannot take part ends the run.
         timeout: seconds that a message lives, and for ``least`` nodes to come.
         wait: seconds for clients to come.
-        called, at_start, min_sites, joining: as in ``Rounds``.
+        called, at_start, min_sites, joining: as in ``ServerPolicy``.
         round: the round with which the run starts or goes on.
     """
 
@@ -93,7 +93,7 @@ class Meeting:
     round: int = 1
 
     @classmethod
-    def of(cls, rounds: Rounds, signature: str, round: int) -> Meeting:
+    def of(cls, rounds: ServerPolicy, signature: str, round: int) -> Meeting:
         """Describe the meeting of fl-bn's application."""
         whom = rounds.called, rounds.at_start, rounds.min_sites, rounds.joining
         return cls(signature, rounds.clients, 0, rounds.timeout, rounds.wait, *whom, round)

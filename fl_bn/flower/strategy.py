@@ -19,9 +19,9 @@ from fl_bn.federation.narrow import Overflow
 from fl_bn.federation.norm_layers import describe_layers
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Measured, Newest, TooFewMeasured
+from fl_bn.federation.policy import ServerPolicy, exchanges_in_rounds
 from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.record import RoundRecord, batches_trained, in_words, why_failed
-from fl_bn.federation.rounds import Rounds, exchanges_in_rounds
 from fl_bn.federation.run import Diverged, Start, run
 from fl_bn.flower.compat import log, repeat_cancelled, say_round, simulated
 from fl_bn.flower.deployment import Progress
@@ -31,10 +31,15 @@ from fl_bn.flower.hooks import RunResult, check_secure, outside
 from fl_bn.flower.population import RunFailed
 from fl_bn.flower.recovery import Checkpoint
 from fl_bn.methods import Method
+from fl_bn.options import Fits, check_fits
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.task import CLASSIFICATION, Task
 
 NOTHING = "a run of 0 rounds only measures statistics: set calibrate to -1, or to a number of passes (now it asks for none)"
+STARTS: Fits = {
+    "num_rounds": (lambda value: type(value) is int and value >= 0, "a whole number of rounds, 0 or more"),
+    "timeout": (lambda value: value is None or type(value) in (int, float) and value > 0, "a number of seconds above 0"),
+}
 
 
 class BatchNormStrategy(Strategy):
@@ -72,7 +77,7 @@ class BatchNormStrategy(Strategy):
         self,
         model: nn.Module,
         method: Method,
-        rounds: Rounds,
+        rounds: ServerPolicy,
         *,
         optimizer: ServerOptimizer | None = None,
         evaluate: Callable[[nn.Module], dict[str, float]] | None = None,
@@ -218,10 +223,7 @@ class BatchNormStrategy(Strategy):
             ValueError: ``initial_arrays`` do not fit the network, ``num_rounds`` is no number of rounds, or a hook is overridden
                 that secure aggregation never calls.
         """
-        if type(num_rounds) is not int or num_rounds < 0:
-            raise ValueError(f"num_rounds must be a whole number of rounds, 0 or more, but got {num_rounds!r}")
-        if not isinstance(timeout, float | int | None) or isinstance(timeout, bool) or not (timeout is None or timeout > 0):
-            raise ValueError(f"timeout must be a number of seconds above 0, but got {timeout!r}")
+        check_fits(STARTS, {"num_rounds": num_rounds, "timeout": timeout})
         if simulated():
             from fl_bn.flower import lost_actors  # imports Ray
 

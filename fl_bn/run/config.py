@@ -23,7 +23,16 @@ from fl_bn.federation.defence import Defence
 from fl_bn.federation.engines.vectorised import VECTORISED
 from fl_bn.federation.narrow import check_payload
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, ServerOptimizer
-from fl_bn.federation.rounds import AS_METHOD, MUCH, UNTIL_STILL, Rounds, exchanges_in_rounds, joins_of, measures_in_the_clear, start_left
+from fl_bn.federation.policy import (
+    AS_METHOD,
+    MUCH,
+    UNTIL_STILL,
+    ServerPolicy,
+    exchanges_in_rounds,
+    joins_of,
+    measures_in_the_clear,
+    start_left,
+)
 from fl_bn.federation.settings import LocalTraining, Schedule
 from fl_bn.flower.population import round_half_up
 from fl_bn.flower.wire.fields import FOLDER
@@ -389,7 +398,7 @@ class RunConfig(RunKeys):
         """Make the learning-rate schedule."""
         return self._value(Schedule)
 
-    def round_policy(self) -> Rounds:
+    def round_policy(self) -> ServerPolicy:
         """Make the settings of the server's rounds. Call this method on the server only, since it reads certificate files.
 
         Raises:
@@ -408,11 +417,11 @@ class RunConfig(RunKeys):
             raise ConfigError(str(error)) from error
         return self._rounds(exchange)
 
-    def _rounds(self, exchange: ExchangeSettings) -> Rounds:
+    def _rounds(self, exchange: ExchangeSettings) -> ServerPolicy:
         training = self.local_training()
         early = start_left(self.build_method(), self) > MUCH and not self.dp_noise
         return self._value(
-            Rounds,
+            ServerPolicy,
             **({"calibrate": UNTIL_STILL} if early and self.calibrate == AS_METHOD else {}),
             rate=self.schedule(),
             exchange=exchange,

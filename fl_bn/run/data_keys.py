@@ -9,7 +9,7 @@ from functools import partial
 from fl_bn.bn.roles import BUFFER_ROLES, parse_buffer_roles
 from fl_bn.data.dataset import DATASETS
 from fl_bn.data.partition import KINDS
-from fl_bn.federation.rounds import KEEPS_LAYERS, Rounds
+from fl_bn.federation.policy import KEEPS_LAYERS, ServerPolicy
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS
 from fl_bn.methods.fedtan import FROZEN_RATE as FEDTAN2_RATE
@@ -141,11 +141,11 @@ class DataKeys:
         "clients report how far the statistics that they keep moved (largest drift, least variance, growth), for the log",
         used=KEEPS_LAYERS & when.NOT_SECURE,
     )
-    unseen_client: bool = declared(Rounds, "unseen")
-    calibrate: int = declared(Rounds, "calibrate")
-    recalibration: str = declared(Rounds, "recalibration")
-    recalibration_memory: float = declared(Rounds, "memory")
-    unit_scale: bool = declared(Rounds, "unit_scale")
+    unseen_client: bool = declared(ServerPolicy, "unseen")
+    calibrate: int = declared(ServerPolicy, "calibrate")
+    recalibration: str = declared(ServerPolicy, "recalibration")
+    recalibration_memory: float = declared(ServerPolicy, "memory")
+    unit_scale: bool = declared(ServerPolicy, "unit_scale")
     centre_gradients: str = option(
         "auto",
         "whether to subtract, from the gradient of each weight before the head, its mean over the inputs of each output (centring); auto: "

@@ -14,8 +14,8 @@ from fl_bn.data.dataset import to_input
 from fl_bn.federation.local import torch_seed
 from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.payload import to_numpy
+from fl_bn.federation.policy import AS_METHOD, MUCH, start_left
 from fl_bn.federation.recalibration import why_not
-from fl_bn.federation.rounds import AS_METHOD, MUCH, start_left
 from fl_bn.federation.settings import seeded
 from fl_bn.flower.compat import LOGGER
 from fl_bn.methods import Method

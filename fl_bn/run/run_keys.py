@@ -17,12 +17,12 @@ from typing import Any
 
 from fl_bn.data.record import SPLITS, TEST
 from fl_bn.exchange.settings import Certificates, ExchangeSettings
+from fl_bn.federation.arguments import FederationSpec
 from fl_bn.federation.defence import SHARES_WEIGHTS, Defence
-from fl_bn.federation.engines.vectorised import ENGINES
-from fl_bn.federation.engines.workers import MOST_THREADS, MOST_WORKERS
+from fl_bn.federation.engines.workers import MOST_THREADS
 from fl_bn.federation.network import AUTO, MEMORY_FORMATS
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS
-from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.settings import LocalTraining, Schedule
 from fl_bn.objectives import OBJECTIVES
 from fl_bn.options import Option, declared, kebab, option, options_by_key, own_options, same_key
@@ -34,7 +34,7 @@ from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support.names import names_of
 
-_MADE = (LocalTraining, Schedule, Rounds, ExchangeSettings, Certificates, Defence, SecureAggregation, Privacy)
+_MADE = (LocalTraining, Schedule, ServerPolicy, ExchangeSettings, Certificates, Defence, SecureAggregation, Privacy)
 VALUES: dict[type[Any], type[Any]] = {kind: kind for kind in _MADE}
 """Class of settings -> the class that a run config uses in place of this class. The options of the class in use are run-config keys.
 
@@ -50,25 +50,25 @@ class RunKeys(DataKeys):
     """
 
     # federation
-    clients: int = declared(Rounds, "clients")
-    clients_at_start: int = declared(Rounds, "at_start")
-    min_sites: int = declared(Rounds, "min_sites")
-    join_rounds: str = declared(Rounds, "joining")
-    client_nodes: str = declared(Rounds, "nodes")
-    client_names: str = declared(Rounds, "names")
-    fraction: float = declared(Rounds, "fraction")
+    clients: int = declared(ServerPolicy, "clients")
+    clients_at_start: int = declared(ServerPolicy, "at_start")
+    min_sites: int = declared(ServerPolicy, "min_sites")
+    join_rounds: str = declared(ServerPolicy, "joining")
+    client_nodes: str = declared(ServerPolicy, "nodes")
+    client_names: str = declared(ServerPolicy, "names")
+    fraction: float = declared(ServerPolicy, "fraction")
     rounds: int = option(
         100, "training rounds; 0, with calibrate: only measure the statistics of the network in model-weights, without training", ">= 0"
     )
     client_weights: str = declared(LocalTraining, "weigh_all")
-    payload_dtype: str = declared(Rounds, "payload")
-    min_replies: float = declared(Rounds, "min_replies")
-    min_cohort: int = declared(Rounds, "min_cohort")
-    max_failed_rounds: int = declared(Rounds, "max_failed")
-    round_timeout: float = declared(Rounds, "timeout")
-    wait_timeout: float = declared(Rounds, "wait")
-    retry_timeout: float = declared(Rounds, "retry")
-    checkpoint_every: int = declared(Rounds, "checkpoint_every")
+    payload_dtype: str = declared(ServerPolicy, "payload")
+    min_replies: float = declared(ServerPolicy, "min_replies")
+    min_cohort: int = declared(ServerPolicy, "min_cohort")
+    max_failed_rounds: int = declared(ServerPolicy, "max_failed")
+    round_timeout: float = declared(ServerPolicy, "timeout")
+    wait_timeout: float = declared(ServerPolicy, "wait")
+    retry_timeout: float = declared(ServerPolicy, "retry")
+    checkpoint_every: int = declared(ServerPolicy, "checkpoint_every")
     resume: str = option(
         "",
         "the run to continue from its last checkpoint: latest (the newest run in output that is not finished), or the name of its folder",
@@ -156,7 +156,7 @@ class RunKeys(DataKeys):
         used=SHARES_WEIGHTS,
     )
     # evaluation, machine and output
-    evaluate_every: int = declared(Rounds, "evaluate_every")
+    evaluate_every: int = declared(ServerPolicy, "evaluate_every")
     evaluate_on: str = option(
         TEST,
         "the samples of the evaluation: test samples, or training samples (for their loss after the averaging)",
@@ -170,7 +170,7 @@ class RunKeys(DataKeys):
         keys.all_of(keys.DIAGNOSTICS),
         like=keys.DIAGNOSTICS,
     )
-    seed: int = declared(Rounds, "seed")
+    seed: int = declared(ServerPolicy, "seed")
     device: str = option(
         "auto",
         "where clients train: auto (a GPU if there is one), cpu, cuda, cuda:0 ...; a client's node config may say otherwise",
@@ -189,19 +189,9 @@ class RunKeys(DataKeys):
         "of sums; auto: channels-last on a CPU for networks with 2-D convolutions, contiguous otherwise",
         (AUTO, *MEMORY_FORMATS),
     )
-    engine: str = option(
-        "sequential",
-        "fl-bn run and sweeps: sequential, or vectorised: the clients of a cohort as one batched program (for a GPU; equal up to "
-        "the order of sums)",
-        ENGINES,
-    )
+    engine: str = declared(FederationSpec, "engine")
     threads: int = option(1, "CPU threads per process", f"1..{MOST_THREADS}")
-    workers: int = option(
-        0,
-        "fl-bn run and sweeps: number of processes that compute clients at the same time, with the same results bit for bit; 0: one per "
-        "core, once the remaining rounds save more time than the processes take to start",
-        f"0..{MOST_WORKERS}",
-    )
+    workers: int = declared(FederationSpec, "workers")
     output: str = option("runs", "folder in which each run makes a folder of its own; empty: write nothing", "path")
     name: str = option("", "the run folder's name; empty: time, method, data and seed", "a file name", used=when.WRITES)
     pictures: bool = option(True, "draw pictures at the end, and write TensorBoard events after every round")

@@ -15,7 +15,7 @@ from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.federation import Diverged
 from fl_bn.federation.local import Samples, evaluate, generators
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, server_optimizer
-from fl_bn.federation.rounds import AS_METHOD
+from fl_bn.federation.policy import AS_METHOD
 from fl_bn.federation.schema import START
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.models.build import build

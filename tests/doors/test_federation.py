@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,14 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.optim import SGD, AdamW, SparseAdam
+from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from fl_bn import Callback, Federation, SeededBatches, Task, methods
+from fl_bn import Callback, Federation, SeededBatches, methods
 from fl_bn.methods import Refresh
-from tests.conformance.cases import every_method
 from tests.doors.doors import apart
 from tests.doors.inner import Diverged, server_optimizer
 from tests.listed import listed
@@ -43,43 +40,6 @@ LOADERS = [DataLoader(TensorDataset(*client), batch_size=16, shuffle=True) for c
 SEEDED = [SeededBatches(*client, 16) for client in CLIENTS]
 
 
-class Dicts(Dataset[dict[str, Tensor]]):
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        self.x, self.y = x, y
-
-    def __len__(self) -> int:
-        return len(self.y)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"left": self.x[index, :3], "right": self.x[index, 3:], "label": self.y[index]}
-
-
-class TwoInputs(nn.Module):
-    """Takes keyword arguments, and returns what ``shape`` says."""
-
-    def __init__(self, shape: type) -> None:
-        super().__init__()
-        self.net, self.shape = net(), shape
-
-    def forward(self, left: Tensor, right: Tensor) -> object:
-        logits = self.net(torch.cat([left, right], 1))
-        return {"logits": logits, "features": left} if self.shape is dict else (logits, left)
-
-
-@every_method
-def test_loaders_of_dicts_and_networks_of_several_outputs(method_name: str) -> None:
-    if method_name in ("in", "fedwon"):  # which take no network of linear layers
-        return
-    loaders = [DataLoader(Dicts(*client), batch_size=16, shuffle=True) for client in CLIENTS]
-    test = DataLoader(Dicts(*TEST[0]), batch_size=64)
-    for shape in (dict, tuple):
-        fed = Federation(TwoInputs(shape), methods.METHODS[method_name](), loaders, test=test, progress=False)
-        first, second = fed.run(2)
-        assert first.aggregated
-        assert second.aggregated
-        assert second.evaluation["loss"] != first.evaluation["loss"]
-
-
 @listed("batches", [LOADERS, [[client] for client in CLIENTS], SEEDED], ids=["loader", "list", "seeded"])
 def test_adamw_with_a_scheduler(batches: list) -> None:
     fed = Federation(
@@ -97,28 +57,6 @@ def test_adamw_with_a_scheduler(batches: list) -> None:
     assert last.evaluation["loss"] < first.evaluation["loss"]
     rates = [min(0.01 * (1 - n / 6), 0.001 if n >= 3 else 1) for n in range(6)]  # FixBN is frozen then
     assert [record.learning_rate for record in fed.history] == pytest.approx(rates)
-
-
-class Grades(Task):
-    """Labels are grades, the network has one output."""
-
-    name, metric, higher_is_better = "grades", "mae", False
-
-    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        return F.smooth_l1_loss(output.squeeze(1), targets.float())
-
-    def sums(self, output: Tensor, targets: Tensor) -> Mapping[str, Tensor | float]:
-        return {"error": (output.squeeze(1) - targets).abs().sum(), "samples": len(targets)}
-
-    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        return {"mae": float(sums["error"] / sums["samples"])}
-
-
-def test_a_task_of_one_s_own() -> None:
-    fed = Federation(net(1), methods.fbn(), LOADERS, task=Grades(), test=TEST, optimizer=partial(SGD, lr=0.01), progress=False)
-    first, *_, last = fed.run(10)
-    assert last.evaluation["loss"] < first.evaluation["loss"]
-    assert "mae" in last.evaluation
 
 
 @listed(("terminal", "wanted"), [(True, True), (False, True), (True, False)])
@@ -256,18 +194,3 @@ def test_callbacks_from_a_generator_are_called() -> None:
 
     list(Federation(net(), methods.fedavg(), SEEDED, callbacks=(Seen() for _ in range(2)), progress=False).run(2))
     assert seen == [1, 1, 2, 2]
-
-
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.EmbeddingBag(20, 2, sparse=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.words(x)
-        return out
-
-
-def test_sparse_adam_trains_a_network_of_sparse_gradients() -> None:
-    batch = torch.randint(0, 20, (8, 3)), torch.randint(0, 2, (8,))
-    assert next(Federation(Sparse(), methods.fedavg(), [[batch]], optimizer=SparseAdam, progress=False).run(1)).aggregated

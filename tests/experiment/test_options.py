@@ -74,7 +74,7 @@ def test_the_constructor_its_signature_and_the_run_config_say_the_same(key: str,
 
 
 def test_the_example_of_the_module_runs_and_what_is_no_range_is_refused() -> None:
-    assert doctest.testmod(options) == (0, 10)
+    assert doctest.testmod(options) == (0, 11)
     for text in ("", "positive", ">=1", "0-9", "(0, 1", ">= x", "1 or"):
         with refusing(repr(text), by=ValueError):
             range_of(text)

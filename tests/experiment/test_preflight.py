@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from fl_bn.data.folder import read_picture
-from fl_bn.federation.rounds import UNTIL_STILL
+from fl_bn.federation.policy import UNTIL_STILL
 from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.run import preflight
 from tests.experiment.inside import RunConfig, command, config, ends_with_a_sentence, refusing, said

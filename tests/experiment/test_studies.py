@@ -22,7 +22,7 @@ from experiments.definitions.programs.normalisation_error import (
 )
 from fl_bn.bn.copying import copied
 from fl_bn.data.batches import draw_batches
-from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.server import Server
 from fl_bn.flower import run_in_process
 from fl_bn.sweep.cells import Cell
@@ -96,7 +96,7 @@ def test_decoupled_statistics_are_the_mean_of_the_clients_and_weights_stay() -> 
     """By hand, in the first layer. Control: the plain mean of the batches, without equation 1's old share, is another."""
     clients = [client_samples(DECOUPLED, client)[0] for client in range(2)]
     clients = [clients[0], Samples(clients[1].x[:60], clients[1].y[:60])]  # of unequal size
-    server = Server(source_model(DECOUPLED), DECOUPLED.build_method(), Rounds(2), DECOUPLED.rounds)
+    server = Server(source_model(DECOUPLED), DECOUPLED.build_method(), ServerPolicy(2), DECOUPLED.rounds)
     before, models = dict(server.shared.tensors()), [copied(server.model) for _ in clients]
     convolution = next(layer for layer in server.model.modules() if isinstance(layer, torch.nn.Conv2d))
     decoupling.update_statistics(server, models, clients, DECOUPLED, 1)

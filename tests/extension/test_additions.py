@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from typer.testing import CliRunner
 
 from fl_bn.cli.main import app
 from fl_bn.federation.federation import SGD_05, Federation
-from fl_bn.federation.rounds import Rounds, constant_rate
+from fl_bn.federation.policy import RunSpec, constant_rate
 from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
-from fl_bn.flower import OwnAppStrategy, run_in_process
+from fl_bn.flower import run_in_process
 from fl_bn.options import own_options
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.run_keys import VALUES, RunKeys
@@ -134,20 +133,13 @@ def test_a_line_of_the_run_config_is_named_by_its_key() -> None:
 
 
 def test_defaults_that_stand_twice_agree_or_are_told_apart_in_the_documentation() -> None:
-    """What ``Federation`` and the strategies repeat of ``Rounds`` for their readers, and how a run config differs from them."""
-    alone = {field.name: field.default for field in fields(Rounds)}
-    for kind, names in (
-        (Federation, {"fraction", "evaluate_every", "calibrate", "unit_scale", "seed"}),
-        (OwnAppStrategy, {"calibrate", "unit_scale", "seed", "rate", "exchange", "payload"}),
-    ):
-        taken = signature(kind).parameters
-        assert {name: taken[name].default for name in names} == {name: alone[name] for name in names}
+    """How a run config differs from ``Federation``."""
     assert SGD_05.keywords == {"lr": LEARNING_RATE, "momentum": RunConfig().momentum}
     assert RunConfig().learning_rate == LEARNING_RATE == constant_rate(1, 2)
     page = (HERE.parents[1] / "docs" / "start" / "plain-torch.md").read_text()
-    taken = signature(Federation).parameters
-    for name in ("local_epochs", "evaluate_every"):
-        assert f"| `{name}={taken[name].default}` |" in page
+    taken = {"local_epochs": signature(Federation).parameters["local_epochs"].default, "evaluate_every": RunSpec().evaluate_every}
+    for name, default in taken.items():
+        assert f"| `{name}={default}` |" in page
     for key in ("local-steps", "evaluate-every", "learning-rate-schedule", "weight-decay"):
         value = RunConfig()[key]
         assert f"| `{key}={value!r}` |" in page
@@ -163,9 +155,9 @@ def test_the_run_config_differs_from_a_constructor_where_it_is_said() -> None:
     }
     required = {
         ("LocalTraining", "batch_size"),
-        ("Rounds", "clients"),
+        ("ServerPolicy", "clients"),
         *(("Privacy", name) for name in ("clip", "statistics_clip", "noise")),
     }
     recipe = {("LocalTraining", name) for name in ("steps", "momentum", "weight_decay", "clip")}
-    policy = {("Rounds", "evaluate_every"), ("Rounds", "retry"), ("Rounds", "max_steps"), ("Defence", "f")}
+    policy = {("ServerPolicy", "evaluate_every"), ("ServerPolicy", "retry"), ("ServerPolicy", "max_steps"), ("Defence", "f")}
     assert told == required | recipe | policy

@@ -13,7 +13,7 @@ from fl_bn.run.config import ConfigError, RunConfig
 from tests.costs import COMMON, common_first, slow
 from tests.in_process import identical
 from tests.listed import listed
-from tests.methods.composition import FEDTAN, NETWORKS, REFUSED, Cell, Made, keys, made, pairwise
+from tests.methods.composition import NETWORKS, REFUSED, Cell, Made, keys, made, pairwise
 
 STATISTICS = ("running_mean", "running_var")
 OFF = [
@@ -85,29 +85,6 @@ def test_an_objective_of_strength_0_is_none_bit_for_bit(method: str, network: st
     for server in ("fedavgm", "fedacg") if method != "single" else ():  # whose clients share nothing to step on
         assert same(made(method, "none", server, network, rounds=2, server_momentum=0.0), plain), server
         assert method != "fedavg" or not same(made(method, "none", server, network, rounds=2), plain), server
-
-
-@listed(
-    ("method", "values", "reason"),
-    [
-        ("fedavg", {"objective": "scaffold", "momentum": 0.9}, "momentum=0 and clip='none', but got"),
-        ("fedavg", {"objective": "scaffold", "optimizer": "adam"}, "it needs optimizer='sgd'"),
-        ("fedavg", {"objective": "scaffold", "clip": "norm"}, "and clip='none', but got"),
-        ("fedavg", {"objective": "scaffold", "byzantine": 1}, "no robust rule guards them"),
-        ("fedavg", {"objective": "scaffold", "update_rule": "median", "declared_byzantine": 0}, "no robust rule guards them"),
-        ("fedavg", {"maintain_momentum": "global", "momentum": 0.9, "byzantine": 1}, "no robust rule guards them"),
-        ("fedavg", {"maintain_momentum": "local"}, "needs momentum > 0"),
-        ("fedavg", {"objective": "fedsam", "update": "gradients", "local_steps": 1}, "update='gradients' sends"),
-        ("fedavg", {"objective": "moon", "update": "gradients", "local_steps": 1}, "update='gradients' sends"),
-        ("fedavg", {"server_optimizer": "fedacg", "update": "gradients", "local_steps": 1}, "take fedavgm"),
-        ("fedavg", {"server_optimizer": "fedavg", "server_momentum": 0.9}, "fedavgm"),
-        ("fedavg", {"server_optimizer": "fedacg", "server_learning_rate": 0.5}, "expected server-learning-rate=1"),
-        *((method, {"clip": how}, "set clip='none'") for method in FEDTAN for how in ("norm", "value", "adaptive")),
-    ],
-)
-def test_a_refusal_says_why(method: str, values: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        RunConfig.from_mapping(keys(method, **values))
 
 
 ALONG: list[tuple[Cell, dict[str, Any]]] = [

@@ -11,20 +11,20 @@ import torch
 from torch import nn
 
 from fl_bn import Federation
-from fl_bn.federation.settings import learning_rate
+from fl_bn.federation.settings import Schedule
 from fl_bn.methods import METHODS, Method, Phase, freeze
 from fl_bn.run.config import RunConfig
 from tests.listed import listed
 
 fixbn, fedavg, ROUNDS, BASE = METHODS["fixbn"], METHODS["fedavg"], 8, 0.05
-Schedule = Callable[[int, int], float]
-SCHEDULES: dict[str, Schedule] = {
-    "constant": partial(learning_rate, "constant", BASE, 1.0),
-    "step, the paper's": partial(learning_rate, "step", BASE, 0.1),
-    "step, gentle": partial(learning_rate, "step", BASE, 0.5),
-    "exponential, steep": partial(learning_rate, "exponential", BASE, 0.2),
-    "cosine": partial(learning_rate, "cosine", BASE, 1.0),
-    "milestones": partial(learning_rate, "milestones", BASE, 1.0, milestones=((0.5, 0.02), (0.75, 2.0))),
+Rates = Callable[[int, int], float]
+SCHEDULES: dict[str, Rates] = {
+    "constant": Schedule(BASE, "constant", 1.0),
+    "step, the paper's": Schedule(BASE, "step", 0.1),
+    "step, gentle": Schedule(BASE, "step", 0.5),
+    "exponential, steep": Schedule(BASE, "exponential", 0.2),
+    "cosine": Schedule(BASE, "cosine", 1.0),
+    "milestones": Schedule(BASE, "milestones", 1.0, ((0.5, 0.02), (0.75, 2.0))),
     "warm-up": lambda round, rounds: BASE * min(1.0, round / 3),
 }
 FREEZING: dict[str, tuple[Method, float]] = {
@@ -37,7 +37,7 @@ FREEZING: dict[str, tuple[Method, float]] = {
 UNBOUNDED = [fixbn(frozen_rate=1.0), fixbn(freeze_after=ROUNDS), fixbn(freeze_after=0), fixbn(freeze_what="affine")]
 
 
-def rates(method: Method, schedule: Schedule) -> list[float]:
+def rates(method: Method, schedule: Rates) -> list[float]:
     return [method.learning_rate(schedule, round, ROUNDS) for round in range(1, ROUNDS + 1)]
 
 
@@ -109,7 +109,7 @@ class Recording(torch.optim.SGD):
     (0.1, {}, [0.2, 0.2, 0.02, 0.02]),
     (None, {}, [0.2, 0.2, 0.03, 0.03]),
     (1.0, {"clip": "none"}, [0.2] * 4),
-    (None, {"clip": "none", "schedule": partial(learning_rate, "step", 1.0, 0.1)}, [0.2, 0.2, 0.02, 0.002]),  # capped, not multiplied
+    (None, {"clip": "none", "schedule": Schedule(1.0, "step", 0.1)}, [0.2, 0.2, 0.02, 0.002]),  # capped, not multiplied
 ])  # fmt: skip
 def test_the_library_s_federation(share: float | None, options: dict[str, Any], steps: list[float]) -> None:
     Recording.seen.clear()

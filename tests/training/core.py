@@ -10,17 +10,17 @@ from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.federation.local import Samples, evaluate, statistics_pass, torch_seed
 from fl_bn.federation.metrics import named_series, over_clients, series
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, ServerOptimizer, server_optimizer
+from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.recalibration import TOLERANCE, Pass, epsilons, recalibrate, why_not
-from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.server import Server
-from fl_bn.federation.settings import LocalTraining, learning_rate, milestones_of, seeded
+from fl_bn.federation.settings import LocalTraining, Schedule, milestones_of, seeded
 from fl_bn.federation.values import Reply, RoundReplies
 from fl_bn.models import build
 
 __all__ = [
     "NO_DEFENCE", "SERVER_OPTIMIZERS", "TOLERANCE", "Average", "Defence", "Drift", "LocalTraining", "Moments", "Pass", "Reply",
-    "RoundReplies", "Rounds", "Running", "Samples", "Server", "ServerOptimizer", "TooFew", "average", "batch_norms", "build", "combine",
-    "difference", "epsilons", "evaluate", "learning_rate", "merge_drifts", "milestones_of", "named_series", "over_clients", "plain_average",
-    "pool", "recalibrate", "roles", "running_statistics", "seeded", "series", "server_optimizer", "statistics_pass",
+    "RoundReplies", "Running", "Samples", "Schedule", "Server", "ServerOptimizer", "ServerPolicy", "TooFew", "average", "batch_norms",
+    "build", "combine", "difference", "epsilons", "evaluate", "merge_drifts", "milestones_of", "named_series", "over_clients",
+    "plain_average", "pool", "recalibrate", "roles", "running_statistics", "seeded", "series", "server_optimizer", "statistics_pass",
     "to_input", "torch_seed", "weighted_mean", "why_not",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from fl_bn.federation.aggregation import BLOCK, SMALL, largest
 from fl_bn.federation.replies import Intake
 from fl_bn.methods import METHODS
 from tests.networks import seeded_network
-from tests.training.core import Reply, RoundReplies, Rounds, Server, average, server_optimizer
+from tests.training.core import Reply, RoundReplies, Server, ServerPolicy, average, server_optimizer
 
 SIZES = (3.0, 7.0, 5.0, 2.0)
 
@@ -118,7 +118,7 @@ NET = seeded_network("cnn")
 
 
 def server(**options: object) -> Server:
-    made = Server(NET, METHODS["gn"](), Rounds(4, min_replies=0.5), 3, **options)  # type: ignore[arg-type]
+    made = Server(NET, METHODS["gn"](), ServerPolicy(4, min_replies=0.5), 3, **options)  # type: ignore[arg-type]
     made.begin(1)
     return made
 

@@ -12,7 +12,7 @@ from fl_bn import Federation, SeededBatches, methods
 from fl_bn.federation.run import run
 from tests.extension import threads_transport
 from tests.federation import random_samples
-from tests.training.core import LocalTraining, Rounds, Samples, Server
+from tests.training.core import LocalTraining, Samples, Server, ServerPolicy
 
 ROUNDS, SEED = 3, 0
 
@@ -35,7 +35,7 @@ def test_threads_give_the_numbers_of_a_federation(name: str) -> None:
     """Both draw the same batches; the optimiser is the same, unclipped."""
     method = getattr(methods, name)()
     settings = LocalTraining(batch_size=8, epochs=1, momentum=0.0, clip="none")
-    server = Server(net(), method, Rounds(clients=3, rate=lambda round, rounds: 0.1))
+    server = Server(net(), method, ServerPolicy(clients=3, rate=lambda round, rounds: 0.1))
     threads = threads_transport.Threads(server, net(), clients(), settings)
     records = [one.record for one in run(server, threads, ROUNDS)]
 

@@ -33,7 +33,7 @@ from fl_bn.data.dataset import to_input
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.client_round import client_round
 from fl_bn.federation.local import Samples, evaluate
-from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import seeded
 from fl_bn.federation.training import SampleLoop
@@ -89,7 +89,7 @@ def accuracies(config: RunConfig) -> Iterator[tuple[int, float]]:
     target, method, settings = device(config), config.build_method(), config.local_training()
     parts = [assembly.client_samples(config, client)[:2] for client in range(config.clients)]
     clients, test = [train for train, _ in parts], parts[0][1]
-    server = Server(assembly.source_model(config).to(target), method, Rounds(len(clients), rate=config.schedule()), config.rounds)
+    server = Server(assembly.source_model(config).to(target), method, ServerPolicy(len(clients), rate=config.schedule()), config.rounds)
     models, kept = [copied(server.model).to(target) for _ in clients], [NOTHING for _ in clients]
     for number in range(1, config.rounds + 1):
         if method.phase(number, config.rounds) is Phase.FROZEN:

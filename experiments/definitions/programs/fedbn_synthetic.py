@@ -33,7 +33,7 @@ from torch import nn
 
 from fl_bn.federation.client_round import client_round
 from fl_bn.federation.local import Samples
-from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.federation.training import SampleLoop
@@ -174,7 +174,7 @@ def losses(name: str, clients: Sequence[Samples], setting: Setting, seed: int) -
             if setting.deviation is not None and isinstance(layer, nn.Linear):
                 nn.init.normal_(layer.weight, std=setting.deviation)
                 nn.init.normal_(layer.bias, std=setting.deviation)
-    server = Server(network, method, Rounds(len(clients), rate=lambda round, rounds: setting.rate), setting.steps)
+    server = Server(network, method, ServerPolicy(len(clients), rate=lambda round, rounds: setting.rate), setting.steps)
     models, kept = [copy.deepcopy(server.model) for _ in clients], [NOTHING for _ in clients]
     curve = [_loss(models, clients, setting.task)]
     for step in range(1, setting.steps + 1):

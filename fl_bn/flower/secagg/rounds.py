@@ -17,8 +17,8 @@ from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.narrow import AS_THE_MODEL
 from fl_bn.federation.payload import Sections, tensor_name, to_tensors
+from fl_bn.federation.policy import ServerPolicy, unbounded
 from fl_bn.federation.record import with_clients
-from fl_bn.federation.rounds import Rounds, unbounded
 from fl_bn.federation.server import Server
 from fl_bn.federation.shared_model import NotFinite, ServerStep, median_steps
 from fl_bn.federation.values import Reply, RoundReplies
@@ -44,7 +44,7 @@ NO_BUDGET = "dp-noise limits what updates and statistics disclose, but evaluatio
 REPEATS = 6  # the most exchanges for one measurement, if the reference is far from the data
 
 
-def check_secure(settings: SecureAggregation, method: Method, rounds: Rounds, defence: Defence) -> None:
+def check_secure(settings: SecureAggregation, method: Method, rounds: ServerPolicy, defence: Defence) -> None:
     """Check that method, settings for rounds and defence work with secure sums.
 
     Raises:

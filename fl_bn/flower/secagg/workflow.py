@@ -35,7 +35,7 @@ from flwr.server import LegacyContext
 from flwr.server.strategy import FedAvg
 from flwr.serverapp import Grid
 
-from fl_bn.federation.rounds import unbounded
+from fl_bn.federation.policy import unbounded
 from fl_bn.flower.compat import GridClientProxy, Key, Stage, fitres_to_recorddict, log, parameters_to_arrayrecord
 from fl_bn.flower.population import Client
 from fl_bn.flower.secagg.instructions import History, from_config, put_together, to_config

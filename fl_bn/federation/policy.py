@@ -1,11 +1,11 @@
-"""Describe how the server runs rounds."""
+"""Describe a run: the options that hold in every door (``RunSpec``), and how a server runs rounds with them (``ServerPolicy``)."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -17,9 +17,9 @@ from fl_bn.federation.settings import ALL_SAMPLES, LEARNING_RATE, LocalTraining
 from fl_bn.methods import Method, Phase, Refresh, StatisticsReport
 from fl_bn.methods.fbn import BOUNDED_SCALE
 from fl_bn.methods.hbn import SCALE
-from fl_bn.options import REQUIRED, Options, Used, method_where, option, parses, shared
+from fl_bn.options import REQUIRED, Options, Used, method_where, option, parses, refuse, shared
 from fl_bn.support.client_names import ClientNames, nodes_of, sites_of
-from fl_bn.support.names import check_name, names_of
+from fl_bn.support.names import names_of
 
 RECALIBRATIONS = ("auto", "passes", "exchange")
 """The ways to measure exact statistics of all BatchNorm layers.
@@ -43,8 +43,26 @@ def constant_rate(round: int, rounds: int) -> float:
     return LEARNING_RATE
 
 
+def checked_rate(what: str, rate: Callable[[int, int], float], round: int, rounds: int) -> float:
+    """Return what ``rate`` gives for ``round`` of ``rounds``.
+
+    Args:
+        what: The name of the argument that the user gave ``rate`` for.
+        rate: A function of a round (from 1) and the number of rounds.
+        round: The round.
+        rounds: The number of rounds of the run.
+
+    Raises:
+        ValueError: It is no finite number >= 0.
+    """
+    value = rate(round, rounds)
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < math.inf:
+        raise ValueError(f"{what} must return a finite number >= 0, but for round {round} of {rounds} returned {value!r}")
+    return float(value)
+
+
 def unbounded(samples: int) -> int:
-    """Return 0. This is the default of ``Rounds.planned_steps``: the number of local steps is unknown."""
+    """Return 0. This is the default of ``ServerPolicy.planned_steps``: the number of local steps is unknown."""
     return 0
 
 
@@ -75,10 +93,8 @@ def measures_in_the_clear(method: Method, config: Any) -> bool:
         method: The method that the run config describes.
         config: The run config: key -> value.
     """
-    return _measures_exactly(method, config) and not config["secure-aggregation"] and config["attack"] == "none"
-
-
-def _measures_exactly(method: Method, config: Any) -> bool:
+    if config["secure-aggregation"] or config["attack"] != "none":
+        return False
     if config["calibrate"] == UNTIL_STILL or (method.refresh is Refresh.EXACT and config["rounds"] > 0):
         return True
     by_itself = method.uses_shared(config["rounds"]) or start_left(method, config) > MUCH
@@ -139,28 +155,68 @@ RESCALES = method_where(
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunSpec(Options):
+    """Hold the options of a run that mean the same wherever it runs: a ``Federation``, your own Flower app, fl-bn's application.
+
+    Each is declared here once, with its run-config key, range and default. ``Federation`` and the strategies take them as keyword
+    arguments of the same names.
+
+    Args:
+        fraction: The share of the clients that train in a round, in (0, 1].
+        evaluate_every: The number of rounds between evaluations, at least 1. The last round is always evaluated.
+        seed: Decides the cohorts.
+        calibrate: The number of statistics-only exchanges before round 1, see ``UNTIL_STILL`` and ``AS_METHOD``.
+        unit_scale: Whether weights are rescaled after the calibration (``federation.unit_scale``).
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    name: ClassVar[str] = "the run"
+    prefix: ClassVar[str] = ""
+
+    fraction: float = option(1.0, "fraction of the clients that train in a round", "(0, 1]")
+    evaluate_every: int = option(1, "rounds between evaluations; the last round is always evaluated", ">= 1", run=5)
+    seed: int = option(0, "decides partition, initial weights, cohorts, batches and dropout", ">= 0")
+    calibrate: int = option(
+        AS_METHOD,
+        "number of statistics-only exchanges before round 1, in which clients measure BatchNorm's statistics and do not train; -1: as many "
+        "as make the statistics of all layers exact; -2: as -1 if training starts with these statistics (hbn, fbn, freeze-after=0), or if "
+        f"they would freeze while more than {100 * MUCH:.0f} % of a new network's statistics is left in them (after fewer than 29 local "
+        "steps, at torch's momentum); but 0 otherwise, and with dp-noise",
+        ">= -2",
+    )
+    unit_scale: bool = option(
+        True,
+        "hbn, fbn, freeze-after=0: after the calibration, the weights before BatchNorm are rescaled so that its inputs have deviation 1 "
+        f"(hbn: {SCALE:g}; fbn: {BOUNDED_SCALE:g}, but 1 with fbn-momentum or clip='none')",
+        used=RESCALES,
+    )
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """Return the values of ``RunSpec``'s own fields by name, for another kind of run."""
+        return {one.name: getattr(self, one.name) for one in fields(RunSpec)}
+
+
 @dataclass(frozen=True)
-class Rounds(Options):
+class ServerPolicy(RunSpec):
     """Describe how the server runs rounds.
 
-    Most fields are options, with their keys in docs/config.md. Times are in seconds. The defaults differ from
-    those of a run config. By default, the server here evaluates after every round, and does not wait for a client
-    whose process died.
+    Most fields are options, with their keys in docs/config.md; those of ``RunSpec`` are given by name. Times are in
+    seconds. The defaults differ from those of a run config. By default, the server here evaluates after every round, and
+    does not wait for a client whose process died.
 
     Args:
         clients: The number of all clients, 1..100000.
-        fraction: The share of the clients that train in a round, in (0, 1].
         min_replies: The share of a cohort's replies that must be usable, 0..1. With fewer, the round changes
             nothing and counts as failed.
         max_failed: The number of failed rounds in a row after which the run stops, at least 1.
         timeout: The deadline of every message.
         wait: How long the server waits for all clients before round 1, and for ``min_cohort`` clients later.
-        evaluate_every: The number of rounds between evaluations, at least 1. The last round is always evaluated.
         client_weights: A client's weight in averages: ``samples`` or ``uniform``.
         update: The tensors that clients send, see ``LocalTraining``.
-        seed: Decides the cohorts.
-        calibrate: The number of statistics-only exchanges before round 1, see ``UNTIL_STILL`` and ``AS_METHOD``.
-        unit_scale: Whether weights are rescaled after the calibration (``federation.unit_scale``).
         rate: ``rate(round, rounds)`` returns the learning rate, a finite number >= 0. Default: 0.05 in all rounds.
         exchange: The settings of the layer-wise exchange.
         max_steps: The number of local steps that the server asks for. No client may claim more. 0: unknown.
@@ -208,7 +264,6 @@ class Rounds(Options):
         unset=0,
         otherwise="one per file or folder in data-path, where each is a client (see partition), else 10",
     )
-    fraction: float = option(1.0, "fraction of the clients that train in a round", "(0, 1]")
     min_replies: float = option(0.5, "fraction of a cohort's replies that must be usable, else the round changes nothing", "0..1")
     max_failed: int = option(3, "failed rounds in a row that stop the run", ">= 1", key="max-failed-rounds")
     timeout: float = option(600.0, "deadline and time to live of every message", "> 0", unit="seconds", key="round-timeout")
@@ -219,25 +274,9 @@ class Rounds(Options):
         unit="seconds",
         key="wait-timeout",
     )
-    evaluate_every: int = option(1, "rounds between evaluations; the last round is always evaluated", ">= 1", run=5)
     evaluate_clients: int = option(0, "largest number of clients that evaluate in a round; 0: all", ">= 0", used=EVALUATE)
     client_weights: str = shared(LocalTraining, "weigh_all", "samples", _at_server)
     update: str = shared(LocalTraining, "update", "weights")
-    seed: int = option(0, "decides partition, initial weights, cohorts, batches and dropout", ">= 0")
-    calibrate: int = option(
-        AS_METHOD,
-        "number of statistics-only exchanges before round 1, in which clients measure BatchNorm's statistics and do not train; -1: as many "
-        "as make the statistics of all layers exact; -2: as -1 if training starts with these statistics (hbn, fbn, freeze-after=0), or if "
-        f"they would freeze while more than {100 * MUCH:.0f} % of a new network's statistics is left in them (after fewer than 29 local "
-        "steps, at torch's momentum); but 0 otherwise, and with dp-noise",
-        ">= -2",
-    )
-    unit_scale: bool = option(
-        True,
-        "hbn, fbn, freeze-after=0: after the calibration, the weights before BatchNorm are rescaled so that its inputs have deviation 1 "
-        f"(hbn: {SCALE:g}; fbn: {BOUNDED_SCALE:g}, but 1 with fbn-momentum or clip='none')",
-        used=RESCALES,
-    )
     rate: Callable[[int, int], float] = constant_rate
     exchange: ExchangeSettings = ExchangeSettings()
     max_steps: int = shared(LocalTraining, "steps", 0)
@@ -342,27 +381,24 @@ class Rounds(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.min_cohort > self.clients:
-            raise ValueError(f"min_cohort must be 1..{self.clients}, the number of clients, but got {self.min_cohort}")
-        if self.memory < 0:
-            raise ValueError(f"memory must be >= 0 bytes, but got {self.memory}")
-        if not callable(self.rate):
-            raise ValueError(f"rate must be a function of (round, rounds) that returns the learning rate, but got {self.rate!r}")
-        check_name("client_weights", self.client_weights, ("samples", "uniform"))
-        if strangers := sorted(client for client in self.joining if not 0 <= client < self.clients):
-            raise ValueError(f"joining (join-rounds) must name clients 0..{self.clients - 1}, but got {strangers}")
-        if not (first := len(self.starting(1))):
-            raise ValueError(
-                f"joining (join-rounds) must leave a client for round 1, but lets all {self.clients} clients join later: {self.joining}"
-            )
-        if not 0 <= self.at_start <= first:
-            raise ValueError(f"at_start must be 0..{first}, the number of clients that may take part in round 1, but got {self.at_start}")
-        if self.min_sites > self.clients:
-            raise ValueError(f"min_sites must be 0..{self.clients}, the number of clients, but got {self.min_sites}")
-        if self.nodes and not len(set(self.nodes)) == len(self.nodes) == self.clients:
-            raise ValueError(f"nodes must name one node for each of {self.clients} clients, no node twice, but got {self.nodes}")
-        if self.names and not len(set(self.names)) == len(self.names) == self.clients:
-            raise ValueError(f"names must name a site for each of {self.clients} clients, no site twice, but got {self.names}")
+        clients, first = self.clients, len(self.starting(1))
+        strangers = sorted(client for client in self.joining if not 0 <= client < clients)
+        refuse(
+            (self.min_cohort > clients, f"min_cohort must be 1..{clients}, the number of clients, but got {self.min_cohort}"),
+            (self.memory < 0, f"memory must be >= 0 bytes, but got {self.memory}"),
+            (not callable(self.rate),
+             f"rate must be a function of (round, rounds) that returns the learning rate, but got {self.rate!r}"),
+            (not isinstance(self.exchange, ExchangeSettings), f"exchange must be ExchangeSettings(...), but got {self.exchange!r}"),
+            (self.client_weights not in ("samples", "uniform"),
+             f"client_weights must be 'samples' or 'uniform', but got {self.client_weights!r}"),
+            (strangers, f"joining (join-rounds) must name clients 0..{clients - 1}, but got {strangers}"),
+            (not first, f"joining (join-rounds) must leave a client for round 1, but lets all {clients} join later: {self.joining}"),
+            (not 0 <= self.at_start <= first,
+             f"at_start must be 0..{first}, the number of clients that may take part in round 1, but got {self.at_start}"),
+            (self.min_sites > clients, f"min_sites must be 0..{clients}, the number of clients, but got {self.min_sites}"),
+            *((of and not len(set(of)) == len(of) == clients, f"{what} for each of {clients} clients, none twice, but got {of}")
+              for what, of in (("nodes must name one node", self.nodes), ("names must name a site", self.names))),
+        )  # fmt: skip
 
     @property
     def called(self) -> ClientNames:
@@ -379,13 +415,7 @@ class Rounds(Options):
         Raises:
             ValueError: ``rate`` returned no finite number >= 0.
         """
-        round = min(round, max(rounds, 1))
-        value = self.rate(round, rounds)
-        if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < math.inf:
-            raise ValueError(
-                f"rate must return a finite number >= 0 (the learning rate), but for round {round} of {rounds} returned {value!r}"
-            )
-        return float(value)
+        return checked_rate("rate", self.rate, min(round, max(rounds, 1)), rounds)
 
     def pace(self, learning_rate: float, rounds: int) -> float:
         """Return ``learning_rate`` divided by the rate of round 1, but at most 1 (in a warm-up, rates rise).
