@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -105,17 +105,22 @@ class DisclosureReport:
             behind, what = (session.samples, LAYER_BY_LAYER) if without_training else (session.batches, self._exchanged)
             for index, traffic in sorted(session.traffic.items()):
                 self._add([Disclosure(index, "exchange", what, traffic.exchanges, traffic.up, behind.get(index, 0))])
-        by_node = {client.node: client for client in clients}
-        disclosures: list[Disclosure] = []
+        yield from self._heard(replies, clients, self._of_reply)
+        self._warn(round)
+
+    def _heard(
+        self, replies: Iterable[Message], clients: Iterable[Client], describe: Callable[[Decoded, Client], Iterable[Disclosure]]
+    ) -> Iterator[Decoded]:
+        """Decode replies one by one. After the last reply, record what ``describe`` says of each."""
+        by_node, disclosures = {client.node: client for client in clients}, list[Disclosure]()
         for message in replies:
             reply = decode(message)
             if (client := by_node.get(reply.node)) is not None:
-                disclosures += self._of_reply(reply, client)
+                disclosures += describe(reply, client)
             del message
             yield reply
             del reply  # frees its memory before the next one arrives
         self._add(sorted(disclosures, key=lambda d: d.client))
-        self._warn(round)
 
     def _warn(self, round: int) -> None:
         """Log a warning about each client once in a run, but about at most ``NAMED`` clients in a round; not of accuracies."""
@@ -135,16 +140,10 @@ class DisclosureReport:
             replies: The replies.
             clients: All clients that may have replied.
 
-        Yields:
+        Returns:
             The decoded replies.
         """
-        by_node = {client.node: client.index for client in clients}
-        disclosures: list[Disclosure] = []
-        for reply in map(decode, replies):
-            if (index := by_node.get(reply.node)) is not None:
-                disclosures += _of_evaluation(reply, index)
-            yield reply
-        self._add(sorted(disclosures, key=lambda d: d.client))
+        return self._heard(replies, clients, _of_evaluation)
 
     def masked(self, parts: Iterable[Reply], evaluates: bool = False) -> None:
         """Record the masked replies of a secure sum. Only their sum can be read, and no single reply.
@@ -240,14 +239,14 @@ class DisclosureReport:
         return f"{name} after {batches}" if steps else name, 0
 
 
-def _of_evaluation(reply: Decoded, client: int) -> Iterable[Disclosure]:
+def _of_evaluation(reply: Decoded, client: Client) -> Iterable[Disclosure]:
     """Yield the disclosure of one evaluation. Its ``samples`` is the smallest number of samples behind a metric, if known."""
     metrics = {name: value for record in (*reply.own.values(), reply.metrics or {}) for name, value in record.items()}
     numbers = [name for name, value in metrics.items() if isinstance(value, float)]
     if numbers:
         series = sorted({f"{stem}*" if (stem := name.rstrip("0123456789")) != name else name for name in numbers})
         samples = _whole(metrics.get("fewest")) or _whole(metrics.get("samples")) or _whole(metrics.get("num-examples"))
-        yield Disclosure(client, EVALUATION, f"numbers on test data: {_some(series)}", 0, 8 * len(numbers), samples)
+        yield Disclosure(client.index, EVALUATION, f"numbers on test data: {_some(series)}", 0, 8 * len(numbers), samples)
 
 
 def _some(names: Iterable[str]) -> str:

@@ -59,7 +59,7 @@ class Evaluations:
     """
 
     def __init__(self, run: GridTransport, at_server: Callable[[nn.Module], dict[str, float]] | None, own: OwnMetrics | None) -> None:
-        self._run, self._at_server, self._own = run, at_server, own
+        self._run, self.at_server, self._own = run, at_server, own
         self.at_clients = run.policy.evaluate_share > 0 and (run.policy.at_clients or run.shared.personal)
         self.clients, self._told = list[Client](), list[Client]()  # who gets a message, also those that only save their models
         self.evaluate_fn: EvaluateFn | None = None
@@ -104,9 +104,9 @@ class Evaluations:
         if at_clients is not None:
             run.result.evaluate_metrics_clientapp[number] = at_clients
             metrics = numbers_of(at_clients)
-        elif self._at_server is not None and not self.at_clients:
+        elif self.at_server is not None and not self.at_clients:
             run.shared.load(tensors)
-            metrics = self._at_server(run.shared.model)
+            metrics = self.at_server(run.shared.model)
             run.result.evaluate_metrics_serverapp[number] = MetricRecord({**metrics})
         return {**self.here(number, tensors), **metrics}
 

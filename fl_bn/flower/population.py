@@ -29,12 +29,8 @@ POLL = 0.2  # seconds between two looks at who is there
 NO_HANDLER = "the ClientApp has no handler for fl-bn's introduction: add fl_bn.flower.answer(app, Net, method, batches) to client_app.py"
 
 
-class RunFailed(Exception):
-    """Report that the run cannot go on; the message advises what to do.
-
-    It is not derived from RuntimeError. Flower 1.25 would mistake such an error for one of its own, report that the run
-    was rejected, and not end it.
-    """
+class RunFailed(Exception):  # no RuntimeError, which Flower 1.25 would mistake for one of its own, and not end the run
+    """Report that the run cannot go on; the message advises what to do."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +103,8 @@ class Population:
     that node is offline, another node may serve the index. If several nodes claim an index that no node has served
     yet, none of these nodes gets it; but in an app of one's own, they get different indices (``seated``).
 
-    Args:
-        grid: Flower's grid.
-        meeting: describes whom the run waits for.
-
     Attributes:
+        meeting: whom the run waits for.
         clients: the clients that have introduced themselves, by index.
         number: the number of clients; 0 as long as it is not known.
         absent: client whose site refuses the run by its policy -> the reason.
@@ -125,12 +118,9 @@ class Population:
         self._holders: dict[int, list[int]] = {}  # index -> the node that served it first since the start, and the one that did so last
         self._seats: dict[int, int] = {}  # node -> the index that it was given in place of the one that it claims
         self._order: list[Client] = []  # the connected clients, by index
-        self._online: frozenset[int] = frozenset()  # connected nodes at the last look; ``_problem``: what was wrong with them
-        self._problem, self._strangers = "", set[int]()  # refused nodes that belong to no client, as far as is known
-        self._gone: set[int] = set()
-        self._joined: set[int] = set()  # clients that took part in a round, or were asked to
-
-    # Before round 1
+        self._online, self._problem = frozenset[int](), ""  # connected nodes at the last look, and what was wrong with them
+        self._strangers = set[int]()  # refused nodes that belong to no client, as far as is known
+        self._gone, self._joined = set[int](), set[int]()  # clients that are offline, and those that took part in a round, or were asked to
 
     def gather(self) -> int:
         """Wait for all clients that may take part in the next round, or for enough. Return the number of clients of the run.
@@ -213,8 +203,6 @@ class Population:
             log(logging.WARNING, "the run goes on without %s, since the site's policy refuses the run", self.called.clients(absent))
         if later := sorted(set(range(self.number)) - self._joined - self.absent.keys()):
             log(logging.INFO, "starting with %d clients; %s may join later", len(self._joined), self.called.clients(later))
-
-    # Who is there
 
     def wait_for(self, least: int, round: int) -> None:
         """Wait up to ``meeting.wait`` seconds for ``least`` clients before ``round``, and log which clients join in this round."""
@@ -315,21 +303,16 @@ class Population:
     def _refused_by(self, node: int, error: str) -> str:
         """Refuse a node that answered with an error. Return the problem; empty if the run may go on without its client."""
         client, why = self.called.client_of(node), named_in(error) or reason(error)
-        if "No query function registered" in error:
-            return self._refuse(node, NO_HANDLER)
-        if self.called.nodes and client is None:
-            self._strangers.add(node)
+        self._strangers |= {node} if self.called.nodes and client is None else set()
         if not why.startswith(POLICY):
+            return self._refuse(node, NO_HANDLER if "No query function registered" in error else why)
+        policy, remaining = why.removeprefix(POLICY), len(self._starting() - self.absent.keys() - {client})
+        without = f"or go on without it: min-sites={remaining} in the run config, or a smaller min_available_nodes"
+        why = f"its policy refuses the run: {policy}. Its owner may change policy.toml on that machine, {without}"
+        if client is None or not 0 < self.meeting.min_sites <= remaining:
             return self._refuse(node, why)
-        policy = why.removeprefix(POLICY)
-        why = f"its policy refuses the run: {policy}. Its owner may change policy.toml on that machine"
-        remaining = len(self._starting() - self.absent.keys() - {client})
-        if client is None or self.meeting.least:
-            return self._refuse(node, why)
-        if 0 < self.meeting.min_sites <= remaining:
-            self.absent[client] = policy
-            return self._refuse(node, why, fatal=False)
-        return self._refuse(node, f"{why}. Or change the run config, or go on with the {remaining} other sites: min-sites={remaining}")
+        self.absent[client] = policy
+        return self._refuse(node, why, fatal=False)
 
     def _refuse(self, node: int, why: str, fatal: bool = True) -> str:
         """Refuse a node, and return the problem in a sentence; empty if it is not ``fatal`` for a run that needs all clients."""
@@ -380,13 +363,8 @@ class Population:
             self._gone.discard(index)
             log(logging.INFO, "%s is back", self.called.client(index))
 
-    # Who takes part
-
     def cohort(self, fraction: float, seed: int, round: int, least: int = 1) -> list[Client]:
-        """Draw a share of the connected clients, but at least ``least``, for ``round``, sorted by index.
-
-        The same seed draws the same clients, whatever the node ids.
-        """
+        """Draw a share of the connected clients, but at least ``least``, by ``seed`` and ``round`` alone, sorted by index."""
         here = [client.index for client in self.everyone()]
         size = min(len(here), max(least, round_half_up(fraction * len(here))))
         chosen = sample_cohort(here, size, random.Random(f"{seed}/{round}"))

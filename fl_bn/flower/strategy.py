@@ -13,7 +13,7 @@ from flwr.serverapp.strategy import Strategy
 from safetensors.torch import save_file
 from torch import nn
 
-from fl_bn.federation.callbacks import Callback, Callbacks
+from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.narrow import Overflow
 from fl_bn.federation.norm_layers import describe_layers
@@ -255,7 +255,7 @@ class BatchNormStrategy(Strategy):
         transport.evaluations.evaluate_fn = evaluate_fn
         try:
             transport.callbacks.on_start(transport.running)
-            self._rounds(transport, num_rounds, begin, Callbacks([transport.callbacks, progress]), newest)
+            self._rounds(transport, num_rounds, begin, progress, newest)
         except BaseException as error:
             problem = RunFailed(str(error)) if isinstance(error, TooFewMeasured | Diverged | Overflow) else error
             newest.say(server.method)
@@ -266,7 +266,7 @@ class BatchNormStrategy(Strategy):
             transport.callbacks.on_end(problem)
         return transport.result
 
-    def _rounds(self, transport: GridTransport, rounds: int, begin: Start, callbacks: Callbacks, newest: Newest) -> None:
+    def _rounds(self, transport: GridTransport, rounds: int, begin: Start, progress: Progress, newest: Newest) -> None:
         """Run all rounds (``federation.run``), and report every round at its end."""
         server, result, failed = transport.server, transport.result, begin.failed
 
@@ -275,7 +275,8 @@ class BatchNormStrategy(Strategy):
             transport.batches_trained += batches_trained([server.record])
             say_round(in_words(server.record, rounds, transport.task, transport.policy.called))
             complete = transport.disclosures.enter(server.record)
-            callbacks.on_round(complete, rounds)
+            transport.callbacks.on_round(complete, rounds)
+            progress.on_round(complete, rounds)
             return complete
 
         def show(measured: Measured) -> None:

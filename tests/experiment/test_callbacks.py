@@ -131,7 +131,7 @@ def test_of_a_strategy_and_of_a_run_that_fails(tiny_clients: Callable[..., list[
     kept, failed, clients = Kept(), Kept(), tiny_clients((3, 7, 5))
     ran = run(methods.fedavg(), clients, 2, policy={"evaluate_every": 2})
     ran.strategy.transport.callbacks = Callbacks([kept])
-    ran.strategy.transport.central_evaluation = lambda model: {"accuracy": 0.5}
+    ran.strategy.transport.evaluations.at_server = lambda model: {"accuracy": 0.5}
     ran.strategy.start(ran.grid, num_rounds=2)
     assert kept.calls == ["round 1/2", "evaluation 2/2", "round 2/2", "end"]
     ran = run(methods.fedavg(), clients, 1)
