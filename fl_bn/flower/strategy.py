@@ -250,16 +250,20 @@ class BatchNormStrategy(Strategy):
             transport.starts.begin_with(initial_arrays)
         if (invoker := getattr(grid, "_retry_invoker", None)) is not None:  # the grid of a deployment
             repeat_cancelled(invoker)
-        newest, problem = Newest(server.shared.tensors(), begin.round - 1, begin.round - 1), None
+        problem: BaseException | None = None
+        newest = Newest(server.shared.tensors(), begin.round - 1, begin.round - 1)
         transport.begin(self, grid, seconds, configs, newest)
         transport.evaluations.evaluate_fn = evaluate_fn
         try:
             transport.callbacks.on_start(transport.running)
             self._rounds(transport, num_rounds, begin, progress, newest)
         except BaseException as error:
-            problem = RunFailed(str(error)) if isinstance(error, TooFewMeasured | Diverged | Overflow) else error
+            problem = error
             newest.say(server.method)
-            raise problem from (error if problem is not error else None)
+            if isinstance(error, TooFewMeasured | Diverged | Overflow):
+                problem = RunFailed(str(error))
+                raise problem from error
+            raise
         finally:
             transport.hooks = None
             transport.exchanges.stop()
