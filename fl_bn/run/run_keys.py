@@ -157,6 +157,7 @@ class RunKeys(DataKeys):
     )
     # evaluation, machine and output
     evaluate_every: int = declared(ServerPolicy, "evaluate_every")
+    evaluate_clients: int = declared(ServerPolicy, "evaluate_clients")
     evaluate_on: str = option(
         TEST,
         "the samples of the evaluation: test samples, or training samples (for their loss after the averaging)",
