@@ -71,7 +71,7 @@ def test_a_client_that_answers_no_questions_ends_the_run(demo: Path) -> None:
     text = client.read_text()
     assert "\nanswer(" in text
     client.write_text(re.sub(r"^answer\(.*\n", "", text, flags=re.MULTILINE))
-    with pytest.raises(RunFailed, match="add to client_app.py"):
+    with pytest.raises(RunFailed, match="to client_app.py"):
         run(demo)
 
 
