@@ -360,11 +360,12 @@ class Exchanges:
                 for client in sent:
                     session.submit(client, Join(requests[client][0] if client in requests else 0), lambda answer: None)
             self.messages += 1
-            answers: dict[int, Answer] = {}
+            answers: dict[int, Answer | ExchangeFailed] = {}
             for client, (_, request) in requests.items():
-                session.submit(client, request, partial(_keep, answers, client))
-            if pending := sorted(answers):
-                transcript.append((requests[pending[0]][1].key, answers[pending[0]]))
+                session.submit(client, request, partial(answers.__setitem__, client))
+            good = {client: answer for client, answer in answers.items() if isinstance(answer, Answer)}
+            if pending := sorted(good):
+                transcript.append((requests[pending[0]][1].key, good[pending[0]]))
         for client, nbytes in down.items():
             session.traffic[client] = replace(session.traffic[client], down=nbytes)
         return list(final.values())
@@ -423,11 +424,6 @@ def _simulation_hint(clients: int, cpus: int) -> str:
         f"In simulation it needs {clients} workers, and Flower runs at most {min(32, cpus + 4)} at a time on {cpus} CPUs: "
         f"{federation_config(share)}, or `fl-bn run` for more"
     )
-
-
-def _keep(answers: dict[int, Answer], client: int, answer: Answer | ExchangeFailed) -> None:
-    if isinstance(answer, Answer):
-        answers[client] = answer
 
 
 def _by_client(clients: Sequence[Client], messages: Iterable[Message]) -> dict[int, Message]:

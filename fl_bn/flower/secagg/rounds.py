@@ -26,7 +26,7 @@ from fl_bn.flower.compat import log
 from fl_bn.flower.population import Client, round_half_up
 from fl_bn.flower.secagg import sums
 from fl_bn.flower.secagg.sums import LOSS_RANGE, REFERENCE, Layout, from_vector, moments_of, references, update_of
-from fl_bn.flower.secagg.workflow import SecureSum, Sum, SumFailed, Summand
+from fl_bn.flower.secagg.workflow import SecureSum, Sum, SumFailed
 from fl_bn.flower.wire.codec import from_records, tensors_of, to_record
 from fl_bn.flower.wire.fields import OURS, add_to_config
 from fl_bn.flower.wire.messages import EVALUATION, SUM_OF
@@ -134,7 +134,7 @@ class SecureRounds:
             log(logging.WARNING, "the statistics stay as they are, since %s", error)
             return [], _reasons(error, clients)
         self._state()
-        return [_entry(part, total) for part in total.parts], total.refused
+        return _entries(total), total.refused
 
     def train(self, grid: Grid, messages: Iterable[Message], cohort: Sequence[Client], timeout: float) -> tuple[bool, list[Reply]]:
         """Train for one round.
@@ -160,7 +160,7 @@ class SecureRounds:
             moments = self._moments(total, average, references(shared.sections().get("statistics", {})) if reports else {})
             limit = self.settings.clipping_range
             loss = float(average["loss"]["loss"][0]) * LOSS_RANGE / limit if "loss" in average else float("nan")
-            parts = [_entry(part, total, loss) for part in total.parts]
+            parts = _entries(total, loss)
             record = with_clients(record, RoundReplies(who, parts, total.refused), parts, total.refused, called=self.rounds.called)
             server.record = record
             for key in ("statistics", "update"):
@@ -174,8 +174,8 @@ class SecureRounds:
             sections = update_of(average, weights) or {"weights": {}}
             if "weights" in sections:  # the noise of differential privacy moves nothing that no client trains
                 sections["weights"] |= {name: weights[name] for name in shared.held(phase) if name in sections["weights"]}
-            steps = {"steps": float(median_steps(p.plan.steps for p in total.parts))}
-            together = Reply(who[0], sections, sum(p.plan.samples for p in total.parts), 1, steps)
+            steps = {"steps": float(median_steps(plan.steps for plan in total.plans.values()))}
+            together = Reply(who[0], sections, sum(plan.samples for plan in total.plans.values()), 1, steps)
             shared.change(ServerStep([together], [1.0], server.optimizer, record.learning_rate, phase=phase), after)
         except (SumFailed, WireError, NotFinite) as error:
             if not parts:
@@ -214,7 +214,7 @@ class SecureRounds:
             total = SecureSum(grid, messages, clients, self.settings, timeout, shapes, called=self.rounds.called).result()
         except SumFailed as error:
             return {}, _reasons(error, clients)
-        self._note([_entry(part, total) for part in total.parts], True)
+        self._note(_entries(total), True)
         return sums.evaluation_means(from_vector(total.mean, shapes), task, self.settings.clipping_range), total.refused
 
     def _sum(self, grid: Grid, messages: Sequence[Message], cohort: Sequence[Client], timeout: float, phase: Phase) -> tuple[Sum, Sections]:
@@ -251,9 +251,10 @@ class SecureRounds:
             once=self.shared.method.report in (StatisticsReport.FIRST, StatisticsReport.PASS),
             called=rounds.called,
         ).result()
-        self._note([_entry(part, total) for part in total.parts], False)
+        self._note(_entries(total), False)
         average = from_vector(total.mean, shapes)
-        return total, {s: {k: t / total.weight(s) for k, t in part.items()} for s, part in average.items()}
+        means = {section: sum(weights := total.weights(section)) / len(weights) for section in average}
+        return total, {s: {k: t / means[s] for k, t in part.items()} for s, part in average.items()}
 
     def _moments(self, total: Sum, average: Sections, reference: Mapping[str, Running]) -> dict[str, Moments]:
         """Return the moments of all clients together, by layer.
@@ -262,15 +263,15 @@ class SecureRounds:
             WireError: the clients' layers see different numbers of activations per sample, so samples
                 cannot be the clients' weights; or a layer has more than ``LARGEST_COUNT`` activations.
         """
-        counted = {tuple(sorted(part.activations.items())) for part in total.parts}
+        counted = {tuple(sorted(own.items())) for own in total.activations.values()}
         if len(counted) != 1:
             expected = "expected the same activations per sample at every client (inputs of one size)"
             raise WireError("moments", "count", f"{expected}, but got {excerpt(sorted(counted))}")
-        passes = sum(part.plan.passes for part in total.parts)
+        passes = sum(plan.passes for plan in total.plans.values())
         counts = {layer: n * passes for layer, n in counted.pop()}
         if (most := max(counts.values(), default=0)) > LARGEST_COUNT:
             raise WireError("moments", "count", f"expected at most {LARGEST_COUNT} activations in all, but got {excerpt(most)}")
-        samples = sum(part.plan.samples for part in total.parts)
+        samples = sum(plan.samples for plan in total.plans.values())
         moments, negative = moments_of(average, reference, samples, counts, self.settings.clipping_range)
         if negative:
             log(
@@ -285,9 +286,9 @@ class SecureRounds:
     def _imprecise(self, total: Sum, average: Sections, moments: Mapping[str, Moments], reference: Mapping[str, Running]) -> str:
         """Return why measured statistics should be measured once more. Empty if they are precise enough."""
         if cut := _clients(total, average, "statistics", self.settings.clipping_range):
-            return f"{cut} of {len(total.parts)} clients had to cut their statistics to the quantiser's range"
-        limit, weights = self.settings.clipping_range, [total.weighting.of("moments", part.plan) for part in total.parts]
-        error = average_error(limit, self.settings.quantization_range, weights, 1.0)
+            return f"{cut} of {len(total.plans)} clients had to cut their statistics to the quantiser's range"
+        limit = self.settings.clipping_range
+        error = average_error(limit, self.settings.quantization_range, total.weights("moments"), 1.0)
         firsts = {layer: average["moments"][tensor_name(layer, "mean")] for layer in moments}
         far = sum(lost(m, firsts[layer], reference[layer], error, limit) for layer, m in moments.items() if m.count)
         return f"the variance of {far} channels is inexact, since the reference is far from the data" if far else ""
@@ -301,8 +302,8 @@ class SecureRounds:
         """
         shared, method = self.shared.statistics(), self.shared.method
         new, by_passes = dict(shared), method.report is not StatisticsReport.RUNNING
-        weights = [float(part.plan.passes if by_passes else part.plan.samples) for part in total.parts]
-        steps = sum(w * part.plan.steps for w, part in zip(weights, total.parts, strict=True)) / max(sum(weights), 1.0)
+        weights = [float(plan.passes if by_passes else plan.samples) for plan in total.plans.values()]
+        steps = sum(w * plan.steps for w, plan in zip(weights, total.plans.values(), strict=True)) / max(sum(weights), 1.0)
         for name, m in moments.items():
             if m.count >= 2:
                 momentum = self.shared.layers[name].momentum
@@ -322,16 +323,16 @@ def _reasons(error: Exception, clients: Sequence[Client]) -> dict[int, str]:
     return {client.index: refused.get(client.index, str(error)) for client in clients}
 
 
-def _entry(part: Summand, total: Sum, loss: float = math.nan) -> Reply:
-    """Return a client's entry for the round's record: its counts, and the size of its masked vector (int64)."""
+def _entries(total: Sum, loss: float = math.nan) -> list[Reply]:
+    """Return the clients' entries for the round's record: their counts, and the size of a masked vector (int64)."""
     masked = {"masked": {"vector": torch.zeros((), dtype=torch.int64).expand(total.mean.size)}}
-    numbers = {"steps": float(part.plan.steps), "loss": loss}
-    return Reply(part.client.index, masked, part.plan.samples, part.plan.samples, numbers)
+    plans = total.plans.items()
+    return [Reply(i, masked, plan.samples, plan.samples, {"steps": float(plan.steps), "loss": loss}) for i, plan in plans]
 
 
 def _clients(total: Sum, average: Sections, key: str, limit: float) -> int:
     """Return how many clients cut off values of ``key`` (``statistics`` or ``update``). The sum of the clients' flags shows this number."""
-    return round(float(average["cut"][key][0]) / limit * len(total.parts))
+    return round(float(average["cut"][key][0]) / limit * len(total.plans))
 
 
 def _widened(moments: Mapping[str, Moments], reference: Mapping[str, Running], limit: float) -> dict[str, Moments]:

@@ -77,39 +77,26 @@ class SumFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Summand:
-    """Hold what the server knows about one client whose vector is in a secure sum.
-
-    Attributes:
-        client: the client.
-        plan: the client's numbers of samples and steps in the round, which it sent unmasked.
-        activations: the client's number of activations per sample, by layer.
-    """
-
-    client: Client
-    plan: Plan
-    activations: dict[str, int]
-
-
-@dataclass(frozen=True)
 class Sum:
     """Hold the result of a secure sum.
 
     Attributes:
         mean: the mean of the clients' weighted vectors, (d,), float64.
-        parts: the clients in the sum.
+        plans: the numbers of samples and steps, which a client sent unmasked, of each client in the sum, by client index.
+        activations: each client's number of activations per sample by layer, by client index.
         weighting: the counts (of samples) at which a client's weight in the sum is 1.
         refused: the reasons why other clients are not in the sum, by client index.
     """
 
     mean: np.ndarray
-    parts: list[Summand]
+    plans: dict[int, Plan]
+    activations: dict[int, dict[str, int]]
     weighting: Weighting
     refused: dict[int, str]
 
-    def weight(self, section: str) -> float:
-        """Return the mean of the clients' weights in ``section``. ``mean``, divided by this number, is the weighted average."""
-        return sum(self.weighting.of(section, part.plan) for part in self.parts) / len(self.parts)
+    def weights(self, section: str) -> list[float]:
+        """Return the clients' weights in ``section``. ``mean``, divided by the mean of these, is the weighted average."""
+        return [self.weighting.of(section, plan) for plan in self.plans.values()]
 
 
 class _Legacy(FedAvg):
@@ -221,9 +208,10 @@ class SecureSum:
                 self.refused,
             )
         self._unmask(workflow, context, state, legacy)
-        parts = [Summand(self.clients[n], self.plans[n], self.activations[n]) for n in nodes if n in legacy.summed]
-        there = {part.client.index for part in parts}
-        return Sum(legacy.mean, parts, weighting, {index: why for index, why in self.refused.items() if index not in there})
+        there = {self.clients[node].index: node for node in nodes if node in legacy.summed}
+        plans = {index: self.plans[node] for index, node in there.items()}
+        activations = {index: self.activations[node] for index, node in there.items()}
+        return Sum(legacy.mean, plans, activations, weighting, {i: why for i, why in self.refused.items() if i not in there})
 
     def _workflow(self, clients: int) -> Any:
         """Return Flower's workflow, with equal weights: each client multiplies its vector by its weight itself."""
