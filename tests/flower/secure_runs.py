@@ -66,6 +66,7 @@ def measured(
     transport = strategy(method, clients, secure).transport
     tensors = transport.shared.tensors() | to_tensors(start or {})
     transport.meet(grid)
+    transport.timeout = 60.0
     (made,) = transport.statistics._passes(transport, 0, tensors, 1, measured=what)
     return to_numpy(made.tensors), grid
 
