@@ -13,7 +13,7 @@ from tests.listed import listed
 @listed(
     ("came", "said"),
     [
-        ("<class 'fl_bn.flower.wire.versions.OtherVersion'>:<'this site has fl-bn 0.1.0'>", "OtherVersion: this site has fl-bn 0.1.0"),
+        ("<class 'fl_bn.flower.wire.gate.Refused'>:<'this site has fl-bn 0.1.0'>", "Refused: this site has fl-bn 0.1.0"),
         ("<class 'ZeroDivisionError'>:<'division\nby zero'>", "ZeroDivisionError: division by zero"),
         ("<class 'ValueError'>:<'it's > 0, and ends like <'this'>'>", "ValueError: it's > 0, and ends like <'this'>"),
         ("<class 'a.B'>:<'cut", "B: cut"),

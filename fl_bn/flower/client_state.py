@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
@@ -20,27 +20,13 @@ from fl_bn.federation.payload import to_numpy, to_tensors
 from fl_bn.federation.values import NOTHING, ClientState
 from fl_bn.flower.compat import log
 from fl_bn.flower.wire.codec import to_record
-from fl_bn.flower.wire.fields import OURS, RunId, our_records
-from fl_bn.flower.wire.messages import KEPT_FOR
+from fl_bn.flower.wire.messages import OURS, RunId, our_records
 from fl_bn.support import durable
-from fl_bn.support.wire import WireError
 
 Sections = Mapping[str, Mapping[str, Tensor]]
 
 
-class StateStore(Protocol):
-    """Store a client's own tensors (those that it does not share) between its rounds, by round and section."""
-
-    def read(self, before: int) -> ClientState:
-        """Return the newest state from a round before ``before``; ``NOTHING`` if there is none."""
-
-    def write(self, round: int, sections: Sections) -> None:
-        """Store the tensors in ``sections`` as the client's state after ``round``.
-
-        Call it at the end of a round, since a write is not undone if the training fails.
-        """
-
-
+OWNER = f"{OURS}kept-for"  # the record that says to which run, model and method the tensors belong
 PREVIOUS = "previous/"  # prefix for the sections of the state before the newest one
 
 
@@ -60,11 +46,8 @@ class MemoryState:
 
     def read(self, before: int) -> ClientState:
         """Return the newest state from a round before ``before``; ``NOTHING`` if this store has none."""
-        try:
-            owner = KEPT_FOR.of_configs(self._state)
-        except WireError:
-            return NOTHING  # there is no state yet, or another version of fl-bn wrote it
-        if owner["signature"] != self._signature or (self._run and owner["run"] not in ("", self._run)):
+        owner: Any = self._state.get(OWNER, {})
+        if owner.get("signature") != self._signature or (self._run and owner["run"] not in ("", self._run)):
             return NOTHING
         for prefix in ("", PREVIOUS):
             if 0 < (round := owner[f"{prefix}round"]) < before:
@@ -85,7 +68,7 @@ class MemoryState:
         kept = dict(sections) | {f"{PREVIOUS}{section}": tensors for section, tensors in before.sections.items()}
         for section, tensors in kept.items():
             self._state[OURS + section] = to_record(to_numpy(tensors))
-        self._state[KEPT_FOR.name] = ConfigRecord(
+        self._state[OWNER] = ConfigRecord(
             {"signature": self._signature, "run": self._run, "round": round, f"{PREVIOUS}round": before.round}
         )
 
@@ -155,6 +138,10 @@ class FileState:
             section, _, key = name.partition("/")
             sections.setdefault(section, {})[key] = tensor
         return sections
+
+
+StateStore = MemoryState | FileState
+"""Keeps a client's own tensors (those that it does not share) between its rounds, by round and section."""
 
 
 def store_of(state: RecordDict, folder: Path | None, config: Mapping[str, Any], client: int, signature: str) -> StateStore:

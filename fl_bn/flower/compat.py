@@ -14,8 +14,7 @@ import importlib.util
 import logging
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
@@ -23,76 +22,47 @@ from typing import Any
 LIBRARY = ">=1.25,<2"  # versions for everything but deployments; .ci/run runs the Flower tests on the oldest and on the newest of them
 DEPLOYED = "1.25"  # the version for deployments, whose programs fl-bn starts and repairs
 NEWEST = "1.42"  # the newest version on which the tests ran
-PARTS = {  # part of fl-bn -> the newest Flower on which it is known to work (the oldest is 1.25); see docs/how-to/flower-versions.md
-    "library in plain torch": NEWEST,
-    "runs in one process": NEWEST,
-    "secure aggregation in one process": NEWEST,
-    "`flwr run` of the project, on Ray": NEWEST,
-    "app of one's own, on Ray": NEWEST,
-    "app of one's own, with SuperLink and SuperNodes": NEWEST,
-    "Ray cluster, lost nodes": DEPLOYED,
-    "deployment (kit, `fl-bn start`, `fl-bn submit`)": DEPLOYED,
-    "docker-compose": DEPLOYED,
-    "secure aggregation in a deployment": DEPLOYED,
+# module of Flower -> its names that fl-bn needs; two modules with one name: it has moved
+PLACES = {
+    # the library, seen on 1.25 to 1.42: messages of SecAgg+, its masks, and the simulation's actors
+    "flwr.common.recorddict_compat": "fitres_to_recorddict parameters_to_arrayrecord",
+    "flwr.compat.common.recorddict_compat": "fitres_to_recorddict parameters_to_arrayrecord",
+    "flwr.server.compat.grid_client_proxy": "GridClientProxy",
+    "flwr.common.secure_aggregation.secaggplus_constants": "Key Stage RECORD_KEY_STATE",
+    "flwr.common.secure_aggregation.secaggplus_utils": "share_keys_plaintext_separate",
+    "flwr.common.secure_aggregation.crypto.symmetric_encryption": "decrypt",
+    "flwr.supercore.task_identity": "TaskIdentity",  # 1.42 alone
+    "flwr.simulation.ray_transport.ray_actor": "BasicActorPool",  # 1.25 alone, as the next one
+    "flwr.server.superlink.fleet.vce.vce_api": "start_vce",
+    # deployments, 1.25 alone: the programs that fl-bn starts and repairs
+    "flwr.server.superlink.linkstate": "InMemoryLinkState SqliteLinkState",
+    "flwr.supercore.object_store.sqlite_object_store": "SqliteObjectStore",
+    "flwr.server.app": "run_superlink",
+    "flwr.proto.control_pb2": "ListNodesRequest ListRunsRequest StreamLogsRequest StartRunRequest",
+    "flwr.proto.control_pb2_grpc": "ControlStub",
+    "flwr.proto.fab_pb2": "Fab",
+    "flwr.proto.run_pb2": "GetRunRequest",
+    "flwr.proto.appio_pb2": "ListAppsToLaunchRequest RequestTokenRequest",
+    "flwr.proto.heartbeat_pb2": "SendAppHeartbeatRequest SendAppHeartbeatResponse",
+    "flwr.proto.clientappio_pb2_grpc": "ClientAppIoStub",
+    "flwr.supercore.constant": "NOOP_FEDERATION",
+    "flwr.common.config": "parse_config_args get_project_config get_metadata_from_config",
+    "flwr.common.constant": "ErrorCode",
+    "flwr.common.grpc": "create_channel",
+    "flwr.common.serde": "user_config_to_proto run_from_proto",
+    "flwr.common.retry_invoker": "_wrap_stub _make_simple_grpc_retry_invoker",
+    "flwr.cli.build": "build_fab_from_disk",
+    "flwr.clientapp.utils": "get_load_client_app_fn",
+    "flwr.supernode.start_client_internal": "start_client_internal",
+    "flwr.supernode.cli": "flower_supernode",
+    "flwr.supernode.nodestate.in_memory_nodestate": "InMemoryNodeState",
+    "flwr.supernode.servicer.clientappio": "ClientAppIoServicer",
+    "flwr.supernode.runtime.run_clientapp": "pull_clientappinputs push_clientappoutputs",
+    "flwr.supercore.heartbeat": "HeartbeatSender make_app_heartbeat_fn_grpc",
+    "flwr.supercore.app_utils": "start_parent_process_monitor",
+    "flwr.supercore.grpc_health": "run_health_server_grpc_no_tls",
 }
-
-RECORDS = ("flwr.common.recorddict_compat", "flwr.compat.common.recorddict_compat")
-SECAGG = "flwr.common.secure_aggregation"
 SIMULATION = "flwr.simulation.ray_transport.ray_actor"
-APPIO, HEARTBEAT, RETRIES = "flwr.proto.appio_pb2", "flwr.supercore.heartbeat", "flwr.common.retry_invoker"
-CLIENTAPP = "flwr.supernode.runtime.run_clientapp"  # and all that a ClientApp's process needs of Flower
-PLACES = {  # name -> the modules that may have it
-    "fitres_to_recorddict": RECORDS,
-    "parameters_to_arrayrecord": RECORDS,
-    "GridClientProxy": ("flwr.server.compat.grid_client_proxy",),
-    "Key": (f"{SECAGG}.secaggplus_constants",),
-    "Stage": (f"{SECAGG}.secaggplus_constants",),
-    "RECORD_KEY_STATE": (f"{SECAGG}.secaggplus_constants",),
-    "share_keys_plaintext_separate": (f"{SECAGG}.secaggplus_utils",),
-    "decrypt": (f"{SECAGG}.crypto.symmetric_encryption",),
-    "TaskIdentity": ("flwr.supercore.task_identity",),
-    "InMemoryLinkState": ("flwr.server.superlink.linkstate",),
-    "SqliteLinkState": ("flwr.server.superlink.linkstate",),
-    "SqliteObjectStore": ("flwr.supercore.object_store.sqlite_object_store",),
-    "run_superlink": ("flwr.server.app",),
-    "ListNodesRequest": ("flwr.proto.control_pb2",),
-    "ListRunsRequest": ("flwr.proto.control_pb2",),
-    "StreamLogsRequest": ("flwr.proto.control_pb2",),
-    "ControlStub": ("flwr.proto.control_pb2_grpc",),
-    "StartRunRequest": ("flwr.proto.control_pb2",),
-    "Fab": ("flwr.proto.fab_pb2",),
-    "NOOP_FEDERATION": ("flwr.supercore.constant",),
-    "parse_config_args": ("flwr.common.config",),
-    "user_config_to_proto": ("flwr.common.serde",),
-    "build_fab_from_disk": ("flwr.cli.build",),
-    "BasicActorPool": (SIMULATION,),
-    "start_vce": ("flwr.server.superlink.fleet.vce.vce_api",),
-    "start_client_internal": ("flwr.supernode.start_client_internal",),
-    "flower_supernode": ("flwr.supernode.cli",),
-    "InMemoryNodeState": ("flwr.supernode.nodestate.in_memory_nodestate",),
-    "ClientAppIoServicer": ("flwr.supernode.servicer.clientappio",),
-    "SendAppHeartbeatRequest": ("flwr.proto.heartbeat_pb2",),
-    "SendAppHeartbeatResponse": ("flwr.proto.heartbeat_pb2",),
-    "create_channel": ("flwr.common.grpc",),
-    "get_flwr_dir": ("flwr.common.config",),
-    "run_from_proto": ("flwr.common.serde",),
-    "ErrorCode": ("flwr.common.constant",),
-    "ClientAppIoStub": ("flwr.proto.clientappio_pb2_grpc",),
-    "ListAppsToLaunchRequest": (APPIO,),
-    "RequestTokenRequest": (APPIO,),
-    "GetRunRequest": ("flwr.proto.run_pb2",),
-    "HeartbeatSender": (HEARTBEAT,),
-    "make_app_heartbeat_fn_grpc": (HEARTBEAT,),
-    "pull_clientappinputs": (CLIENTAPP,),
-    "push_clientappoutputs": (CLIENTAPP,),
-    "get_project_config": ("flwr.common.config",),
-    "get_metadata_from_config": ("flwr.common.config",),
-    "get_load_client_app_fn": ("flwr.clientapp.utils",),
-    "start_parent_process_monitor": ("flwr.supercore.app_utils",),
-    "run_health_server_grpc_no_tls": ("flwr.supercore.grpc_health",),
-    "_wrap_stub": (RETRIES,),
-    "_make_simple_grpc_retry_invoker": (RETRIES,),
-}
 CLOSED_HERE = "Channel closed!"  # gRPC's details of a call that this process itself cancelled
 SECAGG_CLIENT = "flwr.client.mod.secure_aggregation.secaggplus_mod"
 SECAGG_SERVER = "flwr.server.workflow.secure_aggregation.secaggplus_workflow"
@@ -103,26 +73,27 @@ class WrongFlower(ValueError):
 
 
 def __getattr__(name: str) -> Any:
-    if name not in PLACES:
+    if not any(name in names.split() for names in PLACES.values()):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return find(name)
 
 
 def find(name: str) -> Any:
-    """Return Flower's object ``name``, from the first of the modules in ``PLACES[name]`` that has it.
+    """Return Flower's object ``name``, from the first of its modules in ``PLACES`` that the installed Flower has.
 
     Raises:
-        ImportError: none of these modules of the installed Flower has it.
+        ImportError: the installed Flower does not have it.
     """
-    for place in PLACES[name]:
+    modules = [module for module, names in PLACES.items() if name in names.split()]
+    for module in modules:
         try:
-            return getattr(importlib.import_module(place), name)
+            return getattr(importlib.import_module(module), name)
         except ModuleNotFoundError as error:
-            if not f"{place}.".startswith(f"{error.name}."):
+            if not f"{module}.".startswith(f"{error.name}."):
                 raise  # Flower misses a package of its own
         except AttributeError:
             continue
-    raise ImportError(f"expected {name} in {' or '.join(PLACES[name])}, but Flower {version('flwr')} does not have it: {_advice(DEPLOYED)}")
+    raise ImportError(f"expected {name} in {' or '.join(modules)}, but Flower {version('flwr')} does not have it: {_advice(DEPLOYED)}")
 
 
 def simulated() -> bool:
@@ -203,49 +174,6 @@ def repeat_cancelled(invoker: Any) -> None:
         return not cancelled and bool(give_up(error))
 
     invoker.should_giveup = should_give_up
-
-
-def has_client_fn(app: Any) -> bool:
-    """Return whether a ClientApp was made with a ``client_fn``, as in Flower's older API. Such an app accepts no handlers."""
-    return getattr(app, "_call", None) is not None
-
-
-def names_in_flower(thing: Any) -> list[str]:
-    """Return the names of ``thing``, of its class and of its base classes. Names that Flower does not define are left out."""
-    known = [one for one in (thing, *type(thing).__mro__) if str(getattr(one, "__module__", "")).startswith("flwr.")]
-    return [one.__name__ for one in known if hasattr(one, "__name__")]
-
-
-def mods_of(app: Any) -> list[Any]:
-    """Return the mods that wrap all functions of a ClientApp; empty if this version of Flower stores them elsewhere."""
-    return list(getattr(app, "_mods", []))
-
-
-def mods_around(app: Any, name: str) -> list[Any]:
-    """Return the mods that wrap one function of a ClientApp, such as ``train.default``; empty if they cannot be found."""
-    found = list[Any]()
-    function: Any = getattr(app, "_registered_funcs", {}).get(name)
-    while {"_mod", "_ffn"} <= set(getattr(getattr(function, "__code__", None), "co_freevars", ())):
-        inside = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True))
-        found.append(inside["_mod"])
-        function = inside["_ffn"]
-    return found
-
-
-@contextmanager
-def registering(app: Any, mods: list[Any]) -> Iterator[None]:
-    """Replace the mods of a ClientApp by ``mods`` until the block ends. An app without mods is not changed.
-
-    Functions that the block registers are wrapped in ``mods``.
-    """
-    before = mods_of(app)
-    if before:
-        app._mods = mods
-    try:
-        yield
-    finally:
-        if before:
-            app._mods = before
 
 
 def copy_of(name: str) -> ModuleType:

@@ -22,11 +22,9 @@ from fl_bn.flower.compat import log
 from fl_bn.flower.hooks import NOT_EVALUATED, ByClient, OwnMetrics, asked, messages_of, numbers_of, same, wrong
 from fl_bn.flower.population import Client, RunFailed, sample_cohort
 from fl_bn.flower.wire.codec import arrays_of, header_for, to_records
-from fl_bn.flower.wire.fields import SAVE, add_to_config, config_of
-from fl_bn.flower.wire.messages import evaluated
+from fl_bn.flower.wire.messages import SAVE, add_to_config, config_of, evaluated, here
 from fl_bn.flower.wire.messaging import copy_of
 from fl_bn.flower.wire.replies import CheckedReading, Decoded, Reading, read_replies
-from fl_bn.flower.wire.versions import here
 from fl_bn.methods import Phase, Place
 from fl_bn.support.wire import reason
 

@@ -46,10 +46,9 @@ from fl_bn.flower.layerwise.exchanges import BY_PASSES, Exchanges
 from fl_bn.flower.population import Client, Meeting, Population
 from fl_bn.flower.recovery import Checkpoint, Recovery, Starts
 from fl_bn.flower.wire.codec import arrays_of, header_for, to_records
-from fl_bn.flower.wire.fields import STATISTICS, add_to_config
+from fl_bn.flower.wire.messages import STATISTICS, add_to_config, here
 from fl_bn.flower.wire.messaging import receive, send_and_receive
 from fl_bn.flower.wire.replies import CheckedReading, Decoded, read_replies
-from fl_bn.flower.wire.versions import here
 from fl_bn.methods import Method, Phase
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.task import CLASSIFICATION, Task

@@ -1,31 +1,37 @@
-"""Translate Flower's messages at the client: read the server's instruction, and make a message from the client's reply.
+"""Answer the server's messages at a client: read an instruction, make a message from a reply, and say who the client is.
 
-fl-bn's own application, users' own Flower apps and secure aggregation all use these functions.
+fl-bn's own application, users' own Flower apps and secure aggregation all use these functions. Handlers are functions of a module,
+since Flower's ``run_simulation`` pickles inner functions with copies of all that they use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import faulthandler
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from flwr.app import Message, MetricRecord
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fl_bn.federation.fields import Values
-from fl_bn.federation.narrow import EXACT, PayloadDtype
+from fl_bn.federation.narrow import AS_THE_MODEL, EXACT, PayloadDtype
 from fl_bn.federation.network import Network
 from fl_bn.federation.payload import Payload, to_numpy, to_tensors
 from fl_bn.federation.recording import Connect
+from fl_bn.federation.schema import KEPT, difference
 from fl_bn.federation.values import ClientState, Instruction, Reply
-from fl_bn.flower.client_state import StateStore
-from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect
+from fl_bn.flower.client_state import StateStore, store_of
+from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect, deployed
 from fl_bn.flower.layerwise.transcript import Transcript, detach
-from fl_bn.flower.wire.codec import Header, check_header, header_of, payload_of, to_records
-from fl_bn.flower.wire.fields import OURS, Form
-from fl_bn.flower.wire.messages import TO_MEASURE, TO_TRAIN
-from fl_bn.methods import INPUTS, Phase
+from fl_bn.flower.wire.codec import Header, header_of, payload_of, to_records
+from fl_bn.flower.wire.gate import Limits
+from fl_bn.flower.wire.messages import HELLO, OURS, TO_MEASURE, TO_MEET, TO_TELL, TO_TRAIN, Form, here
+from fl_bn.methods import Phase
 from fl_bn.support.wire import WireError
 
 COUNTS = ("steps", "batch", "measured", "kept", "drift-layer", "fewest", "count")  # metrics that are whole numbers
@@ -50,11 +56,6 @@ class Request:
     rounding: PayloadDtype = EXACT
     transcript: Transcript = field(default=())
 
-    @property
-    def trains(self) -> bool:
-        """Return whether the client is to train."""
-        return self.instruction.phase is not Phase.MEASURE
-
     def kept(self, store: StateStore) -> ClientState:
         """Return the stored state from which the client starts.
 
@@ -62,14 +63,13 @@ class Request:
         server used the reply of that state's round. A client that measures or evaluates may also start from a state
         that it stored in this round.
         """
-        kept = store.read(before=self.instruction.round + (not self.trains))
-        if not self.trains:
-            return kept
-        return replace(kept, counted=int(self.config.get("counted", kept.round)) >= kept.round)
+        trains = self.instruction.trains
+        kept = store.read(before=self.instruction.round + (not trains))
+        return replace(kept, counted=int(self.config.get("counted", kept.round)) >= kept.round) if trains else kept
 
     def connect(self, addresses: ExchangeAddresses) -> Connect | None:
         """Return the function by which the client joins the layer-wise exchange of its round; None: there is no exchange."""
-        if self.instruction.phase is Phase.EXCHANGE or (not self.trains and self.config.get("exchange")):
+        if self.instruction.phase is Phase.EXCHANGE or (not self.instruction.trains and self.config.get("exchange")):
             return partial(connect, addresses, self.config, self.transcript)
         return None
 
@@ -87,11 +87,18 @@ def read(message: Message, network: Network, form: Form | None = None, header: H
     Raises:
         WireError: a field or an array is not as expected. The error names the first one.
     """
-    content = message.content
-    header = header or header_of(content)
-    form = form or (TO_MEASURE if header.phase == Phase.MEASURE.value else TO_TRAIN)
-    config = form.of_configs(content) if form.name in content else form.read({})
-    return request_of(header, payload_of(content), config, network)
+    header = header or header_of(message.content)
+    measures = header.phase == Phase.MEASURE.value
+    form = form or (TO_MEASURE if measures else TO_TRAIN)
+    if form in (TO_TRAIN, TO_MEASURE) and (form is TO_MEASURE) is not measures:
+        doing = "measure" if form is TO_MEASURE else "train"
+        raise WireError("header", "phase", f"expected a phase in which clients {doing}, but got {header.phase!r}")
+    return request_of(header, payload_of(message.content), config_in(message, form), network)
+
+
+def config_in(message: Message, form: Form) -> Values:
+    """Read the config of a message, which may be missing if no field is needed."""
+    return form.of(message.content) if form.name in message.content else form.read({})
 
 
 def request_of(header: Header, payload: Payload, config: Values, network: Network) -> Request:
@@ -106,30 +113,23 @@ def request_of(header: Header, payload: Payload, config: Values, network: Networ
         network: the client's network.
 
     Raises:
-        WireError: the instruction is for another phase, model or method, or an array has another type than the
-            header says.
+        WireError: the instruction is for another model or method, or an array has another type than the header says.
     """
     phase, form = Phase(header.phase), config.form
-    if form is TO_TRAIN and phase is Phase.MEASURE:
-        raise WireError("header", "phase", f"expected a phase that trains, but got {header.phase!r}")
-    if form is TO_MEASURE and phase is not Phase.MEASURE:
-        raise WireError("header", "phase", f"expected {Phase.MEASURE.value!r}, but got {header.phase!r}")
     transcript = detach(payload, config) if form is TO_TRAIN and phase is Phase.EXCHANGE else []
-    mine = Header(network.method.name, header.phase, header.round, network.signature, payload=header.payload)
-    check_header(mine, header, network.instruction(), payload)
+    mine = Header(network.method.name, header.phase, header.round, network.signature, header.payload)
+    mine.check(header, lambda: difference(network.instruction(), payload, dtypes=header.payload == AS_THE_MODEL))
     rounding = PayloadDtype.of(header.payload, network.original)
     sections = {section: to_tensors(arrays) for section, arrays in rounding.widen(payload).items()}
-    return Request(header, _instruction(header.round, phase, sections, config), config, rounding, transcript)
-
-
-def _instruction(round: int, phase: Phase, sections: dict[str, Any], config: Values) -> Instruction:
-    if config.form is TO_TRAIN:
-        rate, share, objective = float(config["learning-rate"]), float(config["rate-share"]), str(config["objective"])
-        return Instruction(round, phase, sections, rate, rate_share=share, objective=objective)
-    if config.form is TO_MEASURE:
-        measured, memory = str(config.get("measured", INPUTS)), int(config.get("exchange-memory", 0))
-        return Instruction(round, phase, sections, measured=measured, memory=memory)
-    return Instruction(round, Phase.MEASURE, sections)
+    instruction = Instruction(header.round, phase, sections)
+    if form is TO_TRAIN:
+        rate, share, objective = config["learning-rate"], config["rate-share"], config["objective"]
+        instruction = replace(instruction, learning_rate=rate, rate_share=share, objective=objective)
+    elif form is TO_MEASURE:
+        instruction = replace(instruction, measured=config["measured"], memory=config["exchange-memory"])
+    else:
+        instruction = replace(instruction, phase=Phase.MEASURE)
+    return Request(header, instruction, config, rounding, transcript)
 
 
 def reply_to(message: Message, header: Header, reply: Reply, rounding: PayloadDtype = EXACT) -> Message:
@@ -150,17 +150,126 @@ def reply_to(message: Message, header: Header, reply: Reply, rounding: PayloadDt
     return Message(content, reply_to=message)
 
 
-def kept_layers(kept: ClientState, network: Network) -> dict[str, Tensor]:
-    """Return the scales, shifts and statistics that a client keeps, by name. The server averages them for new clients.
-
-    Args:
-        kept: the client's state.
-        network: the client's network, whose tensors stand in for those that are not kept yet.
-    """
-    local, state = kept.get("local"), network.original.state_dict()
-    return {name: local.get(name, state[name]) for name in network.locality.kept_by_clients()}
-
-
 def metrics_of(reply: Reply) -> Mapping[str, int | float]:
     """Return the metrics of ``reply`` by name: counts (``COUNTS``) as int, all others as float."""
     return {name: int(value) if name in COUNTS else float(value) for name, value in reply.metrics.items()}
+
+
+@dataclass(eq=False)
+class Participant:
+    """Describe one client to the server, and find what it keeps.
+
+    Attributes:
+        network: the client's converted network.
+        client: the client's index, from 0.
+        clients: the number of clients.
+        samples: returns the number of the client's training samples.
+        state: Flower's ``context.state``.
+        folder: the folder for files with the tensors that the client keeps; None: they are kept in ``state``.
+        exchange: the addresses of a layer-wise exchange to which the client may connect.
+        tells: whether the client sends the BatchNorm layers that it keeps.
+        label_counts: the number of training samples per label; empty: the client does not tell it.
+    """
+
+    network: Network
+    client: int
+    clients: int
+    samples: Callable[[], int]
+    state: RecordDict
+    folder: Path | None = None
+    exchange: ExchangeAddresses = ExchangeAddresses()
+    tells: bool = False
+    label_counts: Sequence[int] = ()
+
+    def introduce(self) -> dict[str, int | str]:
+        """Return the client's introduction, for which the server asks once.
+
+        It has this client's index, the number of all clients, the number of training samples, the signature of model and
+        method, and the number of samples per label as JSON.
+        """
+        return {
+            "client": self.client,
+            "clients": self.clients,
+            "samples": self.samples(),
+            "signature": self.network.signature,
+            "label-counts": json.dumps([*self.label_counts]),
+        }
+
+    def store(self, config: Mapping[str, Any]) -> StateStore:
+        """Return the store in which this client keeps its own tensors between the rounds of the run that ``config`` names."""
+        return store_of(self.state, self.folder, config, self.client, self.network.signature)
+
+    def kept_layers(self, config: Mapping[str, Any], round: int) -> dict[str, Tensor]:
+        """Return the scales, shifts and statistics that this client keeps, by name, as they are after ``round``.
+
+        The server averages these tensors over the clients. A new client, which has not trained, gets this average. The network's
+        tensors stand in for those that are not kept yet.
+
+        Args:
+            config: the config of the server's message, which names the run.
+            round: the round's number, from 1.
+
+        Raises:
+            PermissionError: this client does not send them.
+        """
+        if not self.tells:
+            raise PermissionError(
+                "this client does not send the BatchNorm layers that it keeps: allow it by unseen-client, or by answer(..., tells=True)"
+            )
+        local, state = self.store(config).read(round + 1).get("local"), self.network.original.state_dict()
+        return {name: local.get(name, state[name]) for name in self.network.locality.kept_by_clients()}
+
+
+Build = Callable[[Context], Participant]
+Answer = Callable[[Any, Message, Context], Message]
+
+
+def _hello(build: Build, message: Message, context: Context) -> Message:
+    introduction = {**build(context).introduce(), "version": here()} | ({"label-counts": "[]"} if Limits.of(context).secure else {})
+    return Message(RecordDict({HELLO.name: ConfigRecord({**introduction})}), reply_to=message)
+
+
+def _kept(build: Build, message: Message, context: Context) -> Message:
+    client, header = build(context), header_of(message.content)
+    layers, samples = client.kept_layers(config_in(message, TO_TELL), header.round), client.samples()
+    return reply_to(message, header, Reply(client.client, {KEPT: layers}, samples, samples))
+
+
+def _rendezvous(build: Build, message: Message, context: Context) -> Message:
+    """Join the layer-wise exchange, and leave it. The server tests by this whether a cohort's clients can all run at the same time."""
+    connect(build(context).exchange, TO_MEET.of(message.content), [], 1).close()
+    return Message(RecordDict(), reply_to=message)
+
+
+QUERIES: dict[str, Answer] = {"query.hello": _hello, f"query.{KEPT}": _kept, "query.rendezvous": _rendezvous}
+
+
+def register(app: ClientApp, build: Build, answers: Mapping[str, Answer], mods: Sequence[Any] = ()) -> None:
+    """Register functions that answer the server's messages.
+
+    Args:
+        app: the ClientApp.
+        build: makes the client from Flower's context of a message.
+        answers: Flower's message type -> the function of ``build``, message and context that answers it.
+        mods: Flower's mods around each of the functions.
+    """
+    for kind, answer in answers.items():
+        category, _, action = kind.partition(".")
+        getattr(app, category)(*([action] if action else []), mods=[*mods])(partial(_answered, answer, build))
+
+
+def _answered(answer: Answer, build: Build, message: Message, context: Context) -> Message:
+    """Answer a message, in a deployment within its time to live.
+
+    In a deployment, each message is answered in a process of its own. Without the limit, a client whose process hangs,
+    for example on a dead network drive, could join no later round. At the limit, the process prints its traceback to
+    stderr and ends.
+    """
+    limited = deployed()
+    if limited:
+        faulthandler.dump_traceback_later(message.metadata.ttl, exit=True)
+    try:
+        return answer(build, message, context)
+    finally:
+        if limited:
+            faulthandler.cancel_dump_traceback_later()

@@ -22,7 +22,6 @@ from fl_bn.federation.schema import Schema
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.federation.values import Instruction, RoundReplies
 from fl_bn.flower.compat import log
-from fl_bn.flower.mods import NOISE
 from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.wire.codec import tensors_of
 from fl_bn.support.client_names import ClientNames
@@ -44,6 +43,10 @@ NOT_EVALUATED = "%s's evaluation is not counted: %s"
 NOT_COUNTED = "%s's own training metrics are not counted: %s"
 LIST = "metric %s is a list, and lists are not averaged: to combine it, give the strategy %s_metrics_aggr_fn=..."
 CHANGED = "a hook changed the arrays in a way that clients would refuse (%s): return all arrays that it got, with their names and shapes"
+NOISE = (
+    "for noise take fl-bn's own application with secure-aggregation=true and dp-noise (docs/privacy.md), or opacus in your training loop "
+    "(docs/how-to/opacus.md)"
+)
 Pair = tuple[ArrayRecord | None, MetricRecord | None]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,11 +12,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from fl_bn.bn.derived import plain_names
 from fl_bn.data.batches import ClientTooSmall
@@ -30,22 +28,17 @@ from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.narrow import AS_THE_MODEL, Overflow
 from fl_bn.federation.network import Network
 from fl_bn.federation.payload import to_numpy
-from fl_bn.federation.schema import KEPT
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training import SampleLoop
 from fl_bn.federation.values import ClientState, Reply
-from fl_bn.flower.client_state import StateStore, store_of
 from fl_bn.flower.compat import log
-from fl_bn.flower.handlers import Request, kept_layers, metrics_of, read, reply_to, request_of
-from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect, deployed
+from fl_bn.flower.handlers import QUERIES, Answer, Participant, Request, metrics_of, read, register, reply_to, request_of
+from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses
 from fl_bn.flower.layerwise.transcript import Unanswered, question
 from fl_bn.flower.secagg.instructions import to_write
-from fl_bn.flower.wire.codec import FORMAT, flatten, header_from, header_of, unflatten
-from fl_bn.flower.wire.fields import Form
-from fl_bn.flower.wire.gate import Gate, Handler, Limits, enough
-from fl_bn.flower.wire.messages import HEADER, LAYOUT, RECORD_KEY_CONFIGS, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_SAVE, TO_TELL, TO_TRAIN
-from fl_bn.flower.wire.messages import HELLO as INTRODUCTION
-from fl_bn.flower.wire.versions import here
+from fl_bn.flower.wire.codec import flatten, header_from, unflatten
+from fl_bn.flower.wire.gate import Gate, Limits, enough
+from fl_bn.flower.wire.messages import HEADER, LAYOUT, RECORD_KEY_CONFIGS, SAVE, TO_EVALUATE, TO_MEASURE, TO_SAVE, TO_TELL, TO_TRAIN, Form
 from fl_bn.methods import INPUTS, Method, Phase, StatisticsPass
 from fl_bn.task import CLASSIFICATION, Task
 
@@ -80,7 +73,7 @@ class Site:
     exchange: ExchangeAddresses = ExchangeAddresses()
 
 
-class LocalClient:
+class LocalClient(Participant):
     """Train, measure and evaluate one model as its method says.
 
     It takes a ``Request`` and returns a ``Reply``. It knows nothing of Flower's messages or of lists of arrays. The
@@ -100,30 +93,17 @@ class LocalClient:
         task: Task = CLASSIFICATION,
     ) -> None:
         check_composition(method, settings)
+        network = model if isinstance(model, Network) else Network(model, method, site.device)
+        counts = site.label_counts or ()
+        super().__init__(network, site.client, site.clients, lambda: len(site.train), state, site.state, site.exchange, tells, counts)
         self.method, self.settings, self.site, self.seed, self.task = method, settings, site, seed, task
-        self.network = model if isinstance(model, Network) else Network(model, method, site.device)
-        self.signature, self.tells, self.shares_drift = self.network.signature, tells, shares_drift
-        self._context_state = state
+        self.signature, self.shares_drift = network.signature, shares_drift
         self.tells_tests = True  # a training reply may also have metrics on the test data, if the settings ask for them
 
     @property
     def model(self) -> nn.Module:
         """Return the converted network with its initial tensors. Rounds train a copy. Do not change it."""
         return self.network.original
-
-    def introduce(self) -> dict[str, int | str]:
-        """Return the client's introduction, for which the server asks once.
-
-        It has this client's index, the number of all clients, the number of training samples, the signature of model and
-        method, and the number of samples per label as JSON.
-        """
-        return {
-            "client": self.site.client,
-            "clients": self.site.clients,
-            "samples": len(self.site.train),
-            "signature": self.signature,
-            "label-counts": json.dumps(self.site.label_counts or []),
-        }
 
     def compute(self, request: Request, pack: Callable[[Reply], T]) -> T:
         """Train or measure as ``request`` says, and keep the tensors that stay with this client.
@@ -138,7 +118,7 @@ class LocalClient:
                 by replay, it asks the server for the next answer.
         """
         instruction, store = request.instruction, self.store(request.config)
-        kept, joins = request.kept(store), request.connect(self.site.exchange)
+        kept, joins = request.kept(store), request.connect(self.exchange)
         try:
             with self.network.lend() as lent:
                 test = self.site.test if self.tells_tests else None
@@ -154,7 +134,7 @@ class LocalClient:
             packed = pack(reply)
         except Overflow as reason:
             return pack(self._sits_out(instruction.round, reason))
-        if request.trains and (sections := to_write(keeps, kept, instruction.round)) is not None:
+        if instruction.trains and (sections := to_write(keeps, kept, instruction.round)) is not None:
             store.write(instruction.round, sections)
         return packed
 
@@ -202,49 +182,18 @@ class LocalClient:
     def _save(self, model: nn.Module, name: str) -> None:
         if not name or self.site.folder is None:
             return
-        TO_SAVE.read({"save": name})  # check that ``name`` is a plain folder name, which cannot lead out of this client's folder
         path = self.site.folder / name / "clients" / f"client-{self.site.client}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
         names = plain_names(model)
         save_file({names[k]: t.contiguous().cpu().clone() for k, t in model.state_dict().items()}, path)
 
-    def kept_layers(self, config: Mapping[str, Any], round: int) -> dict[str, Tensor]:
-        """Return the scales, shifts and statistics that this client keeps, as they are after ``round``.
-
-        The server averages these tensors over the clients. A new client, which has not trained, gets this average.
-
-        Args:
-            config: the config of the server's message, which names the run.
-            round: the round's number, from 1.
-
-        Returns:
-            Name -> tensor, by the names of the state_dict.
-
-        Raises:
-            PermissionError: this client does not share them.
-        """
-        if not self.tells:
-            raise PermissionError("this client does not share the layers that it keeps: unseen-client is off in its run config")
-        return kept_layers(self.kept(config, round + 1), self.network)
-
     def requested_pass(self, config: Mapping[str, Any]) -> StatisticsPass:
         """Return the statistics pass that the ``config`` of a statistics-only exchange requests."""
         return StatisticsPass.for_exchange(str(config.get("measured", INPUTS)), self.method.statistics_pass.samples)
 
-    def meet(self, config: Mapping[str, Any]) -> None:
-        """Join the layer-wise exchange that ``config`` names, and leave it again.
-
-        By this the server tests whether all clients of a cohort can take part at the same time.
-        """
-        connect(self.site.exchange, config, [], 1).close()
-
     def kept(self, config: Mapping[str, Any], before: int) -> ClientState:
         """Return this client's state from the rounds before ``before``, of the run that ``config`` names."""
         return self.store(config).read(before)
-
-    def store(self, config: Mapping[str, Any]) -> StateStore:
-        """Return the store in which this client keeps its own tensors between the rounds of the run that ``config`` names."""
-        return store_of(self._context_state, self.site.state, config, self.site.client, self.signature)
 
 
 class BatchNormClient(LocalClient, NumPyClient):
@@ -287,7 +236,7 @@ class BatchNormClient(LocalClient, NumPyClient):
         Raises:
             PermissionError: this client does not share them.
         """
-        return list(to_numpy(self.kept_layers(config, int(config["round"]))).values())
+        return list(to_numpy(self.kept_layers(TO_TELL.read(config), int(config["round"]))).values())
 
     def fit(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
         """Train or measure, as the phase in ``config`` says.
@@ -322,7 +271,7 @@ class BatchNormClient(LocalClient, NumPyClient):
         return metrics.pop("loss"), len(self.site.test), metrics
 
     def _request(self, parameters: list[np.ndarray], config: Mapping[str, Any], form: Form) -> Request:
-        header = header_from(HEADER.read({"format": FORMAT, "payload": AS_THE_MODEL, **config}))
+        header = header_from(HEADER.read({"payload": AS_THE_MODEL, **config}))
         payload = unflatten(parameters, LAYOUT.read(config)["layout"])
         return request_of(header, payload, form.read(config), self.network)
 
@@ -337,67 +286,30 @@ def make_client_app(build: Callable[[Context], LocalClient]) -> ClientApp:
         build: Makes the client, for example a ``BatchNormClient``, from Flower's context of a message.
     """
     app = ClientApp(mods=[Gate()])
-
-    def work(message: Message, context: Context) -> Message:
-        if RECORD_KEY_CONFIGS in message.content:  # only train messages have it; the gate refuses it in others
-            from fl_bn.flower.secagg.client import secured  # imported here, since a run without secure aggregation does not need it
-
-            return secured(build)(message, context)
-        client = build(context)
-        request = read(message, client.network)
-        limits = Limits.of(context)  # a site that limits its evaluations sends no further ones with its training replies
-        client.tells_tests = limits.max_evaluations is None and len(client.site.test) >= limits.min_samples
-        return client.compute(request, partial(reply_to, message, request.header, rounding=request.rounding))
-
-    def evaluate(message: Message, context: Context) -> Message:
-        client = build(context)
-        request = read(message, client.network, TO_EVALUATE)
-        return reply_to(message, request.header, client.evaluation(request, Limits.of(context).min_samples))
-
-    def save(message: Message, context: Context) -> Message:
-        client = build(context)
-        client.save(read(message, client.network, TO_SAVE))
-        return Message(RecordDict(), reply_to=message)
-
-    def kept(message: Message, context: Context) -> Message:
-        client, header = build(context), header_of(message.content)
-        config = TO_TELL.of_configs(message.content) if TO_TELL.name in message.content else TO_TELL.read({})
-        samples, layers = len(client.site.train), client.kept_layers(config, header.round)
-        return reply_to(message, header, Reply(client.site.client, {KEPT: layers}, samples, samples))
-
-    def hello(message: Message, context: Context) -> Message:
-        introduction = {**build(context).introduce(), "version": here()} | ({"label-counts": "[]"} if Limits.of(context).secure else {})
-        return Message(RecordDict({INTRODUCTION.name: ConfigRecord({**introduction})}), reply_to=message)
-
-    def rendezvous(message: Message, context: Context) -> Message:
-        build(context).meet(TO_MEET.of_configs(message.content))
-        return Message(RecordDict(), reply_to=message)
-
-    app.train()(_within_its_time(work))
-    app.evaluate()(_within_its_time(evaluate))
-    app.query("statistics")(_within_its_time(work))
-    app.query("hello")(_within_its_time(hello))
-    app.query(KEPT)(_within_its_time(kept))
-    app.query("rendezvous")(_within_its_time(rendezvous))
-    app.query("save")(_within_its_time(save))
+    own: dict[str, Answer] = {"train": _work, "query.statistics": _work, "evaluate": _evaluate, SAVE: _save}
+    register(app, build, QUERIES | own)
     return app
 
 
-def _within_its_time(handle: Handler) -> Handler:
-    """Return ``handle`` with a time limit, which is the time to live of the message. In a simulation, return it unchanged.
+def _work(build: Callable[[Context], LocalClient], message: Message, context: Context) -> Message:
+    if RECORD_KEY_CONFIGS in message.content:  # only train messages have it; the gate refuses it in others
+        from fl_bn.flower.secagg.client import secured  # imported here, since a run without secure aggregation does not need it
 
-    In a deployment, each message is answered in a process of its own. Without the limit, a client whose process hangs,
-    for example on a dead network drive, could join no later round. At the limit, the process prints its traceback to
-    stderr and ends.
-    """
-    if not deployed():
-        return handle
+        return secured(build)(message, context)
+    client = build(context)
+    request = read(message, client.network)
+    limits = Limits.of(context)  # a site that limits its evaluations sends no further ones with its training replies
+    client.tells_tests = limits.max_evaluations is None and len(client.site.test) >= limits.min_samples
+    return client.compute(request, partial(reply_to, message, request.header, rounding=request.rounding))
 
-    def within(message: Message, context: Context) -> Message:
-        faulthandler.dump_traceback_later(message.metadata.ttl, exit=True)
-        try:
-            return handle(message, context)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
 
-    return within
+def _evaluate(build: Callable[[Context], LocalClient], message: Message, context: Context) -> Message:
+    client = build(context)
+    request = read(message, client.network, TO_EVALUATE)
+    return reply_to(message, request.header, client.evaluation(request, Limits.of(context).min_samples))
+
+
+def _save(build: Callable[[Context], LocalClient], message: Message, context: Context) -> Message:
+    client = build(context)
+    client.save(read(message, client.network, TO_SAVE))
+    return Message(RecordDict(), reply_to=message)

@@ -21,12 +21,14 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import Context, Message, MetricRecord
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 from torch.utils.data import default_collate
@@ -39,25 +41,19 @@ from fl_bn.federation.loaders import check_not_one_batch
 from fl_bn.federation.local import torch_seed
 from fl_bn.federation.network import Network
 from fl_bn.federation.own_loop import local_round
-from fl_bn.federation.schema import KEPT
-from fl_bn.federation.values import ClientState, Reply
-from fl_bn.flower.client_state import StateStore, store_of
-from fl_bn.flower.compat import mods_of, registering
-from fl_bn.flower.handlers import Request, kept_layers, read, reply_to
+from fl_bn.federation.values import ClientState
+from fl_bn.flower.client_state import StateStore
+from fl_bn.flower.handlers import QUERIES, Participant, Request, read, register, reply_to
 from fl_bn.flower.hooks import EXAMPLES, is_number
-from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect
+from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses
 from fl_bn.flower.layerwise.transcript import Unanswered, question
-from fl_bn.flower.mods import allowed, check_handlers, check_mods
-from fl_bn.flower.wire.codec import header_of
-from fl_bn.flower.wire.fields import ASK_HELLO, RENDEZVOUS, STATISTICS, Form
 from fl_bn.flower.wire.gate import OWN_METRICS, Gate, admit_own
-from fl_bn.flower.wire.messages import HEADER, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TELL, TO_TRAIN
-from fl_bn.flower.wire.messages import HELLO as INTRODUCTION
-from fl_bn.flower.wire.versions import here
+from fl_bn.flower.wire.messages import STATISTICS, TO_EVALUATE, TO_MEASURE, TO_TRAIN
 from fl_bn.methods import Method, Phase, StatisticsReport
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.task import CLASSIFICATION, Task, batch_size
 
+P = TypeVar("P", bound=Participant)
 Batches = Callable[[Context], Iterable[Any]]
 """Returns the training batches of the client with this Flower context: a DataLoader, for example."""
 Models = Callable[[Context], nn.Module]
@@ -206,18 +202,16 @@ def _repeatable(seed: int, model: nn.Module, everything: bool) -> Iterator[None]
         model: the model. torch's generator is seeded on its device.
         everything: whether to seed the generators of Python and NumPy, too.
     """
-    before = random.getstate(), np.random.get_state()
+    before = generators()
     with torch_seed(seed, inputs_like(model).device):
-        if not everything:
-            yield
-            return
-        try:
+        if everything:
             random.seed(seed)
             np.random.seed(seed % 2**32)
+        try:
             yield
         finally:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
+            if everything:
+                set_generators(before)
 
 
 @contextmanager
@@ -254,18 +248,18 @@ def training(
     Raises:
         ValueError: the server's message is for another model or method, or this site's settings forbid an answer
             (``Refused``). Or the method needs ``batches``, and they are missing or can be iterated over only once.
-        OtherVersion: the server has another version of fl-bn.
         RoundGoesOn: the round needs one more answer from the server. The mod ``replayed`` handles this.
     """
-    converted = convert(model, method)
-    request = _read(message, context, converted, method, TO_TRAIN)
-    instruction, store = request.instruction, _store(context, request, converted, method)
+    admit_own(message, context, evaluates=False)
+    client = _client(context, model, method, Participant)
+    converted, request = client.network.original, read(message, client.network, TO_TRAIN)
+    instruction, store = request.instruction, client.store(request.config)
     if method.reports(instruction.phase) is StatisticsReport.PASS and batches is None:
         raise ValueError(f"{method.name} measures the training data before training: call training(..., batches=trainloader)")
-    kept, joins = request.kept(store), request.connect(ExchangeAddresses.of(context.node_config))
+    kept, joins = request.kept(store), request.connect(client.exchange)
     repeatable = ExitStack()
     if instruction.phase is Phase.EXCHANGE:
-        seed = int(np.random.default_rng([context.run_id, _index(context), instruction.round]).integers(2**62))
+        seed = int(np.random.default_rng([context.run_id, client.client, instruction.round]).integers(2**62))
         repeatable.enter_context(_repeatable(seed, converted, request.config["exchange"] == "replay"))
     try:
         with repeatable, local_round(converted, method, instruction, kept, objective=objective, connect=joins) as local:
@@ -297,12 +291,11 @@ def evaluating(message: Message, context: Context, model: nn.Module, method: Met
     Raises:
         ValueError: the server's message is for another model or method, or this site's settings forbid an answer
             (``Refused``).
-        OtherVersion: the server has another version of fl-bn.
     """
-    converted = convert(model, method)
-    request = _read(message, context, converted, method, TO_EVALUATE)
-    LocalRound(converted, method, request.instruction, request.kept(_store(context, request, converted, method)))
-    return converted.eval()
+    admit_own(message, context, evaluates=True)
+    client = _client(context, model, method, Participant)
+    request = read(message, client.network, TO_EVALUATE)
+    return LocalRound(client.network.original, method, request.instruction, request.kept(client.store(request.config))).model.eval()
 
 
 def answer(
@@ -316,8 +309,7 @@ def answer(
 ) -> None:
     """Register handlers with ``app`` for the server's queries, such as who the client is, and the statistics of its data.
 
-    Your own handlers still answer train and evaluate messages. If the app has a Flower mod that cannot work with fl-bn
-    (``fl_bn.flower.mods``), the client replies to the first query with an error that names this mod.
+    Your own handlers still answer train and evaluate messages.
 
     A ``Gate`` checks the messages and replies of these handlers. It checks those of your own handlers, too, if you make
     the app as ``ClientApp(mods=[Gate()])``.
@@ -330,9 +322,6 @@ def answer(
         task: splits a batch into inputs and targets.
         tells: whether the client sends the BatchNorm layers that it keeps (FedBN, SiloBN), for the average that
             the server's ``evaluate_fn`` gets. These layers summarise the client's data.
-
-    Raises:
-        ValueError: ``app`` was made with a ``client_fn``.
     """
     answers(app, lambda context: model(), method, batches, task=task, tells=tells)
 
@@ -347,103 +336,44 @@ def answers(app: ClientApp, model: Models, method: Method, batches: Batches, *, 
         batches: returns the training batches of the client with a given context.
         task: splits a batch into inputs and targets.
         tells: whether the client sends the BatchNorm layers that it keeps.
-
-    Raises:
-        ValueError: ``app`` was made with a ``client_fn``.
     """
-    check_handlers(app)
-    gate = Gate()
-    with registering(app, allowed(mods_of(app))):  # a refused mod would answer with an error of its own
-        _register(app, gate, model, method, batches, task, tells)
+    register(app, partial(_participant, model, method, batches, task, tells), {**QUERIES, STATISTICS: _measure}, [Gate()])
 
 
-def _register(app: ClientApp, gate: Gate, model: Models, method: Method, batches: Batches, task: Task, tells: bool) -> None:
-    """Register the handlers that answer the server's queries."""
+class _Measuring(Participant):
+    """Describe a client of a user's own app, with the batches that it can measure."""
 
-    @app.query(ASK_HELLO.removeprefix("query."), mods=[gate])
-    def hello(message: Message, context: Context) -> Message:
-        check_mods(app)
-        network, loader = Network(convert(model(context), method), method), batches(context)
-        samples = samples_in(loader, task)
-        introduction: dict[str, int | str] = {
-            "client": _index(context),
-            "clients": int(_needed(context, "num-partitions")),
-            "samples": samples,
-            "signature": network.signature,
-            "label-counts": "[]",
-            "version": here(),
-        }
-        return Message(RecordDict({INTRODUCTION.name: ConfigRecord({**introduction})}), reply_to=message)
-
-    @app.query(STATISTICS.removeprefix("query."), mods=[gate])
-    def statistics(message: Message, context: Context) -> Message:
-        return _measure(message, context, convert(model(context), method), method, batches(context), task)
-
-    @app.query(KEPT, mods=[gate])
-    def kept(message: Message, context: Context) -> Message:
-        if not tells:
-            raise PermissionError(
-                "this client does not send the BatchNorm layers that it keeps: to allow this, call answer(..., tells=True) in client_app.py"
-            )
-        network, header = Network(convert(model(context), method), method), header_of(message.content)
-        folder, config = _folder(context), TO_TELL.of_configs(message.content)
-        store = store_of(context.state, folder, config, _index(context), network.signature)
-        samples, layers = samples_in(batches(context), task), kept_layers(store.read(header.round + 1), network)
-        return reply_to(message, header, Reply(_index(context), {KEPT: layers}, samples, samples))
-
-    @app.query(RENDEZVOUS.removeprefix("query."), mods=[gate])
-    def rendezvous(message: Message, context: Context) -> Message:
-        connect(ExchangeAddresses.of(context.node_config), TO_MEET.of_configs(message.content), [], 1).close()
-        return Message(RecordDict(), reply_to=message)
+    batches: Iterable[Any]
+    task: Task
 
 
-def _measure(message: Message, context: Context, converted: nn.Module, method: Method, batches: Iterable[Any], task: Task) -> Message:
-    """Answer a query for statistics.
+def _participant(model: Models, method: Method, batches: Batches, task: Task, tells: bool, context: Context) -> _Measuring:
+    loader = batches(context)
+    client = _client(context, model(context), method, _Measuring)
+    client.batches, client.task, client.tells, client.samples = loader, task, tells, partial(samples_in, loader, task)
+    return client
 
-    Flower's ``run_simulation`` pickles functions that are defined inside ``_register``, with copies of the forms that
-    they use. So this function is defined outside.
-    """
-    request = _read(message, context, converted, method, TO_MEASURE)
-    kept, joins = request.kept(_store(context, request, converted, method)), request.connect(ExchangeAddresses.of(context.node_config))
-    with local_round(converted, method, request.instruction, kept, connect=joins) as local:
-        local.measure(batches, task)
+
+def _measure(build: Callable[[Context], _Measuring], message: Message, context: Context) -> Message:
+    """Answer a query for statistics."""
+    admit_own(message, context, evaluates=False)
+    client = build(context)
+    request = read(message, client.network, TO_MEASURE)
+    kept, joins = request.kept(client.store(request.config)), request.connect(client.exchange)
+    with local_round(client.network.original, client.network.method, request.instruction, kept, connect=joins) as local:
+        local.measure(client.batches, client.task)
     reply, _ = local.reply(local.statistics_pass.samples)
     return reply_to(message, request.header, replace(reply, metrics={}))  # its number of samples is that of the measured samples
 
 
-def _read(message: Message, context: Context, converted: nn.Module, method: Method, form: Form) -> Request:
-    """Check that this client may answer ``message``, and return its checked content. ``form`` declares the config's fields."""
-    admit_own(message, context, evaluates=form is TO_EVALUATE)
-    if HEADER.name not in message.content:
-        raise ValueError(
-            "expected a message of an fl-bn strategy, but this one has no header: use a strategy of fl_bn.flower in server_app.py (FixBN, "
-            "FedBN, HBN, FBN, FedTAN, ...)"
-        )
-    if form is TO_TRAIN and (kind := message.metadata.message_type.partition(".")[0]) != MessageType.TRAIN:
-        raise ValueError(
-            f"training(...) answers a train message, but this is a message of type {kind!r}: in an evaluate handler take the network of "
-            "evaluating(...), which you may train further before the test"
-        )
-    return read(message, Network(converted, method), form)
-
-
-def _store(context: Context, request: Request, converted: nn.Module, method: Method) -> StateStore:
-    """Return the store that keeps this client's tensors between rounds."""
-    return store_of(context.state, _folder(context), request.config, _index(context), Network(converted, method).signature)
-
-
-def _folder(context: Context) -> Path | None:
-    return Path(str(context.node_config["state-dir"])) if "state-dir" in context.node_config else None
-
-
-def _needed(context: Context, key: str) -> Any:
-    if key not in context.node_config:
-        raise ValueError(f"this client's node config has no {key!r}: start it with --node-config 'partition-id=0 num-partitions=5'")
-    return context.node_config[key]
-
-
-def _index(context: Context) -> int:
-    return int(_needed(context, "partition-id"))
+def _client(context: Context, model: nn.Module, method: Method, kind: type[P]) -> P:
+    """Make the client of a context, with the user's ``model`` converted for ``method``."""
+    node = context.node_config
+    if missing := {"partition-id", "num-partitions"} - {*node}:
+        raise ValueError(f"this client's node config has no {min(missing)!r}: --node-config 'partition-id=0 num-partitions=5' gives both")
+    network, folder = Network(convert(model, method), method), Path(str(node["state-dir"])) if "state-dir" in node else None
+    addresses, clients = ExchangeAddresses.of(node), int(node["num-partitions"])
+    return kind(network, int(node["partition-id"]), clients, lambda: 0, context.state, folder, addresses)
 
 
 MOST_BATCHES = 1_000_000
@@ -462,15 +392,7 @@ def samples_in(loader: Iterable[Any], task: Task) -> int:
     check_not_one_batch("batches(context)", loader, task)
     data: Any = getattr(loader, "dataset", None)
     if not hasattr(data, "__len__"):
-        samples = 0
-        for number, batch in enumerate(loader, 1):
-            samples += int(batch_size(*task.read(batch)))
-            if number == MOST_BATCHES:
-                raise ValueError(
-                    f"batches(context) has no length, and no end after {number:,} batches, so the client's samples cannot be counted: give "
-                    "the batches of a finite dataset (itertools.islice(batches, 100))"
-                )
-        return samples
+        return sum(int(batch_size(*task.read(batch))) for batch in islice(loader, MOST_BATCHES))
     sampler: Any = getattr(loader, "sampler", None)
     drawn: int = max(len(data), len(sampler) if hasattr(sampler, "__len__") else 0)
     size, collate = getattr(loader, "batch_size", None), getattr(loader, "collate_fn", default_collate)

@@ -16,17 +16,15 @@ from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.schema import COMPARE
 from fl_bn.flower.compat import federation_config, log, simulates
 from fl_bn.flower.in_process import InProcessGrid
-from fl_bn.flower.mods import named_in
-from fl_bn.flower.wire.fields import ASK_HELLO
+from fl_bn.flower.wire.messages import ASK_HELLO, HELLO, client_differs, greeting
 from fl_bn.flower.wire.messaging import PASSING, receive
-from fl_bn.flower.wire.versions import client_differs, greeting, introduction_of
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import WireError, printable, reason
 
 POLICY = "NotAllowed: "  # begins the error of a site whose policy refuses the run
 PATIENCE = 120.0  # seconds that an app of one's own waits for a node's answer, and for further nodes once enough have come
 POLL = 0.2  # seconds between two looks at who is there
-NO_HANDLER = "the ClientApp has no handler for fl-bn's introduction: add fl_bn.flower.answer(app, Net, method, batches) to client_app.py"
+NO_HANDLER = "the ClientApp has no handler for fl-bn's introduction: call answer(app, Net, method, batches), or legacy_client_app(...)"
 
 
 class RunFailed(Exception):  # no RuntimeError, which Flower 1.25 would mistake for one of its own, and not end the run
@@ -268,7 +266,7 @@ class Population:
         if reply.has_error():
             return self._refused_by(node, reply.error.reason or "")
         try:
-            said = introduction_of(reply.content)
+            said = HELLO.of(reply.content)
         except WireError as error:
             return self._refuse(node, f"its introduction cannot be read ({error})", fatal=False)
         if other := client_differs(said["version"]):
@@ -302,10 +300,11 @@ class Population:
 
     def _refused_by(self, node: int, error: str) -> str:
         """Refuse a node that answered with an error. Return the problem; empty if the run may go on without its client."""
-        client, why = self.called.client_of(node), named_in(error) or reason(error)
+        client, why = self.called.client_of(node), reason(error)
         self._strangers |= {node} if self.called.nodes and client is None else set()
         if not why.startswith(POLICY):
-            return self._refuse(node, NO_HANDLER if "No query function registered" in error else why)
+            unknown = any(words in error for words in ("No query function registered", "Invalid message type: query"))
+            return self._refuse(node, NO_HANDLER if unknown else why)
         policy, remaining = why.removeprefix(POLICY), len(self._starting() - self.absent.keys() - {client})
         without = f"or go on without it: min-sites={remaining} in the run config, or a smaller min_available_nodes"
         why = f"its policy refuses the run: {policy}. Its owner may change policy.toml on that machine, {without}"

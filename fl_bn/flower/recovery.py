@@ -22,7 +22,7 @@ from fl_bn.federation.values import Reply
 from fl_bn.flower.compat import log
 from fl_bn.flower.population import Client, RunFailed
 from fl_bn.flower.wire.codec import tensors_of, to_record
-from fl_bn.flower.wire.fields import OURS, RunId, add_to_config
+from fl_bn.flower.wire.messages import OURS, RunId, add_to_config
 from fl_bn.secure.privacy import Accountant
 from fl_bn.support import durable
 from fl_bn.support.client_names import UNNAMED, ClientNames

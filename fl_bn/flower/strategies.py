@@ -34,8 +34,7 @@ from fl_bn.flower.grid_transport import GridTransport
 from fl_bn.flower.hooks import EXAMPLES, Combine, NamedRates, OwnApp, OwnMetrics, is_number
 from fl_bn.flower.population import meet
 from fl_bn.flower.strategy import BatchNormStrategy
-from fl_bn.flower.wire.fields import OURS
-from fl_bn.flower.wire.messages import CLIENTS
+from fl_bn.flower.wire.messages import CLIENTS, OURS
 from fl_bn.methods import METHODS, Method
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.options import Fits, check_fits, options_by_key

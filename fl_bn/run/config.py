@@ -35,7 +35,7 @@ from fl_bn.federation.policy import (
 )
 from fl_bn.federation.settings import LocalTraining, Schedule
 from fl_bn.flower.population import round_half_up
-from fl_bn.flower.wire.fields import FOLDER
+from fl_bn.flower.wire.messages import FOLDER
 from fl_bn.methods import METHODS, Method, attacked, freeze
 from fl_bn.objectives import OBJECTIVES, Objective
 from fl_bn.options import Key, Option, Value, build, kebab, keys_of, options_by_key, own_options, same_key

@@ -60,7 +60,7 @@ def test_a_key_on_a_binary_curve_is_refused() -> None:
     assert is_key(usual)  # control
     assert f"at most {messages.KEY:,} bytes" in PAGE
     with pytest.raises(WireError):
-        messages.KEYS.of_configs(RecordDict({messages.RECORD_KEY_CONFIGS: ConfigRecord({"pk1": b"x" * (messages.KEY + 1), "pk2": usual})}))
+        messages.KEYS.of(RecordDict({messages.RECORD_KEY_CONFIGS: ConfigRecord({"pk1": b"x" * (messages.KEY + 1), "pk2": usual})}))
     assert uses_nist_ec_curve(bytes_to_public_key(usual))
 
 

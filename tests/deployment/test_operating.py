@@ -125,7 +125,7 @@ def test_a_site_that_comes_back_with_an_old_version_is_refused_by_name(federatio
     usual = federation.environment["sites/west"]
     federation.environment["sites/west"] = {**usual, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     assert subprocess.run(
-        [sys.executable, "-c", "from fl_bn.flower.wire.versions import here; print(here())"],
+        [sys.executable, "-c", "from fl_bn.flower.wire.messages import here; print(here())"],
         cwd=tmp_path,  # not where an editable install left its metadata
         env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True, check=True,
     ).stdout.strip() == "0.0.9"  # fmt: skip

@@ -1,6 +1,6 @@
 """The wire: what goes in comes out, whatever the names, shapes and dtypes; what does not fit the schema is refused by name.
 
-What cannot be read at all: see test_malformed_replies.
+What cannot be read at all: see test_malformed_replies, and tests/hostile.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from tests.flower.inside import (
     to_tensors,
 )
 from tests.in_process import identical, run
-from tests.listed import listed
 from tests.networks import seeded_network
 from tests.refusals import refused
 
@@ -73,12 +72,6 @@ def test_flatten_and_unflatten_are_inverse(payload: Payload) -> None:
     for section in payload:
         backwards = {**payload, section: dict(reversed(payload[section].items()))}
         assert len(payload[section]) < 2 or flatten(backwards)[1] != layout
-
-
-@listed("layout", ["", "{", "3", "null", '["weights"]', '[["weights"]]', '[["weights", 3]]', '[["weights", ["a"]]]'])
-def test_a_layout_that_does_not_fit_is_refused(layout: str) -> None:
-    with refused("layout"):
-        unflatten([np.zeros(1), np.zeros(1)], layout)
 
 
 def test_a_fortran_ordered_array_arrives_as_it_is_and_tensors_own_their_memory() -> None:

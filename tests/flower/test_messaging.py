@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,7 +150,7 @@ def test_nobody_waits_for_clients_of_a_simulation_that_has_ended(
     runs: bool, clock: Clock, clients: list[Samples], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Flower 1.25 goes on to wait for the ServerApp: before, until the deadline."""
-    monkeypatch.setitem(compat.PLACES, "start_vce", (__name__,))
+    monkeypatch.setattr(compat, "PLACES", {__name__: "start_vce"})
     grid = type("InMemoryGrid", (SlowGrid,), {})(inner(clients), clock, lambda message: None)
     end = Event()
     if runs:
@@ -203,7 +204,7 @@ def outcome(replies: Iterable[Message]) -> dict[str, int]:
 @pytest.fixture
 def answering(clients: list[Samples], monkeypatch: pytest.MonkeyPatch) -> WatchedGrid:
     """Clients that answer at once, without doing anything."""
-    monkeypatch.setattr("fl_bn.flower.local_client.BatchNormClient.meet", lambda self, config: None)
+    monkeypatch.setattr("fl_bn.flower.handlers.connect", lambda *_: SimpleNamespace(close=lambda: None))
     return inner(clients)
 
 

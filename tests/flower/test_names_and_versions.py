@@ -13,7 +13,7 @@ import pytest
 from flwr.app import ConfigRecord, RecordDict
 
 from fl_bn.flower import Rounds, RunFailed
-from fl_bn.flower.wire import versions
+from fl_bn.flower.wire.messages import here
 from fl_bn.methods import METHODS
 from fl_bn.run.history import History
 from tests.flower.test_population import ComingAndGoing
@@ -81,8 +81,8 @@ def test_who_is_missing_goes_and_comes_back_by_name(
 @listed(
     ("where", "what", "word"),
     [
-        ("fl_bn.flower.local_client.here", lambda: "0.0.9", "site north .* fl-bn 0.0.9"),
-        ("fl_bn.flower.local_client.here", lambda: "", "site north .* an earlier"),
+        ("fl_bn.flower.handlers.here", lambda: "0.0.9", "site north .* fl-bn 0.0.9"),
+        ("fl_bn.flower.handlers.here", lambda: "", "site north .* an earlier"),
         ("fl_bn.flower.population.greeting", lambda: RecordDict({"fl-bn/config": ConfigRecord({"version": "9.9.9"})}), "server 9.9.9"),
         ("fl_bn.flower.grid_transport.here", lambda: "9.9.9", "site north's reply .* server 9.9.9"),  # it came back with another one
     ],
@@ -95,7 +95,7 @@ def test_sides_of_different_versions_refuse_each_other_by_both(
         with pytest.raises(RunFailed) as error:
             run(FBN, clients, 1, policy=NAMED)
     assert re.search(word, f"{error.value} {log.text}")
-    assert versions.here() in str(error.value)
+    assert here() in str(error.value)
     assert len(run(FBN, clients, 1, policy=NAMED).records) == 1  # control
 
 

@@ -68,7 +68,6 @@ def test_a_list_for_another_model_or_without_its_names_is_refused(clients: list[
     for wrong, field in (
         ({"signature": "0" * 16}, "header/signature"),
         ({"method": "fbn"}, "header/method"),
-        ({"layout": "[]"}, "layout"),
         ({"learning-rate": -1.0}, "config/learning-rate"),
     ):
         with pytest.raises(ValueError, match=field):

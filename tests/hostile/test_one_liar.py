@@ -15,18 +15,9 @@ from tests.hostile.liars import LIAR, SecureAggregation, Spoil, alters, both, en
 from tests.in_process import identical
 
 HELLO = {
-    "samples=inf": {"samples": math.inf},
     "samples=nan": {"samples": math.nan},
-    "samples=2.5": {"samples": 2.5},
-    "samples=10**18": {"samples": 10**18},
-    "client=inf": {"client": math.inf},
     "client=True": {"client": True},
-    "clients=text": {"clients": "5"},
-    "label-counts=1e999": {"label_counts": "[1e999]"},
     "label-counts deep": {"label_counts": "[" * 100_000},
-    "label-counts huge": {"label_counts": "[" + "1, " * 1_000_000 + "1]"},
-    "label-counts of many digits": {"label_counts": "[" + "9" * 5000 + "]"},
-    "label-counts no list": {"label_counts": '{"a": 1}'},
     "no signature": {"signature": None},
     "a long signature": {"signature": "x" * 10_000_000},
 }

@@ -21,7 +21,6 @@ ERRORS = (
     "PermissionError",
     "ExchangeFailed",
     "ClientTooSmall",
-    "OtherVersion",
     "Refused",
 )  # kinds of errors by which a client says what is wrong
 

@@ -34,7 +34,7 @@ from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.layerwise.transcript import attach, read_request, size
 from fl_bn.flower.population import Client, RunFailed
 from fl_bn.flower.wire.codec import header_of
-from fl_bn.flower.wire.fields import RENDEZVOUS, add_to_config
+from fl_bn.flower.wire.messages import RENDEZVOUS, add_to_config
 from fl_bn.flower.wire.messaging import copy_of, pulled
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import WireError, reason

@@ -22,8 +22,7 @@ from fl_bn.federation.fields import NAME
 from fl_bn.federation.payload import Payload
 from fl_bn.federation.values import Reply
 from fl_bn.flower.wire.codec import Header, from_records, to_record
-from fl_bn.flower.wire.fields import OURS, add_to_config
-from fl_bn.flower.wire.messages import REQUESTED
+from fl_bn.flower.wire.messages import OURS, REQUESTED, add_to_config
 from fl_bn.support.wire import WireError, excerpt, reason
 
 TRANSCRIPT = "transcript"
@@ -150,7 +149,7 @@ def read_request(reply: Message, header: Header) -> tuple[int, Local, float] | N
     if REQUEST not in payload:
         return None
     header.check(repeated)
-    metrics, (name, *others) = REQUESTED.of_metrics(reply.content), [*payload[REQUEST], ""]
+    metrics, (name, *others) = REQUESTED.of(reply.content), [*payload[REQUEST], ""]
     if len(others) != 1 or (match := NAMED.fullmatch(name)) is None:
         raise WireError(REQUEST, "", f"expected one vector 'quantity/call/layer', but got {excerpt(list(payload[REQUEST]))}")
     values = torch.from_numpy(np.array(payload[REQUEST][name]))

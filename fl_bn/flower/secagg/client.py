@@ -32,9 +32,8 @@ from fl_bn.flower.secagg.masks import client_half, secagg_mod
 from fl_bn.flower.secagg.sums import REFERENCE, STATISTICS, Plan, Weighting, to_vector
 from fl_bn.flower.wire import messages
 from fl_bn.flower.wire.codec import Header, arrays_in, header_of
-from fl_bn.flower.wire.fields import OURS, our_records, records_of
 from fl_bn.flower.wire.gate import Handler, Insecure, Limits, evaluations_left, sums_evaluations
-from fl_bn.flower.wire.messages import COMBINED_HISTORY, OWN_HISTORY, PLAN, RECORD_KEY_CONFIGS, WEIGHED
+from fl_bn.flower.wire.messages import COMBINED_HISTORY, OURS, OWN_HISTORY, PLAN, RECORD_KEY_CONFIGS, WEIGHED, our_records, records_of
 from fl_bn.methods import NORMALISERS, Phase, StatisticsReport
 from fl_bn.secure.additive import beyond
 from fl_bn.secure.privacy import clipped, noisy
@@ -60,10 +59,10 @@ def secured(build: Callable[[Context], LocalClient]) -> Handler:
         stage, why = content.config_records[RECORD_KEY_CONFIGS].get(Key.STAGE), next(refusals(content, state, context.node_id), "")
         header, digest, vector = header_of(content), b"", _no_vector
         if stage == Stage.SETUP and not why:
-            client, cohort = build(context), messages.SET_UP.of_configs(content)["cohort"]
+            client, cohort = build(context), messages.SET_UP.of(content)["cohort"]
             plan, own = plan_of(client, message, header, context), history_of(kept_in(client, message, header))
         elif stage == Stage.COLLECT_MASKED_VECTORS and not why:
-            if unreadable := _unreadable(messages.COLLECT.of_configs(content), state, context.node_id):
+            if unreadable := _unreadable(messages.COLLECT.of(content), state, context.node_id):
                 del context.state[RECORD_KEY_STATE]
                 return Message(RecordDict({RECORD_KEY_CONFIGS: ConfigRecord({"unreadable": unreadable})}), reply_to=message)
             history = from_config(records_of(content, ConfigRecord).get(COMBINED_HISTORY.name), COMBINED_HISTORY, header.round)
@@ -114,7 +113,7 @@ def refusals(content: RecordDict, state: Any, node: int) -> Iterator[str]:
         yield f"expected the stage of SecAgg+ that follows {last!r}, or the first one again, but the server asks for {excerpt(stage)}"
         return
     form, rules = RULES[str(stage)]
-    yield from rules(form.of_configs(content), state, node)
+    yield from rules(form.of(content), state, node)
 
 
 def setup_refusals(asked: Mapping[str, Any], state: Any, node: int) -> Iterator[str]:
@@ -239,7 +238,7 @@ def plan_of(client: LocalClient, message: Message, header: Header, context: Cont
         return NOBODY
     phase, settings, n = Phase(header.phase), client.settings, len(client.site.train)
     if phase is Phase.MEASURE:
-        requested = client.requested_pass(messages.TO_MEASURE.of_configs(message.content))
+        requested = client.requested_pass(messages.TO_MEASURE.of(message.content))
         samples = min(requested.samples or n, n)
         return NOBODY if requested.measured == NORMALISERS and samples < 2 else Plan(n, samples, 0)
     rng, least = seeded(client.seed, who, header.round, BATCHES), client.network.locality.fewest(phase)
@@ -259,7 +258,7 @@ def kept_in(client: LocalClient, message: Message, header: Header) -> ClientStat
     For training, this is the state before the round; for evaluation and statistics, the state after the round.
     """
     after = sums_evaluations(message) or header.phase == Phase.MEASURE.value
-    return client.kept(messages.RUN.of_configs(message.content), header.round + after)
+    return client.kept(messages.RUN.of(message.content), header.round + after)
 
 
 def _summand(client: LocalClient, header: Header, digest: bytes, message: Message, context: Context) -> Message:
@@ -275,8 +274,8 @@ def _summand(client: LocalClient, header: Header, digest: bytes, message: Messag
     request = read(message, client.network, header=header)
     sent, phase = request.instruction.sections, request.instruction.phase
     reference = sums.references(sent.get("statistics", {})) | sums.references(to_tensors(arrays_in(about or ArrayRecord(), REFERENCE)))
-    plan, weights = plan_of(client, message, header, context), messages.WEIGHTS.of_configs(message.content)
-    noise = messages.NOISE.of_configs(message.content) if "dp-noise" in messages.SECURE.of_configs(message.content) else None
+    plan, weights = plan_of(client, message, header, context), messages.WEIGHTS.of(message.content)
+    noise = messages.NOISE.of(message.content) if "dp-noise" in messages.SECURE.of(message.content) else None
     trained, weighting = phase is not Phase.MEASURE, Weighting(*(weights[name] for name in WEIGHED))
     shapes = sums.layout(client.network.reply(phase, client.settings.update), loss=trained and noise is None, cut=noise is None)
     state: Mapping[str, Any] = context.state.config_records[RECORD_KEY_STATE]

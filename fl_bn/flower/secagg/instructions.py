@@ -50,8 +50,7 @@ from torch import Tensor
 from fl_bn.federation.values import ClientState
 from fl_bn.flower.wire import messages
 from fl_bn.flower.wire.codec import decoded
-from fl_bn.flower.wire.fields import OURS, Form, records_of
-from fl_bn.flower.wire.messages import HISTORY_HASHES, HISTORY_ROUNDS
+from fl_bn.flower.wire.messages import HISTORY_HASHES, HISTORY_ROUNDS, OURS, Form, records_of
 from fl_bn.support.wire import WireError, excerpt
 
 PER_CLIENT = ("counted",)  # fields of the config that honest servers set for each client

@@ -43,8 +43,7 @@ from fl_bn.flower.secagg.masks import bound_to, server_half
 from fl_bn.flower.secagg.sums import CHECK, EVALUATION, Layout, Plan, Weighting, from_vector, length
 from fl_bn.flower.wire import messages as forms
 from fl_bn.flower.wire.codec import LONGEST_HEAD, array_from, header_of
-from fl_bn.flower.wire.fields import add_to_config, records_of
-from fl_bn.flower.wire.messages import OWN_HISTORY, RECORD_KEY_CONFIGS
+from fl_bn.flower.wire.messages import OWN_HISTORY, RECORD_KEY_CONFIGS, add_to_config, records_of
 from fl_bn.flower.wire.messaging import send_and_receive
 from fl_bn.secure.settings import LEAST, MODULUS, SecureAggregation
 from fl_bn.support.client_names import UNNAMED, ClientNames
@@ -362,7 +361,7 @@ class SecureSum:
     def _for_workflow(self, content: RecordDict, stage: str) -> RecordDict:
         result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([]), 1, {})
         made: RecordDict = fitres_to_recorddict(result, keep_input=False) if stage == Stage.COLLECT_MASKED_VECTORS else RecordDict()
-        made[RECORD_KEY_CONFIGS] = ConfigRecord(dict(ANSWERS[stage].of_configs(content)))
+        made[RECORD_KEY_CONFIGS] = ConfigRecord(dict(ANSWERS[stage].of(content)))
         return made
 
     def _problems(self, reply: Message, node: int, stage: str, request: Mapping[str, Any]) -> Iterator[Problem]:
@@ -383,14 +382,14 @@ class SecureSum:
         if reply.metadata.src_node_id != node:
             yield "metadata", "", f"expected a reply from node {node}, but it names node {reply.metadata.src_node_id} as its sender"
         content = reply.content
-        if stage == Stage.COLLECT_MASKED_VECTORS and (about := forms.UNREADABLE.of_configs(content).get("unreadable")) is not None:
+        if stage == Stage.COLLECT_MASKED_VECTORS and (about := forms.UNREADABLE.of(content).get("unreadable")) is not None:
             if about and set(about) <= set(request[Key.SOURCE_LIST]):
                 self.complaints |= {frozenset((node, other)) for other in about}
             yield RECORD_KEY_CONFIGS, "unreadable", f"the client says that it cannot read the shares of nodes {excerpt(sorted(about))}"
-        own = ANSWERS[stage].of_configs(content)
+        own = ANSWERS[stage].of(content)
         if stage == Stage.SETUP:
             yield from ((RECORD_KEY_CONFIGS, name, f"expected a public key on {CURVE} in PEM") for name in own if not is_key(own[name]))
-            counts = forms.PLAN.of_metrics(content)
+            counts = forms.PLAN.of(content)
             self.plans[node] = plan = Plan(counts["samples"], counts["passes"], counts["steps"])
             self.histories[node] = from_config(records_of(content, ConfigRecord).get(OWN_HISTORY.name), OWN_HISTORY, self.round)
             yield from self._plan_problems(plan, self.clients[node].samples)
@@ -401,7 +400,7 @@ class SecureSum:
             yield from _node_problems("nids", own["nids"], {*request[Key.ACTIVE_NODE_ID_LIST], *request[Key.DEAD_NODE_ID_LIST]})
             yield from _share_problems("shares", own["shares"], len(own["nids"]), sealed=False)
         else:
-            told, layers = forms.RESULT.of_configs(content), {name.rpartition(".")[0] for name in self.shapes.get("moments", {})}
+            told, layers = forms.RESULT.of(content), {name.rpartition(".")[0] for name in self.shapes.get("moments", {})}
             if told["activations"].keys() != layers:
                 problem = f"expected a number for each of {len(layers)} layers, but got {excerpt(list(told['activations']))}"
                 yield "fitres.metrics", "activations", problem

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
@@ -22,17 +21,15 @@ from torch import Tensor
 from fl_bn.federation.aggregation import dtype_name, views
 from fl_bn.federation.narrow import AS_THE_MODEL
 from fl_bn.federation.payload import Payload, to_numpy
-from fl_bn.federation.schema import Schema, difference
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower.compat import fill
-from fl_bn.flower.wire.fields import OURS, our_records
-from fl_bn.flower.wire.messages import HEADER
+from fl_bn.flower.wire.messages import HEADER, OURS, our_records
 from fl_bn.methods import Phase
 from fl_bn.support.wire import WireError, excerpt, reason
 
-FORMAT = "fl-bn/2"  # 1: before the records had names that begin with fl-bn/
 NUMPY = "numpy.ndarray"  # Flower's name for its format of arrays
 LONGEST_HEAD = 4096  # the most bytes of an array's head, before its values
+HINT = "different model, method or version of fl-bn on the two sides, or another option of the method"
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,6 @@ class Header:
         phase: the round's phase.
         round: the round's number. 0: before round 1.
         signature: a hash of the model's tensors and the method.
-        format: the version of the message format.
         payload: the dtype in which weights are sent; ``AS_THE_MODEL``: the model's own.
     """
 
@@ -52,43 +48,25 @@ class Header:
     phase: str
     round: int
     signature: str
-    format: str = FORMAT
     payload: str = AS_THE_MODEL
 
     def values(self) -> dict[str, Any]:
         """Return the fields by name. ``dataclasses.asdict`` is slower, because it copies deeply."""
         return dict(vars(self))
 
-    def check(self, other: Header) -> None:
+    def check(self, other: Header, why: Callable[[], str] = lambda: HINT) -> None:
         """Check that ``other`` has the same fields.
+
+        Args:
+            other: the header of a received message.
+            why: returns the reason for another signature, in words.
 
         Raises:
             WireError: a field differs.
         """
         for key, expected in self.values().items():
             if (actual := getattr(other, key)) != expected:
-                hint = " (different model, method or version of fl-bn on the two sides, or another option of the method)"
-                hint = hint if key in ("signature", "format") else ""
-                raise WireError("header", key, f"expected {expected!r}, but got {actual!r}{hint}")
-
-
-def check_header(expected: Header, actual: Header, ours: Schema, payload: Payload) -> None:
-    """Check the header of a message.
-
-    Args:
-        expected: the header that this side expects.
-        actual: the message's header.
-        ours: the tensors that this side expects.
-        payload: the message's tensors.
-
-    Raises:
-        WireError: a field differs. If the signature differs, but not the method and the format, the error names the first
-            tensor that differs. If no tensor differs, it names other possible causes.
-    """
-    if actual.signature != expected.signature and actual.method == expected.method and actual.format == expected.format:
-        problem = difference(ours, payload, dtypes=actual.payload == AS_THE_MODEL)
-        raise WireError("header", "signature", f"expected {expected.signature!r}, but got {actual.signature!r}: {problem}")
-    expected.check(actual)
+                raise WireError("header", key, f"expected {expected!r}, but got {actual!r}" + (f": {why()}" if key == "signature" else ""))
 
 
 def header_for(shared: SharedModel, round: int, phase: Phase, payload: str = AS_THE_MODEL) -> Header:
@@ -189,14 +167,7 @@ def header_of(content: RecordDict) -> Header:
     Raises:
         WireError: there is no header, or one of its fields is missing or not as expected.
     """
-    if HEADER.name not in content:
-        raise WireError(
-            "header",
-            "",
-            f"expected a record {HEADER.name!r} of {FORMAT}, but got records {excerpt(sorted(content))}: a train handler returns "
-            "round.message(...), which makes this header",
-        )
-    return header_from(HEADER.of_configs(content))
+    return header_from(HEADER.of(content))
 
 
 def header_from(values: Mapping[str, Any]) -> Header:
@@ -221,12 +192,8 @@ def array_from(data: bytes, section: str, name: str = "") -> np.ndarray:
     """
     try:
         shape, fortran, dtype, begin = _head(data[: 10 + int.from_bytes(data[8:10], "little")])
-        count, rest = math.prod(shape), len(data) - begin
-        if count * dtype.itemsize != rest:
-            raise ValueError(f"shape {excerpt(shape)} and dtype {dtype} need {count * dtype.itemsize} bytes of values, but got {rest}")
-        if count == 0:
-            return np.empty(shape, dtype)
-        return np.frombuffer(data, dtype, offset=begin).reshape(shape, order="F" if fortran else "C")
+        values = np.frombuffer(data, dtype, offset=begin) if len(data) > begin else np.empty(0, dtype)
+        return values.reshape(shape, order="F" if fortran else "C")
     # for received bytes NumPy may raise anything that its parsers raise: TokenError, SyntaxError, OverflowError ...
     except Exception as error:
         raise WireError(section, name, f"expected a NumPy array, but its bytes cannot be read: {reason(str(error))}") from error
@@ -242,16 +209,13 @@ def _head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
     Raises:
         Exception: any that NumPy's parsers raise.
     """
-    if len(head) > LONGEST_HEAD:
-        raise ValueError(f"the head may have at most {LONGEST_HEAD} bytes, but has {len(head)}")
     stream = io.BytesIO(head)
-    if (version := np.lib.format.read_magic(stream)) != (1, 0):
-        raise ValueError(f"they must be in version (1, 0) of NumPy's .npy format, as numpy.save writes it, but are in version {version}")
+    version = np.lib.format.read_magic(stream)
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream, max_header_size=LONGEST_HEAD)
-    if dtype not in DTYPES:
-        raise ValueError(f"the dtype must be one of {', '.join(sorted(map(str, DTYPES)))}, but is {dtype}")
-    if len(shape) > 16 or not all(type(size) is int and size >= 0 for size in shape):  # True is an int, too
-        raise ValueError(f"the shape must have at most 16 axes of lengths >= 0, but has {len(shape)}: {excerpt(shape)}")
+    sizes = len(shape) <= 16 and all(type(size) is int and size >= 0 for size in shape)  # True is an int, too
+    if version != (1, 0) or dtype not in DTYPES or not sizes:
+        wanted = f"version (1, 0) of NumPy's .npy format, a dtype of {', '.join(sorted(map(str, DTYPES)))}, and at most 16 axes"
+        raise ValueError(f"expected {wanted}, but got version {version}, {dtype} and {len(shape)} axes {excerpt(shape)}")
     return shape, fortran, dtype, stream.tell()
 
 
@@ -268,9 +232,7 @@ def decoded(array: Array, section: str, name: str = "") -> np.ndarray:
     """
     if isinstance(array, LazyArray):
         return array.array
-    if array.stype != NUMPY:
-        raise WireError(section, name, f"expected a NumPy array, but its bytes are {excerpt(array.stype)}")
-    return array_from(array.data, section, name)
+    return array_from(array.data if array.stype == NUMPY else b"", section, name)
 
 
 def flatten(payload: Payload) -> tuple[list[np.ndarray], str]:
@@ -285,18 +247,9 @@ def unflatten(arrays: list[np.ndarray], layout: str) -> Payload:
     Args:
         arrays: the arrays.
         layout: the layout that ``flatten`` returned with them, as JSON.
-
-    Raises:
-        WireError: the layout does not describe these arrays.
     """
-    try:
-        sections = [(str(section), [str(name) for name in names]) for section, names in json.loads(layout)]
-    except (ValueError, TypeError) as error:
-        raise WireError("layout", "", f"expected JSON [[section, [name, ...]], ...], but got {layout[:80]!r}") from error
-    if (expected := sum(len(names) for _, names in sections)) != len(arrays):
-        raise WireError("layout", "", f"expected {expected} arrays, as the layout says, but got {len(arrays)}")
     remaining = iter(arrays)
-    return {section: {name: next(remaining) for name in names} for section, names in sections}
+    return {section: {name: next(remaining) for name in names} for section, names in json.loads(layout)}
 
 
 def arrays_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,9 +31,18 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 
 from fl_bn.flower.compat import log
 from fl_bn.flower.disclosure import FEW
-from fl_bn.flower.wire.fields import OURS, records_of
-from fl_bn.flower.wire.messages import EVALUATION, EXCHANGE, LIMITS, RECORD_KEY_CONFIGS, REQUIRED, SECURE, SUM_OF
-from fl_bn.flower.wire.versions import OtherVersion, check_server
+from fl_bn.flower.wire.messages import (
+    EVALUATION,
+    EXCHANGE,
+    LIMITS,
+    OURS,
+    RECORD_KEY_CONFIGS,
+    REQUIRED,
+    SECURE,
+    SUM_OF,
+    records_of,
+    server_differs,
+)
 from fl_bn.methods import Phase
 from fl_bn.support.durable import append
 from fl_bn.support.wire import WireError, excerpt, printable
@@ -43,11 +52,12 @@ COUNTS = ("samples", "num-examples", "fewest")  # an evaluation's metrics that s
 SPENT = "evaluations"  # name of a folder below state-dir; with ``OURS`` before it, of a record in Flower's context.state
 FAILURES, MOST_FAILURES = f"{OURS}failures", 3
 MASKING = "collect_masked_vectors"  # Flower's name of the stage whose reply depends on the data
+HIDDEN = "this client could not answer; its own log says why"
 _entered: ContextVar[bool] = ContextVar("entered", default=False)
 
 
 class Refused(ValueError):
-    """Signal that the gate refuses a message or a reply."""
+    """Signal that this client refuses a message, or that its reply may not leave."""
 
 
 class Insecure(Refused):
@@ -139,68 +149,51 @@ class Gate:
                 client that requires secure aggregation, and the data may be the reason. This error hides the reason.
             WireError: a limit in the node config is no whole number of at least 0.
             Exception: whatever ``handle`` raises, unless the reason must be hidden.
-            OtherVersion: the server has another version of fl-bn.
         """
-        kind, limits, name = admit(message, context, self.kinds), Limits.of(context), message.metadata.message_type
-        evaluates = name == "evaluate" or sums_evaluations(message)
+        name, limits = message.metadata.message_type, Limits.of(context)
+        kind = SUM if RECORD_KEY_CONFIGS in message.content else self.kinds.get(name, Kind())
         masks = kind is SUM and _config(message.content, RECORD_KEY_CONFIGS).get("stage") == MASKING
+        if why := self._refusal(message, context, kind, limits):
+            raise Refused(why)
         token = _entered.set(True)
         try:
             reply = handle(message, context)
-        except Refused:
-            raise
         except Exception as error:
-            # these errors depend on the message only, not on the data
-            if not limits.secure or (isinstance(error, WireError | OtherVersion) and not masks):
+            # a WireError depends on the message only, except for one of the vector to mask
+            if not limits.secure or isinstance(error, Refused) or (isinstance(error, WireError) and not masks):
                 raise
             log(logging.ERROR, "this client does not answer, and does not tell the server why: %r", error)
-            if not masks:
-                raise Refused("this client could not answer; its own log says why") from None
-            _count_failure(context)
-            raise Refused("this client could not compute its part of a secure sum; its own log says why") from None
+            if masks:
+                context.state[FAILURES] = ConfigRecord({"failed": _failures(context) + 1})
+            raise Refused(HIDDEN) from None
         finally:
             _entered.reset(token)
         if reply.has_error():
-            if limits.secure:  # the handler chose the words of this error
-                raise Refused("this client could not answer; its own log says why")
-            return reply
-        _check(reply, name, kind, limits)
-        if evaluates and (kind is not SUM or _is_vector(reply)):
-            spend(context, limits)
+            why = HIDDEN if limits.secure else ""  # the handler chose the words of this error
+        else:
+            why = _excess(reply, name, kind, limits)
+            if not why and (sums_evaluations(message) if kind is SUM else name == "evaluate") and (kind is not SUM or _is_vector(reply)):
+                why = _spend(context, limits)
+        if why:
+            raise Refused(why)
         return reply
 
-
-def admit(message: Message, context: Context, kinds: Mapping[str, Kind] = KINDS) -> Kind:
-    """Check that this client may answer a message, and return the message's kind.
-
-    Args:
-        message: the server's message.
-        context: Flower's context of the client.
-        kinds: the known kinds, by Flower's message type.
-
-    Raises:
-        Refused: the message is of an unknown kind, or the site's settings forbid it.
-        OtherVersion: the server has another version of fl-bn.
-    """
-    check_server(message)
-    name, limits = message.metadata.message_type, Limits.of(context)
-    if name not in kinds:
-        raise Refused(
-            f"this client's gate does not know {printable(name)} messages, so the client answers none of them: add this type to "
-            "Gate(kinds=...)"
-        )
-    kind = SUM if RECORD_KEY_CONFIGS in message.content else kinds[name]
-    if kind is SUM and name != "train":  # Flower's mod would let this pass, and the vector would leave unmasked
-        raise Insecure(f"SecAgg+ masks only replies to train messages, but this message has the type {name}: its reply would not be masked")
-    if limits.secure and not kind.open:
-        raise Insecure(f"{REQUIRED} is on, so this client answers no {name} message in the clear")
-    if kind is SUM and limits.secure and _failures(context) >= MOST_FAILURES:
-        raise Refused(
-            f"this client failed in {MOST_FAILURES} secure sums of this run, and takes part in no more: its failures may depend on its data"
-        )
-    if (kind is SUM or limits.secure) and (exchange := _exchange(message)):
-        raise Insecure(f"{exchange} would show this client's moments to the server, and no secure sum needs such an exchange")
-    return kind
+    def _refusal(self, message: Message, context: Context, kind: Kind, limits: Limits) -> str:
+        """Return why this client must not answer ``message``. Empty if it may."""
+        name, exchange = message.metadata.message_type, _exchange(message)
+        if other := server_differs(message.content):
+            return other
+        if name not in self.kinds:
+            return f"this client's gate knows no {printable(name)} messages, so it answers none of them: add the type to Gate(kinds=...)"
+        if kind is SUM and name != "train":  # Flower's mod would let this pass, and the vector would leave unmasked
+            return f"SecAgg+ masks only replies to train messages, but this message has the type {name}: its reply would not be masked"
+        if limits.secure and not kind.open:
+            return f"{REQUIRED} is on, so this client answers no {name} message in the clear"
+        if kind is SUM and limits.secure and _failures(context) >= MOST_FAILURES:
+            return f"this client failed in {MOST_FAILURES} secure sums of this run, and takes part in no more: its data may be the reason"
+        if exchange and (kind is SUM or limits.secure):
+            return f"{exchange} would show this client's moments to the server, and no secure sum needs such an exchange"
+        return ""
 
 
 def admit_own(message: Message, context: Context, evaluates: bool) -> None:
@@ -215,14 +208,16 @@ def admit_own(message: Message, context: Context, evaluates: bool) -> None:
         evaluates: whether the handler evaluates.
 
     Raises:
-        Refused: this client requires secure aggregation, or its site allows no further evaluation in this run.
-        OtherVersion: the server has another version of fl-bn.
+        Refused: the server has another version of fl-bn, this client requires secure aggregation, or its site allows no
+            further evaluation in this run.
     """
-    check_server(message)
-    if (limits := Limits.of(context)).secure:
-        raise Insecure(f"{REQUIRED} is on, but a user's own app replies unmasked: use fl-bn's application, or set {REQUIRED} to false")
-    if evaluates and not _entered.get():
-        spend(context, limits)
+    why, limits = server_differs(message.content), Limits.of(context)
+    if not why and limits.secure:
+        why = f"{REQUIRED} is on, but a user's own app replies unmasked: use fl-bn's application, or set {REQUIRED} to false"
+    if not why and evaluates and not _entered.get():
+        why = _spend(context, limits)
+    if why:
+        raise Refused(why)
 
 
 def evaluations_left(context: Context, limits: Limits) -> bool:
@@ -230,27 +225,26 @@ def evaluations_left(context: Context, limits: Limits) -> bool:
     return limits.max_evaluations is None or _spent(context) < limits.max_evaluations
 
 
-def spend(context: Context, limits: Limits) -> None:
+def _spend(context: Context, limits: Limits) -> str:
     """Add 1 to this client's evaluations of the run, before the result is sent. ``state-dir`` keeps the count over restarts.
 
-    Raises:
-        Refused: this site has already answered as many evaluations as it allows in a run, or it cannot store the count.
+    Returns:
+        Why this client may not answer an evaluation: its site has answered as many as it allows in a run, or cannot store
+            the count. Empty if it may.
     """
-    if limits.max_evaluations is None:
-        return
-    spent = _spent(context)
-    if spent < limits.max_evaluations and (file := _file(context)) is not None:
+    most, file, spent = limits.max_evaluations, _file(context), _spent(context) + 1
+    if most is None:
+        return ""
+    if spent <= most and file is not None:
         try:
             append(file, b"1")
         except OSError as error:
-            raise Refused(f"this site cannot count its evaluations ({error}), so it answers none") from error
-        spent = max(spent, _lines(file) - 1)  # another process may have counted one, too
-    if spent >= limits.max_evaluations:
-        raise Refused(
-            f"this site has answered the {limits.max_evaluations} evaluations that it allows in a run (max-evaluations): more could reveal "
-            "single samples"
-        )
-    context.state[OURS + SPENT] = ConfigRecord({"spent": spent + 1})
+            return f"this site cannot count its evaluations ({error}), so it answers none"
+        spent = max(spent, _lines(file))  # another process may have counted one, too
+    if spent > most:
+        return f"this site has answered the {most} evaluations that it allows in a run (max-evaluations): more could reveal single samples"
+    context.state[OURS + SPENT] = ConfigRecord({"spent": spent})
+    return ""
 
 
 def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int], least: int) -> tuple[dict[str, float], int]:
@@ -284,36 +278,24 @@ def _config(content: RecordDict, name: str) -> dict[str, Any]:
 
 def sums_evaluations(message: Message) -> bool:
     """Return whether a message belongs to a secure sum of evaluations."""
-    return RECORD_KEY_CONFIGS in message.content and SECURE.of_configs(message.content)[SUM_OF] == EVALUATION
+    return RECORD_KEY_CONFIGS in message.content and SECURE.of(message.content)[SUM_OF] == EVALUATION
 
 
-def _check(reply: Message, name: str, kind: Kind, limits: Limits) -> None:
-    """Check that the reply to a message of type ``name`` holds only what ``kind`` and ``limits`` allow.
-
-    Raises:
-        Refused: the reply holds something else.
-    """
+def _excess(reply: Message, name: str, kind: Kind, limits: Limits) -> str:
+    """Return what the reply to a message of type ``name`` holds beyond ``kind`` and ``limits``. Empty: nothing."""
     arrays = records_of(reply.content, ArrayRecord)
     if others := {*reply.content} - kind.records - {*arrays}:
         allowed = ", ".join(sorted(kind.records)) or "nothing"
-        raise Refused(f"a reply to {name} may hold {allowed}, but this one has {excerpt(sorted(others))}")
+        return f"a reply to {name} may hold {allowed}, but this one has {excerpt(sorted(others))}"
     if not kind.arrays and any(arrays.values()):
-        raise Refused(f"a reply to {name} may hold no arrays, but this one has {excerpt(sorted(arrays))}")
-    if limits.secure and kind is not SUM and _tells_labels(reply):
-        raise Insecure(f"{REQUIRED} is on, so this client does not tell how many samples of each label it has")
+        return f"a reply to {name} may hold no arrays, but this one has {excerpt(sorted(arrays))}"
     if name == "evaluate" and limits.min_samples:
-        _check_samples(records_of(reply.content, MetricRecord).values(), limits)
-
-
-def _tells_labels(reply: Message) -> bool:
-    return bool(_config(reply.content, f"{OURS}hello").get("label-counts", "[]") != "[]")
-
-
-def _check_samples(records: Iterable[Mapping[str, Any]], limits: Limits) -> None:
-    counts = [count for metrics in records for name in COUNTS if isinstance(count := metrics.get(name), int | float)]
-    if not counts or min(counts) < limits.min_samples:
-        behind = f"summarises only {min(counts):g} samples" if counts else f"has no number of samples (a metric {' or '.join(COUNTS)})"
-        raise Refused(f"this site has min-samples = {limits.min_samples}, but the evaluation {behind}")
+        records = records_of(reply.content, MetricRecord).values()
+        counts = [count for metrics in records for name in COUNTS if isinstance(count := metrics.get(name), int | float)]
+        if not counts or min(counts) < limits.min_samples:
+            behind = f"summarises only {min(counts):g} samples" if counts else f"has no number of samples (a metric {' or '.join(COUNTS)})"
+            return f"this site has min-samples = {limits.min_samples}, but the evaluation {behind}"
+    return ""
 
 
 def _is_vector(reply: Message) -> bool:
@@ -321,9 +303,9 @@ def _is_vector(reply: Message) -> bool:
 
 
 def _spent(context: Context) -> int:
-    count = _config(context.state, OURS + SPENT).get("spent", 0)
+    count = int(_config(context.state, OURS + SPENT).get("spent", 0))
     file = _file(context)
-    return max(count if isinstance(count, int) else 0, 0 if file is None else _lines(file))
+    return max(count, 0 if file is None else _lines(file))
 
 
 def _file(context: Context) -> Path | None:
@@ -338,12 +320,7 @@ def _file(context: Context) -> Path | None:
 
 
 def _failures(context: Context) -> int:
-    count = _config(context.state, FAILURES).get("failed", 0)
-    return count if isinstance(count, int) else 0
-
-
-def _count_failure(context: Context) -> None:
-    context.state[FAILURES] = ConfigRecord({"failed": _failures(context) + 1})
+    return int(_config(context.state, FAILURES).get("failed", 0))
 
 
 def _lines(file: Path) -> int:

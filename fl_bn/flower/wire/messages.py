@@ -1,21 +1,186 @@
-"""Declare all fields of messages, in both directions, and of the files from which a run resumes.
+"""Declare all fields of messages, in both directions; find the records, and identify a run.
 
-A received value is checked by its declaration before it is used. The records' names begin with ``OURS`` (``wire.fields``).
-Arrays are declared in ``schema``, by model, method and phase. Requests of the layer-wise exchange are declared in
-``exchange.grpc.wire``, with their limits in ``exchange.session``. Every other value that server and client read from each
-other is a field below.
+A received value is checked by its declaration before it is used. Arrays are declared in ``schema``, by model, method and phase.
+Requests of the layer-wise exchange are declared in ``exchange.grpc.wire``, with their limits in ``exchange.session``. Every other value
+that server and client read from each other is a field below.
+
+The records that Flower's examples use, ``config``, ``arrays`` and ``metrics``, belong to the user, and may have any fields. The names of
+fl-bn's records begin with ``OURS``. Errors name a record without this prefix.
+
+A server and a client with different versions of fl-bn refuse each other. Versions are compared when a client introduces itself, and
+with every later message: a site may return with another version in the middle of a run.
 """
 
 from __future__ import annotations
 
-from fl_bn.federation.fields import NEEDED, blobs, data, measured, number, one_of, real, text, whole, whole_list, wholes, wholes_by_name
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, TypeVar
+
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+from fl_bn.federation import fields
+from fl_bn.federation.fields import (
+    NEEDED,
+    Values,
+    blobs,
+    data,
+    measured,
+    number,
+    one_of,
+    real,
+    text,
+    whole,
+    whole_list,
+    wholes,
+    wholes_by_name,
+)
 from fl_bn.federation.narrow import PAYLOADS
 from fl_bn.federation.replies import REPLIED as SAMPLES
 from fl_bn.federation.replies import TRAINED as NUMBERS
-from fl_bn.flower.wire.fields import FOLDER, NAME, RESUMES, Form
 from fl_bn.methods import INPUTS, MEASURED, Phase
 from fl_bn.secure.settings import FINEST, WIDEST
+from fl_bn.support.extras import version_of
+from fl_bn.support.wire import printable
 from fl_bn.task import Task
+
+R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
+OURS = "fl-bn/"
+"""The prefix of the names of fl-bn's records, in messages and in Flower's ``context.state``."""
+ASK_HELLO, STATISTICS, RENDEZVOUS, SAVE = "query.hello", "query.statistics", "query.rendezvous", "query.save"  # kinds of messages
+
+
+def records_of(content: RecordDict, kind: type[R]) -> dict[str, R]:
+    """Return all records of the type ``kind`` (such as ``ArrayRecord``), by name.
+
+    Flower's own properties (``array_records`` ...) create reference cycles. These keep a reply's arrays in
+    memory until the garbage collector runs.
+    """
+    return {name: record for name, record in content.items() if isinstance(record, kind)}
+
+
+def our_records(content: RecordDict, kind: type[R]) -> dict[str, R]:
+    """Return name -> record for fl-bn's records of the type ``kind``. The names lack the prefix ``OURS``."""
+    return {name.removeprefix(OURS): record for name, record in records_of(content, kind).items() if name.startswith(OURS)}
+
+
+def their_records(content: RecordDict, kind: type[R]) -> dict[str, R]:
+    """Return the user's records of the type ``kind``, by name."""
+    return {name: record for name, record in records_of(content, kind).items() if not name.startswith(OURS)}
+
+
+def config_of(content: RecordDict) -> dict[str, Any]:
+    """Return the fields of fl-bn's config in a message; empty if the message has no config."""
+    return dict(our_records(content, ConfigRecord).get("config", ConfigRecord()))
+
+
+def add_to_config(content: RecordDict, values: Mapping[str, Any]) -> None:
+    """Put ``values`` into fl-bn's config of a message. Other messages with the same config stay as they are."""
+    content[f"{OURS}config"] = ConfigRecord({**config_of(content), **values})
+
+
+@dataclass(frozen=True)
+class Form(fields.Form):
+    """Declare the fields of one record in a message, find the record by its name, and read it.
+
+    Attributes:
+        prefix: the beginning of the record's name in a message. Empty: the name is Flower's or the user's.
+    """
+
+    prefix: str = OURS
+
+    @property
+    def name(self) -> str:
+        """Return the record's name in a message."""
+        return self.prefix + self.record
+
+    def of(self, content: RecordDict) -> Values:
+        """Read this record of a message's ``content``.
+
+        Raises:
+            WireError: the record is missing, or one of its fields is missing or not as declared.
+        """
+        record: Any = content.get(self.name)
+        return self.read(None if isinstance(record, ArrayRecord) else record)
+
+
+FOLDER = r"(?![.~ -])[^/\\\x00-\x1f\x7f]{1,255}"
+RESUME = re.compile(r"([0-9a-f]{8}):([0-9]{1,15})")
+RESUMES = rf"(?:{RESUME.pattern}(?:,{RESUME.pattern})*)?"
+FIRST = "0"
+NAME = re.compile(rf"{FOLDER}/state-[0-9a-f]{{8}}")
+
+
+@dataclass(frozen=True)
+class RunId:
+    """Identify a run, and list how often it was resumed and from which rounds.
+
+    Attributes:
+        run: the run's unique name NAME/state-XXXXXXXX: the name of its folder, and eight random hexadecimal digits.
+        resumes: one pair for each resume, in order of time: a random token, and the round of the checkpoint to which the
+            run went back.
+        durable: the earliest round to which a later resume can go back. So a client needs only the newest of its states
+            up to this round.
+    """
+
+    run: str
+    resumes: tuple[tuple[str, int], ...] = ()
+    durable: int = 0
+
+    @classmethod
+    def new(cls, name: str) -> RunId:
+        """Return the id of a new run in the folder ``name``. If no folder can have that name, the id has the name ``run``."""
+        run = f"{name}/state-{secrets.token_hex(4)}"
+        return cls(run if NAME.fullmatch(run) else f"run/state-{secrets.token_hex(4)}")
+
+    @property
+    def attempt(self) -> str:
+        """Return the token of the last resume, which clients store with their states. ``0``: the run was never resumed."""
+        return self.resumes[-1][0] if self.resumes else FIRST
+
+    @property
+    def gone_back_to(self) -> int:
+        """Return the round to which the last resume went back. 0 if the run was never resumed."""
+        return self.resumes[-1][1] if self.resumes else 0
+
+    @property
+    def attempts(self) -> list[str]:
+        """Return ``0``, which is the token of the start, and the tokens of all resumes in order of time."""
+        return [FIRST, *(token for token, _ in self.resumes)]
+
+    def resumed(self, round: int) -> RunId:
+        """Return the id of this run when it is resumed after ``round``.
+
+        Every resume gets a random token. If a run is resumed twice from one checkpoint, clients ignore, after the second
+        resume, the states that they stored after the first.
+        """
+        return replace(self, resumes=(*self.resumes, (secrets.token_hex(4), round)))
+
+    def counts(self, round: int, attempt: str) -> bool:
+        """Return whether a client's state still counts: no resume has undone the round in which it was stored.
+
+        Args:
+            round: the round in which the state was stored.
+            attempt: the token of the last resume at that time. ``0``: the run had not been resumed.
+        """
+        if attempt not in self.attempts:
+            return False
+        return all(round <= resumed for _, resumed in self.resumes[self.attempts.index(attempt) :])
+
+    def to_config(self) -> dict[str, str | int]:
+        """Return this id as fields of a message's config. Empty fields are left out: Flower's ``message_size_mod`` fails on them."""
+        resumes = ",".join(f"{token}:{round}" for token, round in self.resumes)
+        return {"run": self.run, **({"resumes": resumes} if resumes else {}), "durable": self.durable}
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> RunId:
+        """Read the id from a message's checked config. The id's ``run`` is empty if the config names no run."""
+        resumes = tuple((token, int(round)) for token, round in RESUME.findall(config.get("resumes", "")))
+        return cls(config.get("run", ""), resumes, config.get("durable", 0))
+
 
 REQUIRED = "secure-aggregation"  # a key of the run config or of a client's node config: send nothing unmasked
 RECORD_KEY_CONFIGS = "secaggplus_configs"  # Flower's name for SecAgg+'s record, here so that a plain run imports nothing of SecAgg+
@@ -31,7 +196,6 @@ HEADER = Form(
         "phase": one_of(*(phase.value for phase in Phase)),
         "round": whole(),
         "signature": text(64),
-        "format": text(64),
         "payload": one_of(*PAYLOADS),
     },
 )
@@ -60,9 +224,9 @@ EVALUATED = Form("metrics", {"samples": whole(), "loss": measured(), "fewest": w
 def evaluated(task: Task) -> Form:
     """Return ``EVALUATED`` with the metrics that ``task`` declares. Of these, only ``task.metric`` is required."""
     ranges = task.declared()
-    fields = {name: measured(*ends, default=NEEDED if name == task.metric else None) for name, ends in ranges.items() if name[-1] != "-"}
+    named = {name: measured(*ends, default=NEEDED if name == task.metric else None) for name, ends in ranges.items() if name[-1] != "-"}
     series = {name: measured(*ends) for name, ends in ranges.items() if name[-1] == "-"}
-    return Form(EVALUATED.record, {**EVALUATED.fields, **fields}, series)
+    return Form(EVALUATED.record, {**EVALUATED.fields, **named}, series)
 
 
 # from the server
@@ -166,6 +330,29 @@ UNMASK = Form(RECORD_KEY_CONFIGS, {"stage": text(32), "active_nids": wholes(NODE
 
 LIMITS = Form("node config", dict.fromkeys(("min-samples", "max-evaluations", "max-unknown-rounds"), whole(default=None)))
 
-# files from which a run resumes
+# the versions of both sides
 
-KEPT_FOR = Form("kept-for", {"signature": text(64), "run": text(200, default=""), "round": whole(), "previous/round": whole(default=0)})
+ADVICE = 'install the server\'s version at every site (docs, "Upgrade the server and its sites")'
+
+
+@cache
+def here() -> str:
+    """Return the version of fl-bn that is installed here. It is read once per process, since reading takes milliseconds."""
+    return version_of("fl-bn")
+
+
+def greeting() -> RecordDict:
+    """Return the content of the message that asks a client to introduce itself."""
+    return RecordDict({TO_GREET.name: ConfigRecord({"version": here()})})
+
+
+def server_differs(content: RecordDict) -> str:
+    """Return, at a client, why the server that sent ``content`` cannot be answered. Empty if it can."""
+    theirs = str(TO_GREET.of(content)["version"]) if TO_GREET.name in content else ""
+    return "" if theirs in ("", here()) else f"this site has fl-bn {here()}, and the server {printable(theirs)}: {ADVICE}"
+
+
+def client_differs(theirs: str) -> str:
+    """Return, at the server, why a client with the version ``theirs`` cannot take part. Empty if it can."""
+    version = f"fl-bn {printable(theirs)}" if theirs else "an earlier fl-bn, which names no version"
+    return "" if theirs == here() else f"it has {version}, and the server {here()}: {ADVICE}"

@@ -7,7 +7,6 @@ logs how many replies have come.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections import deque
@@ -15,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import grpc
-import torch
 from flwr.app import Error, Message, RecordDict
 from flwr.serverapp import Grid
 
@@ -255,7 +253,7 @@ class Mailbox:
             least = {"backend.client-resources.num-cpus": 1, "backend.client-resources.num-gpus": 0}
             raise RunFailed(
                 "Flower's simulation has ended, and its clients with it: its own error is in the log above. If a client is to have more "
-                f"than this machine has ({os.cpu_count()} CPUs, {torch.cuda.device_count()} GPUs), give it less: {federation_config(least)}"
+                f"CPUs or GPUs than this machine has, give it less: {federation_config(least)}"
             )
         if not self.lost:
             return
@@ -285,12 +283,5 @@ class Mailbox:
     def _say(self) -> None:
         now = time.monotonic()
         if now - self.logged >= SAY:
-            self.logged, kind = now, self.sent[0].metadata.message_type
-            log(
-                logging.INFO,
-                "%s: %d of %d replies are here; the deadline is in %.0f s",
-                kind,
-                self.yielded,
-                self.addressees,
-                self.end - now,
-            )
+            self.logged, kind, left = now, self.sent[0].metadata.message_type, self.end - now
+            log(logging.INFO, "%s: %d of %d replies are here; the deadline is in %.0f s", kind, self.yielded, self.addressees, left)

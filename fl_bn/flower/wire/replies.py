@@ -15,10 +15,8 @@ from fl_bn.federation.replies import Expected
 from fl_bn.federation.values import Reply
 from fl_bn.flower.population import Client
 from fl_bn.flower.wire.codec import Header, decoded, header_of
-from fl_bn.flower.wire.fields import our_records, their_records
+from fl_bn.flower.wire.messages import our_records, their_records
 from fl_bn.support.wire import Absent, WireError, reason
-
-NO_ARRAYS = " (fl-bn's messages have no record 'arrays': training(...) and evaluating(...) load the tensors into the network)"
 
 
 @dataclass(frozen=True)
@@ -53,9 +51,7 @@ def decode(message: Message) -> Decoded:
     """Decode a reply. An error is stored in the result, and never raised."""
     node, answers = message.metadata.src_node_id, message.metadata.reply_to_message_id
     if message.has_error():
-        why = reason(message.error.reason)
-        hint = NO_ARRAYS if "KeyError: 'arrays'" in why else ""
-        return Decoded(node, answers, failed=f"code {message.error.code}: {why}{hint}")
+        return Decoded(node, answers, failed=f"code {message.error.code}: {reason(message.error.reason)}")
     content = message.content
     metrics, own = our_records(content, MetricRecord).get("metrics"), their_records(content, MetricRecord)
     try:
