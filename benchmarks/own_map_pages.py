@@ -41,6 +41,16 @@ PROBLEMS = {
     "1 local step": "Labels are skewed a little, 1 local step",
     "20 local steps": "Labels are skewed a little, 20 local steps",
 }
+ROWS = {
+    "Scanners or cameras differ": {"five domains": "labels alike", "five domains, Dirichlet 0.1": "labels skewed, too"},
+    "One or few classes per client": {"one class": "one", "two classes": "two"},
+    "Tiny batches, or one step per round": {"batch of 4": "batches of 4", "1 local step": "one step"},
+    "Few clients take part in a round": {"10 % take part": "a tenth"},
+    "Otherwise": {
+        "IID": "clients alike", "Dirichlet 0.3": "labels a little skewed", "Dirichlet 0.1": "more skewed", "20 local steps": "20 steps",
+    },
+}  # fmt: skip
+"""The user's problem -> the regimes that it covers, each with a word for the table."""
 PAGES = {
     "fedavg": "others.md#fedavg-with-batchnorm", "gn": "others.md#group-layer-and-instance-normalisation", "fixbn": "fixbn.md",
     "fedbn": "fedbn.md", "silobn": "fedbn.md#silobn-the-variant-with-shared-scale-and-shift", "hbn": "hbn.md", "fbn": "fbn.md",
@@ -81,40 +91,40 @@ def measured_regimes() -> dict[str, Measured]:
 
 
 def recommendation(found: Sequence[Regime], folder: str) -> str:
-    """Return a Markdown table that recommends a method for every regime with runs, and sentences about these runs.
+    """Return a Markdown table that recommends methods for five kinds of problems, and sentences about the runs behind it.
 
     Args:
         found: The regimes with runs.
         folder: The folder of the methods' pages, relative to the page with the table.
     """
-    lines = ["| your problem | try | points above plain BatchNorm | as good, as far as we can tell |", "|---|---|---:|---|"]
-    for regime in found:
-        best = regime.methods[0]
-        level = regime.level(best)
-        plain = BASELINE in level
-        first = BASELINE if plain else best
-        others = [name for name in level if name != first and (not plain or regime.above(name) > 0)]
-        above = "" if plain else f"{regime.above(best):+.1f}"
-        beside = ", ".join(f"{_link(name, folder)} ({regime.above(name):+.1f})" if plain else _link(name, folder) for name in others)
-        lines.append(f"| {regime.problem} | {_link(first, folder)} | {above} | {_beside(regime, plain, beside)} |")
+    lines = ["| your problem | try (points above plain BatchNorm) |", "|---|---|"]
+    for problem, words in ROWS.items():
+        advice: dict[str, list[str]] = {}
+        for regime in sorted(found, key=lambda one: [*words].index(one.name) if one.name in words else -1):
+            if regime.name in words:
+                advice.setdefault(_advice(regime, folder), []).append(words[regime.name])
+        if advice:
+            said = [f"{', '.join(which)}: {text}" if len(words) > 1 else text for text, which in advice.items()]
+            lines.append(f"| {problem} | {'; '.join(said)} |")
     return "\n".join([*lines, "", *_read(found, folder)]) + "\n"
 
 
-def _beside(regime: Regime, plain: bool, others: str) -> str:
-    one = "one seed; " if len(regime.seeds) == 1 else ""
-    nothing = f"nothing is ahead for sure{f'; ahead by no more than chance: {others}' if others else ''}"
-    return f"{one}{nothing if plain else others}".removesuffix("; ")
+def _advice(regime: Regime, folder: str) -> str:
+    """Return the best method of a regime with what is as good; FedAvg where nothing is ahead of it for sure."""
+    best, level = regime.methods[0], regime.level(regime.methods[0])
+    one = "one seed, " if len(regime.seeds) == 1 else ""
+    if BASELINE in level:
+        return f"{one}{_link(BASELINE, folder)}, gains are within chance"
+    others = ", ".join(_link(name, folder) for name in level if name != best)
+    return f"{one}{_link(best, folder)} ({regime.above(best):+.1f}){f', as good: {others}' if others else ''}"
 
 
 def _read(found: Sequence[Regime], folder: str) -> list[str]:
     """Return the sentences below the table: how many rounds, seeds, methods and rates were run, and what is older."""
     seeds = max(len(regime.seeds) for regime in found)
     return [
-        f"Measured on the bundled digits: {COMMON['rounds']} rounds, {seeds} seeds, {len(METHODS)} methods, each at the best of three "
-        "learning rates.",
-        "The rates were chosen on validation samples of the clients, never on test data.",
-        "The runs of `fixbn` are older than its present default, which learns more after the freeze "
-        f"([figures]({folder}fixbn.md#the-calendar)).",
+        f"Bundled digits, {COMMON['rounds']} rounds, {seeds} seeds, {len(METHODS)} methods, each at the best of three rates. "
+        f"`fixbn` has a [newer default]({folder}fixbn.md#the-learning-rate-after-the-freeze), which learns more.",
     ]
 
 

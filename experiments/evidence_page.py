@@ -117,7 +117,7 @@ def markdown(claims: Sequence[Tested]) -> str:
 
 
 def short(claims: Sequence[Tested], page: str) -> str:
-    """Return the text for the README: a table of what is decided, and sentences with the claims that are not.
+    """Return the text for the README: a table of what is decided, and a sentence that counts the claims.
 
     Args:
         claims: The claims with their results.
@@ -125,30 +125,19 @@ def short(claims: Sequence[Tested], page: str) -> str:
     """
     run = [one for one in claims if one.was_run]
     decided = [one for one in run if one.verdict not in (OPEN, NOT_AT_SCALE)]
-    lines = [f"Of {len(claims)} claims of the five papers {len(run)} have runs here, and {len(decided)} are decided by them.", ""]
-    lines += ["| method | the paper says | we measured | so |", "|---|---|---|---|"]
+    counts = [(len([one for one in run if one.verdict == verdict]), verdict) for verdict in (OPEN, NOT_AT_SCALE)]
+    others = "".join(f", {number} {verdict}" for number, verdict in counts if number)
+    lines = ["| the paper says | we measured | so |", "|---|---|---|"]
     for one in decided:
-        says = f"[{one.claim.id}]({page}#{one.anchor}) {one.claim.claim}. {_paper(one)}"
-        lines.append(f"| {_method(one)} | {says} | {_ours(one)} | {one.verdict} |")
+        lines.append(f"| [{one.claim.claim}]({page}#{one.anchor}): {_paper(one)} | {_ours(one)} | {one.verdict} |")
     for one in claims:  # questions of ours whose answer is against the method
         for own, _, outcomes in one.own:
-            against = [f"{outcome.comparison}: {_measured(outcome)}" for outcome in outcomes if outcome.state == AGAINST]
-            if against:
-                lines.append(
-                    f"| {_method(one)} | [ours]({page}#{own.id}) {own.asks} | {'; '.join(against)} | {one.answer(own, outcomes)} |"
-                )
-    for verdict in (OPEN, NOT_AT_SCALE):
-        if alike := [one.claim.id for one in run if one.verdict == verdict]:
-            lines += ["", f"{verdict.capitalize()}: {', '.join(alike)}."]
-    exact = [one.claim.id for one in claims if one.claim.exact]
-    waiting = [one for one in claims if not one.was_run and not one.claim.exact]
-    lines += ["", f"Exactly as in the paper: {', '.join(exact)}."] if exact else []
-    lines += ["", f"{len(waiting)} more are not run yet, or not testable here: [the page]({page}) names them."] if waiting else []
+            if against := [outcome for outcome in outcomes if outcome.state == AGAINST]:
+                asked = f"[our question]({page}#{own.id}): {'; '.join(str(outcome.comparison) for outcome in against)}"
+                measured = "; ".join(map(_measured, against))
+                lines.append(f"| {asked} | {measured} | {one.answer(own, outcomes)} |")
+    lines += ["", f"Of {len(claims)} claims of the five papers {len(run)} have runs here: {len(decided)} decided{others} ([all]({page}))."]
     return "\n".join(lines) + "\n"
-
-
-def _method(one: Tested) -> str:
-    return one.experiment.paper.partition(" (")[0]
 
 
 def statement(one: Tested) -> Statement:

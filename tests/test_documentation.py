@@ -19,9 +19,9 @@ def block(marker: str) -> str:
 
 
 def test_two_commands_do_all_the_set_up() -> None:
-    assert block("main job").endswith("flwr run .")
+    assert block("first result").endswith("flwr run .")
     assert block("tests").endswith("pytest")
-    assert "\n" not in block("main job") + block("tests"), "one command each"
+    assert "\n" not in block("first result") + block("tests"), "one command each"
 
 
 def test_config_page_is_the_config() -> None:

@@ -66,7 +66,7 @@ def compare(
 
 
 def sweep(
-    file: Annotated[Path, typer.Argument(help="a TOML file in which lists are axes; see docs/sweeps.md")],
+    file: Annotated[Path, typer.Argument(help="a TOML file in which lists are axes; see docs/how-to/compare.md")],
     variant: Annotated[str, typer.Option(help="the name of a variant in the file ([variants])")] = "",
     jobs: JobsOption = 0,
     data: DataOption = "data",

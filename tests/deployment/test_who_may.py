@@ -1,4 +1,4 @@
-"""docs/who-may-do-what.md: every forbidden thing is tried, and every line of the page names the test that tries it."""
+"""What docs/who-may-do-what.md forbids is tried."""
 
 from __future__ import annotations
 
@@ -19,19 +19,9 @@ from tests.deployment.federation import Federation, farewell, wait_until
 from tests.deployment.inner import KitPlan, SiteFolder, append, commands, create, files_in, find, verify
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/who-may-do-what.md"
 KEY, APP, STRANGER = 21001, 21002, 21003  # users who need no entry anywhere
 ANSWERS = ("SuperNode ID", "No SuperNode found with the given public key")
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="files for three users: needs root")
-
-
-def tried() -> set[str]:
-    return {name for name in globals() if name.startswith("test_") and "page" not in name}
-
-
-def test_the_page_names_every_test_and_no_other() -> None:
-    named = set(re.findall(r"`(test_\w+)`", PAGE.read_text()))
-    assert named == tried()
 
 
 # Files of a site without containers
