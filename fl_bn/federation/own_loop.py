@@ -219,7 +219,7 @@ def server_round(state: Server, replies: Sequence[Reply], exchange: Session | No
         raise ValueError(
             f"the run of {state.rounds} rounds is over: make the state with the number of all rounds, server_state(..., rounds=...)"
         )
-    new = copy.deepcopy(state)
+    new = copy.deepcopy(state, {id(state.source): state.source})  # the network that was given stays as it is
     instruction = new.begin(state.round + 1)
     new.conclude(checked(replies, new.expects(instruction.round, instruction.phase), new.policy.clients, exchange))
     new.record = _with_metrics(new.record, replies)

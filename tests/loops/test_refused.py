@@ -282,15 +282,6 @@ def test_steps_that_move_nothing_are_refused() -> None:
 # torch.jit
 
 
-@listed("method", [FBN, HBN, FEDTAN], ids=lambda method: str(method.name))
-def test_a_layer_that_follows_the_round_cannot_be_scripted(method: Method) -> None:
-    refused("BatchNorm", lambda: torch.jit.script(convert(net(), method)))
-    other, x = net(seed=1), clients()[0][0]
-    other.load_state_dict(convert(net(), method).state_dict(), strict=False)
-    assert torch.equal(torch.jit.script(other.eval())(x), net().eval()(x))  # the way out
-    torch.jit.script(convert(net(), FEDAVG))  # control
-
-
 def test_the_network_of_a_round_cannot_be_scripted() -> None:
     for method in (FEDAVG, FROZEN):
         with opened(method) as round, pytest.raises(Exception):  # noqa: B017, PT011 - torch's own error
