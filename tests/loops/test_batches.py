@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -20,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fl_bn import convert, methods, unrecorded
 from fl_bn.methods import Method
 from tests.doors.doors import apart
-from tests.loops.loops import DOORS, RATE, ContractBroken, Moments, cells, clients, door_2, net, opened, plain, step
+from tests.loops.loops import DOORS, RATE, ContractBroken, cells, clients, door_2, net, opened, plain, step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # of torch.compile, about its own
@@ -96,19 +95,6 @@ def a_skipped_step(round: Any, x: Tensor, y: Tensor) -> None:
         F.cross_entropy(round.model(OTHER), torch.zeros(len(OTHER), dtype=torch.int64)).backward()
     round.model.zero_grad()
     plain(round, x, y)
-
-
-def sharpness_aware(round: Any, x: Tensor, y: Tensor) -> None:
-    """The second pass, at weights that were moved, is not another batch."""
-    optimizer = torch.optim.SGD(round.model.parameters(), RATE)
-    for scale in (0.05, -0.05):
-        optimizer.zero_grad()
-        with unrecorded(round.model) if scale < 0 else nullcontext():
-            F.cross_entropy(round.model(x), y).backward()
-        with torch.no_grad():
-            for parameter in round.model.parameters():
-                parameter.add_(scale)
-    optimizer.step()
 
 
 def data_parallel(round: Any, x: Tensor, y: Tensor) -> None:
@@ -211,30 +197,6 @@ def test_what_is_reported_is_that_of_the_batch(method: str, loop: Any, door: str
             DOORS[door](net(), METHODS[method], clients(), loop)
         return
     assert apart(DOORS[door](net(), METHODS[method], clients(), loop), plainly(method, door)) < 1e-12
-
-
-def moments(method: Method, loop: Any) -> tuple[Moments, int]:
-    """What the first client reports of the first layer, and the round's batch."""
-    x, y = clients()[0]
-    with opened(method) as round:
-        loop(round, x, y)
-    sent = round.reply(len(y))[0].sections["moments"]
-    return Moments(int(sent["1.count"]), sent["1.mean"], sent["1.var"]), int(round.first_samples)
-
-
-MEASURED = [loop for loop in [*LOOPS, sharpness_aware] if loop is not compiled_as_one_graph]
-
-
-@pytest.mark.parametrize("loop", MEASURED, ids=lambda loop: loop.__name__)
-def test_the_moments_are_plain_pytorch_s(loop: Any) -> None:
-    x, _ = clients()[0]
-    found, batch = moments(methods.fbn(), loop)
-    inputs = net()[0](x).detach()
-    assert (found.count, batch) == (16, 16)
-    assert float((found.mean - inputs.mean(0)).abs().max()) < 1e-12
-    assert float((found.var - inputs.var(0, correction=0)).abs().max()) < 1e-12
-    both = net()[0](torch.cat([x, OTHER])).detach()  # control: with what was no training batch
-    assert not float((found.mean - both.mean(0)).abs().max()) < 1e-3
 
 
 @pytest.mark.parametrize("method", [methods.fedavg(), methods.fixbn(freeze_after=0), methods.fedbn()], ids=lambda method: method.name)

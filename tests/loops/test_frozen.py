@@ -27,7 +27,6 @@ from tests.loops.loops import (
     clients,
     door_2,
     net,
-    opened,
     plain,
     server_optimizer,
     step,
@@ -227,12 +226,3 @@ def test_the_state_of_another_network_or_method_is_refused(of: str, to: str) -> 
         return
     with pytest.raises(ValueError, match="kept"):
         round_of(to, net, kept)
-
-
-def test_micro_batches_of_several_sizes_are_counted_with_their_own() -> None:
-    (x, y), method = clients()[0], methods.fbn()
-    with opened(method) as round:
-        for part, labels in zip(x.split([5, 2, 9]), y.split([5, 2, 9]), strict=True):
-            F.cross_entropy(round.model(part), labels).backward()
-        torch.optim.SGD(round.model.parameters(), RATE).step()
-    assert round.first_samples == 16

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -89,19 +87,6 @@ def test_torch_s_own_layers_need_no_call(name: str, call: Any, log: pytest.LogCa
     own_loop(Net(call), name)
     federation(Net(call), name)
     assert not unmeasured(log)
-
-
-@pytest.mark.parametrize("options", [{}, {"fullgraph": True}], ids=["", "whole graph"])
-@pytest.mark.parametrize("name", ["static-bn", "fixbn"])
-def test_a_network_that_is_compiled_in_the_block(name: str, options: Any) -> None:
-    own_loop(Net(by_call), name, lambda model: torch.compile(model, backend="eager", **options))
-
-
-def test_a_network_is_copied_and_pickled_in_the_block() -> None:
-    copies = []
-    own_loop(Net(by_call), "static-bn", inside=lambda model: copies.extend([copy.deepcopy(model), pickle.loads(pickle.dumps(model))]))
-    for other in copies:
-        other(BATCHES[0][0])
 
 
 class Auxiliary(nn.Module):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from fl_bn import Federation, SeededBatches, methods
+from fl_bn import Federation, SeededBatches
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.engines import vectorised
 from fl_bn.methods import Method, fbn, fedavg, fedavg_alg2, fedbn, fedtan, fixbn, freeze, hbn, static_bn
@@ -71,6 +71,12 @@ def flat() -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)).double()
+
+
+def named_twice() -> nn.Module:
+    model = flat()
+    model.again = model[2]
+    return model
 
 
 class Asks(nn.Sequential):
@@ -175,9 +181,6 @@ def test_options_of_a_federation(case: str, caplog: pytest.LogCaptureFixture) ->
         ("fedavg", {"clip": "value", "clip-limit": 0.01}),
         ("fedavg", {"clip": "adaptive", "clip-limit": 0.01}),
         ("fedavg", {"augment": "crop-flip"}),
-        ("fedbn", {"maintain-momentum": "local"}),
-        ("fedbn", {"maintain-momentum": "global"}),
-        *((method, {"update": "gradients", "local-steps": 1, "local-epochs": 0}) for method in ("fedavg", "fedbn", "fbn")),
     ],
     ids=str,
 )
@@ -205,6 +208,7 @@ FALLS_BACK: dict[str, tuple[Method, dict[str, Any], str]] = {
     "functional dropout": (fedavg(), {"network": lambda: Drops().double()}, "random"),
     "control flow": (fedavg(), {"network": lambda: Asks(nn.Flatten(), nn.Linear(192, 4)).double()}, "batch this network"),
     "one sample": (fedavg(), {"sizes": (12, 1, 12)}, "2 samples"),
+    "a layer under two names": (fbn(), {"network": named_twice}, "two names"),
 }
 
 
@@ -318,32 +322,3 @@ def test_loaders_of_other_kinds_fall_back(caplog: pytest.LogCaptureFixture) -> N
 def test_an_engine_that_is_none() -> None:
     with pytest.raises(ValueError, match="engine"):
         through_federation(fedavg(), "vectorized")
-
-
-class Named(nn.Module):
-    """A layer that the network has under two names, as in a list of its norm layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.bn, self.head = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
-        self.norms = nn.ModuleList([self.bn])
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.bn(self.first(x)).relu())
-        return out
-
-
-@pytest.mark.parametrize("options", [{}, {"momentum": 1.0}, {"report": "all"}])
-def test_a_layer_under_two_names_reports_for_every_client(options: dict[str, Any]) -> None:
-    """Before, the clients whose batches ran later reported nothing of it."""
-    made = torch.Generator().manual_seed(1)
-    data = [(torch.randn(n, 4, generator=made) + n, torch.randint(0, 2, (n,), generator=made)) for n in (8, 6, 4)]
-
-    def end(engine: str) -> Tensor:
-        fed = Federation(Named(), methods.fbn(**options), [SeededBatches(x, y, 8) for x, y in data], engine=engine, progress=False)
-        list(fed.run(2))
-        mean: Tensor = fed.model.bn.running_mean  # type: ignore[union-attr,assignment]
-        return mean
-
-    assert torch.allclose(end("vectorised"), end("sequential"), atol=1e-5)
