@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from fl_bn.bn.moments import Moments
 from fl_bn.data.augment import Augment
 from fl_bn.exchange.call import Exchange
+from fl_bn.federation.client_tensors import moments_to_report
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training import IndexBatches, alone, full_gradient
@@ -62,7 +63,7 @@ def train(
     batches = IndexBatches(samples, list(indices), next(model.parameters()), augment)
     with round.open(full_gradient(round, samples, task)):
         trained = train_round(round, batches, task, optimizer)
-    moments = round.report()
+    moments = moments_to_report(round)
     if method.reports(phase) is StatisticsReport.PASS:  # which is not made here
         round.statistics_pass.moments = {"no pass": Moments(0, torch.zeros(1), torch.zeros(1))}
     reply, keeps = round.reply(int(batches.seen.sum()), trained.loss)

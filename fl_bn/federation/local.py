@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,6 @@ from fl_bn.bn.observation import inputs, normalisers, observe, pooled, uncompile
 from fl_bn.bn.roles import inputs_like
 from fl_bn.data.augment import Augment
 from fl_bn.data.dataset import to_input
-from fl_bn.federation.layer_by_layer import Forward, called
 from fl_bn.methods import NORMALISERS, StatisticsPass
 from fl_bn.task import CLASSIFICATION, MetricState, Task, to_device
 
@@ -27,8 +26,15 @@ NO_VARIANCE = "more than 1 value per channel"
 """A part of the messages of torch and of HBN's layer, where a batch gives a layer one value per channel."""
 PARTS = ("sampler", "batch_sampler")
 """The attributes of a loader or a sampler that may hold a sampler with a generator of its own."""
+Forward = Callable[[nn.Module, Any], Any]
+"""``forward(network, inputs)`` runs a network on a batch of inputs."""
 PASS_BATCH = 256
 """The number of samples in one forward pass of a statistics pass."""
+
+
+def called(model: nn.Module, x: Any) -> Any:
+    """Return ``model(x)``. This is the default of the arguments named ``forward`` of statistics passes."""
+    return model(x)
 
 
 @dataclass(frozen=True)

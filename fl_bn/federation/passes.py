@@ -3,7 +3,7 @@
 In a pass, every client makes one forward pass over its data, and one exchange follows. Pass p makes the statistics of
 layers 1..p exact. Passes take place before round 1 (``calibrate``), and before evaluations (HBN, static BN:
 ``Method.refresh``). A run of 0 rounds consists of passes only: it is a re-calibration. If all clients can take part at the
-same time, one pass that goes layer by layer makes all layers exact (``federation.layer_by_layer``).
+same time, one pass that goes layer by layer makes all layers exact (``federation.client_pass``).
 """
 
 from __future__ import annotations

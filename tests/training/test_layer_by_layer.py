@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn.exchange.call import Answer, ExchangeFailed, Key, Quantity
-from fl_bn.federation.layer_by_layer import LayerOrder, layer_by_layer
+from fl_bn.federation.client_pass import LayerOrder, layer_by_layer
 from fl_bn.federation.local import measured
 from fl_bn.methods import INPUTS, StatisticsPass
 from tests.training.core import Moments, batch_norms, running_statistics
