@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -104,7 +104,7 @@ class ClientPass:
                 order = LayerOrder.at(self._model, self._layers, inputs, forward, self._instruction.memory)
                 exchange = self._connect(0 if order.problem else 1)
                 if not order.problem:
-                    self.moments = layer_by_layer(self._model, inputs, order.layers, exchange, forward)
+                    self.moments = layer_by_layer(self._model, order, exchange, forward)
                     return
                 exchange.close()
                 LOGGER.warning("this client leaves the layer-wise exchange and measures all layers in one pass: %s", order.problem)
@@ -153,10 +153,12 @@ class LayerOrder:
     Attributes:
         problem: The reason why the layers cannot be measured one after the other; empty if they can.
         layers: The names of the layers to measure.
+        batches: The batches of inputs.
     """
 
     problem: str
     layers: Collection[str] = ()
+    batches: Sequence[Any] = ()
 
     @classmethod
     @torch.no_grad()
@@ -191,27 +193,25 @@ class LayerOrder:
         if twice := [layer for place, layer in enumerate(order) if layer in order[:place]]:
             return cls(f"the network uses BatchNorm layer {twice[0]!r} more than once")
         own = sum(part.numel() * part.element_size() for part in tensors_in(few))
-        held, elements = (HELD * largest + own) / max(1, _elements(few)), 0
-        for x in inputs():
+        held, elements, batches = (HELD * largest + own) / max(1, _elements(few)), 0, list[Any]()
+        for x in inputs():  # once: the next iteration of a loader may draw other batches
             elements += _elements(x)
             if held * elements > memory:
                 return cls(f"the activations of all batches need more than {memory / 2**30:.3g} GiB (recalibration-memory)")
-        return cls("", layers)
+            batches.append(x)
+        return cls("", layers, batches)
 
 
 @torch.no_grad()
-def layer_by_layer(
-    model: nn.Module, inputs: Inputs, layers: Collection[str], exchange: Exchange, forward: Forward = called
-) -> dict[str, Moments]:
-    """Measure the moments of the input of each of the ``layers`` over all batches.
+def layer_by_layer(model: nn.Module, order: LayerOrder, exchange: Exchange, forward: Forward = called) -> dict[str, Moments]:
+    """Measure the moments of the input of each layer in ``order.layers`` over all batches.
 
     While a layer is measured, the layers before it normalise with the cohort's exact statistics. ``model`` stays
     unchanged. At the end the client leaves the ``exchange``.
 
     Args:
         model: The network.
-        inputs: A function that returns the batches of inputs, the same in every call.
-        layers: The names of the layers, of a ``LayerOrder`` without a problem.
+        order: The result of ``LayerOrder.at``, without a problem.
         exchange: The exchange with the cohort.
         forward: A function that runs the network on a batch.
 
@@ -222,11 +222,11 @@ def layer_by_layer(
         ExchangeFailed: The cohort's exchange failed, or the batches take different ways through the network.
     """
     by_layer: dict[str, Moments] = {}
-    exchanged, dtype = exchanged_layers(model, layers), inputs_like(model).dtype
+    exchanged, dtype = exchanged_layers(model, order.layers), inputs_like(model).dtype
     before = running_statistics(model, exchanged)
-    passes = [_Pass(partial(forward, model, x)) for x in inputs()]
+    passes = [_Pass(partial(forward, model, x)) for x in order.batches]
     try:
-        with _watched(model, layers, _stop_thread):
+        with _watched(model, order.layers, _stop_thread):
             while (reached := _together([one.go_on() for one in passes], by_layer)) is not None:
                 name, moments = reached
                 by_layer[name] = moments

@@ -49,7 +49,7 @@ def batches(sizes: tuple[int, ...] = (4, 3, 5)) -> Callable[[], Iterator[Tensor]
 def walk(model: nn.Module, inputs: Callable[[], Any], exchange: Alone | None = None) -> dict[str, Moments]:
     look = LayerOrder.at(model, batch_norms(model), inputs, call, MEMORY)
     assert look.problem == ""
-    return layer_by_layer(model, inputs, look.layers, exchange or Alone(), call)
+    return layer_by_layer(model, look, exchange or Alone(), call)
 
 
 def call(model: nn.Module, x: Any) -> Any:
