@@ -301,6 +301,7 @@ class Option:
     used: Used | None = None
     run: Value | None = None
     read: Callable[[Any], Any] | None = None
+    hidden: bool = False
 
     @property
     def in_run(self) -> Any:
@@ -378,7 +379,8 @@ def option(default: Any, help: str, values: Values = "", check: Callable[[Any], 
         help: The meaning of the option.
         values: For a number, its range (``range_of``). For a text, the allowed names, or a description of the allowed texts.
         check: Returns whether a value is allowed. None: ``values`` decides, and allows any text if it is a description.
-        more: The other attributes of ``Option``, by name, such as ``unit``, ``key``, ``used`` and ``run``.
+        more: The other attributes of ``Option``, by name, such as ``unit``, ``key``, ``used`` and ``run``. An option that is ``hidden`` is an argument in
+            Python alone: it has a run-config key only in a run whose ``setup`` declares one.
     """
     spec = Option(default, help, values, check or (lambda value: True), **more)
     if spec.kind is bool:
@@ -415,7 +417,7 @@ def declared(kind: type, name: str) -> Any:
         kind: The class that declares the option.
         name: The option's field in ``kind``.
     """
-    spec = _keyed(kind, name)
+    spec = replace(_keyed(kind, name), hidden=False)
     return _field(spec.in_run, spec)
 
 
@@ -473,12 +475,18 @@ def takes(options: Callable[P, Chosen]) -> Callable[[Callable[[Chosen], T]], Cal
 def options_by_key(constructor: object) -> dict[str, tuple[str, Option]]:
     """Return, for a constructor, a dict: run-config key -> (name of the field, option). It is empty if there are no options."""
     kind = constructor if isinstance(constructor, type) and is_dataclass(constructor) else getattr(constructor, "options", None)
-    return {} if kind is None else _by_key(kind)
+    return {} if kind is None else _by_key(kind, hidden=False)
+
+
+def hidden_options(constructor: object) -> dict[str, tuple[str, Option]]:
+    """Return what ``options_by_key`` does, for the options that are arguments in Python alone, by the keys that they would have."""
+    kind = constructor if isinstance(constructor, type) and is_dataclass(constructor) else getattr(constructor, "options", None)
+    return {} if kind is None else _by_key(kind, hidden=True)
 
 
 @functools.cache
-def _by_key(kind: Any) -> dict[str, tuple[str, Option]]:
-    return {_key(kind, name, spec): (name, spec) for name, spec in own_options(kind).items()}
+def _by_key(kind: Any, hidden: bool) -> dict[str, tuple[str, Option]]:
+    return {_key(kind, name, spec): (name, spec) for name, spec in own_options(kind).items() if spec.hidden == hidden}
 
 
 def _key(kind: Any, name: str, spec: Option) -> str:

@@ -58,7 +58,7 @@ def build_client(context: Context, folder: Path | None = None) -> BatchNormClien
         state=kept if "state-dir" in node or config.checkpoint_every else None,
     )
     lent = network(config, where)
-    tells, learns = (config.unseen_client, config.share_drift), task(config, train.y)
+    tells, learns = (config.unseen_client, False), task(config, train.y)
     return BatchNormClient(lent, lent.method, training(config), site, context.state, config.seed, *tells, learns)
 
 

@@ -231,7 +231,7 @@ def _momentum(default: float, what: str) -> Any:
 
 
 def _adaptivity() -> Any:
-    return option(1e-3, "keeps the step finite where gradients are small", "> 0", symbol="tau", key="server-adaptivity")
+    return option(1e-3, "keeps the step finite where gradients are small", "> 0", symbol="tau", key="server-adaptivity", hidden=True)
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ class FedAdamOptions(ServerOptions):
 
     name: ClassVar[str] = "fedadam"
     momentum: float = _momentum(0.9, "beta_1")
-    beta2: float = option(0.99, "weight of the old second moment", "[0, 1)", symbol="beta_2", key="server-beta2")
+    beta2: float = option(0.99, "weight of the old second moment", "[0, 1)", symbol="beta_2", key="server-beta2", hidden=True)
     adaptivity: float = _adaptivity()
 
 

@@ -282,7 +282,9 @@ class ServerPolicy(RunSpec):
     max_steps: int = shared(LocalTraining, "steps", 0)
     planned_steps: Callable[[int], int] = unbounded
     min_cohort: int = option(
-        1, "smallest number of connected clients with which a round starts, and of usable replies with which it changes the model", ">= 1"
+        1,
+        "smallest number of connected clients with which a round starts, and of usable replies with which it changes the model",
+        ">= 1",
     )
     at_clients: bool = False
     evaluate_share: float = 1.0
@@ -361,6 +363,7 @@ class ServerPolicy(RunSpec):
         "a forward pass of its own",
         ">= 0",
         key="recalibration-memory",
+        hidden=True,
         run=MEMORY / GIB,
         read=_bytes,
         used=MEASURES_AT_ONCE,

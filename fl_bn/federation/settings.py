@@ -100,6 +100,7 @@ class LocalTraining(Options):
         "momentum buffers between rounds: reset to zeros, kept by each client (local), or averaged by the server (global: double payload)",
         MAINTAIN,
         key="maintain-momentum",
+        hidden=True,
     )
     clip: str = option(
         "none",
@@ -137,6 +138,7 @@ class LocalTraining(Options):
         False,
         "each client tests its network on its own test data before and after local training, in every round that it trains in (costs two "
         "evaluations each)",
+        hidden=True,
         used=Used(
             "with update='weights' and without secure-aggregation, under which clients send no numbers of their own",
             lambda c: c["update"] == "weights" and not c["secure-aggregation"],

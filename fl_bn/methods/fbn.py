@@ -126,6 +126,7 @@ class FBNOptions(Options):
         "first",
         "moments that clients report: of the first training batch, of a pass over their data before training, or of all batches",
         REPORTS,
+        hidden=True,
     )
 
 

@@ -313,6 +313,7 @@ class FedTANOptions(Options):
         "the optimiser's momentum after the first local step: kept, or restarted, as in the authors' code",
         MOMENTUM,
         key="fedtan-momentum",
+        hidden=True,
     )
 
 

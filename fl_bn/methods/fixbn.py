@@ -38,7 +38,9 @@ class FixBNOptions(Options):
 
     name: ClassVar[str] = "fixbn"
     freeze_after: int | None = freeze_after()
-    freeze_what: str = option("statistics", "what freezes: the statistics, the affine parameters, or both", FROZEN, key="freeze-what")
+    freeze_what: str = option(
+        "statistics", "what freezes: the statistics, the affine parameters, or both", FROZEN, key="freeze-what", hidden=True
+    )
     frozen_rate: float | None = frozen_rate()
 
 

@@ -83,6 +83,7 @@ class HBNOptions(Options):
         "hybrid",
         "statistics with which lower layers normalise in the statistics pass: shared, as in evaluation, or hybrid, as in training",
         LOWER_LAYERS,
+        hidden=True,
     )
     evaluate: str = option(
         "auto",
@@ -95,23 +96,28 @@ class HBNOptions(Options):
         "what clients measure in the pass before training: the statistics of the layers' inputs (inputs), or the mixtures of batch and "
         "global statistics that the layers normalise with (normalisers), as the authors' code does",
         MEASURED,
+        hidden=True,
     )
     evaluate_clients: str = option(
-        EVERYONE, "whose statistics are evaluated: all clients', or those of the round's cohort, as in the paper", WHO
+        EVERYONE, "whose statistics are evaluated: all clients', or those of the round's cohort, as in the paper", WHO, hidden=True
     )
     mixing: str = option(
         "learned",
         "what a training batch is normalised with: a learned mixture, half of its own and half of the global statistics (ablation 5), its "
         "own alone (batch, ablation 4), or the global ones alone (shared, ablation 3)",
         MIXING,
+        hidden=True,
     )
     merge: str = option(
         "unbiased",
         "how clients' variances become one: unbiased adds the spread of their means, average leaves it out (ablation 2)",
         MERGES,
+        hidden=True,
     )
     separate: bool = option(
-        True, "statistics are measured in a pass of their own; false: they are moving averages over the training batches (ablation 1)"
+        True,
+        "statistics are measured in a pass of their own; false: they are moving averages over the training batches (ablation 1)",
+        hidden=True,
     )
     tracking: float | None = tracking(None, f"{TRACKING:g}, or {PARTIAL:g} with fraction below 1", instead="hbn-lam")
     fraction: float = option(1.0, "share of the clients that take part in a round", "(0, 1]", key="fraction")

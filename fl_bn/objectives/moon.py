@@ -116,7 +116,7 @@ class Moon(Objective):
     """Add MOON's contrastive term to the loss."""
 
     mu: float = option(1.0, "weight of the contrastive term; 0: off", ">= 0", symbol="mu")
-    temperature: float = option(0.5, "temperature of the contrastive term's softmax", ">= 1e-6", symbol="tau")
+    temperature: float = option(0.5, "temperature of the contrastive term's softmax", ">= 1e-6", symbol="tau", hidden=True)
     name: ClassVar[str] = "moon"
     switch: ClassVar[str] = "mu"
     anchored: ClassVar[bool] = True

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fl_bn.bn.conversion import convert
 from fl_bn.bn.copying import copied
-from fl_bn.bn.roles import batch_norms, parse_buffer_roles, set_buffer_roles
+from fl_bn.bn.roles import parse_buffer_roles, set_buffer_roles
 from fl_bn.data.csv_files import TableData, TableError
 from fl_bn.data.dataset import Dataset, load
 from fl_bn.data.domains import without_domain
@@ -28,14 +28,12 @@ from fl_bn.data.partition import BY_DOMAIN, Indices, label_counts, partition
 from fl_bn.data.record import TRAINING, describe
 from fl_bn.data.validation import HeldOut, hold_out
 from fl_bn.federation.callbacks import Callback, EarlyStop, KeepBest
-from fl_bn.federation.local import Samples, torch_seed
+from fl_bn.federation.local import Samples
 from fl_bn.federation.network import Network
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.compat import LOGGER, federation_config
 from fl_bn.models import build
 from fl_bn.models.dropout import without_dropout
-from fl_bn.models.head import with_projection
-from fl_bn.models.standardise import standardised
 from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
 from fl_bn.run.config import REGISTRIES, SITES, ConfigError, RunConfig
 from fl_bn.run.labels import check_labels, check_rows
@@ -256,28 +254,11 @@ def source_model(config: RunConfig) -> nn.Module:
     classes, channels, size = shape(config)
     if classes < 2 and isinstance(task(config), Classification):
         raise ConfigError(f"classification needs at least 2 classes, but dataset={config.dataset!r} has {classes}")
-    model = build(
-        config.model,
-        classes=classes,
-        channels=channels,
-        image_size=size,
-        seed=config.seed,
-        stem=config.model_stem,
-        weights=config.model_weights,
-        modules=modules(),
-    )
-    if config.scale_start == "uniform":
-        with torch_seed(config.seed, torch.device("cpu")):
-            for layer in batch_norms(model).values():
-                if layer.weight is not None:
-                    nn.init.uniform_(layer.weight)
-    standardised(model, config.standardise, channels)
+    shaped: dict[str, Any] = {"classes": classes, "channels": channels, "image_size": size, "seed": config.seed}
+    model = config.changes.network(config, partial(build, config.model, **shaped, weights=config.model_weights, modules=modules()))
     if not config.dropout:
         without_dropout(model)
     set_buffer_roles(model, parse_buffer_roles(config.buffers))
-    if config.moon_projection:
-        with torch_seed(config.seed, torch.device("cpu")):
-            with_projection(model, config.moon_projection)
     return model
 
 

@@ -104,8 +104,8 @@ def run_centralised(config: RunConfig) -> RunDirectory:
 
 
 WITHOUT_EFFECT = {
-    *("calibrate", "client-weights", "diagnostics", "engine", "local-evaluation"),
-    *("maintain-momentum", "payload-dtype", "secure-aggregation", "server-learning-rate"),
+    *("calibrate", "client-weights", "diagnostics", "engine"),
+    *("payload-dtype", "secure-aggregation", "server-learning-rate"),
 }
 """Keys that are about clients or a server, and that centralised training does not read."""
 

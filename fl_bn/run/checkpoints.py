@@ -21,7 +21,7 @@ FREE = {  # run-config keys that may differ from those of the resumed run, since
     "name", "output", "resume", "run-signature", "checkpoint-every", "pictures", "callbacks", "early-stop", "keep-best", "device",
     "threads", "workers", "deterministic", "memory-format", "share-label-counts", "min-replies", "min-cohort", "clients-at-start",
     "min-sites", "client-nodes", "client-names", "max-failed-rounds", "round-timeout", "wait-timeout", "retry-timeout",
-    "recalibration", "recalibration-memory",
+    "recalibration",
     *(name for name in FIELDS if name.startswith("exchange")),
 }  # fmt: skip
 

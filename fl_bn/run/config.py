@@ -8,7 +8,7 @@ time, so that those of other packages count, too.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -115,10 +115,6 @@ class RunConfig(RunKeys):
             raise ConfigError(
                 f"client-weights must be 'samples' for {self.method}, but got {self.client_weights!r}: the first step of {self.method} "
                 "equals centralised training only if clients are weighed by the sizes of their batches"
-            )
-        if self.scale_start != "one" and self.model_weights:
-            raise ConfigError(
-                f"scale-start={self.scale_start!r} would overwrite the scales in model-weights: leave out scale-start or model-weights"
             )
         if self.resume and not (self.checkpoint_every and self.output):
             raise ConfigError(
@@ -248,7 +244,7 @@ class RunConfig(RunKeys):
     def build_method(self) -> Method:
         """Make the method from its own options and from general keys, such as ``freeze-after``, ``clip`` and ``attack``."""
         constructor = METHODS[self.method]
-        method = build(constructor, self.__getitem__)
+        method = self._entry(constructor)
         freezes_itself = "freeze-after" in options_by_key(constructor)
         if self.freeze_after >= 0 and not freezes_itself:
             method = freeze(method, self.freeze_after, rate=self.frozen_rate or None)
@@ -377,11 +373,13 @@ class RunConfig(RunKeys):
 
     def build_objective(self) -> Objective:
         """Make the local objective, with its options."""
-        return build(OBJECTIVES[self.objective], self.__getitem__)
+        objective: Objective = self._entry(OBJECTIVES[self.objective])
+        return objective
 
     def build_server_optimizer(self) -> ServerOptimizer:
         """Make the optimiser with which the server updates the shared weights, with its options."""
-        return build(SERVER_OPTIMIZERS[self.server_optimizer], self.__getitem__)
+        optimizer: ServerOptimizer = self._entry(SERVER_OPTIMIZERS[self.server_optimizer])
+        return optimizer
 
     def exchange_settings(self) -> ExchangeSettings:
         """Make the settings of the layer-wise exchange.
@@ -439,8 +437,12 @@ class RunConfig(RunKeys):
             kind: A key of ``VALUES``. The method makes an object of the class ``VALUES[kind]``.
             computed: Fields that are not run-config keys, or that depend on several keys.
         """
-        value: T = build(VALUES[kind], self.__getitem__, **computed)
+        value: T = self._entry(VALUES[kind], **computed)
         return value
+
+    def _entry(self, constructor: Callable[..., Any], **computed: Any) -> Any:
+        """Call a constructor with the values of its keys, and with what the setup says of its other options."""
+        return build(constructor, self.__getitem__, **{**self.changes.arguments(constructor), **computed})
 
     def exchanges_in_rounds(self) -> bool:
         """Return whether clients exchange statistics layer by layer while they train."""

@@ -9,13 +9,12 @@ from functools import partial
 from fl_bn.bn.roles import BUFFER_ROLES, parse_buffer_roles
 from fl_bn.data.dataset import DATASETS
 from fl_bn.data.partition import KINDS
-from fl_bn.federation.policy import KEEPS_LAYERS, ServerPolicy
+from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS
 from fl_bn.methods.fedtan import FROZEN_RATE as FEDTAN2_RATE
 from fl_bn.methods.method import BOUNDED_FROZEN_RATE, FROZEN_RATE
 from fl_bn.models import MODELS
-from fl_bn.models.standardise import STANDARDS
 from fl_bn.options import declared, option, parses
 from fl_bn.run import used as when
 from fl_bn.task import AUTO, TASKS
@@ -50,19 +49,10 @@ class DataKeys:
         f"{', '.join(MODELS)}, deeplabv3plus-ENCODER, a torchvision classifier, or package.module:function",
         "see fl_bn.models",
     )
-    model_stem: str = option(
-        "auto",
-        "first layers of torchvision's networks: torchvision's own (imagenet, and auto), or layers for images of about 32 pixels (small)",
-        ("auto", "imagenet", "small"),
-        used=when.TORCHVISION,
-    )
     model_weights: str = option(
         "", "file of weights to start from (.pt, .pth, .safetensors); a head of another size keeps its initial weights", "path"
     )
     dropout: bool = option(True, "whether the network's dropout layers are active in training; false: they pass their inputs on unchanged")
-    scale_start: str = option(
-        "one", "BatchNorm's scales before round 1: one, or uniform in (0, 1), as in FedTAN's published code", ("one", "uniform")
-    )
     buffers: str = option(
         "",
         f"role of each of the network's own buffers ({', '.join(BUFFER_ROLES)}), such as '*.codebook=shared, site_*=kept'; empty: buffers "
@@ -101,11 +91,6 @@ class DataKeys:
         "", "a domain that the run is trained and tested without, to adapt to afterwards (fl-bn adapt)", "a domain's name"
     )
     augment: str = declared(LocalTraining, "augment")
-    standardise: str = option(
-        "none",
-        "standardise images by the published mean and standard deviation of this data set; none: 0..255 becomes -1..1",
-        ("none", *STANDARDS),
-    )
     partition: str = own_data(
         AUTO,
         "how the training data are split over the clients; auto: natural, where data-path names several files or folders, so that each is "
@@ -136,15 +121,9 @@ class DataKeys:
     share_label_counts: bool = option(
         True, "clients report their number of samples per class to the server, for labels.png (never with secure-aggregation)"
     )
-    share_drift: bool = option(
-        False,
-        "clients report how far the statistics that they keep moved (largest drift, least variance, growth), for the log",
-        used=KEEPS_LAYERS & when.NOT_SECURE,
-    )
     unseen_client: bool = declared(ServerPolicy, "unseen")
     calibrate: int = declared(ServerPolicy, "calibrate")
     recalibration: str = declared(ServerPolicy, "recalibration")
-    recalibration_memory: float = declared(ServerPolicy, "memory")
     unit_scale: bool = declared(ServerPolicy, "unit_scale")
     centre_gradients: str = option(
         "auto",

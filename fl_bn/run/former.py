@@ -9,12 +9,21 @@ from fl_bn.options import Value, in_config
 from fl_bn.run.errors import ConfigError
 
 PAPERS = "experiments.papers:Papers"  # the setup that has these keys, and these data sets, now
-IN_PAPERS: Mapping[str, Value] = {"shifts": "", "samples-per-domain": 0, "samples-share": 1.0}
+IN_PAPERS: Mapping[str, Value] = {
+    "shifts": "", "samples-per-domain": 0, "samples-share": 1.0, "model-stem": "auto", "scale-start": "one", "standardise": "none",
+    "moon-projection": 0, "hbn-lower-layers": "hybrid", "hbn-measured": "inputs", "hbn-evaluate-clients": "all",
+    "hbn-mixing": "learned", "hbn-merge": "unbiased", "hbn-separate": True, "fbn-report": "first", "fedtan-momentum": "kept",
+    "freeze-what": "statistics", "scaffold-option": 2, "maintain-momentum": "reset", "local-evaluation": False,
+}  # fmt: skip
+"""Key that the setup ``PAPERS`` has now -> its default."""
 DATASETS = (
     "mnist-m", "synth-digits", "digits-five", "digits-five-pooled", "office-caltech10", "domainnet", "pacs", "tiny-imagenet", "imagenet",
     "cityscapes", "abide",
 )  # fmt: skip
-GONE: Mapping[str, Value] = {}
+GONE: Mapping[str, Value] = {
+    "moon-temperature": 0.5, "server-adaptivity": 1e-3, "server-beta2": 0.99,
+    "recalibration-memory": 1.0, "secagg-quantization-range": 22, "share-drift": False,
+}  # fmt: skip
 """Key -> the value that every run has now."""
 
 

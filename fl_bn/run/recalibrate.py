@@ -25,7 +25,7 @@ from fl_bn.task import CLASSIFICATION
 MODEL = "model.safetensors"
 FILES = (".pt", ".pth", ".safetensors")
 ALONE: dict[str, Any] = {"method": "fedavg", "clients": 1, "partition": "iid"}  # keys for a file of weights: all data at one client
-DECIDED = ("rounds", "calibrate", "model-weights", "scale-start", "resume", "checkpoint-every", "name", "output")
+DECIDED = ("rounds", "calibrate", "model-weights", "resume", "checkpoint-every", "name", "output")
 MEASURED_WITH = {"batch-size", "precision", "drop-last", "client-weights"}  # keys of local training that count without training, too
 TRAINING = {*options_by_key(LocalTraining), *options_by_key(Schedule), "objective", "server-optimizer"} - MEASURED_WITH
 
@@ -89,7 +89,7 @@ def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output:
             f"{source}: expected the folder of a finished run, or a file of weights ({', '.join(FILES)}), but there is {kind}"
         )
     folder = (output or source.with_name(f"{source.stem if source.is_file() else source.resolve().name}-recalibrated")).absolute()
-    own = {"rounds": 0, "calibrate": passes or -1, "model-weights": str(weights.resolve()), "scale-start": "one"}
+    own = {"rounds": 0, "calibrate": passes or -1, "model-weights": str(weights.resolve())}
     own |= {"evaluate-every": 1, "hbn-stat-samples": 0}
     own |= {"join-rounds": "", "clients-at-start": 0}  # they say when clients join a training run
     place = {"resume": "", "checkpoint-every": 0, "name": folder.name, "output": str(folder.parent)}

@@ -119,7 +119,6 @@ class RunKeys(DataKeys):
     secagg_shares: int = declared(SecureAggregation, "shares")
     secagg_threshold: int = declared(SecureAggregation, "threshold")
     secagg_clipping_range: float = declared(SecureAggregation, "clipping_range")
-    secagg_quantization_range: int = declared(SecureAggregation, "quantization_range")
     dp_noise: float = declared(Privacy, "noise")
     dp_clip: float = declared(Privacy, "clip")
     dp_statistics_clip: float = declared(Privacy, "statistics_clip")
@@ -129,7 +128,6 @@ class RunKeys(DataKeys):
     local_steps: int = declared(LocalTraining, "steps")
     batch_size: int = declared(LocalTraining, "batch_size")
     drop_last: bool = declared(LocalTraining, "drop_last")
-    local_evaluation: bool = declared(LocalTraining, "local_evaluation")
     update: str = declared(LocalTraining, "update")
     optimizer: str = declared(LocalTraining, "optimizer")
     learning_rate: float = declared(Schedule, "base")
@@ -137,17 +135,11 @@ class RunKeys(DataKeys):
     learning_rate_decay: float = declared(Schedule, "decay")
     learning_rate_milestones: str = declared(Schedule, "milestones")
     momentum: float = declared(LocalTraining, "momentum")
-    maintain_momentum: str = declared(LocalTraining, "maintain")
     weight_decay: float = declared(LocalTraining, "weight_decay")
     clip: str = declared(LocalTraining, "clip")
     clip_limit: float = declared(LocalTraining, "clip_limit")
     # local objective
     objective: str = option("none", "what clients minimise beside the loss, or how they correct its gradient", OBJECTIVES)
-    moon_projection: int = option(
-        0,
-        "number of output features of a projection (two layers) before the head, as in MOON's paper, with any objective; 0: no projection",
-        ">= 0",
-    )
     # server
     server_optimizer: str = option(
         "fedavg",

@@ -15,12 +15,15 @@ The key ``setup`` names the class. Its options are run-config keys of the run:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
 
 from fl_bn.data.dataset import Dataset, load
-from fl_bn.options import Options
+from fl_bn.options import Options, hidden_options, kebab, own_options
 from fl_bn.run.errors import ConfigError
 from fl_bn.support.user_code import OWN, Modules, function
 
@@ -55,6 +58,24 @@ class Setup(Options):
     def dataset(self, config: RunConfig) -> Dataset:
         """Return the data of the run, before a domain or validation samples are held out."""
         return load(config.dataset, config.data_path, config.image_size, modules())
+
+    def network(self, config: RunConfig, make: Callable[..., nn.Module]) -> nn.Module:
+        """Return the network of the run, before its conversion.
+
+        Args:
+            config: The run config.
+            make: Makes the network, with the run's weights; further arguments of ``fl_bn.models.build`` may be given by name.
+        """
+        return make()
+
+    def arguments(self, constructor: object) -> dict[str, Any]:
+        """Return the arguments of a method, objective, server optimizer or settings class that have no run-config key.
+
+        An option of a setup that has the key of such an argument (``hbn-mixing`` of ``hbn``'s ``mixing``) gives its value.
+        """
+        kind: Any = type(self)
+        own = {kebab(name): getattr(self, name) for name in own_options(kind)}
+        return {argument: own[key] for key, (argument, _) in hidden_options(constructor).items() if key in own}
 
 
 def setup_class(name: str) -> type[Setup]:

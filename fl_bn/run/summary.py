@@ -133,8 +133,8 @@ def _local(config: RunConfig) -> str:
 def _composition(config: RunConfig) -> list[str]:
     """Return a line on how the run differs from plain federated averaging, apart from its method; an empty list: it does not."""
     parts = [] if config.objective == "none" else [f"objective `{config.objective}`"]
-    if config.maintain_momentum != "reset":
-        parts.append(f"momentum kept between rounds ({config.maintain_momentum})")
+    if (kept := config.local_training().maintain) != "reset":
+        parts.append(f"momentum kept between rounds ({kept})")
     if (training := config.local_training()).clip != "none":
         limit = training.step_clip if training.steps == 1 and training.step_clip else training.clip_limit
         parts.append(f"gradients clipped ({training.clip}, {limit:g})")

@@ -13,8 +13,7 @@ from typing import Any
 
 from fl_bn.data.partition import BY_DOMAIN, PARAMETRISED
 from fl_bn.methods import METHODS, Method
-from fl_bn.models import is_torchvision
-from fl_bn.options import Option, Used, in_config, method_where, options_by_key, used_with
+from fl_bn.options import Option, Used, hidden_options, in_config, method_where, options_by_key, used_with
 from fl_bn.robust.attacks import ATTACKS, LABEL_FLIP, STRENGTHS
 from fl_bn.run.errors import ConfigError
 
@@ -48,6 +47,8 @@ def conditions(config: Any, registries: Registries, general: Mapping[str, Option
     uses: dict[str, Used | None] = {key: spec.used for key, spec in general.items()}
     for chooser, registry in registries.items():
         takers: dict[str, dict[str, Used | None]] = {}
+        hidden = {key: [name for name, one in registry.items() if key in hidden_options(one)] for key in general}
+        uses |= {key: used_with(chooser, *names) for key, names in hidden.items() if names and config[chooser] not in names}
         for name, constructor in registry.items():
             for key, (_, spec) in options_by_key(constructor).items():
                 takers.setdefault(key, {})[name] = spec.used
@@ -111,15 +112,11 @@ FREEZES_EARLY_ENOUGH = Used(
     lambda c: c["freeze-after"] < c["rounds"] or c["rounds"] == 0 or "freeze-after" in options_by_key(METHODS[c["method"]]),
     ("rounds",),
 )
-TORCHVISION = Used("for a network of torchvision's", lambda c: is_torchvision(c["model"]), ("model",))
 PARAMETER = OWN_DATA & used_with("partition", *PARAMETRISED)
 TESTED_AS_GIVEN = Used(
     "where runs are tested on the test data, and not on validation samples", lambda c: not c["validation-share"], ("validation-share",)
 )
 OWN_DOMAINS = used_with("partition", *BY_DOMAIN)
-NOT_SECURE = Used(
-    "without secure aggregation, which sums the clients' replies", lambda c: not c["secure-aggregation"], ("secure-aggregation",)
-)
 ATTACKERS = Used("with attackers, byzantine > 0", lambda c: c["byzantine"] > 0, ("byzantine",))
 HAS_WHAT_IS_ATTACKED = method_where(
     "where the server combines BatchNorm's statistics",

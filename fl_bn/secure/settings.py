@@ -46,7 +46,7 @@ class SecureAggregation(Options):
         "values beyond this are cut off: in standard deviations for statistics, in their own units for weights",
         f"{FINEST}..{WIDEST:.0f}",
     )
-    quantization_range: int = secured(22, "bits per value within that range", "4..30")
+    quantization_range: int = secured(22, "bits per value within that range", "4..30", hidden=True)
     privacy: Privacy | None = None
 
     def __post_init__(self) -> None:

@@ -71,7 +71,7 @@ def check(cells: Sequence[Cell]) -> None:
         data = (config.dataset, config.data_path, config.image_size, config.changes, config.hold_out)
         split = (*data, config.partition, config.partition_parameter, config.sizes, config.clients, config.byzantine, config.seed)
         whose = (split, config.validation_share)
-        model = (*data, config.model, config.model_stem, config.model_weights, config.method, config["groups"])
+        model = (*data, config.model, config.model_weights, config.method, config["groups"])
         try:
             if cell.centralised:
                 check_centralised(config)

@@ -113,7 +113,7 @@ def test_a_pilot_goes_on_with_the_best(tmp_path: Path) -> None:
     [
         (["digits", "--run-config", "dataset='digits'"], "the data are named twice, as 'digits' and with dataset='digits'"),
         (["--run-config", "method='fbn'"], "advise chooses the method, but got method='fbn'"),
-        (["--run-config", "moon-temperature=0.7"], "moon-temperature"),
+        (["--run-config", "fedprox-mu=0.7"], "fedprox-mu"),
         (["--methods", "fbn"], "--methods names candidates for --pilot: add --pilot, or leave out --methods"),
         (["digit"], "dataset must be one of"),
         (["npz:nowhere.npz"], "nowhere.npz"),

@@ -20,6 +20,7 @@ from fl_bn.federation.settings import seeded
 from fl_bn.run.assembly import OwnData, client_samples, dataset, partitions, source_model
 from fl_bn.run.centralised import run_centralised
 from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.former import renewed
 from fl_bn.run.overrides import parse_overrides
 from fl_bn.run.run_directory import RunDirectory, to_toml
 from fl_bn.support import durable
@@ -38,7 +39,8 @@ def kebab(keys: Keys) -> dict[str, Any]:
 
 
 def config(keys: Keys | None = None, /, **more: Any) -> RunConfig:
-    return RunConfig.from_mapping(kebab({**(keys or {}), **more}))
+    """Make a run config; keys of the papers' setup bring it with them."""
+    return RunConfig.from_mapping(renewed(kebab({**(keys or {}), **more})))
 
 
 def override(keys: Keys) -> str:

@@ -21,6 +21,7 @@ from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.methods import METHODS, Role
 from fl_bn.run.adapt import newcomer
 from fl_bn.run.assembly import at_client
+from fl_bn.run.former import PAPERS
 from fl_bn.run.recalibrate import elsewhere, planned
 from fl_bn.run.recalibrate import rows as passes
 from tests.experiment.inside import (
@@ -42,7 +43,7 @@ from tests.integration.runs import tiny
 from tests.listed import listed
 
 KEYS: dict[str, Any] = {
-    "setup": "experiments.papers:Papers",
+    "setup": PAPERS,
     "dataset": "digits-plain", "image-size": 8, "shifts": "none,invert,contrast,background", "hold-out": "contrast", "model": "simple-cnn",
     "partition": "domain", "clients": 3, "rounds": 2, "local-steps": 12, "evaluate-every": 2, "pictures": False, "device": "cpu",
 }  # fmt: skip
@@ -279,9 +280,8 @@ def test_clients_need_no_file_of_weights_where_nothing_stays_at_home() -> None:
 
 
 def test_the_scales_are_those_of_the_run_and_not_those_that_it_started_from(tmp_path: Path) -> None:
-    path = tiny(tmp_path, "fedavg", **{"rounds": 1, "scale-start": "uniform"})
+    path = tiny(tmp_path, "fedavg", **{"rounds": 1, "setup": PAPERS, "scale-start": "uniform"})
     made = planned(path, {})
-    assert made.scale_start == "one"
     kept = load_file(path / "model.safetensors")
     found = source_model(made).state_dict()
     scales = [name for name, role in roles(source_model(made)).items() if role is Role.AFFINE and name.endswith("weight")]

@@ -150,7 +150,6 @@ TOGETHER: list[dict[str, Any]] = [
     {"method": "fedtan", "exchange_host": "server.example"},
     {"method": "fedtan", "exchange_bind": "0.0.0.0"},
     {"engine": "vectorised", "workers": 2},
-    {"scale_start": "uniform", "model_weights": "x.pt"},
     {"resume": "latest"},
     {"resume": "latest", "checkpoint_every": 1, "output": ""},
     {"checkpoint_every": 1, "output": ""},

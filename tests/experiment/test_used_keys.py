@@ -32,26 +32,21 @@ NOISY = {**SECURE, "client-weights": "uniform", "dp-noise": 1.0}
 UNDER_ATTACK = {"byzantine": 2, "attack": "foe"}
 
 CONDITIONS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
-    ({"freeze-what": "both"}, {"method": "fedavg", "freeze-after": 5}, {"method": "fixbn"}),
     ({"tracking": 0.1}, {"method": "hbn", "hbn-lam": 0.5}, {"method": "hbn"}),
     ({"tracking": 0.1}, {"method": "fbn", "fbn-momentum": 0.5}, {"method": "fbn"}),
     ({"freeze-after": 100}, {"method": "fedavg"}, {"method": "fixbn"}),
     ({"freeze-after": 9}, {"method": "fedavg", "rounds": 9}, {"method": "fedavg", "rounds": 10}),
     ({"frozen-rate": 0.5}, {"method": "fedavg"}, {"method": "fedavg", "freeze-after": 5}),
     ({"frozen-rate": 0.5}, {"method": "fedavg", "freeze-after": 0}, {"method": "fedtan2"}),
-    ({"model-stem": "imagenet"}, {"model": "resnet20"}, {"model": "resnet18"}),
     ({"classes": 2}, {}, SITES),
     ({"data-path": "x"}, SITES, {"dataset": "npz"}),
     ({"partition": "iid", "sizes": "equal"}, SITES, {}),
     ({"test-on": "all"}, {"partition": "iid"}, {"partition": "natural"}),
     ({"partition-parameter": 2.0}, {"partition": "iid"}, {"partition": "classes"}),
     ({"partition-parameter": 0.1}, {"partition": "natural"}, {"partition": "similarity"}),
-    ({"share-drift": True}, {"method": "fedavg"}, {"method": "silobn"}),
-    ({"share-drift": True}, {"method": "silobn", **SECURE}, {"method": "fedbn"}),
     ({"unseen-client": True}, {"method": "fbn"}, {"method": "fedbn"}),
     ({"recalibration": "passes"}, {"method": "fedavg"}, {"method": "fbn"}),
     ({"recalibration": "passes"}, {"method": "hbn", **SECURE}, {"method": "fedavg", "calibrate": -1}),
-    ({"recalibration-memory": 2.0}, {"method": "fbn", "recalibration": "passes"}, {"method": "static-bn"}),
     ({"unit-scale": False}, {"method": "fedavg"}, {"method": "fedavg", "freeze-after": 0}),
     ({"unit-scale": False}, {"method": "hbn", "calibrate": 0}, {"method": "hbn"}),
     ({"exchange": "local", "exchange-bind": "127.0.0.1", "exchange-insecure": True}, {"method": "fedavg"}, {"method": "fedtan"}),
@@ -73,7 +68,7 @@ CONDITIONS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"keep-best": True}, {"method": "single"}, {"method": "fedbn"}),
     ({"attack-strength": 2.0}, {"byzantine": 1}, UNDER_ATTACK),
     ({"attack-strength": 2.0}, {"byzantine": 1, "attack": "foe-optimised"}, {"byzantine": 1, "attack": "alie"}),
-    ({"secagg-shares": 5, "secagg-threshold": 7, "secagg-clipping-range": 4.0, "secagg-quantization-range": 20}, {}, SECURE),
+    ({"secagg-shares": 5, "secagg-threshold": 7, "secagg-clipping-range": 4.0}, {}, SECURE),
     ({"dp-noise": 1.0}, {"client-weights": "uniform"}, {"client-weights": "uniform", **SECURE}),
     ({"dp-clip": 2.0, "dp-statistics-clip": 2.0, "dp-delta": 1e-6}, SECURE, NOISY),
     ({"learning-rate-decay": 0.1}, {}, {"learning-rate-schedule": "step"}),
@@ -82,7 +77,6 @@ CONDITIONS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"clip-limit": 2.0}, {"clip": "none"}, {"clip": "adaptive"}),
     ({"evaluate-on": "training"}, {"validation-share": 0.1}, {}),
     ({"name": "mine", "keep-best": True}, {"output": ""}, {}),
-    ({"local-evaluation": True}, SECURE, {}),
 ]
 """Keys with values, keys with which the run ignores them, and keys with which it does not."""
 CASES = [(key, value, ignored, used) for keys, ignored, used in CONDITIONS for key, value in keys.items()]
@@ -98,7 +92,6 @@ OWNERS = {
 """Option of methods, objectives or server optimisers -> the key that chooses one, and the names of those that have the option."""
 FITTING: dict[str, dict[str, Any]] = {
     "scaffold": {"momentum": 0.0, "clip": "none", "method": "fedavg"},
-    "hbn-separate": {"hbn-evaluate-clients": "cohort"},
 }
 """What an owner or an option needs beside it."""
 
@@ -127,6 +120,14 @@ def test_an_option_counts_with_its_owners_alone(key: str) -> None:
             config({key: value, chosen_by: stranger})
     for owner in owners:
         assert config({key: value, chosen_by: owner, **FITTING.get(owner, {}), **FITTING.get(key, {})})[key] == value
+
+
+def test_a_key_of_a_setup_counts_with_the_owner_of_its_argument_alone() -> None:
+    for key, value, stranger, owner in (("hbn-mixing", "half", "fedavg", "hbn"), ("freeze-what", "both", "fedavg", "fixbn")):
+        with refusing(f"{key}=", "method", by=HasNoEffect):
+            config({"method": stranger, key: value})
+        argument = key.removeprefix("hbn-").replace("-", "_")
+        assert config({"method": owner, key: value}).changes.arguments(METHODS[owner])[argument] == value
 
 
 def test_every_key_with_a_condition_has_a_case() -> None:

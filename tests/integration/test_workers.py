@@ -56,7 +56,7 @@ def test_a_reply_of_a_megabyte_does_not_wait_for_a_reader() -> None:
 @pytest.mark.parametrize(
     ("method", "keys"),
     [
-        ("fedbn", {"maintain-momentum": "local", "momentum": 0.9}),
+        ("fedbn", {"setup": "experiments.papers:Papers", "maintain-momentum": "local", "momentum": 0.9}),
         ("hbn", {}),
         ("fbn", {"fraction": 0.5}),
         ("fedtan", {}),

@@ -132,6 +132,7 @@ def keys(method: str, objective: str = "none", server: str = "fedavg", network: 
     chosen = {"method": method, "objective": objective, "server-optimizer": server, "model": f"tests.methods.composition:{network}"}
     return {
         **BASE,
+        "setup": "experiments.papers:Papers",
         **chosen,
         **rate,
         **OF_OBJECTIVE.get(objective, {}),

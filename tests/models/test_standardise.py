@@ -9,10 +9,10 @@ import pytest
 import torch
 import torchvision
 
+from experiments.standardise import STANDARDS, standardised
 from fl_bn.bn.conversion import convert
 from fl_bn.data.dataset import to_input
 from fl_bn.methods import METHODS
-from fl_bn.models.standardise import STANDARDS, standardised
 from tests.networks import seeded_network
 
 

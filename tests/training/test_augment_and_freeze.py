@@ -71,9 +71,9 @@ def test_what_freezes_stays_bit_for_bit_and_the_rest_moves(what: str) -> None:
 @pytest.mark.parametrize("what", FROZEN)
 def test_a_frozen_affine_and_gradients_do_not_go_together(what: str) -> None:
     """The server would step what the clients hold still."""
-    config = {"method": "fixbn", "update": "gradients", "local-steps": 1, "freeze-what": what}
+    config = {"setup": "experiments.papers:Papers", "method": "fixbn", "update": "gradients", "local-steps": 1, "freeze-what": what}
     with nullcontext() if what == "statistics" else pytest.raises(ConfigError, match="update"):
         RunConfig.from_mapping(config)
     RunConfig.from_mapping({**config, "update": "weights"})  # control
     with pytest.raises(ConfigError, match="freeze-what") if what != "statistics" else nullcontext():
-        RunConfig.from_mapping({"method": "fedavg", "freeze-what": what})
+        RunConfig.from_mapping({"setup": "experiments.papers:Papers", "method": "fedavg", "freeze-what": what})
