@@ -18,7 +18,7 @@ from fl_bn.bn.moments import Running
 from fl_bn.bn.roles import batch_norms, inputs_like
 from fl_bn.data.batches import cuts
 from fl_bn.data.partition import label_counts
-from fl_bn.federation.adaptation import NotAdaptable, divergence, first_layer
+from fl_bn.federation.adaptation import divergence, first_layer
 from fl_bn.federation.local import Samples
 from fl_bn.run.assembly import client_samples, shape, source_model
 from fl_bn.run.config import SITES, ConfigError, RunConfig
@@ -27,6 +27,7 @@ from fl_bn.task import LABELS, kind_of
 SAMPLES = 200  # the most samples of a client that are measured
 CLIENTS = 40  # the most clients whose features are compared, in pairs
 SHUFFLES = 5  # how often samples are shuffled among the clients, to measure what label skew and chance explain
+LEAST_SHIFT, LEAST_SKEW = 0.05, 0.1  # what is named: nats per channel, share of the labels' entropy
 CHUNK = 256  # samples that pass through the network at a time
 _STREAM = 0xADF1  # makes these draws independent of others with the same seed
 
@@ -69,6 +70,12 @@ class Measured:
     def shift(self) -> float:
         """Return the part of the distance that label skew and chance do not explain, in nats per channel."""
         return max(0.0, self.distance - self.by_labels)
+
+    @property
+    def skew(self) -> str:
+        """Return in words how the clients differ: ``feature shift``, ``label skew``, both, or ``alike``."""
+        there = {"feature shift": self.shift > max(LEAST_SHIFT, self.by_labels), "label skew": self.label_skew > LEAST_SKEW}
+        return " and ".join(name for name, found in there.items() if found) or "alike"
 
 
 def measure(config: RunConfig) -> Measured:
@@ -203,10 +210,8 @@ def sample_moments(model: nn.Module, samples: Samples) -> tuple[Tensor, Tensor, 
     """
     model = copied(model).eval()
     caught: list[Tensor] = []
-    try:
-        layer: nn.Module = batch_norms(model)[first_layer(model, samples.x)[0]]
-    except NotAdaptable:
-        layer = model
+    known = batch_norms(model)
+    layer: nn.Module = known[first_layer(model, samples.x)[0]] if known else model
     handle = layer.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0].detach()))
     moments: list[tuple[Tensor, Tensor, int]] = []
     try:

@@ -79,7 +79,7 @@ def advise(
         use.check(base)
         allowed = [name for name in near.regime.methods if name not in left_out]
         chosen = list(names_of(methods)) or regimes.candidates(near.regime, allowed)
-        title = f"{config.dataset}, {config.clients} clients, {partition_in_words(config)}"
+        title = f"{config.dataset}, {config.clients} clients, {measured.skew} ({partition_in_words(config)})"
         advice = Advice(title, measured, near, chosen, left_out)
         _print(CLIENTS, advice.clients(), title)
         for line in advice.sentences():

@@ -71,6 +71,7 @@ def test_each_of_several_files_is_a_client_and_their_cameras_are_a_shift_of_feat
         code, said = called(*data, "--run-config", f"model='mlp' batch-size=32 {keys}", "--output", str(tmp_path / "out"))
         assert code == 0, said
         advice = json.loads((tmp_path / "out" / "advice.json").read_text())
+        assert ("5 clients, feature shift" in said) == ("classes" not in keys)
         found[keys] = (advice["measured"]["clients"], advice["nearest"], advice["measured"]["label_skew"])
     assert found == {
         "": (5, "domains", 0.0),

@@ -81,7 +81,7 @@ CONDITIONS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 """Keys with values, keys with which the run ignores them, and keys with which it does not."""
 CASES = [(key, value, ignored, used) for keys, ignored, used in CONDITIONS for key, value in keys.items()]
 BY_CERTIFICATE = {"exchange-certificate", "exchange-key", "exchange-authority"}  # all three or none: a test of their own
-WITH_ANOTHER = {"channels", "columns-digest"}  # under the condition of ``classes``
+WITH_ANOTHER = {"channels", "columns-digest", "evaluate-clients"}  # under the condition of ``classes``; asked by tests of the server
 OWNERS = {
     key: (registry, [name for name, make in entries.items() if key in options_by_key(make)])
     for registry, entries in REGISTRIES.items()
