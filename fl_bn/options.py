@@ -379,8 +379,8 @@ def option(default: Any, help: str, values: Values = "", check: Callable[[Any], 
         help: The meaning of the option.
         values: For a number, its range (``range_of``). For a text, the allowed names, or a description of the allowed texts.
         check: Returns whether a value is allowed. None: ``values`` decides, and allows any text if it is a description.
-        more: The other attributes of ``Option``, by name, such as ``unit``, ``key``, ``used`` and ``run``. An option that is ``hidden`` is an argument in
-            Python alone: it has a run-config key only in a run whose ``setup`` declares one.
+        more: The other attributes of ``Option``, by name, such as ``unit``, ``key``, ``used`` and ``run``. A ``hidden`` option is an
+            argument in Python alone: it has a run-config key only in a run whose ``setup`` declares one.
     """
     spec = Option(default, help, values, check or (lambda value: True), **more)
     if spec.kind is bool:

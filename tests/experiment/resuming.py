@@ -15,6 +15,7 @@ from torch import nn
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import run_in_process
 from fl_bn.run.environment import environment
+from fl_bn.run.former import renewed
 from fl_bn.run.run_directory import LOCK, RunDirectory
 from tests.experiment.small_data import small_config
 from tests.integration.runs import bits, table
@@ -60,7 +61,7 @@ def small_run(folder: Path, **overrides: str | int | float | bool) -> Values:
         "output": str(folder),
         "name": "run",
     }
-    return values | {name.replace("_", "-"): value for name, value in overrides.items()}
+    return renewed(values | {name.replace("_", "-"): value for name, value in overrides.items()})
 
 
 @contextmanager
