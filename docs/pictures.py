@@ -23,6 +23,7 @@ from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 from experiments.definitions.programs.normalisation_error import draws, normalised
+from experiments.gradient_deviation import gradient_deviations
 from fl_bn import convert, methods
 from fl_bn.bn.moments import Moments, plain_average, pool
 from fl_bn.data.dataset import load, to_input
@@ -31,7 +32,6 @@ from fl_bn.federation.local import Samples, statistics_pass
 from fl_bn.federation.recalibration import recalibrate
 from fl_bn.methods import StatisticsPass
 from fl_bn.models import build
-from fl_bn.run.gradient_deviation import gradient_deviations
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURES = ROOT / "docs" / "pictures"

@@ -12,6 +12,7 @@ from torch import nn
 
 from experiments.data import cityscapes, connectomes, digits_five, image_folders
 from experiments.data.shift import SHIFTS, Limit, limited, shifted
+from experiments.diagnostics import DIAGNOSTICS, Diagnostics
 from experiments.standardise import STANDARDS, standardised
 from fl_bn.bn.roles import batch_norms
 from fl_bn.data.record import Dataset
@@ -61,6 +62,13 @@ class Papers(Setup):
         0, "the most training samples that are kept of each domain, or in all if there are no domains; 0: no limit", ">= 0"
     )
     samples_share: float = option(1.0, "share of each domain's training samples that is kept, rounded down; 1: all", "(0, 1]")
+    diagnostics: str = option(
+        "",
+        "quantities to measure at every evaluation, in simulation; they are in diagnostics.csv",
+        f"{', '.join(DIAGNOSTICS)}, separated by commas",
+        all_of(DIAGNOSTICS),
+        like=DIAGNOSTICS,
+    )
     # the network
     model_stem: str = option("auto", "first layers of torchvision's networks; small: for images of about 32 pixels", STEMS)
     scale_start: str = option(
@@ -108,6 +116,11 @@ class Papers(Setup):
             with torch_seed(config.seed, torch.device("cpu")):
                 with_projection(model, self.moon_projection)
         return model
+
+    def measurements(self, config: RunConfig) -> Diagnostics | None:
+        """Return the diagnostics that the options name; None: they name none."""
+        names = names_of(self.diagnostics)
+        return Diagnostics(config, names) if names else None
 
 
 @lru_cache(maxsize=4)

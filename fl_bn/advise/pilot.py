@@ -101,7 +101,6 @@ def pilot_cells(candidates: Sequence[str], rounds: int, base: Mapping[str, Any],
             "evaluate-on": RunConfig.evaluate_on,
             "freeze-after": freeze,
             "checkpoint-every": 0,
-            "diagnostics": "",
             "name": f"{config.name}-rounds{rounds}",
         }
         cells.append(Cell(RunConfig.from_mapping({**config.to_mapping(), **short}), {"method": label}))

@@ -10,6 +10,7 @@ from fl_bn.run.errors import ConfigError
 
 PAPERS = "experiments.papers:Papers"  # the setup that has these keys, and these data sets, now
 IN_PAPERS: Mapping[str, Value] = {
+    "diagnostics": "",
     "shifts": "", "samples-per-domain": 0, "samples-share": 1.0, "model-stem": "auto", "scale-start": "one", "standardise": "none",
     "moon-projection": 0, "hbn-lower-layers": "hybrid", "hbn-measured": "inputs", "hbn-evaluate-clients": "all",
     "hbn-mixing": "learned", "hbn-merge": "unbiased", "hbn-separate": True, "fbn-report": "first", "fedtan-momentum": "kept",

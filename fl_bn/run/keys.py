@@ -18,9 +18,6 @@ def known_device(name: str) -> bool:
     return name in ("auto", "cpu") or re.fullmatch(r"cuda(:\d+)?", name) is not None
 
 
-DIAGNOSTICS = ("training-loss", "drift", "gradients")
-
-
 def all_of(known: Collection[str]) -> Callable[[str], bool]:
     """Return a function that checks whether a text is a list of names in ``known``, separated by commas."""
     return lambda text: all(name in known for name in names_of(text))

@@ -29,7 +29,6 @@ from fl_bn.run.assembly import task
 from fl_bn.run.checkpoints import CONFIG, FOLDER, Checkpoints, run_to_resume
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.console import LogFile
-from fl_bn.run.diagnostics import DRIFT, Diagnostics
 from fl_bn.run.disclosure_report import FILE as DISCLOSURE
 from fl_bn.run.disclosure_report import DisclosureTotals, disclosure_csv, disclosure_table
 from fl_bn.run.environment import environment
@@ -43,7 +42,6 @@ from fl_bn.secure.privacy import Journal
 from fl_bn.support import durable, extras
 from fl_bn.support.flower_config import SERVER
 from fl_bn.support.locks import release, take
-from fl_bn.support.names import names_of
 
 LOCK, LOG, RELEASES = ".lock", "run.log", "privacy.jsonl"
 
@@ -70,7 +68,7 @@ class RunDirectory(Callback):
         self._disclosed = DisclosureTotals()
         self.transport: GridTransport | None = None
         self.resumed: Checkpoint | None = None
-        self._diagnostics = None if path is None else diagnostics_of(config)
+        self._diagnostics = None if path is None else config.changes.measurements(config)
         self.task = task(config)
         self._history = None if path is None else History(path, self._diagnostics is not None, self.task, config.called)
         self._checkpoints = None if path is None or self._history is None else Checkpoints(path, self._history)
@@ -90,7 +88,7 @@ class RunDirectory(Callback):
         """
         if not config.output:
             return cls(config, None)
-        diagnostics_of(config)  # raises ConfigError before a folder is made
+        config.changes.measurements(config)  # raises ConfigError before a folder is made
         if config.resume:
             return cls(config, run_to_resume(config), goes_on=True)
         root = Path(config.output)
@@ -135,11 +133,8 @@ class RunDirectory(Callback):
         if self._log is not None:
             LOGGER.addHandler(self._log)
         LOGGER.info("run directory: %s", as_typed(self.path))
-        if self._goes_on and self._diagnostics is not None and DRIFT in self._diagnostics.names:
-            LOGGER.warning(
-                "diagnostics of drift begin anew: the first evaluation has no mean-moved and var-moved, and the spreads are those of the "
-                "evaluations from now on"
-            )
+        if self._goes_on and self._diagnostics is not None:
+            LOGGER.warning("measurements over several rounds (diagnostics.csv) begin anew: they know the evaluations from now on")
         return self
 
     def start(self, transport: GridTransport) -> None:
@@ -314,16 +309,6 @@ def as_typed(path: Path) -> str:
     """Return a path as text to paste into a shell. It is relative to the current folder if it is inside that folder."""
     here = Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
-
-
-def diagnostics_of(config: RunConfig) -> Diagnostics | None:
-    """Return the diagnostics that the run config names; None: it names none.
-
-    Raises:
-        ConfigError: The diagnostics cannot be measured in this run.
-    """
-    names = names_of(config.diagnostics)
-    return Diagnostics(config, names) if names else None
 
 
 def _locked(path: Path) -> IO[str]:

@@ -156,13 +156,6 @@ class RunKeys(DataKeys):
         SPLITS,
         used=when.TESTED_AS_GIVEN,
     )
-    diagnostics: str = option(
-        "",
-        "quantities to measure at every evaluation, in simulation; they are in diagnostics.csv",
-        f"{', '.join(keys.DIAGNOSTICS)}, separated by commas",
-        keys.all_of(keys.DIAGNOSTICS),
-        like=keys.DIAGNOSTICS,
-    )
     seed: int = declared(ServerPolicy, "seed")
     device: str = option(
         "auto",

@@ -15,14 +15,15 @@ The key ``setup`` names the class. Its options are run-config keys of the run:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import nn
 
 from fl_bn.data.dataset import Dataset, load
+from fl_bn.federation.record import RoundRecord
 from fl_bn.options import Options, hidden_options, kebab, own_options
 from fl_bn.run.errors import ConfigError
 from fl_bn.support.user_code import OWN, Modules, function
@@ -42,6 +43,13 @@ def allow(allowed: Modules) -> None:
     """Set the modules whose functions run configs may name in this process."""
     global _modules
     _modules = allowed
+
+
+class Measurements(Protocol):
+    """Measure the global model after a round."""
+
+    def after_round(self, record: RoundRecord, model: nn.Module) -> Sequence[Any]:
+        """Return the lines of diagnostics.csv, as named tuples ``(round, layer, client, quantity, value)``."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,10 @@ class Setup(Options):
             make: Makes the network, with the run's weights; further arguments of ``fl_bn.models.build`` may be given by name.
         """
         return make()
+
+    def measurements(self, config: RunConfig) -> Measurements | None:
+        """Return what is measured after every round, for diagnostics.csv; None: nothing. It has the data, so only a simulation can."""
+        return None
 
     def arguments(self, constructor: object) -> dict[str, Any]:
         """Return the arguments of a method, objective, server optimizer or settings class that have no run-config key.

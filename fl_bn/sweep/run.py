@@ -11,7 +11,6 @@ from fl_bn.data.dataset import DataNotFound
 from fl_bn.run import assembly
 from fl_bn.run.centralised import check_centralised
 from fl_bn.run.config import ConfigError
-from fl_bn.run.run_directory import diagnostics_of
 from fl_bn.support.names import expected
 from fl_bn.sweep.cells import Cell, run_cells
 from fl_bn.sweep.file import Sweep
@@ -78,7 +77,7 @@ def check(cells: Sequence[Cell]) -> None:
             for about, look in (
                 (whose, assembly.partitions),
                 (model, assembly.client_model),
-                ((*model, config.diagnostics), diagnostics_of),
+                ((*model, "measurements"), config.changes.measurements),
             ):
                 if about not in seen:
                     seen.add(about)

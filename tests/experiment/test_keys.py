@@ -30,7 +30,6 @@ SYNTAX: dict[str, list[str]] = {
     "client-nodes": ["a", "-1", "7,7", "1,", "9" * 21],
     "columns-digest": ["nonsense"],
     "device": ["tpu", "gpu", ""],
-    "diagnostics": ["loss"],
     "join-rounds": ["4", "4:", "a:1", "1:2,1:3", "1:2;2:3", "-1:2", "1:2,"],
     "name": ["a/b", "..", " a", "-x", "~x", ".x", "a\\b", "a\u202egnp.exe", "a\u200bb", "a\u0085b", "a\x1b[2J", "\ufeffa", "\u20ac" * 200],
     "output": ["~/x"],
@@ -223,7 +222,6 @@ def test_control_just_enough_is_enough(keys: dict[str, Any]) -> None:
     [
         ({"method": "fedbm"}, "fedbn"),
         ({"objective": "scafold"}, "scaffold"),
-        ({"diagnostics": "drifts"}, "drift"),
         ({"update-rule": "nnm+medain"}, "nnm+median"),
         ({"freeze-afer": 3}, "freeze-after"),
         ({"learning_rate ": 0.1}, "learning-rate"),

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from experiments.gradient_deviation import Batch, gradient_deviations
 from fl_bn.bn.conversion import convert
 from fl_bn.bn.copying import copied
 from fl_bn.bn.derived import load_tensors
@@ -28,12 +29,10 @@ from fl_bn.methods import METHODS, Phase
 from fl_bn.run.assembly import client_model, client_samples, source_model, task
 from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.run.device import device
-from fl_bn.run.gradient_deviation import Batch, gradient_deviations
-from fl_bn.run.keys import DIAGNOSTICS
 from fl_bn.support.names import expected
 from fl_bn.task import MetricState
 
-TRAINING_LOSS, DRIFT, GRADIENTS = DIAGNOSTICS
+DIAGNOSTICS = TRAINING_LOSS, DRIFT, GRADIENTS = ("training-loss", "drift", "gradients")
 BATCH = 128  # samples of each client's batch, the same in every round: FedTAN's own batch size
 _STREAM = 0xD1A6  # makes these draws independent of those of batches, dropout and statistics
 EPS = 1e-5
