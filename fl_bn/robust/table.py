@@ -59,10 +59,17 @@ class Table:
 
     @classmethod
     def of(cls, rows: Rows) -> Table:
-        """Make a table from a matrix, a list of vectors, or a list of named layers: all with the same names and shapes."""
+        """Make a table from a matrix, a list of vectors, or a list of named layers: all with the same names and shapes.
+
+        Raises:
+            ValueError: A row has other names or shapes than row 0, or numbers that are not floating point.
+        """
         listed: list[Any] = list(rows)
-        named = isinstance(listed[0], Mapping)
-        return cls(list(_segments(listed if named else [{None: row} for row in listed])), listed[0])
+        named = [row if isinstance(row, Mapping) else {None: row} for row in listed]
+        forms = [{name: tuple(array.shape) for name, array in row.items() if "float" in str(array.dtype)} for row in named]
+        if other := [i for i, row in enumerate(named) if forms[i] != forms[0] or len(row) > len(forms[i])]:
+            raise ValueError(f"rows must be of floating-point numbers, with the names and shapes of row 0, but row {other[0]} is not")
+        return cls(list(_segments(named)), listed[0])
 
     def keep(self, chosen: Sequence[int]) -> Table:
         """Return a table of the rows with the indices ``chosen``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -71,3 +72,19 @@ def test_names_are_read_from_left_to_right(rng: np.random.Generator) -> None:
     assert np.abs(nnm(x, 2, then=partial(bucketing, then=multi_krum)).value - by_hand).max() > 1e-3  # control
     np.testing.assert_array_equal(nnm(x, 2).value, nnm(x, 2, then=median).value)
     np.testing.assert_array_equal(bucketing(x, 2).value, bucketing(x, 2, then=median, size=2, seed=0).value)
+
+
+@listed(
+    "rows",
+    [
+        [np.zeros(3), np.zeros(4)],
+        [np.zeros(3), np.zeros((3, 1))],
+        [{"a": np.zeros(3)}, {"b": np.zeros(3)}],
+        [{"a": np.zeros(3)}, {"a": np.zeros(3), "b": np.zeros(1)}],
+        [np.zeros(3), np.zeros(3, dtype=int)],
+        np.zeros((2, 3), dtype=int),
+    ],
+)
+def test_rows_of_other_forms_are_refused(rows: Any) -> None:
+    with naming("row 1" if isinstance(rows, list) else "row 0"):
+        median(rows, 0)
