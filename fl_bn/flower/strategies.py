@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any, ClassVar
 
 from flwr.app import ConfigRecord
@@ -37,7 +38,7 @@ from fl_bn.flower.strategy import BatchNormStrategy
 from fl_bn.flower.wire.messages import CLIENTS, OURS
 from fl_bn.methods import METHODS, Method
 from fl_bn.objectives import PLAIN, Objective
-from fl_bn.options import Fits, check_fits, options_by_key
+from fl_bn.options import Fits, check_fits
 
 TIMEOUT = 3600.0  # Flower's
 
@@ -232,7 +233,7 @@ class OfMethod(OwnAppStrategy):
     of: ClassVar[str]
 
     def __init__(self, model: nn.Module, rounds: ServerPolicy | None = None, **options: Any) -> None:
-        of_method = {name for name, _ in options_by_key(METHODS[self.of]).values()}
+        of_method = set(signature(METHODS[self.of]).parameters)
         chosen = {name: value for name, value in options.items() if name in of_method}
         others = {name: value for name, value in options.items() if name not in of_method}
         fraction = others.get("fraction_train", 1.0) if rounds is None else rounds.fraction
