@@ -178,8 +178,8 @@ def load(file: Path, defined: Sequence[Cell]) -> list[Kept]:
 
 def own_config(config: RunConfig) -> dict[str, Value]:
     """Return the run-config keys that differ from the defaults, without those that every sweep sets itself, and without ``setup``."""
-    keys = RunConfig.keys(config.setup)
-    own = {key: value for key, value in config.to_mapping().items() if value != keys[key].default and key not in OWN}
+    default = RunConfig.from_mapping({"setup": config.setup}).to_mapping()
+    own = {key: value for key, value in config.to_mapping().items() if value != default[key] and key not in OWN}
     return _without_setup(own)
 
 

@@ -15,6 +15,7 @@ from experiments.claims import Claim, Rules
 from fl_bn.federation.settings import milestones_of
 from fl_bn.report.cells import Cell
 from fl_bn.run.config import RunConfig
+from fl_bn.run.former import renewed
 from fl_bn.run.usage import Usage
 
 STEADY = 0.1  # flatness counts only if a phase's last rate is at least this share of its first
@@ -42,7 +43,7 @@ def too_short(cells: Sequence[Cell], claim: Claim, rules: Rules) -> str:
     unit, paper = next(((name, of) for name in UNITS if (of := getattr(claim, name))), ("", ()))
     if not paper or not cells:
         return ""
-    config = Usage().config(cells[0].config)
+    config = Usage().config(renewed(cells[0].config))
     ends = phases(config)
     per_round = config.fraction * UNITS[unit](config, claim.client_samples)
     ours = [per_round * (end - begin) for begin, end in zip([0, *ends], ends, strict=False)]

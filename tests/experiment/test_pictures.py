@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +14,7 @@ from matplotlib.figure import Figure
 
 from fl_bn.run.palette import COLOURS
 from fl_bn.run.pictures import draw_labels, draw_run
-from tests.experiment.inside import ClientRecord, Drift, RoundRecord, RunConfig, config, ends_well, ends_with_a_sentence, to_toml
+from tests.experiment.inside import ClientRecord, Drift, RoundRecord, RunConfig
 
 SEEN_BY = {  # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB
     "everybody": np.eye(3),
@@ -98,59 +95,3 @@ def test_labels_are_bars_one_upon_the_other(drawn: list[Figure], tmp_path: Path)
     many = np.eye(40, dtype=int) * 7
     draw_labels({i: tuple(map(int, row)) for i, row in enumerate(many)}, RunConfig(), tmp_path / "many.png")
     assert [axes.get_ylabel() for axes in drawn[1].axes] == ["training samples", "class"]  # a scale of colours
-
-
-def made_run(folder: Path, name: str, method: str, seed: int, values: list[float], **changes: object) -> Path:
-    run = folder / name
-    run.mkdir(parents=True)
-    (run / "config.toml").write_text(to_toml(config(method=method, seed=seed, **changes).to_mapping()))
-    lines = [{"round": 2 * n, "accuracy": value} for n, value in enumerate(values, 1)] + [{"round": 1, "accuracy": None}]
-    (run / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return run
-
-
-def test_any_runs_in_one_picture(drawn: list[Figure], tmp_path: Path) -> None:
-    made_run(tmp_path / "sweep", "a", "fbn", 0, [0.2, 0.4])
-    made_run(tmp_path / "sweep", "b", "fbn", 1, [0.4, 0.8, 0.9])  # is a round ahead
-    alone = made_run(tmp_path, "c", "fedavg", 0, [0.1, 0.3])
-    picture = tmp_path / "pictures" / "all.png"
-    assert "fbn (2 seeds), fedavg (1 run)" in ends_well("plot", tmp_path / "sweep", alone, "--output", picture)
-    assert picture.exists()
-    (axes,) = drawn[0].axes
-    assert [list(np.asarray(line.get_ydata())) for line in axes.lines] == [pytest.approx([30, 60]), pytest.approx([10, 30])]
-    legend = axes.get_legend()
-    assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == ["fbn  60.0 ± 28.3", "fedavg  30.0"]
-    assert axes.get_title() == "digits, digits-cnn-small, 10 clients, 1 class each"
-
-
-def test_runs_are_named_by_what_they_differ_in_or_by_their_folders(drawn: list[Figure], tmp_path: Path) -> None:
-    runs = [made_run(tmp_path, "a", "fbn", 0, [0.2]), made_run(tmp_path, "b", "fbn", 0, [0.3], batch_size=8)]
-    text = ends_well("plot", *runs, "--output", tmp_path / "x.png")
-    assert "fbn, batch-size=16 (1 run), fbn, batch-size=8 (1 run)" in text
-    again = [runs[0], made_run(tmp_path, "c", "fbn", 0, [0.2])]
-    assert "a (1 run), c (1 run)" in ends_well("plot", *again, "--output", tmp_path / "y.png")
-
-
-def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
-    """Nothing of an installed package is called."""
-    (tmp_path / "empty").mkdir()
-    young, bad = made_run(tmp_path, "young", "fbn", 0, []), made_run(tmp_path, "bad", "fbn", 0, [0.2], task="os:getcwd")
-    for run, about in ((tmp_path / "empty", "empty"), (young, "evaluated"), (bad, "os")):
-        ends_with_a_sentence("plot", run, about=about)
-    for name in ("p.xyz", "p", "p.png.txt"):
-        ends_with_a_sentence("plot", made_run(tmp_path, f"of {name}", "fbn", 0, [0.2]), "--output", tmp_path / name, about=".png")
-
-
-def test_runs_of_a_task_of_ones_own_are_drawn_from_the_folder_of_its_module(
-    drawn: list[Figure], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = made_run(tmp_path, "own", "fbn", 0, [0.2, 0.4], task="my_smooth_task:Smooth")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    command = ("plot", run, "--output", tmp_path / "own.png")
-    ends_with_a_sentence(*command, about="'my_smooth_task'")
-    (tmp_path / "my_smooth_task.py").write_text("from fl_bn import Classification\n\nclass Smooth(Classification):\n    pass\n")
-    importlib.invalidate_caches()
-    ends_well(*command)
-    assert [list(np.asarray(line.get_ydata())) for line in drawn[0].axes[0].lines] == [pytest.approx([20, 40])]

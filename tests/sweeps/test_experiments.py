@@ -102,7 +102,7 @@ def test_a_program_whose_data_are_not_there_is_refused_in_a_sentence(
 
 
 @pytest.mark.parametrize(
-    "given", [("--run-config", "rounds=1"), ("--only", "*seed0"), ("--results", "experiments"), ("--retry",), ("--engine", "ray")]
+    "given", [("--run-config", "rounds=1"), ("--only", "*seed0"), ("--results", "experiments"), ("--retry",)]
 )
 def test_options_of_sweeps_are_refused_for_a_program(given: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
@@ -113,7 +113,7 @@ def test_options_of_sweeps_are_refused_for_a_program(given: tuple[str, ...], tmp
     said = f"ConfigError: {given[0]} can be given for sweeps, but not for experiments that are programs (own-unseen-domain): leave it out"
     assert said in " ".join(result.output.split())
     assert ran == []
-    assert CliRunner().invoke(app, [*command, "--engine", "in-process"]).exit_code == 0  # control: the default, written out
+    assert CliRunner().invoke(app, [*command, "--jobs", "0"]).exit_code == 0  # control: the default, written out
     assert ran == ["own-unseen-domain"]
 
 

@@ -73,7 +73,6 @@ def test_a_failed_cell_is_left_until_a_retry(tmp_path: Path, monkeypatch: pytest
         ({"model": "resnet19"}, "'resnet19'"),
         ({"partition": "classes", "partition-parameter": 11.0}, "classes per client"),
         ({"clients": 100_000}, "clients"),
-        ({"diagnostics": "drift"}, "GN"),
     ],
 )
 def test_what_cannot_be_read_built_or_divided_is_said_before_anything_runs(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
