@@ -102,7 +102,7 @@ TABLE: list[tuple[str, Callable[..., str], list[Case]]] = [
         c("fedavg", local_epochs=1, local_steps=0, client_weights="data", drop_last=True), c("fedavg", moon_projection=8),
         c("fedbn", local_evaluation=True, unseen_client=True), c("fedavg", partition="dirichlet", augment="crop-flip"),
         c("fedavg", validation_share=0.2, keep_best=True, early_stop=1),
-        c("fbn", model="resnet20", setup="experiments.papers:Papers", samples_share=0.1), c("fbn", model="mlp", dataset="digits-plain"),
+        c("fbn", model="resnet20", samples_share=0.1), c("fbn", model="mlp", dataset="digits-plain"),
     ]),
     ("exchange", application, [
         *(c(name, exchange=carrier) for name in EXCHANGE for carrier in ("local", "replay")),

@@ -5,29 +5,23 @@
 
 Three clients with a small network run two rounds in this process. ``sys.setprofile`` observes the training of the second round, from
 ``Server.begin`` to the evaluation: instruction, messages, clients, replies, averages, the round's record. The program counts all
-files of fl_bn that the round enters, the lines of the functions that it calls, and for one client:
-
-* decodings of a header: of the instruction at the client, and of the reply at the server;
-* returns of the reply: how often a function or generator of fl_bn returns or yields it to its caller. They are
-  counted first as a value (a ``Reply``, or the object that the server decoded), then in any form (also Flower's
-  message, its records, named arrays and lists of arrays).
+files of fl_bn that the round enters, the lines of the functions that it calls, and how often a function or generator of fl_bn
+returns or yields the ``Reply`` of one client to its caller.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Annotated, Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import typer
-from flwr.app import Context, Message, RecordDict
-from torch import Tensor, nn
+from flwr.app import Context
+from torch import nn
 
 import fl_bn
 from fl_bn import convert
@@ -40,9 +34,7 @@ from fl_bn.methods import METHODS
 
 PACKAGE = Path(str(fl_bn.__file__)).parent
 CLIENTS, ROUNDS = 3, 2
-DECODED = "Decoded"  # class of a decoded reply before its checks, in versions that have one
 PARTS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")  # parts of a function, not counted as functions
-HEADER = "header_from"  # the function that every decoding of a header calls
 
 
 class Walk:
@@ -50,15 +42,13 @@ class Walk:
 
     Attributes:
         entered: Function of fl_bn -> how often it was called.
-        returns: One triple for every return of a reply, in order, over all clients: the side ("client" or "server"), the
-            function, and whether the reply was returned as a value.
-        headers: Side -> number of headers decoded there, over all clients.
+        returns: The side ("client" or "server") and the function, for every return of a ``Reply``, in order, over all clients.
     """
 
     def __init__(self) -> None:
-        self.entered, self.headers = Counter[CodeType](), Counter[str]()
-        self.returns: list[tuple[str, str, bool]] = []
-        self._side, self._replied, self._checked = "server", False, False
+        self.entered = Counter[CodeType]()
+        self.returns: list[tuple[str, str]] = []
+        self._side = "server"
 
     def begin(self) -> None:
         sys.setprofile(self._seen)
@@ -73,16 +63,12 @@ class Walk:
         if event == "call":
             self.entered[code] += 1
             if code.co_name == "_answer":  # the grid's method: here the next client starts to work
-                self._side, self._replied, self._checked = "client", False, False
-            if code.co_name == HEADER:
-                self.headers[self._side] += 1
+                self._side = "client"
             return
-        values = flat(value)
-        if any(isinstance(one, Reply) for one in values):
-            self._replied, self._checked = True, self._side == "server"
-        if self._replied and code.co_name not in PARTS and carries(value, records=not self._checked):
-            as_value = any(isinstance(one, Reply) or type(one).__name__ == DECODED for one in values)
-            self.returns.append((self._side, name_of(code), as_value))
+        values = value if isinstance(value, tuple | list) else [value]
+        values = [one for entry in values for one in (entry if isinstance(entry, tuple) else (entry,))]
+        if code.co_name not in PARTS and any(isinstance(one, Reply) for one in values):
+            self.returns.append((self._side, name_of(code)))
         if code.co_name == "_answer":
             self._side = "server"
 
@@ -93,34 +79,6 @@ class Walk:
             found.setdefault(code.co_filename, set()).add(code)
         names = {file: str(Path(file).relative_to(PACKAGE)) for file in found}
         return {names[file]: (len(codes), *lines(Path(file), codes)) for file, codes in sorted(found.items(), key=lambda entry: entry[0])}
-
-
-def carries(value: Any, records: bool) -> bool:
-    """Return whether ``value`` is a reply, in any of its forms, or a collection of replies.
-
-    Args:
-        value: The value that a function returned.
-        records: Whether named arrays count as a reply. After the check of a reply, named arrays belong to the model.
-    """
-    if isinstance(value, Message):
-        return bool(value.metadata.reply_to_message_id)
-    if isinstance(value, Reply) or type(value).__name__ == DECODED:
-        return True
-    if isinstance(value, RecordDict):
-        return records and any(name.endswith("weights") for name in value)
-    if type(value) is dict:
-        weights = value.get("weights")
-        return records and isinstance(weights, Mapping) and all(isinstance(t, np.ndarray | Tensor) for t in weights.values())
-    if isinstance(value, list) and value and all(isinstance(one, np.ndarray) for one in value):
-        return records
-    return isinstance(value, tuple | list) and any(carries(one, records) for one in flat(value) if not isinstance(one, tuple | list))
-
-
-def flat(value: Any) -> list[Any]:
-    """Return a tuple or list as a list, in which tuples are replaced by their entries. Any other value becomes a list of one."""
-    if not isinstance(value, tuple | list):
-        return [value]
-    return [one for entry in value for one in (entry if isinstance(entry, tuple) else (entry,))]
 
 
 def name_of(code: CodeType) -> str:
@@ -182,15 +140,10 @@ def main(
     total = [sum(numbers[column] for numbers in files.values()) for column in range(3)]
     print(f"| {len(files)} files | {' | '.join(map(str, total))} |\n")
     print(f"a round of {method} with {CLIENTS} clients enters {len(files)} files, {total[0]} functions, {total[1]} lines of functions")
-    anyhow, values = Counter(side for side, _, _ in walk.returns), Counter(side for side, _, as_value in walk.returns if as_value)
-    for what, counts in (
-        ("decodings of a header", walk.headers),
-        ("returns of the reply, as a value", values),
-        ("returns of the reply, in any form", anyhow),
-    ):
-        print(f"{what}, per client: {counts['client'] / CLIENTS:.3g} at the client, {counts['server'] / CLIENTS:.3g} at the server")
+    counts = Counter(side for side, _ in walk.returns)
+    print(f"returns of a reply: {counts['client'] / CLIENTS:.3g} at the client, {counts['server'] / CLIENTS:.3g} at the server")
     if detail:
-        print("\n".join(f"{side} {function}" for side, function, _ in walk.returns[: len(walk.returns) // CLIENTS + 1]))
+        print("\n".join(f"{side} {function}" for side, function in walk.returns[: len(walk.returns) // CLIENTS + 1]))
 
 
 if __name__ == "__main__":
