@@ -30,7 +30,7 @@ from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect, 
 from fl_bn.flower.layerwise.transcript import Transcript, detach
 from fl_bn.flower.wire.codec import Header, header_of, payload_of, to_records
 from fl_bn.flower.wire.gate import Limits
-from fl_bn.flower.wire.messages import HELLO, OURS, TO_MEASURE, TO_MEET, TO_TELL, TO_TRAIN, Form, here
+from fl_bn.flower.wire.messages import HEADER, HELLO, OURS, TO_MEASURE, TO_MEET, TO_TELL, TO_TRAIN, Form, here
 from fl_bn.methods import Phase
 from fl_bn.support.wire import WireError
 
@@ -85,8 +85,10 @@ def read(message: Message, network: Network, form: Form | None = None, header: H
         header: the message's header, if it was read before.
 
     Raises:
-        WireError: a field or an array is not as expected. The error names the first one.
+        WireError: a field or an array is not as expected, or the message is none of fl-bn's. The error names the first one.
     """
+    if header is None and HEADER.name not in message.content:
+        raise WireError("header", "", "expected a message of an fl-bn strategy: use a strategy of fl_bn.flower in server_app.py, like FBN")
     header = header or header_of(message.content)
     measures = header.phase == Phase.MEASURE.value
     form = form or (TO_MEASURE if measures else TO_TRAIN)

@@ -24,7 +24,10 @@ from fl_bn.support.wire import WireError, printable, reason
 POLICY = "NotAllowed: "  # begins the error of a site whose policy refuses the run
 PATIENCE = 120.0  # seconds that an app of one's own waits for a node's answer, and for further nodes once enough have come
 POLL = 0.2  # seconds between two looks at who is there
-NO_HANDLER = "the ClientApp has no handler for fl-bn's introduction: call answer(app, Net, method, batches), or legacy_client_app(...)"
+NO_HANDLER = (
+    "the ClientApp has no handler for fl-bn's introduction: add fl_bn.flower.answer(app, Net, method, batches) to client_app.py "
+    "(an app with a client_fn: make it by legacy_client_app(...))"
+)
 
 
 class RunFailed(Exception):  # no RuntimeError, which Flower 1.25 would mistake for one of its own, and not end the run

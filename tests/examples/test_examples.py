@@ -13,7 +13,7 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
-from fl_bn.flower import InProcessGrid
+from fl_bn.flower import InProcessGrid, run_in_process
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -91,11 +91,10 @@ def numpy_client() -> Iterator[None]:
 @pytest.mark.usefixtures("numpy_client")
 def test_a_legacy_numpy_client_under_fixbn(caplog: pytest.LogCaptureFixture) -> None:
     app: dict[str, Any] = runpy.run_path(str(EXAMPLES / "numpy_client" / "after.py"))
-    config = {"num-server-rounds": 4}
-    app["server_app"](InProcessGrid(app["client_app"], 5, config), Context(1, 0, {}, RecordDict(), dict(config)))
+    config = {"num-server-rounds": 4, "clients": 5}
+    history = run_in_process(config, server_app=app["server_app"], client_app=app["client_app"])
     assert "method fixbn: found 1 BatchNorm1d" in caplog.text
-    found = eval(re.sub(r"INFO .*?\t|\s", "", caplog.text[caplog.text.index("{'accuracy'") :]))  # noqa: S307 - Flower's history
-    accuracy = dict(found["accuracy"])
+    accuracy = dict(history.metrics_distributed["accuracy"])
     assert set(accuracy) == {1, 2, 3, 4}
     assert accuracy[4] > accuracy[1]
 

@@ -98,7 +98,7 @@ def test_an_app_without_the_line_is_told_which(written: Any, capsys: pytest.Capt
 def test_a_client_with_another_method_is_told(written: Any, capsys: pytest.CaptureFixture[str]) -> None:
     folder = written("fixbn")
     (folder / PACKAGE / "client_app.py").write_text(source("after", "client_app.py", "fbn"))
-    with pytest.raises(RunFailed, match="another model, method or version"):
+    with pytest.raises(RunFailed, match="another model, method, .*name the same unconverted network and method"):
         ran(folder, capsys)
 
 

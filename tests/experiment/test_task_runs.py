@@ -148,7 +148,7 @@ def test_a_task_of_ones_own_is_one_file_and_one_line(method: str, package: str, 
     said = f"{float(found[3]['mean-distance']):.4g}"
     assert f"mean-distance after round 4: **{said}**" in (path / "summary.md").read_text()
     assert "accuracy" not in (path / "summary.md").read_text()
-    assert f", mean-distance {said}" in (path / "run.log").read_text()
+    assert f"  mean-distance {said}" in (path / "run.log").read_text()
     if METHODS[method]().keeps(Role.STATISTIC):
         worst = [float(row["mean-distance"]) for row in rows(path / "clients.csv") if row["round"] == "4"]
         assert float(found[3]["mean-distance-max"]) == max(worst) > min(worst)
