@@ -115,7 +115,7 @@ def application(row: Row) -> Computed:
     made = partial(flower.BatchNormClient, convert(net, method), method, settings)
     app = flower.make_client_app(lambda context: made(sites[context.node_config["partition-id"]], context.state))
     calendar = {"rate": lambda *_: row.rate, "calibrate": row.calibrate, "unit_scale": False, "wait": 0.0}
-    rounds = flower.Rounds(count, len(row.schedule[0]) / count, update=settings.update, auxiliary=auxiliary(settings), **calendar)
+    rounds = flower.Rounds(count, fraction=len(row.schedule[0]) / count, update=settings.update, auxiliary=auxiliary(settings), **calendar)
     kept = Kept()
     strategy = flower.BatchNormStrategy(net, method, rounds, optimizer=server, defence=defence, callbacks=[kept])
     found = arrays_of(strategy.start(flower.InProcessGrid(app, count, {}), num_rounds=row.rounds))

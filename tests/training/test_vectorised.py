@@ -74,8 +74,8 @@ def flat() -> nn.Sequential:
 
 
 def named_twice() -> nn.Module:
-    model = flat()
-    model.again = model[2]
+    model = tied()
+    model.again = model.norm
     return model
 
 

@@ -162,6 +162,9 @@ def _why_not(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Tas
     kinds = {(own.x.shape[1:], own.x.dtype, own.y.shape[1:], own.y.dtype) for own in samples}
     if len(kinds) > 1:
         return f"the samples of all clients need the same shapes and dtypes, but have {len(kinds)} different combinations"
+    modules = [module for _, module in first.model.named_modules(remove_duplicate=False)]
+    if len(modules) > len(set(modules)):
+        return "the network has a layer under two names"
     if not first.trains:
         return ""
     if (small := min(len(own) for own in samples)) < 2:
@@ -173,9 +176,6 @@ def _why_not(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Tas
         return f"objective {settings.objective.name} corrects or repeats each client's own step: only {names} can be batched"
     if settings.maintain != "reset" or settings.update == "gradients":
         return f"maintain-momentum={settings.maintain!r} and update={settings.update!r} are not batched: only 'reset' and 'weights'"
-    modules = [module for _, module in first.model.named_modules(remove_duplicate=False)]
-    if len(modules) > len(set(modules)):
-        return "the network has a layer under two names"
     if settings.precision == "mixed":
         return "precision 'mixed' has no effect here: under torch.func.vmap, torch.autocast leaves operations in float32"
     if foreign := _foreign(first.model, task):
