@@ -132,6 +132,7 @@ def _differences(run: Path, config: RunConfig) -> str:
         values = renewed(tomllib.loads((run / CONFIG).read_text(encoding="utf-8")))
     except (OSError, *UNREADABLE) as error:
         return f"its {CONFIG} cannot be read: {reason(str(error))}"
-    mine = config.to_mapping()
+    mine, defaults = config.to_mapping(), {name: key.default for name, key in config.keys(config.setup).items()}
+    was = {**defaults, **values}  # an earlier version did not have all keys
     keys = [key for key in mine if key not in FREE and key not in config.without_effect]
-    return ", ".join(f"{key} was {values.get(key)!r}, and is {mine[key]!r}" for key in keys if values.get(key) != mine[key])
+    return ", ".join(f"{key} was {was[key]!r}, and is {mine[key]!r}" for key in keys if was[key] != mine[key])

@@ -21,23 +21,23 @@ DATASETS = (
     "mnist-m", "synth-digits", "digits-five", "digits-five-pooled", "office-caltech10", "domainnet", "pacs", "tiny-imagenet", "imagenet",
     "cityscapes", "abide",
 )  # fmt: skip
-GONE: Mapping[str, Value] = {
+GONE: Mapping[str, Value | None] = {
     "moon-temperature": 0.5, "server-adaptivity": 1e-3, "server-beta2": 0.99,
-    "recalibration-memory": 1.0, "secagg-quantization-range": 22, "share-drift": False,
+    "recalibration-memory": 1.0, "secagg-quantization-range": 22, "share-drift": None,
 }  # fmt: skip
-"""Key -> the value that every run has now."""
+"""Key -> the value that every run has now; None: the key changed no result."""
 
 
 def renewed(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the run config of an earlier version by today's keys.
 
-    A key with the value that every run has now is left out. If a key or the data set has moved to ``PAPERS``, the result has
+    A key that has gone is left out. If a key or the data set has moved to ``PAPERS``, the result has
     this setup.
 
     Raises:
-        ConfigError: A key has gone, and had another value than every run has now.
+        ConfigError: A key that has gone had another value than every run has now.
     """
-    if lost := {key: value for key, value in values.items() if key in GONE and value != GONE[key]}:
+    if lost := {key: value for key, value in values.items() if GONE.get(key) not in (None, value)}:
         key, value = next(iter(lost.items()))
         raise ConfigError(
             f"the run had {key}={in_config(value)}, and {key} is no run-config key any more: CHANGELOG.md says what to do instead"

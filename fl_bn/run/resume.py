@@ -24,18 +24,18 @@ def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:
         deployed: Whether the run is resumed at its sites; else in this process.
 
     Raises:
-        ConfigError: ``run`` is not the folder of a run; or the run is finished or was made by another version of fl-bn;
-            or ``deployed`` is True and the run has no checkpoint; or ``deployed`` is False and the run is one of deployed
-            sites.
+        ConfigError: ``run`` is not the folder of a run; or it has a key that has gone; or the run is finished or was made by
+            another version of fl-bn; or ``deployed`` is True and the run has no checkpoint; or ``deployed`` is False and the
+            run is one of deployed sites.
     """
     try:
-        values = renewed(tomllib.loads((run / CONFIG).read_text(encoding="utf-8")))
+        values = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
     except (OSError, *UNREADABLE) as error:
         raise ConfigError(
             f"{run} is not the folder of a run: its {CONFIG} cannot be read ({reason(str(error))}). Give a folder such as runs/NAME"
         ) from error
     _check_version(run)
-    config = Usage().config({**values, "output": str(run.resolve().parent), "name": "", "resume": run.resolve().name})
+    config = Usage().config({**renewed(values), "output": str(run.resolve().parent), "name": "", "resume": run.resolve().name})
     done = _rounds_done(run)
     if done >= config.rounds and (run / "summary.md").exists() and not (run / FOLDER).exists():
         raise ConfigError(f"{run} is finished: all of its {config.rounds} rounds are done, and {run / 'summary.md'} has the results")

@@ -239,6 +239,18 @@ def test_whatever_decides_a_number_must_be_as_it_was_and_the_rest_may_be_otherwi
                 run_to_resume(made)
 
 
+def test_a_run_of_an_earlier_version_goes_on_by_today_s_keys(tmp_path: Path) -> None:
+    values = small_run(tmp_path, method="fixbn")
+    text, whole = (path := stopped(values, 3)).joinpath("config.toml").read_text(), results(run({**values, "name": "whole"}))
+    was = re.sub(r"(?m)^setup = .*\n", "", text) + 'hbn-mixing = "learned"\nsecagg-quantization-range = 22\nshare-drift = true\n'
+    (path / "config.toml").write_text(was + "server-beta2 = 0.9\n")
+    ends_with_a_sentence("resume", path, about="server-beta2")  # control: every run has 0.99 now
+    (path / "config.toml").write_text(was + 'diagnostics = "drift"\n')
+    assert command("resume", path).exit_code == 0
+    (path / "diagnostics.csv").unlink()
+    assert differences(whole, results(path)) == []
+
+
 def test_a_run_goes_on_under_other_conditions_with_the_same_results(plain: Values, tmp_path: Path) -> None:
     whole = results(run(small_run(tmp_path / "whole", method="gn")))
     files = sorted(file.name for file in stopped(plain, 4).iterdir())
