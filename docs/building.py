@@ -20,7 +20,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from fl_bn.options import Option, Options, options_by_key, own_options
+from fl_bn.options import Option, Options, hidden_options, options_by_key, own_options
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 COPIES = "repository/"
@@ -141,7 +141,7 @@ class Docstrings(griffe.Extension):
         text = obj.docstring.value
         if isinstance(obj, griffe.Function) and any(str(decorator.value).startswith("takes(") for decorator in obj.decorators):
             constructor = getattr(importlib.import_module(obj.module.path), obj.name)
-            options = dict(options_by_key(constructor).values())
+            options = dict([*options_by_key(constructor).values(), *hidden_options(constructor).values()])
             obj.parameters = griffe.Parameters(*_parameters(constructor, options))
             text = _with_section(text, "Args", options)
         elif isinstance(obj, griffe.Class) and (options := _own_options(obj)):

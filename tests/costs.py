@@ -61,7 +61,7 @@ LONG = (
     "tests/test_hybrid.py::test_compiled",
     "tests/training/test_dice.py::test_loss_and_metric_are_those_of_monai_and_torchmetrics",
     "tests/training/test_vectorised.py::test_keys_of_a_run",
-    "tests/examples/test_flower_apps.py::test_niid_bench_has_its_schedule_its_history_and_its_best_model",
+    "tests/examples/test_flower_apps.py::test_niid_bench_has_its_schedule_and_its_best_model",
     "tests/sweeps/test_evidence.py::test_every_committed_result_is_found_though_its_run_ignored_keys",
     "tests/doors/test_federation_workers.py::test_what_a_script_or_a_notebook_defines_works_without_a_guard",
     "tests/experiment/test_cli.py::test_the_resumed_run_has_the_bits_of_one_that_nobody_interrupted",

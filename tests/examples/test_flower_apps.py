@@ -242,16 +242,13 @@ def test_fedbn_s_own_code_and_the_method_agree(ran: Runs) -> None:
     assert largest_difference(floats(own[0]), floats(own[1])) > 0.1  # control: each client has its own
 
 
-def test_niid_bench_has_its_schedule_its_history_and_its_best_model(ran: Runs) -> None:
+def test_niid_bench_has_its_schedule_and_its_best_model(ran: Runs) -> None:
     before, after = ran("niid_bench", "before", rounds=3), ran("niid_bench", "after", rounds=3)
     assert [config["lr"] for config in before.sent("train")] == [config["lr"] for config in after.sent("train")] == [0.1, 0.1, 0.05]
     best = torch.load(after.folder / "best_model.pt")
     assert best["round"] in (1, 2, 3)
     assert best["accuracy"] > 0.1
     assert {*best["model"]} == {*torch.load(before.folder / "best_model.pt")["model"]}
-    log = "\n".join(after.log)
-    for line in ("History (loss, centralized):", "round 0: ", "History (metrics, distributed, fit):", "'train_loss'", "'accuracy'"):
-        assert line in log, line
 
 
 # The method
