@@ -83,10 +83,11 @@ def load(copy: Copy, instruction: Instruction, kept: ClientState, objective: Obj
             f"kept is the state of a client with another network or method: its signature is {kept.signature}, but that of the network "
             f"converted for {method.name} is {network.signature}. Give what round.reply returned for this network and method, or no state"
         )
-    if instruction.trains and instruction.objective and instruction.objective != objective.described:
+    untold = "none, without control variates" if objective.travels and CONTROL not in instruction.sections else ""
+    if instruction.trains and (theirs := instruction.objective or untold) and theirs != objective.described:
         raise ValueError(
-            f"the server expects the objective {instruction.objective}, but this client's loop has {objective.described or 'none'}: give "
-            "both sides the same objective=..., or give the server no objective"
+            f"the server expects the objective {theirs}, but this client's loop has {objective.described or 'none'}: give both sides the "
+            "same objective=..., or, if it has no control variates, give the server none"
         )
     expected.check(arrays)
     beside = {extra.section for extra in auxiliary}

@@ -189,7 +189,8 @@ def why_not(model: nn.Module, method: Method, trains: bool = False) -> str:
             f"method {method.name!r} keeps running statistics at the clients, so the shared model cannot be re-calibrated. Take a method "
             "that shares all its statistics (fedavg, fixbn, hbn, fbn, fedtan, ...)"
         )
-    return without_statistics(model)
+    reason = without_statistics(model)
+    return f"method {method.name!r}: {reason}" if reason else ""
 
 
 def without_statistics(model: nn.Module) -> str:

@@ -161,7 +161,7 @@ def samples_of(client: int) -> TensorDataset:
     [
         pytest.param(lambda: own_app("fedavg", mods=([], [bare], [])), "header", id="a reply of one's own"),
         pytest.param(lambda: own_app("fedavg", batches=samples_of), "TensorDataset", id="a dataset in the place of a loader"),
-        pytest.param(lambda: own_app("fedavg", batches=lambda i: [(data(i)[0][0][:1], data(i)[0][1][:1])]), "BatchNorm", id="a batch of 1"),
+        pytest.param(lambda: own_app("fedavg", batches=lambda i: [(data(i)[0][0][:1], data(i)[0][1][:1])]), "1 value", id="a batch of 1"),
     ],
 )
 def test_the_server_is_told_what_a_handler_does_wrong(app: Any, word: str) -> None:
