@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -264,6 +264,7 @@ class ServerPolicy(RunSpec):
         unset=0,
         otherwise="one per file or folder in data-path, where each is a client (see partition), else 10",
     )
+    _: KW_ONLY  # the order of the others may change
     min_replies: float = option(0.5, "fraction of a cohort's replies that must be usable, else the round changes nothing", "0..1")
     max_failed: int = option(3, "failed rounds in a row that stop the run", ">= 1", key="max-failed-rounds")
     timeout: float = option(600.0, "deadline and time to live of every message", "> 0", unit="seconds", key="round-timeout")
