@@ -121,10 +121,10 @@ def reading() -> CheckedReading:
     return CheckedReading([CLIENT], HEADER, Expected(3, "0123", Schema({"weights": specs}), REPLIED))
 
 
-def test_a_walk_through_a_round_meets_each_header_once() -> None:
-    walk = script("benchmarks/walk.py").walked("fedavg")
-    assert walk.headers == {"client": 3, "server": 3}  # three clients
-    assert len(walk.returns) < 3 * 24
+def test_a_reply_is_passed_on_at_most_four_times_on_each_side() -> None:
+    sides = [side for side, _ in script("benchmarks/walk.py").walked("fedavg").returns]
+    assert 3 <= sides.count("client") <= 3 * 4  # three clients
+    assert 3 <= sides.count("server") <= 3 * 4
 
 
 def test_what_can_be_read_is_and_of_the_rest_the_bytes_are_known() -> None:
