@@ -6,6 +6,7 @@ In client_app.py, ``app = ClientApp(client_fn)`` becomes ``app = legacy_client_a
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from flwr.server.strategy import FedAvg
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
+from fl_bn.flower.compat import log
 from fl_bn.flower.hooks import EXAMPLES, is_number
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.own_app import answers, evaluating, replayed, training
@@ -174,7 +176,8 @@ def legacy_server_app(
             return rounds.history, time.monotonic() - begin
 
         put_between(server, Server, fit=fit)
-        history, _ = server.fit(num_rounds=config.num_rounds, timeout=config.round_timeout)
+        history, seconds = server.fit(num_rounds=config.num_rounds, timeout=config.round_timeout)
+        log(logging.INFO, "[SUMMARY] %s rounds in %.2f s\n%s", config.num_rounds, seconds, history)  # as Flower's own server does
         if isinstance(grid, InProcessGrid):
             grid.result = history
 
