@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -178,9 +179,14 @@ def load(file: Path, defined: Sequence[Cell]) -> list[Kept]:
 
 def own_config(config: RunConfig) -> dict[str, Value]:
     """Return the run-config keys that differ from the defaults, without those that every sweep sets itself, and without ``setup``."""
-    default = RunConfig.from_mapping({"setup": config.setup}).to_mapping()
+    default = _defaults(config.setup)
     own = {key: value for key, value in config.to_mapping().items() if value != default[key] and key not in OWN}
     return _without_setup(own)
+
+
+@cache
+def _defaults(setup: str) -> Mapping[str, Value]:
+    return RunConfig.from_mapping({"setup": setup}).to_mapping()
 
 
 def _without_setup(config: Mapping[str, Value]) -> dict[str, Value]:
