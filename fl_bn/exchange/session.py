@@ -25,7 +25,7 @@ from fl_bn.support.names import check_name
 
 POLICIES = ("abort", "shrink")
 NOT_JOINED = "did not join"
-SAME = "Do all run the same model and version, and does forward call the same layers for every batch?"
+SAME = "Every client must run the same model, and call the same layers in the same order for every batch"
 LARGEST_COUNT = 2**53  # whole numbers are exact in float64 up to here
 
 Deliver = Callable[[Answer | ExchangeFailed], None]
@@ -294,15 +294,16 @@ class Session:
         votes: Counter[Key | None] = Counter({**keys, **dict.fromkeys(left)}.values())
         (right, top), *others = votes.most_common()
         if others and others[0][1] == top:
-            said = " or ".join("none, since it has finished" if key is None else str(key) for key in votes)
-            self.fail(f"the clients disagree about the next exchange, which may be {said}. {SAME}")
+            at = {key: self.called.clients([*left] if key is None else [k for k, sent in keys.items() if sent == key]) for key in votes}
+            said = ", ".join(f"{who} {'has finished' if key is None else f'sent {key}'}" for key, who in at.items())
+            self.fail(f"the clients are not at the same layer: {said}. {SAME}")
             return False
         if right is not None and left:
             self._remove(left, f"left the round and did not send its values of {right}")
         for other, _ in others:
-            wanted = "that the client finishes the round, as most did" if right is None else f"the client's values of {right}"
+            most = "most have finished the round" if right is None else f"most sent {right}"
             odd = [client for client, sent in keys.items() if sent == other]
-            self._remove(odd, f"expected {wanted}, but it sent those of {other}. {SAME}")
+            self._remove(odd, f"sent {other} where {most}. {SAME}")
         return not others
 
     def _average(self, requests: Mapping[int, Local]) -> bool:

@@ -27,6 +27,14 @@ REITERABLE = (
 )
 
 
+def size_of(loader: Loader) -> str:
+    """Return the numbers of samples and the batch size of a loader, or its type, in words."""
+    if isinstance(loader, DataLoader):
+        samples = len(loader.dataset) if isinstance(loader.dataset, Sized) else "unknown number of"
+        return f"{samples} samples, batch_size={loader.batch_size}, drop_last={loader.drop_last}"
+    return f"its {type(loader).__name__} is empty; it must iterate over its batches anew in every round"
+
+
 SAMPLES = (TensorDataset, Subset, ConcatDataset)
 """Torch's datasets of single samples."""
 

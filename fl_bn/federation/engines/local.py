@@ -25,7 +25,7 @@ from fl_bn.federation.engines.clients import Clients, Connect
 from fl_bn.federation.engines.processes import CannotMove, InWorkers, in_workers
 from fl_bn.federation.engines.vectorised import AT_ONCE, CannotVectorise, Fallback, client_rounds
 from fl_bn.federation.engines.workers import WorkerTiming, cores
-from fl_bn.federation.loaders import REITERABLE, Loader, SeededBatches
+from fl_bn.federation.loaders import Loader, SeededBatches, size_of
 from fl_bn.federation.local import evaluate, unmoved
 from fl_bn.federation.metrics import over_samples
 from fl_bn.federation.network import Network
@@ -274,7 +274,7 @@ class LocalTransport(Transport):
             what = "a batch" if left_out == 1 else f"{left_out} batches"
             LOGGER.warning("client %s left out %s of one sample in round %s: it has no variance (drop_last=True)", client, what, round)
         else:
-            LOGGER.warning("client %s: its loader gave no batch in round %s. %s", client, round, REITERABLE)
+            LOGGER.warning("client %s gave no batch in round %s: %s", client, round, size_of(self.clients.own[client].loader))
 
     def _together(self, instruction: Instruction, clients: Sequence[int]) -> list[Reply] | None:
         """Compute the replies of ``clients`` in one vectorised program; None if they must be computed one by one."""
