@@ -9,18 +9,21 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
+from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 sys.path.insert(0, str(Path(__file__).parent))
 from own_map import COMMON, METHODS, REGIMES, SEEDS, TEST, Accuracies, Place, best_rate, keys, read
 
 from experiments.marks import replaced
+from experiments.pictures import draw_map
 from fl_bn.advise import regimes
 from fl_bn.advise.measure import Measured, measure
-from fl_bn.advise.regimes import BASELINE, Regime
-from fl_bn.report.map_pictures import draw_maps
+from fl_bn.advise.regimes import BASELINE, Regime, finite
 from fl_bn.run.config import RunConfig
 from fl_bn.support import durable
 
@@ -59,6 +62,7 @@ PAGES = {
 WHERE = {ROOT / "README.md": "docs/methods/", ROOT / "docs" / "methods" / "choosing.md": ""}
 """Page with a table -> the folder of the methods' pages, relative to that page."""
 MARK = "map"
+ONE_SEED = 10.0  # the difference in points that separates two methods where there is one seed
 COLOURED = 20.0  # points; larger differences have the colour of this one
 
 
@@ -74,10 +78,39 @@ def regimes_of(lines: Accuracies, measured: Mapping[str, Measured]) -> list[Regi
         runs = {method: {seed: _of(lines, name, method, seed) for seed in SEEDS} for method in METHODS}
         there = {method: {seed: value for seed, value in by_seed.items() if value is not None} for method, by_seed in runs.items()}
         rates = {method: rate for method in METHODS if (rate := best_rate(lines, name, method))}
-        regime = Regime(name, PROBLEMS[name], measured[name], there, rates)
+        regime = Regime(name, PROBLEMS[name], measured[name], there, rates, separable(there))
         if BASELINE in regime.methods and len(regime.methods) > 1:
             found.append(regime)
     return found
+
+
+def separable(accuracies: Mapping[str, Mapping[int, float]]) -> float:
+    """Return the smallest difference, in points, that separates two methods with 95 % confidence.
+
+    It is Fisher's least significant difference, from an analysis of variance of methods and seeds, over the seeds that
+    all methods have. With one seed or one method there is no estimate, so the value is ``ONE_SEED``.
+    """
+    methods = [name for name, runs in accuracies.items() if runs]
+    seeds = sorted(set.intersection(*(set(accuracies[name]) for name in methods))) if methods else []
+    freedom = (len(methods) - 1) * (len(seeds) - 1)
+    if min(len(methods), len(seeds)) < 2:
+        return ONE_SEED
+    values = {(name, seed): finite(accuracies[name][seed]) for name, seed in product(methods, seeds)}
+    whole = fmean(values.values())
+    by_method = {name: fmean(values[name, seed] for seed in seeds) for name in methods}
+    by_seed = {seed: fmean(values[name, seed] for name in methods) for seed in seeds}
+    residual = sum((values[name, seed] - by_method[name] - by_seed[seed] + whole) ** 2 for name, seed in values)
+    return float(stdtrit(freedom, 0.975)) * math.sqrt(2 * residual / freedom / len(seeds))
+
+
+def level(regime: Regime, method: str) -> list[str]:
+    """Return ``method`` and all methods whose accuracy does not differ significantly from that of ``method``."""
+    return [method, *(name for name in regime.methods if name != method and abs(regime.above(method, name)) < regime.separable)]
+
+
+def seeds_of(regime: Regime) -> list[int]:
+    """Return the seeds with which every method was run."""
+    return sorted(set.intersection(*(set(regime.accuracies[name]) for name in regime.methods)))
 
 
 def _of(lines: Accuracies, regime: str, method: str, seed: int) -> float | None:
@@ -111,17 +144,18 @@ def recommendation(found: Sequence[Regime], folder: str) -> str:
 
 def _advice(regime: Regime, folder: str) -> str:
     """Return the best method of a regime with what is as good; FedAvg where nothing is ahead of it for sure."""
-    best, level = regime.methods[0], regime.level(regime.methods[0])
-    one = "one seed, " if len(regime.seeds) == 1 else ""
-    if BASELINE in level:
+    best = regime.methods[0]
+    equals = level(regime, best)
+    one = "one seed, " if len(seeds_of(regime)) == 1 else ""
+    if BASELINE in equals:
         return f"{one}{_link(BASELINE, folder)}, gains are within chance"
-    others = ", ".join(_link(name, folder) for name in level if name != best)
+    others = ", ".join(_link(name, folder) for name in equals if name != best)
     return f"{one}{_link(best, folder)} ({regime.above(best):+.1f}){f', as good: {others}' if others else ''}"
 
 
 def _read(found: Sequence[Regime], folder: str) -> list[str]:
     """Return the sentences below the table: how many rounds, seeds, methods and rates were run, and what is older."""
-    seeds = max(len(regime.seeds) for regime in found)
+    seeds = max(len(seeds_of(regime)) for regime in found)
     return [
         f"Bundled digits, {COMMON['rounds']} rounds, {seeds} seeds, {len(METHODS)} methods, each at the best of three rates. "
         f"`fixbn` has a [newer default]({folder}fixbn.md#the-learning-rate-after-the-freeze), which learns more.",
@@ -168,7 +202,7 @@ def draw(found: Sequence[Regime], path: Path) -> None:
     values = np.array([[regime.above(name) for regime in found] for name in methods])
     columns = [f"{regime.name} ({regime.mean(BASELINE):.0f})" for regime in found]
     x, bar = "regime (accuracy of plain BatchNorm, %)", "points above plain BatchNorm"
-    figure = draw_maps({"": values}, columns, methods, x, "", bar, "accuracy", difference=True, limit=COLOURED)
+    figure = draw_map(values, columns, methods, x, "", bar, limit=COLOURED)
     figure.savefig(path, dpi=130, bbox_inches="tight")
 
 

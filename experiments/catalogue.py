@@ -6,6 +6,7 @@ question of this project, and its file is named ``own-...``. The file is a sweep
     [experiment]
     paper = "FixBN"
     program = "programs/normalisation_error.py:run"    # only if the experiment is a function, not a sweep
+    made = { small = "abide" }                         # a variant whose data a function of data/made.py makes
 
 The function at ``program`` takes ``folder``, and may also take ``small``, ``variant``, ``data`` and ``jobs``.
 """
@@ -15,16 +16,18 @@ from __future__ import annotations
 import csv
 import importlib.util
 import inspect
+import shutil
 import sys
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from experiments.claims import FILE
+from experiments.pages import PAGE, write_program_page
 from fl_bn.data.dataset import DataNotFound
 from fl_bn.run.assembly import limit_threads
 from fl_bn.run.config import ConfigError
@@ -47,6 +50,7 @@ class Experiment:
         variants: The names of the variants in the file.
         program: The function of an experiment that is not a sweep, as ``programs/FILE.py:FUNCTION``; empty for a
             sweep.
+        made: Variant -> the function of ``data/made.py`` that makes its data.
     """
 
     name: str
@@ -55,6 +59,7 @@ class Experiment:
     title: str
     variants: tuple[str, ...]
     program: str = ""
+    made: Mapping[str, str] = field(default_factory=dict)
 
     def has(self, variant: str) -> bool:
         """Return whether the experiment has a variant of this name.
@@ -90,6 +95,28 @@ def _is_named(experiment: Experiment, name: str) -> bool:
     return name == "all" or name.lower() in (experiment.name.lower(), experiment.name.partition("-")[0])
 
 
+def data_of(experiment: Experiment, variant: str, data: str, folder: Path) -> str:
+    """Return the folder of a variant's data; make the data first if a function makes them, unless they exist.
+
+    Args:
+        experiment: The experiment.
+        variant: The variant.
+        data: The folder of the data that are not made.
+        folder: The folder of the results, in which the data are made.
+    """
+    if variant not in experiment.made:
+        return data
+    from experiments.data import made
+
+    place = folder / "data"
+    if not place.exists():
+        unfinished = folder / "data.unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        getattr(made, experiment.made[variant])(unfinished)
+        unfinished.rename(place)
+    return str(place)
+
+
 def perform_program(experiment: Experiment, variant: str, data: str, folder: Path, jobs: int = 1) -> None:
     """Call the function of an experiment, and write a report of its results. If the report exists, do nothing.
 
@@ -108,10 +135,8 @@ def perform_program(experiment: Experiment, variant: str, data: str, folder: Pat
     """
     if not experiment.has(variant):
         raise ConfigError(f"{experiment.name} has no variant {variant!r}: choose one of {', '.join(experiment.variants)}")
-    if (folder / "report.html").exists():
+    if (folder / PAGE).exists():
         return
-    from fl_bn.report import write_program_report
-
     called = program_of(experiment)
     folder.mkdir(parents=True, exist_ok=True)
     limit_threads(1)  # the matrices are small, so more threads would only wait for each other
@@ -120,7 +145,7 @@ def perform_program(experiment: Experiment, variant: str, data: str, folder: Pat
         called(folder, **{name: value for name, value in known.items() if name in inspect.signature(called).parameters})
     except (DataNotFound, OSError) as error:
         raise ConfigError(f"{experiment.name}: {error}") from error
-    write_program_report(folder, experiment.file)
+    write_program_page(folder, experiment.file)
 
 
 @dataclass(frozen=True)
@@ -231,6 +256,6 @@ def _read(file: Path) -> Experiment:
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
         about = tables["experiment"]
         variants = tuple(about.get("variants", tables.get("variants", {})))
-        return Experiment(file.stem, file, about["paper"], tables["title"], variants, about.get("program", ""))
+        return Experiment(file.stem, file, about["paper"], tables["title"], variants, about.get("program", ""), about.get("made", {}))
     except (tomllib.TOMLDecodeError, KeyError) as error:
         raise ConfigError(f"{file}: an experiment needs a title and a table [experiment] with the key paper: {error}") from error

@@ -68,10 +68,11 @@ def run_(
 
     After an interruption, the same command continues.
     """
-    from experiments.catalogue import Log, find, perform_program
+    from experiments.catalogue import Log, data_of, find, perform_program
     from experiments.evidence import known_cells
+    from experiments.pages import PAGE, write_index
+    from experiments.pictures import further
     from fl_bn.federation.engines.workers import cores
-    from fl_bn.report import write_index
     from fl_bn.run.config import ConfigError
 
     folder, failed = Path(output), dict[str, str]()
@@ -96,7 +97,8 @@ def run_(
                     errors: dict[str, str] = {}
                 else:
                     known = known_cells(experiment, variant, results) if results else {}
-                    errors = perform(experiment.file, variant, data, place, jobs, retry, run_config, only, known=known)
+                    of = data_of(experiment, variant, data, place)
+                    errors = perform(experiment.file, variant, of, place, jobs, retry, run_config, only, known=known, further=further)
             except Exception as error:  # if several experiments are run, an error in one must not end the others
                 if len(chosen) == 1:
                     raise
@@ -104,7 +106,7 @@ def run_(
                 console.print(f"[red]{experiment.name}[/red]: {escape(errors[experiment.name])}", highlight=False)
             failed |= {f"{experiment.name}/{name}": problem for name, problem in errors.items()}
             log.add(experiment.name, variant, time.monotonic() - begin, errors, place)
-        page = write_index([place for place in sorted(folder.iterdir()) if (place / "report.html").exists()], folder / "index.html")
+        page = write_index([place for place in sorted(folder.iterdir()) if (place / PAGE).exists()], folder / "index.html")
     except ConfigError as error:
         raise refused(error) from error
     except KeyboardInterrupt:

@@ -93,10 +93,4 @@ def differences(name: str, groups: Mapping[str, Sequence[Difference]], states: t
         figure.legend(loc="outside upper right", ncols=3, fontsize=8)
         return figure
 
-    said = "; ".join(_in_words(row) for rows in groups.values() for row in rows)
-    return Picture(name, "The papers' differences and ours, by claim.", f"Points with intervals. {said}.", draw)
-
-
-def _in_words(row: Difference) -> str:
-    paper = "" if row.paper is None else f" (the paper {row.paper:+.1f})"
-    return f"{row.name}: {row.mean:+.1f}{paper}, {row.state}"
+    return Picture(name, "The papers' differences and ours, by claim.", draw)

@@ -17,9 +17,8 @@ from experiments.kept import ANY_DATA, Kept, cells_of, finished, in_ways, keep, 
 from experiments.scale import too_short
 from fl_bn.options import Value
 from fl_bn.report.cells import Cell as Shown
-from fl_bn.report.page import Report
+from fl_bn.report.page import Report, report_of
 from fl_bn.report.settings import SEED, Settings, parse_settings
-from fl_bn.report.write import report_of
 from fl_bn.run.config import ConfigError
 from fl_bn.support.names import unknown
 from fl_bn.sweep.cells import Cell
@@ -70,7 +69,7 @@ class Runs:
     def places(self) -> Mapping[tuple[str, str], Sequence[Shown]]:
         """Return (row, column) -> the cells at this place of the table; those without a result have no rows."""
         empty = [Kept(cell.config.name, cell.axes, own_config(cell.config), "", 0.0, ()) for cell in self.missing]
-        report = report_of(self.settings, [one.shown() for one in (*self.kept, *empty)], "")
+        report = report_of(self.settings, [one.shown() for one in (*self.kept, *empty)], NOWHERE)
         return report.layout.groups
 
     def values(self, side: Side, metric: str) -> dict[str, float]:
@@ -249,7 +248,7 @@ def runs_of(experiment: Experiment, variant: str, folder: Path, measure: str = "
     settings = parse_settings(tomllib.loads(text), experiment.name, text)
     if measure:
         settings = replace(settings, columns=(*(settings.columns or ()), study(experiment, measure).axis))
-    report = report_of(settings, [one.shown() for one in kept], experiment.name) if kept else None
+    report = report_of(settings, [one.shown() for one in kept], Path(experiment.name)) if kept else None
     return Runs(tuple(defined), tuple(kept), settings, report)
 
 

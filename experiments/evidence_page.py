@@ -17,7 +17,7 @@ from experiments.evidence import Runs, Tested, gather
 from experiments.judging import AGAINST, HELD, LESS, MISSING, NOT_AT_SCALE, NOT_RUN, OPEN, SMALL, UNTESTABLE, Outcome
 from experiments.marks import replaced
 from experiments.rates import in_words, tried
-from fl_bn.report.page import Answered, Compared, Statement, claim_page
+from fl_bn.report.page import report_page
 from fl_bn.report.pictures import Picture
 from fl_bn.support import durable
 
@@ -88,7 +88,8 @@ def write_evidence(folder: Path, pages: Path | None = None, experiments: Path = 
     made = [folder / PAGE]
     durable.write(made[0], markdown(claims).encode(), mode=0o666)
     if drawn := picture(claims):
-        made += drawn.save(folder, ["png"])
+        made.append(folder / f"{drawn.name}.png")
+        durable.write(made[-1], drawn.png, mode=0o666)
     if readme_file:
         there = folder.resolve().relative_to(readme_file.resolve().parent).as_posix()
         durable.write(readme_file, readme(readme_file.read_text(encoding="utf-8"), claims, there).encode(), mode=0o666)
@@ -97,7 +98,7 @@ def write_evidence(folder: Path, pages: Path | None = None, experiments: Path = 
         if pages and one.runs and one.runs.report:
             pages.mkdir(parents=True, exist_ok=True)
             made.append(pages / f"{one.claim.id}.html")
-            durable.write(made[-1], claim_page(one.runs.report, statement(one)).encode(), mode=0o666)
+            durable.write(made[-1], report_page(one.runs.report).encode(), mode=0o666)
     return made
 
 
@@ -138,19 +139,6 @@ def short(claims: Sequence[Tested], page: str) -> str:
                 lines.append(f"| {asked} | {measured} | {one.answer(own, outcomes)} |")
     lines += ["", f"Of {len(claims)} claims of the five papers {len(run)} have runs here: {len(decided)} decided{others} ([all]({page}))."]
     return "\n".join(lines) + "\n"
-
-
-def statement(one: Tested) -> Statement:
-    """Return the text above the report on a claim's own page."""
-    words = [(title, text) for title, text in (("Where", one.claim.place), *_words(one), *_cells(one.runs)) if text]
-    whys = [Answered(own.asks, one.answer(own, outcomes), _all(outcomes)) for own, _, outcomes in one.own]
-    name = one.claim.of
-    commands = (
-        f"fl-bn experiments run {name} --variant {one.claim.variant} --jobs 1 --data DATA --output RUNS",
-        "fl-bn experiments compact RUNS --data DATA",
-        "fl-bn experiments evidence --pages PAGES",
-    )
-    return Statement(one.claim.claim, one.experiment.paper, _decided(one), tuple(words), _all(one.outcomes), commands, tuple(whys))
 
 
 def picture(claims: Sequence[Tested]) -> Picture | None:
@@ -275,16 +263,6 @@ def _cells(runs: Runs | None) -> list[tuple[str, str]]:
     if runs.missing:
         said += f" Missing: about {runs.hours_missing:.1f} core hours."
     return [("Cells run", said)]
-
-
-def _all(outcomes: Iterable[Outcome]) -> tuple[Compared, ...]:
-    return tuple(_compared(o) for o in outcomes)
-
-
-def _compared(one: Outcome) -> Compared:
-    comparison, _, _, difference, detectable, n, state = _row(one)
-    p = "–" if math.isnan(one.p) else "< 0.001" if one.p < 0.001 else f"{one.p:.3f}"
-    return Compared(comparison, difference, _numbers(one.comparison), detectable, n, p, state)
 
 
 def _difference(one: Outcome) -> str:

@@ -1,6 +1,4 @@
-"""Advise which method suits a user's clients.
+"""Measure a user's clients, and find the kind of federation that is most like them on the *map*.
 
-The *map* holds the results of all methods in several *regimes*, which are kinds of federations. ``measure`` describes
-the user's clients in numbers. ``regimes`` finds the most similar regime of the map, whose best methods are the
-candidates. ``pilot`` chooses among them by short runs on validation samples. ``report`` writes the advice to files.
+The map holds the results of all methods in several *regimes*, which are kinds of federations.
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, median
@@ -28,7 +27,6 @@ SAMPLES = 200  # the most samples of a client that are measured
 CLIENTS = 40  # the most clients whose features are compared, in pairs
 SHUFFLES = 5  # how often samples are shuffled among the clients, to measure what label skew and chance explain
 LEAST_SHIFT, LEAST_SKEW = 0.05, 0.1  # what is named: nats per channel, share of the labels' entropy
-CHUNK = 256  # samples that pass through the network at a time
 _STREAM = 0xADF1  # makes these draws independent of others with the same seed
 
 
@@ -77,6 +75,21 @@ class Measured:
         there = {"feature shift": self.shift > max(LEAST_SHIFT, self.by_labels), "label skew": self.label_skew > LEAST_SKEW}
         return " and ".join(name for name, found in there.items() if found) or "alike"
 
+    def in_words(self) -> dict[str, str]:
+        """Return what was measured as text, by its name in tables."""
+        sizes = f"{self.middle}" if self.smallest == self.largest else f"{self.middle} ({self.smallest} to {self.largest})"
+        return {
+            "clients": f"{self.clients}",
+            "samples of a client": sizes,
+            "classes of a client": f"{self.classes:.1f}",
+            "label skew": f"{self.label_skew:.2f}",
+            "distance of features": f"{self.distance:.3g}",
+            "of which labels and chance explain": f"{self.by_labels:.3g}",
+            "batch size": f"{self.batch_size}",
+            "participation": f"{self.participation:g}",
+            "local steps": f"{self.local_steps}",
+        }
+
 
 def measure(config: RunConfig) -> Measured:
     """Measure the clients of a run before it begins: their numbers of samples, and how their labels and features differ.
@@ -94,18 +107,16 @@ def measure(config: RunConfig) -> Measured:
     parts = [client_samples(config, client)[0] for client in range(config.clients - config.byzantine)]
     sizes = [len(part) for part in parts]
     middle = int(median(sizes))
-    counts = label_counts(*_pooled(parts), shape(config)[0])
+    counts = np.concatenate([label_counts(part.y.numpy(), [np.arange(len(part))], shape(config)[0]) for part in parts])
     drawn = [_drawn(part, client, config.seed) for client, part in enumerate(parts[:CLIENTS])]
-    means, variances, values = sample_moments(source_model(config), Samples(*_joined(drawn)))
+    measured = [sample_moments(source_model(config), part) for part in drawn]
+    means, variances = (torch.cat(of) for of in list(zip(*measured, strict=True))[:2])
     owners = np.repeat(np.arange(len(drawn)), [len(part) for part in drawn])
-    labels = torch.cat([part.y for part in drawn]).numpy() if kind_of(drawn[0].y) == LABELS else np.zeros(len(owners), dtype=np.int64)
-    between = distance(means, variances, values, owners)
-    shuffled = [
-        distance(means, variances, values, shuffled_within(owners, labels, np.random.default_rng([_STREAM, config.seed, n])))
-        for n in range(SHUFFLES)
-    ]
-    batch = min(config.batch_size, middle)
-    steps = config.local_steps or config.local_epochs * (len(cuts(middle, config.batch_size)) + 1)
+    labels = np.zeros(len(owners), dtype=np.int64)
+    if kind_of(drawn[0].y) == LABELS:
+        labels = torch.cat([part.y for part in drawn]).numpy()
+    shuffles = [shuffled_within(owners, labels, np.random.default_rng([_STREAM, config.seed, n])) for n in range(SHUFFLES)]
+    between, *shuffled = [distance(means, variances, measured[0][2], of) for of in (owners, *shuffles)]
     return Measured(
         clients=config.clients,
         smallest=min(sizes),
@@ -115,9 +126,9 @@ def measure(config: RunConfig) -> Measured:
         label_skew=label_skew(counts),
         distance=between,
         by_labels=fmean(shuffled),
-        batch_size=batch,
+        batch_size=min(config.batch_size, middle),
         participation=config.fraction,
-        local_steps=steps,
+        local_steps=config.local_steps or config.local_epochs * (len(cuts(middle, config.batch_size)) + 1),
     )
 
 
@@ -170,7 +181,8 @@ def distance(means: Tensor, variances: Tensor, values: int, owners: NDArray[np.i
     """
     clients = [torch.from_numpy(np.flatnonzero(owners == client)) for client in np.unique(owners)]
     statistics = [_together(means[mine], variances[mine], values) for mine in clients if len(mine) * values > 1]
-    floor = float(variances.mean()) * 1e-3  # keeps the divergence finite where a channel is constant at a client
+    varied = variances if values > 1 else torch.stack([client.var for client in statistics])  # a column of a table has one value
+    floor = float(varied.mean()) * 1e-3  # keeps the divergence finite where a channel is constant at a client
     pairs = [divergence(one, other, floor) for one, other in combinations(statistics, 2)]
     return fmean(pairs) if pairs else 0.0
 
@@ -209,33 +221,17 @@ def sample_moments(model: nn.Module, samples: Samples) -> tuple[Tensor, Tensor, 
         that a sample has in a channel.
     """
     model = copied(model).eval()
-    caught: list[Tensor] = []
     known = batch_norms(model)
     layer: nn.Module = known[first_layer(model, samples.x)[0]] if known else model
-    handle = layer.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0].detach()))
-    moments: list[tuple[Tensor, Tensor, int]] = []
-    try:
-        for begin in range(0, len(samples), CHUNK):
-            model(samples.batch(np.arange(begin, min(begin + CHUNK, len(samples))), inputs_like(model))[0])
-            entered = caught[0].double().flatten(2) if caught[0].dim() > 2 else caught[0].double()[..., None]
-            moments.append((entered.mean(2), entered.var(2, correction=0), entered.shape[2]))
-            caught.clear()
-    finally:
-        handle.remove()
-    return torch.cat([mean for mean, _, _ in moments]), torch.cat([variance for _, variance, _ in moments]), moments[0][2]
+    caught: list[Tensor] = []
+    layer.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0].detach()))
+    model(samples.batch(np.arange(len(samples)), inputs_like(model))[0])
+    entered = caught[0].double()
+    entered = entered.flatten(2) if entered.dim() > 2 else entered[..., None]
+    return entered.mean(2), entered.var(2, correction=0), entered.shape[2]
 
 
 def _drawn(part: Samples, client: int, seed: int) -> Samples:
     """Return at most ``SAMPLES`` of a client's samples, drawn at random."""
     chosen = np.random.default_rng([_STREAM, seed, SHUFFLES, client]).permutation(len(part))[:SAMPLES]
     return Samples(*part.rows(np.sort(chosen)))
-
-
-def _joined(parts: Sequence[Samples]) -> tuple[Tensor, Tensor]:
-    return torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts])
-
-
-def _pooled(parts: Sequence[Samples]) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
-    """Return the labels of all clients in one array, and for each client the indices of its labels in this array."""
-    ends = np.cumsum([len(part) for part in parts])
-    return torch.cat([part.y for part in parts]).numpy(), np.split(np.arange(ends[-1]), ends[:-1])

@@ -5,24 +5,22 @@ The functions import torch only when they run, since the import takes seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import TaskID
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fl_bn.cli.progress import rounds_bar
 from fl_bn.cli.refusal import refused
 
 if TYPE_CHECKING:  # these would import torch, which takes seconds and is not needed for --help
-    from fl_bn.sweep.cells import Cell
+    from fl_bn.report.page import Further
     from fl_bn.sweep.file import Sweep
-    from fl_bn.sweep.run import Plan
 
 console = Console()
 
@@ -31,6 +29,7 @@ DataOption = Annotated[str, typer.Option(help="the folder whose path replaces {d
 RunConfigOption = Annotated[str, typer.Option("--run-config", help="run-config keys of all runs: \"rounds=10 device='cuda'\"")]
 RetryOption = Annotated[bool, typer.Option("--retry", help="run cells again that failed before")]
 OnlyOption = Annotated[str, typer.Option(help="run only the cells whose names match this shell pattern: '*seed0'")]
+NO_CELLS: Mapping[str, str] = MappingProxyType({})
 
 
 def compare(
@@ -45,24 +44,42 @@ def compare(
     """Compare several methods over several seeds: a table of mean (std), curves, and a page."""
     from fl_bn.run.config import ConfigError
     from fl_bn.run.overrides import parse_overrides
-    from fl_bn.run.pictures import partition_in_words
-    from fl_bn.run.usage import Usage
-    from fl_bn.sweep.compare import Variant, check_metric, comparison
 
     folder = Path(output or f"runs/compare-{datetime.now():%Y%m%d-%H%M%S}")
     try:
-        base = parse_overrides(run_config)
-        config = Usage().config(base)
-        title = f"{config.dataset}, {config.model}, {config.clients} clients, {partition_in_words(config)}, {config.rounds} rounds"
-        chosen = range(config.seed, config.seed + seeds)
-        variants = comparison([Variant.parse(text) for text in methods.split(",")], chosen, base, title)
-        check_metric(variants.cells(folder))
-        planned, errors = _carry_out(variants, folder, jobs, retry=True)
-        errors = _reported(planned, errors, folder)
+        errors = compared(methods, seeds, parse_overrides(run_config), folder, jobs)
     except ConfigError as error:
         raise refused(error) from error
     if errors:
         raise typer.Exit(1)
+
+
+def compared(methods: str, seeds: int, keys: Mapping[str, Any], folder: Path, jobs: int) -> dict[str, str]:
+    """Run several methods over several seeds, and write the report.
+
+    Args:
+        methods: The methods, separated by commas, as for ``fl-bn compare``.
+        seeds: The number of seeds, beginning with the run config's seed.
+        keys: The run-config keys of all runs.
+        folder: The folder of the runs and of the report.
+        jobs: The number of runs at a time; 0: one per core.
+
+    Returns:
+        The error of each failed run, by its name.
+
+    Raises:
+        ConfigError: A key is wrong, or the methods cannot be compared. Nothing was run.
+    """
+    from fl_bn.run.pictures import partition_in_words
+    from fl_bn.run.usage import Usage
+    from fl_bn.sweep.compare import Variant, check_metric, comparison
+
+    config = Usage().config(keys)
+    title = f"{config.dataset}, {config.model}, {config.clients} clients, {partition_in_words(config)}, {config.rounds} rounds"
+    chosen = range(config.seed, config.seed + seeds)
+    sweep = comparison([Variant.parse(text) for text in methods.split(",")], chosen, keys, title)
+    check_metric(sweep.cells(folder))
+    return _carry_out(sweep, folder, jobs, retry=True)
 
 
 def sweep(
@@ -104,8 +121,9 @@ def perform(
     run_config: str,
     only: str = "",
     *,
-    known: Mapping[str, str] = MappingProxyType({}),
+    known: Mapping[str, str] = NO_CELLS,
     dry_run: bool = False,
+    further: Further | None = None,
 ) -> dict[str, str]:
     """Check and run the sweep of a file, and write its report.
 
@@ -120,6 +138,7 @@ def perform(
         only: A shell pattern; cells whose names do not match it are left out. Empty: all cells.
         known: The cells to leave out, since their results are elsewhere: name of the cell -> file of its result.
         dry_run: Check and list the cells, but run nothing.
+        further: Makes pictures beyond those of ``write_report``, which says how.
 
     Returns:
         The error of each failed cell, by its name.
@@ -128,33 +147,10 @@ def perform(
         ConfigError: The file, the data or a network is wrong. Nothing was run.
     """
     from fl_bn.run.overrides import parse_overrides
-    from fl_bn.sweep.file import made, maker, read
+    from fl_bn.sweep.file import read
 
-    if function := maker(file, variant):
-        data = str(made(function, folder / "data"))
     chosen = read(file, variant, data, parse_overrides(run_config))
-    planned, errors = _carry_out(chosen, folder, jobs, retry, only, known=known, dry_run=dry_run)
-    return {} if dry_run or not planned.cells else _reported(planned, errors, folder)
-
-
-def _reported(planned: Plan, errors: dict[str, str], folder: Path) -> dict[str, str]:
-    """Write the report of the runs so far, show its table and the failed runs, and return ``errors``."""
-    from fl_bn.report import write_report
-
-    if not any(cell.outcome() for cell in planned.cells):
-        console.print(f"{folder}: no run has ended yet; other processes compute them", highlight=False, soft_wrap=True)
-        return errors
-    files = write_report(folder)
-    if (table := folder / "table.md").exists():
-        console.print(table.read_text(), highlight=False, markup=False, soft_wrap=True)
-    if elsewhere := [cell for cell in planned.cells if cell.config.name not in errors and not cell.finished()]:
-        console.print(f"{len(elsewhere)} runs are computed by other processes: the same command reports them when they are done")
-    for name, problem in errors.items():
-        console.print(f"[red]failed[/red] {escape(name)}: {escape(problem)}", highlight=False)
-    if errors:
-        console.print("the same command leaves out the failed runs: give --retry to run them again")
-    console.print(f"{folder}: {', '.join(path.name for path in files)}", highlight=False, soft_wrap=True)
-    return errors
+    return _carry_out(chosen, folder, jobs, retry, only, known=known, dry_run=dry_run, further=further)
 
 
 def _carry_out(
@@ -164,42 +160,47 @@ def _carry_out(
     retry: bool,
     only: str = "",
     *,
-    known: Mapping[str, str] = MappingProxyType({}),
+    known: Mapping[str, str] = NO_CELLS,
     dry_run: bool = False,
-) -> tuple[Plan, dict[str, str]]:
-    """Plan, check and run a sweep under progress bars.
-
-    Args:
-        chosen: The sweep.
-        folder: The folder of the results.
-        jobs: The number of runs at a time; 0: one per core.
-        retry: Run cells again that failed before.
-        only: A shell pattern; cells whose names do not match it are left out. Empty: all cells.
-        known: The cells to leave out, since their results are elsewhere: name of the cell -> file of its result.
-        dry_run: Check and list the cells, but run nothing.
-
-    Returns:
-        The plan, and the error of each failed cell by its name.
-
-    Raises:
-        ConfigError: A run config, the data or a network is wrong. Nothing was run.
-    """
+    further: Further | None = None,
+) -> dict[str, str]:
+    """Plan, check and run a sweep under a progress bar, and report it. `perform` describes the arguments."""
     from fl_bn.sweep import run
 
-    planned = run.plan(chosen, folder, retry=retry, only=only, known=known)
-    run.check(planned.todo)
-    done = len([cell for cell in planned.cells if cell.finished()])
-    console.print(f"{chosen.title}: {len(planned.cells)} runs, {done} of them finished before, {len(planned.todo)} to do", highlight=False)
+    plan = run.plan(chosen, folder, retry=retry, only=only, known=known)
+    run.check(plan.todo)
+    done = sum(cell.finished() for cell in plan.cells)
+    console.print(f"{chosen.title}: {len(plan.cells)} runs, {done} of them finished before, {len(plan.todo)} to do", highlight=False)
     if known:
         where = ", ".join(sorted(set(known.values())))
         console.print(f"{len(known)} more are not run, since their results are in {where}", highlight=False, soft_wrap=True)
     if dry_run:
-        for cell in planned.cells:
+        for cell in plan.cells:
             console.print(f"  {cell.config.name}", highlight=False)
-    if dry_run or not planned.cells:
-        return planned, {}
-    with _bars() as (show, running):
-        return planned, run.run(chosen, planned, folder, jobs, show, running)
+    if dry_run or not plan.cells:
+        return {}
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rounds"), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=None)
+        errors = run.run(chosen, plan, folder, jobs, lambda done, total: bar.update(task, completed=done, total=total))
+    if any(cell.outcome() for cell in plan.cells):
+        _report(folder, further)
+    elsewhere = [cell for cell in plan.cells if cell.config.name not in errors and not cell.finished()]
+    if elsewhere:
+        console.print(f"{len(elsewhere)} runs are computed by other processes: the same command reports them when they are done")
+    for name, problem in errors.items():
+        console.print(f"[red]failed[/red] {escape(name)}: {escape(problem)}", highlight=False)
+    if errors and not retry:
+        console.print("the same command leaves out the failed runs: give --retry to run them again")
+    return errors
+
+
+def _report(folder: Path, further: Further | None) -> None:
+    from fl_bn.report import write_report
+
+    files = write_report(folder, further=further)
+    console.print((folder / "table.md").read_text(encoding="utf-8"), highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{folder}: {', '.join(path.name for path in files)}", highlight=False, soft_wrap=True)
 
 
 def report(
@@ -213,44 +214,10 @@ def report(
     from fl_bn.report import write_report
     from fl_bn.run.config import ConfigError
 
-    sweeps = [folder for folder in folders if (folder / "sweep.toml").exists()]
+    of_sweep = len(folders) == 1 and (folders[0] / "sweep.toml").exists()
     try:
-        made = write_report(folders[0]) if len(folders) == len(sweeps) == 1 else write_report(output, runs=folders)
+        made = write_report(folders[0]) if of_sweep else write_report(output, runs=folders)
     except (ConfigError, ValueError, FileNotFoundError) as error:
         raise refused(error) from error
     for path in made:
         console.print(str(path), highlight=False, soft_wrap=True)
-
-
-class _bars:
-    """Show progress bars: one for the rounds of the whole sweep, and one for each running cell."""
-
-    ROWS = 16  # the most bars of running cells
-
-    def __init__(self) -> None:
-        self._bar = rounds_bar(console)
-        self._places: list[TaskID] = []
-
-    def __enter__(self) -> tuple[Callable[[int, int], None], Callable[[Sequence[Cell]], None]]:
-        self._bar.__enter__()
-        self._all = self._bar.add_task("all runs", total=None)
-        self._places = [self._bar.add_task("", visible=False) for _ in range(self.ROWS)]
-        return self._show, self._running
-
-    def __exit__(self, *_: object) -> None:
-        for place in self._places:
-            self._bar.update(place, visible=False)
-        self._bar.__exit__(None, None, None)
-
-    def _show(self, done: int, total: int) -> None:
-        self._bar.update(self._all, completed=done, total=total)
-
-    def _running(self, cells: Sequence[Cell]) -> None:
-        for n, place in enumerate(self._places):
-            if n < len(cells):
-                cell = cells[n]
-                self._bar.update(
-                    place, description=f"  {cell.config.name[:48]}", completed=cell.rounds_done(), total=cell.config.rounds, visible=True
-                )
-            else:
-                self._bar.update(place, visible=False)

@@ -1,5 +1,5 @@
-"""Report the results of a sweep from the files of its runs, as tables, pictures and one page that loads nothing else."""
+"""Report the results of a sweep, or of several runs, as one table, curves, one tidy CSV and one page."""
 
-from fl_bn.report.write import FORMATS, write_index, write_program_report, write_report
+from fl_bn.report.page import write_report
 
-__all__ = ["FORMATS", "write_index", "write_program_report", "write_report"]
+__all__ = ["write_report"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +42,6 @@ class Cell:
         status: ``finished`` or ``failed``; or ``unreadable`` or ``damaged`` if the files of the run are bad.
         error: Why the run failed, or what is wrong with its files; empty: the run is finished.
         rows: The lines of ``rounds.jsonl``, one per round.
-        layers: The diagnostics: quantity -> layer -> round -> value. A quantity of the whole network has the layer "".
-            Empty: the run has no diagnostics.
-        environment: The content of ``environment.json``.
     """
 
     name: str
@@ -54,8 +50,6 @@ class Cell:
     status: str
     error: str = ""
     rows: tuple[Row, ...] = ()
-    layers: Mapping[str, Mapping[str, Mapping[int, float]]] = field(default_factory=dict)
-    environment: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:
@@ -126,21 +120,6 @@ class Cell:
         """
         return self.best(metric) if at == "best" else self.last(metric)
 
-    def of_clients(self, metric: str) -> list[float]:
-        """Return each client's value of ``metric`` in the last evaluation with such values, in percent if it is a share.
-
-        An empty list: no evaluation has such values.
-        """
-        for row in reversed(self.rows):
-            if values := [scale(metric) * c[metric] for c in row.get("clients") or () if c.get(metric) is not None]:
-                return values
-        return []
-
-    def per_class(self) -> list[float]:
-        """Return the accuracy of each class in percent, from the last evaluation that measured it; empty: no evaluation did."""
-        shares: list[Any] = next((row["per-class"] for row in reversed(self.rows) if row.get("per-class")), [])
-        return [100 * _number(value) for value in shares]
-
     def travelled(self, x: str) -> dict[int, float] | None:
         """Return round -> position on the horizontal axis ``x``, such as the bytes sent so far; None: it is unknown."""
         total, positions = 0.0, dict[int, float]()
@@ -177,37 +156,34 @@ def read_runs(folders: Sequence[Path]) -> list[Cell]:
         ConfigError: A folder has no run, or a run has no readable config.
     """
     runs = {run: _ran(run) for folder in folders for run in _runs(folder)}
-    keys = sorted(set(RunConfig.keys()) - FREE - {SEED, "method"})
-    differing = [key for key in keys if len({str(config[key]) for config in runs.values()}) > 1]
-    axes = [
-        (", ".join([str(config["method"]), *(f"{key}={config[key]}" for key in differing)]), int(config[SEED])) for config in runs.values()
-    ]
-    return [
-        Cell(
-            run.name,
-            {"method": run.name if axes.count((name, seed)) > 1 else name, SEED: seed},
-            config,
-            "finished" if (run / "summary.md").exists() else "unfinished",
-            rows=tuple(read_rows(run / ROUNDS)[0]),
-            layers=_layers(run / "diagnostics.csv"),
-            environment=_json(run / "environment.json"),
-        )
-        for (run, config), (name, seed) in zip(runs.items(), axes, strict=True)
-    ]
+    keys = sorted({key for config in runs.values() for key in config} - FREE - {SEED, "method"})
+    differing = [key for key in keys if len({str(config.get(key)) for config in runs.values()}) > 1]
+    cells = []
+    for run, config in runs.items():
+        name = ", ".join([str(config["method"]), *(f"{key}={config.get(key)}" for key in differing)])
+        axes = {"method": name, SEED: int(config[SEED])}
+        if any(cell.axes == axes for cell in cells):
+            axes["method"] = run.name
+        status = "finished" if (run / "summary.md").exists() else "unfinished"
+        cells.append(Cell(run.name, axes, config, status, rows=tuple(read_rows(run / ROUNDS)[0])))
+    return cells
 
 
 def _runs(folder: Path) -> list[Path]:
-    below = (file.parent for at in ("*", "runs/*") for file in folder.glob(f"{at}/{ROUNDS}"))
-    if not (runs := [folder] if (folder / ROUNDS).exists() else sorted(below, key=lambda run: _natural(run.name))):
+    if (folder / ROUNDS).exists():
+        return [folder]
+    below = [file.parent for pattern in ("*", "runs/*") for file in folder.glob(f"{pattern}/{ROUNDS}")]
+    if not below:
         raise ConfigError(f"{folder} has no run: expected runs/NAME, which has {ROUNDS}, or a folder of such folders")
-    return runs
+    return sorted(below, key=lambda run: _natural(run.name))
 
 
 def _ran(run: Path) -> dict[str, Any]:
     try:
-        return {**RunConfig().to_mapping(), **tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))}
+        config = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{run}: its {CONFIG} cannot be read: {error}") from error
+    return {**RunConfig().to_mapping(), **config}
 
 
 def scale(metric: str) -> float:
@@ -251,30 +227,11 @@ def _read(file: Path) -> Cell:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Cell(folder.name, {}, {}, "unreadable", f"{file.name}: {type(error).__name__}: {error}")
     why = str(entry.get("error") or "")
-    if status == "finished" and (torn or not rows):
-        status, why = "damaged", "the last line of rounds.jsonl is incomplete" if torn else "finished, but rounds.jsonl has no round"
-    layers, environment = _layers(folder / "diagnostics.csv"), _json(folder / "environment.json")
-    return Cell(folder.name, axes, config, status, why, tuple(rows), layers, environment)
-
-
-def _layers(file: Path) -> dict[str, dict[str, dict[int, float]]]:
-    layers: dict[str, dict[str, dict[int, float]]] = {}
-    if file.exists():
-        with file.open(newline="", encoding="utf-8") as source:
-            for row in csv.DictReader(source):
-                if row.get("client"):
-                    continue  # a line of a single client; the line of all clients together is used
-                by_round = layers.setdefault(row["quantity"], {}).setdefault(row["layer"], {})
-                by_round[int(row["round"])] = float(row["value"] or "nan")
-    return layers
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    if status == "finished" and torn:
+        status, why = "damaged", "the last line of rounds.jsonl is incomplete"
+    elif status == "finished" and not rows:
+        status, why = "damaged", "finished, but rounds.jsonl has no round"
+    return Cell(folder.name, axes, config, status, why, tuple(rows))
 
 
 def _expected(metric: str, row: Row) -> bool:

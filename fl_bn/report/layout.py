@@ -1,4 +1,4 @@
-"""Place the runs of a sweep in rows and columns, and make the table of results."""
+"""Place runs in rows and columns, and make the table of results."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 
 from fl_bn.report.cells import GIGABYTES, MEGABYTES, Cell, scale, title
-from fl_bn.report.settings import SEED, Settings, check_axis
+from fl_bn.report.settings import AVERAGE, SEED, Settings, check_axis
 from fl_bn.task import CLASSIFICATION
 
 NOT_RUN, LEFT_OUT = "not run", "left out"  # texts in entries without runs; LEFT_OUT: the sweep file skips the combination
+DOMAIN = "domain"  # the axis that `by_domain` adds
 
 
 @dataclass(frozen=True)
@@ -91,21 +92,16 @@ class Layout:
         """Return the finished runs in a row and a column."""
         return [cell for cell in self.groups.get((row, column), ()) if cell.finished]
 
-    def numeric(self, axis: str) -> bool:
-        """Return whether all values on ``axis`` are numbers."""
-        return all(_is_number(cell.at(axis)) for cell in self.cells if axis in cell.axes)
-
     def heading(self, axes: Sequence[str], values: Sequence[str]) -> str:
         """Return the heading of a panel for the runs with ``values`` on ``axes``.
 
         A number, ``true`` or ``false`` is written after the name of its axis. A dash, the value of runs without the axis,
         becomes ``no AXIS``.
         """
-        bare = [_is_number(value) or value in ("true", "false") for value in values]
-        parts = [
-            f"no {axis}" if value == "–" else f"{axis} {value}" if plain else value
-            for axis, value, plain in zip(axes, values, bare, strict=True)
-        ]
+        parts = []
+        for axis, value in zip(axes, values, strict=True):
+            bare = is_number(value) or value in ("true", "false")
+            parts.append(f"no {axis}" if value == "–" else f"{axis} {value}" if bare else value)
         return ", ".join(parts)
 
     def column_heading(self, column: str) -> str:
@@ -150,20 +146,19 @@ class Layout:
         return self.settings.leaves_out({**where, self.row_axis: row})
 
     def values(self, axis: str, cells: Sequence[Cell] | None = None) -> list[str]:
-        """Return the values of ``cells`` (None: of all readable runs) on ``axis``, in the order of the sweep file."""
-        return _values(axis, self.cells if cells is None else cells, self.settings)
+        """Return the values of ``cells`` (None: of all readable runs) on ``axis``, in the order of the sweep file.
 
-    def check(self, axis: str, what: str) -> None:
-        """Check that at least one run has ``axis``.
-
-        Args:
-            axis: The axis that [report] names.
-            what: The key of [report] that names the axis.
-
-        Raises:
-            ConfigError: No run has this axis.
+        Values that the sweep file does not list come last, numbers by size.
         """
-        check_axis(axis, what, _axes(self.cells))
+        values = list(dict.fromkeys(cell.at(axis) for cell in (self.cells if cells is None else cells)))
+        listed = [value for value in self.settings.order.get(axis, ()) if value in values]
+        others = [value for value in values if value not in listed]
+        return [*listed, *(sorted(others, key=float) if all(map(is_number, others)) else others)]
+
+    @property
+    def axes(self) -> list[str]:
+        """Return the axes of the runs."""
+        return _axes(self.cells)
 
 
 @dataclass(frozen=True)
@@ -175,7 +170,6 @@ class Table:
         entries: The entry of each row and column, in percent if the metric is a share.
         best: The (row, column) of the best entries of each column.
         problems: The runs that the table leaves out.
-        elsewhere: The paper's numbers, as text, whose row or column is not in the table.
         corner: The heading above the names of the rows.
     """
 
@@ -183,7 +177,6 @@ class Table:
     entries: Mapping[str, Mapping[str, Entry]]
     best: frozenset[tuple[str, str]]
     problems: tuple[Problem, ...] = ()
-    elsewhere: tuple[str, ...] = ()
     corner: str = field(default="")
 
     @property
@@ -226,26 +219,56 @@ def lay_out(settings: Settings, cells: Sequence[Cell]) -> Layout:
     Raises:
         ConfigError: [report] names an axis that no run has.
     """
-    readable = [cell for cell in cells if cell.status != "unreadable"]
-    settings = replace(settings, metric=settings.metric or next((cell.metric for cell in readable if cell.rows), CLASSIFICATION.metric))
+    readable = tuple(cell for cell in cells if cell.status != "unreadable")
+    metric = settings.metric or next((cell.metric for cell in readable if cell.rows), CLASSIFICATION.metric)
+    settings = replace(settings, metric=metric)
     axes = [axis for axis in _axes(readable) if axis != SEED]
     row_axis = settings.rows or ("method" if "method" in axes else axes[0] if axes else "")
     for what, names in (("rows", (settings.rows,)), ("columns", settings.columns or ()), ("worst", (settings.worst,))):
         for name in filter(None, names):
             check_axis(name, what, axes)
+    empty = Layout(settings, readable, row_axis, (), (), (), {})
     named = [axis for axis in settings.columns or () if axis not in (row_axis, settings.worst)]
     others = [axis for axis in axes if axis not in (row_axis, settings.worst, *named)]
-    rest = (*named, *(axis for axis in others if settings.columns is None or len(_values(axis, readable, settings)) > 1))
-    layout = Layout(settings, tuple(readable), row_axis, rest, (), (), {})
+    if settings.columns is not None:
+        others = [axis for axis in others if len(empty.values(axis)) > 1]
+    rest = (*named, *others)
     groups: dict[tuple[str, str], tuple[Cell, ...]] = {}
-    columns: dict[str, None] = {}
-    for key, of in layout.by(rest).items():
-        column = ", ".join(key) or settings.metric
-        columns[column] = None
-        for (row,), runs in layout.by((row_axis,), of).items():
-            runs = layout.worst(runs) if settings.worst else runs
+    by_column = {", ".join(key) or metric: of for key, of in empty.by(rest).items()}
+    for column, of in by_column.items():
+        for (row,), runs in empty.by((row_axis,), of).items():
+            runs = empty.worst(runs) if settings.worst else runs
             groups[row, column] = tuple(sorted(runs, key=lambda cell: (len(cell.at(SEED)), cell.at(SEED))))
-    return Layout(settings, layout.cells, row_axis, rest, tuple(layout.values(row_axis)), tuple(columns), groups)
+    return replace(empty, rest=rest, rows=tuple(empty.values(row_axis)), columns=tuple(by_column), groups=groups)
+
+
+def by_domain(cells: Sequence[Cell], each: bool = True) -> list[Cell]:
+    """Replace each run by several copies: one per domain, and one for the mean over the domains.
+
+    In the copy of a domain, the metric has its value on the domain's test data. In the copy of the mean, it has the mean
+    of these values. A run without metrics per domain stays as it is, and counts as a copy of the mean.
+
+    Args:
+        cells: The runs.
+        each: Whether to return the copies of the domains, too. If False, only the copies of the mean are returned.
+
+    Returns:
+        The copies. If ``each`` is True, they have one more axis, ``domain``.
+    """
+    split = []
+    for cell in cells:
+        names = list(dict.fromkeys(name for row in cell.rows for name in row.get("per-domain") or ())) if each else []
+        for name in names:
+            own = tuple({**row, cell.metric: (row.get("per-domain") or {}).get(name), "per-domain": None} for row in cell.rows)
+            split.append(replace(cell, axes={**cell.axes, DOMAIN: name}, rows=own))
+        means = tuple({**row, cell.metric: _mean(row["per-domain"])} if row.get("per-domain") else row for row in cell.rows)
+        split.append(replace(cell, axes={**cell.axes, DOMAIN: AVERAGE} if each else cell.axes, rows=means))
+    return split
+
+
+def _mean(values: Mapping[str, float | None]) -> float | None:
+    known = [value for value in values.values() if value is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
 
 
 def tabulate(layout: Layout, cells: Sequence[Cell]) -> Table:
@@ -264,15 +287,9 @@ def tabulate(layout: Layout, cells: Sequence[Cell]) -> Table:
             paper = numbers.get(row, {}).get(column, "")
             entries.setdefault(row, {})[column] = replace(made, instead=instead, paper=paper)
     best = {(row, column) for column in layout.columns for row in _best(entries, column, layout)}
-    elsewhere = tuple(
-        f"{row}, {column}: {number}"
-        for row, of in numbers.items()
-        for column, number in of.items()
-        if row not in layout.rows or column not in layout.columns
-    )
     problems = tuple(Problem(cell, why) for cell in cells if (why := _wrong(cell, layout.metric, layout.settings.at)))
     corner = " \\ ".join(part for part in (layout.row_axis, ", ".join(layout.rest)) if part)
-    return Table(layout, entries, frozenset(best), problems, elsewhere, corner)
+    return Table(layout, entries, frozenset(best), problems, corner)
 
 
 def as_text(value: float, metric: str) -> str:
@@ -305,20 +322,12 @@ def _best(entries: Mapping[str, Mapping[str, Entry]], column: str, layout: Layou
     return [row for row, mean in means.items() if as_text(mean, layout.metric) == top]
 
 
-def _values(axis: str, cells: Sequence[Cell], settings: Settings) -> list[str]:
-    """Return the values on an axis: first the values in the sweep file, in its order, then other values (numbers by size)."""
-    values = list(dict.fromkeys(cell.at(axis) for cell in cells))
-    listed = [value for value in settings.order.get(axis, ()) if value in values]
-    others = [value for value in values if value not in listed]
-    numbers = all(_is_number(value) for value in others)
-    return [*listed, *(sorted(others, key=float) if numbers else others)]
-
-
 def _axes(cells: Sequence[Cell]) -> list[str]:
     return list(dict.fromkeys(axis for cell in cells for axis in cell.axes))
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str) -> bool:
+    """Return whether a text is a finite number."""
     try:
         return math.isfinite(float(text))
     except ValueError:

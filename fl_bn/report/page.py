@@ -1,75 +1,40 @@
-"""Make the pages of reports: HTML files that load nothing else. Their parts are files in ``templates``."""
+"""Make the report of a sweep or of several runs: its table, curves and CSV, and one page that loads nothing else."""
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
-from itertools import compress
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fl_bn.report.cells import Cell
-from fl_bn.report.formats import number, problem_text
-from fl_bn.report.layout import LEFT_OUT, Layout, Table
-from fl_bn.report.pictures import Picture
-from fl_bn.report.program import Program
-from fl_bn.report.settings import SEED, Settings, label
+from fl_bn.report.cells import Cell, read_cells, read_runs
+from fl_bn.report.formats import entry_text, problem_text, runs_csv, to_latex, to_markdown
+from fl_bn.report.layout import Layout, Table, by_domain, lay_out, tabulate
+from fl_bn.report.pictures import Picture, against, curves, series
+from fl_bn.report.settings import EACH, SEED, Settings, read_settings
+from fl_bn.support import durable
 
-COMMANDS = ("fl-bn sweep {folder}/sweep.toml", "fl-bn report {folder}")
+PAGE = "report.html"
 OF_THE_RUN = (SEED, "name", "output", "resume", "pictures")  # run-config keys in which all runs differ, so they are not listed
-
-
-@dataclass(frozen=True)
-class Figure:
-    """Hold a picture of the page.
-
-    Attributes:
-        name: The name of the picture, which is also its anchor.
-        caption: The text below the picture.
-        svg: The picture as an ``<svg>`` element with its alternative text. fl-bn makes it, so it is not escaped.
-    """
-
-    name: str
-    caption: str
-    svg: Markup
-
-
-@dataclass(frozen=True)
-class Differing:
-    """List the run-config keys in which the runs of a sweep differ.
-
-    A key with the name of an axis is left out if it has the same values as the axis.
-
-    Attributes:
-        axes: The axes of the sweep.
-        keys: The run-config keys.
-        lines: For each combination of values on the axes: these values, and the values of the keys. ``–``: the runs have no
-            such key.
-    """
-
-    axes: tuple[str, ...]
-    keys: tuple[str, ...]
-    lines: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
+Further = Callable[[Layout, Path], Sequence[Picture]]
 
 
 @dataclass(frozen=True)
 class Report:
-    """Hold the report of a sweep, as the templates of pages show it.
+    """Hold the report of some runs, as the template of the page shows it.
 
     Attributes:
         layout: The runs by row and column.
         table: The table of results.
         cells: All runs.
         pictures: The pictures.
-        folder: The name of the sweep's folder.
-        id: A prefix that makes the ids of this report unique on a page with several reports.
+        folder: The name of the folder of the runs.
     """
 
     layout: Layout
@@ -77,7 +42,6 @@ class Report:
     cells: tuple[Cell, ...]
     pictures: tuple[Picture, ...]
     folder: str
-    id: str = ""
 
     @property
     def settings(self) -> Settings:
@@ -85,221 +49,100 @@ class Report:
         return self.layout.settings
 
     @property
-    def count(self) -> int:
-        """Return the number of runs."""
-        return len(self.cells)
-
-    @property
     def state(self) -> str:
         """Return a sentence on how many runs are finished, failed and so on."""
         done = sum(cell.finished for cell in self.cells)
         kinds = list(dict.fromkeys(cell.status for cell in self.cells if not cell.finished))
         others = [f"{sum(cell.status == kind for cell in self.cells)} {kind}" for kind in kinds]
-        return f"{done} of {self.count} runs finished{', ' if others else ''}{', '.join(others)}."
+        return f"{', '.join([f'{done} of {len(self.cells)} runs finished', *others])}."
 
     @property
-    def lines(self) -> list[dict[str, Any]]:
-        """Return the rows of the table, each with its entries, for the template."""
+    def lines(self) -> list[tuple[str, list[Markup]]]:
+        """Return the rows of the table: the name of the row, and the texts of its entries."""
         made = []
         for row, entries in self.table.entries.items():
-            cells = []
-            for column, entry in entries.items():
-                mean, std, count = number(self.table, entry)
-                value = f"{entry.mean:.6g}" if entry.values else ""
-                best = (row, column) in self.table.best
-                kind = "left-out" if entry.instead == LEFT_OUT else "none"
-                cells.append({"mean": mean, "std": std, "count": count, "value": value, "best": best, "paper": entry.paper, "kind": kind})
-            made.append({"row": row, "cells": cells})
+            texts = [entry_text(self.table, row, column, "<strong>{}</strong>", html.escape) for column in entries]
+            made.append((row, [Markup(text) for text in texts]))
         return made
 
     @property
-    def figures(self) -> list[Figure]:
-        """Return the pictures with their alternative texts."""
-        return [Figure(p.name, p.caption, _labelled(p.inline(), p.alt)) for p in self.pictures]
+    def figures(self) -> list[tuple[str, str, str]]:
+        """Return the name, the caption and the base64 of each picture."""
+        return [(picture.name, picture.caption, base64.b64encode(picture.png).decode()) for picture in self.pictures]
 
     @property
-    def problems(self) -> list[dict[str, str]]:
-        """Return the runs that the table leaves out, each with its values on the axes and the reason."""
-        return [
-            {
-                "name": p.cell.name,
-                "where": ", ".join(f"{axis} {label(value)}" for axis, value in p.cell.axes.items()),
-                "why": problem_text(p),
-            }
-            for p in self.table.problems
-        ]
+    def problems(self) -> list[tuple[str, str]]:
+        """Return the runs that the table leaves out, each with the reason."""
+        return [(problem.cell.name, problem_text(problem)) for problem in self.table.problems]
 
     @property
-    def common(self) -> list[tuple[str, str]]:
-        """Return pairs of a run-config key that has the same value in all runs, and this value."""
-        configs = [cell.config for cell in self.cells if cell.config]
-        first = configs[0] if configs else {}
-        return [
-            (key, _value(value))
-            for key, value in first.items()
-            if key not in OF_THE_RUN and all(key in config and config[key] == value for config in configs)
-        ]
-
-    @property
-    def differing(self) -> Differing:
-        """Return the run-config keys in which runs differ."""
-        common = {key for key, _ in self.common}
-        cells = [cell for cell in self.cells if cell.config]
-        keys = tuple(dict.fromkeys(key for cell in cells for key in cell.config if key not in common and key not in OF_THE_RUN))
-        axes = tuple(axis for axis in (self.layout.row_axis, *self.layout.rest) if axis)
-        lines = []
-        for where, group in self.layout.by(axes, [cell for cell in self.layout.cells if cell.config]).items():
-            lines.append((where, tuple(" or ".join(dict.fromkeys(_value(cell.config.get(key, "–")) for cell in group)) for key in keys)))
-        says = [key not in axes or any(where[axes.index(key)] != values[n] for where, values in lines) for n, key in enumerate(keys)]
-        names = tuple(f"{key} (run config)" if key in axes else key for key, more in zip(keys, says, strict=True) if more)
-        return Differing(axes, names, tuple((where, tuple(compress(values, says))) for where, values in lines))
-
-    @property
-    def environment(self) -> list[tuple[str, str]]:
-        """Return pairs of a key in the runs' ``environment.json``, such as ``python``, and its different values as text."""
-        found: dict[str, dict[str, None]] = {}
+    def keys(self) -> list[tuple[str, str]]:
+        """Return the run-config keys with their values in the runs. Keys in which runs differ come first."""
+        values: dict[str, dict[str, None]] = {}
         for cell in self.cells:
-            for key, value in cell.environment.items():
-                found.setdefault(key, {})[_value(value)] = None
-        return [(key, " or ".join(value for value in values if value) or "–") for key, values in found.items()]
-
-    @property
-    def commands(self) -> list[str]:
-        """Return the commands that repeat the sweep and its report."""
-        return [command.format(folder=_quoted(self.folder)) for command in COMMANDS]
+            for key, value in cell.config.items():
+                if key not in OF_THE_RUN:
+                    values.setdefault(key, {})[value if isinstance(value, str) else json.dumps(value)] = None
+        several = sorted(values.items(), key=lambda entry: len(entry[1]) == 1)
+        return [(key, " or ".join(text or "''" for text in of)) for key, of in several]
 
 
-class Compared(NamedTuple):
-    """Hold the texts of a comparison on the page of a claim.
+def report_of(settings: Settings, cells: Sequence[Cell], folder: Path, further: Further | None = None) -> Report:
+    """Make the report of some runs.
 
-    Attributes:
-        comparison: The comparison in words.
-        difference: Our difference, with its confidence interval.
-        paper: The paper's own difference.
-        detectable: The smallest true difference that the test would find.
-        seeds: The number of seeds.
-        p: The p-value.
-        state: The result, such as ``held``.
+    Args:
+        settings: The settings of the report.
+        cells: The runs.
+        folder: The folder that the report shows.
+        further: Takes the layout of the runs and the folder. It returns pictures beyond the curves. None: there are none.
+
+    Raises:
+        ConfigError: The settings name an axis that no run has, or no numeric one.
     """
+    placed = by_domain(cells, settings.domains == EACH) if settings.domains else cells
+    layout = lay_out(settings, placed)
+    available = series(layout, layout.metric)
+    drawn = [curves(layout, available, x) for x in settings.x]
+    pictures = [picture for picture in drawn if picture is not None]
+    pictures += [against(layout, axis) for axis in settings.against]
+    pictures += further(layout, folder) if further else []
+    return Report(layout, tabulate(layout, placed), tuple(cells), tuple(pictures), folder.resolve().name)
 
-    comparison: str
-    difference: str
-    paper: str
-    detectable: str
-    seeds: str
-    p: str
-    state: str
 
+def write_report(folder: Path, runs: Sequence[Path] = (), further: Further | None = None) -> list[Path]:
+    """Write the report of a sweep into its folder: ``runs.csv``, ``table.md``, ``table.tex``, the curves, and ``report.html``.
 
-@dataclass(frozen=True)
-class Answered:
-    """Hold the texts of a question about the cause of a result, with its answer.
+    There are no pictures of quantities that no run measured.
 
-    Attributes:
-        asks: The question.
-        says: The answer.
-        compared: The comparisons on which the answer is based.
+    Args:
+        folder: The folder of the sweep.
+        runs: Folders of runs that are no sweep; ``folder`` is then the folder of the report. Empty: the runs of the sweep.
+        further: Takes the layout of the runs and the folder. It returns pictures beyond the curves. None: there are none.
+
+    Returns:
+        The paths of the files.
+
+    Raises:
+        ConfigError: ``folder`` is not the folder of a sweep, or none of its runs has ended, or [report] in its
+            ``sweep.toml`` has an unknown key or a wrong value.
     """
-
-    asks: str
-    says: str
-    compared: tuple[Compared, ...]
-
-
-@dataclass(frozen=True)
-class Statement:
-    """Hold the texts at the top of the page of a claim, which is a statement of a paper that our runs test.
-
-    Attributes:
-        claim: The claim.
-        paper: The paper that makes the claim.
-        verdict: The verdict of our runs.
-        words: Further texts, each with a title.
-        compared: The comparisons on which the verdict is based.
-        commands: The commands that make the runs and the page.
-        whys: Questions about the cause of the result.
-    """
-
-    claim: str
-    paper: str
-    verdict: str
-    words: tuple[tuple[str, str], ...]
-    compared: tuple[Compared, ...]
-    commands: tuple[str, ...]
-    whys: tuple[Answered, ...] = ()
-
-
-@dataclass(frozen=True)
-class Listed:
-    """Hold one experiment on an index page: the report of a sweep, the results of a program, or an error.
-
-    Attributes:
-        id: The unique id on the page.
-        title: The title.
-        report: The report of the sweep; None: it is not a sweep, or has no report.
-        link: The path of the experiment's own page, relative to the index page; empty: it has no page.
-        error: Why there is no report; empty: there is one.
-        program: The results of the program; None: the experiment is a sweep.
-    """
-
-    id: str
-    title: str
-    report: Report | None = None
-    link: str = ""
-    error: str = ""
-    program: Program | None = None
+    if runs:
+        report = report_of(Settings(folder.name), read_runs(runs), folder, further)
+    else:
+        report = report_of(read_settings(folder), read_cells(folder), folder, further)
+    files = {"runs.csv": runs_csv(report.cells).encode()}
+    files["table.md"] = to_markdown(report.table).encode()
+    files["table.tex"] = to_latex(report.table).encode()
+    files |= {f"{picture.name}.png": picture.png for picture in report.pictures}
+    files[PAGE] = report_page(report).encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        durable.write(folder / name, content, mode=0o666)
+    return [folder / name for name in files]
 
 
 def report_page(report: Report) -> str:
-    """Return the page of a sweep."""
-    return _page(report, None, [])
-
-
-def claim_page(report: Report, statement: Statement) -> str:
-    """Return the page of a claim: the claim and its verdict, then the report of its runs."""
-    return _page(report, statement, [("verdict", "Verdict"), *([("why", "Why")] if statement.whys else [])])
-
-
-def _page(report: Report, statement: Statement | None, contents: list[tuple[str, str]]) -> str:
-    contents = [*contents, ("results", "Results")]
-    contents += [("figures", "Figures")] if report.pictures else []
-    contents += [("problems", "Runs that are not in the numbers")] if report.problems else []
-    contents += [("settings", "Settings"), ("again", "To do it again")]
-    return _render("report.html", {"title": report.settings.title, "report": report, "statement": statement, "contents": contents})
-
-
-def index_page(title: str, reports: Sequence[Listed]) -> str:
-    """Return a page with the reports of several experiments."""
-    return _render("index.html", {"title": title, "reports": reports})
-
-
-def program_page(program: Program) -> str:
-    """Return the page of an experiment that is a program, and not a sweep."""
-    return _render("program.html", {"title": program.title, "one": program})
-
-
-def _render(template: str, values: Mapping[str, Any]) -> str:
-    """Fill ``values`` into the file ``template`` of ``fl_bn/report/templates``, and return the page."""
-    environment = Environment(
-        loader=PackageLoader("fl_bn.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    style, script = (files("fl_bn.report").joinpath("templates", name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    own = {"css": Markup(style), "script": Markup(script), "hash": Markup(digest)}
-    return environment.get_template(template).render({**own, **values})
-
-
-def _labelled(svg: str, alt: str) -> Markup:
-    return Markup(svg.replace("<svg ", f'<svg aria-label="{html.escape(alt)}" ', 1))
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_value(of)}" for key, of in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(_value, value))
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _quoted(folder: str) -> str:
-    return folder if all(c.isalnum() or c in "-_./+=" for c in folder) else "'" + folder.replace("'", "'\\''") + "'"
+    """Return the page of a report. Its template shows every label, error and note as text, never as markup."""
+    options: dict[str, Any] = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=PackageLoader("fl_bn.report"), **options)
+    return environment.get_template("report.html").render(report=report)

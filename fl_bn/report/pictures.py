@@ -1,33 +1,41 @@
-"""Provide the parts that all pictures of a report share: panels, legends, axes, and files."""
+"""Draw curves over the training, and the metric against an axis of the sweep."""
 
 from __future__ import annotations
 
-import hashlib
 import io
-import itertools
-import re
+import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter, NullLocator
 
-from fl_bn.run.palette import INK, STYLE
+from fl_bn.report.cells import Cell, scale
+from fl_bn.report.layout import Entry, Layout, is_number
+from fl_bn.report.settings import X, check_axis
+from fl_bn.run.config import ConfigError
+from fl_bn.run.palette import INK, STYLE, line
 
+Array = np.ndarray
 LOOK: Any = STYLE | {
     "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "grid.color": "#808080",
-    "axes.titlesize": 9.5, "svg.fonttype": "path", "svg.hashsalt": "fl-bn",
-    "text.parse_math": False,
+    "axes.titlesize": 9.5, "text.parse_math": False,
 }  # fmt: skip
-LEGEND = 26  # the most letters in a line of the legend
-PAGE, NARROWEST = 13.9, 2.2  # inches: the width of a page (1000 pixels), and the smallest width of a panel
+SIZE = (3.6, 2.8)  # inches: the width and height of a panel
+LEGEND = 28  # the most letters in a line of the legend
+LABELS = {
+    "round": "round",
+    "bytes": "sent and received per client",
+    "exchanges": "exchanges with the server",
+    "local-steps": "local steps per client",
+}
 
 
 @dataclass(frozen=True)
@@ -37,163 +45,232 @@ class Picture:
     Attributes:
         name: The name of the file, without suffix.
         caption: The text below the picture.
-        alt: The content of the picture in words, for people who cannot see it.
         draw: The function that draws the picture.
     """
 
     name: str
     caption: str
-    alt: str
     draw: Callable[[], Figure]
 
     @cached_property
     def figure(self) -> Figure:
-        """Return the figure. It is drawn and laid out once for all files, since this takes most of the time."""
+        """Return the figure, which is drawn once."""
         with matplotlib.rc_context(LOOK):
-            figure = self.draw()
-            figure.draw_without_rendering()
-            figure.set_layout_engine("none")
+            return self.draw()
+
+    @cached_property
+    def png(self) -> bytes:
+        """Return the content of the PNG file."""
+        target = io.BytesIO()
+        with matplotlib.rc_context(LOOK):
+            self.figure.savefig(target, format="png", facecolor="white")
+        return target.getvalue()
+
+
+@dataclass(frozen=True)
+class Series:
+    """Hold the curve of the runs in one row and one column of the table.
+
+    Attributes:
+        row: The name of the row.
+        column: The name of the column.
+        rounds: The rounds in which every seed has a finite value.
+        x: Quantity of ``X`` -> its mean over seeds after each round, of shape (rounds,). Unknown quantities are left out.
+        mean: The mean over seeds, of shape (rounds,).
+        std: The standard deviation over seeds, of shape (rounds,); 0 for one seed.
+        seeds: The number of seeds.
+        runs: The number of runs, with and without a result.
+    """
+
+    row: str
+    column: str
+    rounds: tuple[int, ...]
+    x: Mapping[str, Array]
+    mean: Array
+    std: Array
+    seeds: int
+    runs: int
+
+
+def series(layout: Layout, metric: str) -> list[Series]:
+    """Return a curve for each row and column of the table that has finished runs with values of ``metric``."""
+    made = (_series(layout, row, column, metric) for column in layout.columns for row in layout.rows)
+    return [one for one in made if one is not None]
+
+
+def _series(layout: Layout, row: str, column: str, metric: str) -> Series | None:
+    """Return one curve; None: no round has a finite value of ``metric`` for every seed.
+
+    A round in which any seed has no finite value is left out. With fewer seeds, the mean would jump there.
+    """
+    cells = [cell for cell in layout.finished(row, column) if cell.curve(metric)]
+    curves = [cell.curve(metric) for cell in cells]
+    first = curves[0] if curves else {}
+    rounds = [r for r in first if all(math.isfinite(curve.get(r, math.nan)) for curve in curves)]
+    if not rounds:
+        return None
+    values = np.array([[curve[r] for r in rounds] for curve in curves])
+    std = values.std(0, ddof=1) if len(values) > 1 else np.zeros(len(rounds))
+    x = {quantity: way for quantity in X if (way := _way(cells, quantity, rounds)) is not None}
+    return Series(row, column, tuple(rounds), x, values.mean(0), std, len(values), len(layout.groups[row, column]))
+
+
+def _way(cells: Sequence[Cell], quantity: str, rounds: Sequence[int]) -> Array | None:
+    """Return the mean position of the runs on a horizontal axis after each round; None: it is unknown for a run."""
+    ways = [cell.travelled(quantity) for cell in cells]
+    known = [[way[r] for r in rounds] for way in ways if way is not None]
+    return np.array(known).mean(0) if len(known) == len(ways) else None
+
+
+def curves(layout: Layout, available: Sequence[Series], x: str) -> Picture | None:
+    """Make the picture of the metric over rounds, bytes, exchanges or local steps, with one panel per column.
+
+    Args:
+        layout: The rows and columns.
+        available: The curves of the report.
+        x: The quantity on the horizontal axis, one of ``X``.
+
+    Returns:
+        The picture; None: no curve has this quantity.
+    """
+    available = [one for one in available if x in one.x]
+    if not available:
+        return None
+    caption = [f"{_capital(layout.title())} over {LABELS[x]}."]
+    if any(one.seeds > 1 for one in available):
+        caption.append("The band is one standard deviation over seeds.")
+    fewer = [f"{one.row}, {one.column}: {one.seeds} of {one.runs}" for one in available if one.seeds < one.runs]
+    if fewer:
+        caption.append(f"Pale lines lack the runs without a result ({'; '.join(fewer)}).")
+
+    def draw() -> Figure:
+        columns = [column for column in layout.columns if any(one.column == column for one in available)]
+        names = [layout.column_heading(column) for column in columns]
+        with panels(layout, names) as (figure, every):
+            for axes, column in zip(every, columns, strict=True):
+                for one in available:
+                    if one.column == column:
+                        _curve(axes, one, x, layout.rows.index(one.row))
+                _horizontal(axes, x, [one.x[x] for one in available])
         return figure
 
-    def save(self, folder: Path, kinds: Sequence[str]) -> list[Path]:
-        """Save the picture in several formats.
+    return Picture(f"curves-{x}", " ".join(caption), draw)
 
-        Args:
-            folder: The folder of the files.
-            kinds: The formats: ``png``, ``svg`` or ``pdf``.
 
-        Returns:
-            The paths of the files.
-        """
-        made = []
-        for kind in kinds:
-            undated: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
-            made.append(folder / f"{self.name}.{kind}")
-            with matplotlib.rc_context(LOOK):
-                self.figure.savefig(made[-1], metadata=undated, facecolor="white")
-        return made
+def _curve(axes: Axes, one: Series, x: str, index: int) -> None:
+    look = line(index)
+    if one.seeds < one.runs:
+        look["alpha"] = 0.4
+    axes.plot(one.x[x], one.mean, **look, markevery=max(1, len(one.mean) // 7), label=one.row)
+    if one.seeds > 1:
+        axes.fill_between(one.x[x], one.mean - one.std, one.mean + one.std, color=look["color"], alpha=0.16, lw=0)
 
-    def inline(self) -> str:
-        """Return the picture as an ``<svg>`` element for a page.
 
-        Its ids are unique on the page, and its lines and texts have the text colour of the page.
-        """
-        target = io.StringIO()
-        with matplotlib.rc_context(LOOK):
-            nothing: Any = {"Date": None, "Creator": None, "Format": None, "Type": None}
-            self.figure.savefig(target, format="svg", transparent=True, metadata=nothing)
-        text = target.getvalue()
-        text = text[text.index("<svg") :].strip()
-        width = float(re.findall(r'viewBox="0 0 ([\d.]+)', text)[0])  # in points; the size below makes 9 points 9 to 13 pixels
-        size = f"min-width:{width * 1.0:.0f}px;max-width:{width * 1.4:.0f}px"
-        text = re.sub(r'^<svg [^>]*?viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" style="{size}">', text, count=1)
-        own = "p" + hashlib.sha256(text.encode()).hexdigest()[:10]
-        text = re.sub(r'\bid="', f'id="{own}-', text)
-        text = re.sub(r'(xlink:)?href="#', f'href="#{own}-', text).replace("url(#", f"url(#{own}-").replace("xlink:href", "href")
-        return text.replace(INK, "currentColor")
+def _horizontal(axes: Axes, x: str, ways: Sequence[Array]) -> None:
+    """Set up the horizontal axis of curves, which is logarithmic if one curve reaches ten times as far as another."""
+    ends = [float(way[-1]) for way in ways]
+    far = min(ends) > 0 and max(ends) / min(ends) >= 10 and min(float(way[0]) for way in ways) > 0
+    if x != "round" and far:
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    elif x != "bytes":
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=(1, 2, 5, 10)))
+    if x == "bytes":
+        axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+    axes.set_xlabel(LABELS[x])
+
+
+def against(layout: Layout, axis: str) -> Picture:
+    """Make the picture of the metric against a numeric axis of the sweep.
+
+    There is one line per row, and one panel for every combination of values on the other axes.
+
+    Raises:
+        ConfigError: No run has the axis, or its values are not numbers.
+    """
+    check_axis(axis, "against", layout.axes)
+    values = [value for value in layout.values(axis) if value != "–"]
+    if not all(map(is_number, values)):
+        raise ConfigError(f"[report] against needs an axis of numbers, but {axis} has {', '.join(values)}")
+    row_axis = layout.row_axis if layout.row_axis != axis else ""
+    others = [other for other in layout.rest if other != axis]
+    entries: dict[str, dict[str, list[tuple[float, Entry]]]] = {}
+    for key, of in layout.by(others, [cell for cell in layout.cells if axis in cell.axes]).items():
+        for (row, value), cells in layout.by((row_axis, axis), of).items():
+            if (entry := layout.entry(cells)).values:
+                lines = entries.setdefault(layout.heading(others, key), {})
+                lines.setdefault(row, []).append((float(value), entry))
+
+    def draw() -> Figure:
+        with panels(layout, list(entries)) as (figure, every):
+            for axes, lines in zip(every, entries.values(), strict=True):
+                for row, points in lines.items():
+                    points = sorted(points, key=lambda point: point[0])
+                    spread = [entry.std if len(entry.values) > 1 else 0.0 for _, entry in points]
+                    look = line(layout.rows.index(row) if row in layout.rows else 0)
+                    axes.errorbar([x for x, _ in points], [entry.mean for _, entry in points], spread, capsize=2.5, **look, label=row)
+                axes.set_xlabel(axis)
+                _ticks(axes, sorted(map(float, values)))
+        return figure
+
+    which = "best" if layout.settings.at == "best" else "last"
+    caption = f"{_capital(layout.title())} ({which} round) against {axis}. Bars are one standard deviation over seeds."
+    file = "".join(c if c.isalnum() or c in "-_" else "_" for c in axis)
+    return Picture(f"against-{file}", caption, draw)
+
+
+def _ticks(axes: Axes, values: Sequence[float]) -> None:
+    """Put the horizontal ticks at ``values``, unless there are many. The axis is logarithmic if they span a factor of 20."""
+    if values[0] > 0 and values[-1] / values[0] >= 20:
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_locator(NullLocator())
+    if len(values) <= 9:
+        axes.set_xticks(values, [f"{value:g}" for value in values], rotation=0 if len(values) < 6 else 45)
 
 
 @contextmanager
-def panels(
-    names: Sequence[str | None], legend: Sequence[str] = (), size: tuple[float, float] | None = None, across: int = 0
-) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Make a figure with several panels.
+def panels(layout: Layout, names: Sequence[str]) -> Iterator[tuple[Figure, list[Axes]]]:
+    """Make a figure with several panels of the metric. When they are drawn, they get one range of values, and one legend.
 
     Args:
-        names: The titles of the panels; None leaves a gap.
-        legend: The texts of the legend, for which room is left to the right of the panels.
-        size: The width and height of a panel in inches; None: the default. Panels that would not fit on the page are
-            made narrower.
-        across: The number of panels side by side; 0: chosen by the number of panels.
+        layout: The rows and columns.
+        names: The titles of the panels.
 
     Yields:
-        The figure and its panels, without the gaps.
+        The figure and its panels.
     """
-    across = min(across, max(1, len(names))) or columns_of(len(names))
-    down = -(-max(1, len(names)) // across)
-    each = size or ((6.2, 4.0) if len(names) == 1 else (3.4, 2.7))
-    columns, lines = _columns(legend)
-    height = max(down * each[1], 0.165 * lines + 0.4)
-    width = min(each[0], max(NARROWEST, (PAGE - 2.3 * columns) / across))
-    figure = Figure(figsize=(across * width + 2.3 * columns, height), layout="constrained")
-    grid = figure.subplots(down, across, squeeze=False)
-    made = []
-    for axes, name in itertools.zip_longest(grid.flat, names):
-        if name is None:
-            axes.set_visible(False)
-        else:
-            axes.set_title(wrapped(name, 40 if across == 1 else 34))
-            made.append(axes)
-    yield figure, made
-
-
-def columns_of(panels: int) -> int:
-    """Return how many panels to draw side by side.
-
-    Up to three panels are drawn in one line. More panels are drawn in lines of two, three or four, with the fewest gaps.
-    """
-    return max(1, panels) if panels <= 3 else min((3, 4, 2), key=lambda across: -panels % across)
-
-
-def legend(figure: Figure, panel: Sequence[Axes], rows: Mapping[str, str]) -> None:
-    """Draw one legend for all panels, to the right of the panels.
-
-    Args:
-        figure: The figure.
-        panel: The panels.
-        rows: Row -> its text, in the order of the legend. Rows that no panel shows are left out.
-    """
+    count = max(1, len(names))
+    across = count if count <= 3 else min((3, 4, 2), key=lambda columns: -count % columns)
+    down = -(-count // across)
+    width, height = SIZE if count > 1 else (6.2, 4.0)
+    legend = [_wrapped(row, LEGEND) for row in layout.rows]
+    lines = sum(text.count("\n") + 1.3 for text in legend)
+    size = (across * width + 2.6, max(down * height, 0.165 * lines + 0.4))
+    figure = Figure(figsize=size, layout="constrained")
+    grid = list(figure.subplots(down, across, squeeze=False, sharey=True).flat)
+    for axes, name in zip(grid, names, strict=False):
+        axes.set_title(_wrapped(name, 36))
+    for axes in grid[count:]:
+        axes.set_visible(False)
+    every = grid[:count]
+    yield figure, every
+    if scale(layout.metric) == 100:
+        low, high = every[0].get_ylim()
+        every[0].set_ylim(max(-1.0, low), min(101.0, high))
+    for axes in every[::across]:
+        axes.set_ylabel(_wrapped(layout.title(), 30))
     handles: dict[str, Any] = {}
-    for axes in panel:
-        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(name, handle)
-    texts = {row: text for row, text in rows.items() if row in handles}
-    if texts:
-        columns, _ = _columns(list(texts.values()))
-        lines = [wrapped(text, LEGEND) for text in texts.values()]
-        figure.legend([handles[row] for row in texts], lines, loc="outside right upper", handlelength=3.2, ncols=columns, fontsize=8)
+    for axes in every:
+        handles.update(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    rows = [row for row in layout.rows if row in handles]
+    if rows:
+        figure.legend([handles[row] for row in rows], [_wrapped(row, LEGEND) for row in rows], loc="outside right upper", fontsize=8)
 
 
-def _columns(legend: Sequence[str]) -> tuple[int, int]:
-    """Return the number of columns of a legend with these texts, and the number of lines in the longest column."""
-    heights = [wrapped(text, LEGEND).count("\n") + 1.3 for text in legend]
-    columns = -(-int(sum(heights)) // 40) if heights else 0
-    each = -(-len(heights) // max(1, columns))
-    return columns, int(max((sum(heights[n : n + each]) for n in range(0, len(heights), max(1, each))), default=0)) + 1
-
-
-def wrapped(text: str, width: int) -> str:
+def _wrapped(text: str, width: int) -> str:
     """Break ``text`` into lines of at most ``width`` letters, but not at hyphens."""
     return "\n".join(textwrap.wrap(text, width, break_on_hyphens=False) or [text])
 
 
-def logarithmic(axes: Axes, x: bool = False) -> None:
-    """Make the vertical axis (``x``: the horizontal one) logarithmic, with plain numbers at its ticks."""
-    (axes.set_xscale if x else axes.set_yscale)("log")
-    axis = axes.xaxis if x else axes.yaxis
-    axis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.set_minor_formatter(NullFormatter())
-
-
-def first_of_lines(panel: Sequence[Axes]) -> list[Axes]:
-    """Return the leftmost panel of every line of panels."""
-    return [axes for axes in panel if (place := axes.get_subplotspec()) is not None and place.is_first_col()]
-
-
-def percent_limits(panel: Sequence[Axes]) -> None:
-    """Give all panels the same vertical range, within 0 and 100."""
-    lows, highs = zip(*(axes.get_ylim() for axes in panel), strict=True)
-    for axes in panel:
-        axes.set_ylim(max(-1.0, min(lows)), min(101.0, max(highs)))
-
-
-def same_limits(panel: Sequence[Axes]) -> None:
-    """Give all panels the same vertical range."""
-    lows, highs = zip(*(axes.get_ylim() for axes in panel), strict=True)
-    for axes in panel:
-        axes.set_ylim(min(lows), max(highs))
-
-
-def in_words(values: Mapping[str, str]) -> str:
-    """Join names and values to one text, as ``NAME VALUE; NAME VALUE``."""
-    return "; ".join(f"{name} {value}" for name, value in values.items())
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,27 +14,14 @@ from fl_bn.support.names import expected, nearest, unknown
 SEED = "seed"  # the axis over which results are averaged
 X = ("round", "bytes", "exchanges", "local-steps")
 AT = ("last", "best")
-KEYS = ("title", "rows", "columns", "metric", "at", "x", "against", "heat", "boxplot", "per-class", "drift", "domains", "apart", "worst")
 EACH, AVERAGE = "each", "average"  # values of Settings.domains
-HEAT = ("x", "y", "value", "minus")
-PAPER = ("source", "note", "numbers")
-
-
-@dataclass(frozen=True)
-class Heat:
-    """Describe a heat map.
-
-    Attributes:
-        x: The axis of the sweep that is drawn horizontally.
-        y: The axis of the sweep that is drawn vertically.
-        value: The row to draw; empty: draw one map per row.
-        minus: The row to subtract from the row ``value``; empty: nothing is subtracted.
-    """
-
-    x: str
-    y: str
-    value: str = ""
-    minus: str = ""
+TEXTS = "a list of texts"
+REPORT = {
+    "title": str, "rows": str, "columns": TEXTS, "metric": str, "at": str, "x": TEXTS, "against": TEXTS, "domains": None,
+    "apart": TEXTS, "worst": str,
+}  # fmt: skip
+"""Key of [report] -> the type of its value; None: several types."""
+FORMER = ("heat", "boxplot", "per-class", "drift")  # keys of [report] in earlier versions, which drew further pictures
 
 
 @dataclass(frozen=True)
@@ -64,10 +51,6 @@ class Settings:
         at: The round whose metric the table shows: ``last``, or ``best`` for the round with the best metric.
         x: The quantities on the horizontal axes of curves, from ``X``.
         against: The numeric axes of the sweep against which to draw the metric.
-        heat: The heat map; None: none.
-        boxplot: Draw box plots of the metric at the clients.
-        per_class: Draw the accuracy of each class.
-        drift: Draw the drift of the running statistics, and the diagnostics.
         domains: ``EACH``: report every domain and their mean; ``AVERAGE``: report the mean only; empty: report the
             metric on all test data.
         apart: Rows that cannot be compared with the other rows. They are never marked as the best.
@@ -86,10 +69,6 @@ class Settings:
     at: str = "last"
     x: tuple[str, ...] = ("round",)
     against: tuple[str, ...] = ()
-    heat: Heat | None = None
-    boxplot: bool = False
-    per_class: bool = False
-    drift: bool = False
     domains: str = ""
     apart: tuple[str, ...] = ()
     worst: str = ""
@@ -123,7 +102,8 @@ def read_settings(folder: Path) -> Settings:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not a TOML file: {error}") from error
     try:
-        return parse_settings(tables, folder.name, text)
+        report = {key: value for key, value in table_of(tables, "report").items() if key not in FORMER}
+        return parse_settings({**tables, "report": report}, folder.name, text)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
 
@@ -144,27 +124,29 @@ def parse_settings(tables: Mapping[str, Any], name: str, text: str) -> Settings:
     Raises:
         ConfigError: A key or a value is unknown, or of the wrong type.
     """
-    report, paper, notes = (_table(tables, key) for key in ("report", "paper", "notes"))
-    _only(KEYS, report, "[report]")
-    _only(PAPER, paper, "[paper]")
-    columns = report.get("columns")
+    report = _values(tables, "report", REPORT)
+    paper = _values(tables, "paper", {"source": str, "note": str, "numbers": None})
+    notes = _values(tables, "notes", {"text": str})
+    if (at := report.get("at", "last")) not in AT:
+        raise ConfigError(expected("at", at, AT))
+    x = report.get("x", ("round",))
+    if unknown_x := [quantity for quantity in x if quantity not in X]:
+        raise ConfigError(expected("x", unknown_x[0], X))
+    if (domains := report.get("domains", False)) not in (True, False, AVERAGE):
+        raise ConfigError(f"domains must be true, false or {AVERAGE!r}, but got {domains!r}")
     return Settings(
-        title=_text(report, "title") or _text(tables, "title") or name,
-        rows=_text(report, "rows"),
-        columns=None if columns is None else _texts("columns", columns),
-        metric=_text(report, "metric"),
-        at=_one_of("at", _text(report, "at", "last"), AT),
-        x=tuple(_one_of("x", value, X) for value in _texts("x", report.get("x", ["round"]))),
-        against=_texts("against", report.get("against", [])),
-        heat=_heat(report["heat"]) if "heat" in report else None,
-        boxplot=_flag(report, "boxplot"),
-        per_class=_flag(report, "per-class"),
-        drift=_flag(report, "drift"),
-        domains=AVERAGE if report.get("domains") == AVERAGE else EACH if _flag(report, "domains") else "",
-        apart=_texts("apart", report.get("apart", [])),
-        worst=_text(report, "worst"),
-        paper=Paper(_text(paper, "source"), _text(paper, "note"), _numbers(paper.get("numbers", {}))),
-        notes=_text(notes, "text"),
+        title=report.get("title") or str(tables.get("title") or name),
+        rows=report.get("rows", ""),
+        columns=report.get("columns"),
+        metric=report.get("metric", ""),
+        at=at,
+        x=x,
+        against=report.get("against", ()),
+        domains=AVERAGE if domains == AVERAGE else EACH if domains else "",
+        apart=report.get("apart", ()),
+        worst=report.get("worst", ""),
+        paper=Paper(paper.get("source", ""), paper.get("note", ""), _numbers(paper.get("numbers", {}))),
+        notes=notes.get("text", ""),
         order=_order(tables),
         skip=_skip(tables.get("skip", [])),
         text=text,
@@ -188,10 +170,10 @@ def check_axis(axis: str, what: str, known: Sequence[str]) -> None:
 
 def _order(tables: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the values of every axis, in the order in which the sweep file lists them in [axes], [run] and the variants."""
-    variants = [table for table in _table(tables, "variants").values() if isinstance(table, dict)]
+    variants = [table for table in table_of(tables, "variants").values() if isinstance(table, dict)]
     order: dict[str, list[str]] = {}
     for source in (tables, *variants):
-        axes = {**_table(source, "axes"), **{key: value for key, value in _table(source, "run").items() if isinstance(value, list)}}
+        axes = {**table_of(source, "axes"), **{key: value for key, value in table_of(source, "run").items() if isinstance(value, list)}}
         for axis, values in axes.items():
             if isinstance(values, dict | list):
                 known = order.setdefault(axis, [])
@@ -205,59 +187,55 @@ def _skip(value: Any) -> tuple[dict[str, str], ...]:
     return tuple({axis: label(at) for axis, at in combination.items()} for combination in value)
 
 
-def _heat(value: Any) -> Heat:
-    if not isinstance(value, dict):
-        raise ConfigError(f'heat must be a table as in {{ x = "AXIS", y = "AXIS" }}, but got {value!r}')
-    _only(HEAT, value, "heat")
-    heat = Heat(**{key: label(value[key]) for key in value}) if {"x", "y"} <= set(value) else None
-    if heat is None or heat.x == heat.y:
-        raise ConfigError(f"heat needs two axes, x and y, but got {value!r}")
-    if heat.minus and not heat.value:
-        raise ConfigError(f"heat: minus={heat.minus!r} is subtracted from value, which is missing: give value too")
-    return heat
-
-
 def _numbers(table: Any) -> dict[str, dict[str, str]]:
     if not isinstance(table, dict) or not all(isinstance(row, dict) for row in table.values()):
         raise ConfigError(f'[paper] numbers must be {{ ROW = {{ COLUMN = "45.2" }} }}, but got {table!r}')
     return {row: {column: str(number) for column, number in columns.items()} for row, columns in table.items()}
 
 
-def _table(tables: Mapping[str, Any], name: str) -> dict[str, Any]:
+def table_of(tables: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the table ``name`` of a sweep file; empty if the file has none.
+
+    Raises:
+        ConfigError: The value is no table.
+    """
     table = tables.get(name, {})
     if not isinstance(table, dict):
         raise ConfigError(f"{name} must be a table, but got {table!r}")
     return table
 
 
-def _text(table: Mapping[str, Any], key: str, default: str = "") -> str:
-    value = table.get(key, default)
-    if not isinstance(value, str):
-        raise ConfigError(f"{key} must be a text, but got {value!r}")
-    return value.strip()
+def check_names(table: Mapping[str, Any], known: Collection[str], what: str) -> None:
+    """Check that all names in a table are known.
+
+    Args:
+        table: The table of a sweep file.
+        known: The names that it may have.
+        what: What a name stands for, as the error calls it.
+
+    Raises:
+        ConfigError: A name is unknown.
+    """
+    for name in table:
+        if name not in known:
+            raise ConfigError(unknown(what, name, list(known)))
 
 
-def _texts(key: str, value: Any) -> tuple[str, ...]:
-    values = [value] if isinstance(value, str) else value
-    if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
-        raise ConfigError(f"{key} must be a list of texts, but got {value!r}")
-    return tuple(values)
+def _values(tables: Mapping[str, Any], name: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the table ``name``, each of the type that ``kinds`` says."""
+    table = table_of(tables, name)
+    check_names(table, kinds, f"key in [{name}]:")
+    return {key: _checked(key, value, kinds[key]) for key, value in table.items()}
 
 
-def _flag(table: Mapping[str, Any], key: str) -> bool:
-    value = table.get(key, False)
-    if not isinstance(value, bool):
-        raise ConfigError(f"{key} must be true or false, but got {value!r}")
+def _checked(key: str, value: Any, kind: Any) -> Any:
+    if kind is str:
+        if not isinstance(value, str):
+            raise ConfigError(f"{key} must be a text, but got {value!r}")
+        return value.strip()
+    if kind == TEXTS:
+        values = [value] if isinstance(value, str) else value
+        if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
+            raise ConfigError(f"{key} must be {TEXTS}, but got {value!r}")
+        return tuple(values)
     return value
-
-
-def _one_of(key: str, value: str, known: Sequence[str]) -> str:
-    if value not in known:
-        raise ConfigError(expected(key, value, known))
-    return value
-
-
-def _only(known: Sequence[str], table: Mapping[str, Any], where: str) -> None:
-    for key in table:
-        if key not in known:
-            raise ConfigError(unknown("key", key, known, f" in {where}"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-INK = "#1d1e21"  # colour of text and axes; a report's page replaces it by its text colour, so that pictures can be read on a dark page
+INK = "#1d1e21"  # colour of text and axes
 # Okabe and Ito's colours, without the yellow, in an order in which neighbours differ in brightness; all show on white and on black
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00", INK, "#9B59B6", "#CC79A7", "#8A7A2F")
 SHADES = (*COLOURS, "#A8A8A8")  # colours of areas, which have no dashes or markers to tell them apart: ten, for ten classes

@@ -205,12 +205,7 @@ def _run(cell: Cell) -> None:
     cell.write_outcome("finished", time.monotonic() - begin)
 
 
-def run_cells(
-    cells: Sequence[Cell],
-    jobs: int,
-    progress: Callable[[int, int], None],
-    running: Callable[[Sequence[Cell]], None] = lambda cells: None,
-) -> dict[str, str]:
+def run_cells(cells: Sequence[Cell], jobs: int, progress: Callable[[int, int], None]) -> dict[str, str]:
     """Run the cells (runs of a sweep) that are not finished, in worker processes.
 
     If a worker process dies, for example for lack of memory, only the cell that it ran has failed. The worker
@@ -220,7 +215,6 @@ def run_cells(
         cells: The cells. Finished ones are left out.
         jobs: The number of runs at a time; 0: one per core.
         progress: Called about twice a second with the number of finished rounds and of all rounds.
-        running: Called about twice a second with the cells that run.
 
     Returns:
         The error of each failed cell, by the name of its folder.
@@ -231,47 +225,64 @@ def run_cells(
         todo = [replace(cell, config=replace(cell.config, workers=cell.config.workers or 1)) for cell in todo]
         _warn_of_turns(jobs, todo)
     total = sum(cell.config.rounds for cell in cells)
-    finished = total - sum(cell.config.rounds for cell in todo)
+    before = total - sum(cell.config.rounds for cell in todo)
+
+    ended: list[int] = []  # the rounds of each cell that has ended
     errors: dict[str, str] = {}
-    waiting, suspects = (
-        list(todo),
-        list[Cell](),
-    )  # suspects: cells that ran when a worker died; each is run again alone, to find the one that kills it
-    while waiting or suspects:
-        alone = not waiting
-        batch, waiting = ([suspects.pop()], []) if alone else (waiting, [])
-        pool = ProcessPoolExecutor(1 if alone else jobs, mp_context=get_context("spawn"), initializer=_end_with_parent)
-        try:
-            futures: dict[Future[None], Cell] = {pool.submit(run_cell, cell): cell for cell in batch}
-            pending, unknown = set(futures), set[str]()
-            while pending:
-                done, pending = wait(pending, timeout=PROGRESS, return_when=FIRST_COMPLETED)
-                for future in done:
-                    cell, error = futures[future], future.exception()
-                    if isinstance(error, BrokenProcessPool) and not alone:
-                        unknown.add(cell.config.name)
-                        continue
-                    finished += cell.rounds_done()
-                    if isinstance(error, BrokenProcessPool):
-                        errors[cell.config.name] = "its process died (killed, or out of memory)"
-                        cell.write_outcome("failed", 0.0, errors[cell.config.name])
-                    elif error is not None and not isinstance(error, Elsewhere):
-                        errors[cell.config.name] = f"{type(error).__name__}: {error}"
-                now = [futures[future] for future in pending if future.running()]
-                progress(finished + sum(cell.rounds_done() for cell in now), total)
-                running([cell for cell in now if cell.path.exists()])
-        except BaseException:  # Ctrl-C: end the runs without waiting for them
-            for process in list((getattr(pool, "_processes", None) or {}).values()):
-                process.kill()
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-        pool.shutdown()
-        left = [cell for cell in batch if cell.config.name in unknown]
-        suspects, waiting = (
-            suspects + left[: jobs + 1],
-            waiting + left[jobs + 1 :],
-        )  # cells begin in this order, and the pool takes one more than it has workers
+
+    def show(running: Sequence[Cell]) -> None:
+        progress(before + sum(ended) + sum(cell.rounds_done() for cell in running), total)
+
+    waiting = list(todo)
+    while waiting:
+        lost = _run_batch(waiting, jobs, show, ended, errors)
+        suspects, waiting = lost[: jobs + 1], lost[jobs + 1 :]  # the pool takes one cell more than it has workers
+        for cell in suspects:  # each is run again alone, to find the one whose worker dies
+            if _run_batch([cell], 1, show, ended, errors):
+                errors[cell.config.name] = "its process died (killed, or out of memory)"
+                cell.write_outcome("failed", 0.0, errors[cell.config.name])
     return errors
+
+
+def _run_batch(
+    batch: Sequence[Cell], jobs: int, show: Callable[[Sequence[Cell]], None], ended: list[int], errors: dict[str, str]
+) -> list[Cell]:
+    """Run cells in a pool of worker processes until all have ended, or a worker has died.
+
+    Args:
+        batch: The cells, in the order in which they begin.
+        jobs: The number of worker processes.
+        show: Called about twice a second with the cells that run.
+        ended: Gets the number of rounds of each cell that has ended.
+        errors: Gets the error of each cell that failed, by the name of its folder.
+
+    Returns:
+        The cells that have not ended, in the order of ``batch``, since a worker died.
+    """
+    lost: set[str] = set()
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_end_with_parent)
+    try:
+        futures: dict[Future[None], Cell] = {pool.submit(run_cell, cell): cell for cell in batch}
+        pending = set(futures)
+        while pending:
+            done, pending = wait(pending, timeout=PROGRESS, return_when=FIRST_COMPLETED)
+            for future in done:
+                cell, error = futures[future], future.exception()
+                name = cell.config.name
+                if isinstance(error, BrokenProcessPool):
+                    lost.add(name)
+                    continue
+                ended.append(cell.rounds_done())
+                if error is not None and not isinstance(error, Elsewhere):
+                    errors[name] = f"{type(error).__name__}: {error}"
+            show([futures[future] for future in pending if future.running()])
+    except BaseException:  # Ctrl-C: end the runs without waiting for them
+        for process in list((getattr(pool, "_processes", None) or {}).values()):
+            process.kill()
+        pool.shutdown(wait=True, cancel_futures=True)
+        raise
+    pool.shutdown()
+    return [cell for cell in batch if cell.config.name in lost]
 
 
 def _warn_of_turns(jobs: int, cells: Sequence[Cell]) -> None:
@@ -294,12 +305,19 @@ def at_a_time(jobs: int, cells: Sequence[Cell]) -> int:
 
 
 def _config(file: Path) -> dict[str, Any]:
-    """Read the run config in ``file``, with defaults for keys that it lacks; empty: there is no readable file."""
+    """Read the run config in ``file``, with defaults for keys that it lacks; empty: there is no readable file.
+
+    Raises:
+        ConfigError: The file is of an earlier version of fl-bn, with a key that went and decided the run's results.
+    """
     try:
         keys = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {**RunConfig().to_mapping(), **renewed(keys)} if keys else {}
+    try:
+        return {**RunConfig().to_mapping(), **renewed(keys)} if keys else {}
+    except ConfigError as error:
+        raise ConfigError(f"{file.parent} holds another run: {error}") from error
 
 
 def _end_with_parent() -> None:

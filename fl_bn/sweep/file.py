@@ -37,9 +37,8 @@ Every combination of values is one run. ``skip`` is a list of tables, each with 
 from __future__ import annotations
 
 import itertools
-import shutil
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -48,19 +47,18 @@ from typing import Any
 import tomli_w
 
 from fl_bn.report.cells import GIGABYTES, MEGABYTES
-from fl_bn.report.domains import AXIS as DOMAIN
-from fl_bn.report.settings import SEED, check_axis, parse_settings
+from fl_bn.report.layout import DOMAIN
+from fl_bn.report.settings import SEED, check_axis, check_names, parse_settings, table_of
 from fl_bn.run.centralised import WITHOUT_EFFECT
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.history import round_columns
 from fl_bn.run.usage import Usage
 from fl_bn.support.names import unknown
-from fl_bn.support.user_code import OWN, Modules, function
 from fl_bn.sweep.cells import Cell, trained_as
 from fl_bn.task import TASKS
 
 TABLES = ("title", "run", "axes", "where", "skip", "report", "paper", "notes", "experiment", "variants")
-VARIANT_TABLES = ("run", "axes", "where", "skip", "report", "paper", "notes", "make")
+VARIANT_TABLES = ("run", "axes", "where", "skip", "report", "paper", "notes")
 PAPER = "paper"  # a name for the file without any of its variants
 DATA = "data"  # {data} stands for the folder of the data, even if there is an axis of this name
 INSTEAD = {  # run-config keys that the sweep sets itself -> the reason, or what to use instead
@@ -70,7 +68,6 @@ INSTEAD = {  # run-config keys that the sweep sets itself -> the reason, or what
     "pictures": "the report draws the pictures of all runs",
     "early-stop": "runs that are compared have one length",
 }
-DECIDED = tuple(INSTEAD)
 Axis = dict[str, dict[str, Any]]
 
 
@@ -219,15 +216,6 @@ def read(path: Path, variant: str = "", data: str = "data", overrides: Mapping[s
         raise ConfigError(f"{path}: {error}") from error
 
 
-def maker(path: Path, variant: str) -> str:
-    """Return the function that makes the data of a variant, as ``module:function``; empty: the variant names no function."""
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""  # read() raises the error
-    return str(_table(tables, "variants").get(variant, {}).get("make", ""))
-
-
 def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrides: Mapping[str, Any]) -> Sweep:
     """Make a sweep from the content of a sweep file.
 
@@ -241,11 +229,11 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
     Raises:
         ConfigError: There is an unknown table or key, or a wrong value.
     """
-    _only(TABLES, tables, "table")
+    check_names(tables, TABLES, "table")
     chosen = _variant(tables, variant)
-    run = {**_table(tables, "run"), **_table(chosen, "run")}
-    axes = {axis: _axis(axis, values) for axis, values in _table(tables, "axes").items()}
-    for axis, values in _table(chosen, "axes").items():
+    run = {**table_of(tables, "run"), **table_of(chosen, "run")}
+    axes = {axis: _axis(axis, values) for axis, values in table_of(tables, "axes").items()}
+    for axis, values in table_of(chosen, "axes").items():
         if values == [] and axis in axes:
             del axes[axis]
             continue
@@ -256,14 +244,13 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
         raise ConfigError(f"the axis {both[0]} is given twice, as [axes.{both[0]}] and as a list in [run]: leave one of them out")
     axes |= {key: {_label(value): {key: value} for value in values} for key, values in listed.items()}
     keys = {key: value for key, value in run.items() if key not in listed}
-    if taken := [key for key in (*keys, *listed, *(k for a in axes.values() for v in a.values() for k in v)) if key in DECIDED]:
-        raise ConfigError(f"the sweep sets {taken[0]} for each run itself: leave it out")
+    refuse_decided("the sweep", {**keys, **listed, **dict.fromkeys(_keys_in(axes))})
     axes = {axis: _overridden(axis, values, overrides) for axis, values in axes.items()}
-    own = {*_table(chosen, "run"), *overrides} | _keys_in(_table(chosen, "axes"))
+    own = {*table_of(chosen, "run"), *overrides} | _keys_in(table_of(chosen, "axes"))
     if not variant:
         own |= {*keys, *listed} | _keys_in(axes)
-    every = {key: [*map(_label, values)] for key, values in _table(tables, "run").items() if isinstance(values, list)}
-    for of in (_table(tables, "axes"), axes):
+    every = {key: [*map(_label, values)] for key, values in table_of(tables, "run").items() if isinstance(values, list)}
+    for of in (table_of(tables, "axes"), axes):
         every |= {axis: [*every.get(axis, []), *values] for axis, values in of.items()}
     where = _where(chosen.get("where", tables.get("where", [])), every, overrides, data)
     if not variant or "where" in chosen:
@@ -272,12 +259,12 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
         raise ConfigError(f"the axis {empty[0]} needs at least one value, but has none")
     keys, axes = _filled(keys, DATA, data), {a: {n: _filled(v, DATA, data) for n, v in values.items()} for a, values in axes.items()}
     shown = {**tables, **{key: chosen[key] for key in ("report", "paper", "notes") if key in chosen}}
-    shown["report"] = {**_table(tables, "report"), **_table(chosen, "report")}
+    shown["report"] = {**table_of(tables, "report"), **table_of(chosen, "report")}
     every_keys = [keys, *(values for axis in axes.values() for values in axis.values())]
     _check_report(shown, name, axes, {str(values["task"]) for values in every_keys if "task" in values})
     skip = tuple(chosen.get("skip", tables.get("skip", ())))
     for name_ in (name_ for case in skip for name_ in case):
-        if name_ not in {*axes, *_table(tables, "axes"), *run}:  # an axis may be a single value in this variant
+        if name_ not in {*axes, *table_of(tables, "axes"), *run}:  # an axis may be a single value in this variant
             raise ConfigError(unknown("axis in skip:", name_, list(axes)))
     return Sweep(str(tables.get("title", name)), keys, axes, skip, frozenset(own), where, shown)
 
@@ -303,8 +290,7 @@ def _where(cases: Any, axes: Mapping[str, Sequence[str]], overrides: Mapping[str
                 raise ConfigError(unknown("axis in where:", axis, list(axes)))
             if str(value) not in axes[axis]:
                 raise ConfigError(unknown(f"value of {axis} in where:", str(value), list(axes[axis])))
-        if taken := [key for key in case["keys"] if key in DECIDED]:
-            raise ConfigError(f"[[where]]: the sweep sets {taken[0]} for each run itself: leave it out")
+        refuse_decided("the sweep", case["keys"])
         keys = {key: value for key, value in _filled(case["keys"], DATA, data).items() if key not in overrides}
         made.append(Where({axis: str(value) for axis, value in case["at"].items()}, keys))
     return tuple(made)
@@ -323,25 +309,20 @@ def _check_report(tables: Mapping[str, Any], name: str, axes: Mapping[str, Axis]
         raise ConfigError(unknown("metric in [report]:", settings.metric, sorted(columns)))
     every = [*axes, *([DOMAIN] if settings.domains else [])]
     others = [axis for axis in every if axis != SEED]
-    heat = (settings.heat.x, settings.heat.y) if settings.heat else ()
-    for what, named, known in (
-        ("rows", (settings.rows,) if settings.rows else (), others),
-        ("columns", settings.columns or (), others),
-        ("against", settings.against, every),
-        ("heat", heat, every),
-        ("worst", (settings.worst,) if settings.worst else (), others),
-    ):
-        for axis in named:
-            check_axis(axis, what, known)
+    named = {"rows": (settings.rows,), "columns": settings.columns or (), "against": settings.against, "worst": (settings.worst,)}
+    for what, of in named.items():
+        for axis in filter(None, of):
+            check_axis(axis, what, every if what == "against" else others)
 
 
 def _variant(tables: Mapping[str, Any], variant: str) -> Mapping[str, Any]:
-    variants = _table(tables, "variants")
+    variants = table_of(tables, "variants")
     if variant in ("", PAPER) and variant not in variants:
         return {}
     if variant not in variants:
         raise ConfigError(f"the file has no variant {variant!r}; its variants are: {', '.join(variants) or 'none'}")
-    _only(VARIANT_TABLES, chosen := _table(variants, variant), f"table in variant {variant!r}:")
+    chosen = table_of(variants, variant)
+    check_names(chosen, VARIANT_TABLES, f"table in variant {variant!r}:")
     return chosen
 
 
@@ -413,19 +394,6 @@ def _filled(keys: Mapping[str, Any], name: str, text: str) -> dict[str, Any]:
     return {key: value.replace(f"{{{name}}}", text) if isinstance(value, str) else value for key, value in keys.items()}
 
 
-def _table(tables: Mapping[str, Any], name: str) -> dict[str, Any]:
-    table = tables.get(name, {})
-    if not isinstance(table, dict):
-        raise ConfigError(f"{name} must be a table, but got {table!r}")
-    return table
-
-
-def _only(known: tuple[str, ...], tables: Mapping[str, Any], what: str) -> None:
-    for name in tables:
-        if name not in known:
-            raise ConfigError(unknown(what, name, known))
-
-
 def _label(value: Any) -> str:
     if isinstance(value, list | dict):
         raise ConfigError(f"an axis must be a list of numbers, texts or booleans, but one of its values is {value!r}")
@@ -438,40 +406,3 @@ def _plain(text: str) -> str:
 
 def _at(where: Mapping[str, Any]) -> str:
     return ", ".join(f"{axis} {value}" for axis, value in where.items()) or "the run"
-
-
-def made(maker: str, folder: Path) -> Path:
-    """Make the data of a variant, unless their folder exists.
-
-    Args:
-        maker: The function that makes the data, as ``module:function``. It takes the path of the folder to make.
-        folder: The folder of the data. They are made in ``folder.unfinished``, which is renamed when they are complete.
-
-    Returns:
-        ``folder``.
-
-    Raises:
-        ConfigError: The function does not exist, or may not be called.
-    """
-    if not folder.exists():
-        make = _named(maker)
-        unfinished = folder.with_name(f"{folder.name}.unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        make(unfinished)
-        unfinished.rename(folder)
-    return folder
-
-
-def _named(name: str) -> Callable[..., Any]:
-    """Return the function that a sweep file names as ``module:function``.
-
-    The module must be part of fl-bn, or the user's own: neither of Python's standard library nor of an installed package.
-    All other names, such as ``os:system``, are refused, so that a sweep file cannot run any command it likes.
-
-    Raises:
-        ConfigError: The name is refused, or there is no such function.
-    """
-    try:
-        return function("a sweep's function", name, Modules.of(None, f"{OWN}, fl_bn"))
-    except ValueError as error:
-        raise ConfigError(str(error)) from error

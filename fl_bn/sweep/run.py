@@ -87,14 +87,7 @@ def check(cells: Sequence[Cell]) -> None:
     assembly.forget()
 
 
-def run(
-    sweep: Sweep,
-    chosen: Plan,
-    output: Path,
-    jobs: int,
-    progress: Callable[[int, int], None],
-    running: Callable[[Sequence[Cell]], None] = lambda cells: None,
-) -> dict[str, str]:
+def run(sweep: Sweep, chosen: Plan, output: Path, jobs: int, progress: Callable[[int, int], None]) -> dict[str, str]:
     """Run the planned cells of a sweep, and write the sweep to ``sweep.toml`` in its folder.
 
     Args:
@@ -103,7 +96,6 @@ def run(
         output: The folder of the sweep.
         jobs: The number of runs at a time; 0: one per core.
         progress: Called about twice a second with the number of finished rounds and of all rounds.
-        running: Called about twice a second with the cells that run.
 
     Returns:
         The error of each cell that failed, now or before, by its name.
@@ -116,5 +108,5 @@ def run(
         if cell.finished() and cell.outcome().get("axes") != dict(cell.axes):
             cell.write_outcome("finished", float(cell.outcome().get("seconds", 0.0)))
     names = {cell.config.name for cell in chosen.todo} | {cell.config.name for cell in chosen.cells if cell.finished()}
-    errors = run_cells([cell for cell in chosen.cells if cell.config.name in names], jobs, progress, running)
+    errors = run_cells([cell for cell in chosen.cells if cell.config.name in names], jobs, progress)
     return {**chosen.failed, **errors}

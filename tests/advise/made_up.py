@@ -18,7 +18,7 @@ def clients(**changes: float) -> Measured:
 def regime(name: str, accuracies: dict[str, list[float]], **changes: float) -> Regime:
     """Make a regime. ``accuracies`` has, for each method, the accuracies (%) of the seeds 0, 1, ...; ``changes`` is as in ``clients``."""
     runs = {method: dict(enumerate(values)) for method, values in accuracies.items()}
-    return Regime(name, f"Problem {name}", clients(**changes), runs, dict.fromkeys(accuracies, 0.1))
+    return Regime(name, f"Problem {name}", clients(**changes), runs, dict.fromkeys(accuracies, 0.1), 5.0)
 
 
 MAP = [

@@ -45,6 +45,14 @@ def test_distance_by_hand() -> None:
     assert distance(means, variances, 2, np.zeros(3)) == 0.0  # one client
 
 
+def test_distance_of_tables_whose_columns_are_constant_at_a_client() -> None:
+    """A sample has one value per column; the floor is a thousandth of the mean of the clients' variances, 2 and 0."""
+    means = torch.tensor([[0.0], [2.0], [5.0], [5.0]]).double()
+    found = distance(means, torch.zeros(4, 1).double(), 1, np.array([0, 0, 1, 1]))
+    one, other = 2.001, 0.001
+    assert found == pytest.approx((one / other + other / one) / 2 - 1 + 16 * (1 / one + 1 / other) / 2, rel=1e-12)
+
+
 def test_a_clients_variance_is_within_and_between_its_samples() -> None:
     """Client 0: values 0, 0, 2, 2 (biased variance 1, unbiased 4/3); client 1: the same, one higher."""
     means, variances = torch.tensor([[0.0], [2.0], [1.0], [3.0]]).double(), torch.zeros(4, 1).double()

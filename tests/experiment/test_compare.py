@@ -137,7 +137,7 @@ def test_the_report_of_a_comparison_by_hand(tmp_path: Path) -> None:
             finish(cell, values[key])  # type: ignore[arg-type]
         else:
             cell.write_outcome("failed", 1.0, "the disk is full")
-    write_report(tmp_path, ("md", "csv"))
+    write_report(tmp_path)
     text = (tmp_path / "table.md").read_text()
     for line in ("| fbn | 75.0 (7.1) |", "| fedavg | **85.0** (7.1) |", "| hbn | failed |", "hbn-seed1: failed: the disk is full"):
         assert line in text  # fbn: 70, 80: mean 75, deviation 7.07

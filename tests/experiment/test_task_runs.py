@@ -223,7 +223,7 @@ def test_tables_of_another_task_put_the_lowest_error_first(package: str, tmp_pat
         run_in_process(cell.config.to_mapping())
         cell.write_outcome("finished", 0.0)
     (tmp_path / "sweep.toml").write_text("[report]\nat = 'best'\n")
-    write_report(tmp_path, ("csv", "md", "png"))
+    write_report(tmp_path)
     best = next(line for line in (tmp_path / "table.md").read_text().splitlines() if "**" in line)
     assert best.startswith("| fedavg |")
     mixed = [Variant.parse("fedavg"), Variant.parse("fbn:task='auto';model='mlp'")]

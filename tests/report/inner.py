@@ -4,14 +4,18 @@
 
 from __future__ import annotations
 
-from fl_bn.report import FORMATS, write_index, write_program_report, write_report
+from pathlib import Path
+
+from fl_bn.report import write_report
 from fl_bn.report.cells import Cell, read_cells
-from fl_bn.report.curves import Series, series
-from fl_bn.report.formats import latex, runs_csv, to_csv, to_latex, to_markdown
+from fl_bn.report.formats import runs_csv, to_latex, to_markdown
 from fl_bn.report.layout import Layout, Table, lay_out, tabulate
-from fl_bn.report.line_pictures import curves
-from fl_bn.report.pictures import Picture
-from fl_bn.report.program import read_program
-from fl_bn.report.settings import Heat, read_settings
-from fl_bn.report.write import read
+from fl_bn.report.page import Report, report_of
+from fl_bn.report.pictures import Picture, Series, curves, series
+from fl_bn.report.settings import read_settings
 from fl_bn.run.config import ConfigError
+
+
+def read(folder: Path) -> Report:
+    """Make the report of a sweep from the files in its folder."""
+    return report_of(read_settings(folder), read_cells(folder), folder)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
 from collections import Counter
 from html.parser import HTMLParser
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.inner import write_index, write_report
+from tests.report.inner import write_report
 from tests.report.made_up import comparison, rounds, run
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -45,8 +43,8 @@ class Page(HTMLParser):
                 self.targets.append((tag, value or ""))
             if name == "style":
                 self.targets += [(tag, url) for url in re.findall(r"url\((.*?)\)", value or "")]
-        if tag == "svg":
-            self.labels.append(dict(attrs).get("aria-label"))
+        if tag == "img":
+            self.labels.append(dict(attrs).get("alt"))
         if tag not in VOID:
             self.open.append(tag)
 
@@ -66,7 +64,7 @@ class Page(HTMLParser):
 def outside(page: Page, text: str) -> list[str]:
     """Whatever a browser would ask of a server, or of another file."""
     asked = [f"{tag}: {target}" for tag, target in page.targets if not target.startswith(("#", "data:")) and tag != "a"]
-    asked += [f"tag {tag}" for tag in ("link", "iframe", "object", "embed", "base", "img", "form") if page.tags[tag]]
+    asked += [f"tag {tag}" for tag in ("link", "iframe", "object", "embed", "base", "form", "script") if page.tags[tag]]
     return asked + re.findall(r"@import[^;]*|url\((?!#|data:)[^)]*\)|fetch\(|XMLHttpRequest|WebSocket|import\(", text)
 
 
@@ -78,13 +76,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sweep whose every text tries to be markup."""
     root = tmp_path_factory.mktemp("sweep") / "a 'b' <i>"
     notes = f'text = """{NASTY}"""'
-    comparison(root, f"boxplot = true\nper-class = true\n[paper]\nsource = '''{NASTY}'''\nnote = '''{NASTY}'''\n[notes]\n{notes}")
-    clients = [[{"client": n, "accuracy": n / 9} for n in range(10)]]
+    comparison(root, f"[paper]\nsource = '''{NASTY}'''\nnote = '''{NASTY}'''\n[notes]\n{notes}")
     for seed in (0, 1):
         axes = {"method": NASTY, "split": "<b>bold</b>", "seed": seed}
-        run(root, axes, rounds([0.5], clients=clients, per_class=[[0.1, 0.9]]), optimizer=NASTY)
+        run(root, axes, rounds([0.5]), optimizer=NASTY)
     run(root, {"method": NASTY, "split": "IID", "seed": 0}, [], "failed", f"RunFailed: {NASTY}", optimizer=NASTY)
-    write_report(root, ["html"])
+    write_report(root)
     return root
 
 
@@ -96,7 +93,7 @@ def test_the_page_is_well_formed_and_asks_for_nothing(folder: Path) -> None:
     assert {target[1:] for _, target in page.targets if target.startswith("#")} <= set(page.ids)
     assert page.labels
     assert all(page.labels)
-    assert page.tags["svg"] == page.tags["figure"] == page.tags["figcaption"] == 3
+    assert page.tags["img"] == page.tags["figure"] == page.tags["figcaption"] == 1
     assert page.tags["h1"] == 1
 
 
@@ -110,7 +107,6 @@ def test_a_page_that_asks_for_something_is_found(addition: str) -> None:
 def test_labels_are_text(folder: Path) -> None:
     text = (folder / "report.html").read_text()
     page = Page(text)
-    assert page.tags["script"] == 1
     assert page.tags["b"] == 0
     assert not {name for name in page.attributes if name.startswith("on")}
     assert "49" not in page.text.replace("{{ 7 * 7 }}", "")  # nor does the template read them
@@ -118,30 +114,6 @@ def test_labels_are_text(folder: Path) -> None:
     assert "<b>bold</b>" in page.text
 
 
-def test_only_the_pages_own_script_may_run(folder: Path) -> None:
-    text = (folder / "report.html").read_text()
-    (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
-    (policy,) = re.findall(r'Content-Security-Policy" content="(.*?)"', text, re.DOTALL)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert f"script-src 'sha256-{digest}'" in policy
-    assert "default-src 'none'" in policy
-    assert "unsafe-eval" not in policy
-    assert "'unsafe-inline'" not in policy.split("script-src")[1]
-
-
-def test_an_index_of_several(folder: Path, tmp_path: Path) -> None:
-    comparison(tmp_path / "one")
-    comparison(tmp_path / "two", "rows = 'nothing'")
-    write_report(tmp_path / "one", ["html"])
-    path = write_index([tmp_path / "one", folder, tmp_path / "two", tmp_path / "three"], tmp_path / "pages" / "all.html", "All & more")
-    text = path.read_text()
-    page = Page(text)
-    assert outside(page, text) == []
-    assert [name for name, times in page.ids.items() if times > 1] == []
-    links = [target for tag, target in page.targets if tag == "a" and not target.startswith("#")]
-    assert links[0] == "../one/report.html"
-    assert len(links) == 2
-    assert {target[1:] for _, target in page.targets if target.startswith("#")} <= set(page.ids)
-    assert "All & more" in page.text
-    assert page.tags["table"] == 4  # two of results, two of runs that failed
-    assert "'nothing'" in page.text  # why there is none of the second
+def test_no_script_may_run_and_nothing_may_be_loaded(folder: Path) -> None:
+    (policy,) = re.findall(r'Content-Security-Policy" content="(.*?)"', (folder / "report.html").read_text())
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"

@@ -10,12 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments import catalogue as sweep_experiments
-from experiments.catalogue import FOLDER, Experiment, find, perform_program, program_of
+from experiments.catalogue import FOLDER, Experiment, data_of, find, perform_program, program_of
 from experiments.definitions.programs import recalibration_study
+from experiments.pages import write_index, write_program_page
 from tests.integration.runs import TINY, tiny
 from tests.listed import listed
 from tests.refusals import naming
-from tests.sweeps.inner import Cell, ConfigError, DataNotFound, RunConfig, app, made, read
+from tests.sweeps.inner import Cell, ConfigError, DataNotFound, RunConfig, app, read
 
 EXPECTED = {
     "000": "T1 T2 T3 T4 T5 TH TI F1 F2 F2c F3 F3-TinyImageNet FD FE FG FH FI FJ FK FL FM S33",
@@ -101,9 +102,7 @@ def test_a_program_whose_data_are_not_there_is_refused_in_a_sentence(
     assert not isinstance(result.exception, type(error))  # no traceback
 
 
-@pytest.mark.parametrize(
-    "given", [("--run-config", "rounds=1"), ("--only", "*seed0"), ("--results", "experiments"), ("--retry",)]
-)
+@pytest.mark.parametrize("given", [("--run-config", "rounds=1"), ("--only", "*seed0"), ("--results", "experiments"), ("--retry",)])
 def test_options_of_sweeps_are_refused_for_a_program(given: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     monkeypatch.setattr(sweep_experiments, "perform_program", lambda experiment, *others: ran.append(experiment.name))
@@ -118,25 +117,35 @@ def test_options_of_sweeps_are_refused_for_a_program(given: tuple[str, ...], tmp
 
 
 def test_made_data_are_made_once_and_whole(tmp_path: Path) -> None:
-    folder = made("experiments.data.made:abide", tmp_path / "data")
-    files = sorted(folder.rglob("*.npz"))
+    (experiment,) = find(["001-T1-ABIDE"])
+    folder = data_of(experiment, "small", "elsewhere", tmp_path)
+    files = sorted(Path(folder).rglob("*.npz"))
     assert len(files) == 4
     before = [file.stat().st_mtime_ns for file in files]
-    assert made("experiments.data.made:abide", tmp_path / "data") == folder
+    assert data_of(experiment, "small", "elsewhere", tmp_path) == folder
     assert [file.stat().st_mtime_ns for file in files] == before
-    with naming("'nothing'", ConfigError):
-        made("experiments.data.made:nothing", tmp_path / "none")
-    assert not (tmp_path / "none").exists()
+    assert data_of(experiment, "", "elsewhere", tmp_path) == "elsewhere"  # control: the paper's own data are not made
 
 
 @pytest.mark.parametrize("name", ["os:mkdir", "os:system", "torch.hub:load", "nowhere:f", "os"])
-def test_a_file_of_a_sweep_names_no_function_of_python_s(name: str, tmp_path: Path) -> None:
-    with naming("function", ConfigError):
-        made(name, tmp_path / "none")
+def test_an_experiment_names_no_function_of_python_s(name: str, tmp_path: Path) -> None:
     (experiment,) = find(["003-F1"])
     with naming("FILE", ConfigError):
         perform_program(replace(experiment, program=name), "small", "", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_of_a_program_has_its_pictures_and_links_to_its_tables(tmp_path: Path) -> None:
+    source = tmp_path / "x.toml"
+    source.write_text('# What <it> is.\ntitle = "A & B"\n')
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "some_picture.png").write_bytes(b"")
+    (folder / "numbers.csv").write_text("n\n")
+    page = write_program_page(folder, source).read_text()
+    for said in ("A &amp; B", "What &lt;it&gt; is.", 'src="some_picture.png"', 'href="numbers.csv"'):
+        assert said in page
+    assert 'href="out/report.html"' in write_index([folder], tmp_path / "index.html").read_text()
 
 
 def test_a_recalibration_that_was_interrupted_is_done_anew(tmp_path: Path) -> None:
