@@ -43,7 +43,6 @@ def client_app(
     folder: Path | None = None,
     disturb: Callable[[int, str], None] = lambda client, kind: None,
     counted: int = 0,
-    shares_drift: bool = False,
     tells: bool = False,
 ) -> ClientApp:
     """Make the ClientApp.
@@ -56,7 +55,6 @@ def client_app(
         folder: The folder for the clients' files; None: no files.
         disturb: Called before a client computes, with its index and a text such as ``train 1``. It may raise.
         counted: How many clients there are according to each client's config; 0: the true number.
-        shares_drift: Whether clients report how far the statistics that they keep have moved in a round.
         tells: Whether clients send the BatchNorm layers that they keep.
     """
     converted = convert(model or seeded_network("cnn"), method)
@@ -69,7 +67,7 @@ def client_app(
     def build(context: Context) -> BatchNormClient:
         index = int(context.node_config["partition-id"])
         site = Site(index, counted or len(clients), clients[index], clients[index], CPU, folder, (len(clients[index]),))
-        return Disturbed(converted, method, settings, site, context.state, tells=tells, shares_drift=shares_drift)
+        return Disturbed(converted, method, settings, site, context.state, tells=tells)
 
     return make_client_app(build)
 

@@ -58,8 +58,8 @@ def build_client(context: Context, folder: Path | None = None) -> BatchNormClien
         state=kept if "state-dir" in node or config.checkpoint_every else None,
     )
     lent = network(config, where)
-    tells, learns = (config.unseen_client, False), task(config, train.y)
-    return BatchNormClient(lent, lent.method, training(config), site, context.state, config.seed, *tells, learns)
+    learns = task(config, train.y)
+    return BatchNormClient(lent, lent.method, training(config), site, context.state, config.seed, config.unseen_client, learns)
 
 
 app = make_app()

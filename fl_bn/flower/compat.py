@@ -13,7 +13,6 @@ import importlib
 import importlib.util
 import logging
 import sys
-import traceback
 from collections.abc import Mapping
 from importlib.metadata import version
 from types import ModuleType
@@ -32,8 +31,7 @@ PLACES = {
     "flwr.common.secure_aggregation.secaggplus_utils": "share_keys_plaintext_separate",
     "flwr.common.secure_aggregation.crypto.symmetric_encryption": "decrypt",
     "flwr.supercore.task_identity": "TaskIdentity",  # 1.42 alone
-    "flwr.simulation.ray_transport.ray_actor": "BasicActorPool",  # 1.25 alone, as the next one
-    "flwr.server.superlink.fleet.vce.vce_api": "start_vce",
+    "flwr.simulation.ray_transport.ray_actor": "BasicActorPool",  # 1.25 alone
     # deployments, 1.25 alone: the programs that fl-bn starts and repairs
     "flwr.server.superlink.linkstate": "InMemoryLinkState SqliteLinkState",
     "flwr.supercore.object_store.sqlite_object_store": "SqliteObjectStore",
@@ -138,19 +136,6 @@ def fill(record: Any, items: Mapping[str, Any]) -> None:
 def simulates(grid: Any) -> bool:
     """Return whether ``grid`` is the grid of Flower's simulation, in which clients share the workers of one machine."""
     return type(grid).__name__ == "InMemoryGrid"
-
-
-def has_ended(grid: Any) -> bool:
-    """Return whether the simulation behind ``grid`` has ended before the ServerApp, so that no reply will come any more.
-
-    Flower 1.25 goes on to wait for the ServerApp. The simulation runs for as long as a thread of this process is in Flower's ``start_vce``.
-    """
-    try:
-        code = find("start_vce").__code__ if simulates(grid) else None
-    except ImportError:  # a later Flower: unknown
-        code = None
-    stacks = [traceback.walk_stack(top) for top in sys._current_frames().values()]
-    return code is not None and not any(frame.f_code is code for stack in stacks for frame, _ in stack)
 
 
 def repeat_cancelled(invoker: Any) -> None:

@@ -22,7 +22,7 @@ from fl_bn.flower.compat import log
 from fl_bn.flower.hooks import NOT_EVALUATED, ByClient, OwnMetrics, asked, messages_of, numbers_of, same, wrong
 from fl_bn.flower.population import Client, RunFailed, sample_cohort
 from fl_bn.flower.wire.codec import arrays_of, header_for, to_records
-from fl_bn.flower.wire.messages import SAVE, add_to_config, config_of, evaluated, here
+from fl_bn.flower.wire.messages import SAVE, add_to_config, evaluated, here
 from fl_bn.flower.wire.messaging import copy_of
 from fl_bn.flower.wire.replies import CheckedReading, Decoded, Reading, read_replies
 from fl_bn.methods import Phase, Place
@@ -59,7 +59,7 @@ class Evaluations:
     def __init__(self, run: GridTransport, at_server: Callable[[nn.Module], dict[str, float]] | None, own: OwnMetrics | None) -> None:
         self._run, self.at_server, self._own = run, at_server, own
         self.at_clients = run.policy.evaluate_share > 0 and (run.policy.at_clients or run.shared.personal)
-        self.clients, self._told = list[Client](), list[Client]()  # who gets a message, also those that only save their models
+        self.clients = list[Client]()
         self.evaluate_fn: EvaluateFn | None = None
         self.unseen = dict[str, Tensor]()  # the average of the layers that clients keep
         self._said = set[tuple[object, ...]]()  # what the log was told once
@@ -89,10 +89,9 @@ class Evaluations:
         hooks, arrays = run.hooks, run.outward(tensors)
         assert hooks is not None, "an evaluation belongs to a start"
         self._given = dict(arrays), tensors
-        self._told = self.clients = run.everyone() if self.at_clients else []
+        self.clients = run.everyone() if self.at_clients else []
         messages = messages_of("configure_evaluate", hooks.configure_evaluate(number, arrays, run.evaluate_config, run.grid))
-        reached = asked("configure_evaluate", messages, self._told, run.policy.called)
-        run.sent, self.clients = messages, [client for client in self.clients if client in reached]
+        self.clients = asked("configure_evaluate", messages, self.clients, run.policy.called)
         if run.secure is not None:
             at_clients = self._as_a_sum(run.secure, messages)
         else:
@@ -106,13 +105,16 @@ class Evaluations:
             run.shared.load(tensors)
             metrics = self.at_server(run.shared.model)
             run.result.evaluate_metrics_serverapp[number] = MetricRecord({**metrics})
-        return {**self.here(number, tensors), **metrics}
+        at_server = self.here(number, tensors)
+        if number == run.server.rounds:
+            self.finish(number, tensors)
+        return {**at_server, **metrics}
 
     def ask(self, number: int, arrays: ArrayRecord, config: Mapping[str, Any]) -> list[Message]:
         """Make one evaluate message per client that evaluates: the code of ``configure_evaluate``.
 
         There are none if clients have neither models nor test data of their own. If clients have models of their own, only
-        clients that have trained evaluate. The others get a message only if models are to be saved.
+        clients that have trained evaluate.
 
         Args:
             number: the round.
@@ -124,16 +126,13 @@ class Evaluations:
             return []
         given, tensors = self._given
         run.shared.load(tensors if same(arrays, given) else run.inward(arrays))
-        save = run.save_clients if number == run.server.rounds and run.shared.personal else ""
         everyone = run.everyone()
         if len(have_models := self.with_models(everyone)) < len(everyone):
             line = "round %s: %d of %d clients have trained so far, and evaluate models of their own"
             log(logging.INFO, line, number, len(have_models), len(everyone))
         self.clients = self._drawn(number, have_models, len(everyone))
-        self._told = everyone if save else self.clients
-        instruction, values = run.shared.instruction(number, Phase.TRAIN), {"save": save} if save else {}
-        messages = run.messages("evaluate", instruction, self._told, values, config)
-        run.starts.add(messages, self._told, run.recovery.keeps)
+        messages = run.messages("evaluate", run.shared.instruction(number, Phase.TRAIN), self.clients, {}, config)
+        run.starts.add(messages, self.clients, run.recovery.keeps)
         return messages
 
     def _drawn(self, number: int, clients: list[Client], population: int) -> list[Client]:
@@ -162,7 +161,7 @@ class Evaluations:
         if self._own is None:
             metrics, by_client = self._of_task(number, decoded)
         else:
-            reading = Reading(self.clients, run.sent)
+            reading = Reading(self.clients)
             for reply in decoded:
                 reading.read(reply)
             reading.end()
@@ -177,7 +176,7 @@ class Evaluations:
         run, metric = self._run, self._run.task.metric
         header = header_for(run.shared, number, Phase.TRAIN)
         expected = Expected(header.round, header.signature, Schema({}), evaluated(run.task))
-        checked, refused, _ = read_replies(replies, CheckedReading(self.clients, header, expected, sent=run.sent))
+        checked, refused, _ = read_replies(replies, CheckedReading(self.clients, header, expected))
         self.say_refused("%s did not evaluate: %s", refused)
         metrics = {reply.client: reply.metrics for reply in checked if fits(run.task, metric, reply.metrics[metric])}  # NaN: no label
         if not metrics:
@@ -185,41 +184,27 @@ class Evaluations:
         own = {index: {k: m[k] for k in ("loss", metric)} for index, m in metrics.items()}
         return MetricRecord({**over_clients(run.task, [dict(m) for m in metrics.values()])}), own
 
-    def save_models(self, messages: list[Message]) -> None:
-        """Ask clients to save their own models, by one message of Flower's type ``SAVE`` for each."""
-        for reply in self._run.send(messages):
-            if reply.has_error():
-                who = self._run.policy.called.node(reply.metadata.src_node_id)
-                log(logging.WARNING, "%s did not save its model: %s", who, reason(reply.error.reason))
-
     def _as_a_sum(self, secure: SecureRounds, messages: list[Message]) -> MetricRecord | None:
-        """Return the mean metrics over the clients from a secure sum, which hides single clients. None: the sum failed.
-
-        If clients are to save their models, separate messages ask for this. So clients outside the sum save theirs, too.
-        """
-        run, nodes = self._run, {client.node for client in self.clients}
-        if any(config_of(message.content).get("save") for message in messages):
-            self.save_models([copy_of(message, kind=SAVE) for message in messages])
-        sent = [copy_of(message, kind="train") for message in messages if message.metadata.dst_node_id in nodes]
-        for message in sent:
-            add_to_config(message.content, {"save": ""})
+        """Return the mean metrics over the clients from a secure sum, which hides single clients. None: the sum failed."""
+        run, sent = self._run, [copy_of(message, kind="train") for message in messages]
         means, refused = secure.evaluate(run.grid, sent, self.clients, run.timeout, run.task) if sent else ({}, {})
         self.say_refused("%s did not evaluate: %s", refused)
         return MetricRecord({**means}) if means else None
 
-    def end_early(self, number: int, tensors: Named) -> None:
-        """Finish a run that stops early: let clients save their own models, and collect the average of the layers that they keep."""
+    def finish(self, number: int, tensors: Named) -> None:
+        """Finish the run after round ``number``: let clients save models of their own, and average the layers that they keep."""
         run = self._run
         run.shared.load(tensors)
         if run.save_clients and run.shared.personal:
-            instruction = run.shared.instruction(number, Phase.TRAIN)
-            self.save_models(run.messages(SAVE, instruction, run.everyone(), {"save": run.save_clients}))
-        self.average_kept(number)
-
-    def average_kept(self, number: int) -> None:
-        """Average the layers that clients keep, for clients that did not train, if ``rounds.unseen`` is set."""
-        if self._run.policy.unseen and self._run.method.personal:
-            self.unseen, refused = kept_average(self._run, number)
+            clients, instruction = run.everyone(), run.shared.instruction(number, Phase.TRAIN)
+            messages = run.messages(SAVE, instruction, clients, {"save": run.save_clients})
+            run.starts.add(messages, clients, run.recovery.keeps)
+            for reply in run.send(messages):
+                if reply.has_error():
+                    who = run.policy.called.node(reply.metadata.src_node_id)
+                    log(logging.WARNING, "%s did not save its model: %s", who, reason(reply.error.reason))
+        if run.policy.unseen and run.method.personal:
+            self.unseen, refused = kept_average(run, number)
             self.say_refused("%s's layers are not in the average for unseen clients: %s", refused)
 
     # At the server
@@ -293,7 +278,7 @@ def kept_average(run: GridTransport, number: int) -> tuple[dict[str, Tensor], di
         Message(one, client.node, f"query.{KEPT}", ttl=run.policy.timeout, group_id=str(number))
         for one, client in zip(copies, clients, strict=True)
     ]
-    parts, refused, _ = read_replies(run.overheard(run.send(sent)), CheckedReading(clients, header, expected, sent=sent))
+    parts, refused, _ = read_replies(run.overheard(run.send(sent)), CheckedReading(clients, header, expected))
     tensors = [part.sections[KEPT] for part in parts]
     means = average(tensors, [1.0] * len(tensors)) if tensors else {}
     return {name: mean.to(tensors[0][name].dtype) for name, mean in means.items()}, refused

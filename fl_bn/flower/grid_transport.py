@@ -13,12 +13,9 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
 
 from fl_bn.federation.callbacks import Callback, Callbacks, Running
-from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.narrow import EXACT
-from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Newest, Passes
 from fl_bn.federation.payload import Named, Payload, to_numpy
-from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.schema import instruction as shared_tensors
 from fl_bn.federation.server import Server
@@ -49,7 +46,7 @@ from fl_bn.flower.wire.codec import arrays_of, header_for, to_records
 from fl_bn.flower.wire.messages import STATISTICS, add_to_config, here
 from fl_bn.flower.wire.messaging import receive, send_and_receive
 from fl_bn.flower.wire.replies import CheckedReading, Decoded, read_replies
-from fl_bn.methods import Method, Phase
+from fl_bn.methods import Phase
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.task import CLASSIFICATION, Task
 
@@ -63,31 +60,30 @@ class GridTransport(Transport):
     ``federation.run`` calls ``train``, ``measure`` and ``evaluate``. ``train`` calls the strategy's hooks ``configure_train``
     and ``aggregate_train``, whose own code is ``ask_to_train`` and ``combine``. ``evaluations`` calls the other two hooks.
 
-    The arguments are those of ``BatchNormStrategy``, and what an app of the user's own adds.
+    Args:
+        server: the server of the run.
+        own_app: what an app of the user's own adds. None: clients run fl-bn's application.
+        others: as in ``BatchNormStrategy``.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        method: Method,
-        rounds: ServerPolicy,
+        server: Server,
         *,
-        optimizer: ServerOptimizer | None = None,
         evaluate: Callable[[nn.Module], dict[str, float]] | None = None,
         callbacks: Sequence[Callback] = (),
         save_clients: str = "",
-        defence: Defence = NO_DEFENCE,
         keep_checkpoint: Callable[[Checkpoint], int] | None = None,
         secure: SecureAggregation | None = None,
         task: Task = CLASSIFICATION,
         own_app: OwnApp | None = None,
     ) -> None:
-        self.server = Server(model, method, rounds, optimizer=optimizer, defence=defence)
-        self.shared, self.method, self.policy, self.defence, self.task = self.server.shared, method, rounds, defence, task
+        rounds, defence = server.policy, server.defence
+        self.server, self.shared, self.method, self.policy, self.task = server, server.shared, server.method, rounds, task
         self.own_app, self.save_clients, self.callbacks = own_app, save_clients, Callbacks(callbacks)
         self.running = Running(task, self._arrays)
         self.population: Population | None = None
-        self.cohort, self.sent = list[Client](), list[Message]()
+        self.cohort = list[Client]()
         self.batches_trained = 0  # the number of batches that a client has trained on
         self.disclosures = DisclosureReport(self.shared.model, self.shared.locality, rounds.called)
         self.exchanges = Exchanges(
@@ -162,7 +158,6 @@ class GridTransport(Transport):
         self._round = now = Round(before, instruction, dict(arrays), RoundReplies([], [], {}))
         messages = messages_of("configure_train", hooks.configure_train(number, arrays, self.train_config, self.grid))
         drawn, self.cohort = self.cohort, asked("configure_train", messages, self.cohort, self.policy.called)
-        self.sent = messages  # messages that are sent again are appended to this list
         now.replies = RoundReplies([client.index for client in self.cohort], [], {})
         if drawn and not messages:
             log(logging.INFO, "round %s: configure_train returned no message, so nobody trains", number)
@@ -219,7 +214,7 @@ class GridTransport(Transport):
         phase = Phase(self.record.phase)
         expected = self.server.expects(number, phase, {client.index: client.samples for client in self.cohort})
         header = header_for(self.shared, number, phase, self.policy.payload)
-        reading = CheckedReading(self.cohort, header, expected, self.server.rounding, self.sent)
+        reading = CheckedReading(self.cohort, header, expected, self.server.rounding)
         read = self._read(self.overheard(replies), reading)
         if self._round is not None:
             self._round.replies = read
@@ -298,7 +293,7 @@ class GridTransport(Transport):
         sent = self.messages(STATISTICS, instruction, everyone, {"measured": instruction.measured})
         if self.secure is not None:
             return RoundReplies([client.index for client in everyone], *self.secure.measure(self.grid, sent, everyone, self.timeout))
-        return self._measured(self.overheard(self.send(sent)), instruction, everyone, sent)
+        return self._measured(self.overheard(self.send(sent)), instruction, everyone)
 
     def measure_layer_by_layer(self, instruction: Instruction) -> RoundReplies | None:
         """Measure with one message per client and one exchange per layer. None: that is impossible, or a client dropped out."""
@@ -312,7 +307,7 @@ class GridTransport(Transport):
         replies, carrier = exchanges.measure(self.grid, clients, sent, self.timeout, policy.memory, tries)
         if not carrier:
             return None
-        read = self._measured(self.overheard(replies, without_training=True), instruction, clients, sent)
+        read = self._measured(self.overheard(replies, without_training=True), instruction, clients)
         missing = {**read.refused, **{c.index: "it sat out" for c in clients if c.index not in exchanges.session.taking_part}}
         if missing:
             index, reason = next(iter(sorted(missing.items())))
@@ -328,12 +323,10 @@ class GridTransport(Transport):
     def _measuring(self, instruction: Instruction) -> list[Client]:
         return self.cohort if self.method.measures_cohort(instruction.round) else self.everyone()
 
-    def _measured(
-        self, replies: Iterable[Decoded], instruction: Instruction, clients: Sequence[Client], sent: Sequence[Message]
-    ) -> RoundReplies:
+    def _measured(self, replies: Iterable[Decoded], instruction: Instruction, clients: Sequence[Client]) -> RoundReplies:
         expected = self.server.expects(instruction.round, instruction.phase, {client.index: client.samples for client in clients})
         header = header_for(self.shared, instruction.round, instruction.phase)
-        read = read_replies(replies, CheckedReading(clients, header, expected, sent=sent))
+        read = read_replies(replies, CheckedReading(clients, header, expected))
         return RoundReplies([client.index for client in clients], *read)
 
     # An evaluation, and the end of the run
@@ -341,11 +334,6 @@ class GridTransport(Transport):
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
         """Evaluate the shared ``tensors`` after round ``number``, and return metrics by name, see ``Evaluations.after``."""
         return self.evaluations.after(number, tensors)
-
-    def finish_round(self, number: int, changed: bool) -> None:
-        """Average the layers that clients keep, if ``number`` is the last round of the run and ``rounds.unseen`` is set."""
-        if number == self.server.rounds:
-            self.evaluations.average_kept(number)
 
     # Messages
 
@@ -376,11 +364,11 @@ class GridTransport(Transport):
         content = to_records(self._down, header_for(self.shared, instruction.round, instruction.phase, self._rounding.dtype))
         add_to_config(content, {**values, "version": here(), **self.recovery.run_id.to_config()})
         group, ttl = str(instruction.round), self.policy.timeout * steps
-        self.sent = [Message(RecordDict(dict(content.items())), client.node, kind, ttl=ttl, group_id=group) for client in clients]
-        for message in self.sent if config is not None else ():  # each message has its own copy, which its client or a hook may change
+        messages = [Message(RecordDict(dict(content.items())), client.node, kind, ttl=ttl, group_id=group) for client in clients]
+        for message in messages if config is not None else ():  # each message has its own copy, which its client or a hook may change
             theirs = {**with_share(config or {}, instruction.rate_share), "server-round": instruction.round}
             message.content["config" if self.own_app is None else self.own_app.config_key] = ConfigRecord(theirs)
-        return self.sent
+        return messages
 
     def send(self, messages: Iterable[Message]) -> list[Message]:
         """Send messages, and return the replies."""
@@ -396,4 +384,4 @@ class GridTransport(Transport):
         decoded = self.disclosures.note(replies, clients, self.exchanges.session, self.record.round, without_training)
         if self.method.adversary is None or self.method.adversary.flips_labels:
             return decoded
-        return corrupt(list(decoded), clients, self.policy.clients, self.method.adversary, self.defence, self._down, self._rounding)
+        return corrupt(list(decoded), clients, self.policy.clients, self.method.adversary, self.server.defence, self._down, self._rounding)

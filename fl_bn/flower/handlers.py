@@ -34,7 +34,7 @@ from fl_bn.flower.wire.messages import HEADER, HELLO, OURS, TO_MEASURE, TO_MEET,
 from fl_bn.methods import Phase
 from fl_bn.support.wire import WireError
 
-COUNTS = ("steps", "batch", "measured", "kept", "drift-layer", "fewest", "count")  # metrics that are whole numbers
+COUNTS = ("steps", "batch", "measured", "kept", "fewest", "count")  # metrics that are whole numbers
 
 
 @dataclass(frozen=True)

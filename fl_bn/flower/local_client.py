@@ -27,7 +27,7 @@ from fl_bn.federation.engines.vectorised import with_others
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.narrow import AS_THE_MODEL, Overflow
 from fl_bn.federation.network import Network
-from fl_bn.federation.payload import to_numpy
+from fl_bn.federation.payload import Sections, to_numpy
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training import SampleLoop
 from fl_bn.federation.values import ClientState, Reply
@@ -35,11 +35,10 @@ from fl_bn.flower.compat import log
 from fl_bn.flower.handlers import QUERIES, Answer, Participant, Request, metrics_of, read, register, reply_to, request_of
 from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses
 from fl_bn.flower.layerwise.transcript import Unanswered, question
-from fl_bn.flower.secagg.instructions import to_write
 from fl_bn.flower.wire.codec import flatten, header_from, unflatten
 from fl_bn.flower.wire.gate import Gate, Limits, enough
 from fl_bn.flower.wire.messages import HEADER, LAYOUT, RECORD_KEY_CONFIGS, SAVE, TO_EVALUATE, TO_MEASURE, TO_SAVE, TO_TELL, TO_TRAIN, Form
-from fl_bn.methods import INPUTS, Method, Phase, StatisticsPass
+from fl_bn.methods import Method, Phase
 from fl_bn.task import CLASSIFICATION, Task
 
 T = TypeVar("T")
@@ -73,11 +72,29 @@ class Site:
     exchange: ExchangeAddresses = ExchangeAddresses()
 
 
-class LocalClient(Participant):
+class BatchNormClient(Participant, NumPyClient):
     """Train, measure and evaluate one model as its method says.
 
-    It takes a ``Request`` and returns a ``Reply``. It knows nothing of Flower's messages or of lists of arrays. The
-    arguments are those of ``BatchNormClient``.
+    ``make_client_app`` calls ``compute``, ``evaluation`` and ``save``, which take a ``Request``. So override ``compute``, not
+    ``fit``, to change the training. The methods of Flower's ``NumPyClient`` do the same with lists of arrays. Since a list has no
+    names, the entry ``layout`` of their config has them, as JSON from ``codec.flatten``. The config's other entries are the fields
+    of the instruction's header and of its config.
+
+    All random numbers depend only on ``seed``, the client and the round.
+
+    Args:
+        model: the converted network with its initial tensors. It is copied, never changed. Clients of one process may
+            share a ``Network``, and train its copy one after the other.
+        method: the run's method.
+        settings: the settings of local training.
+        site: the client's data and device.
+        state: Flower's ``context.state``.
+        seed: the run's seed.
+        tells: whether the client sends the layers that it keeps, for the average that unseen clients get.
+        task: the model's task.
+
+    Raises:
+        ValueError: method and settings contradict each other.
     """
 
     def __init__(
@@ -89,7 +106,6 @@ class LocalClient(Participant):
         state: RecordDict,
         seed: int = 0,
         tells: bool = False,
-        shares_drift: bool = False,
         task: Task = CLASSIFICATION,
     ) -> None:
         check_composition(method, settings)
@@ -97,8 +113,8 @@ class LocalClient(Participant):
         counts = site.label_counts or ()
         super().__init__(network, site.client, site.clients, lambda: len(site.train), state, site.state, site.exchange, tells, counts)
         self.method, self.settings, self.site, self.seed, self.task = method, settings, site, seed, task
-        self.signature, self.shares_drift = network.signature, shares_drift
         self.tells_tests = True  # a training reply may also have metrics on the test data, if the settings ask for them
+        self.stores = own_sections  # chooses what the client stores after a round
 
     @property
     def model(self) -> nn.Module:
@@ -122,7 +138,7 @@ class LocalClient(Participant):
         try:
             with self.network.lend() as lent:
                 test = self.site.test if self.tells_tests else None
-                loop = SampleLoop(self.site.train, self.seed, self.site.client, self.task, self.shares_drift, test)
+                loop = SampleLoop(self.site.train, self.seed, self.site.client, self.task, test=test)
                 reply, keeps = client_round(lent, self.method, instruction, kept, partial(with_others, loop), self.settings, joins)
         except Unanswered as pending:
             return pack(question(pending, self.site.client))
@@ -134,7 +150,7 @@ class LocalClient(Participant):
             packed = pack(reply)
         except Overflow as reason:
             return pack(self._sits_out(instruction.round, reason))
-        if instruction.trains and (sections := to_write(keeps, kept, instruction.round)) is not None:
+        if instruction.trains and (sections := self.stores(keeps, kept, instruction.round)):
             store.write(instruction.round, sections)
         return packed
 
@@ -143,14 +159,9 @@ class LocalClient(Participant):
         return Reply(self.site.client, {}, 0, 0)
 
     def test(self, request: Request) -> dict[str, float]:
-        """Return the loss and other metrics on this client's test data. The model includes the tensors that this client keeps.
-
-        Save the model, too, if the request names a folder for it, and the site has a folder (``Site.folder``).
-        """
+        """Return the loss and other metrics on this client's test data. The model includes the tensors that this client keeps."""
         with self._own_model(request) as model:
-            metrics = evaluate(model, self.site.test, task=self.task).result()
-            self._save(model, str(request.config["save"]))
-        return metrics
+            return evaluate(model, self.site.test, task=self.task).result()
 
     def evaluation(self, request: Request, least: int = 0) -> Reply:
         """Return the metrics of ``test`` as a reply.
@@ -165,12 +176,14 @@ class LocalClient(Participant):
         return Reply(self.site.client, {}, samples, samples, {"loss": loss, "fewest": fewest, **metrics})
 
     def save(self, request: Request) -> None:
-        """Save the model that ``test`` would evaluate. The request names the folder, which lies below the site's folder.
-
-        If the site has no folder (``Site.folder``), nothing is saved.
-        """
+        """Save the model that ``test`` would evaluate in the folder that the request names, below the site's folder (``Site.folder``)."""
+        if self.site.folder is None:
+            return
+        path = self.site.folder / str(request.config["save"]) / "clients" / f"client-{self.site.client}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
         with self._own_model(request) as model:
-            self._save(model, str(request.config["save"]))
+            names = plain_names(model)
+            save_file({names[k]: t.contiguous().cpu().clone() for k, t in model.state_dict().items()}, path)
 
     @contextmanager
     def _own_model(self, request: Request) -> Iterator[nn.Module]:
@@ -179,49 +192,7 @@ class LocalClient(Participant):
         with self.network.lend() as lent:
             yield LocalRound(lent, self.method, request.instruction, kept).model
 
-    def _save(self, model: nn.Module, name: str) -> None:
-        if not name or self.site.folder is None:
-            return
-        path = self.site.folder / name / "clients" / f"client-{self.site.client}.safetensors"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        names = plain_names(model)
-        save_file({names[k]: t.contiguous().cpu().clone() for k, t in model.state_dict().items()}, path)
-
-    def requested_pass(self, config: Mapping[str, Any]) -> StatisticsPass:
-        """Return the statistics pass that the ``config`` of a statistics-only exchange requests."""
-        return StatisticsPass.for_exchange(str(config.get("measured", INPUTS)), self.method.statistics_pass.samples)
-
-    def kept(self, config: Mapping[str, Any], before: int) -> ClientState:
-        """Return this client's state from the rounds before ``before``, of the run that ``config`` names."""
-        return self.store(config).read(before)
-
-
-class BatchNormClient(LocalClient, NumPyClient):
-    """Train, measure and evaluate one model as its method says, as Flower's ``NumPyClient``.
-
-    A list of arrays has no names. So the entry ``layout`` of the config has the names, as JSON from
-    ``codec.flatten``. The config's other entries are the fields of the instruction's header and of its config.
-    ``make_client_app`` calls ``compute``, without lists of arrays. So override ``compute``, not ``fit``, to change
-    the training.
-
-    All random numbers depend only on ``seed``, the client and the round.
-
-    Args:
-        model: the converted network with its initial tensors. It is copied, never changed. Clients of one process may
-            share a ``Network``, and train its copy one after the other.
-        method: the run's method.
-        settings: the settings of local training.
-        site: the client's data and device.
-        state: Flower's ``context.state``.
-        seed: the run's seed.
-        tells: whether the client sends the layers that it keeps, for the average that unseen clients get.
-        shares_drift: whether the client reports how far the statistics that it keeps have moved in a round. One
-            of the reported numbers is the value of one channel in these statistics.
-        task: the model's task.
-
-    Raises:
-        ValueError: method and settings contradict each other.
-    """
+    # Flower's NumPyClient
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return what ``introduce`` returns: index, number of clients, number of samples, signature and label counts."""
@@ -264,8 +235,7 @@ class BatchNormClient(LocalClient, NumPyClient):
         Args:
             parameters: the arrays of the instruction.
             config: the entry ``layout`` (the names of ``parameters``), the fields of the instruction's header,
-                and the fields of its config. If it has ``save``, the client saves the model in the folder of this
-                name, below the site's folder.
+                and the fields of its config.
         """
         metrics = self.test(self._request(parameters, config, TO_EVALUATE))
         return metrics.pop("loss"), len(self.site.test), metrics
@@ -276,7 +246,12 @@ class BatchNormClient(LocalClient, NumPyClient):
         return request_of(header, payload, form.read(config), self.network)
 
 
-def make_client_app(build: Callable[[Context], LocalClient]) -> ClientApp:
+def own_sections(keeps: ClientState, before: ClientState, round: int) -> Sections:
+    """Return the sections of the state ``keeps`` that a client stores after ``round``; empty if this round made none."""
+    return keeps.sections if keeps.round == round else {}
+
+
+def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
     """Make a ClientApp that answers the server's messages. Its ``Gate`` checks each message and each reply.
 
     The ClientApp answers train and evaluate messages, and the queries ``statistics``, ``kept``, ``hello``,
@@ -291,7 +266,7 @@ def make_client_app(build: Callable[[Context], LocalClient]) -> ClientApp:
     return app
 
 
-def _work(build: Callable[[Context], LocalClient], message: Message, context: Context) -> Message:
+def _work(build: Callable[[Context], BatchNormClient], message: Message, context: Context) -> Message:
     if RECORD_KEY_CONFIGS in message.content:  # only train messages have it; the gate refuses it in others
         from fl_bn.flower.secagg.client import secured  # imported here, since a run without secure aggregation does not need it
 
@@ -303,13 +278,13 @@ def _work(build: Callable[[Context], LocalClient], message: Message, context: Co
     return client.compute(request, partial(reply_to, message, request.header, rounding=request.rounding))
 
 
-def _evaluate(build: Callable[[Context], LocalClient], message: Message, context: Context) -> Message:
+def _evaluate(build: Callable[[Context], BatchNormClient], message: Message, context: Context) -> Message:
     client = build(context)
     request = read(message, client.network, TO_EVALUATE)
     return reply_to(message, request.header, client.evaluation(request, Limits.of(context).min_samples))
 
 
-def _save(build: Callable[[Context], LocalClient], message: Message, context: Context) -> Message:
+def _save(build: Callable[[Context], BatchNormClient], message: Message, context: Context) -> Message:
     client = build(context)
     client.save(read(message, client.network, TO_SAVE))
     return Message(RecordDict(), reply_to=message)

@@ -244,11 +244,11 @@ class Population:
         patience = min(self.meeting.timeout, max(self.meeting.wait, 1.0))
         for reply in receive(self.grid, messages, patience, called=called):
             node = reply.metadata.src_node_id
-            silent -= {node} if node in new else new  # Flower's own errors do not name their node
+            silent -= {node}
             if node in self._claims:
                 log(logging.WARNING, "%s introduced itself twice: its first introduction counts", called.node(node))
             elif reply.has_error() and reply.error.code in PASSING:
-                who, why = called.node(node) if node in new else "a node", reason(reply.error.reason)
+                who, why = called.node(node), reason(reply.error.reason)
                 log(logging.WARNING, "%s did not introduce itself, and is asked again: code %s: %s", who, reply.error.code, why)
             else:
                 wrong = self._admit(node, reply)

@@ -28,6 +28,7 @@ from fl_bn.federation.network import Network
 from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.policy import ServerPolicy, constant_rate
+from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.compat import log
 from fl_bn.flower.deployment import called_in
@@ -161,7 +162,7 @@ class OwnAppStrategy(BatchNormStrategy):
         )
         check_payload(self._policy.payload, method)
         self._model, self._method, self._clients = model, method, clients
-        self._of_transport: dict[str, Any] = {"optimizer": optimizer, "defence": defence, "callbacks": checked_callbacks(callbacks)}
+        self._optimizer, self._defence, self._callbacks = optimizer, defence, checked_callbacks(callbacks)
 
     def _flowers(self) -> dict[str, Any]:
         """Check and return the current values of Flower's arguments. A subclass may have set them after this constructor.
@@ -214,10 +215,10 @@ class OwnAppStrategy(BatchNormStrategy):
             registered=called.registered,
         )
         combine = now["train_metrics_aggr_fn"], now["evaluate_metrics_aggr_fn"]
-        metrics = OwnMetrics(now["weighted_by_key"], *combine, self._of_transport["defence"].active)
+        metrics = OwnMetrics(now["weighted_by_key"], *combine, self._defence.active)
         own_app = OwnApp(metrics, population, now["configrecord_key"])
-        transport = GridTransport(self._model, self._method, policy, own_app=own_app, **self._of_transport)
-        return transport, seconds
+        server = Server(self._model, self._method, policy, optimizer=self._optimizer, defence=self._defence)
+        return GridTransport(server, callbacks=self._callbacks, own_app=own_app), seconds
 
 
 class OfMethod(OwnAppStrategy):

@@ -23,6 +23,7 @@ from fl_bn.federation.policy import ServerPolicy, exchanges_in_rounds
 from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.record import RoundRecord, batches_trained, in_words, why_failed
 from fl_bn.federation.run import Diverged, Start, run
+from fl_bn.federation.server import Server
 from fl_bn.flower.compat import log, repeat_cancelled, say_round, simulated
 from fl_bn.flower.deployment import Progress
 from fl_bn.flower.evaluation import EvaluateFn
@@ -88,10 +89,16 @@ class BatchNormStrategy(Strategy):
         secure: SecureAggregation | None = None,
         task: Task = CLASSIFICATION,
     ) -> None:
+        server = Server(model, method, rounds, optimizer=optimizer, defence=defence)
         self._transport = GridTransport(
-            model, method, rounds, optimizer=optimizer, evaluate=evaluate, callbacks=callbacks, save_clients=save_clients,
-            defence=defence, keep_checkpoint=keep_checkpoint, secure=secure, task=task,
-        )  # fmt: skip
+            server,
+            evaluate=evaluate,
+            callbacks=callbacks,
+            save_clients=save_clients,
+            keep_checkpoint=keep_checkpoint,
+            secure=secure,
+            task=task,
+        )
 
     @property
     def transport(self) -> GridTransport:
@@ -302,7 +309,7 @@ class BatchNormStrategy(Strategy):
             if transport.running.reason and one.record.round < rounds:
                 log(logging.INFO, "the run ends after round %s of %s: %s", one.record.round, rounds, transport.running.reason)
                 newest.say(server.method)
-                transport.evaluations.end_early(one.record.round, newest.tensors)
+                transport.evaluations.finish(one.record.round, newest.tensors)
                 break
             transport.recovery.after_round(one.record.round, rounds, one.tensors, server.shared, server.optimizer, failed)
         if 0 < rounds == failed:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed, compat
+from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed
 from fl_bn.flower.wire import messaging as module
 from fl_bn.flower.wire.messaging import DIED, FEW, LOOK, PASSING, POLL, SAY, receive, send_and_receive
 from fl_bn.methods import METHODS, Method
@@ -138,29 +137,6 @@ def test_few_replies_are_fetched_at_a_time(clock: Clock, clients: list[Samples])
     for _ in receive(grid, hellos(grid), 60.0):
         seen.append(len(grid.pulls))
     assert seen == [FEW] * FEW + [2 * FEW] * FEW + [21] * (21 - 2 * FEW)
-
-
-def start_vce(until: Event) -> None:
-    """Run as long as Flower's simulation would."""
-    until.wait()
-
-
-@pytest.mark.parametrize("runs", [True, False])
-def test_nobody_waits_for_clients_of_a_simulation_that_has_ended(
-    runs: bool, clock: Clock, clients: list[Samples], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Flower 1.25 goes on to wait for the ServerApp: before, until the deadline."""
-    monkeypatch.setattr(compat, "PLACES", {__name__: "start_vce"})
-    grid = type("InMemoryGrid", (SlowGrid,), {})(inner(clients), clock, lambda message: None)
-    end = Event()
-    if runs:
-        Thread(target=start_vce, args=(end,)).start()
-        assert send_and_receive(grid, hellos(grid), 3600.0) == []  # control
-        end.set()
-        return
-    with pytest.raises(RunFailed, match="num-gpus=0"):
-        send_and_receive(grid, hellos(grid), 3600.0)
-    assert clock.now - 1000 < 2 * LOOK
 
 
 # Asked again

@@ -127,18 +127,6 @@ def test_a_failing_run_exits_non_zero_and_says_which_file_is_missing(environment
     assert f"dataset 'npz': there is no file '{missing}'" in done.stdout + done.stderr
 
 
-def test_clients_with_more_gpus_than_there_are_are_named_before_round_1(environment: dict[str, str]) -> None:
-    """Flower's simulation ends by itself, and then waits for the ServerApp, which would wait for the clients' answers."""
-    resources = "options.backend.client-resources.num-cpus=1 options.backend.client-resources.num-gpus=0.5"
-    options, config = f"options.num-supernodes=3 {resources}", run_config(output="", wait_timeout=3600)
-    none = {**environment, "CUDA_VISIBLE_DEVICES": ""}
-    done = command("flwr", "run", ".", "--run-config", config, "--federation-config", options, environment=none)
-    said = done.stdout + done.stderr
-    assert "Flower's simulation has ended, and its clients with it" in said, said
-    assert "than this machine has, give it less: --federation-config" in said
-    assert "[round 1" not in said
-
-
 def test_a_wrong_number_of_supernodes_says_what_to_set(environment: dict[str, str]) -> None:
     config = run_config(output="")
     done = command("flower-simulation", "--app", ".", "--num-supernodes", "2", "--run-config", config, environment=environment)

@@ -22,19 +22,19 @@ from fl_bn.data.batches import ClientTooSmall
 from fl_bn.federation.payload import Sections, to_tensors
 from fl_bn.federation.settings import seeded
 from fl_bn.federation.training import BATCHES
-from fl_bn.federation.values import ClientState, Reply
+from fl_bn.federation.values import ClientState
 from fl_bn.flower.compat import RECORD_KEY_STATE, Key, Stage, decrypt, fitres_to_recorddict, log, share_keys_plaintext_separate
 from fl_bn.flower.handlers import read
-from fl_bn.flower.local_client import LocalClient
+from fl_bn.flower.local_client import BatchNormClient
 from fl_bn.flower.secagg import sums
-from fl_bn.flower.secagg.instructions import from_config, history_of, instruction_digest, problem, telling, to_config, training_digest
+from fl_bn.flower.secagg.instructions import from_config, history_of, instruction_digest, problem, to_config, training_digest, with_history
 from fl_bn.flower.secagg.masks import client_half, secagg_mod
 from fl_bn.flower.secagg.sums import REFERENCE, STATISTICS, Plan, Weighting, to_vector
 from fl_bn.flower.wire import messages
 from fl_bn.flower.wire.codec import Header, arrays_in, header_of
 from fl_bn.flower.wire.gate import Handler, Insecure, Limits, evaluations_left, sums_evaluations
 from fl_bn.flower.wire.messages import COMBINED_HISTORY, OURS, OWN_HISTORY, PLAN, RECORD_KEY_CONFIGS, WEIGHED, our_records, records_of
-from fl_bn.methods import NORMALISERS, Phase, StatisticsReport
+from fl_bn.methods import NORMALISERS, Phase, StatisticsPass, StatisticsReport
 from fl_bn.secure.additive import beyond
 from fl_bn.secure.privacy import clipped, noisy
 from fl_bn.secure.settings import LEAST, MODULUS
@@ -44,7 +44,7 @@ ROUNDING = 100  # stands for this random generator in its seed; federation/train
 NOBODY = Plan(0, 0, 0)
 
 
-def secured(build: Callable[[Context], LocalClient]) -> Handler:
+def secured(build: Callable[[Context], BatchNormClient]) -> Handler:
     """Return the handler that answers a secure sum's messages, which are train messages of Flower.
 
     The ``Gate`` has checked these messages before. The handler raises ``Insecure`` if the protocol's parameters or the
@@ -214,7 +214,7 @@ def weight_refusals(weighting: Weighting, sections: Iterable[str], plan: Plan, l
 # what a client computes
 
 
-def plan_of(client: LocalClient, message: Message, header: Header, context: Context) -> Plan:
+def plan_of(client: BatchNormClient, message: Message, header: Header, context: Context) -> Plan:
     """Count the samples and batches that this client will use in the round of ``message``.
 
     The run's seed decides the batches, so the client can count them before it trains. For an evaluation, the test
@@ -238,7 +238,8 @@ def plan_of(client: LocalClient, message: Message, header: Header, context: Cont
         return NOBODY
     phase, settings, n = Phase(header.phase), client.settings, len(client.site.train)
     if phase is Phase.MEASURE:
-        requested = client.requested_pass(messages.TO_MEASURE.of(message.content))
+        asked = messages.TO_MEASURE.of(message.content)["measured"]
+        requested = StatisticsPass.for_exchange(asked, client.method.statistics_pass.samples)
         samples = min(requested.samples or n, n)
         return NOBODY if requested.measured == NORMALISERS and samples < 2 else Plan(n, samples, 0)
     rng, least = seeded(client.seed, who, header.round, BATCHES), client.network.locality.fewest(phase)
@@ -252,16 +253,16 @@ def plan_of(client: LocalClient, message: Message, header: Header, context: Cont
     return Plan(len(np.unique(np.concatenate(batches))), passes, len(batches))
 
 
-def kept_in(client: LocalClient, message: Message, header: Header) -> ClientState:
+def kept_in(client: BatchNormClient, message: Message, header: Header) -> ClientState:
     """Return the state from which this client computes its vector for ``message``.
 
     For training, this is the state before the round; for evaluation and statistics, the state after the round.
     """
     after = sums_evaluations(message) or header.phase == Phase.MEASURE.value
-    return client.kept(messages.RUN.of(message.content), header.round + after)
+    return client.store(messages.RUN.of(message.content)).read(header.round + after)
 
 
-def _summand(client: LocalClient, header: Header, digest: bytes, message: Message, context: Context) -> Message:
+def _summand(client: BatchNormClient, header: Header, digest: bytes, message: Message, context: Context) -> Message:
     """Train or measure, and return the reply in the form that Flower's mod expects: one vector with weight 1, and the counts.
 
     Raises:
@@ -281,9 +282,8 @@ def _summand(client: LocalClient, header: Header, digest: bytes, message: Messag
     state: Mapping[str, Any] = context.state.config_records[RECORD_KEY_STATE]
     if why := next(weight_refusals(weighting, shapes, plan, state[Key.TARGET_RANGE]), ""):
         raise Insecure(why)
-    with telling(training_digest(message, context.run_config)):
-        client.tells_tests = False
-        reply = client.compute(request, _as_it_is)
+    client.tells_tests, client.stores = False, partial(with_history, training_digest(message, context.run_config))
+    reply = client.compute(request, lambda reply: reply)  # the reply becomes a vector, and never leaves
     limit: float = state[Key.CLIPPING_RANGE]
     parts, cut = sums.additive(reply.sections, sent.get("weights", {}), reference, limit)
     parts = {s: {k: t * weighting.of(s, plan) for k, t in part.items()} for s, part in parts.items() if s in shapes}
@@ -300,15 +300,7 @@ def _summand(client: LocalClient, header: Header, digest: bytes, message: Messag
     return _vector_reply(message, to_vector(parts, shapes), sums.activations(reply.sections, plan), digest)
 
 
-def _as_it_is(reply: Reply) -> Reply:
-    """Return ``reply`` unchanged. ``LocalClient.compute`` calls this function in place of one that makes an outgoing message.
-
-    In a secure sum, the client does not send this reply. It converts the reply to a vector, and sends the masked vector.
-    """
-    return reply
-
-
-def _evaluated(client: LocalClient, header: Header, digest: bytes, message: Message, context: Context) -> Message:
+def _evaluated(client: BatchNormClient, header: Header, digest: bytes, message: Message, context: Context) -> Message:
     """Evaluate, and return the reply in the form that Flower's mod expects: one vector with weight 1, and the counts."""
     if not plan_of(client, message, header, context).samples:
         raise Insecure("after this sum began, this client used up its evaluations or lost test samples, so it can no longer take part")
@@ -320,7 +312,7 @@ def _evaluated(client: LocalClient, header: Header, digest: bytes, message: Mess
     return _vector_reply(message, vector, {}, digest)
 
 
-def _seed_rounding(client: LocalClient, round: int, purpose: int) -> None:
+def _seed_rounding(client: BatchNormClient, round: int, purpose: int) -> None:
     """Seed the quantiser's random rounding by the run's seed. Sums of integers are exact, so a run is reproducible bit for bit."""
     rng = seeded(client.seed, client.site.client, round, ROUNDING, purpose)
     np.random.seed(int(rng.integers(2**32)))  # noqa: NPY002

@@ -38,15 +38,13 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
-from torch import Tensor
 
+from fl_bn.federation.payload import Sections
 from fl_bn.federation.values import ClientState
 from fl_bn.flower.wire import messages
 from fl_bn.flower.wire.codec import decoded
@@ -59,7 +57,6 @@ SET_UP = tuple(name for name in messages.SET_UP.fields if name != "stage")  # fi
 SECTION, SIZE = "told", 32  # the section of a client's state with the hashes; the number of bytes of a hash
 History = dict[int, bytes]
 """A hash of the instruction, by round."""
-_now: ContextVar[bytes] = ContextVar("hash of this round's instruction", default=b"")
 
 
 def instruction_digest(message: Message, run_config: Mapping[str, Any], state: Any) -> bytes:
@@ -135,35 +132,21 @@ def history_of(kept: ClientState) -> History:
     return {int(round): bytes(row.tolist()) for round, row in zip(tensors["rounds"].tolist(), tensors["hashes"], strict=True)}
 
 
-@contextmanager
-def telling(digest: bytes) -> Iterator[None]:
-    """Let ``to_write`` add ``digest``, the hash of this round's instruction, to the client's state inside the block."""
-    token = _now.set(digest)
-    try:
-        yield
-    finally:
-        _now.reset(token)
+def with_history(digest: bytes, keeps: ClientState, before: ClientState, round: int) -> Sections:
+    """Return what a client stores after a ``round`` with a secure sum: its own tensors, and the history. Empty: the method keeps nothing.
 
-
-def to_write(keeps: ClientState, before: ClientState, round: int) -> dict[str, dict[str, Tensor]] | None:
-    """Return the sections that a client stores after ``round``. None: it stores nothing.
-
-    In a round with a secure sum (inside a ``telling`` block), these sections include the history. The client sends the history
-    to the server before each sum. If the client's new tensors are not finite, it keeps its old tensors, but still stores a
-    history that includes this round. If the round were missing in the history, the server would learn that the new
-    tensors were not finite.
+    The client sends the history to the server before each sum. If its new tensors are not finite, it keeps the old ones, but its
+    history has this round all the same. If not, the history would tell the server that the new tensors were not finite.
 
     Args:
+        digest: the hash of this round's instruction.
         keeps: the state at the end of the round.
         before: the state at the start of the round.
         round: the round's number.
     """
-    known = keeps.round == round
-    if not (now := _now.get()):
-        return dict(keeps.sections) if keeps.sections and known else None
-    if known and not keeps.sections:
-        return None  # the method keeps nothing
-    history = history_of(before) | {round: now}
+    if keeps.round == round and not keeps.sections:
+        return {}
+    history = history_of(before) | {round: digest}
     hashes = torch.tensor([list(history[number]) for number in sorted(history)], dtype=torch.uint8)
     return {**keeps.sections, SECTION: {"rounds": torch.tensor(sorted(history)), "hashes": hashes}}
 

@@ -285,9 +285,8 @@ TO_TRAIN = Form(
     others=True,
 ).and_also(RUN, EXCHANGE, SECURE)
 TO_MEASURE = RUN.and_also(Form("config", {"measured": one_of(*MEASURED, default=INPUTS)}, others=True), EXCHANGE, SECURE)
-TO_EVALUATE = RUN.and_also(Form("config", {"save": text(255, f"(?:{FOLDER})?", "", "a file name")}))
 TO_SAVE = RUN.and_also(Form("config", {"save": text(255, FOLDER, wanted="a file name")}))
-TO_TELL = RUN
+TO_EVALUATE = TO_TELL = RUN
 TO_MEET = EXCHANGE
 TO_GREET = Form("config", {"version": text(64, default="")}, others=True)
 

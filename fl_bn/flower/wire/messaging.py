@@ -17,7 +17,7 @@ import grpc
 from flwr.app import Error, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fl_bn.flower.compat import answering, federation_config, has_ended, log, simulates
+from fl_bn.flower.compat import answering, log, simulates
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import excerpt, reason
@@ -28,7 +28,7 @@ UNREADABLE = 0  # Flower's error code for all other errors
 EXPIRED = 3  # the code of an error for a message whose time to live is over, which is the time until the deadline
 NEAR = 2.0  # seconds before the deadline; a message that expires after that only means that its reply is late
 POLL = 0.2  # seconds between two checks for replies; Flower's own loop over gRPC waits 3
-LOOK = 2.0  # seconds between two checks for lost nodes, and for the end of a simulation
+LOOK = 2.0  # seconds between two checks for lost nodes
 FEW = 8  # the most replies to fetch at a time if each is freed after use
 SAY = 60.0  # seconds between two lines of the log that say how many replies have come
 
@@ -92,7 +92,9 @@ def pulled(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
         grpc.RpcError: the SuperLink cannot be reached.
     """
     if isinstance(grid, InProcessGrid) or simulates(grid):  # no reply comes as bytes from another machine
-        yield from (reply for reply in grid.pull_messages(list(waiting)) if reply.metadata.reply_to_message_id in waiting)
+        for reply in grid.pull_messages(list(waiting)):
+            if (sent := waiting.get(reply.metadata.reply_to_message_id)) is not None:
+                yield _from_its_node(reply, sent)
         return
     for identity, message in waiting.items():
         for reply in _opened(grid, identity, message):
@@ -116,10 +118,17 @@ def _checked(reply: Message, identity: str, message: Message) -> Message:
         return _instead(message, "its reply has neither content nor an error")
     if m.reply_to_message_id != identity:
         return _instead(message, f"its reply says that it answers message {excerpt(m.reply_to_message_id)}, which is another one")
-    if reply.has_error():  # an error that Flower made does not name the node
-        return _instead(message, reply.error.reason or "", reply.error.code)
+    if reply.has_error():
+        return _from_its_node(reply, message)
     if m.src_node_id != message.metadata.dst_node_id:
         return _instead(message, f"its reply names node {excerpt(m.src_node_id)} as its sender")
+    return reply
+
+
+def _from_its_node(reply: Message, message: Message) -> Message:
+    """Return ``reply``. An error that Flower made does not name the node that got ``message``, so write it in."""
+    if reply.has_error():
+        reply.metadata.__dict__["_src_node_id"] = message.metadata.dst_node_id
     return reply
 
 
@@ -175,9 +184,6 @@ class Mailbox:
         """Send the messages, and yield the replies until all have come or the time is over.
 
         A lost node that does not come back gives an error in place of its reply.
-
-        Raises:
-            RunFailed: Flower's simulation has ended.
         """
         self._push(self.sent)
         while (self.waiting or self.lost) and time.monotonic() < self.end:
@@ -246,15 +252,7 @@ class Mailbox:
             log(logging.WARNING, "%s: %s is lost (code %d: %s); it has %.0f s to come back", kind, who, code, why, seconds)
 
     def _look(self) -> None:
-        """Check that Flower's simulation goes on, and ask lost nodes that came back again."""
-        if has_ended(self.grid):
-            from fl_bn.flower.population import RunFailed  # which imports this module
-
-            least = {"backend.client-resources.num-cpus": 1, "backend.client-resources.num-gpus": 0}
-            raise RunFailed(
-                "Flower's simulation has ended, and its clients with it: its own error is in the log above. If a client is to have more "
-                f"CPUs or GPUs than this machine has, give it less: {federation_config(least)}"
-            )
+        """Ask lost nodes that came back again."""
         if not self.lost:
             return
         now, online = time.monotonic(), set(self.grid.get_node_ids())

@@ -25,7 +25,6 @@ class Decoded:
 
     Attributes:
         node: the node that sent it.
-        answers: the id of the message that it answers.
         failed: the error that came instead of content, in words. Empty if there is content.
         header: the header. None if it cannot be read. Then the arrays are not decoded either.
         payload: the arrays by section and name. They share the memory of the message.
@@ -37,7 +36,6 @@ class Decoded:
     """
 
     node: int
-    answers: str
     failed: str = ""
     header: Header | None = None
     payload: Payload = field(default_factory=dict)
@@ -49,15 +47,15 @@ class Decoded:
 
 def decode(message: Message) -> Decoded:
     """Decode a reply. An error is stored in the result, and never raised."""
-    node, answers = message.metadata.src_node_id, message.metadata.reply_to_message_id
+    node = message.metadata.src_node_id
     if message.has_error():
-        return Decoded(node, answers, failed=f"code {message.error.code}: {reason(message.error.reason)}")
+        return Decoded(node, failed=f"code {message.error.code}: {reason(message.error.reason)}")
     content = message.content
     metrics, own = our_records(content, MetricRecord).get("metrics"), their_records(content, MetricRecord)
     try:
         header = header_of(content)
     except WireError as error:
-        return Decoded(node, answers, metrics=metrics, problem=copy(error), own=own)
+        return Decoded(node, metrics=metrics, problem=copy(error), own=own)
     payload: Payload = {}
     unreadable: dict[str, dict[str, int]] = {}
     problem: WireError | None = None
@@ -69,7 +67,7 @@ def decode(message: Message) -> Decoded:
             except WireError as error:
                 unreadable.setdefault(section, {})[name] = len(array.data)
                 problem = problem or copy(error)
-    return Decoded(node, answers, "", header, payload, unreadable, metrics, problem, own)
+    return Decoded(node, "", header, payload, unreadable, metrics, problem, own)
 
 
 class Reading:
@@ -84,21 +82,17 @@ class Reading:
 
     Args:
         cohort: the clients to which the messages went. Each client's first reply counts.
-        sent: the messages that were sent. Flower's error reply for a lost node names only the message, not the node.
     """
 
-    def __init__(self, cohort: Sequence[Client], sent: Iterable[Message] = ()) -> None:
-        self._cohort, self._sent = cohort, sent
+    def __init__(self, cohort: Sequence[Client]) -> None:
+        self._cohort = cohort
         self._by_node, self.own = {client.node: client for client in cohort}, dict[int, Mapping[str, MetricRecord]]()
         self.refused: dict[int, str] = {}
         self.wrong: set[int] = set()
 
     def read(self, reply: Decoded) -> int | None:
         """Check one reply, and return its client's index. None: it comes from no client of the cohort, or is not the client's first."""
-        node = reply.node
-        if node not in self._by_node and reply.failed:
-            node = next((m.metadata.dst_node_id for m in self._sent if m.metadata.message_id == reply.answers), node)
-        client = self._by_node.get(node)
+        client = self._by_node.get(reply.node)
         if client is None or client.index in self.own:
             return None
         self.own[client.index] = reply.own
@@ -132,13 +126,10 @@ class CheckedReading(Reading):
         header: the header of the instruction, which a reply must repeat.
         expected: the tensors and numbers of a valid reply.
         rounding: the dtype in which weights and gradients are sent.
-        sent: as in ``Reading``.
     """
 
-    def __init__(
-        self, cohort: Sequence[Client], header: Header, expected: Expected, rounding: PayloadDtype = EXACT, sent: Iterable[Message] = ()
-    ) -> None:
-        super().__init__(cohort, sent)
+    def __init__(self, cohort: Sequence[Client], header: Header, expected: Expected, rounding: PayloadDtype = EXACT) -> None:
+        super().__init__(cohort)
         self._header, self._expected, self._rounding, self.parts = header, expected, rounding, dict[int, Reply]()
 
     def _take(self, reply: Decoded, client: Client) -> None:
