@@ -7,6 +7,7 @@ a rewritten reply like the reply of a real attacker.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -36,46 +37,25 @@ def corrupt(
 ) -> list[Decoded]:
     """Rewrite the replies of the Byzantine clients, which are the last ``adversary.f`` clients of the run.
 
-    Errors and unreadable replies are not rewritten. The attackers ignore honest replies with values that are not
-    finite, since the server will refuse them. Nothing is rewritten if no honest reply is left, or if the attack only flips
-    training labels.
+    Errors and unreadable replies are not rewritten. The attackers know the ``defence``, and ignore honest
+    replies that are not finite, since the server will refuse them. Without an honest reply nothing is
+    rewritten.
 
-    Args:
-        replies: The replies of all clients of the round.
-        cohort: The clients of the round.
-        population: The number of clients in the run.
-        adversary: The attack.
-        defence: The robust rules of the server, which the attackers know.
-        sent: The tensors that the server sent to all clients.
-        rounding: The dtype in which weights and gradients are sent.
-
-    Returns:
-        All replies, in their order.
+    ``cohort`` are the clients of the round, of ``population`` in the run, and ``sent`` the tensors that the
+    server sent to all of them.
     """
-    if adversary.flips_labels:
-        return list(replies)
     index, sent = {client.node: client.index for client in cohort}, rounding.widen(sent)
-    honest: list[tuple[int, int, Payload]] = []  # index of the client, position in replies, arrays
-    liars: list[tuple[int, int, Payload]] = []
+    readable: dict[int, tuple[int, Payload]] = {}  # client -> position in ``replies``, arrays
     for place, reply in enumerate(replies):
-        if (client := index.get(reply.node)) is None or reply.problem is not None:
-            continue
-        try:
-            payload = {section: dict(arrays) for section, arrays in rounding.widen(reply.payload).items()}
-        except WireError:
-            continue
-        if not payload:
-            continue
-        if client >= population - adversary.f:
-            liars.append((client, place, payload))
-        elif _finite(payload):
-            honest.append((client, place, payload))
-    rewritten = list(replies)
-    if not honest or not liars:
+        if reply.node in index and reply.payload and reply.problem is None:
+            with suppress(WireError):
+                arrays = {section: dict(arrays) for section, arrays in rounding.widen(reply.payload).items()}
+                readable.setdefault(index[reply.node], (place, arrays))
+    liars = [client for client in sorted(readable) if client >= population - adversary.f]
+    truths = [readable[client][1] for client in sorted(readable) if client not in liars and _finite(readable[client][1])]
+    lies, rewritten = [readable[client][1] for client in liars], list(replies)
+    if not truths or not lies:
         return rewritten
-    honest.sort(key=lambda entry: entry[0])
-    liars.sort(key=lambda entry: entry[0])
-    truths, lies = [payload for _, _, payload in honest], [payload for _, _, payload in liars]
     for section in truths[0]:
         if section in ("weights", "gradients") and adversary.on != "statistics":
             _updates(section, truths, lies, adversary, defence, sent)
@@ -83,7 +63,8 @@ def corrupt(
             _statistics(section, truths, lies, adversary, defence)
         else:
             continue
-        for (_, place, _), lie in zip(liars, lies, strict=True):
+        for client in liars:
+            place, lie = readable[client]
             true = rewritten[place]
             rewritten[place] = replace(true, payload=true.payload | rounding.narrow({section: lie[section]}, overflows=True))
     return rewritten
@@ -96,18 +77,7 @@ def _finite(payload: Payload) -> bool:
 def _updates(
     section: str, truths: Sequence[Payload], lies: Sequence[Payload], adversary: Adversary, defence: Defence, sent: Payload
 ) -> None:
-    """Rewrite the updates in ``lies`` in place.
-
-    An update is one vector of all gradients, or of all differences from the weights that were sent.
-
-    Args:
-        section: The section of the payload: ``gradients`` or ``weights``.
-        truths: The honest payloads.
-        lies: The payloads of the Byzantine clients.
-        adversary: The attack.
-        defence: The robust rules of the server.
-        sent: The tensors that the server sent.
-    """
+    """Rewrite the updates in ``lies`` in place. All gradients, or all differences from the ``sent`` weights, are one vector."""
     names = [name for name, array in truths[0][section].items() if array.dtype.kind == "f"]
     origin = _flat(sent["weights"], names) if section == "weights" else 0.0
     honest = np.stack([_flat(truth[section], names) for truth in truths]) - origin
@@ -118,29 +88,11 @@ def _updates(
         value = defence.update_rule([*light, *[row.astype(np.float32)] * len(lies)], defence.f).value
         return float(np.linalg.norm(value - target))
 
-    rows = adversary.rows(honest, len(lies), damage) + origin
-    for lie, row in zip(lies, rows, strict=True):
-        at = 0
-        for name in names:
-            array = truths[0][section][name]
-            with np.errstate(over="ignore", invalid="ignore"):
-                lie[section][name] = row[at : at + array.size].reshape(array.shape).astype(array.dtype)
-            at += array.size
+    _write(section, names, truths[0], lies, adversary.rows(honest, len(lies), damage) + origin)
 
 
 def _statistics(section: str, truths: Sequence[Payload], lies: Sequence[Payload], adversary: Adversary, defence: Defence) -> None:
-    """Rewrite the statistics in ``lies`` in place, layer by layer.
-
-    The means and variances of a layer are one vector. Variances below 0 are raised to 0, since the server would refuse
-    them.
-
-    Args:
-        section: The section of the payload: ``statistics`` or ``moments``.
-        truths: The honest payloads.
-        lies: The payloads of the Byzantine clients.
-        adversary: The attack.
-        defence: The robust rules of the server.
-    """
+    """Rewrite the statistics in ``lies`` in place. Means and variances of a layer are one vector, without variances below 0."""
     mean, var = VARIANCES[section]
     combine = pool if section == "moments" else plain_average
     for layer in [name.rpartition(".")[0] for name in truths[0][section] if name.rpartition(".")[2] == mean]:
@@ -149,26 +101,30 @@ def _statistics(section: str, truths: Sequence[Payload], lies: Sequence[Payload]
         damage = _statistics_damage(honest, len(lies), combine, partial(combine, average=defence.average))
         rows = adversary.statistics_rows(honest, len(lies), damage)
         channels = honest.shape[1] // 2
-        for lie, row in zip(lies, rows, strict=True):
+        rows[:, channels:] = np.maximum(rows[:, channels:], 0)
+        _write(section, [first, second], truths[0], lies, rows)
+
+
+def _write(section: str, names: Sequence[str], like: Payload, lies: Sequence[Payload], rows: np.ndarray) -> None:
+    """Write each of ``rows`` (f, d) into the tensors ``names`` of a lie, with shapes and dtypes as in ``like``."""
+    for lie, row in zip(lies, rows, strict=True):
+        at = 0
+        for name in names:
+            array = like[section][name]
             with np.errstate(over="ignore", invalid="ignore"):
-                lie[section][first] = row[:channels].astype(truths[0][section][first].dtype)
-                lie[section][second] = np.maximum(row[channels:], 0).astype(truths[0][section][second].dtype)
+                lie[section][name] = row[at : at + array.size].reshape(array.shape).astype(array.dtype)
+            at += array.size
 
 
 Combine = Callable[[Sequence[Moments]], Moments]
 
 
 def _statistics_damage(honest: np.ndarray, f: int, truth: Combine, combine: Combine) -> Damage:
-    """Return a function that measures how much a lie changes the combined statistics.
+    """Return a function that measures how much a lie of ``f`` clients changes the combined statistics of one layer.
 
-    The change of a mean is in standard deviations. The change of a variance is the log of the ratio of the new
-    variance to the old one. The function returns the Euclidean norm over all channels.
-
-    Args:
-        honest: The statistics of one layer at the honest clients, (clients, 2 * channels): means, then variances.
-        f: The number of attackers. All of them send the same lie.
-        truth: Combines the honest statistics without attackers.
-        combine: Combines all statistics by the robust rule.
+    It is a norm over all channels: of the change of the mean in standard deviations, and of the log of the
+    ratio of the variances. ``honest`` (clients, 2 * channels) has means, then variances. ``truth`` combines
+    honest statistics, ``combine`` all of them.
     """
     known = [_moments(row) for row in honest]
     want = truth(known)

@@ -33,12 +33,9 @@ PREVIOUS = "previous/"  # prefix for the sections of the state before the newest
 class MemoryState:
     """Store the newest state of a client, and the one before it, in Flower's ``context.state``.
 
-    The older state is needed when a client gets the message of the newest round again.
-
-    Args:
-        state: Flower's ``context.state``.
-        signature: The signature of model and method. Tensors with another signature are not used.
-        run: The run's unique name. Tensors of another run are not used. Empty: those of any run are.
+    The older state is needed when a client gets the message of the newest round again. Tensors of another
+    ``signature`` (of model and method) or of another ``run`` are not used. An empty ``run``: those of any
+    run are.
     """
 
     def __init__(self, state: RecordDict, signature: str, run: str = "") -> None:
@@ -76,14 +73,8 @@ class MemoryState:
 class FileState:
     """Store the states of one client in one run, in one file per round.
 
-    Files of rounds to which the run cannot go back any more are deleted. A file that is damaged, or belongs to another
-    client, model or method, is renamed with a message in the log, and not used.
-
-    Args:
-        folder: The folder that contains the folder of the run.
-        run_id: The id of the run.
-        client: The index of the client.
-        signature: The signature of model and method. Tensors with another signature are not used.
+    Files of rounds to which the run cannot go back any more are deleted. A file that is damaged, or belongs
+    to another client, model or method, is renamed with a message in the log, and not used.
     """
 
     def __init__(self, folder: Path, run_id: RunId, client: int, signature: str) -> None:
@@ -145,14 +136,9 @@ StateStore = MemoryState | FileState
 
 
 def store_of(state: RecordDict, folder: Path | None, config: Mapping[str, Any], client: int, signature: str) -> StateStore:
-    """Return the store for a client's own tensors: a ``FileState`` in ``folder``, or else a ``MemoryState``.
+    """Return the store for a client's own tensors: a ``FileState`` in ``folder``, or else a ``MemoryState`` in ``state``.
 
-    Args:
-        state: Flower's ``context.state``. It is used if there is no ``folder``, or if ``config`` names no run.
-        folder: The folder for files; None: keep no files.
-        config: The config of a message, which names the run.
-        client: The index of the client.
-        signature: The signature of model and method. Tensors with another signature are not used.
+    ``config`` is that of a message. If it names no run, nothing is stored in files.
     """
     run_id = RunId.of(config)
     if folder is None or not run_id.run:

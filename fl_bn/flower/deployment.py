@@ -29,21 +29,13 @@ JOIN = "exchange-join-timeout"
 
 
 def submitted(grid: object) -> Mapping[str, Scalar]:
-    """Return the run config with which ``fl-bn submit`` submitted the run. Empty: the run was started in another way.
-
-    Args:
-        grid: Flower's grid.
-    """
+    """Return the run config with which ``fl-bn submit`` submitted the run. Empty: the run was started in another way."""
     config = getattr(_run_of(grid), "override_config", None) or {}
     return config if config.get(SITES) else {}
 
 
 def called_in(grid: object) -> ClientNames:
-    """Return the names and nodes of the run's sites; both are empty where ``fl-bn submit`` did not submit the run.
-
-    Args:
-        grid: Flower's grid.
-    """
+    """Return the names and nodes of the run's sites; both are empty where ``fl-bn submit`` did not submit the run."""
     config = submitted(grid)
     try:
         names, nodes = sites_of(str(config.get("client-names", ""))), nodes_of(str(config.get(SITES, "")))
@@ -55,17 +47,12 @@ def called_in(grid: object) -> ClientNames:
 def exchange_in(settings: ExchangeSettings, grid: object) -> ExchangeSettings:
     """Return the settings of the layer-wise exchange for this run.
 
-    In a deployment, they get the address and the TLS certificates that the deployment's kit (``fl-bn kit``) has for the
-    server. Settings that have certificates already are returned unchanged. All settings are returned unchanged if
-    ``fl-bn submit`` did not submit the run.
-
-    Args:
-        settings: The settings that the app gives.
-        grid: Flower's grid.
+    In a deployment, they get the address and the TLS certificates that the deployment's kit (``fl-bn kit``)
+    has for the server, unless they have certificates already.
 
     Raises:
-        ValueError: The exchange would be unencrypted in a deployment whose other connections are encrypted. Or an older fl-bn
-            packed the run, without the keys for the exchange.
+        ValueError: The exchange would be unencrypted in a deployment whose other connections are
+            encrypted. Or an older fl-bn packed the run, without the keys for the exchange.
     """
     config = submitted(grid)
     if settings.certificates is not None or not config:
@@ -109,22 +96,14 @@ class Progress(Callback):
 
     @classmethod
     def of(cls, grid: object) -> Progress:
-        """Return a ``Progress`` for the run that ``grid`` serves.
-
-        Args:
-            grid: Flower's grid.
-        """
+        """Return a ``Progress`` for the run that ``grid`` serves."""
         config = submitted(grid)
         ours = getattr(_run_of(grid), "fab_id", "") == OUR_APP or all(key in config for key in OF_OUR_APP)
         name, output = Path(str(config.get("name", ""))).name, str(config.get("output", ""))
         return cls(None if ours or not name or not output else Path(output) / name / PROGRESS)
 
     def begin(self, rounds: int) -> None:
-        """Write a line which says that the run begins.
-
-        Args:
-            rounds: The number of rounds; 0: unknown.
-        """
+        """Write a line which says that the run begins. ``rounds`` 0: their number is unknown."""
         self._write({"round": 0, "rounds": rounds})
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:

@@ -50,7 +50,6 @@ sample is among far more than eight (Homer et al., Resolving Individuals Contrib
 Complex Mixtures, PLoS Genetics 2008).
 """
 NAMED = 10  # the most clients that the warnings of a round name
-DRIFT = ("drift", "drift-layer", "growth", "min-var")  # sent with share-drift; min-var is one channel's variance at the client
 MOST_SECTIONS = 20  # the most sections of a reply that the report lists one by one; the others are added up
 SUMMARIES = ("statistics", "moments", "exchange")
 EVALUATION = "evaluation"
@@ -87,18 +86,11 @@ class DisclosureReport:
     def note(
         self, replies: Iterable[Message], clients: Iterable[Client], session: Session, round: int, without_training: bool = False
     ) -> Iterator[Decoded]:
-        """Decode replies one by one. After the last reply, record the disclosures of all replies.
+        """Decode replies to train or measure messages one by one. After the last one, record the disclosures of all replies.
 
-        Args:
-            replies: The replies to train messages, or those of an exchange that only measures statistics.
-            clients: All clients that may have replied.
-            session: The session of the last layer-wise exchange. Its vectors are recorded, unless the call before had the same
-                session.
-            round: The number of the round, for the log; 0: before the first.
-            without_training: Whether that exchange only measured statistics.
-
-        Yields:
-            The decoded replies.
+        The vectors of the last layer-wise exchange, ``session``, are recorded too, unless the call before had
+        the same session. ``without_training`` says whether it only measured statistics. ``round`` is for the
+        log; 0: before the first.
         """
         if session is not self._session:
             self._session = session
@@ -134,24 +126,11 @@ class DisclosureReport:
             log(logging.WARNING, "%s: the disclosure report names all of them", what)
 
     def evaluations(self, replies: Iterable[Message], clients: Iterable[Client]) -> Iterator[Decoded]:
-        """Decode the replies to evaluate messages one by one. After the last reply, record the disclosures of all replies.
-
-        Args:
-            replies: The replies.
-            clients: All clients that may have replied.
-
-        Returns:
-            The decoded replies.
-        """
+        """Decode the replies to evaluate messages one by one. After the last one, record the disclosures of all replies."""
         return self._heard(replies, clients, _of_evaluation)
 
     def masked(self, parts: Iterable[Reply], evaluates: bool = False) -> None:
-        """Record the masked replies of a secure sum. Only their sum can be read, and no single reply.
-
-        Args:
-            parts: The replies of the clients.
-            evaluates: Whether the replies are evaluations.
-        """
+        """Record the masked replies of a secure sum. Only their sum can be read, and no single reply."""
         what = "a masked evaluation: only the mean of all can be read" if evaluates else "a masked vector: only the sum of all can be read"
         for part in parts:
             self._add([Disclosure(part.client, "masked", what, 1, nbytes(part.sections))])
@@ -180,20 +159,14 @@ class DisclosureReport:
         if len(sections) > MOST_SECTIONS:
             rest = list(sections)[MOST_SECTIONS:]
             yield Disclosure(client.index, "others", f"{len(rest)} sections that nobody asked for", *_size(reply, rest))
-        if drifts := [name for name in DRIFT if name in metrics]:
-            yield Disclosure(client.index, "drift", f"of statistics that stay at home: {', '.join(drifts)}", 0, 8 * len(drifts))
-        numbers = sorted(name for name, value in metrics.items() if isinstance(value, int | float) and name not in DRIFT)
+        numbers = sorted(name for name, value in metrics.items() if isinstance(value, int | float))
         for own in reply.own.values() if sections else ():
             yield Disclosure(client.index, "own metrics", f"numbers of your own: {_some(own)}", 0, 8 * len(own))
         if numbers and sections:
             yield Disclosure(client.index, "metrics", f"numbers: {_some(numbers)}", 0, 8 * len(numbers))
 
     def _describe_moments(self, phase: Phase, round: int, client: Client, metrics: Mapping[str, Any]) -> tuple[str, int]:
-        """Describe the moments in a reply.
-
-        Returns:
-            A description, and the number of samples behind them.
-        """
+        """Describe the moments in a reply, and return the number of samples behind them."""
         samples, steps, batch = (_whole(metrics.get(name)) for name in ("samples", "steps", "batch"))
         report = self._method.reports(phase)
         if report is StatisticsReport.FIRST:
@@ -219,11 +192,9 @@ class DisclosureReport:
         return (f"{words}, of which the last alone counts", math.ceil(samples / max(steps, 1))) if self._last_counts else (words, samples)
 
     def _describe_section(self, section: str, phase: Phase, samples: int, steps: int) -> tuple[str, int]:
-        """Describe a section of a reply.
+        """Describe a section of a reply, and return the number of samples behind the statistics or the gradient that it reveals.
 
-        Returns:
-            A description, and the number of samples behind the statistics or the single gradient that the section
-                reveals; 0 if it reveals no statistics or gradient of this one client.
+        The number is 0 if the section reveals no statistics or gradient of this one client.
         """
         batches = _batches(steps)
         if section == "statistics" and phase is Phase.EXCHANGE and steps == 1:
@@ -256,13 +227,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 def warning(disclosure: Disclosure, round: int, called: ClientNames = UNNAMED) -> str:
-    """Return a sentence that warns of a disclosure of few samples, and says what to do.
-
-    Args:
-        disclosure: The disclosure.
-        round: The number of the round; 0: before the first.
-        called: The names of the clients.
-    """
+    """Return a sentence that warns of a disclosure of few samples, and says what to do. ``round`` 0: before the first."""
     measured = disclosure.what == LAYER_BY_LAYER or (disclosure.section == "moments" and "batch" not in disclosure.what)
     advice = f"raise {'hbn-stat-samples' if measured else 'batch-size'}, or leave out clients with so few samples"
     summary = "statistics" if disclosure.section in SUMMARIES else "the gradient"
@@ -285,13 +250,9 @@ def _whole(value: object) -> int:
 
 
 def _size(reply: Decoded, sections: Iterable[str]) -> tuple[int, int]:
-    """Return the number of arrays in some sections of a reply, and their bytes without NumPy's headers.
-
-    An array that cannot be read counts with all its bytes.
-    """
-    read = [array.nbytes for section in sections for array in reply.payload[section].values()]
-    others = [size for section in sections for size in reply.unreadable.get(section, {}).values()]
-    return len(read) + len(others), sum(read) + sum(others)
+    """Return the number of readable arrays in some sections of a reply, and their bytes without NumPy's headers."""
+    sizes = [array.nbytes for section in sections for array in reply.payload[section].values()]
+    return len(sizes), sum(sizes)
 
 
 def _least_count(arrays: Mapping[str, np.ndarray]) -> int:

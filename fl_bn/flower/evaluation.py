@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Message, MetricRecord
 from torch import Tensor, nn
 
 from fl_bn.bn.roles import Role, batch_norms
@@ -18,11 +18,12 @@ from fl_bn.federation.payload import Named
 from fl_bn.federation.record import batches_trained
 from fl_bn.federation.replies import REPLIED, Expected
 from fl_bn.federation.schema import KEPT, Schema, kept_layers
+from fl_bn.federation.values import Instruction
 from fl_bn.flower.compat import log
 from fl_bn.flower.hooks import NOT_EVALUATED, ByClient, OwnMetrics, asked, messages_of, numbers_of, same, wrong
 from fl_bn.flower.population import Client, RunFailed, sample_cohort
-from fl_bn.flower.wire.codec import arrays_of, header_for, to_records
-from fl_bn.flower.wire.messages import SAVE, add_to_config, evaluated, here
+from fl_bn.flower.wire.codec import arrays_of, header_for
+from fl_bn.flower.wire.messages import SAVE, evaluated
 from fl_bn.flower.wire.messaging import copy_of
 from fl_bn.flower.wire.replies import CheckedReading, Decoded, Reading, read_replies
 from fl_bn.methods import Phase, Place
@@ -40,7 +41,6 @@ NO_MODEL = (
 AVERAGED = "evaluate_fn gets a model with the average of the clients' BatchNorm, since every client keeps its own under %s"
 NOTHING_SHARED = "evaluate_fn is not called: under %s clients share no weights, so there is no global model"
 CONVERTED = "evaluate_fn gets the arrays of the converted network, since %s replaces BatchNorm: load them into fl_bn.convert(Net(), method)"
-OWN_VALUES = "evaluate_fn gets the server's own values of %s (%d tensors), since every client keeps its own"
 
 
 class Evaluations:
@@ -80,10 +80,6 @@ class Evaluations:
         """Evaluate at the clients by the strategy's hooks, or at the server. Then call ``evaluate_fn``, if there is one.
 
         All metrics are stored in the run's result. Those that are single numbers are returned, by name.
-
-        Args:
-            number: the round.
-            tensors: name -> shared tensor.
         """
         run, metrics = self._run, dict[str, float]()
         hooks, arrays = run.hooks, run.outward(tensors)
@@ -113,13 +109,8 @@ class Evaluations:
     def ask(self, number: int, arrays: ArrayRecord, config: Mapping[str, Any]) -> list[Message]:
         """Make one evaluate message per client that evaluates: the code of ``configure_evaluate``.
 
-        There are none if clients have neither models nor test data of their own. If clients have models of their own, only
-        clients that have trained evaluate.
-
-        Args:
-            number: the round.
-            arrays: the shared tensors.
-            config: values for every message.
+        There are none if clients have neither models nor test data of their own. If clients have models of
+        their own, only clients that have trained evaluate.
         """
         run = self._run
         if not self.at_clients:
@@ -148,11 +139,9 @@ class Evaluations:
         return [client for client in clients if self._run.method.personal and self._run.recovery.keeps(client.index)] or clients
 
     def combine(self, number: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Combine the clients' metrics, each client's first reply: the code of ``aggregate_evaluate``.
+        """Combine the clients' metrics, each client's first reply: the code of ``aggregate_evaluate``. None: there are none.
 
-        Returns:
-            In fl-bn's application, mean, standard deviation and worst value; in an app of the user's own, what ``OwnMetrics`` makes
-            of its metrics. None if clients do not evaluate, or if none sent a valid metric.
+        In fl-bn's application the task combines them, in an app of the user's own ``OwnMetrics``.
         """
         if not self.at_clients:
             return None
@@ -222,12 +211,7 @@ class Evaluations:
         return numbers_of(metrics)
 
     def _global_model(self, number: int, tensors: Named) -> ArrayRecord | None:
-        """Return arrays that load into the user's network. None if there is no global model; the log says why, once.
-
-        Args:
-            number: the round. 0: before round 1, when every client starts with these tensors.
-            tensors: the shared tensors, by name.
-        """
+        """Return arrays that load into the user's network. None if there is no global model; the log says why, once."""
         run = self._run
         shared, method, locality, state = run.shared, run.method, run.shared.locality, run.shared.model.state_dict()
         others = {name: state[name] for name in locality.names(Place.HOME) if locality.role[name] is not Role.MIXING}
@@ -248,36 +232,21 @@ class Evaluations:
                 return None
             self.once(logging.INFO, AVERAGED, method.name)
             others |= mean
-        if number and (kept := locality.names(Place.HOME, of=[Role.KEPT])):
-            self.once(logging.INFO, OWN_VALUES, kept[0], len(kept))
         batches = run.batches_trained + (batches_trained([run.record]) if number else 0)
         return arrays_of(shared.whole({**tensors, **others}, batches, others))
 
 
 def kept_average(run: GridTransport, number: int) -> tuple[dict[str, Tensor], dict[int, str]]:
-    """Ask the clients for the tensors that they keep, and return their average, with equal weights.
+    """Ask the clients for the tensors that they keep. Return their average, and why clients are not in it.
 
-    Clients that took no part in the training may start from it (Li et al.: FedBN: Federated Learning on Non-IID Features via
-    Local Batch Normalization, ICLR 2021, appendix G).
-
-    Args:
-        run: the run's transport.
-        number: the last round.
-
-    Returns:
-        The averages by their names in the state_dict; empty if no client sent valid tensors. And the reasons why clients are not in
-        the average, by client index.
+    Clients that took no part in the training may start from it (Li et al.: FedBN: Federated Learning on
+    Non-IID Features via Local Batch Normalization, ICLR 2021, appendix G). All have the same weight. The
+    average is empty if no client sent valid tensors.
     """
     shared, clients = run.shared, run.evaluations.with_models(run.everyone())
     header, samples = header_for(shared, number, Phase.MEASURE), {client.index: client.samples for client in clients}
     expected = Expected(number, shared.signature, kept_layers(shared.model, shared.locality), REPLIED, samples)
-    content = to_records({}, header)
-    add_to_config(content, {"version": here(), **run.recovery.run_id.to_config()})
-    copies = [RecordDict(dict(content.items())) for _ in clients]
-    sent = [
-        Message(one, client.node, f"query.{KEPT}", ttl=run.policy.timeout, group_id=str(number))
-        for one, client in zip(copies, clients, strict=True)
-    ]
+    sent = run.messages(f"query.{KEPT}", Instruction(number, Phase.MEASURE, {}), clients, {})
     parts, refused, _ = read_replies(run.overheard(run.send(sent)), CheckedReading(clients, header, expected))
     tensors = [part.sections[KEPT] for part in parts]
     means = average(tensors, [1.0] * len(tensors)) if tensors else {}

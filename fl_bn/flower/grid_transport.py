@@ -147,10 +147,9 @@ class GridTransport(Transport):
     def train(self, instruction: Instruction) -> RoundReplies:
         """Let the clients of a round train, by the strategy's hooks ``configure_train`` and ``aggregate_train``.
 
-        ``aggregate_train`` also combines the replies (``combine``), since a user's override gets the new tensors, and may
-        change them. ``conclude`` then takes what it returned.
-
-        A hook may change the tensors of the ``instruction``, and the learning rate in the config.
+        ``aggregate_train`` also combines the replies (``combine``), since a user's override gets the new
+        tensors, and may change them. A hook may also change the tensors of the ``instruction``, and the
+        learning rate in the config.
         """
         number, hooks, before = instruction.round, self.hooks, self.shared.tensors()
         assert hooks is not None, "a round belongs to a start"
@@ -205,11 +204,10 @@ class GridTransport(Transport):
         return self.server.begin(number)
 
     def combine(self, number: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Read the replies to the train messages, and combine them into the new shared model: the code of ``aggregate_train``.
+        """Combine the replies to the train messages into the new shared model: the code of ``aggregate_train``.
 
-        Returns:
-            The shared tensors, and the metrics: ``loss``, ``samples``, and the means of the clients' own. If the user has a function
-            that combines training metrics, they are its result. ``(None, None)`` if too few replies are usable.
+        Return the shared tensors and the metrics: ``loss``, ``samples``, and the means of the clients' own, or
+        the result of the user's function. ``(None, None)`` if too few replies are usable.
         """
         phase = Phase(self.record.phase)
         expected = self.server.expects(number, phase, {client.index: client.samples for client in self.cohort})
@@ -346,15 +344,9 @@ class GridTransport(Transport):
         config: Mapping[str, Any] | None = None,
         steps: int = 1,
     ) -> list[Message]:
-        """Make one message per client.
+        """Make one message per client, with the same ``instruction`` for all, ``values`` in fl-bn's config, and the user's ``config``.
 
-        Args:
-            kind: Flower's message type.
-            instruction: the instruction, the same for all.
-            clients: the addressees.
-            values: further values for fl-bn's config in the messages.
-            config: the user's config, to which the round's number is added. None: the messages have no such config.
-            steps: a factor for the messages' time to live, which is ``steps`` times the round's timeout.
+        The round's number is added to that config. The messages live for ``steps`` times the round's timeout.
 
         Raises:
             Overflow: a weight is too large for the dtype in which weights are sent.
@@ -377,8 +369,7 @@ class GridTransport(Transport):
     def overheard(self, replies: Iterable[Message], without_training: bool = False) -> Iterable[Decoded]:
         """Decode the replies, and record for the disclosure report which data they reveal.
 
-        If the method simulates attackers that send forged values, the replies of the simulated Byzantine clients are
-        forged here, where all other replies are known.
+        The replies of simulated attackers are forged here, where all other replies are known.
         """
         clients = self.everyone()
         decoded = self.disclosures.note(replies, clients, self.exchanges.session, self.record.round, without_training)

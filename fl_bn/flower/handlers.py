@@ -57,11 +57,10 @@ class Request:
     transcript: Transcript = field(default=())
 
     def kept(self, store: StateStore) -> ClientState:
-        """Return the stored state from which the client starts.
+        """Return the stored state from which the client starts: its newest state before this round.
 
-        A client that trains starts from its newest state before this round. The field ``counted`` says whether the
-        server used the reply of that state's round. A client that measures or evaluates may also start from a state
-        that it stored in this round.
+        A client that measures or evaluates may also start from one that it stored in this round. ``counted``
+        says whether the server used the reply of the state's round.
         """
         trains = self.instruction.trains
         kept = store.read(before=self.instruction.round + (not trains))
@@ -75,17 +74,14 @@ class Request:
 
 
 def read(message: Message, network: Network, form: Form | None = None, header: Header | None = None) -> Request:
-    """Read a server's message.
+    """Read a server's message, which must be for the model and method of ``network``.
 
-    Args:
-        message: the server's message.
-        network: the client's network. The message must be for its model and method.
-        form: the form of the message's config. None: the form to train or to measure, as the header's phase
-            says.
-        header: the message's header, if it was read before.
+    ``form`` is that of the message's config; None: to train or to measure, as the header says. ``header``
+    was perhaps read before.
 
     Raises:
-        WireError: a field or an array is not as expected, or the message is none of fl-bn's. The error names the first one.
+        WireError: a field or an array is not as expected, or the message is none of fl-bn's. The error
+            names the first one.
     """
     if header is None and HEADER.name not in message.content:
         raise WireError("header", "", "expected a message of an fl-bn strategy: use a strategy of fl_bn.flower in server_app.py, like FBN")
@@ -104,18 +100,13 @@ def config_in(message: Message, form: Form) -> Values:
 
 
 def request_of(header: Header, payload: Payload, config: Values, network: Network) -> Request:
-    """Build a request from an instruction's header, arrays and config.
+    """Build a request from an instruction's header, arrays and config, whose form says what the client is to do.
 
-    Args:
-        header: the instruction's header.
-        payload: the instruction's arrays, in the dtype in which they were sent. If this round has a layer-wise exchange by
-            replay, they include its transcript: the averages computed so far. The function removes the transcript from
-            ``payload``.
-        config: the instruction's checked config. Its form says whether the client is to train, to measure or to evaluate.
-        network: the client's network.
+    A transcript of a layer-wise exchange by replay is removed from ``payload``.
 
     Raises:
-        WireError: the instruction is for another model or method, or an array has another type than the header says.
+        WireError: the instruction is for another model or method, or an array has another type than the
+            header says.
     """
     phase, form = Phase(header.phase), config.form
     transcript = detach(payload, config) if form is TO_TRAIN and phase is Phase.EXCHANGE else []
@@ -135,16 +126,10 @@ def request_of(header: Header, payload: Payload, config: Values, network: Networ
 
 
 def reply_to(message: Message, header: Header, reply: Reply, rounding: PayloadDtype = EXACT) -> Message:
-    """Return ``reply`` as a Flower message that answers ``message``.
-
-    Args:
-        message: the instruction.
-        header: the instruction's header, which the answer repeats.
-        reply: the client's reply. A reply without tensors and samples says that the client sat out.
-        rounding: the dtype in which weights are sent.
+    """Return ``reply`` as a Flower message that answers ``message``, with the instruction's header.
 
     Raises:
-        Overflow: a weight is too large for that dtype.
+        Overflow: a weight is too large for the dtype of ``rounding``.
     """
     arrays = {section: to_numpy(tensors) for section, tensors in reply.sections.items()}
     content = to_records(rounding.narrow(arrays), header)
@@ -184,11 +169,7 @@ class Participant:
     label_counts: Sequence[int] = ()
 
     def introduce(self) -> dict[str, int | str]:
-        """Return the client's introduction, for which the server asks once.
-
-        It has this client's index, the number of all clients, the number of training samples, the signature of model and
-        method, and the number of samples per label as JSON.
-        """
+        """Return the client's introduction, for which the server asks once, with the number of samples per label as JSON."""
         return {
             "client": self.client,
             "clients": self.clients,
@@ -204,12 +185,8 @@ class Participant:
     def kept_layers(self, config: Mapping[str, Any], round: int) -> dict[str, Tensor]:
         """Return the scales, shifts and statistics that this client keeps, by name, as they are after ``round``.
 
-        The server averages these tensors over the clients. A new client, which has not trained, gets this average. The network's
-        tensors stand in for those that are not kept yet.
-
-        Args:
-            config: the config of the server's message, which names the run.
-            round: the round's number, from 1.
+        The server averages them over the clients, for new clients. The network's tensors stand in for those
+        that are not kept yet.
 
         Raises:
             PermissionError: this client does not send them.
@@ -249,11 +226,8 @@ QUERIES: dict[str, Answer] = {"query.hello": _hello, f"query.{KEPT}": _kept, "qu
 def register(app: ClientApp, build: Build, answers: Mapping[str, Answer], mods: Sequence[Any] = ()) -> None:
     """Register functions that answer the server's messages.
 
-    Args:
-        app: the ClientApp.
-        build: makes the client from Flower's context of a message.
-        answers: Flower's message type -> the function of ``build``, message and context that answers it.
-        mods: Flower's mods around each of the functions.
+    ``answers`` maps Flower's message type to a function of ``build``, message and context. ``mods`` are
+    Flower's, around each of them.
     """
     for kind, answer in answers.items():
         category, _, action = kind.partition(".")

@@ -129,13 +129,11 @@ def same(arrays: ArrayRecord, before: Mapping[str, Array] | None) -> bool:
 def shared_in(arrays: ArrayRecord, shared: SharedModel, expected: Schema) -> dict[str, Tensor]:
     """Return the shared tensors among arrays that a hook returned, by the names of the converted network.
 
-    Args:
-        arrays: The arrays, by the names of the user's network or of the converted one.
-        shared: The shared model.
-        expected: The tensors that an instruction has.
+    The arrays may have the names of the user's network, or of the converted one.
 
     Raises:
-        RunFailed: An array is missing, is none of this network's, has another shape or dtype, or invalid values.
+        RunFailed: An array is missing, is none of this network's, has another shape or dtype, or
+            invalid values.
     """
     own, given, plain = shared.tensors(), tensors_of(arrays), plain_names(shared.model)
     if strange := sorted(given.keys() - {*plain, *plain.values()}):
@@ -193,8 +191,8 @@ class NamedRates:
 class OwnMetrics:
     """Combine the clients' own metrics: by the user's functions, or by the means over the clients that send a metric.
 
-    A client is left out, and the log names it, if its weight is missing, if a number is not finite, if a name cannot be printed, or
-    if two of its records have a metric of one name. Lists are not averaged.
+    A client is left out, and the log names it, if its weight is missing, if a number is not finite, or if a name cannot be
+    printed. Lists are not averaged.
 
     Attributes:
         key: the name of the metric that is a client's weight in the means.
@@ -211,15 +209,10 @@ class OwnMetrics:
     def combined(
         self, run: GridTransport, own: Mapping[int, Records], samples: Mapping[int, int] | None
     ) -> tuple[MetricRecord | None, ByClient]:
-        """Combine the metric records of each client.
+        """Combine the metric records of each client, and return the result (None: there is none) and each client's metrics.
 
-        Args:
-            run: the run's transport, which writes to the log.
-            own: client -> its metric records by name.
-            samples: in training, client -> its number of samples, the weight of a client that sends none. None: an evaluation.
-
-        Returns:
-            The combined metrics (None if there is nothing to combine), and each client's metrics.
+        In training, ``samples`` has each client's number of samples, the weight of a client that sends none.
+        None: an evaluation.
         """
         which, combine = ("evaluate", self.evaluate_fn) if samples is None else ("train", self.train_fn)
         numbers, weights, refused, lists = ByClient(), dict[int, float](), dict[int, str](), set[str]()
@@ -250,18 +243,14 @@ class OwnMetrics:
     def _read(self, records: Records, default: float | None, weighs: bool) -> tuple[dict[str, Any], float]:
         """Check one client's metric records, which may have any names, and return its metrics and its weight.
 
-        Args:
-            records: the records by name.
-            default: the weight of a client that sends none; None: it must send one.
-            weighs: whether the weight matters.
+        ``default`` is the weight of a client that sends none; None: it must send one, if the weight matters
+        (``weighs``).
 
         Raises:
             WireError: the records are not as ``OwnMetrics`` describes.
         """
         metrics: dict[str, Any] = {}
-        for name, record in records.items():
-            if twice := sorted(metrics.keys() & record.keys() - {self.key}):
-                raise WireError(name, twice[0], "two metric records have a metric of this name: give each metric a name of its own")
+        for record in records.values():
             metrics |= record
         weight, wanted = metrics.pop(self.key, default), whole() if self.key == EXAMPLES else a_number(0)
         if weighs and not wanted.fits(weight):

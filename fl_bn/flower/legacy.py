@@ -187,13 +187,9 @@ def legacy_server_app(
 def check_class(thing: object, base: type, called: Collection[str]) -> None:
     """Check that the class of ``thing`` is Flower's ``base``, or a user's that overrides only methods that fl-bn's rounds call.
 
-    Args:
-        thing: the strategy, or the server.
-        base: Flower's class.
-        called: the methods of ``base`` that the rounds call.
-
     Raises:
-        ValueError: it is another class of Flower's, whose rounds would not be those of the method, or overrides another method.
+        ValueError: it is another class of Flower's, whose rounds would not be those of the method, or
+            overrides another method.
     """
     kind = type(thing)
     own = kind.__mro__[: kind.__mro__.index(base)] if isinstance(thing, base) else (kind,)

@@ -35,7 +35,7 @@ from fl_bn.flower.compat import log
 from fl_bn.flower.handlers import QUERIES, Answer, Participant, Request, metrics_of, read, register, reply_to, request_of
 from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses
 from fl_bn.flower.layerwise.transcript import Unanswered, question
-from fl_bn.flower.wire.codec import flatten, header_from, unflatten
+from fl_bn.flower.wire.codec import Header, flatten, unflatten
 from fl_bn.flower.wire.gate import Gate, Limits, enough
 from fl_bn.flower.wire.messages import HEADER, LAYOUT, RECORD_KEY_CONFIGS, SAVE, TO_EVALUATE, TO_MEASURE, TO_SAVE, TO_TELL, TO_TRAIN, Form
 from fl_bn.methods import Method, Phase
@@ -164,12 +164,7 @@ class BatchNormClient(Participant, NumPyClient):
             return evaluate(model, self.site.test, task=self.task).result()
 
     def evaluation(self, request: Request, least: int = 0) -> Reply:
-        """Return the metrics of ``test`` as a reply.
-
-        Args:
-            request: the checked content of an evaluate message.
-            least: the smallest number of samples behind a metric. Metrics of fewer samples are withheld.
-        """
+        """Return the metrics of ``test`` as a reply. Metrics of fewer than ``least`` samples are withheld."""
         metrics, samples = self.test(request), len(self.site.test)
         loss = metrics.pop("loss")
         metrics, fewest = enough(metrics, samples, self.task.samples_behind(self.site.test.y), least)
@@ -241,7 +236,7 @@ class BatchNormClient(Participant, NumPyClient):
         return metrics.pop("loss"), len(self.site.test), metrics
 
     def _request(self, parameters: list[np.ndarray], config: Mapping[str, Any], form: Form) -> Request:
-        header = header_from(HEADER.read({"payload": AS_THE_MODEL, **config}))
+        header = Header(**HEADER.read({"payload": AS_THE_MODEL, **config}))
         payload = unflatten(parameters, LAYOUT.read(config)["layout"])
         return request_of(header, payload, form.read(config), self.network)
 

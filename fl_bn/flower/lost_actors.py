@@ -41,15 +41,9 @@ def repair(pool: Any = None) -> None:
 
 
 def submit(self: Any, ask: Any, job: tuple[Any, Any, str, Any]) -> Any:
-    """Send a job to a free actor, and wait for one while all are busy. This becomes a method of the pool.
+    """Send a ``job`` (app, message, client, context) to a free actor, and wait for one while all are busy. A method of the pool.
 
-    Args:
-        self: The pool.
-        ask: Flower's function that sends a job to an actor.
-        job: App, message, client and context.
-
-    Returns:
-        Ray's future of the answer.
+    ``ask`` is Flower's function that sends a job to an actor. Return Ray's future of the answer.
 
     Raises:
         NoProcess: There is no actor, and none was started for ``PATIENCE`` seconds.
@@ -76,14 +70,9 @@ def give_back(self: Any, future: Any) -> None:
 
 
 def fetch(self: Any, future: Any) -> tuple[Any, Any]:
-    """Wait for the answer to a job. If its actor dies, send the job to another one. This becomes a method of the pool.
+    """Wait for the answer to a job. If its actor dies, send the job to another one. A method of the pool.
 
-    Args:
-        self: The pool.
-        future: The future that ``submit`` returned.
-
-    Returns:
-        The reply, and the new context of the client.
+    Return the reply, and the new context of the client.
 
     Raises:
         Exception: Whatever the ClientApp raises.

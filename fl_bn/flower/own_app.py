@@ -195,12 +195,8 @@ def replayed(message: Message, context: Context, handler: Callable[[Message, Con
 def _repeatable(seed: int, model: nn.Module, everything: bool) -> Iterator[None]:
     """Seed shuffling and dropout, so that a repeated computation of this round draws the same numbers.
 
-    In an exchange by replay, a round is computed again for each answer.
-
-    Args:
-        seed: the seed of the round.
-        model: the model. torch's generator is seeded on its device.
-        everything: whether to seed the generators of Python and NumPy, too.
+    In an exchange by replay, a round is computed again for each answer. With ``everything``, seed Python's
+    and NumPy's generators, too.
     """
     before = generators()
     with torch_seed(seed, inputs_like(model).device):
@@ -327,16 +323,7 @@ def answer(
 
 
 def answers(app: ClientApp, model: Models, method: Method, batches: Batches, *, task: Task, tells: bool) -> None:
-    """Do the same as ``answer``, for a network that depends on the client.
-
-    Args:
-        app: your ClientApp.
-        model: returns the network of the client with a given context, unconverted.
-        method: the method.
-        batches: returns the training batches of the client with a given context.
-        task: splits a batch into inputs and targets.
-        tells: whether the client sends the BatchNorm layers that it keeps.
-    """
+    """Do the same as ``answer``, for a network that depends on the client: ``model`` returns that of a context."""
     register(app, partial(_participant, model, method, batches, task, tells), {**QUERIES, STATISTICS: _measure}, [Gate()])
 
 

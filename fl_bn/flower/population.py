@@ -118,7 +118,6 @@ class Population:
         self._refused: dict[int, str] = {}  # node -> why it cannot take part
         self._holders: dict[int, list[int]] = {}  # index -> the node that served it first since the start, and the one that did so last
         self._seats: dict[int, int] = {}  # node -> the index that it was given in place of the one that it claims
-        self._order: list[Client] = []  # the connected clients, by index
         self._online, self._problem = frozenset[int](), ""  # connected nodes at the last look, and what was wrong with them
         self._strangers = set[int]()  # refused nodes that belong to no client, as far as is known
         self._gone, self._joined = set[int](), set[int]()  # clients that are offline, and those that took part in a round, or were asked to
@@ -140,14 +139,19 @@ class Population:
             here, needed = self._here_and_needed()
             if here >= needed > 0 or (late and 0 < meeting.least <= here and self._agreed()):
                 break
-            if late or (problem and not meeting.least):
-                raise RunFailed(problem or self._too_few(here, needed))
+            if late or (problem and not self._may_do_without()):
+                raise RunFailed((not meeting.least and problem) or self._too_few(here, needed))
             if here != logged:
                 logged = here
                 log(logging.INFO, "waiting for clients: %d of %s are here", here, needed or "an unknown number")
             time.sleep(POLL)
         self._begin()
         return self.number
+
+    def _may_do_without(self) -> bool:
+        """Return whether enough others may still come if a node cannot take part. Each node is asked only once."""
+        sites = self.called.nodes
+        return self.meeting.least > 0 and (not sites or len({*sites, *self._claims} - self._refused.keys()) >= self.meeting.least)
 
     def _agreed(self) -> int:
         """Return the number of clients, if it is known or has more votes than any other; else 0."""
@@ -224,9 +228,6 @@ class Population:
         """Ask every new node to introduce itself, and remove clients whose node is offline.
 
         Return a problem that keeps a node from taking part, with advice; empty if there is none.
-
-        Raises:
-            RunFailed: too few of the run's sites are left. Each is asked once, so waiting would not help.
         """
         online, called = frozenset(self.grid.get_node_ids()), self.called
         known = {node for node in self._strangers if called.client_of(node) is not None}  # a site's key was renewed
@@ -245,20 +246,12 @@ class Population:
         for reply in receive(self.grid, messages, patience, called=called):
             node = reply.metadata.src_node_id
             silent -= {node}
-            if node in self._claims:
-                log(logging.WARNING, "%s introduced itself twice: its first introduction counts", called.node(node))
-            elif reply.has_error() and reply.error.code in PASSING:
+            if reply.has_error() and reply.error.code in PASSING:
                 who, why = called.node(node), reason(reply.error.reason)
                 log(logging.WARNING, "%s did not introduce itself, and is asked again: code %s: %s", who, reply.error.code, why)
             else:
                 wrong = self._admit(node, reply)
                 problem = problem or wrong
-                left = len({*called.nodes, *self._claims} - self._refused.keys())
-                if called.nodes and left < self.meeting.least and not self._joined:
-                    advice = "lower min_available_nodes and min_train_nodes to go on without the others"
-                    raise RunFailed(
-                        f"{problem}. {left} of {len(called.nodes)} sites are left, and {self.meeting.least} are needed: {advice}"
-                    )
         for node in silent if self._joined else ():  # before the start, the run waits for them
             self._refuse(node, f"it did not introduce itself within {patience:.0f} s; it is asked again after it has reconnected")
         self._problem = self._assign() if self._joined or not self.meeting.least else ""
@@ -347,7 +340,6 @@ class Population:
                 "give every SuperNode a partition-id of its own, and stop those that are not that client"
             )
             log(logging.WARNING, "%s", problem)
-        self._order = [self.clients[index] for index in sorted(self.clients)]
         return problem
 
     def _serve(self, client: Client) -> None:
@@ -375,7 +367,7 @@ class Population:
     def everyone(self) -> list[Client]:
         """Return the connected clients that may already train (``rounds.joining``), sorted by index."""
         joining = self.meeting.joining
-        return [client for client in self._order if joining.get(client.index, 1) <= self.round] if joining else list(self._order)
+        return [client for index, client in sorted(self.clients.items()) if joining.get(index, 1) <= self.round]
 
 
 def seated(claims: Mapping[int, int], clients: int) -> dict[int, int]:

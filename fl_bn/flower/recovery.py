@@ -117,16 +117,7 @@ class Recovery:
         self._counted: dict[int, int] = {}  # the last round in which the reply of each client changed the model
 
     def after_round(self, round: int, rounds: int, tensors: Named, shared: SharedModel, optimizer: ServerOptimizer, failed: int) -> None:
-        """Store a checkpoint after a round, if one is due.
-
-        Args:
-            round: The number of the round.
-            rounds: The number of rounds of the run.
-            tensors: Name -> shared tensor.
-            shared: The shared model, with its auxiliary tensors.
-            optimizer: The server optimizer.
-            failed: The number of failed rounds in a row.
-        """
+        """Store a checkpoint after a round, if one is due. ``failed`` counts the failed rounds in a row."""
         if self._store is None or not self._every:
             self.run_id = replace(self.run_id, durable=round)
         elif round % self._every == 0 and round < rounds:
@@ -149,15 +140,7 @@ class Recovery:
         return client in self._kept
 
     def tell(self, messages: list[Message], clients: Sequence[Client]) -> list[Message]:
-        """Add to each message the last round in which its client's reply changed the model; 0 if there is none.
-
-        Args:
-            messages: The messages, one for each client. They are changed in place.
-            clients: The clients, in the same order.
-
-        Returns:
-            ``messages``.
-        """
+        """Add to each client's message the last round in which its reply changed the model; 0 if there is none. Return the messages."""
         for message, client in zip(messages, clients, strict=True):
             add_to_config(message.content, {"counted": self._counted.get(client.index, 0)})
         return messages
@@ -167,13 +150,7 @@ class Recovery:
         self._counted |= dict.fromkeys((part.client for part in replies), round)
 
     def go_back(self, checkpoint: Checkpoint, rounds: int, shared: SharedModel, optimizer: ServerOptimizer) -> None:
-        """Restore the state of a checkpoint.
-
-        Args:
-            checkpoint: The checkpoint.
-            rounds: The number of rounds of the run.
-            shared: The shared model, which is changed in place.
-            optimizer: The server optimizer, which is changed in place.
+        """Restore the state of a checkpoint: the shared model and the optimizer are changed in place.
 
         Raises:
             RunFailed: The checkpoint is of another model or method, or the run has no rounds after it.
@@ -196,12 +173,7 @@ class Recovery:
         log(logging.INFO, "going on after round %s of %s", checkpoint.round, rounds)
 
     def check(self, round: int, replies: Sequence[Reply]) -> None:
-        """Log a warning for each client that did not start from the tensors that it had kept last, but from older ones.
-
-        Args:
-            round: The number of the round.
-            replies: The replies of the round.
-        """
+        """Log a warning for each client that did not start from the tensors that it had kept last, but from older ones."""
         for part in replies:
             if "kept" not in part.metrics:
                 continue
@@ -218,12 +190,9 @@ class Recovery:
 class Starts:
     """Send clients the initial values of the tensors that stay at the clients, in one run.
 
-    In a user's own Flower app, a client builds a new network, whose initial weights differ from the server's.
-    The same happens in fl-bn's application if a run starts from other arrays than those of its model.
-
-    Args:
-        shared: the shared model.
-        sends: whether initial values are sent. False: they are sent only after a call of ``begin_with``.
+    In a user's own Flower app, a client builds a new network, whose initial weights differ from the
+    server's. In fl-bn's application the values are sent only if a run starts from other arrays than those
+    of its model (``begin_with``).
     """
 
     def __init__(self, shared: SharedModel, sends: bool = False) -> None:
@@ -231,10 +200,7 @@ class Starts:
         self._bytes: dict[int, int] = {}  # client -> the bytes of the initial values that it got in this round
 
     def begin_with(self, arrays: ArrayRecord) -> None:
-        """Load ``arrays`` into the shared model, so that the run starts from them, and send clients their initial values.
-
-        Args:
-            arrays: the tensors by the names of the network's state_dict.
+        """Let the run start from ``arrays``, by the names of the network's state_dict, and send clients their initial values.
 
         Raises:
             ValueError: an array is missing, or the network has no tensor of an array's name and shape.
@@ -251,13 +217,7 @@ class Starts:
         self._sends = True
 
     def add(self, messages: Sequence[Message], clients: Sequence[Client], keeps: Callable[[int], bool]) -> None:
-        """Add the initial values to the messages for clients that keep no tensors yet.
-
-        Args:
-            messages: one message for each of ``clients``.
-            clients: the addressees.
-            keeps: returns, for a client's index, whether this client has stored tensors of its own already.
-        """
+        """Add the initial values to the messages for clients that keep no tensors yet, for which ``keeps`` is false."""
         start = self._shared.start() if self._sends else {}
         self._bytes = {client.index: nbytes(start) for client in clients if start and not keeps(client.index)}
         for message, client in zip(messages, clients, strict=True):

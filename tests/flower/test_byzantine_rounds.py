@@ -226,5 +226,3 @@ def test_robust_rules_stay_near_the_honest_mean_and_the_mean_does_not(name: str,
         off = {rule: distance(after, without_liars(name), section) for rule, after in served.items()}
         assert off["nnm+median"] < 0.35 * off["mean"], (section, off)
         assert off["nnm+trimmed-mean"] < 0.35 * off["mean"], (section, off)
-
-

@@ -129,5 +129,3 @@ def test_a_main_with_a_config_and_a_folder_of_its_own_keeps_both(tmp_path: Path,
     run_in_process({"clients": CLIENTS, "optimizer": {"name": "sgd", "lr": 0.05}}, server_app=server_app, client_app=client_app)
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
     assert "0.weight" in torch.load("model.pt", weights_only=True)
-
-

@@ -165,5 +165,3 @@ def test_what_a_site_allows(node_config: dict[str, Any], told: int) -> None:
     assert len(known) == told
     assert all(0 <= client.before <= 1 and 0 <= client.after <= 1 for client in known)
     assert len(made.accepted) == 2
-
-

@@ -78,5 +78,3 @@ def test_statistics_of_bfloat16_activations_are_summed_in_float32(name: str, cli
     for key in (key for key in a if "running" in key):
         assert not np.array_equal(a[key], b[key]) or method.measures_first  # before training, in float32
         assert np.allclose(a[key], b[key], rtol=4e-3, atol=2e-3), key
-
-

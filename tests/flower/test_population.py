@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -93,22 +92,6 @@ def test_who_is_missing_or_does_not_fit_ends_the_run_by_name(app: dict[str, Any]
     with pytest.raises(RunFailed) as told:
         run(FBN, clients, 1, grid=grid, policy={"wait": 0.01})
     assert field in str(told.value)
-
-
-def test_what_a_node_says_first_counts(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
-    class Twice(WatchedGrid):
-        """Node 2 answers as client 1, and then as client 2."""
-
-        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-            replies = list(super().pull_messages(message_ids))
-            for reply in [r for r in replies if "fl-bn/hello" in r.content.config_records and r.metadata.src_node_id == 2]:
-                second = copy.deepcopy(reply)
-                second.content.config_records["fl-bn/hello"]["client"] = 2
-                replies.append(second)
-            return replies
-
-    assert accepted(run(FBN, clients, 1, grid=Twice(client_app(FBN, clients), 3))) == [[0, 1, 2]]
-    assert log.text.count("node 2 introduced itself twice") == 1
 
 
 # Two nodes of one client

@@ -55,9 +55,7 @@ def made(folder: Path, **values: Any) -> Path:
     return path
 
 
-@listed(
-    ("method", "keys"), [("fedbn", {"weight", "bias", "running_mean", "running_var"}), ("silobn", {"running_mean", "running_var"})]
-)
+@listed(("method", "keys"), [("fedbn", {"weight", "bias", "running_mean", "running_var"}), ("silobn", {"running_mean", "running_var"})])
 def test_the_average_for_an_unseen_client_is_told_where_the_run_says_so_and_changes_nothing(
     method: str, keys: set[str], tmp_path: Path
 ) -> None:

@@ -112,5 +112,3 @@ def test_a_run_that_ends_early_has_the_model_of_its_last_evaluation(name: str, k
     differ = [key for key, tensor in want.items() if "tracked" not in key and not torch.equal(found[key], tensor)]
     assert (differ == []) == (name != "fedavg")
     assert not any((tensor == 0).all() for key, tensor in found.items() if key.endswith("running_mean"))
-
-

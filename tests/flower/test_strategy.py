@@ -74,9 +74,7 @@ def test_a_run_of_which_no_round_was_usable_has_failed(clients: list[Samples]) -
 
 
 @listed(("method", "trains"), [("fbn", True), ("gn", True), ("hbn", False), ("static-bn", False)])
-def test_a_client_with_one_sample_sits_out_by_name(
-    method: str, trains: bool, tiny_clients: Clients, log: pytest.LogCaptureFixture
-) -> None:
+def test_a_client_with_one_sample_sits_out_by_name(method: str, trains: bool, tiny_clients: Clients, log: pytest.LogCaptureFixture) -> None:
     """It does where layers normalise with their batch."""
     (record,) = run(METHODS[method](), tiny_clients((3, 1, 5)), 1).records
     assert [c.client for c in record.accepted] == ([0, 1, 2] if trains else [0, 2])

@@ -21,5 +21,3 @@ def test_a_user_s_exception_is_told_with_its_client_class_and_message(rounds: in
     app = own_app("fedavg", before=the_user_s)
     refused(lambda: ran(FedAvgBN(net(), fraction_evaluate=0), app, rounds), RunFailed, "client 0", "KeyError", "my loss")
     assert RATE not in log.text  # these are the user's words
-
-

@@ -89,5 +89,3 @@ def test_a_client_that_failed_keeps_what_it_had(clients: list[Samples]) -> None:
 
 
 # SCAFFOLD's control variates: the server's is the mean of the clients', also after replies were lost
-
-

@@ -85,25 +85,14 @@ class Exchanges:
     def check(self, grid: Grid) -> None:
         """Check that the carrier of the settings can serve the rounds of this grid.
 
-        Args:
-            grid: Flower's grid.
-
         Raises:
-            RunFailed: the clients run in this process and the carrier is ``grpc``, or they do not and it is ``local``.
+            RunFailed: it cannot, since clients run in this process, or do not.
         """
         if misfit := self._misfit(grid):
             raise RunFailed(f"{misfit}. Set exchange='auto'")
 
     def round(self, grid: Grid, cohort: Sequence[Client], messages: Iterable[Message], timeout: float) -> list[Message]:
         """Send a round's train messages, run the layer-wise exchange of its clients, and return the replies.
-
-        Afterwards ``session`` holds the details of the exchange.
-
-        Args:
-            grid: Flower's grid.
-            cohort: the clients.
-            messages: one train message per client.
-            timeout: seconds for the round.
 
         Raises:
             RunFailed: in the first round, the chosen carrier cannot serve this grid and cohort.
@@ -115,22 +104,14 @@ class Exchanges:
     def measure(
         self, grid: Grid, clients: Sequence[Client], messages: Iterable[Message], timeout: float, memory: int, simulated: bool
     ) -> tuple[list[Message], str]:
-        """Send the messages of a statistics-only exchange, run it layer by layer, and return the replies.
+        """Send the messages of a statistics-only exchange, run it layer by layer, and return the replies and the carrier's name.
 
-        Afterwards ``session`` holds the details. If the clients cannot all take part at the same time, or nobody joined the
-        exchange, the log gives the reason, and no later call tries again.
+        Both are empty if the clients cannot all take part at the same time. Then, or if nobody joined, the log
+        gives the reason, and no later call tries again.
 
-        Args:
-            grid: Flower's grid.
-            clients: the clients.
-            messages: one message per client.
-            timeout: seconds from one exchange to the next.
-            memory: bytes of activations that all clients in this process may keep together.
-            simulated: whether to try it in Flower's simulation, too, which may be unable to run all clients at once.
-
-        Returns:
-            The replies and the carrier's name. Both are empty if the clients cannot take part at the same
-                time.
+        There are ``timeout`` seconds from one exchange to the next. All clients in this process may keep
+        ``memory`` bytes of activations together. ``simulated``: try it in Flower's simulation, too, which may
+        be unable to run all clients at once.
         """
         if self._cannot_meet:
             return [], ""
@@ -184,13 +165,7 @@ class Exchanges:
         return f"exchange={wanted!r} does not work {place}" if wanted == ("grpc" if here else "local") else ""
 
     def _why_not_at_once(self, grid: Grid, clients: int, simulated: bool) -> str:
-        """Return why ``clients`` clients cannot exchange statistics layer by layer. Empty if they can, and then the service listens.
-
-        Args:
-            grid: Flower's grid.
-            clients: the number of clients.
-            simulated: whether to try it in Flower's simulation, too, which may be unable to run all clients at once.
-        """
+        """Return why so many clients cannot exchange statistics layer by layer. Empty if they can, and then the service listens."""
         if isinstance(grid, InProcessGrid) and grid.one_program:
             return "engine='vectorised' measures all clients at once, a pass at a time"
         if "replay" in (self.settings.carrier, self.carrier):
@@ -227,13 +202,12 @@ class Exchanges:
     def _meet(self, grid: Grid, cohort: Sequence[Client], timeout: float) -> str:
         """Test, before training, whether all clients of a cohort can join an exchange over gRPC at the same time.
 
-        Returns:
-            What to change if they cannot. Empty if they can.
+        Return what to change if they cannot. With the policy ``shrink``, rounds go on without clients that
+        cannot reach the service.
 
         Raises:
-            RunFailed: the service cannot listen. Or a client cannot reach it, or does not trust its certificate. With the policy
-                ``shrink``, rounds go on without such a client. The error is then raised only if no client could join, or if others were
-                late.
+            RunFailed: the service cannot listen, or clients cannot reach it or do not trust its
+                certificate.
         """
         messages = {c.index: Message(RecordDict(), c.node, RENDEZVOUS, ttl=timeout, group_id="0") for c in cohort}
         settings = self.settings
@@ -261,15 +235,9 @@ class Exchanges:
     def _carry(
         self, carrier: str, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float
     ) -> list[Message]:
-        """Send the messages, run the session, and return the replies.
+        """Send the messages, run the session by a ``carrier``, and return the replies.
 
-        Args:
-            carrier: ``grpc``, ``local`` or ``replay``.
-            grid: Flower's grid.
-            messages: the train messages, by client.
-            session: the exchange.
-            timeout: seconds from one exchange to the next.
-            longest: seconds for all of it.
+        ``timeout`` are the seconds from one exchange to the next, ``longest`` those for all of it.
         """
         if carrier == "replay":
             return self._by_replay(grid, messages, session, timeout)
@@ -289,14 +257,11 @@ class Exchanges:
                 service.close(session)
 
     def _listen(self, grid: Grid) -> dict[str, Any]:
-        """Start the run's gRPC service if it does not listen yet. In a deployment it has the address and the certificates of ``fl-bn kit``.
-
-        Returns:
-            What train messages say of it: its address and the authority's certificate travel over Flower's own connections.
+        """Start the run's gRPC service if it does not listen yet, and return what train messages say of it.
 
         Raises:
-            RunFailed: it cannot listen on its address, its certificates are wrong, or it would be unencrypted in an encrypted
-                deployment.
+            RunFailed: it cannot listen, its certificates are wrong, or it would be unencrypted in an
+                encrypted deployment.
         """
         try:
             settings = exchange_in(self.settings, grid)

@@ -101,10 +101,6 @@ def attach(content: RecordDict, transcript: Transcript) -> int:
 def detach(payload: Payload, config: Mapping[str, Any]) -> list[tuple[Key, Answer]]:
     """Return the transcript in a train message, and remove it from ``payload``. Empty: the message has none.
 
-    Args:
-        payload: the message's arrays, which hold the values of the answers.
-        config: the message's config, which holds the keys of the answers.
-
     Raises:
         WireError: the transcript is not valid.
     """
@@ -134,16 +130,11 @@ def question(pending: Unanswered, client: int = 0) -> Reply:
 def read_request(reply: Message, header: Header) -> tuple[int, Local, float] | None:
     """Read the request of a client that needs an answer.
 
-    Args:
-        reply: the client's reply.
-        header: the header of the instruction, which the reply must repeat.
-
-    Returns:
-        The client's batch size, its request, and the sum of the absolute values of its earlier requests (``Unanswered.passed``).
-            None if the reply is the client's last one of the round.
+    Return its batch size, its request, and the sum of the absolute values of its earlier requests. None:
+    this is its last reply.
 
     Raises:
-        WireError: the reply cannot be read.
+        WireError: the reply cannot be read, or does not repeat the instruction's ``header``.
     """
     payload, repeated = from_records(reply.content)
     if REQUEST not in payload:

@@ -45,13 +45,10 @@ NOBODY = Plan(0, 0, 0)
 
 
 def secured(build: Callable[[Context], BatchNormClient]) -> Handler:
-    """Return the handler that answers a secure sum's messages, which are train messages of Flower.
+    """Return the handler that answers a secure sum's messages, which are train messages of Flower, after the ``Gate`` has checked them.
 
-    The ``Gate`` has checked these messages before. The handler raises ``Insecure`` if the protocol's parameters or the
-    requested shares would reveal a single client's vector.
-
-    Args:
-        build: makes the client from Flower's context of a message.
+    It raises ``Insecure`` if the protocol's parameters or the requested shares would reveal a single
+    client's vector.
     """
 
     def secure(message: Message, context: Context) -> Message:
@@ -98,11 +95,6 @@ def _no_vector(message: Message, context: Context) -> Message:
 
 def refusals(content: RecordDict, state: Any, node: int) -> Iterator[str]:
     """Yield the reasons why a client must not answer the message of a stage, the first reason first.
-
-    Args:
-        content: the message's content.
-        state: this client's state of SecAgg+.
-        node: this client's node.
 
     Raises:
         WireError: a field of the message is missing or not as declared.
@@ -197,13 +189,10 @@ def _readable(sealed: bytes, key: bytes, source: int, node: int) -> bool:
 
 
 def weight_refusals(weighting: Weighting, sections: Iterable[str], plan: Plan, levels: int) -> Iterator[str]:
-    """Yield each section in which this client's weight in the sum is above 1, or too small for its values to survive quantisation.
+    """Yield each section in which this client's weight in the sum is above 1, or below 2 / ``levels``.
 
-    Args:
-        weighting: the counts at which a client's weight in the sum is 1, as the server sent them.
-        sections: the sections of the vector.
-        plan: this client's counts.
-        levels: the number of levels of the quantiser. The smallest allowed weight is 2 / ``levels``.
+    A smaller weight would not survive the quantiser, which has so many ``levels``. The server sent
+    ``weighting``.
     """
     for section in sections:
         if not 2 / levels <= (weight := weighting.of(section, plan)) <= 1:
@@ -215,19 +204,10 @@ def weight_refusals(weighting: Weighting, sections: Iterable[str], plan: Plan, l
 
 
 def plan_of(client: BatchNormClient, message: Message, header: Header, context: Context) -> Plan:
-    """Count the samples and batches that this client will use in the round of ``message``.
+    """Count the samples and batches that this client will use in the round of ``message``; for an evaluation, the test samples.
 
-    The run's seed decides the batches, so the client can count them before it trains. For an evaluation, the test
-    samples are counted.
-
-    Args:
-        client: the client.
-        message: the server's message.
-        header: the message's header.
-        context: Flower's context of the client.
-
-    Returns:
-        The counts. All are 0 if the client has too few samples, or if its site allows no further evaluation.
+    The run's seed decides the batches, so the client can count them before it trains. All counts are 0 if
+    the client has too few samples, or if its site allows no further evaluation.
     """
     who = client.site.client
     if sums_evaluations(message):
@@ -330,10 +310,8 @@ def _vector_reply(message: Message, vector: np.ndarray, activations: Mapping[str
 def _private(parts: Sections, config: Mapping[str, Any], contributors: int) -> Sections:
     """Clip the update and the statistics, each as one vector, and add this client's share of the noise.
 
-    Args:
-        parts: the values to sum, by section and name.
-        config: the instruction's clips and noise (``NOISE``).
-        contributors: the smallest number of clients in a sum. The shares of so many clients add up to the whole noise.
+    The shares of ``contributors`` clients, the smallest number in a sum, add up to the whole noise.
+    ``config`` has the form ``NOISE``.
     """
     noised: Sections = {section: {} for section in parts}
     for statistics, key in ((False, "dp-clip"), (True, "dp-statistics-clip")):

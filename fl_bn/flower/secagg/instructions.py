@@ -60,15 +60,12 @@ History = dict[int, bytes]
 
 
 def instruction_digest(message: Message, run_config: Mapping[str, Any], state: Any) -> bytes:
-    """Hash this client's instruction.
+    """Hash this client's instruction to send a masked vector: 32 bytes, the same at every client with the same instruction.
 
     Args:
-        message: the instruction to send a masked vector.
+        message: the instruction.
         run_config: the run config, as this client has it.
         state: this client's state of SecAgg+, with the fields ``SET_UP``.
-
-    Returns:
-        32 bytes, the same at every client with the same instruction.
 
     Raises:
         WireError: an array cannot be read.
@@ -79,15 +76,8 @@ def instruction_digest(message: Message, run_config: Mapping[str, Any], state: A
 def training_digest(message: Message, run_config: Mapping[str, Any]) -> bytes:
     """Hash the part of a training instruction that decides the client's state at the end of the round.
 
-    The fields of a single attempt at the secure sum, such as its weights, are left out. If a client is lost,
+    Fields of a single attempt at the secure sum, such as its weights, are left out. If a client is lost,
     the sum is tried again with other values of these fields, and the clients' states stay the same.
-
-    Args:
-        message: the training instruction.
-        run_config: the run config, as this client has it.
-
-    Returns:
-        32 bytes.
 
     Raises:
         WireError: an array cannot be read.

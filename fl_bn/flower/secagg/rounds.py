@@ -74,13 +74,11 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: ServerPoli
 class SecureRounds:
     """Run secure sums for one run. ``accountant`` counts the privacy budget if differential privacy is on.
 
-    Args:
-        settings: the settings of secure aggregation.
-        server: the server of the run, which holds the shared model and the settings for rounds.
-        note: records the clients in a sum, and whether it is a sum of evaluations.
+    ``note`` records the clients in a sum, and whether it is a sum of evaluations.
 
     Raises:
-        ValueError: the server's method, settings or defence do not work with secure sums (``check_secure``).
+        ValueError: the server's method, settings or defence do not work with secure sums
+            (``check_secure``).
     """
 
     def __init__(self, settings: SecureAggregation, server: Server, note: Note = lambda parts, evaluates: None) -> None:
@@ -94,21 +92,14 @@ class SecureRounds:
     ) -> tuple[list[Reply], dict[int, str]]:
         """Measure the statistics of all clients together in a statistics-only exchange, and store them.
 
-        Clients report deviations from a reference, which is the shared statistics. If the reference is too
-        far from the data, the exchange is repeated with the measured statistics as the next reference, up to
-        ``REPEATS`` times. With differential privacy it is not repeated, because each exchange costs budget.
-        In every repetition, the clients normalise their data with the statistics in ``messages``, which stay the same.
-
-        Args:
-            grid: Flower's grid.
-            messages: one message per client.
-            clients: the clients.
-            timeout: how many seconds to wait for the replies.
+        Clients report deviations from a reference, the shared statistics. If it is too far from the data, the
+        exchange is repeated with the measured statistics as reference, up to ``REPEATS`` times; under
+        differential privacy it is not, since each exchange costs budget. In all repetitions clients normalise
+        their data with the statistics in ``messages``.
 
         Returns:
-            First, one reply for each client in the sum, with the client's counts but no statistics of its own. Second,
-                client index -> why this client is not in the sum. If the exchange fails, no client is in the sum, and
-                the log has a warning.
+            A reply for each client in the sum, with its counts alone; and client index -> why a client is
+                not in the sum.
         """
         shared, before, messages = self.shared, self.shared.statistics(), list(messages)
         reference, limit = references(shared.sections().get("statistics", {})), self.settings.clipping_range
@@ -136,20 +127,10 @@ class SecureRounds:
         return _entries(total), total.refused
 
     def train(self, grid: Grid, messages: Iterable[Message], cohort: Sequence[Client], timeout: float) -> tuple[bool, list[Reply]]:
-        """Train for one round.
+        """Train for one round. Return whether it changed the model, and a reply for each client in the sum, with its counts.
 
-        The server knows only the cohort's mean loss, so the round's record has this mean as every client's loss.
-        With differential privacy the loss is NaN, because the budget does not include it.
-
-        Args:
-            grid: Flower's grid.
-            messages: one train message per client.
-            cohort: the clients.
-            timeout: how many seconds to wait for the replies.
-
-        Returns:
-            Whether the round changed the model; and one reply for each client in the sum, with the client's counts and
-                the cohort's mean loss. If the model did not change, the log has a warning.
+        The server knows the cohort's mean loss alone, so the record has it as every client's loss. Under
+        differential privacy the loss is NaN, because the budget does not include it.
         """
         shared, server, record, messages = self.shared, self.server, self.server.record, list(messages)
         phase, who, parts = Phase(record.phase), [client.index for client in cohort], list[Reply]()
@@ -191,18 +172,10 @@ class SecureRounds:
     def evaluate(
         self, grid: Grid, messages: Iterable[Message], clients: Sequence[Client], timeout: float, task: Task
     ) -> tuple[dict[str, float], dict[int, str]]:
-        """Return the means of the loss and of the task's metric over the clients. Each client counts once.
+        """Return the mean loss and task metric over the clients, by name, and client index -> why a client is not in the means.
 
-        Args:
-            grid: Flower's grid.
-            messages: one evaluate message per client.
-            clients: the clients.
-            timeout: how many seconds to wait for the replies.
-            task: the task.
-
-        Returns:
-            The means by name; and client index -> why this client is not in the means. There are no means if the sum
-                fails, or under differential privacy, whose budget includes no evaluations.
+        Each client counts once. There are no means if the sum fails, or under differential privacy, whose
+        budget includes no evaluations.
         """
         messages, shapes = list(messages), sums.evaluation_layout(task)
         if self.settings.privacy is not None:
@@ -335,16 +308,11 @@ def _clients(total: Sum, average: Sections, key: str, limit: float) -> int:
 
 
 def _widened(moments: Mapping[str, Moments], reference: Mapping[str, Running], limit: float) -> dict[str, Moments]:
-    """Return ``moments`` as the next reference, with larger variances for channels that were cut off.
+    """Return ``moments`` as the next reference, with larger variances for channels that were cut off, or nearly.
 
-    A mean that was cut off shows the direction of the data, but neither their distance nor their spread. A channel near the
-    end of the range is treated in the same way. Its new standard deviation is at least ``limit ** 2`` times that of the old
-    reference. If this deviation is too large, the next measurement corrects it.
-
-    Args:
-        moments: layer -> the measured moments.
-        reference: layer -> the reference of this measurement.
-        limit: the end of the quantiser's range, in standard deviations of the reference (``clipping_range``).
+    A mean that was cut off shows the direction of the data, but neither their distance nor their spread. So
+    the new standard deviation is at least ``limit ** 2`` times the old one. If it is too large, the next
+    measurement corrects it.
     """
     wide = {}
     for layer, m in moments.items():

@@ -89,12 +89,8 @@ class Weighting:
 def layout(expected: Schema, loss: bool, cut: bool = True) -> Layout:
     """Return the shapes of all summed values, by section and name.
 
-    Counts are not summed. Clients send them unmasked, and they serve as weights.
-
-    Args:
-        expected: the tensors of a plain reply.
-        loss: whether the loss is summed.
-        cut: whether the flags of cut values are summed.
+    They are the tensors of a plain reply, except counts, which travel unmasked, and on demand the loss and
+    the flags of cut values.
     """
     numbers: Layout = {"loss": {"loss": (1,)}} if loss else {}
     numbers |= {"cut": {"statistics": (1,), "update": (1,)}} if cut else {}
@@ -180,17 +176,10 @@ def activations(reply: Sections, plan: Plan) -> dict[str, int]:
 
 
 def flags(loss: float, weight: float, statistics: bool, update: bool, limit: float) -> Sections:
-    """Return the numbers that each client adds to a secure sum beside its tensors.
+    """Return the numbers that each client adds to a secure sum beside its tensors, scaled to the quantiser's range.
 
-    They are the loss, two flags (whether values were cut off to fit the quantiser), and the constants ``CHECK``. The
-    mean of the constants shows whether the masks cancelled. All numbers are scaled to the quantiser's range.
-
-    Args:
-        loss: the training loss.
-        weight: the client's weight for the loss.
-        statistics: whether statistics were cut off.
-        update: whether the update was cut off.
-        limit: the quantiser's range is ``[-limit, limit]``.
+    They are the loss times the client's ``weight``, two flags (whether statistics, or values of the update,
+    were cut off), and the constants ``CHECK``, whose mean shows whether the masks cancelled.
     """
     share = torch.tensor([min(loss / LOSS_RANGE, 1.0) * limit * weight])
     cut = {"statistics": torch.tensor([limit * statistics]), "update": torch.tensor([limit * update])}
@@ -208,16 +197,11 @@ def evaluation_layout(task: type[Task] | Task) -> Layout:
 
 
 def evaluation_parts(metrics: Mapping[str, float], task: Task, limit: float) -> Sections:
-    """Scale a client's metrics to the quantiser's range, by section of ``evaluation_layout``.
-
-    Args:
-        metrics: the client's metrics, by name.
-        task: the task, which declares the metric and its range.
-        limit: the quantiser's range is ``[-limit, limit]``.
+    """Scale a client's metrics to the quantiser's range ``[-limit, limit]``, by section of ``evaluation_layout``.
 
     Raises:
-        ValueError: a metric is NaN, because there are no labels or the model diverged. The client then takes
-            no part in the mean.
+        ValueError: a metric is NaN, because there are no labels or the model diverged. The client then
+            takes no part in the mean.
     """
     shares = {}
     for name in (LOSS, task.metric):
@@ -234,11 +218,6 @@ def evaluation_means(average: Sections, task: Task, limit: float) -> dict[str, f
     """Convert an average over clients back to metrics, the inverse of ``evaluation_parts``.
 
     Rounding may put a value outside of its range. Such a value is cut off.
-
-    Args:
-        average: the average, by section of ``evaluation_layout`` and name.
-        task: the task, which declares the metric and its range.
-        limit: the quantiser's range is ``[-limit, limit]``.
     """
     values = {}
     for name, mean in average[EVALUATION].items():
@@ -266,14 +245,9 @@ def from_vector(vector: np.ndarray, shapes: Layout) -> Sections:
 
 
 def update_of(average: Sections, weights: Named) -> Sections:
-    """Compute the average of the clients' weights, or of their gradients, from a secure average.
+    """Return the section ``weights`` or ``gradients`` of a secure average, in float64. Empty if all weights stay at the clients.
 
-    Args:
-        average: the average vector, by section and name. Weights in it are differences from ``weights``.
-        weights: the weights that were sent to the clients.
-
-    Returns:
-        The section ``weights`` or ``gradients``, with float64 tensors by name. Empty if all weights stay at the clients.
+    Weights in the average are differences from ``weights``, which were sent to the clients.
     """
     if "weights" in average:
         return {"weights": {name: weights[name].double() + difference for name, difference in average["weights"].items()}}

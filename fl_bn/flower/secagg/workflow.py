@@ -226,14 +226,10 @@ class SecureSum:
         )
 
     def _weigh(self, nodes: Sequence[int], state: Any) -> Weighting:
-        """Choose the weights of this sum, and add them and the combined history to all clients' instructions.
+        """Choose the weights of this sum (``Weighting``), and add them and the combined history to all clients' instructions.
 
-        The client with the largest count in the cohort has weight 1, see ``Weighting``. In sums of moments, a sample that a client uses
-        twice counts twice in the weight of its statistics.
-
-        Args:
-            nodes: the nodes in the sum.
-            state: Flower's state of the workflow. It gets the instructions.
+        In sums of moments, a sample that a client uses twice counts twice in the weight of its statistics.
+        ``state`` is Flower's.
         """
         plans = [self.plans[node] for node in nodes]
         most, passes = max(p.samples for p in plans), max(p.passes if "moments" in self.shapes else p.samples for p in plans)
@@ -365,13 +361,7 @@ class SecureSum:
         return made
 
     def _problems(self, reply: Message, node: int, stage: str, request: Mapping[str, Any]) -> Iterator[Problem]:
-        """Yield what is wrong with a reply, and store what it tells.
-
-        Args:
-            reply: the reply.
-            node: the node that must have sent it.
-            stage: the stage of SecAgg+.
-            request: the record that was sent to this node.
+        """Yield what is wrong with the reply of ``node`` to ``request`` in a ``stage``, and store what it tells.
 
         Raises:
             WireError: a field of the reply is missing or not as declared.

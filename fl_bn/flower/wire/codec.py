@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -50,34 +50,19 @@ class Header:
     signature: str
     payload: str = AS_THE_MODEL
 
-    def values(self) -> dict[str, Any]:
-        """Return the fields by name. ``dataclasses.asdict`` is slower, because it copies deeply."""
-        return dict(vars(self))
-
     def check(self, other: Header, why: Callable[[], str] = lambda: HINT) -> None:
-        """Check that ``other`` has the same fields.
-
-        Args:
-            other: the header of a received message.
-            why: returns the reason for another signature, in words.
+        """Check that ``other`` has the same fields. ``why`` returns the reason for another signature, in words.
 
         Raises:
             WireError: a field differs.
         """
-        for key, expected in self.values().items():
+        for key, expected in vars(self).items():
             if (actual := getattr(other, key)) != expected:
                 raise WireError("header", key, f"expected {expected!r}, but got {actual!r}" + (f": {why()}" if key == "signature" else ""))
 
 
 def header_for(shared: SharedModel, round: int, phase: Phase, payload: str = AS_THE_MODEL) -> Header:
-    """Return the header of a message in ``round``.
-
-    Args:
-        shared: the shared model, with its method and signature.
-        round: the round's number.
-        phase: the round's phase.
-        payload: the dtype in which weights are sent.
-    """
+    """Return the header of a message in ``round``, with the method and signature of ``shared``."""
     return Header(shared.method.name, phase.value, round, shared.signature, payload=payload)
 
 
@@ -127,52 +112,31 @@ def to_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
 
 def to_records(payload: Payload, header: Header) -> RecordDict:
     """Return a message's content: the header, and a record of arrays per section."""
-    content = RecordDict({HEADER.name: ConfigRecord(header.values())})
+    content = RecordDict({HEADER.name: ConfigRecord({**vars(header)})})
     for section, arrays in payload.items():
         content[OURS + section] = to_record(arrays)
     return content
 
 
 def from_records(content: RecordDict) -> tuple[Payload, Header]:
-    """Return payload and header of a message.
-
-    Raises:
-        WireError: the header or an array cannot be read.
-    """
+    """Return payload and header of a message. If one of them cannot be read, raise ``WireError``."""
     header = header_of(content)
     return payload_of(content), header
 
 
 def payload_of(content: RecordDict) -> Payload:
-    """Return fl-bn's arrays in a message, by section and name.
-
-    Raises:
-        WireError: an array cannot be read. The error names the first one.
-    """
+    """Return fl-bn's arrays in a message, by section and name. An array that cannot be read raises ``WireError``."""
     return {section: arrays_in(record, section) for section, record in our_records(content, ArrayRecord).items()}
 
 
 def arrays_in(record: ArrayRecord, section: str) -> dict[str, np.ndarray]:
-    """Return the arrays of one ``section``, by name.
-
-    Raises:
-        WireError: an array cannot be read. The error names the first one.
-    """
+    """Return the arrays of one ``section``, by name. An array that cannot be read raises ``WireError``."""
     return {name: decoded(array, section, name) for name, array in record.items()}
 
 
 def header_of(content: RecordDict) -> Header:
-    """Return the header of a message.
-
-    Raises:
-        WireError: there is no header, or one of its fields is missing or not as expected.
-    """
-    return header_from(HEADER.of(content))
-
-
-def header_from(values: Mapping[str, Any]) -> Header:
-    """Return the header with the fields in the checked ``values``. Entries of other names are ignored."""
-    return Header(**{field.name: values[field.name] for field in fields(Header) if field.name in values})
+    """Return the header of a message. If a field is missing or not as expected, raise ``WireError``."""
+    return Header(**HEADER.of(content))
 
 
 DTYPES = frozenset(map(np.dtype, "?bBhHiIqQefd"))
@@ -182,13 +146,9 @@ DTYPES = frozenset(map(np.dtype, "?bBhHiIqQefd"))
 def array_from(data: bytes, section: str, name: str = "") -> np.ndarray:
     """Decode an array in NumPy's .npy format. The result is read-only and shares the memory of ``data``.
 
-    Args:
-        data: the received bytes.
-        section: the array's section, for the error message.
-        name: the array's name, for the error message.
-
     Raises:
-        WireError: ``data`` is no array of numbers, or its length does not match its shape.
+        WireError: ``data`` is no array of numbers, or its length does not match its shape. ``section``
+            and ``name`` are in the error.
     """
     try:
         shape, fortran, dtype, begin = _head(data[: 10 + int.from_bytes(data[8:10], "little")])
@@ -201,10 +161,7 @@ def array_from(data: bytes, section: str, name: str = "") -> np.ndarray:
 
 @lru_cache(maxsize=1024)
 def _head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """Read the head of an array in version 1.0 of NumPy's format.
-
-    Returns:
-        Shape; whether the values are in Fortran order; dtype; the length of the head in bytes.
+    """Read the head of an array in version 1.0 of NumPy's format: shape, order, dtype, and the head's length in bytes.
 
     Raises:
         Exception: any that NumPy's parsers raise.
@@ -220,12 +177,7 @@ def _head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
 
 
 def decoded(array: Array, section: str, name: str = "") -> np.ndarray:
-    """Return the values of ``array``, read-only and without a copy.
-
-    Args:
-        array: an array of a message.
-        section: the array's section, for the error message.
-        name: the array's name, for the error message.
+    """Return the values of ``array``, read-only and without a copy. ``section`` and ``name`` are for the error.
 
     Raises:
         WireError: the values cannot be read.
@@ -242,12 +194,7 @@ def flatten(payload: Payload) -> tuple[list[np.ndarray], str]:
 
 
 def unflatten(arrays: list[np.ndarray], layout: str) -> Payload:
-    """Return the arrays of a list by section and name, the inverse of ``flatten``.
-
-    Args:
-        arrays: the arrays.
-        layout: the layout that ``flatten`` returned with them, as JSON.
-    """
+    """Return the arrays of a list by section and name, the inverse of ``flatten``."""
     remaining = iter(arrays)
     return {section: {name: next(remaining) for name in names} for section, names in json.loads(layout)}
 

@@ -199,17 +199,12 @@ class Gate:
 def admit_own(message: Message, context: Context, evaluates: bool) -> None:
     """Check that a user's own handler may answer a message. ``training`` and ``evaluating`` call this before the handler.
 
-    The handler's reply is not masked, so a client that requires secure aggregation refuses. If the app has no ``Gate``,
-    nothing checks the reply afterwards. So an evaluation is counted here, before the handler computes it.
-
-    Args:
-        message: the server's message.
-        context: Flower's context of the client.
-        evaluates: whether the handler evaluates.
+    The handler's reply is not masked, so a client that requires secure aggregation refuses. If the app has
+    no ``Gate``, nothing checks the reply afterwards. So an evaluation is counted here, before the handler
+    computes it.
 
     Raises:
-        Refused: the server has another version of fl-bn, this client requires secure aggregation, or its site allows no
-            further evaluation in this run.
+        Refused: the client must not answer.
     """
     why, limits = server_differs(message.content), Limits.of(context)
     if not why and limits.secure:
@@ -228,9 +223,7 @@ def evaluations_left(context: Context, limits: Limits) -> bool:
 def _spend(context: Context, limits: Limits) -> str:
     """Add 1 to this client's evaluations of the run, before the result is sent. ``state-dir`` keeps the count over restarts.
 
-    Returns:
-        Why this client may not answer an evaluation: its site has answered as many as it allows in a run, or cannot store
-            the count. Empty if it may.
+    Return why this client may not answer; empty if it may.
     """
     most, file, spent = limits.max_evaluations, _file(context), _spent(context) + 1
     if most is None:
@@ -248,17 +241,11 @@ def _spend(context: Context, limits: Limits) -> str:
 
 
 def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int], least: int) -> tuple[dict[str, float], int]:
-    """Withhold metrics that summarise too few samples.
+    """Withhold metrics that summarise fewer than ``least`` samples: they become NaN.
 
-    Args:
-        metrics: the metrics, by name.
-        samples: the number of samples of each metric that is not in ``behind``.
-        behind: the numbers of samples of the other metrics, by name.
-        least: the smallest number of samples that a metric may summarise.
-
-    Returns:
-        The metrics, with NaN in place of withheld ones; and the smallest number of samples behind a metric that is not
-            withheld. If all metrics are withheld, this number is ``samples``.
+    Return the metrics, and the smallest number of samples behind one that is not withheld; ``samples`` if
+    all are. ``behind`` has the numbers of samples of some metrics, by name; all others summarise
+    ``samples``.
     """
     counts = {name: behind.get(name, samples) for name in metrics}
     kept = {name: value if counts[name] >= least else math.nan for name, value in metrics.items()}

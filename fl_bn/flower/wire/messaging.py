@@ -7,11 +7,9 @@ logs how many replies have come.
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import grpc
 from flwr.app import Error, Message, RecordDict
@@ -29,30 +27,19 @@ EXPIRED = 3  # the code of an error for a message whose time to live is over, wh
 NEAR = 2.0  # seconds before the deadline; a message that expires after that only means that its reply is late
 POLL = 0.2  # seconds between two checks for replies; Flower's own loop over gRPC waits 3
 LOOK = 2.0  # seconds between two checks for lost nodes
-FEW = 8  # the most replies to fetch at a time if each is freed after use
+FEW = 8  # the most replies to fetch at a time, since each is freed after use
 SAY = 60.0  # seconds between two lines of the log that say how many replies have come
 
 
 def send_and_receive(
     grid: Grid, messages: Iterable[Message], timeout: float, patience: float = 0.0, called: ClientNames = UNNAMED
 ) -> list[Message]:
-    """Send messages, and return the replies that arrive in time, in no particular order.
-
-    ``receive`` does the same, but yields the replies one by one.
-
-    Args:
-        grid: Flower's grid.
-        messages: the messages, one per client.
-        timeout: how many seconds to wait for all replies.
-        patience: how many seconds to wait until a lost node, or a node whose process died, comes back. Its message is then
-            sent again. If it does not come back, the result has an error in place of its reply. 0: no message is sent again.
-        called: the nodes' names in the log.
-    """
-    return list(receive(grid, messages, timeout, patience, at_once=0, called=called))
+    """Do the same as ``receive``, and return the replies as a list."""
+    return list(receive(grid, messages, timeout, patience, called))
 
 
 def receive(
-    grid: Grid, messages: Iterable[Message], timeout: float, patience: float = 0.0, at_once: int = FEW, called: ClientNames = UNNAMED
+    grid: Grid, messages: Iterable[Message], timeout: float, patience: float = 0.0, called: ClientNames = UNNAMED
 ) -> Iterator[Message]:
     """Yield the replies that come within ``timeout`` seconds, in no particular order.
 
@@ -62,31 +49,27 @@ def receive(
 
     Args:
         grid: Flower's grid.
-        messages: the messages. If this is a list, messages that are sent again are appended to it.
+        messages: the messages, one per client.
         timeout: how many seconds to wait for all replies. It has no effect on an ``InProcessGrid``.
-        patience: how many seconds to wait until a lost node, or a node whose process died, comes back. 0: no message is sent again.
-        at_once: the largest number of replies in memory that are not yielded yet. 0: any number.
+        patience: how many seconds to wait until a lost node, or a node whose process died, comes back. If it does not, an
+            error takes the place of its reply. 0: no message is sent again.
         called: the nodes' names in the log.
     """
-    sent = messages if isinstance(messages, list) else list(messages)
+    sent = list(messages)
     if not sent:
         return iter(())
     if isinstance(grid, InProcessGrid):  # in one process, a message without an answer by now will never get one
         return grid.send_and_receive(sent)
-    return Mailbox(grid, sent, timeout, patience, at_once, called).replies()
+    return Mailbox(grid, timeout, patience, called).replies(sent)
 
 
 def pulled(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
-    """Yield the replies to the ``waiting`` messages that have come so far.
+    """Yield the replies to the ``waiting`` messages (by id) that have come so far.
 
-    Flower decodes a reply in this process, from bytes that the client made. Flower's parsers may raise any
-    exception, and then all replies that were fetched together are lost. So each reply is fetched alone. The
-    bytes also name the sender and the answered message, perhaps falsely. A reply that cannot be decoded, or
-    that names another node, is replaced by an error of the node that got the message.
-
-    Args:
-        grid: Flower's grid.
-        waiting: the messages without a reply, by id.
+    Flower decodes a reply in this process, from bytes that the client made, and its parsers may raise any
+    exception. So each reply is fetched alone. The bytes also name the sender and the answered message,
+    perhaps falsely. A reply that cannot be decoded, or that names another node, is replaced by an error of
+    the node that got the message.
 
     Raises:
         grpc.RpcError: the SuperLink cannot be reached.
@@ -137,81 +120,50 @@ def _instead(message: Message, why: str, code: int = UNREADABLE) -> Message:
 
 
 def copy_of(message: Message, ttl: float | None = None, kind: str = "", node: int | None = None) -> Message:
-    """Return a message with the same records, but an id of its own.
-
-    Args:
-        message: the original.
-        ttl: the time to live, in seconds. None: the original's.
-        kind: Flower's message type. Empty: the original's.
-        node: the addressee. None: the original's.
-    """
+    """Return a message with the same records, but an id of its own; and another time to live, type or addressee, if given."""
     m = message.metadata
     to, kind = m.dst_node_id if node is None else node, kind or m.message_type
     return Message(RecordDict(dict(message.content.items())), to, kind, ttl=ttl or m.ttl, group_id=m.group_id)
-
-
-@dataclass
-class _Lost:
-    message: Message
-    error: Message
 
 
 class Mailbox:
     """Send the messages of one call of ``receive``, and collect the replies.
 
     Args:
-        grid: Flower's grid.
-        sent: the messages. Those that are sent again are appended.
-        timeout: how many seconds to wait for all replies.
-        patience: how many seconds to wait until a lost node, or a node whose process died, comes back.
-        at_once: the largest number of replies in memory that are not yielded yet. 0: any number.
-        called: the nodes' names in the log.
+        grid, timeout, patience, called: as in ``receive``.
     """
 
-    def __init__(self, grid: Grid, sent: list[Message], timeout: float, patience: float, at_once: int, called: ClientNames) -> None:
-        self.grid, self.sent, self.patience, self.at_once, self.called = grid, sent, patience, at_once or sys.maxsize, called
+    def __init__(self, grid: Grid, timeout: float, patience: float, called: ClientNames) -> None:
+        self.grid, self.patience, self.called = grid, patience, called
         self.end = time.monotonic() + timeout
-        self.waiting: dict[str, Message] = {}
-        self.lost: list[_Lost] = []
-        self.until: dict[int, float] = {}  # node -> the time until which it may come back
+        self.waiting: dict[str, Message] = {}  # message id -> message without a reply
+        self.lost: list[tuple[int, Message, Message]] = []  # nodes that may come back: node, its message, the error
+        self.until: dict[int, float] = {}  # lost node -> the time until which it may come back
         self.died: set[int] = set()  # nodes whose process died on this message
         self.original: dict[str, int] = {}  # message that was sent again -> its addressee when the round began
-        self.ready, self.yielded, self.count = deque[Message](), 0, 0
-        self.looked = self.logged = time.monotonic()
-        self.addressees = len(sent)
 
-    def replies(self) -> Iterator[Message]:
+    def replies(self, messages: list[Message]) -> Iterator[Message]:
         """Send the messages, and yield the replies until all have come or the time is over.
 
         A lost node that does not come back gives an error in place of its reply.
         """
-        self._push(self.sent)
+        self._push(messages)
+        looked = logged = time.monotonic()
         while (self.waiting or self.lost) and time.monotonic() < self.end:
-            before = self.count
-            yield from self._pulled()
-            if self.count == before:
+            before = len(self.waiting)
+            yield from self._arrived()
+            if len(self.waiting) == before:
                 time.sleep(POLL)
-            if (now := time.monotonic()) - self.looked >= LOOK:
-                self.looked = now
-                self._look()
-            yield from self._yield_ready()
-            self._say()
-        if self.waiting:
-            yield from self._pulled()
-        for lost in self.lost:
-            yield lost.error
-
-    def _pulled(self) -> Iterator[Message]:
-        """Yield the replies that have come, a few at a time."""
-        waiting = list(self.waiting)
-        for i in range(0, len(waiting), self.at_once):
-            self._pull(waiting[i : i + self.at_once])
-            yield from self._yield_ready()
-
-    def _yield_ready(self) -> Iterator[Message]:
-        while self.ready:
-            self.yielded += 1
-            yield self.ready.popleft()
+            if (now := time.monotonic()) - looked >= LOOK:
+                looked = now
+                yield from self._ask_again()
+            if now - logged >= SAY:
+                logged, kind, here = now, messages[0].metadata.message_type, len(messages) - len(self.waiting) - len(self.lost)
+                line = "%s: %d of %d replies are here; the deadline is in %.0f s"
+                log(logging.INFO, line, kind, here, len(messages), self.end - now)
+        yield from self._arrived()
+        for _, _, error in self.lost:
+            yield error
 
     def _push(self, messages: list[Message]) -> list[str]:
         """Send ``messages``. Return the ids of those that the grid took."""
@@ -219,57 +171,56 @@ class Mailbox:
         self.waiting |= taken
         return list(taken)
 
-    def _pull(self, identities: list[str]) -> None:
-        replies = list(pulled(self.grid, {identity: self.waiting[identity] for identity in identities if identity in self.waiting}))
-        self.count += len(replies)
-        now = time.monotonic()
-        for reply in replies:
-            if (message := self.waiting.pop(reply.metadata.reply_to_message_id, None)) is None:
-                continue  # a second answer to one message does not count
-            node = self.original.get(reply.metadata.reply_to_message_id, message.metadata.dst_node_id)
-            if node != message.metadata.dst_node_id:  # the reader of the reply knows the client by its earlier node
-                reply.metadata.__dict__["_src_node_id"] = node
-            if reply.has_error() and reply.error.code == EXPIRED and now > self.end - NEAR:
-                continue  # no reply before the deadline
-            if reply.has_error() and reply.error.code in PASSING and now < self.until.setdefault(node, now + self.patience):
-                if reply.error.code != DIED or node not in self.died:
-                    self._lose(message, reply, self.until[node] - now)
-                    continue
-                who, why = self.called.node(node), reason(reply.error.reason)
-                kind = message.metadata.message_type
-                log(logging.WARNING, "%s: %s: %s; that is the second time, and the round goes on without this client", kind, who, why)
-            self.ready.append(reply)
+    def _arrived(self) -> Iterator[Message]:
+        """Yield the replies that have come. Few are fetched at a time, and each is freed when the caller asks for the next one."""
+        waiting = list(self.waiting)
+        for i in range(0, len(waiting), FEW):
+            replies = deque(pulled(self.grid, {identity: self.waiting[identity] for identity in waiting[i : i + FEW]}))
+            while replies:
+                reply = replies.popleft()
+                sent = self.waiting.pop(reply.metadata.reply_to_message_id, None)  # None: a second answer does not count
+                if sent is not None and self._is_final(reply, sent):
+                    yield reply
+                del reply
 
-    def _lose(self, message: Message, error: Message, seconds: float) -> None:
-        """Record that the node of ``message`` is lost. It has ``seconds`` to come back, else ``error`` replaces its reply."""
-        node, code, why = message.metadata.dst_node_id, error.error.code, reason(error.error.reason)
-        kind, who = message.metadata.message_type, self.called.node(node)
-        self.lost.append(_Lost(message, error))
+    def _is_final(self, reply: Message, sent: Message) -> bool:
+        """Return whether ``reply`` counts. If it is the error of a node that may come back, or too late, it does not."""
+        node = self.original.get(reply.metadata.reply_to_message_id, sent.metadata.dst_node_id)
+        reply.metadata.__dict__["_src_node_id"] = node  # the reader of the reply knows the client by its earlier node
+        if not reply.has_error() or reply.error.code not in PASSING:
+            return True
+        code, why, now = reply.error.code, reason(reply.error.reason), time.monotonic()
+        if code == EXPIRED and now > self.end - NEAR:
+            return False
+        if now >= self.until.setdefault(node, now + self.patience):
+            return True
+        kind, who = sent.metadata.message_type, self.called.node(node)
+        if code == DIED and node in self.died:
+            log(logging.WARNING, "%s: %s: %s; that is the second time, and the round goes on without this client", kind, who, why)
+            return True
+        self.lost.append((node, sent, reply))
         if code == DIED:
             self.died.add(node)
             log(logging.WARNING, "%s: %s: %s; it is asked again", kind, who, why)
         else:
+            seconds = self.until[node] - now
             log(logging.WARNING, "%s: %s is lost (code %d: %s); it has %.0f s to come back", kind, who, code, why, seconds)
+        return False
 
-    def _look(self) -> None:
-        """Ask lost nodes that came back again."""
-        if not self.lost:
-            return
-        now, online = time.monotonic(), set(self.grid.get_node_ids())
-        lost, self.lost = self.lost, []
-        for one in lost:
-            node = one.message.metadata.dst_node_id
+    def _ask_again(self) -> Iterator[Message]:
+        """Ask lost nodes that came back again. Yield the errors of those that did not come back in time."""
+        now, lost, self.lost = time.monotonic(), self.lost, []
+        online = set(self.grid.get_node_ids()) if lost else set()
+        for node, sent, error in lost:
             if (here := self._node_now(node, online)) is not None:
-                again = copy_of(one.message, ttl=max(1.0, self.end - now), node=here)
-                if one.error.error.code != DIED:
+                again = copy_of(sent, ttl=max(1.0, self.end - now), node=here)
+                if error.error.code != DIED:
                     log(logging.INFO, "%s: %s is back, and is asked again", again.metadata.message_type, self.called.node(node))
-                self.sent.append(again)
-                for identity in self._push([again]):
-                    self.original[identity] = node
+                self.original |= dict.fromkeys(self._push([again]), node)
             elif now < self.until[node]:
-                self.lost.append(one)
+                self.lost.append((node, sent, error))
             else:
-                self.ready.append(one.error)
+                yield error
 
     def _node_now(self, node: int, online: set[int]) -> int | None:
         """Return the node that now serves the client of ``node``: a new one if its site's key was renewed. None: the client is offline."""
@@ -277,9 +228,3 @@ class Mailbox:
             return node
         client = self.called.client_of(node)
         return None if client is None else next((one for one in sorted(online) if self.called.client_of(one) == client), None)
-
-    def _say(self) -> None:
-        now = time.monotonic()
-        if now - self.logged >= SAY:
-            self.logged, kind, left = now, self.sent[0].metadata.message_type, self.end - now
-            log(logging.INFO, "%s: %d of %d replies are here; the deadline is in %.0f s", kind, self.yielded, self.addressees, left)

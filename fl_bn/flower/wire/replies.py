@@ -27,8 +27,7 @@ class Decoded:
         node: the node that sent it.
         failed: the error that came instead of content, in words. Empty if there is content.
         header: the header. None if it cannot be read. Then the arrays are not decoded either.
-        payload: the arrays by section and name. They share the memory of the message.
-        unreadable: the number of bytes of each array that cannot be decoded, by section and name.
+        payload: the readable arrays by section and name. They share the memory of the message.
         metrics: fl-bn's metric record. None if there is none.
         problem: the first reason why the header or an array cannot be decoded. It must be copied before it is
             raised: an exception that was raised keeps the reply's arrays in memory.
@@ -39,7 +38,6 @@ class Decoded:
     failed: str = ""
     header: Header | None = None
     payload: Payload = field(default_factory=dict)
-    unreadable: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     metrics: Mapping[str, Any] | None = None
     problem: WireError | None = None
     own: Mapping[str, MetricRecord] = field(default_factory=dict)
@@ -57,7 +55,6 @@ def decode(message: Message) -> Decoded:
     except WireError as error:
         return Decoded(node, metrics=metrics, problem=copy(error), own=own)
     payload: Payload = {}
-    unreadable: dict[str, dict[str, int]] = {}
     problem: WireError | None = None
     for section, arrays in our_records(content, ArrayRecord).items():
         payload[section] = {}
@@ -65,9 +62,8 @@ def decode(message: Message) -> Decoded:
             try:
                 payload[section][name] = decoded(array, section, name)
             except WireError as error:
-                unreadable.setdefault(section, {})[name] = len(array.data)
                 problem = problem or copy(error)
-    return Decoded(node, "", header, payload, unreadable, metrics, problem, own)
+    return Decoded(node, "", header, payload, metrics, problem, own)
 
 
 class Reading:
