@@ -101,7 +101,7 @@ def _statistics(section: str, truths: Sequence[Payload], lies: Sequence[Payload]
         damage = _statistics_damage(honest, len(lies), combine, partial(combine, average=defence.average))
         rows = adversary.statistics_rows(honest, len(lies), damage)
         channels = honest.shape[1] // 2
-        rows[:, channels:] = np.maximum(rows[:, channels:], 0)
+        rows = np.hstack([rows[:, :channels], np.maximum(rows[:, channels:], 0)])
         _write(section, [first, second], truths[0], lies, rows)
 
 

@@ -15,6 +15,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -92,6 +93,11 @@ def find(name: str) -> Any:
         except AttributeError:
             continue
     raise ImportError(f"expected {name} in {' or '.join(modules)}, but Flower {version('flwr')} does not have it: {_advice(DEPLOYED)}")
+
+
+def deployed() -> bool:
+    """Return whether this process is Flower's program ``flwr-clientapp``, which runs a SuperNode's ClientApp for one message."""
+    return Path(sys.argv[0]).name == "flwr-clientapp"
 
 
 def simulated() -> bool:

@@ -21,7 +21,6 @@ from fl_bn.federation.schema import instruction as shared_tensors
 from fl_bn.federation.server import Server
 from fl_bn.federation.transport import Transport
 from fl_bn.federation.values import Instruction, RoundReplies
-from fl_bn.flower.adversary import corrupt
 from fl_bn.flower.compat import log
 from fl_bn.flower.disclosure import DisclosureReport
 from fl_bn.flower.evaluation import Evaluations
@@ -183,7 +182,7 @@ class GridTransport(Transport):
         assert population is not None
         population.wait_for(now.min_cohort, number)
         self.cohort = population.cohort(now.fraction, now.seed, number, now.min_cohort)
-        if late := self.exchanges.late_clients(self.grid):
+        if self.exchanges.carrier and (late := self.exchanges.late_clients(self.grid)):
             who = now.called.clients(sorted(late))
             log(logging.WARNING, "round %s leaves out %s, since replies to an earlier round are missing", number, who)
             self.cohort = [client for client in self.cohort if client.index not in late]
@@ -375,4 +374,6 @@ class GridTransport(Transport):
         decoded = self.disclosures.note(replies, clients, self.exchanges.session, self.record.round, without_training)
         if self.method.adversary is None or self.method.adversary.flips_labels:
             return decoded
+        from fl_bn.flower.adversary import corrupt  # for experiments alone
+
         return corrupt(list(decoded), clients, self.policy.clients, self.method.adversary, self.server.defence, self._down, self._rounding)

@@ -26,7 +26,8 @@ from fl_bn.federation.recording import Connect
 from fl_bn.federation.schema import KEPT, difference
 from fl_bn.federation.values import ClientState, Instruction, Reply
 from fl_bn.flower.client_state import StateStore, store_of
-from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect, deployed
+from fl_bn.flower.compat import deployed
+from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect
 from fl_bn.flower.layerwise.transcript import Transcript, detach
 from fl_bn.flower.wire.codec import Header, header_of, payload_of, to_records
 from fl_bn.flower.wire.gate import Limits

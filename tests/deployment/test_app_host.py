@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from fl_bn.flower.layerwise.exchange_address import DEPLOYED
 from fl_bn_site import app_host
 from fl_bn_site.app_host import CannotLoad, Request, load
 from tests.deployment.federation import wait_until
@@ -114,7 +113,7 @@ def test_an_app_is_imported_once_and_every_message_has_a_process_of_its_own(tmp_
         code, other = host.package(""), host.package("x = 2")
         (first,) = host.ask(Request("0", code))
         said = host.ask(*(Request(token, code) for token in "123"))
-        assert {line["program"] for line in said} == {DEPLOYED}, "fl-bn's app then ends a message that hangs"
+        assert {line["program"] for line in said} == {"flwr-clientapp"}, "fl-bn's app then ends a message that hangs"
         assert len({line["pid"] for line in said}) == 3
         assert len({line["loaded_by"] for line in said}) == 1
         assert said[0]["loaded_by"] not in {line["pid"] for line in said}

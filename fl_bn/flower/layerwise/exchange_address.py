@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +17,13 @@ import torch
 from fl_bn.exchange.call import Answer, Exchange, ExchangeFailed, Key, Request
 from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn.exchange.local import LocalExchange
-from fl_bn.flower.compat import log
+from fl_bn.flower.compat import deployed, log
 from fl_bn.flower.layerwise.transcript import ReplayExchange
 from fl_bn.flower.wire.messages import ADDRESS, HOST
 from fl_bn.support.loopback import is_loopback
 from fl_bn.support.wire import WireError
 
 KEY = "exchange-addresses"  # of the node config
-DEPLOYED = "flwr-clientapp"  # Flower's program that runs a ClientApp for one message
 NOT_ALLOWED = f"this client does not connect to the address of the exchange: its node config ({KEY}) does not allow it"
 FAILED = "the exchange failed at this client, whose own log says why"
 GRPC_FIELDS = ("exchange-token", "exchange-address", "exchange-authority", "exchange-timeout", "exchange-patience")
@@ -79,11 +76,6 @@ class ExchangeAddresses:
         if self.named is None:
             return not deployed() and is_loopback(host.strip("[]"))
         return any(name in (host, address, host.strip("[]")) for name in self.named)
-
-
-def deployed() -> bool:
-    """Return whether this process runs a SuperNode's ClientApp, so that the server is on another machine."""
-    return Path(sys.argv[0]).name == DEPLOYED
 
 
 class SiteExchange(GrpcExchange):
