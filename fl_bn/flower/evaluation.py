@@ -25,7 +25,7 @@ from fl_bn.flower.population import Client, RunFailed, sample_cohort
 from fl_bn.flower.wire.codec import arrays_of, header_for
 from fl_bn.flower.wire.messages import SAVE, evaluated
 from fl_bn.flower.wire.messaging import copy_of
-from fl_bn.flower.wire.replies import CheckedReading, Decoded, Reading, read_replies
+from fl_bn.flower.wire.replies import Decoded, Reading
 from fl_bn.methods import Phase, Place
 from fl_bn.support.wire import reason
 
@@ -151,9 +151,7 @@ class Evaluations:
             metrics, by_client = self._of_task(number, decoded)
         else:
             reading = Reading(self.clients)
-            for reply in decoded:
-                reading.read(reply)
-            reading.end()
+            reading.all(decoded)
             self.say_refused(NOT_EVALUATED, reading.refused)
             given = {client: records for client, records in reading.own.items() if client not in reading.refused}
             metrics, by_client = self._own.combined(run, given, None)
@@ -165,7 +163,7 @@ class Evaluations:
         run, metric = self._run, self._run.task.metric
         header = header_for(run.shared, number, Phase.TRAIN)
         expected = Expected(header.round, header.signature, Schema({}), evaluated(run.task))
-        checked, refused, _ = read_replies(replies, CheckedReading(self.clients, header, expected))
+        checked, refused, _ = Reading(self.clients, header, expected).all(replies)
         self.say_refused("%s did not evaluate: %s", refused)
         metrics = {reply.client: reply.metrics for reply in checked if fits(run.task, metric, reply.metrics[metric])}  # NaN: no label
         if not metrics:
@@ -247,7 +245,7 @@ def kept_average(run: GridTransport, number: int) -> tuple[dict[str, Tensor], di
     header, samples = header_for(shared, number, Phase.MEASURE), {client.index: client.samples for client in clients}
     expected = Expected(number, shared.signature, kept_layers(shared.model, shared.locality), REPLIED, samples)
     sent = run.messages(f"query.{KEPT}", Instruction(number, Phase.MEASURE, {}), clients, {})
-    parts, refused, _ = read_replies(run.overheard(run.send(sent)), CheckedReading(clients, header, expected))
+    parts, refused, _ = Reading(clients, header, expected).all(run.overheard(run.send(sent)))
     tensors = [part.sections[KEPT] for part in parts]
     means = average(tensors, [1.0] * len(tensors)) if tensors else {}
     return {name: mean.to(tensors[0][name].dtype) for name, mean in means.items()}, refused

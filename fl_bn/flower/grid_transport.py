@@ -44,7 +44,7 @@ from fl_bn.flower.recovery import Checkpoint, Recovery, Starts
 from fl_bn.flower.wire.codec import arrays_of, header_for, to_records
 from fl_bn.flower.wire.messages import STATISTICS, add_to_config, here
 from fl_bn.flower.wire.messaging import receive, send_and_receive
-from fl_bn.flower.wire.replies import CheckedReading, Decoded, read_replies
+from fl_bn.flower.wire.replies import Decoded, Reading
 from fl_bn.methods import Phase
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.task import CLASSIFICATION, Task
@@ -211,7 +211,7 @@ class GridTransport(Transport):
         phase = Phase(self.record.phase)
         expected = self.server.expects(number, phase, {client.index: client.samples for client in self.cohort})
         header = header_for(self.shared, number, phase, self.policy.payload)
-        reading = CheckedReading(self.cohort, header, expected, self.server.rounding)
+        reading = Reading(self.cohort, header, expected, self.server.rounding)
         read = self._read(self.overheard(replies), reading)
         if self._round is not None:
             self._round.replies = read
@@ -238,14 +238,14 @@ class GridTransport(Transport):
             self._round.combined = dict(arrays)
         return arrays
 
-    def _read(self, replies: Iterable[Decoded], reading: CheckedReading) -> RoundReplies:
+    def _read(self, replies: Iterable[Decoded], reading: Reading) -> RoundReplies:
         """Check the replies to train messages.
 
         If the method does not need all replies at once, add each to the average immediately, and free its memory.
         """
         who = [client.index for client in self.cohort]
         if (intake := self.server.intake(who)) is None:
-            read = RoundReplies(who, *read_replies(replies, reading))
+            read = RoundReplies(who, *reading.all(replies))
             if Phase(self.record.phase) is not Phase.EXCHANGE:
                 return read
             return replace(read, exchange=self.exchanges.session, carrier=self.exchanges.carrier, messages=self.exchanges.messages)
@@ -323,7 +323,7 @@ class GridTransport(Transport):
     def _measured(self, replies: Iterable[Decoded], instruction: Instruction, clients: Sequence[Client]) -> RoundReplies:
         expected = self.server.expects(instruction.round, instruction.phase, {client.index: client.samples for client in clients})
         header = header_for(self.shared, instruction.round, instruction.phase)
-        read = read_replies(replies, CheckedReading(clients, header, expected))
+        read = Reading(clients, header, expected).all(replies)
         return RoundReplies([client.index for client in clients], *read)
 
     # An evaluation, and the end of the run

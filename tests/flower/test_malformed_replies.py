@@ -15,7 +15,7 @@ from fl_bn.federation.replies import REPLIED, Expected
 from fl_bn.federation.schema import Schema, Spec
 from fl_bn.flower import BatchNormStrategy, Rounds
 from fl_bn.flower.wire.codec import LazyArray
-from fl_bn.flower.wire.replies import CheckedReading, decode
+from fl_bn.flower.wire.replies import Reading, decode
 from fl_bn.methods import METHODS, Method
 from tests.federation import random_samples
 from tests.flower.inside import Client, Header, Samples, arrays_record, to_records
@@ -116,9 +116,9 @@ def content(header: Header | None = HEADER) -> RecordDict:
     return made
 
 
-def reading() -> CheckedReading:
+def reading() -> Reading:
     specs = {name: Spec((size,), "float32") for name, size in (("a", 3), ("b", 2))}
-    return CheckedReading([CLIENT], HEADER, Expected(3, "0123", Schema({"weights": specs}), REPLIED))
+    return Reading([CLIENT], HEADER, Expected(3, "0123", Schema({"weights": specs}), REPLIED))
 
 
 def test_a_reply_is_passed_on_at_most_four_times_on_each_side() -> None:

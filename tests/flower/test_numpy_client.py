@@ -33,7 +33,7 @@ def as_lists(message: Message) -> tuple[list[np.ndarray], dict[str, Any]]:
     """Return a message as a caller of ``NumPyClient`` has it."""
     payload, header = from_records(message.content)
     arrays, layout = flatten(payload)
-    return arrays, {**header.values(), **dict(message.content.config_records["fl-bn/config"]), "layout": layout}
+    return arrays, {**vars(header), **dict(message.content.config_records["fl-bn/config"]), "layout": layout}
 
 
 def asked(ran: Run, kind: str, client: int) -> tuple[Message, Message]:
@@ -56,7 +56,7 @@ def test_get_properties_says_who_the_client_is(clients: list[Samples]) -> None:
     client = client_of(METHODS["fedavg"](), clients, 1)
     said = client.get_properties({})
     assert (said["client"], said["clients"], said["samples"], said["label-counts"]) == (1, 2, 12, "[12]")
-    assert said["signature"] == client.signature
+    assert said["signature"] == client.network.signature
 
 
 def test_a_list_for_another_model_or_without_its_names_is_refused(clients: list[Samples]) -> None:

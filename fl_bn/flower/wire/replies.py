@@ -67,24 +67,30 @@ def decode(message: Message) -> Decoded:
 
 
 class Reading:
-    """Read a round's replies, one by one: who replied, and the users' own metric records.
+    """Read a round's replies, one by one.
 
-    A client is refused if its reply is an error, is late, or is missing. ``CheckedReading`` reads the tensors and numbers, too.
+    A client is refused if its reply is an error, is late, is missing or is invalid, or if it has no samples
+    (it took no part).
 
     Attributes:
+        parts: the valid replies, by client index. The caller may take them out.
         own: the users' own metric records, by client index.
         refused: client index -> why the client is refused.
         wrong: the refused clients whose reply breaks the protocol. These clients are faulty or Byzantine.
 
     Args:
         cohort: the clients to which the messages went. Each client's first reply counts.
+        header: the header of the instruction, which a reply must repeat.
+        expected: the tensors and numbers of a valid reply. None: the replies have only records of the user's.
+        rounding: the dtype in which weights and gradients are sent.
     """
 
-    def __init__(self, cohort: Sequence[Client]) -> None:
-        self._cohort = cohort
-        self._by_node, self.own = {client.node: client for client in cohort}, dict[int, Mapping[str, MetricRecord]]()
-        self.refused: dict[int, str] = {}
-        self.wrong: set[int] = set()
+    def __init__(
+        self, cohort: Sequence[Client], header: Header | None = None, expected: Expected | None = None, rounding: PayloadDtype = EXACT
+    ) -> None:
+        self._cohort, self._header, self._expected, self._rounding = cohort, header, expected, rounding
+        self._by_node, self.parts = {client.node: client for client in cohort}, dict[int, Reply]()
+        self.own, self.refused, self.wrong = dict[int, Mapping[str, MetricRecord]](), dict[int, str](), set[int]()
 
     def read(self, reply: Decoded) -> int | None:
         """Check one reply, and return its client's index. None: it comes from no client of the cohort, or is not the client's first."""
@@ -95,57 +101,30 @@ class Reading:
         try:
             if reply.failed:
                 raise Absent("error", "", reply.failed)
-            self._take(reply, client)
-        except Absent as error:
-            self.refused[client.index] = str(error)
+            if self._expected is not None:
+                self.parts[client.index] = self._part(reply, client.index, self._expected)
         except WireError as error:
             self.refused[client.index] = str(error)
-            self.wrong.add(client.index)
+            self.wrong |= set() if isinstance(error, Absent) else {client.index}
         return client.index
 
-    def _take(self, reply: Decoded, client: Client) -> None:
-        """Read the tensors and numbers of a client's reply: here, nothing."""
+    def _part(self, reply: Decoded, client: int, expected: Expected) -> Reply:
+        if reply.problem is not None:
+            raise copy(reply.problem)
+        assert reply.header is not None
+        assert self._header is not None
+        self._header.check(reply.header)
+        values = expected.numbers(client, reply.metrics)
+        return expected.reply(client, values, self._rounding.widen(reply.payload))
 
     def end(self) -> None:
         """Refuse the clients that have not replied. Call it after the last reply."""
         self.refused |= {c.index: "no reply before the deadline" for c in self._cohort if c.index not in self.own}
 
-
-class CheckedReading(Reading):
-    """Check replies to an instruction of fl-bn's. A client is also refused if its reply has no samples (it took no part), or is invalid.
-
-    Attributes:
-        parts: the valid replies, by client index. The caller may take them out.
-
-    Args:
-        cohort: as in ``Reading``.
-        header: the header of the instruction, which a reply must repeat.
-        expected: the tensors and numbers of a valid reply.
-        rounding: the dtype in which weights and gradients are sent.
-    """
-
-    def __init__(self, cohort: Sequence[Client], header: Header, expected: Expected, rounding: PayloadDtype = EXACT) -> None:
-        super().__init__(cohort)
-        self._header, self._expected, self._rounding, self.parts = header, expected, rounding, dict[int, Reply]()
-
-    def _take(self, reply: Decoded, client: Client) -> None:
-        if reply.problem is not None:
-            raise copy(reply.problem)
-        assert reply.header is not None
-        self._header.check(reply.header)
-        values = self._expected.numbers(client.index, reply.metrics)
-        self.parts[client.index] = self._expected.reply(client.index, values, self._rounding.widen(reply.payload))
-
-
-def read_replies(replies: Iterable[Decoded], reading: CheckedReading) -> tuple[list[Reply], dict[int, str], set[int]]:
-    """Read all replies of a round.
-
-    Returns:
-        First, the valid replies in client order. Second, client index -> why the client is refused. Third, the refused
-            clients whose reply breaks the protocol.
-    """
-    for reply in replies:
-        reading.read(reply)
-        del reply
-    reading.end()
-    return [reading.parts[client] for client in sorted(reading.parts)], reading.refused, reading.wrong
+    def all(self, replies: Iterable[Decoded]) -> tuple[list[Reply], dict[int, str], set[int]]:
+        """Read all replies. Return the valid ones in client order, the reasons of refused clients, and the ``wrong`` ones."""
+        for reply in replies:
+            self.read(reply)
+            del reply
+        self.end()
+        return [self.parts[client] for client in sorted(self.parts)], self.refused, self.wrong
