@@ -229,13 +229,17 @@ class Population:
 
         Return a problem that keeps a node from taking part, with advice; empty if there is none.
         """
-        online, called = frozenset(self.grid.get_node_ids()), self.called
-        known = {node for node in self._strangers if called.client_of(node) is not None}  # a site's key was renewed
+        online = frozenset(self.grid.get_node_ids())
+        known = {node for node in self._strangers if self.called.client_of(node) is not None}  # a site's key was renewed
         self._strangers -= known
         self._refused = {node: why for node, why in self._refused.items() if node in online - known}
         if online == self._online and online == self._claims.keys() | self._refused.keys():
             return self._problem  # all nodes are known already; the cost of a round must not grow with the population
-        self._online, problem = online, ""
+        return self._greet(online)
+
+    def _greet(self, online: frozenset[int]) -> str:
+        """Do as ``greet`` says, where other nodes than at the last look are ``online``."""
+        self._online, called, problem = online, self.called, ""
         if gone := sorted(i for i, c in self.clients.items() if c.node not in online):
             log(logging.WARNING, "offline: %s", called.clients(gone))
             self._gone |= set(gone)

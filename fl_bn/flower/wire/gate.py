@@ -139,33 +139,23 @@ class Gate:
     def __call__(self, message: Message, context: Context, handle: Handler) -> Message:
         """Check ``message``, call ``handle`` to answer it, and return the reply if it passes the checks.
 
-        Args:
-            message: the server's message.
-            context: Flower's context of the client.
-            handle: answers the message.
-
         Raises:
-            Refused: the client must not answer this message, or the reply holds more than it may. Or ``handle`` failed at a
-                client that requires secure aggregation, and the data may be the reason. This error hides the reason.
+            Refused: the client must not answer this message, or the reply holds more than it may. Or ``handle``
+                failed, and the reason must be hidden (``_hide``).
             WireError: a limit in the node config is no whole number of at least 0.
             Exception: whatever ``handle`` raises, unless the reason must be hidden.
         """
         name, limits = message.metadata.message_type, Limits.of(context)
         kind = SUM if RECORD_KEY_CONFIGS in message.content else self.kinds.get(name, Kind())
-        masks = kind is SUM and _config(message.content, RECORD_KEY_CONFIGS).get("stage") == MASKING
         if why := self._refusal(message, context, kind, limits):
             raise Refused(why)
         token = _entered.set(True)
         try:
             reply = handle(message, context)
         except Exception as error:
-            # a WireError depends on the message only, except for one of the vector to mask
-            if not limits.secure or isinstance(error, Refused) or (isinstance(error, WireError) and not masks):
-                raise
-            log(logging.ERROR, "this client does not answer, and does not tell the server why: %r", error)
-            if masks:
-                context.state[FAILURES] = ConfigRecord({"failed": _failures(context) + 1})
-            raise Refused(HIDDEN) from None
+            if limits.secure:
+                _hide(error, message, context)
+            raise
         finally:
             _entered.reset(token)
         if reply.has_error():
@@ -194,6 +184,17 @@ class Gate:
         if exchange and (kind is SUM or limits.secure):
             return f"{exchange} would show this client's moments to the server, and no secure sum needs such an exchange"
         return ""
+
+
+def _hide(error: Exception, message: Message, context: Context) -> None:
+    """Raise ``Refused`` without a reason, if the data of a client that requires secure aggregation may be the reason of ``error``."""
+    masks = _config(message.content, RECORD_KEY_CONFIGS).get("stage") == MASKING
+    if isinstance(error, Refused) or (isinstance(error, WireError) and not masks):
+        return  # a WireError depends on the message only, except for one of the vector to mask
+    log(logging.ERROR, "this client does not answer, and does not tell the server why: %r", error)
+    if masks:
+        context.state[FAILURES] = ConfigRecord({"failed": _failures(context) + 1})
+    raise Refused(HIDDEN) from None
 
 
 def admit_own(message: Message, context: Context, evaluates: bool) -> None:
