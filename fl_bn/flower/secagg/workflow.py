@@ -58,6 +58,7 @@ ANSWERS = {  # the form of the record that Flower's workflow reads, by stage
     Stage.UNMASK: forms.SHARES_BACK,
 }
 ACCUSED = "another client could not read its shares, or it claims that it cannot read another's"
+DO_NOT_FIT = (ValueError, TypeError, LookupError, ArithmeticError)  # Flower's errors for shares that do not fit together
 Problem = tuple[str, str, str]
 """What is wrong with a reply: the record, the field, and what was expected and came."""
 
@@ -271,13 +272,7 @@ class SecureSum:
             try:
                 with np.errstate(all="ignore"), bound_to(bytes.fromhex(self.digest)):
                     enough = workflow.unmask_stage(self, context, state)
-            except (
-                ValueError,
-                KeyError,
-                TypeError,
-                IndexError,
-                ArithmeticError,
-            ) as error:  # raised by Flower if shares do not fit together
+            except DO_NOT_FIT as error:
                 problem = problem or f"the masks could not be removed: {error!r}"
                 continue
             if enough and self._unmasked(legacy.mean):
@@ -307,27 +302,26 @@ class SecureSum:
         stage = str(next(iter(requests.values()))[Key.STAGE]) if requests else ""
         if stage == Stage.UNMASK and self._shares:  # repeated without one client's shares
             return [reply for node, reply in self._shares.items() if node != self.without]
-        replies: dict[int, Message] = {}
-        checked: dict[int, RecordDict] = {}
+        good, silent = dict[int, Message](), set(sent)
         for reply in send_and_receive(self.grid, sent.values(), self.timeout, called=self.called):
             node = next((n for n, m in sent.items() if m.metadata.message_id == reply.metadata.reply_to_message_id), None)
-            if node is None or node in replies:
+            if node is None or node not in silent:
                 continue
-            replies[node] = reply
+            silent.discard(node)
             try:
                 if wrong := next(self._problems(reply, node, stage, requests[node]), None):
                     raise WireError(*wrong)
-                checked[node] = self._for_workflow(reply.content, stage)
+                content = self._for_workflow(reply.content, stage)
             except WireError as error:
                 self._refuse(node, str(error), stage)
-        for node, why in self._at_odds(stage, checked).items():
-            del checked[node]
+                continue
+            good[node] = copy.copy(reply)  # the original is not changed
+            good[node].content = content
+        for node, why in self._at_odds(stage, good).items():
+            del good[node]
             self._refuse(node, why, stage)
-        for node in requests.keys() - replies.keys():
+        for node in silent:
             self._refuse(node, f"no reply in stage {stage!r} before the deadline", stage)
-        good = {node: copy.copy(replies[node]) for node in checked}  # the originals are not changed
-        for node, reply in good.items():
-            reply.content = checked[node]
         if stage == Stage.UNMASK:
             self._shares = good
         return list(good.values())
@@ -406,10 +400,10 @@ class SecureSum:
         if plan.passes > limit * batches:
             yield "plan", "passes", f"expected at most {limit} samples in each of {batches} batches, but got {plan.passes}"
 
-    def _at_odds(self, stage: str, checked: Mapping[int, RecordDict]) -> dict[int, str]:
+    def _at_odds(self, stage: str, checked: Mapping[int, Message]) -> dict[int, str]:
         """Return the nodes whose replies are valid, but contradict the other nodes' replies, each with the reason."""
         if stage == Stage.SETUP:
-            keys = {node: list(content.config_records[RECORD_KEY_CONFIGS].values()) for node, content in checked.items()}
+            keys = {node: list(reply.content.config_records[RECORD_KEY_CONFIGS].values()) for node, reply in checked.items()}
             times = Counter(key for own in keys.values() for key in own)
             why = f"{RECORD_KEY_CONFIGS}/pk1: expected keys that no other client has, but one of them came from two clients"
             twice = {node: why for node, own in keys.items() if any(times[key] > 1 for key in own)}
