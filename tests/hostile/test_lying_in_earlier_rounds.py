@@ -14,7 +14,8 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Message
 
-from fl_bn.flower.secagg.instructions import History, history_of, problem, telling, to_write
+from fl_bn.flower.local_client import own_sections
+from fl_bn.flower.secagg.instructions import History, history_of, problem, with_history
 from fl_bn.flower.wire.messages import HISTORY_HASHES, HISTORY_ROUNDS
 from fl_bn.methods import METHODS
 from tests.hostile.liars import ClientState, SecureAggregation, people, secure_client, secure_workflow, to_record, what
@@ -164,12 +165,10 @@ def test_control_honest_clients_of_other_rounds_are_all_in_the_sum(name: str) ->
 def test_a_state_that_came_about_in_the_clear_has_no_part_in_a_sum() -> None:
     """The history goes with the state. A round in the clear ends it, and no server can make one up."""
     local, none = {"local": {"1.weight": torch.ones(4)}}, ClientState()
-    assert to_write(ClientState(1, local), none, 1) == local  # outside a sum
+    assert own_sections(ClientState(1, local), none, 1) == local  # outside a sum
     assert problem(ClientState(1, local), {}) == problem(ClientState(1, local), {1: bytes(32)}) != ""
-    with telling(b"a" * 32):
-        first = to_write(ClientState(1, local), none, 1)
-    assert first is not None
+    first = with_history(b"a" * 32, ClientState(1, local), none, 1)
     assert history_of(ClientState(1, first)) == {1: b"a" * 32}
     assert problem(ClientState(1, first), {1: b"a" * 32}) == ""
-    assert to_write(ClientState(2, local), ClientState(1, first), 2) == local
+    assert own_sections(ClientState(2, local), ClientState(1, first), 2) == local
     assert problem(none, {}) == problem(none, {1: bytes(32)}) == ""
