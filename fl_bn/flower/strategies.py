@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from inspect import signature
 from typing import Any, ClassVar
 
@@ -33,44 +33,41 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.compat import log
 from fl_bn.flower.deployment import called_in
 from fl_bn.flower.grid_transport import GridTransport
-from fl_bn.flower.hooks import EXAMPLES, Combine, NamedRates, OwnApp, OwnMetrics, is_number
+from fl_bn.flower.hooks import EXAMPLES, Combine, NamedRates, OwnApp, OwnMetrics
 from fl_bn.flower.population import meet
 from fl_bn.flower.strategy import BatchNormStrategy
 from fl_bn.flower.wire.messages import CLIENTS, OURS
 from fl_bn.methods import METHODS, Method
 from fl_bn.objectives import PLAIN, Objective
-from fl_bn.options import Fits, check_fits
+from fl_bn.options import Options, check_fits, option
 
 TIMEOUT = 3600.0  # Flower's
+COMBINES = lambda value: value is None or callable(value), "a function of (records, weighted_by_key)"
 
 
-def _at_least(least: int) -> tuple[Any, str]:
-    return lambda value: type(value) is int and value >= least, f"a whole number >= {least}"
+@dataclass(frozen=True, kw_only=True)
+class FlowersArguments(Options):
+    """Hold the arguments that Flower's ``FedAvg`` has in all supported versions. They are attributes of the strategy, too."""
 
+    name: ClassVar[str] = "the strategy"
 
-_COMBINES = lambda value: value is None or callable(value), "a function of (records, weighted_by_key)"
-FLOWERS: Fits = {
-    "fraction_train": (
-        lambda value: is_number(value) and 0 < value <= 1,
-        "in (0, 1] (a round in which nobody trains changes nothing; to only measure statistics: start(..., num_rounds=0))",
-    ),
-    "fraction_evaluate": (lambda value: is_number(value) and 0 <= value <= 1, "0 (nobody evaluates) .. 1 (all clients do)"),
-    "min_train_nodes": _at_least(1),
-    "min_evaluate_nodes": _at_least(0),
-    "min_available_nodes": _at_least(1),
-    "weighted_by_key": (lambda value: isinstance(value, str) and value, "the name of a metric"),
-    "arrayrecord_key": (
-        lambda value: value == "arrays",
-        f"'arrays' (fl-bn sends tensors in several records, {OURS}weights, {OURS}statistics, ..., and training(...) loads them)",
-    ),
-    "configrecord_key": (
-        lambda value: isinstance(value, str) and value and not value.startswith(OURS),
-        f"a name that does not begin with {OURS!r}",
-    ),
-    "train_metrics_aggr_fn": _COMBINES,
-    "evaluate_metrics_aggr_fn": _COMBINES,
-}
-"""The arguments that Flower's ``FedAvg`` has in all supported versions. They are attributes of the strategy, too."""
+    fraction_train: float = option(1.0, "share of the clients that train (to only measure statistics: num_rounds=0)", "(0, 1]")
+    fraction_evaluate: float = option(1.0, "share of the clients that evaluate; 0: nobody does", "0..1")
+    min_train_nodes: int = option(2, "smallest number of clients in a round", ">= 1")
+    min_evaluate_nodes: int = option(2, "smallest number of clients that evaluate", ">= 0")
+    min_available_nodes: int = option(2, "smallest number of clients for the run to start", ">= 1")
+    weighted_by_key: str = option(EXAMPLES, "a client's weight in means of metrics", "the name of a metric", bool)
+    arrayrecord_key: str = option("arrays", "no other, since fl-bn sends several records, which training(...) loads", ("arrays",))
+    configrecord_key: str = option(
+        "config", "record of the config", f"a name that does not begin with {OURS!r}", lambda name: bool(name) and not name.startswith(OURS)
+    )
+    train_metrics_aggr_fn: Combine | None = None
+    evaluate_metrics_aggr_fn: Combine | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = {"train_metrics_aggr_fn": self.train_metrics_aggr_fn, "evaluate_metrics_aggr_fn": self.evaluate_metrics_aggr_fn}
+        check_fits(dict.fromkeys(given, COMBINES), given)
 
 
 class OwnAppStrategy(BatchNormStrategy):
@@ -164,15 +161,13 @@ class OwnAppStrategy(BatchNormStrategy):
         self._model, self._method, self._clients = model, method, clients
         self._optimizer, self._defence, self._callbacks = optimizer, defence, checked_callbacks(callbacks)
 
-    def _flowers(self) -> dict[str, Any]:
+    def _flowers(self) -> FlowersArguments:
         """Check and return the current values of Flower's arguments. A subclass may have set them after this constructor.
 
         Raises:
             ValueError: an argument is out of its range, or is not supported.
         """
-        now = {name: getattr(self, name) for name in FLOWERS}
-        check_fits(FLOWERS, now)
-        return now
+        return FlowersArguments(**{one.name: getattr(self, one.name) for one in fields(FlowersArguments)})
 
     def summary(self) -> None:
         """Log what the method does with every normalisation layer."""
@@ -187,14 +182,14 @@ class OwnAppStrategy(BatchNormStrategy):
             return super()._begun(grid, timeout, train_config)
         now, called, rate = self._flowers(), called_in(grid), self._policy.rate
         seconds = self._policy.timeout if timeout is None else timeout
-        if words := self._method.other_fraction(now["fraction_train"]):
+        if words := self._method.other_fraction(now.fraction_train):
             log(logging.WARNING, "%s", words)
         wanted = Network(convert(self._model, self._method), self._method).signature
-        population = meet(grid, wanted, self._clients, now["min_available_nodes"], seconds, called)
+        population = meet(grid, wanted, self._clients, now.min_available_nodes, seconds, called)
         clients = population.number
         for name in ("min_train_nodes", "min_evaluate_nodes"):
-            if now[name] > max(clients, 2):
-                log(logging.WARNING, "%s is %d, but there are %d clients: all of them take part in every round", name, now[name], clients)
+            if (least := getattr(now, name)) > max(clients, 2):
+                log(logging.WARNING, "%s is %d, but there are %d clients: all of them take part in every round", name, least, clients)
         if rate is constant_rate:
             rate = NamedRates()
             rate.note(1, train_config)
@@ -202,21 +197,21 @@ class OwnAppStrategy(BatchNormStrategy):
         policy = replace(
             self._policy,
             clients=clients,
-            fraction=now["fraction_train"],
+            fraction=now.fraction_train,
             timeout=seconds,
-            at_start=min(now["min_available_nodes"], clients),
-            min_cohort=min(now["min_train_nodes"], clients),
+            at_start=min(now.min_available_nodes, clients),
+            min_cohort=min(now.min_train_nodes, clients),
             at_clients=True,
-            evaluate_share=now["fraction_evaluate"],
-            evaluate_least=now["min_evaluate_nodes"],
+            evaluate_share=now.fraction_evaluate,
+            evaluate_least=now.min_evaluate_nodes,
             rate=rate,
             nodes=known.nodes,
             names=known.names,
             registered=called.registered,
         )
-        combine = now["train_metrics_aggr_fn"], now["evaluate_metrics_aggr_fn"]
-        metrics = OwnMetrics(now["weighted_by_key"], *combine, self._defence.active)
-        own_app = OwnApp(metrics, population, now["configrecord_key"])
+        combine = now.train_metrics_aggr_fn, now.evaluate_metrics_aggr_fn
+        metrics = OwnMetrics(now.weighted_by_key, *combine, self._defence.active)
+        own_app = OwnApp(metrics, population, now.configrecord_key)
         server = Server(self._model, self._method, policy, optimizer=self._optimizer, defence=self._defence)
         return GridTransport(server, callbacks=self._callbacks, own_app=own_app), seconds
 
