@@ -256,6 +256,8 @@ class Population:
             else:
                 wrong = self._admit(node, reply)
                 problem = problem or wrong
+                if wrong and self.meeting.least and not self._joined and not self._may_do_without():
+                    break
         for node in silent if self._joined else ():  # before the start, the run waits for them
             self._refuse(node, f"it did not introduce itself within {patience:.0f} s; it is asked again after it has reconnected")
         self._problem = self._assign() if self._joined or not self.meeting.least else ""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from fl_bn import convert
 from fl_bn.flower import FedAvgBN, FedBN, InProcessGrid, OwnAppStrategy
@@ -45,19 +45,14 @@ def test_they_are_weighted_by_the_samples_or_by_the_user_s_key() -> None:
     assert "mass" not in by_mass
 
 
-def twice(message: Message, context: Context, reply: Message) -> None:
-    reply.content["more"] = MetricRecord({"my_acc": 1.0})
-
-
 @listed(
     ("app", "left", "word"),
     [
         ({"metrics": lambda loss, i: {"my_acc": float("nan") if i == 1 else 0.5}}, {"my_acc": 0.5}, "client 1's own training metrics"),
-        ({"after": twice}, {}, "more/my_acc"),
         ({"metrics": lambda loss, i: {"per-class": [0.25, 0.75]}}, {}, "train_metrics_aggr_fn"),
         ({}, {"my_acc": pytest.approx(0.2), "my_f1": 0.5}, ""),
     ],
-    ids=["not a number", "two of one name", "a list", "control"],
+    ids=["not a number", "a list", "control"],
 )
 def test_a_metric_that_cannot_count_costs_itself_alone_and_is_named(
     app: Any, left: dict[str, Any], word: str, log: pytest.LogCaptureFixture
