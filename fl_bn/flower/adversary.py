@@ -1,7 +1,7 @@
 """Simulate Byzantine clients in an experiment, by rewriting their replies when all replies have arrived.
 
-The simulated attackers know the honest replies. Replies are rewritten before the server's checks. So the server treats
-a rewritten reply like the reply of a real attacker.
+The simulated attackers know the honest replies. Replies are rewritten before the server's
+checks. So the server treats a rewritten reply like the reply of a real attacker.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def corrupt(
 ) -> list[Decoded]:
     """Rewrite the replies of the Byzantine clients, which are the last ``adversary.f`` clients of the run.
 
-    Errors and unreadable replies are not rewritten. The attackers know the ``defence``, and ignore honest
-    replies that are not finite, since the server will refuse them. Without an honest reply nothing is
-    rewritten.
+    Errors and unreadable replies are not rewritten. The attackers know the ``defence``, and
+    ignore honest replies that are not finite, since the server will refuse them. Without an
+    honest reply nothing is rewritten.
 
-    ``cohort`` are the clients of the round, of ``population`` in the run, and ``sent`` the tensors that the
-    server sent to all of them.
+    ``cohort`` are the clients of the round, of ``population`` in the run, and ``sent`` the
+    tensors that the server sent to all of them.
     """
     index, sent = {client.node: client.index for client in cohort}, rounding.widen(sent)
     readable: dict[int, tuple[int, Payload]] = {}  # client -> position in ``replies``, arrays
@@ -122,9 +122,9 @@ Combine = Callable[[Sequence[Moments]], Moments]
 def _statistics_damage(honest: np.ndarray, f: int, truth: Combine, combine: Combine) -> Damage:
     """Return a function that measures how much a lie of ``f`` clients changes the combined statistics of one layer.
 
-    It is a norm over all channels: of the change of the mean in standard deviations, and of the log of the
-    ratio of the variances. ``honest`` (clients, 2 * channels) has means, then variances. ``truth`` combines
-    honest statistics, ``combine`` all of them.
+    It is a norm over all channels: of the change of the mean in standard deviations, and of the
+    log of the ratio of the variances. ``honest`` (clients, 2 * channels) has means, then
+    variances. ``truth`` combines honest statistics, ``combine`` all of them.
     """
     known = [_moments(row) for row in honest]
     want = truth(known)

@@ -1,8 +1,8 @@
 """Keep the tensors of a client between its rounds, in Flower's ``context.state`` or in files.
 
-The tensors are those that stay at the client, and the optimizer's momentum. ``context.state`` is in the memory of the
-simulation or of the SuperNode. Files survive the end of both. In a resumed run, each client reads from its files the
-state of the round to which the run goes back.
+The tensors are those that stay at the client, and the optimizer's momentum. ``context.state``
+is in the memory of the simulation or of the SuperNode. Files survive the end of both. In a
+resumed run, each client reads from its files the state of the round to which the run goes back.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ PREVIOUS = "previous/"  # prefix for the sections of the state before the newest
 class MemoryState:
     """Store the newest state of a client, and the one before it, in Flower's ``context.state``.
 
-    The older state is needed when a client gets the message of the newest round again. Tensors of another
-    ``signature`` (of model and method) or of another ``run`` are not used. An empty ``run``: those of any
-    run are.
+    The older state is needed when a client gets the message of the newest round again. Tensors
+    of another ``signature`` (of model and method) or of another ``run`` are not used. An empty
+    ``run``: those of any run are.
     """
 
     def __init__(self, state: RecordDict, signature: str, run: str = "") -> None:
@@ -73,8 +73,9 @@ class MemoryState:
 class FileState:
     """Store the states of one client in one run, in one file per round.
 
-    Files of rounds to which the run cannot go back any more are deleted. A file that is damaged, or belongs
-    to another client, model or method, is renamed with a message in the log, and not used.
+    Files of rounds to which the run cannot go back any more are deleted. A file that is
+    damaged, or belongs to another client, model or method, is renamed with a message in the
+    log, and not used.
     """
 
     def __init__(self, folder: Path, run_id: RunId, client: int, signature: str) -> None:
@@ -84,7 +85,8 @@ class FileState:
     def read(self, before: int) -> ClientState:
         """Return the newest state from a round before ``before``; ``NOTHING`` if there is none.
 
-        A run that was resumed has undone the rounds after its checkpoint. States of these rounds are ignored.
+        A run that was resumed has undone the rounds after its checkpoint. States of these
+        rounds are ignored.
         """
         for round, attempt, path in self._files():
             if round < before and self.run_id.counts(round, attempt) and (sections := self._load(path)) is not None:

@@ -1,10 +1,12 @@
 """Find whatever depends on Flower's version: names that are private or have moved, and the version that deployments need.
 
-``from fl_bn.flower.compat import Stage`` looks for ``Stage`` in the modules in which different versions of Flower keep
-it. The search takes place at that import, not earlier. All other names that this package imports from Flower are
-public. They have been in the same modules since the oldest version (``tests/test_architecture.py`` lists them).
+``from fl_bn.flower.compat import Stage`` looks for ``Stage`` in the modules in which different
+versions of Flower keep it. The search takes place at that import, not earlier. All other names
+that this package imports from Flower are public. They have been in the same modules since the
+oldest version (``tests/test_architecture.py`` lists them).
 
-This module imports nothing but the standard library, so that ``superlink.py`` can load it by its path.
+This module imports nothing but the standard library, so that ``superlink.py`` can load it by
+its path.
 """
 
 from __future__ import annotations
@@ -108,7 +110,8 @@ def simulated() -> bool:
 def identify(run_id: int) -> None:
     """Set the run and node that Flower writes into this process's messages to ``run_id``.
 
-    Newer versions of Flower need this: 1.42 does, 1.34 does not. An identity that is already set does not change.
+    Newer versions of Flower need this: 1.42 does, 1.34 does not. An identity that is already
+    set does not change.
     """
     try:
         identity = find("TaskIdentity")
@@ -147,13 +150,13 @@ def simulates(grid: Any) -> bool:
 def repeat_cancelled(invoker: Any) -> None:
     """Change Flower's retry invoker: a call that a stopping server cancels is repeated, like one that finds no server.
 
-    A server that stops cancels the replies that it is sending (gRPC's code CANCELLED). Flower repeats a call for the code
-    UNAVAILABLE alone. So without this change, a restart of the server would end a run with an error, if a large reply was on
-    its way.
+    A server that stops cancels the replies that it is sending (gRPC's code CANCELLED). Flower
+    repeats a call for the code UNAVAILABLE alone. So without this change, a restart of the
+    server would end a run with an error, if a large reply was on its way.
 
     Args:
-        invoker: a ``RetryInvoker`` of Flower. Newer versions of Flower call servers over HTTP and repeat such calls themselves,
-            so errors that are not gRPC's are left to Flower.
+        invoker: a ``RetryInvoker`` of Flower. Newer versions of Flower call servers over HTTP
+            and repeat such calls themselves, so errors that are not gRPC's are left to Flower.
     """
     import grpc  # not above: loading this module by its path stays cheap
 
@@ -198,11 +201,12 @@ def check_deployed(what: str) -> None:
 def federation_config(options: Mapping[str, object]) -> str:
     """Return the argument of ``flwr run`` that sets options of the simulation, as the installed Flower reads it.
 
-    Flower 1.25 drops all options of pyproject.toml if one is given. It then needs the number of SuperNodes, and the CPUs of a client whose
-    GPUs are given.
+    Flower 1.25 drops all options of pyproject.toml if one is given. It then needs the number of
+    SuperNodes, and the CPUs of a client whose GPUs are given.
 
     Args:
-        options: option -> value. The names are as in pyproject.toml, but without the prefix ``options.``.
+        options: option -> value. The names are as in pyproject.toml, but without the prefix
+            ``options.``.
     """
     if pinned():
         options = {"num-supernodes": "...", **options}

@@ -1,8 +1,8 @@
 """Read the keys that ``fl-bn submit`` adds to the run config, and report the rounds of a user's own app to ``fl-bn status``.
 
-``fl-bn submit`` fills in keys of the run config: the run's name, its sites with their nodes, the folder of results, and
-the address and certificates of the layer-wise exchange. fl-bn's own app reads them from its run config. A strategy in a
-user's own app reads them from the grid.
+``fl-bn submit`` fills in keys of the run config: the run's name, its sites with their nodes,
+the folder of results, and the address and certificates of the layer-wise exchange. fl-bn's own
+app reads them from its run config. A strategy in a user's own app reads them from the grid.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def called_in(grid: object) -> ClientNames:
 def exchange_in(settings: ExchangeSettings, grid: object) -> ExchangeSettings:
     """Return the settings of the layer-wise exchange for this run.
 
-    In a deployment, they get the address and the TLS certificates that the deployment's kit (``fl-bn kit``)
-    has for the server, unless they have certificates already.
+    In a deployment, they get the address and the TLS certificates that the deployment's kit
+    (``fl-bn kit``) has for the server, unless they have certificates already.
 
     Raises:
-        ValueError: The exchange would be unencrypted in a deployment whose other connections are
-            encrypted. Or an older fl-bn packed the run, without the keys for the exchange.
+        ValueError: The exchange would be unencrypted in a deployment whose other connections
+            are encrypted. Or an older fl-bn packed the run, without the keys for the exchange.
     """
     config = submitted(grid)
     if settings.certificates is not None or not config:

@@ -1,18 +1,20 @@
 """Report which data leave each client, as they arrive at the server, before any check or average.
 
-The report counts every reply of a training round or of an exchange that only measures statistics. It counts all vectors
-of a layer-wise exchange, and the numbers of every evaluation, even if the server does not use them. It does not count
-replies that cannot be read or name no phase, and Flower's own headers. Nor does it count exchanged vectors of a round
-that ended before they were averaged.
+The report counts every reply of a training round or of an exchange that only measures
+statistics. It counts all vectors of a layer-wise exchange, and the numbers of every evaluation,
+even if the server does not use them. It does not count replies that cannot be read or name no
+phase, and Flower's own headers. Nor does it count exchanged vectors of a round that ended
+before they were averaged.
 
-A statistic summarises samples, and a statistic of few samples reveals them. ``samples`` of a ``Disclosure`` is the
-number of different samples behind a statistic, among which a person is hidden. ``values`` is the number of activations
-per channel. ``values`` is larger for images with many pixels, but these pixels belong to the same persons.
+A statistic summarises samples, and a statistic of few samples reveals them. ``samples`` of a
+``Disclosure`` is the number of different samples behind a statistic, among which a person is
+hidden. ``values`` is the number of activations per channel. ``values`` is larger for images
+with many pixels, but these pixels belong to the same persons.
 
-The running statistics after one batch reveal the statistics of that batch: they are ``(new - (1 - b) old) / b`` with
-momentum b. The running statistics after several batches reveal only a weighted mean. The weights after one step reveal
-the gradient of that batch, since the server knows the learning rate. The weights after several steps reveal the
-gradient of no single batch.
+The running statistics after one batch reveal the statistics of that batch: they are ``(new - (1
+- b) old) / b`` with momentum b. The running statistics after several batches reveal only a
+weighted mean. The weights after one step reveal the gradient of that batch, since the server
+knows the learning rate. The weights after several steps reveal the gradient of no single batch.
 """
 
 from __future__ import annotations
@@ -67,8 +69,8 @@ OTHERS = {
 class DisclosureReport:
     """Record the disclosures of one run.
 
-    A disclosure is one kind of data that left one client. ``note``, ``evaluations`` and ``masked`` record disclosures.
-    ``enter`` adds the new ones to the record of a round.
+    A disclosure is one kind of data that left one client. ``note``, ``evaluations`` and
+    ``masked`` record disclosures. ``enter`` adds the new ones to the record of a round.
 
     Args:
         model: The converted network.
@@ -88,9 +90,9 @@ class DisclosureReport:
     ) -> Iterator[Decoded]:
         """Decode replies to train or measure messages one by one. After the last one, record the disclosures of all replies.
 
-        The vectors of the last layer-wise exchange, ``session``, are recorded too, unless the call before had
-        the same session. ``without_training`` says whether it only measured statistics. ``round`` is for the
-        log; 0: before the first.
+        The vectors of the last layer-wise exchange, ``session``, are recorded too, unless the
+        call before had the same session. ``without_training`` says whether it only measured
+        statistics. ``round`` is for the log; 0: before the first.
         """
         if session is not self._session:
             self._session = session

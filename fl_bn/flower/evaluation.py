@@ -79,7 +79,8 @@ class Evaluations:
     def after(self, number: int, tensors: Named) -> dict[str, float]:
         """Evaluate at the clients by the strategy's hooks, or at the server. Then call ``evaluate_fn``, if there is one.
 
-        All metrics are stored in the run's result. Those that are single numbers are returned, by name.
+        All metrics are stored in the run's result. Those that are single numbers are returned,
+        by name.
         """
         run, metrics = self._run, dict[str, float]()
         hooks, arrays = run.hooks, run.outward(tensors)
@@ -109,8 +110,8 @@ class Evaluations:
     def ask(self, number: int, arrays: ArrayRecord, config: Mapping[str, Any]) -> list[Message]:
         """Make one evaluate message per client that evaluates: the code of ``configure_evaluate``.
 
-        There are none if clients have neither models nor test data of their own. If clients have models of
-        their own, only clients that have trained evaluate.
+        There are none if clients have neither models nor test data of their own. If clients
+        have models of their own, only clients that have trained evaluate.
         """
         run = self._run
         if not self.at_clients:
@@ -237,9 +238,9 @@ class Evaluations:
 def kept_average(run: GridTransport, number: int) -> tuple[dict[str, Tensor], dict[int, str]]:
     """Ask the clients for the tensors that they keep. Return their average, and why clients are not in it.
 
-    Clients that took no part in the training may start from it (Li et al.: FedBN: Federated Learning on
-    Non-IID Features via Local Batch Normalization, ICLR 2021, appendix G). All have the same weight. The
-    average is empty if no client sent valid tensors.
+    Clients that took no part in the training may start from it (Li et al.: FedBN: Federated
+    Learning on Non-IID Features via Local Batch Normalization, ICLR 2021, appendix G). All have
+    the same weight. The average is empty if no client sent valid tensors.
     """
     shared, clients = run.shared, run.evaluations.with_models(run.everyone())
     header, samples = header_for(shared, number, Phase.MEASURE), {client.index: client.samples for client in clients}

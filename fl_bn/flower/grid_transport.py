@@ -56,8 +56,9 @@ if TYPE_CHECKING:
 class GridTransport(Transport):
     """Run the rounds of one strategy over a Flower grid, for fl-bn's application or for an app of the user's own.
 
-    ``federation.run`` calls ``train``, ``measure`` and ``evaluate``. ``train`` calls the strategy's hooks ``configure_train``
-    and ``aggregate_train``, whose own code is ``ask_to_train`` and ``combine``. ``evaluations`` calls the other two hooks.
+    ``federation.run`` calls ``train``, ``measure`` and ``evaluate``. ``train`` calls the
+    strategy's hooks ``configure_train`` and ``aggregate_train``, whose own code is
+    ``ask_to_train`` and ``combine``. ``evaluations`` calls the other two hooks.
 
     Args:
         server: the server of the run.
@@ -146,9 +147,9 @@ class GridTransport(Transport):
     def train(self, instruction: Instruction) -> RoundReplies:
         """Let the clients of a round train, by the strategy's hooks ``configure_train`` and ``aggregate_train``.
 
-        ``aggregate_train`` also combines the replies (``combine``), since a user's override gets the new
-        tensors, and may change them. A hook may also change the tensors of the ``instruction``, and the
-        learning rate in the config.
+        ``aggregate_train`` also combines the replies (``combine``), since a user's override
+        gets the new tensors, and may change them. A hook may also change the tensors of the
+        ``instruction``, and the learning rate in the config.
         """
         number, hooks, before = instruction.round, self.hooks, self.shared.tensors()
         assert hooks is not None, "a round belongs to a start"
@@ -176,7 +177,8 @@ class GridTransport(Transport):
     def ask_to_train(self, number: int, arrays: ArrayRecord, config: Mapping[str, Any]) -> list[Message]:
         """Make one train message per client of the cohort, in client order: the code of ``configure_train``.
 
-        An override may have changed ``arrays``, the shared tensors, and ``config``, which may name the learning rate.
+        An override may have changed ``arrays``, the shared tensors, and ``config``, which may
+        name the learning rate.
         """
         instruction, now, population = self._instruction(number, arrays, config), self.policy, self.population
         assert population is not None
@@ -205,8 +207,9 @@ class GridTransport(Transport):
     def combine(self, number: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Combine the replies to the train messages into the new shared model: the code of ``aggregate_train``.
 
-        Return the shared tensors and the metrics: ``loss``, ``samples``, and the means of the clients' own, or
-        the result of the user's function. ``(None, None)`` if too few replies are usable.
+        Return the shared tensors and the metrics: ``loss``, ``samples``, and the means of the
+        clients' own, or the result of the user's function. ``(None, None)`` if too few replies
+        are usable.
         """
         phase = Phase(self.record.phase)
         expected = self.server.expects(number, phase, {client.index: client.samples for client in self.cohort})
@@ -241,7 +244,8 @@ class GridTransport(Transport):
     def _read(self, replies: Iterable[Decoded], reading: Reading) -> RoundReplies:
         """Check the replies to train messages.
 
-        If the method does not need all replies at once, add each to the average immediately, and free its memory.
+        If the method does not need all replies at once, add each to the average immediately,
+        and free its memory.
         """
         who = [client.index for client in self.cohort]
         if (intake := self.server.intake(who)) is None:
@@ -345,7 +349,8 @@ class GridTransport(Transport):
     ) -> list[Message]:
         """Make one message per client, with the same ``instruction`` for all, ``values`` in fl-bn's config, and the user's ``config``.
 
-        The round's number is added to that config. The messages live for ``steps`` times the round's timeout.
+        The round's number is added to that config. The messages live for ``steps`` times the
+        round's timeout.
 
         Raises:
             Overflow: a weight is too large for the dtype in which weights are sent.

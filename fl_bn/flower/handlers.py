@@ -1,7 +1,8 @@
 """Answer the server's messages at a client: read an instruction, make a message from a reply, and say who the client is.
 
-fl-bn's own application, users' own Flower apps and secure aggregation all use these functions. Handlers are functions of a module,
-since Flower's ``run_simulation`` pickles inner functions with copies of all that they use.
+fl-bn's own application, users' own Flower apps and secure aggregation all use these functions.
+Handlers are functions of a module, since Flower's ``run_simulation`` pickles inner functions
+with copies of all that they use.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Request:
 
     Attributes:
         header: the message's header, which the reply repeats.
-        instruction: the instruction for the client's round. For an evaluation, its phase is ``Phase.MEASURE``,
-            in which nothing is trained.
+        instruction: the instruction for the client's round. For an evaluation, its phase is
+            ``Phase.MEASURE``, in which nothing is trained.
         config: the checked values of the message's config.
         rounding: the dtype in which weights are sent, in both directions.
         transcript: in FedTAN's layer-wise exchange by replay, the server's answers so far.
@@ -60,8 +61,8 @@ class Request:
     def kept(self, store: StateStore) -> ClientState:
         """Return the stored state from which the client starts: its newest state before this round.
 
-        A client that measures or evaluates may also start from one that it stored in this round. ``counted``
-        says whether the server used the reply of the state's round.
+        A client that measures or evaluates may also start from one that it stored in this
+        round. ``counted`` says whether the server used the reply of the state's round.
         """
         trains = self.instruction.trains
         kept = store.read(before=self.instruction.round + (not trains))
@@ -77,12 +78,12 @@ class Request:
 def read(message: Message, network: Network, form: Form | None = None, header: Header | None = None) -> Request:
     """Read a server's message, which must be for the model and method of ``network``.
 
-    ``form`` is that of the message's config; None: to train or to measure, as the header says. ``header``
-    was perhaps read before.
+    ``form`` is that of the message's config; None: to train or to measure, as the header says.
+    ``header`` was perhaps read before.
 
     Raises:
-        WireError: a field or an array is not as expected, or the message is none of fl-bn's. The error
-            names the first one.
+        WireError: a field or an array is not as expected, or the message is none of fl-bn's.
+            The error names the first one.
     """
     if header is None and HEADER.name not in message.content:
         raise WireError("header", "", "expected a message of an fl-bn strategy: use a strategy of fl_bn.flower in server_app.py, like FBN")
@@ -106,8 +107,8 @@ def request_of(header: Header, payload: Payload, config: Values, network: Networ
     A transcript of a layer-wise exchange by replay is removed from ``payload``.
 
     Raises:
-        WireError: the instruction is for another model or method, or an array has another type than the
-            header says.
+        WireError: the instruction is for another model or method, or an array has another type
+            than the header says.
     """
     phase, form = Phase(header.phase), config.form
     transcript = detach(payload, config) if form is TO_TRAIN and phase is Phase.EXCHANGE else []
@@ -153,10 +154,12 @@ class Participant:
         clients: the number of clients.
         samples: returns the number of the client's training samples.
         state: Flower's ``context.state``.
-        folder: the folder for files with the tensors that the client keeps; None: they are kept in ``state``.
+        folder: the folder for files with the tensors that the client keeps; None: they are kept
+            in ``state``.
         exchange: the addresses of a layer-wise exchange to which the client may connect.
         tells: whether the client sends the BatchNorm layers that it keeps.
-        label_counts: the number of training samples per label; empty: the client does not tell it.
+        label_counts: the number of training samples per label; empty: the client does not tell
+            it.
     """
 
     network: Network
@@ -186,8 +189,8 @@ class Participant:
     def kept_layers(self, config: Mapping[str, Any], round: int) -> dict[str, Tensor]:
         """Return the scales, shifts and statistics that this client keeps, by name, as they are after ``round``.
 
-        The server averages them over the clients, for new clients. The network's tensors stand in for those
-        that are not kept yet.
+        The server averages them over the clients, for new clients. The network's tensors stand
+        in for those that are not kept yet.
 
         Raises:
             PermissionError: this client does not send them.
@@ -227,8 +230,8 @@ QUERIES: dict[str, Answer] = {"query.hello": _hello, f"query.{KEPT}": _kept, "qu
 def register(app: ClientApp, build: Build, answers: Mapping[str, Answer], mods: Sequence[Any] = ()) -> None:
     """Register functions that answer the server's messages.
 
-    ``answers`` maps Flower's message type to a function of ``build``, message and context. ``mods`` are
-    Flower's, around each of them.
+    ``answers`` maps Flower's message type to a function of ``build``, message and context.
+    ``mods`` are Flower's, around each of them.
     """
     for kind, answer in answers.items():
         category, _, action = kind.partition(".")
@@ -238,9 +241,9 @@ def register(app: ClientApp, build: Build, answers: Mapping[str, Answer], mods: 
 def _answered(answer: Answer, build: Build, message: Message, context: Context) -> Message:
     """Answer a message, in a deployment within its time to live.
 
-    In a deployment, each message is answered in a process of its own. Without the limit, a client whose process hangs,
-    for example on a dead network drive, could join no later round. At the limit, the process prints its traceback to
-    stderr and ends.
+    In a deployment, each message is answered in a process of its own. Without the limit, a
+    client whose process hangs, for example on a dead network drive, could join no later round.
+    At the limit, the process prints its traceback to stderr and ends.
     """
     limited = deployed()
     if limited:

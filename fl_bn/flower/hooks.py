@@ -191,14 +191,17 @@ class NamedRates:
 class OwnMetrics:
     """Combine the clients' own metrics: by the user's functions, or by the means over the clients that send a metric.
 
-    A client is left out, and the log names it, if its weight is missing, if a number is not finite, or if a name cannot be
-    printed. Lists are not averaged.
+    A client is left out, and the log names it, if its weight is missing, if a number is not
+    finite, or if a name cannot be printed. Lists are not averaged.
 
     Attributes:
         key: the name of the metric that is a client's weight in the means.
-        train_fn: combines training metrics in place of the mean, as Flower's ``train_metrics_aggr_fn``.
-        evaluate_fn: combines evaluations in place of the mean, as Flower's ``evaluate_metrics_aggr_fn``.
-        alike: whether all clients have the same weight. A defence against Byzantine clients needs that.
+        train_fn: combines training metrics in place of the mean, as Flower's
+            ``train_metrics_aggr_fn``.
+        evaluate_fn: combines evaluations in place of the mean, as Flower's
+            ``evaluate_metrics_aggr_fn``.
+        alike: whether all clients have the same weight. A defence against Byzantine clients
+            needs that.
     """
 
     key: str = EXAMPLES
@@ -211,8 +214,8 @@ class OwnMetrics:
     ) -> tuple[MetricRecord | None, ByClient]:
         """Combine the metric records of each client, and return the result (None: there is none) and each client's metrics.
 
-        In training, ``samples`` has each client's number of samples, the weight of a client that sends none.
-        None: an evaluation.
+        In training, ``samples`` has each client's number of samples, the weight of a client
+        that sends none. None: an evaluation.
         """
         which, combine = ("evaluate", self.evaluate_fn) if samples is None else ("train", self.train_fn)
         numbers, weights, refused, lists = ByClient(), dict[int, float](), dict[int, str](), set[str]()
@@ -243,8 +246,8 @@ class OwnMetrics:
     def _read(self, records: Records, default: float | None, weighs: bool) -> tuple[dict[str, Any], float]:
         """Check one client's metric records, which may have any names, and return its metrics and its weight.
 
-        ``default`` is the weight of a client that sends none; None: it must send one, if the weight matters
-        (``weighs``).
+        ``default`` is the weight of a client that sends none; None: it must send one, if the
+        weight matters (``weighs``).
 
         Raises:
             WireError: the records are not as ``OwnMetrics`` describes.
@@ -303,8 +306,9 @@ class RunResult(Result):
     """Hold Flower's result of a run, and every round's record.
 
     Attributes:
-        records: the records in the order of the rounds. In the last one, ``records[-1].client_metrics`` has each
-            client's own training metrics, and ``records[-1].client_evaluation`` each client's evaluation.
+        records: the records in the order of the rounds. In the last one,
+            ``records[-1].client_metrics`` has each client's own training metrics, and
+            ``records[-1].client_evaluation`` each client's evaluation.
     """
 
     records: list[RoundRecord] = field(default_factory=list)

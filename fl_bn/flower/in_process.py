@@ -1,8 +1,9 @@
 """Run Flower on one machine: a ``Grid`` that calls the ClientApp directly, and ``run_in_process``.
 
-ServerApp and ClientApp are the same as under ``flwr run``, but without sockets and Ray. This is for tests, sweeps,
-notebooks and a single GPU. Clients run one after the other (in FedTAN, they take turns), or in several
-worker processes. On the CPU, the results are the same as in a simulation on Ray, bit for bit.
+ServerApp and ClientApp are the same as under ``flwr run``, but without sockets and Ray. This is
+for tests, sweeps, notebooks and a single GPU. Clients run one after the other (in FedTAN, they
+take turns), or in several worker processes. On the CPU, the results are the same as in a
+simulation on Ray, bit for bit.
 """
 
 from __future__ import annotations
@@ -48,11 +49,13 @@ class InProcessGrid(Grid):
     Args:
         app: the ClientApp, or its import path ``module:name``.
         clients: the number of nodes, 1 or more.
-        run_config: the run config. Its ``engine`` says whether a cohort's clients are computed together (vmap).
-        workers: the processes that answer messages. None: this process answers them, at least until ``timing`` finds that
-            worker processes would save time.
-        timing: decides before each round whether the rest of the run would be faster with worker processes. If so, this grid
-            starts them. ``timing`` has no effect if ``workers`` is given. None: no worker process is started.
+        run_config: the run config. Its ``engine`` says whether a cohort's clients are computed
+            together (vmap).
+        workers: the processes that answer messages. None: this process answers them, at least
+            until ``timing`` finds that worker processes would save time.
+        timing: decides before each round whether the rest of the run would be faster with
+            worker processes. If so, this grid starts them. ``timing`` has no effect if
+            ``workers`` is given. None: no worker process is started.
     """
 
     def __init__(
@@ -120,9 +123,9 @@ class InProcessGrid(Grid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
         """Yield the replies in the order of ``messages``. Each is computed when the caller asks for it.
 
-        So the caller can free one reply before the next one is computed. Clients that are computed together, or
-        exchange vectors with each other, reply together. Worker processes compute the next replies while the caller
-        uses one. ``timeout`` has no effect.
+        So the caller can free one reply before the next one is computed. Clients that are
+        computed together, or exchange vectors with each other, reply together. Worker processes
+        compute the next replies while the caller uses one. ``timeout`` has no effect.
         """
         messages = list(messages)
         exchanging = any(_exchange_token(message) for message in messages)
@@ -208,18 +211,20 @@ def run_in_process(
     Afterwards, torch's number of threads is restored.
 
     Args:
-        config: the run config (the keys of ``[tool.flwr.app.config]``). Its ``clients`` is the number of nodes. Its
-            ``workers`` is the number of processes that compute clients. 1, the default: only this process. 0: one
-            process per core (per ``threads`` cores, if set), started once this saves time in the remaining rounds. 0
-            starts none for a GPU, with ``engine='vectorised'``, or if ``client_app`` is no import path.
+        config: the run config (the keys of ``[tool.flwr.app.config]``). Its ``clients`` is the
+            number of nodes. Its ``workers`` is the number of processes that compute clients. 1,
+            the default: only this process. 0: one process per core (per ``threads`` cores, if
+            set), started once this saves time in the remaining rounds. 0 starts none for a GPU,
+            with ``engine='vectorised'``, or if ``client_app`` is no import path.
         server_app: the ServerApp, or its import path ``module:name``.
         client_app: the ClientApp, or its import path ``module:name``.
         workers: worker processes that were started before. They end with the run.
 
     Returns:
-        The run directory, a ``Path``, if the ServerApp names it in the record ``result`` of its context. For an app of
-            Flower's older API (``legacy_server_app``): its ``History``, as ``start_simulation`` returned it. The final
-            arrays are its ``parameters``. Else None.
+        The run directory, a ``Path``, if the ServerApp names it in the record ``result`` of its
+            context. For an app of Flower's older API (``legacy_server_app``): its ``History``,
+            as ``start_simulation`` returned it. The final arrays are its ``parameters``. Else
+            None.
 
     Raises:
         Exception: whatever the ServerApp raises.

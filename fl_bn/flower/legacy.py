@@ -1,7 +1,8 @@
 """Run apps of Flower's older API, a ``NumPyClient`` and a ``server_fn``, as an adapter over ``training`` and ``OwnAppStrategy.start``.
 
-In client_app.py, ``app = ClientApp(client_fn)`` becomes ``app = legacy_client_app(client_fn, fixbn())``. In server_app.py,
-``app = ServerApp(server_fn=server_fn)`` becomes ``app = legacy_server_app(server_fn, Net, fixbn())``.
+In client_app.py, ``app = ClientApp(client_fn)`` becomes ``app = legacy_client_app(client_fn,
+fixbn())``. In server_app.py, ``app = ServerApp(server_fn=server_fn)`` becomes ``app =
+legacy_server_app(server_fn, Net, fixbn())``.
 """
 
 from __future__ import annotations
@@ -63,12 +64,14 @@ def legacy_client_app(
 ) -> ClientApp:
     """Return the ClientApp of a legacy ``client_fn``, whose clients train and evaluate by ``method``.
 
-    The clients' class needs no change. In every round, the client's network is replaced by the network of the
-    round. ``fit`` gets the arrays of this network, and the arrays that ``fit`` returns are used. So make in ``fit`` and
-    ``evaluate`` whatever holds the network: the optimizer, or a trainer.
+    The clients' class needs no change. In every round, the client's network is replaced by the
+    network of the round. ``fit`` gets the arrays of this network, and the arrays that ``fit``
+    returns are used. So make in ``fit`` and ``evaluate`` whatever holds the network: the
+    optimizer, or a trainer.
 
     Args:
-        client_fn: makes a ``NumPyClient`` from Flower's context, with or without ``.to_client()``.
+        client_fn: makes a ``NumPyClient`` from Flower's context, with or without
+            ``.to_client()``.
         method: the method, the same as the server's.
         net: the name of the client's attribute that holds its network.
         trainloader: the name of the client's attribute that holds its training batches.
@@ -138,18 +141,21 @@ def legacy_server_app(
 ) -> ServerApp:
     """Return a ServerApp that runs the strategy of a legacy ``server_fn`` in rounds of ``method``.
 
-    ``server_fn`` needs no change. Its strategy is Flower's older ``FedAvg``, or a class derived from it. Its
-    fractions, numbers of clients, ``initial_parameters``, ``on_fit_config_fn``, ``on_evaluate_config_fn``,
-    ``evaluate_fn`` and metric functions are all used. A class of the user's own may override ``evaluate``,
-    ``aggregate_fit`` and ``aggregate_evaluate``. In the last two, ``super()`` returns what fl-bn computed from the
-    replies. A ``Server`` of the user's own may override ``fit``: ``super().fit(...)`` runs the rounds, and returns
-    Flower's ``History``, which ``run_in_process`` returns in turn, with all final arrays of the network as ``parameters``.
+    ``server_fn`` needs no change. Its strategy is Flower's older ``FedAvg``, or a class derived
+    from it. Its fractions, numbers of clients, ``initial_parameters``, ``on_fit_config_fn``,
+    ``on_evaluate_config_fn``, ``evaluate_fn`` and metric functions are all used. A class of the
+    user's own may override ``evaluate``, ``aggregate_fit`` and ``aggregate_evaluate``. In the
+    last two, ``super()`` returns what fl-bn computed from the replies. A ``Server`` of the
+    user's own may override ``fit``: ``super().fit(...)`` runs the rounds, and returns Flower's
+    ``History``, which ``run_in_process`` returns in turn, with all final arrays of the network
+    as ``parameters``.
 
     Args:
         server_fn: returns Flower's ``ServerAppComponents``.
         model: makes the network, unconverted.
         method: the method, the same as the clients'.
-        options: further keyword arguments of ``OwnAppStrategy`` that the older ``FedAvg`` does not have, such as ``callbacks``.
+        options: further keyword arguments of ``OwnAppStrategy`` that the older ``FedAvg`` does
+            not have, such as ``callbacks``.
 
     Returns:
         The app for server_app.py.
@@ -209,7 +215,8 @@ class LegacyRounds(OwnAppStrategy):
     """Run fl-bn's rounds with an older strategy's configs, evaluation and metric functions, and write Flower's ``History``.
 
     Args:
-        older: the strategy of ``server_fn``. Its aggregating hooks return fl-bn's results, also by ``super()``.
+        older: the strategy of ``server_fn``. Its aggregating hooks return fl-bn's results, also
+            by ``super()``.
         model: the network, unconverted.
         method: the method.
         options: further arguments of ``OwnAppStrategy``.
@@ -258,8 +265,8 @@ class LegacyRounds(OwnAppStrategy):
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Combine the replies, and call the older strategy's ``aggregate_fit``, which may replace the combined arrays.
 
-        ``fit_metrics_aggregation_fn`` combines the metrics that the clients' ``fit`` returned. If ``aggregate_fit`` returns no
-        arrays, the round has failed.
+        ``fit_metrics_aggregation_fn`` combines the metrics that the clients' ``fit`` returned.
+        If ``aggregate_fit`` returns no arrays, the round has failed.
         """
         replies = list(replies)
         arrays, metrics = super().aggregate_train(server_round, replies)
@@ -277,7 +284,8 @@ class LegacyRounds(OwnAppStrategy):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Combine the clients' losses, call the older strategy's ``aggregate_evaluate``, and store its results in the history.
 
-        ``evaluate_metrics_aggregation_fn`` combines the metrics that the clients' ``evaluate`` returned.
+        ``evaluate_metrics_aggregation_fn`` combines the metrics that the clients' ``evaluate``
+        returned.
         """
         replies = list(replies)
         metrics = super().aggregate_evaluate(server_round, replies)
@@ -307,8 +315,9 @@ class LegacyRounds(OwnAppStrategy):
 def _told(replies: Sequence[Message], clients: Sequence[Client], counted: Collection[int]) -> list[Any]:
     """Return pairs of client and results for the clients in ``counted``, in client order, as Flower's aggregating hooks get them.
 
-    Results have ``num_examples``, ``metrics`` and ``loss``, but no arrays: a reply holds only the tensors that the method shares. A
-    client that sends no number of samples in the record ``metrics`` is left out.
+    Results have ``num_examples``, ``metrics`` and ``loss``, but no arrays: a reply holds only
+    the tensors that the method shares. A client that sends no number of samples in the record
+    ``metrics`` is left out.
     """
     index_of, told = {client.node: client.index for client in clients}, dict[int, Any]()
     for reply in replies:

@@ -56,8 +56,9 @@ class Site:
         device: the device to compute on.
         folder: the folder for the model that the client saves at the end; None: it saves none.
         label_counts: the number of training samples per label, if the client reports it.
-        state: the folder for tensors that the client keeps between rounds. Each run has a subfolder of its name.
-            None: the tensors are kept in Flower's ``context.state``, as long as the simulation or the SuperNode runs.
+        state: the folder for tensors that the client keeps between rounds. Each run has a
+            subfolder of its name. None: the tensors are kept in Flower's ``context.state``, as
+            long as the simulation or the SuperNode runs.
         exchange: the addresses of a layer-wise exchange to which the client may connect.
     """
 
@@ -75,22 +76,25 @@ class Site:
 class BatchNormClient(Participant, NumPyClient):
     """Train, measure and evaluate one model as its method says.
 
-    ``make_client_app`` calls ``compute``, ``evaluation`` and ``save``, which take a ``Request``. So override ``compute``, not
-    ``fit``, to change the training. The methods of Flower's ``NumPyClient`` do the same with lists of arrays. Since a list has no
-    names, the entry ``layout`` of their config has them, as JSON from ``codec.flatten``. The config's other entries are the fields
-    of the instruction's header and of its config.
+    ``make_client_app`` calls ``compute``, ``evaluation`` and ``save``, which take a
+    ``Request``. So override ``compute``, not ``fit``, to change the training. The methods of
+    Flower's ``NumPyClient`` do the same with lists of arrays. Since a list has no names, the
+    entry ``layout`` of their config has them, as JSON from ``codec.flatten``. The config's
+    other entries are the fields of the instruction's header and of its config.
 
     All random numbers depend only on ``seed``, the client and the round.
 
     Args:
-        model: the converted network with its initial tensors. It is copied, never changed. Clients of one process may
-            share a ``Network``, and train its copy one after the other.
+        model: the converted network with its initial tensors. It is copied, never changed.
+            Clients of one process may share a ``Network``, and train its copy one after the
+            other.
         method: the run's method.
         settings: the settings of local training.
         site: the client's data and device.
         state: Flower's ``context.state``.
         seed: the run's seed.
-        tells: whether the client sends the layers that it keeps, for the average that unseen clients get.
+        tells: whether the client sends the layers that it keeps, for the average that unseen
+            clients get.
         task: the model's task.
 
     Raises:
@@ -126,12 +130,14 @@ class BatchNormClient(Participant, NumPyClient):
 
         Args:
             request: the checked content of a message.
-            pack: makes the outgoing message from the reply. The client's tensors are stored only if this succeeds. On
-                ``Overflow`` (a weight is too large for the dtype in which it is sent), the client sits the round out.
+            pack: makes the outgoing message from the reply. The client's tensors are stored
+                only if this succeeds. On ``Overflow`` (a weight is too large for the dtype in
+                which it is sent), the client sits the round out.
 
         Returns:
-            The result of ``pack``. The reply that ``pack`` gets has 0 samples if the client sits out, or if, in an exchange
-                by replay, it asks the server for the next answer.
+            The result of ``pack``. The reply that ``pack`` gets has 0 samples if the client
+                sits out, or if, in an exchange by replay, it asks the server for the next
+                answer.
         """
         instruction, store = request.instruction, self.store(request.config)
         kept, joins = request.kept(store), request.connect(self.exchange)
@@ -197,7 +203,8 @@ class BatchNormClient(Participant, NumPyClient):
         """Return the scales, shifts and statistics that this client keeps, in the order of ``schema.kept_layers``.
 
         Args:
-            config: ``round`` is the number of the round, and ``run`` the run's name (NAME/state-XXXXXXXX).
+            config: ``round`` is the number of the round, and ``run`` the run's name
+                (NAME/state-XXXXXXXX).
 
         Raises:
             PermissionError: this client does not share them.
@@ -209,12 +216,12 @@ class BatchNormClient(Participant, NumPyClient):
 
         Args:
             parameters: the arrays of the instruction.
-            config: the entry ``layout`` (the names of ``parameters``), the fields of the instruction's header,
-                and the fields of its config, such as ``learning-rate``.
+            config: the entry ``layout`` (the names of ``parameters``), the fields of the
+                instruction's header, and the fields of its config, such as ``learning-rate``.
 
         Returns:
-            The arrays of the reply, the number of different samples trained on, and metrics with the reply's
-                ``layout``.
+            The arrays of the reply, the number of different samples trained on, and metrics
+                with the reply's ``layout``.
         """
         request = self._request(parameters, config, TO_MEASURE if config["phase"] == Phase.MEASURE.value else TO_TRAIN)
 
@@ -229,8 +236,8 @@ class BatchNormClient(Participant, NumPyClient):
 
         Args:
             parameters: the arrays of the instruction.
-            config: the entry ``layout`` (the names of ``parameters``), the fields of the instruction's header,
-                and the fields of its config.
+            config: the entry ``layout`` (the names of ``parameters``), the fields of the
+                instruction's header, and the fields of its config.
         """
         metrics = self.test(self._request(parameters, config, TO_EVALUATE))
         return metrics.pop("loss"), len(self.site.test), metrics
@@ -249,11 +256,12 @@ def own_sections(keeps: ClientState, before: ClientState, round: int) -> Section
 def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
     """Make a ClientApp that answers the server's messages. Its ``Gate`` checks each message and each reply.
 
-    The ClientApp answers train and evaluate messages, and the queries ``statistics``, ``kept``, ``hello``,
-    ``rendezvous`` and ``save``.
+    The ClientApp answers train and evaluate messages, and the queries ``statistics``, ``kept``,
+    ``hello``, ``rendezvous`` and ``save``.
 
     Args:
-        build: Makes the client, for example a ``BatchNormClient``, from Flower's context of a message.
+        build: Makes the client, for example a ``BatchNormClient``, from Flower's context of a
+            message.
     """
     app = ClientApp(mods=[Gate()])
     own: dict[str, Answer] = {"train": _work, "query.statistics": _work, "evaluate": _evaluate, SAVE: _save}

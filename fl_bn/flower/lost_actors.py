@@ -1,11 +1,13 @@
 """Send a client's message again if the Ray actor that answers it dies, in Flower's simulation.
 
-Flower 1.25 returns an actor to its pool after any error, even if the process or the node of the actor is gone. A dead
-actor fails every message at once, so it gets more messages than the living ones, and the run ends. With the
-functions of this module, a dead actor leaves the pool, and another actor gets its message.
+Flower 1.25 returns an actor to its pool after any error, even if the process or the node of the
+actor is gone. A dead actor fails every message at once, so it gets more messages than the
+living ones, and the run ends. With the functions of this module, a dead actor leaves the pool,
+and another actor gets its message.
 
-The new answer is the same, bit for bit. It depends only on the message and on the client's state, which the main process
-of the simulation holds. Ray starts a new actor on any node with free resources, also on a node that joins later.
+The new answer is the same, bit for bit. It depends only on the message and on the client's
+state, which the main process of the simulation holds. Ray starts a new actor on any node with
+free resources, also on a node that joins later.
 """
 
 from __future__ import annotations

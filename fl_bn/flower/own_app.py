@@ -63,16 +63,19 @@ Models = Callable[[Context], nn.Module]
 class OwnRound:
     """Compute one round at one client. ``training`` yields this object.
 
-    Your loop trains this object's ``model``. After the ``with`` block, this object's method ``message`` makes the reply.
+    Your loop trains this object's ``model``. After the ``with`` block, this object's method
+    ``message`` makes the reply.
 
     Attributes:
-        model: the network to train, in training mode, converted for the method. Its tensors come from the server or, if they
-            stay at this client, from this client's last round.
+        model: the network to train, in training mode, converted for the method. Its tensors
+            come from the server or, if they stay at this client, from this client's last round.
         number: the number of the round, from 1.
-        learning_rate: the round's learning rate: the strategy's ``rate``, or the one that ``train_config`` names.
-        rate_share: the factor, in (0, 1], for your learning rate in this round. It is below 1 where the statistics are frozen. A
-            rate that your loop reads from ``lr``, ``learning_rate`` or ``learning-rate`` of the message's config includes the
-            factor already. Multiply any other rate by it.
+        learning_rate: the round's learning rate: the strategy's ``rate``, or the one that
+            ``train_config`` names.
+        rate_share: the factor, in (0, 1], for your learning rate in this round. It is below 1
+            where the statistics are frozen. A rate that your loop reads from ``lr``,
+            ``learning_rate`` or ``learning-rate`` of the message's config includes the factor
+            already. Multiply any other rate by it.
         batch: sets the number of samples of the first batch: ``round.batch(32)``.
         instruction: the server's instruction.
         local: the client's half of the round without Flower.
@@ -106,7 +109,8 @@ class OwnRound:
         Args:
             forward: computes the loss of the batch.
             x: the inputs of the batch.
-            call: calls a network on inputs, as ``Task.forward`` does. None: the inputs are its only argument.
+            call: calls a network on inputs, as ``Task.forward`` does. None: the inputs are its
+                only argument.
 
         Returns:
             The loss alone.
@@ -118,14 +122,18 @@ class OwnRound:
     ) -> Message:
         """Return the reply to the server's message, and store the tensors that stay at this client.
 
-        The reply's record ``metrics`` is yours, as in Flower's examples: it has ``num-examples``, ``loss`` and your
-        own metrics. You may add to it, or add records of your own whose names do not begin with ``fl-bn/``.
+        The reply's record ``metrics`` is yours, as in Flower's examples: it has
+        ``num-examples``, ``loss`` and your own metrics. You may add to it, or add records of
+        your own whose names do not begin with ``fl-bn/``.
 
         Args:
-            samples: the number of different samples that the round trained on. It is the client's weight in the average of
-                the model. 0: the client has no data in this round, and takes no part.
-            loss: the mean training loss. None: ``metrics["loss"]``; it is unknown if that is missing, too.
-            metrics: your own training metrics by name, such as ``{"train_acc": 0.9}``. The strategy combines them.
+            samples: the number of different samples that the round trained on. It is the
+                client's weight in the average of the model. 0: the client has no data in this
+                round, and takes no part.
+            loss: the mean training loss. None: ``metrics["loss"]``; it is unknown if that is
+                missing, too.
+            metrics: your own training metrics by name, such as ``{"train_acc": 0.9}``. The
+                strategy combines them.
         """
         own: Any = {name: _plain(value) for name, value in metrics.items()}
         loss = own.get("loss") if loss is None and is_number(own.get("loss")) else loss
@@ -173,9 +181,10 @@ class RoundGoesOn(Exception):
 def replayed(message: Message, context: Context, handler: Callable[[Message, Context], Message]) -> Message:
     """Let ``handler`` use several messages for one round: ``@app.train(mods=[replayed])``.
 
-    This Flower mod calls ``handler`` for each train message. If the round needs an answer of the server first, the mod
-    replies with the client's question. FedTAN needs this mod if the clients of a cohort cannot all run at the same time (carrier
-    ``replay`` of ``ExchangeSettings``).
+    This Flower mod calls ``handler`` for each train message. If the round needs an answer of
+    the server first, the mod replies with the client's question. FedTAN needs this mod if the
+    clients of a cohort cannot all run at the same time (carrier ``replay`` of
+    ``ExchangeSettings``).
 
     Args:
         message: the server's message.
@@ -195,8 +204,8 @@ def replayed(message: Message, context: Context, handler: Callable[[Message, Con
 def _repeatable(seed: int, model: nn.Module, everything: bool) -> Iterator[None]:
     """Seed shuffling and dropout, so that a repeated computation of this round draws the same numbers.
 
-    In an exchange by replay, a round is computed again for each answer. With ``everything``, seed Python's
-    and NumPy's generators, too.
+    In an exchange by replay, a round is computed again for each answer. With ``everything``,
+    seed Python's and NumPy's generators, too.
     """
     before = generators()
     with torch_seed(seed, inputs_like(model).device):
@@ -223,17 +232,18 @@ def training(
 ) -> Iterator[OwnRound]:
     """Run the client's half of a round around your own training loop, inside a train handler.
 
-    In FedTAN's rounds, torch's generator is seeded from run, client and round, since a round may be computed more than
-    once. With the carrier ``replay``, which computes a round again for each answer, NumPy's and Python's generators are
-    seeded, too. The client's tensors stay in ``context.state`` between rounds, or below ``state-dir`` of the node config.
+    In FedTAN's rounds, torch's generator is seeded from run, client and round, since a round
+    may be computed more than once. With the carrier ``replay``, which computes a round again
+    for each answer, NumPy's and Python's generators are seeded, too. The client's tensors stay
+    in ``context.state`` between rounds, or below ``state-dir`` of the node config.
 
     Args:
         message: the server's message.
         context: Flower's context of the client.
         model: your network, unconverted.
         method: the method, the same as the server's.
-        batches: the training batches. HBN (unless ``separate=False``) and FBN with ``report="pass"`` measure them before
-            training. Other methods do not use them.
+        batches: the training batches. HBN (unless ``separate=False``) and FBN with
+            ``report="pass"`` measure them before training. Other methods do not use them.
         task: splits a batch into inputs and targets for that measurement.
         objective: ``PLAIN``, or FedProx, SCAFFOLD or FedSAM. With one of these three, call
             ``round.backward(lambda: loss_of(x), x)`` in place of ``loss.backward()``.
@@ -242,9 +252,11 @@ def training(
         The round: train its ``model``, then return its ``message(samples, loss)``.
 
     Raises:
-        ValueError: the server's message is for another model or method, or this site's settings forbid an answer
-            (``Refused``). Or the method needs ``batches``, and they are missing or can be iterated over only once.
-        RoundGoesOn: the round needs one more answer from the server. The mod ``replayed`` handles this.
+        ValueError: the server's message is for another model or method, or this site's settings
+            forbid an answer (``Refused``). Or the method needs ``batches``, and they are
+            missing or can be iterated over only once.
+        RoundGoesOn: the round needs one more answer from the server. The mod ``replayed``
+            handles this.
     """
     admit_own(message, context, evaluates=False)
     client = _client(context, model, method, Participant)
@@ -275,8 +287,8 @@ def training(
 def evaluating(message: Message, context: Context, model: nn.Module, method: Method) -> nn.Module:
     """Return the network to test in an evaluate handler of your own, in evaluation mode.
 
-    It is converted for the method. Its tensors come from the server or, if they stay at this client, from this client's
-    last round.
+    It is converted for the method. Its tensors come from the server or, if they stay at this
+    client, from this client's last round.
 
     Args:
         message: the server's message.
@@ -285,8 +297,8 @@ def evaluating(message: Message, context: Context, model: nn.Module, method: Met
         method: the method, the same as the server's.
 
     Raises:
-        ValueError: the server's message is for another model or method, or this site's settings forbid an answer
-            (``Refused``).
+        ValueError: the server's message is for another model or method, or this site's settings
+            forbid an answer (``Refused``).
     """
     admit_own(message, context, evaluates=True)
     client = _client(context, model, method, Participant)
@@ -307,8 +319,8 @@ def answer(
 
     Your own handlers still answer train and evaluate messages.
 
-    A ``Gate`` checks the messages and replies of these handlers. It checks those of your own handlers, too, if you make
-    the app as ``ClientApp(mods=[Gate()])``.
+    A ``Gate`` checks the messages and replies of these handlers. It checks those of your own
+    handlers, too, if you make the app as ``ClientApp(mods=[Gate()])``.
 
     Args:
         app: your ClientApp.
@@ -316,8 +328,9 @@ def answer(
         method: the method, the same as the server's.
         batches: returns the training batches of the client with a given context.
         task: splits a batch into inputs and targets.
-        tells: whether the client sends the BatchNorm layers that it keeps (FedBN, SiloBN), for the average that
-            the server's ``evaluate_fn`` gets. These layers summarise the client's data.
+        tells: whether the client sends the BatchNorm layers that it keeps (FedBN, SiloBN), for
+            the average that the server's ``evaluate_fn`` gets. These layers summarise the
+            client's data.
     """
     answers(app, lambda context: model(), method, batches, task=task, tells=tells)
 
@@ -370,8 +383,8 @@ MOST_BATCHES = 1_000_000
 def samples_in(loader: Iterable[Any], task: Task) -> int:
     """Return the number of samples that a client may train on or measure in a pass over its loader.
 
-    A sampler may draw more samples than the dataset has, and a collate function of the user's own may make several of one
-    (crops of an image). So in its case a first batch is made.
+    A sampler may draw more samples than the dataset has, and a collate function of the user's
+    own may make several of one (crops of an image). So in its case a first batch is made.
 
     Raises:
         ValueError: ``loader`` has single samples, or is itself a single batch.

@@ -69,9 +69,11 @@ class Meeting:
 
     Attributes:
         signature: the signature of the server's model and method. Clients must have the same.
-        clients: the number of clients. 0: the nodes vote on it, each by its ``num-partitions``, and the most frequent value wins.
-        least: in an app of one's own, the smallest number of nodes that may take part: nodes that cannot, or that do not come for
-            ``wait`` seconds, are left out. 0: all clients are needed, or ``at_start``, and a node that cannot take part ends the run.
+        clients: the number of clients. 0: the nodes vote on it, each by its ``num-partitions``,
+            and the most frequent value wins.
+        least: in an app of one's own, the smallest number of nodes that may take part: nodes
+            that cannot, or that do not come for ``wait`` seconds, are left out. 0: all clients
+            are needed, or ``at_start``, and a node that cannot take part ends the run.
         timeout: seconds that a message lives, and for ``least`` nodes to come.
         wait: seconds for clients to come.
         called, at_start, min_sites, joining: as in ``ServerPolicy``.
@@ -99,10 +101,11 @@ class Meeting:
 class Population:
     """Track all clients of a run, by index. Flower's node ids are random, so only an index is reproducible.
 
-    Each node says itself which index its client has. If the operator lists the node of each client (``called.nodes``),
-    an index belongs to the listed node only. Without this list, the first node that served an index keeps it. While
-    that node is offline, another node may serve the index. If several nodes claim an index that no node has served
-    yet, none of these nodes gets it; but in an app of one's own, they get different indices (``seated``).
+    Each node says itself which index its client has. If the operator lists the node of each
+    client (``called.nodes``), an index belongs to the listed node only. Without this list, the
+    first node that served an index keeps it. While that node is offline, another node may serve
+    the index. If several nodes claim an index that no node has served yet, none of these nodes
+    gets it; but in an app of one's own, they get different indices (``seated``).
 
     Attributes:
         meeting: whom the run waits for.
@@ -126,7 +129,8 @@ class Population:
         """Wait for all clients that may take part in the next round, or for enough. Return the number of clients of the run.
 
         Raises:
-            RunFailed: too few came in time, or may take part, or the vote on their number is a tie. The message says what to do.
+            RunFailed: too few came in time, or may take part, or the vote on their number is a
+                tie. The message says what to do.
         """
         meeting, logged = self.meeting, -1
         begin = enough = time.monotonic()
@@ -325,7 +329,8 @@ class Population:
     def _assign(self) -> str:
         """Choose a node for each client index: that which served it first, else that which does now, else the only one that claims it.
 
-        Return the problem if several nodes claim an index and none of them was chosen; else an empty text.
+        Return the problem if several nodes claim an index and none of them was chosen; else an
+        empty text.
         """
         claims: dict[int, dict[int, Client]] = {}
         for node, client in sorted(self._claims.items()):
@@ -379,9 +384,10 @@ class Population:
 def seated(claims: Mapping[int, int], clients: int) -> dict[int, int]:
     """Return node -> new number, for each node whose claimed number belongs to another node.
 
-    Of several nodes that claim one number, the node with the smallest id gets it, since Flower draws these ids at
-    random. The others, in the order of their ids, get the smallest of the numbers up to ``clients`` that nobody claims. The
-    result is empty if there are more nodes than numbers.
+    Of several nodes that claim one number, the node with the smallest id gets it, since Flower
+    draws these ids at random. The others, in the order of their ids, get the smallest of the
+    numbers up to ``clients`` that nobody claims. The result is empty if there are more nodes
+    than numbers.
     """
     if len(claims) > clients:
         return {}

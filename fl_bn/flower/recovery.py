@@ -33,8 +33,9 @@ from fl_bn.support.wire import printable
 class Checkpoint:
     """Hold the state of a run after a round.
 
-    Schedules, cohorts and batches are not part of it, since they depend only on the round and the seed. It has the states
-    of the global random generators, since the user's own code may draw random numbers.
+    Schedules, cohorts and batches are not part of it, since they depend only on the round and
+    the seed. It has the states of the global random generators, since the user's own code may
+    draw random numbers.
 
     Attributes:
         round: The last complete round.
@@ -43,11 +44,14 @@ class Checkpoint:
         optimizer: The buffers of the server optimizer.
         failed: The number of rounds in a row, up to ``round``, that failed.
         kept: For each client, the last round in which it kept tensors of its own.
-        history: The length in bytes of each file of results, by its name. Every round adds lines to these files.
+        history: The length in bytes of each file of results, by its name. Every round adds
+            lines to these files.
         generators: The states of the generators of Python, NumPy and torch, as JSON.
-        auxiliary: The tensors that are sent beside the weights, such as control variates, by section and name.
+        auxiliary: The tensors that are sent beside the weights, such as control variates, by
+            section and name.
         counted: For each client, the last round in which its reply changed the model.
-        releases: The number of noisy sums (of updates and of statistics) that the privacy accountant has counted.
+        releases: The number of noisy sums (of updates and of statistics) that the privacy
+            accountant has counted.
     """
 
     round: int
@@ -96,9 +100,10 @@ class Recovery:
 
     Args:
         name: The name of the run.
-        every: The number of rounds between two checkpoints; 0: none are written. The last round has no checkpoint,
-            since its results are written anyway.
-        store: Stores a checkpoint, and returns the oldest round to which the run can go back; None: no checkpoints.
+        every: The number of rounds between two checkpoints; 0: none are written. The last round
+            has no checkpoint, since its results are written anyway.
+        store: Stores a checkpoint, and returns the oldest round to which the run can go back;
+            None: no checkpoints.
         accountant: Counts the privacy budget; None: no noise is added.
         called: The names of the clients in the log.
     """
@@ -153,7 +158,8 @@ class Recovery:
         """Restore the state of a checkpoint: the shared model and the optimizer are changed in place.
 
         Raises:
-            RunFailed: The checkpoint is of another model or method, or the run has no rounds after it.
+            RunFailed: The checkpoint is of another model or method, or the run has no rounds
+                after it.
         """
         if checkpoint.round >= rounds:
             raise RunFailed(
@@ -190,9 +196,9 @@ class Recovery:
 class Starts:
     """Send clients the initial values of the tensors that stay at the clients, in one run.
 
-    In a user's own Flower app, a client builds a new network, whose initial weights differ from the
-    server's. In fl-bn's application the values are sent only if a run starts from other arrays than those
-    of its model (``begin_with``).
+    In a user's own Flower app, a client builds a new network, whose initial weights differ from
+    the server's. In fl-bn's application the values are sent only if a run starts from other
+    arrays than those of its model (``begin_with``).
     """
 
     def __init__(self, shared: SharedModel, sends: bool = False) -> None:
@@ -203,7 +209,8 @@ class Starts:
         """Let the run start from ``arrays``, by the names of the network's state_dict, and send clients their initial values.
 
         Raises:
-            ValueError: an array is missing, or the network has no tensor of an array's name and shape.
+            ValueError: an array is missing, or the network has no tensor of an array's name and
+                shape.
         """
         own, tensors = self._shared.model.state_dict(), tensors_of(arrays)
         for name in {**tensors, **self._shared.tensors()}:

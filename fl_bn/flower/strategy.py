@@ -46,25 +46,28 @@ STARTS: Fits = {
 class BatchNormStrategy(Strategy):
     """Train a model by a method over the clients of a grid, which run fl-bn's own ClientApp (``make_client_app``).
 
-    A subclass may override the hooks ``configure_train``, ``aggregate_train``, ``configure_evaluate``,
-    ``aggregate_evaluate``, ``summary``, ``start`` and ``save``, and call ``super()`` in them. ``start`` calls the hooks;
-    they work in no other loop. fl-bn's own attributes are ``transport`` and names that begin with ``_``; all other names are yours.
+    A subclass may override the hooks ``configure_train``, ``aggregate_train``,
+    ``configure_evaluate``, ``aggregate_evaluate``, ``summary``, ``start`` and ``save``, and
+    call ``super()`` in them. ``start`` calls the hooks; they work in no other loop. fl-bn's own
+    attributes are ``transport`` and names that begin with ``_``; all other names are yours.
 
-    The hooks' argument ``arrays`` holds all shared tensors by state_dict name: weights, affine parameters and statistics.
+    The hooks' argument ``arrays`` holds all shared tensors by state_dict name: weights, affine
+    parameters and statistics.
 
     Args:
         model: any torch network, unconverted. The run starts from its tensors.
         method: the method, the same as the clients'.
         rounds: the server's settings for rounds.
-        optimizer: steps on the pseudo-gradient of the shared weights. Default: the average becomes the new model.
+        optimizer: steps on the pseudo-gradient of the shared weights. Default: the average
+            becomes the new model.
         evaluate: maps the global model to metrics, at the server.
         callbacks: called at the start, after every round and at the end.
-        save_clients: the name of the run's folder, in which clients with models of their own save these at the
-            end. Empty: they save none.
-        defence: the robust rules for statistics and updates. The statistics' rule serves the layer-wise
-            exchange (FedTAN), too.
-        keep_checkpoint: stores a ``Checkpoint``, and returns the oldest round that the run can still go back
-            to.
+        save_clients: the name of the run's folder, in which clients with models of their own
+            save these at the end. Empty: they save none.
+        defence: the robust rules for statistics and updates. The statistics' rule serves the
+            layer-wise exchange (FedTAN), too.
+        keep_checkpoint: stores a ``Checkpoint``, and returns the oldest round that the run can
+            still go back to.
         secure: the settings of secure aggregation (SecAgg+). None: updates travel in the clear.
         task: the task whose metrics clients evaluate, and the log shows.
 
@@ -105,7 +108,8 @@ class BatchNormStrategy(Strategy):
         """Return the object that carries the rounds. It has the run's state.
 
         Raises:
-            RunFailed: ``start`` was not called yet, so the clients are not known. (With ``rounds``, it is there from the beginning.)
+            RunFailed: ``start`` was not called yet, so the clients are not known. (With
+                ``rounds``, it is there from the beginning.)
         """
         if self._transport is None:
             raise RunFailed("the clients are not known before the start: call strategy.start(...)")
@@ -127,8 +131,9 @@ class BatchNormStrategy(Strategy):
         Args:
             server_round: the round's number, from 1.
             arrays: the shared tensors.
-            config: values for every message, such as ``lr``. ``start`` passes the same object, its ``train_config``, in
-                every round. So if your override changes a value in it, later rounds get the changed value, too.
+            config: values for every message, such as ``lr``. ``start`` passes the same object,
+                its ``train_config``, in every round. So if your override changes a value in it,
+                later rounds get the changed value, too.
             grid: Flower's grid.
 
         Raises:
@@ -141,10 +146,12 @@ class BatchNormStrategy(Strategy):
 
         Args:
             server_round: the round's number.
-            replies: the replies to the train messages. The records whose names do not begin with ``fl-bn/`` are your own.
+            replies: the replies to the train messages. The records whose names do not begin
+                with ``fl-bn/`` are your own.
 
         Returns:
-            The shared tensors, and the combined metrics (``loss`` and ``samples`` among them); ``(None, None)`` if too few replies
+            The shared tensors, and the combined metrics (``loss`` and ``samples`` among them);
+                ``(None, None)`` if too few replies
             are usable.
         """
         return self._called().combine(server_round, replies)
@@ -209,26 +216,31 @@ class BatchNormStrategy(Strategy):
 
         Args:
             grid: Flower's grid.
-            initial_arrays: the tensors to start from, ``ArrayRecord(net.state_dict())``. Default: the model's own.
-                BatchNorm tensors that clients keep start from them, too.
+            initial_arrays: the tensors to start from, ``ArrayRecord(net.state_dict())``.
+                Default: the model's own. BatchNorm tensors that clients keep start from them,
+                too.
             num_rounds: the number of rounds, 0 or more.
-            timeout: how many seconds to wait for the replies of a round, and in an app of your own for the clients at the start.
-                Default: that of ``rounds``, in an app of your own Flower's 3600 s.
+            timeout: how many seconds to wait for the replies of a round, and in an app of your
+                own for the clients at the start. Default: that of ``rounds``, in an app of your
+                own Flower's 3600 s.
             train_config: values for every train message, such as ``lr``.
             evaluate_config: values for every evaluate message.
-            evaluate_fn: evaluates at the server, besides the clients: ``evaluate_fn(round, arrays)``, from round
-                0 on. The arrays load into the network by ``load_state_dict``. If clients keep their BatchNorm
-                layers, the arrays have the average over the clients that send theirs.
-            resume: a checkpoint, which ``keep_checkpoint`` got. The run goes on after its round.
+            evaluate_fn: evaluates at the server, besides the clients: ``evaluate_fn(round,
+                arrays)``, from round 0 on. The arrays load into the network by
+                ``load_state_dict``. If clients keep their BatchNorm layers, the arrays have the
+                average over the clients that send theirs.
+            resume: a checkpoint, which ``keep_checkpoint`` got. The run goes on after its
+                round.
 
         Returns:
             Flower's result, with the arrays of the last evaluation and every round's record.
 
         Raises:
-            RunFailed: clients are missing, too many rounds in a row failed, there is nothing to measure, or the clients' app does
-                not answer. Or the method exchanges statistics within rounds by a carrier that cannot serve this grid.
-            ValueError: ``initial_arrays`` do not fit the network, ``num_rounds`` is no number of rounds, or a hook is overridden
-                that secure aggregation never calls.
+            RunFailed: clients are missing, too many rounds in a row failed, there is nothing to
+                measure, or the clients' app does not answer. Or the method exchanges statistics
+                within rounds by a carrier that cannot serve this grid.
+            ValueError: ``initial_arrays`` do not fit the network, ``num_rounds`` is no number
+                of rounds, or a hook is overridden that secure aggregation never calls.
         """
         check_fits(STARTS, {"num_rounds": num_rounds, "timeout": timeout})
         if simulated():

@@ -1,7 +1,7 @@
 """Connect a client to the layer-wise exchange, if its site allows the address that the server names.
 
-The node config lists the allowed addresses. Without this check, a server could make every site connect to machines in
-its own network, and learn from the errors which ports are open.
+The node config lists the allowed addresses. Without this check, a server could make every site
+connect to machines in its own network, and learn from the errors which ports are open.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class ExchangeAddresses:
     """Hold the addresses to which a client may connect for a layer-wise exchange, each as HOST or HOST:PORT.
 
     Attributes:
-        named: the entries of the node config. None: the node config has no such list. Then a deployed client
-            connects to no host, and a client in a simulation connects only to its own machine.
+        named: the entries of the node config. None: the node config has no such list. Then a
+            deployed client connects to no host, and a client in a simulation connects only to
+            its own machine.
     """
 
     named: tuple[str, ...] | None = None
@@ -61,8 +62,8 @@ class ExchangeAddresses:
         """Check that this client may connect to ``address``.
 
         Raises:
-            ExchangeFailed: the address is not allowed. The error, which the server sees, does not repeat the
-                address. This client's log does.
+            ExchangeFailed: the address is not allowed. The error, which the server sees, does
+                not repeat the address. This client's log does.
         """
         host = address.rpartition(":")[0]
         if re.fullmatch(ADDRESS, address) and self._allows(host.lower(), address.lower()):
@@ -102,8 +103,8 @@ def connect(addresses: ExchangeAddresses, config: Mapping[str, Any], transcript:
         batch: the number of samples in this client's batch.
 
     Raises:
-        ExchangeFailed: ``addresses`` does not allow the address, or the client cannot join the exchange. The error reveals
-            nothing about this client's network.
+        ExchangeFailed: ``addresses`` does not allow the address, or the client cannot join the
+            exchange. The error reveals nothing about this client's network.
         WireError: the message lacks a field that the exchange's carrier (transport) needs.
     """
     carrier = config.get("exchange")

@@ -1,10 +1,11 @@
 """Run the layer-wise exchanges of a run at the server.
 
-Each exchange has a ``Session``, which averages the clients' vectors. A carrier takes the vectors from the clients to the server and
-back: a gRPC service, turns in one process, or replay in Flower's messages. ``Exchanges`` chooses it, once for all rounds.
+Each exchange has a ``Session``, which averages the clients' vectors. A carrier takes the
+vectors from the clients to the server and back: a gRPC service, turns in one process, or replay
+in Flower's messages. ``Exchanges`` chooses it, once for all rounds.
 
-A round of FedTAN needs such an exchange. A statistics-only exchange goes layer by layer if all its clients
-can take part at the same time. Otherwise it takes one pass over the data per layer.
+A round of FedTAN needs such an exchange. A statistics-only exchange goes layer by layer if all
+its clients can take part at the same time. Otherwise it takes one pass over the data per layer.
 """
 
 from __future__ import annotations
@@ -57,12 +58,14 @@ class Exchanges:
         model: the converted network.
         layers: its layers with shared statistics, by name.
         average: the rule that combines the clients' moments.
-        believing: whether the session uses the counts and batch sizes that clients report, see ``Session``.
+        believing: whether the session uses the counts and batch sizes that clients report, see
+            ``Session``.
         called: the clients' names in the log.
 
     Attributes:
         session: the last exchange.
-        carrier: ``grpc``, ``local`` or ``replay``, the carrier of the rounds; empty until the first round chooses it.
+        carrier: ``grpc``, ``local`` or ``replay``, the carrier of the rounds; empty until the
+            first round chooses it.
         messages: the number of Flower messages that one client got in the last round.
     """
 
@@ -106,12 +109,12 @@ class Exchanges:
     ) -> tuple[list[Message], str]:
         """Send the messages of a statistics-only exchange, run it layer by layer, and return the replies and the carrier's name.
 
-        Both are empty if the clients cannot all take part at the same time. Then, or if nobody joined, the log
-        gives the reason, and no later call tries again.
+        Both are empty if the clients cannot all take part at the same time. Then, or if nobody
+        joined, the log gives the reason, and no later call tries again.
 
-        There are ``timeout`` seconds from one exchange to the next. All clients in this process may keep
-        ``memory`` bytes of activations together. ``simulated``: try it in Flower's simulation, too, which may
-        be unable to run all clients at once.
+        There are ``timeout`` seconds from one exchange to the next. All clients in this process
+        may keep ``memory`` bytes of activations together. ``simulated``: try it in Flower's
+        simulation, too, which may be unable to run all clients at once.
         """
         if self._cannot_meet:
             return [], ""
@@ -202,8 +205,8 @@ class Exchanges:
     def _meet(self, grid: Grid, cohort: Sequence[Client], timeout: float) -> str:
         """Test, before training, whether all clients of a cohort can join an exchange over gRPC at the same time.
 
-        Return what to change if they cannot. With the policy ``shrink``, rounds go on without clients that
-        cannot reach the service.
+        Return what to change if they cannot. With the policy ``shrink``, rounds go on without
+        clients that cannot reach the service.
 
         Raises:
             RunFailed: the service cannot listen, or clients cannot reach it or do not trust its
@@ -282,8 +285,8 @@ class Exchanges:
     def _replies(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float) -> list[Message]:
         """Send the messages, and return the replies, without waiting for clients that the session has dropped.
 
-        If a client answers with an error, it is dropped at once. So the others need not wait for it until the
-        deadline. The arguments are those of ``_carry``.
+        If a client answers with an error, it is dropped at once. So the others need not wait
+        for it until the deadline. The arguments are those of ``_carry``.
         """
         pushed, begin, seen = set(grid.push_messages(messages.values())), time.monotonic(), session.exchanges
         end = begin + timeout
@@ -309,8 +312,8 @@ class Exchanges:
     def _by_replay(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float) -> list[Message]:
         """Send the messages again with each new answer until all clients have finished. Return the last replies.
 
-        Each message holds all answers so far. The client computes its round again from the start, until it needs
-        the next answer.
+        Each message holds all answers so far. The client computes its round again from the
+        start, until it needs the next answer.
         """
         transcript: list[tuple[Key, Answer]] = []
         final: dict[int, Message] = {}
@@ -346,8 +349,9 @@ class Exchanges:
     ) -> dict[int, tuple[int, Local]]:
         """Send the messages, and return client -> its batch size and request, for each client that needs an answer.
 
-        If a client needs no further answer, its reply is added to ``final``, and the client leaves the session. ``sizes`` has
-        client -> the size of its requests so far. A client also leaves if its repetition computed other values.
+        If a client needs no further answer, its reply is added to ``final``, and the client
+        leaves the session. ``sizes`` has client -> the size of its requests so far. A client
+        also leaves if its repetition computed other values.
         """
         requests: dict[int, tuple[int, Local]] = {}
         replies: dict[int, Message] = {}
@@ -378,8 +382,9 @@ class Exchanges:
 def _simulation_hint(clients: int, cpus: int) -> str:
     """Return advice on how to get ``clients`` workers in Flower's simulation.
 
-    Flower 1.25 can give each worker a part of a CPU. Later versions give whole CPUs only, so the advice is to tell Ray of
-    more CPUs than there are. All versions run at most 32 workers at a time, and at most 4 more than there are CPUs.
+    Flower 1.25 can give each worker a part of a CPU. Later versions give whole CPUs only, so
+    the advice is to tell Ray of more CPUs than there are. All versions run at most 32 workers
+    at a time, and at most 4 more than there are CPUs.
     """
     per_client, ray_cpus = "backend.client-resources.num-cpus", "backend.init-args.num-cpus"
     share: dict[str, object] = (

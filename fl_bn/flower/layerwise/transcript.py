@@ -1,8 +1,9 @@
 """Exchange vectors by replay: a client computes its round again from the start whenever a new answer has come.
 
-The server sends all answers so far, the transcript. The client uses them in order, and stops where it needs an
-answer that has not come yet. It sends this request in its reply. Every repetition has the same batch and the same random
-numbers, so it reaches the same point. No process waits between messages, so any cohort size works.
+The server sends all answers so far, the transcript. The client uses them in order, and stops
+where it needs an answer that has not come yet. It sends this request in its reply. Every
+repetition has the same batch and the same random numbers, so it reaches the same point. No
+process waits between messages, so any cohort size works.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ class Unanswered(Exception):
     Attributes:
         request: the client's request for that answer.
         batch: the number of samples in the client's batch.
-        passed: the sum of the absolute values of all requests that the client has made before this one, since it began the round
-            anew. The server compares this sum with the sum over the requests that it has received.
+        passed: the sum of the absolute values of all requests that the client has made before
+            this one, since it began the round anew. The server compares this sum with the sum
+            over the requests that it has received.
     """
 
     def __init__(self, request: Local, batch: int, passed: float = 0.0) -> None:
@@ -130,8 +132,8 @@ def question(pending: Unanswered, client: int = 0) -> Reply:
 def read_request(reply: Message, header: Header) -> tuple[int, Local, float] | None:
     """Read the request of a client that needs an answer.
 
-    Return its batch size, its request, and the sum of the absolute values of its earlier requests. None:
-    this is its last reply.
+    Return its batch size, its request, and the sum of the absolute values of its earlier
+    requests. None: this is its last reply.
 
     Raises:
         WireError: the reply cannot be read, or does not repeat the instruction's ``header``.

@@ -1,7 +1,8 @@
 """Run the client's half of secure aggregation: Flower's SecAgg+ mod around the handlers that train and measure.
 
-The plain reply never leaves this file. It becomes a vector (``sums``), with noise if privacy is on. Flower's
-mod quantises and masks the vector. Only counts travel unmasked: samples, batches, and activations per sample.
+The plain reply never leaves this file. It becomes a vector (``sums``), with noise if privacy is
+on. Flower's mod quantises and masks the vector. Only counts travel unmasked: samples, batches,
+and activations per sample.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ def refusals(content: RecordDict, state: Any, node: int) -> Iterator[str]:
 def setup_refusals(asked: Mapping[str, Any], state: Any, node: int) -> Iterator[str]:
     """Yield what is wrong with the parameters of the protocol.
 
-    The sum could have too few clients or exceed the modulus; a minority of the clients could unmask a vector; or this client is
-    not in the cohort.
+    The sum could have too few clients or exceed the modulus; a minority of the clients could
+    unmask a vector; or this client is not in the cohort.
     """
     clients, shares, threshold, levels = (asked[name] for name in ("sample_num", "share_num", "threshold", "target_range"))
     if not LEAST <= shares <= clients:
@@ -150,9 +151,10 @@ def shares_refusals(asked: Mapping[str, Any], state: Any, node: int) -> Iterator
 def unmask_refusals(asked: Mapping[str, Any], state: Any, node: int) -> Iterator[str]:
     """Yield why the requested shares could remove more than the masks of this sum.
 
-    Each client has two secrets, and this client holds a share of each. It gives exactly one of the two shares, for every
-    client whose shares it holds. Shares of both secrets of a client would remove all masks of its vector. So would
-    shares of one secret for too many of its neighbours. Flower's own mod does not refuse such requests.
+    Each client has two secrets, and this client holds a share of each. It gives exactly one of
+    the two shares, for every client whose shares it holds. Shares of both secrets of a client
+    would remove all masks of its vector. So would shares of one secret for too many of its
+    neighbours. Flower's own mod does not refuse such requests.
     """
     active, lost, held = asked["active_nids"], asked["dead_nids"], sorted(state.rd_seed_share_dict)
     if sorted(active + lost) != held:
@@ -206,8 +208,8 @@ def weight_refusals(weighting: Weighting, sections: Iterable[str], plan: Plan, l
 def plan_of(client: BatchNormClient, message: Message, header: Header, context: Context) -> Plan:
     """Count the samples and batches that this client will use in the round of ``message``; for an evaluation, the test samples.
 
-    The run's seed decides the batches, so the client can count them before it trains. All counts are 0 if
-    the client has too few samples, or if its site allows no further evaluation.
+    The run's seed decides the batches, so the client can count them before it trains. All
+    counts are 0 if the client has too few samples, or if its site allows no further evaluation.
     """
     who = client.site.client
     if sums_evaluations(message):
@@ -236,7 +238,8 @@ def plan_of(client: BatchNormClient, message: Message, header: Header, context: 
 def kept_in(client: BatchNormClient, message: Message, header: Header) -> ClientState:
     """Return the state from which this client computes its vector for ``message``.
 
-    For training, this is the state before the round; for evaluation and statistics, the state after the round.
+    For training, this is the state before the round; for evaluation and statistics, the state
+    after the round.
     """
     after = sums_evaluations(message) or header.phase == Phase.MEASURE.value
     return client.store(messages.RUN.of(message.content)).read(header.round + after)
@@ -247,7 +250,8 @@ def _summand(client: BatchNormClient, header: Header, digest: bytes, message: Me
 
     Raises:
         Insecure: the server asks for a weight in the sum that ``weight_refusals`` names.
-        WireError: the instruction has no weights for the sum, or asks for noise without naming the clips.
+        WireError: the instruction has no weights for the sum, or asks for noise without naming
+            the clips.
     """
     about = our_records(message.content, ArrayRecord).get(REFERENCE)
     # the reference is not part of the instruction: the model keeps the statistics that came with its weights

@@ -1,9 +1,9 @@
 """Hash the instructions of a client. The keys of its masks depend on the hash, and its state keeps the hashes of earlier rounds.
 
-A dishonest server could give one client another instruction than the others. For example, it could send weights of
-2^53 to all others. Their vectors would then vanish from the sum by rounding, and the sum would reveal the one
-client's vector. With the hash in the keys, the masks of clients with different instructions do not cancel. The sum
-then consists of random numbers.
+A dishonest server could give one client another instruction than the others. For example, it
+could send weights of 2^53 to all others. Their vectors would then vanish from the sum by
+rounding, and the sum would reveal the one client's vector. With the hash in the keys, the masks
+of clients with different instructions do not cancel. The sum then consists of random numbers.
 
 The hash covers:
 
@@ -15,21 +15,22 @@ The hash covers:
 * all arrays: names, dtypes, shapes, bytes,
 * the run config, which decides how a client trains.
 
-Values that differ between clients even if the server is honest are left out. They cannot make one client's
-vector stand out. These are ``counted`` (the last round in which the client's own reply changed the model), the keys
-and shares of its neighbours, and its own node config. False keys or shares make masks that do not cancel either.
+Values that differ between clients even if the server is honest are left out. They cannot make
+one client's vector stand out. These are ``counted`` (the last round in which the client's own
+reply changed the model), the keys and shares of its neighbours, and its own node config. False
+keys or shares make masks that do not cancel either.
 
-A client's state, such as its BatchNorm layers under FedBN, comes from earlier rounds. A dishonest server could have sent all
-clients but one an instruction that makes their later updates vanish. The sum would then reveal the one
-client's update.
+A client's state, such as its BatchNorm layers under FedBN, comes from earlier rounds. A
+dishonest server could have sent all clients but one an instruction that makes their later
+updates vanish. The sum would then reveal the one client's update.
 
-So each client stores, with its state, a hash of its instruction in every round that formed the state. It
-sends these hashes before a sum. The server combines the hashes of all clients, and sends the result to
-everyone with the model. The masks depend on this result, too. A client refuses to take part if its own hashes
-are not in the result.
+So each client stores, with its state, a hash of its instruction in every round that formed the
+state. It sends these hashes before a sum. The server combines the hashes of all clients, and
+sends the result to everyone with the model. The masks depend on this result, too. A client
+refuses to take part if its own hashes are not in the result.
 
-A client cannot check rounds in which it took no part. A site may limit the number of such rounds
-(``max-unknown-rounds``).
+A client cannot check rounds in which it took no part. A site may limit the number of such
+rounds (``max-unknown-rounds``).
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ def instruction_digest(message: Message, run_config: Mapping[str, Any], state: A
 def training_digest(message: Message, run_config: Mapping[str, Any]) -> bytes:
     """Hash the part of a training instruction that decides the client's state at the end of the round.
 
-    Fields of a single attempt at the secure sum, such as its weights, are left out. If a client is lost,
-    the sum is tried again with other values of these fields, and the clients' states stay the same.
+    Fields of a single attempt at the secure sum, such as its weights, are left out. If a client
+    is lost, the sum is tried again with other values of these fields, and the clients' states
+    stay the same.
 
     Raises:
         WireError: an array cannot be read.
@@ -125,8 +127,9 @@ def history_of(kept: ClientState) -> History:
 def with_history(digest: bytes, keeps: ClientState, before: ClientState, round: int) -> Sections:
     """Return what a client stores after a ``round`` with a secure sum: its own tensors, and the history. Empty: the method keeps nothing.
 
-    The client sends the history to the server before each sum. If its new tensors are not finite, it keeps the old ones, but its
-    history has this round all the same. If not, the history would tell the server that the new tensors were not finite.
+    The client sends the history to the server before each sum. If its new tensors are not
+    finite, it keeps the old ones, but its history has this round all the same. If not, the
+    history would tell the server that the new tensors were not finite.
 
     Args:
         digest: the hash of this round's instruction.
@@ -151,12 +154,14 @@ def from_config(record: Mapping[str, object] | None, form: Form, last: int) -> H
     """Read a history from a message.
 
     Args:
-        record: the message's record with the history. None: the message has none, and the history is empty.
+        record: the message's record with the history. None: the message has none, and the
+            history is empty.
         form: the form of this record: its name and its fields.
         last: the last round that the history may have.
 
     Raises:
-        WireError: a field has a wrong type, a round is listed twice or later than ``last``, or there is not one hash for each round.
+        WireError: a field has a wrong type, a round is listed twice or later than ``last``, or
+            there is not one hash for each round.
     """
     values = form.read({} if record is None else dict(record))
     rounds, hashes = values.get(HISTORY_ROUNDS, []), values.get(HISTORY_HASHES, b"")
@@ -172,9 +177,10 @@ def put_together(histories: Mapping[int, History]) -> tuple[History, dict[int, i
     """Combine the histories of all clients.
 
     Returns:
-        First, round -> the hash that most clients have. Second, client -> the first round in which it has another
-            hash. If the two most frequent hashes of a round are equally frequent, nobody knows which is right. Then the
-            first part lacks the round, and the second part has all clients that reported a hash of it.
+        First, round -> the hash that most clients have. Second, client -> the first round in
+            which it has another hash. If the two most frequent hashes of a round are equally
+            frequent, nobody knows which is right. Then the first part lacks the round, and the
+            second part has all clients that reported a hash of it.
     """
     together: History = {}
     at_odds: dict[int, int] = {}
@@ -193,8 +199,9 @@ def problem(kept: ClientState, together: History, most_unknown: int | None = Non
     Args:
         kept: the client's state.
         together: the combined history of all clients.
-        most_unknown: the largest allowed number of rounds that are in ``together``, but not in this client's own history.
-            The client took no part in these rounds, and cannot check them. None: any number.
+        most_unknown: the largest allowed number of rounds that are in ``together``, but not in
+            this client's own history. The client took no part in these rounds, and cannot check
+            them. None: any number.
     """
     own = history_of(kept)
     if kept.sections and kept.round not in own:

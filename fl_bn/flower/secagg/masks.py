@@ -1,15 +1,18 @@
 """Run Flower's two halves of SecAgg+, its client mod and its server workflow, with stronger masks.
 
-Flower (1.25 to 1.42) reduces the 32-byte seed of a mask to the 32 bits that seed a Mersenne Twister
-(``pseudo_rand_gen``). The seed of a pair of clients is base64 text, of which only 28 bits remain. The server
-removes the private masks, as the protocol requires. It can then find the pairwise masks by trying all seeds.
+Flower (1.25 to 1.42) reduces the 32-byte seed of a mask to the 32 bits that seed a Mersenne
+Twister (``pseudo_rand_gen``). The seed of a pair of clients is base64 text, of which only 28
+bits remain. The server removes the private masks, as the protocol requires. It can then find
+the pairwise masks by trying all seeds.
 
-Here a mask is the key stream of AES-256 in counter mode. Its key is the SHA-256 of the whole seed and of the
-client's instruction (``instructions``). Keys, shares, encryption and stages are Flower's.
+Here a mask is the key stream of AES-256 in counter mode. Its key is the SHA-256 of the whole
+seed and of the client's instruction (``instructions``). Keys, shares, encryption and stages are
+Flower's.
 
-Flower's two modules are loaded a second time under other names. So Flower's own modules stay unchanged for
-everyone else. Other code calls the client's half through ``secagg_mod``, which is defined here. Pickle stores a
-function by its module and name. So a pickled handler that uses ``secagg_mod`` loads this module, and not Flower's.
+Flower's two modules are loaded a second time under other names. So Flower's own modules stay
+unchanged for everyone else. Other code calls the client's half through ``secagg_mod``, which is
+defined here. Pickle stores a function by its module and name. So a pickled handler that uses
+``secagg_mod`` loads this module, and not Flower's.
 
 References:
     Bell et al., Secure Single-Server Aggregation with (Poly)Logarithmic Overhead, CCS 2020.
@@ -47,8 +50,8 @@ def bound_to(digest: bytes) -> Iterator[None]:
 def key_stream(seed: bytes, num_range: int, dimensions_list: list[tuple[int, ...]]) -> list[np.ndarray]:
     """Return masks of the given shapes, int64, uniform in ``[0, num_range)``.
 
-    This replaces Flower's ``pseudo_rand_gen``. Each run of the protocol has fresh seeds, so a key is used for
-    one mask only. That is why the counter may start at a constant.
+    This replaces Flower's ``pseudo_rand_gen``. Each run of the protocol has fresh seeds, so a
+    key is used for one mask only. That is why the counter may start at a constant.
 
     Args:
         seed: 32 bytes.

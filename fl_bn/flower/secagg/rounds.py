@@ -92,14 +92,15 @@ class SecureRounds:
     ) -> tuple[list[Reply], dict[int, str]]:
         """Measure the statistics of all clients together in a statistics-only exchange, and store them.
 
-        Clients report deviations from a reference, the shared statistics. If it is too far from the data, the
-        exchange is repeated with the measured statistics as reference, up to ``REPEATS`` times; under
-        differential privacy it is not, since each exchange costs budget. In all repetitions clients normalise
-        their data with the statistics in ``messages``.
+        Clients report deviations from a reference, the shared statistics. If it is too far from
+        the data, the exchange is repeated with the measured statistics as reference, up to
+        ``REPEATS`` times; under differential privacy it is not, since each exchange costs
+        budget. In all repetitions clients normalise their data with the statistics in
+        ``messages``.
 
         Returns:
-            A reply for each client in the sum, with its counts alone; and client index -> why a client is
-                not in the sum.
+            A reply for each client in the sum, with its counts alone; and client index -> why a
+                client is not in the sum.
         """
         shared, before, messages = self.shared, self.shared.statistics(), list(messages)
         reference, limit = references(shared.sections().get("statistics", {})), self.settings.clipping_range
@@ -129,8 +130,9 @@ class SecureRounds:
     def train(self, grid: Grid, messages: Iterable[Message], cohort: Sequence[Client], timeout: float) -> tuple[bool, list[Reply]]:
         """Train for one round. Return whether it changed the model, and a reply for each client in the sum, with its counts.
 
-        The server knows the cohort's mean loss alone, so the record has it as every client's loss. Under
-        differential privacy the loss is NaN, because the budget does not include it.
+        The server knows the cohort's mean loss alone, so the record has it as every client's
+        loss. Under differential privacy the loss is NaN, because the budget does not include
+        it.
         """
         shared, server, record, messages = self.shared, self.server, self.server.record, list(messages)
         phase, who, parts = Phase(record.phase), [client.index for client in cohort], list[Reply]()
@@ -174,8 +176,8 @@ class SecureRounds:
     ) -> tuple[dict[str, float], dict[int, str]]:
         """Return the mean loss and task metric over the clients, by name, and client index -> why a client is not in the means.
 
-        Each client counts once. There are no means if the sum fails, or under differential privacy, whose
-        budget includes no evaluations.
+        Each client counts once. There are no means if the sum fails, or under differential
+        privacy, whose budget includes no evaluations.
         """
         messages, shapes = list(messages), sums.evaluation_layout(task)
         if self.settings.privacy is not None:
@@ -193,8 +195,9 @@ class SecureRounds:
         """Compute a secure sum of the clients' vectors.
 
         Returns:
-            The sum; and section -> name -> the weighted average over the clients. As in the vectors (``sums``), averages of
-                weights are differences from the weights that were sent, and averages of statistics are standardised deviations.
+            The sum; and section -> name -> the weighted average over the clients. As in the
+                vectors (``sums``), averages of weights are differences from the weights that
+                were sent, and averages of statistics are standardised deviations.
         """
         rounds, privacy, trains = self.rounds, self.settings.privacy, phase is not Phase.MEASURE
         shapes: Layout = sums.layout(self.shared.expected(phase, rounds.update), loss=trains and privacy is None, cut=privacy is None)
@@ -232,8 +235,9 @@ class SecureRounds:
         """Return the moments of all clients together, by layer.
 
         Raises:
-            WireError: the clients' layers see different numbers of activations per sample, so samples
-                cannot be the clients' weights; or a layer has more than ``LARGEST_COUNT`` activations.
+            WireError: the clients' layers see different numbers of activations per sample, so
+                samples cannot be the clients' weights; or a layer has more than
+                ``LARGEST_COUNT`` activations.
         """
         counted = {tuple(sorted(own.items())) for own in total.activations.values()}
         if len(counted) != 1:
@@ -268,9 +272,9 @@ class SecureRounds:
     def _combined(self, total: Sum, moments: Mapping[str, Moments], pace: float) -> dict[str, Running]:
         """Return the shared statistics after the round, by layer.
 
-        The method combines them as if a single client had reported ``moments``, the moments of all clients in the sum. A
-        layer with fewer than two activations keeps its statistics. ``pace`` is the round's learning rate divided by that of
-        the first round.
+        The method combines them as if a single client had reported ``moments``, the moments of
+        all clients in the sum. A layer with fewer than two activations keeps its statistics.
+        ``pace`` is the round's learning rate divided by that of the first round.
         """
         shared, method = self.shared.statistics(), self.shared.method
         new, by_passes = dict(shared), method.report is not StatisticsReport.RUNNING
@@ -310,9 +314,9 @@ def _clients(total: Sum, average: Sections, key: str, limit: float) -> int:
 def _widened(moments: Mapping[str, Moments], reference: Mapping[str, Running], limit: float) -> dict[str, Moments]:
     """Return ``moments`` as the next reference, with larger variances for channels that were cut off, or nearly.
 
-    A mean that was cut off shows the direction of the data, but neither their distance nor their spread. So
-    the new standard deviation is at least ``limit ** 2`` times the old one. If it is too large, the next
-    measurement corrects it.
+    A mean that was cut off shows the direction of the data, but neither their distance nor
+    their spread. So the new standard deviation is at least ``limit ** 2`` times the old one. If
+    it is too large, the next measurement corrects it.
     """
     wide = {}
     for layer, m in moments.items():

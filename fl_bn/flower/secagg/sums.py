@@ -10,11 +10,13 @@ The vector (d,) holds these parts in the order of ``layout``:
 
 The vector travels without names. Both sides derive the layout from model, method and phase.
 
-In a sum of evaluations, the vector holds the client's loss, the task's own metric, and the constants. The server learns the means.
-Each client counts once, as in evaluations outside of secure sums. The standard deviation, the worst client
-and accuracies per class are not reported. With three clients, mean and standard deviation nearly reveal each
-client's number. The accuracy of a class may come from few samples. Loss and metric are scaled to the range that the task
-declares for them. An open end of a range is ``-LOSS_RANGE`` or ``LOSS_RANGE``. Values outside the range are cut off.
+In a sum of evaluations, the vector holds the client's loss, the task's own metric, and the
+constants. The server learns the means. Each client counts once, as in evaluations outside of
+secure sums. The standard deviation, the worst client and accuracies per class are not reported.
+With three clients, mean and standard deviation nearly reveal each client's number. The accuracy
+of a class may come from few samples. Loss and metric are scaled to the range that the task
+declares for them. An open end of a range is ``-LOSS_RANGE`` or ``LOSS_RANGE``. Values outside
+the range are cut off.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class Plan:
 
     Attributes:
         samples: the number of different samples. 0: the client takes no part.
-        passes: the number of samples behind the client's statistics. A sample that is used twice counts twice.
+        passes: the number of samples behind the client's statistics. A sample that is used
+            twice counts twice.
         steps: the number of batches.
     """
 
@@ -61,13 +64,15 @@ class Plan:
 class Weighting:
     """Hold, for each part of the vector, the number of samples at which a client's weight is 1.
 
-    This number is the largest number of samples of a client in the cohort. A client's weight is its own number of samples
-    divided by the largest, so no weight is above 1. With differential privacy, all updates and statistics have weight 1.
+    This number is the largest number of samples of a client in the cohort. A client's weight is
+    its own number of samples divided by the largest, so no weight is above 1. With differential
+    privacy, all updates and statistics have weight 1.
 
     Attributes:
-        update: the number of samples at which an update has weight 1. 0: all updates have weight 1.
-        statistics: the number of samples at which statistics have weight 1 (for moments: ``Plan.passes``). 0: all
-            statistics have weight 1.
+        update: the number of samples at which an update has weight 1. 0: all updates have
+            weight 1.
+        statistics: the number of samples at which statistics have weight 1 (for moments:
+            ``Plan.passes``). 0: all statistics have weight 1.
         samples: the number of samples at which a loss has weight 1.
     """
 
@@ -89,8 +94,8 @@ class Weighting:
 def layout(expected: Schema, loss: bool, cut: bool = True) -> Layout:
     """Return the shapes of all summed values, by section and name.
 
-    They are the tensors of a plain reply, except counts, which travel unmasked, and on demand the loss and
-    the flags of cut values.
+    They are the tensors of a plain reply, except counts, which travel unmasked, and on demand
+    the loss and the flags of cut values.
     """
     numbers: Layout = {"loss": {"loss": (1,)}} if loss else {}
     numbers |= {"cut": {"statistics": (1,), "update": (1,)}} if cut else {}
@@ -127,9 +132,9 @@ def additive(reply: Sections, weights: Named, reference: Mapping[str, Running], 
         limit: the quantiser's range is ``[-limit, limit]``.
 
     Returns:
-        First, in float64 by section of ``layout`` and name: the weights minus ``weights``, the gradients, and the deviations
-            of the statistics from ``reference``. Second, layer -> the number of channels whose statistics were cut off to
-            fit the range.
+        First, in float64 by section of ``layout`` and name: the weights minus ``weights``, the
+            gradients, and the deviations of the statistics from ``reference``. Second, layer ->
+            the number of channels whose statistics were cut off to fit the range.
 
     Raises:
         WireError: a value is not finite.
@@ -178,8 +183,9 @@ def activations(reply: Sections, plan: Plan) -> dict[str, int]:
 def flags(loss: float, weight: float, statistics: bool, update: bool, limit: float) -> Sections:
     """Return the numbers that each client adds to a secure sum beside its tensors, scaled to the quantiser's range.
 
-    They are the loss times the client's ``weight``, two flags (whether statistics, or values of the update,
-    were cut off), and the constants ``CHECK``, whose mean shows whether the masks cancelled.
+    They are the loss times the client's ``weight``, two flags (whether statistics, or values of
+    the update, were cut off), and the constants ``CHECK``, whose mean shows whether the masks
+    cancelled.
     """
     share = torch.tensor([min(loss / LOSS_RANGE, 1.0) * limit * weight])
     cut = {"statistics": torch.tensor([limit * statistics]), "update": torch.tensor([limit * update])}
@@ -200,8 +206,8 @@ def evaluation_parts(metrics: Mapping[str, float], task: Task, limit: float) -> 
     """Scale a client's metrics to the quantiser's range ``[-limit, limit]``, by section of ``evaluation_layout``.
 
     Raises:
-        ValueError: a metric is NaN, because there are no labels or the model diverged. The client then
-            takes no part in the mean.
+        ValueError: a metric is NaN, because there are no labels or the model diverged. The
+            client then takes no part in the mean.
     """
     shares = {}
     for name in (LOSS, task.metric):
@@ -262,12 +268,15 @@ def moments_of(
     Args:
         average: the average vector, by section and name.
         reference: the statistics from which all clients measured deviations, by layer.
-        samples: the ``count`` of the returned moments in layers whose clients send running statistics.
-        counts: the ``count`` of the returned moments in layers whose clients send moments, by layer.
+        samples: the ``count`` of the returned moments in layers whose clients send running
+            statistics.
+        counts: the ``count`` of the returned moments in layers whose clients send moments, by
+            layer.
         limit: the quantiser's range is ``[-limit, limit]``.
 
     Returns:
-        The moments by layer, and the number of channels whose variance was negative and was set to 0.
+        The moments by layer, and the number of channels whose variance was negative and was set
+            to 0.
     """
     merged: dict[str, Moments] = {}
     negative = 0

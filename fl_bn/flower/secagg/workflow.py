@@ -1,16 +1,18 @@
 """Run the server's half of secure aggregation: Flower's SecAgg+ workflow, over fl-bn's messages.
 
-A sum takes four messages per client, one in each stage. ``setup`` collects keys and the client's counts. ``share keys``
-gives shares of each client's secrets to other clients. ``collect masked vectors`` sends the model and collects the
-vectors. ``unmask`` removes the masks from the sum. If a client is lost in the first two stages, the others begin
-again without it. If a client is lost later, the others' shares remove its masks from the sum. With shares from fewer
-than ``threshold`` clients, nothing is revealed.
+A sum takes four messages per client, one in each stage. ``setup`` collects keys and the
+client's counts. ``share keys`` gives shares of each client's secrets to other clients.
+``collect masked vectors`` sends the model and collects the vectors. ``unmask`` removes the
+masks from the sum. If a client is lost in the first two stages, the others begin again without
+it. If a client is lost later, the others' shares remove its masks from the sum. With shares
+from fewer than ``threshold`` clients, nothing is revealed.
 
-Flower's workflow sees only records that are made here. Forms (``messages``) declare which values each field of a reply may
-have. This file checks the values that depend on the stage before, on the other clients, or on the size of the model.
+Flower's workflow sees only records that are made here. Forms (``messages``) declare which
+values each field of a reply may have. This file checks the values that depend on the stage
+before, on the other clients, or on the size of the model.
 
-The server learns the sum of the vectors, and each client's counts. The protocol protects against a server
-that is curious. It does not protect against a server that invents clients.
+The server learns the sum of the vectors, and each client's counts. The protocol protects
+against a server that is curious. It does not protect against a server that invents clients.
 """
 
 from __future__ import annotations
@@ -82,7 +84,8 @@ class Sum:
 
     Attributes:
         mean: the mean of the clients' weighted vectors, (d,), float64.
-        plans: the numbers of samples and steps, which a client sent unmasked, of each client in the sum, by client index.
+        plans: the numbers of samples and steps, which a client sent unmasked, of each client in
+            the sum, by client index.
         activations: each client's number of activations per sample by layer, by client index.
         weighting: the counts (of samples) at which a client's weight in the sum is 1.
         refused: the reasons why other clients are not in the sum, by client index.
@@ -119,8 +122,8 @@ class _Legacy(FedAvg):
 class SecureSum:
     """Sum a cohort's vectors without seeing any single one.
 
-    To Flower's workflow it is the grid: it sends the workflow's messages with fl-bn's records and time limit, and
-    returns only replies with valid values.
+    To Flower's workflow it is the grid: it sends the workflow's messages with fl-bn's records
+    and time limit, and returns only replies with valid values.
 
     Args:
         grid: Flower's grid.
@@ -130,19 +133,23 @@ class SecureSum:
         timeout: how many seconds to wait for the replies of a stage.
         shapes: the layout of a client's vector.
         least: the smallest number of clients in the sum.
-        weighted: two values: whether updates are weighted by samples, and whether statistics are.
-        most_steps: maps a client's number of samples to the largest possible number of steps. 0: unknown.
-        once: whether a client's statistics come from a single batch or pass. Then its count ``passes`` is limited to its
-            number of samples.
+        weighted: two values: whether updates are weighted by samples, and whether statistics
+            are.
+        most_steps: maps a client's number of samples to the largest possible number of steps.
+            0: unknown.
+        once: whether a client's statistics come from a single batch or pass. Then its count
+            ``passes`` is limited to its number of samples.
         called: the names of clients and nodes in the log.
 
     Attributes:
         plans: the clients' counts for this round, by node.
         activations: activations per sample, by node and layer.
         refused: the reasons why clients are refused, by client index.
-        complaints: pairs of nodes, of which one reports that it cannot read the other's shares. A pair does not say which one.
+        complaints: pairs of nodes, of which one reports that it cannot read the other's shares.
+            A pair does not say which one.
         without: the node whose reply is left out in the last stage. -1: none.
-        histories: for each node, the hashes of earlier instructions that its client reports at the start.
+        histories: for each node, the hashes of earlier instructions that its client reports at
+            the start.
         history: for each earlier round, the hash that most clients report.
         digests: the hash of each client's instruction, which it sends with its masked vector.
         digest: the hash of most clients' instruction. The masks in the sum depend on it.
@@ -179,7 +186,8 @@ class SecureSum:
         """Run the protocol, and return the sum.
 
         Raises:
-            SumFailed: too few clients joined, answered in time, or sent shares; or the masks did not cancel.
+            SumFailed: too few clients joined, answered in time, or sent shares; or the masks
+                did not cancel.
         """
         nodes = sorted(self.clients, key=lambda node: self.clients[node].index)
         while True:
@@ -229,8 +237,8 @@ class SecureSum:
     def _weigh(self, nodes: Sequence[int], state: Any) -> Weighting:
         """Choose the weights of this sum (``Weighting``), and add them and the combined history to all clients' instructions.
 
-        In sums of moments, a sample that a client uses twice counts twice in the weight of its statistics.
-        ``state`` is Flower's.
+        In sums of moments, a sample that a client uses twice counts twice in the weight of its
+        statistics. ``state`` is Flower's.
         """
         plans = [self.plans[node] for node in nodes]
         most, passes = max(p.samples for p in plans), max(p.passes if "moments" in self.shapes else p.samples for p in plans)
@@ -244,8 +252,9 @@ class SecureSum:
     def _accused(self) -> set[int]:
         """Return the nodes to leave out because shares could not be read, and forget the complaints.
 
-        They are the nodes with the most complaints, made by them or about them. A complaint between two nodes that
-        are in no other complaint does not show which one is at fault, so both are left out.
+        They are the nodes with the most complaints, made by them or about them. A complaint
+        between two nodes that are in no other complaint does not show which one is at fault, so
+        both are left out.
         """
         times = Counter(node for pair in self.complaints for node in pair)
         gone = {node for node, number in times.items() if number == max(times.values())}
@@ -335,8 +344,8 @@ class SecureSum:
     def _ours(self, message: Message, everyone: list[int]) -> Message:
         """Return a copy of Flower's ``message`` with fl-bn's records and with records that no other message shares.
 
-        Flower's messages of one stage share a record, which Flower's client mod changes. In the set-up stage, the copy
-        also lists all nodes that get this message (``everyone``).
+        Flower's messages of one stage share a record, which Flower's client mod changes. In the
+        set-up stage, the copy also lists all nodes that get this message (``everyone``).
         """
         node = message.metadata.dst_node_id
         m, content = self.instructions[node], RecordDict()
@@ -417,9 +426,10 @@ class SecureSum:
     def _far_plans(self, nodes: Collection[int]) -> dict[int, str]:
         """Return the nodes whose counts are too far from the other nodes' counts, each with the reason.
 
-        A client's weight in the sum is its count divided by the largest count. A client whose weight is too small for the
-        quantiser refuses to take part (``weight_refusals``). If the smallest weight is too small, the nodes are left out whose count
-        differs from the median so much that two such differences make a weight too small.
+        A client's weight in the sum is its count divided by the largest count. A client whose
+        weight is too small for the quantiser refuses to take part (``weight_refusals``). If the
+        smallest weight is too small, the nodes are left out whose count differs from the median
+        so much that two such differences make a weight too small.
         """
         odd: dict[int, str] = {}
         for name in ("samples", "passes"):
@@ -443,8 +453,8 @@ class SecureSum:
     def _other_instructions(self, nodes: Collection[int]) -> dict[int, str]:
         """Return the nodes whose instruction differs from that of most nodes, each with the reason.
 
-        Masks depend on the instruction, so the masks of these nodes would not cancel. If no instruction has a majority,
-        all nodes are returned.
+        Masks depend on the instruction, so the masks of these nodes would not cancel. If no
+        instruction has a majority, all nodes are returned.
         """
         self.digest, alike = _vote({node: self.digests[node] for node in nodes})
         why = "fitres.metrics/digest: this client got another instruction than most clients (model, config or run config)"
@@ -453,7 +463,8 @@ class SecureSum:
     def _of_other_sizes(self, nodes: Collection[int]) -> dict[int, str]:
         """Return the nodes whose inputs have another size than those of most clients, each with the reason.
 
-        If no size has a majority, no node is returned. ``SecureRounds._moments`` then raises an error.
+        If no size has a majority, no node is returned. ``SecureRounds._moments`` then raises an
+        error.
         """
         _, alike = _vote({node: tuple(sorted(self.activations[node].items())) for node in nodes})
         why = "fitres.metrics/activations: its activations per sample differ from most clients': all inputs must have one size"

@@ -1,8 +1,9 @@
 """Convert named arrays to Flower's messages and back.
 
-Other code uses ``{section: {name: array}}``. In a message each section is an ``ArrayRecord`` with the arrays
-by name. A record ``header`` says what the message is for. ``NumPyClient`` needs lists of arrays without names.
-``flatten`` makes such a list, with the names as JSON, and ``unflatten`` reads it.
+Other code uses ``{section: {name: array}}``. In a message each section is an ``ArrayRecord``
+with the arrays by name. A record ``header`` says what the message is for. ``NumPyClient`` needs
+lists of arrays without names. ``flatten`` makes such a list, with the names as JSON, and
+``unflatten`` reads it.
 """
 
 from __future__ import annotations
@@ -147,8 +148,8 @@ def array_from(data: bytes, section: str, name: str = "") -> np.ndarray:
     """Decode an array in NumPy's .npy format. The result is read-only and shares the memory of ``data``.
 
     Raises:
-        WireError: ``data`` is no array of numbers, or its length does not match its shape. ``section``
-            and ``name`` are in the error.
+        WireError: ``data`` is no array of numbers, or its length does not match its shape.
+            ``section`` and ``name`` are in the error.
     """
     try:
         shape, fortran, dtype, begin = _head(data[: 10 + int.from_bytes(data[8:10], "little")])

@@ -1,20 +1,22 @@
 """Check every message to a client's app before a handler answers it, and every reply before it is sent.
 
-The gate is a Flower mod (``Gate``) around all handlers of an app, so every reply of a handler passes through it. The gate knows the
-kinds of messages, the node config with the site's policy, and how often this client has evaluated. It refuses
-messages of unknown kinds. For a new handler, declare here what its replies may hold.
+The gate is a Flower mod (``Gate``) around all handlers of an app, so every reply of a handler
+passes through it. The gate knows the kinds of messages, the node config with the site's policy,
+and how often this client has evaluated. It refuses messages of unknown kinds. For a new
+handler, declare here what its replies may hold.
 
-``secure-aggregation`` in the node config or the run config means that this client sends no summary of its
-data unmasked. It introduces itself, reports its number of samples, saves its model, and takes part in secure
-sums. It refuses everything else.
+``secure-aggregation`` in the node config or the run config means that this client sends no
+summary of its data unmasked. It introduces itself, reports its number of samples, saves its
+model, and takes part in secure sums. It refuses everything else.
 
-Whether such a client fails, and with which error, may depend on its data: weights may overflow for some
-samples only. So it reports a failure without a reason. After ``MOST_FAILURES`` failures it takes part in no
-further secure sum of the run.
+Whether such a client fails, and with which error, may depend on its data: weights may overflow
+for some samples only. So it reports a failure without a reason. After ``MOST_FAILURES``
+failures it takes part in no further secure sum of the run.
 
-An evaluation reveals something about the data. A server that chooses the weights can make the accuracy answer
-any yes-or-no question about the samples. ``max-evaluations`` limits the number of evaluations in a run.
-``min-samples`` is the smallest number of samples that a metric may summarise.
+An evaluation reveals something about the data. A server that chooses the weights can make the
+accuracy answer any yes-or-no question about the samples. ``max-evaluations`` limits the number
+of evaluations in a run. ``min-samples`` is the smallest number of samples that a metric may
+summarise.
 """
 
 from __future__ import annotations
@@ -71,8 +73,8 @@ class Kind:
     Attributes:
         records: the names of the config and metric records that the reply may have.
         arrays: whether the reply may hold arrays.
-        open: whether a client that requires secure aggregation answers messages of this kind, too. The replies to them must hold
-            no unmasked summary of the client's data.
+        open: whether a client that requires secure aggregation answers messages of this kind,
+            too. The replies to them must hold no unmasked summary of the client's data.
     """
 
     records: frozenset[str] = frozenset()
@@ -102,10 +104,11 @@ class Limits:
 
     Attributes:
         secure: whether the site requires secure aggregation.
-        min_samples: the smallest number of samples that a metric of an evaluation may summarise.
+        min_samples: the smallest number of samples that a metric of an evaluation may
+            summarise.
         max_evaluations: the largest number of evaluations in a run. None: any number.
-        unknown_rounds: for a secure sum, the largest number of rounds in which this client took no part, but which
-            formed the other clients' states. None: any number.
+        unknown_rounds: for a secure sum, the largest number of rounds in which this client took
+            no part, but which formed the other clients' states. None: any number.
     """
 
     secure: bool
@@ -131,7 +134,8 @@ class Gate:
     """Check an app's messages and replies, as a Flower mod: ``ClientApp(mods=[Gate()])``.
 
     Attributes:
-        kinds: the kinds of messages that the app answers, by Flower's message type. Default: those of fl-bn's own app.
+        kinds: the kinds of messages that the app answers, by Flower's message type. Default:
+            those of fl-bn's own app.
     """
 
     kinds: Mapping[str, Kind] = field(default_factory=lambda: KINDS)
@@ -140,8 +144,8 @@ class Gate:
         """Check ``message``, call ``handle`` to answer it, and return the reply if it passes the checks.
 
         Raises:
-            Refused: the client must not answer this message, or the reply holds more than it may. Or ``handle``
-                failed, and the reason must be hidden (``_hide``).
+            Refused: the client must not answer this message, or the reply holds more than it
+                may. Or ``handle`` failed, and the reason must be hidden (``_hide``).
             WireError: a limit in the node config is no whole number of at least 0.
             Exception: whatever ``handle`` raises, unless the reason must be hidden.
         """
@@ -200,9 +204,9 @@ def _hide(error: Exception, message: Message, context: Context) -> None:
 def admit_own(message: Message, context: Context, evaluates: bool) -> None:
     """Check that a user's own handler may answer a message. ``training`` and ``evaluating`` call this before the handler.
 
-    The handler's reply is not masked, so a client that requires secure aggregation refuses. If the app has
-    no ``Gate``, nothing checks the reply afterwards. So an evaluation is counted here, before the handler
-    computes it.
+    The handler's reply is not masked, so a client that requires secure aggregation refuses. If
+    the app has no ``Gate``, nothing checks the reply afterwards. So an evaluation is counted
+    here, before the handler computes it.
 
     Raises:
         Refused: the client must not answer.
@@ -244,9 +248,9 @@ def _spend(context: Context, limits: Limits) -> str:
 def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int], least: int) -> tuple[dict[str, float], int]:
     """Withhold metrics that summarise fewer than ``least`` samples: they become NaN.
 
-    Return the metrics, and the smallest number of samples behind one that is not withheld; ``samples`` if
-    all are. ``behind`` has the numbers of samples of some metrics, by name; all others summarise
-    ``samples``.
+    Return the metrics, and the smallest number of samples behind one that is not withheld;
+    ``samples`` if all are. ``behind`` has the numbers of samples of some metrics, by name; all
+    others summarise ``samples``.
     """
     counts = {name: behind.get(name, samples) for name in metrics}
     kept = {name: value if counts[name] >= least else math.nan for name, value in metrics.items()}

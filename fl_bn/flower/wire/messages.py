@@ -1,14 +1,17 @@
 """Declare all fields of messages, in both directions; find the records, and identify a run.
 
-A received value is checked by its declaration before it is used. Arrays are declared in ``schema``, by model, method and phase.
-Requests of the layer-wise exchange are declared in ``exchange.grpc.wire``, with their limits in ``exchange.session``. Every other value
-that server and client read from each other is a field below.
+A received value is checked by its declaration before it is used. Arrays are declared in
+``schema``, by model, method and phase. Requests of the layer-wise exchange are declared in
+``exchange.grpc.wire``, with their limits in ``exchange.session``. Every other value that server
+and client read from each other is a field below.
 
-The records that Flower's examples use, ``config``, ``arrays`` and ``metrics``, belong to the user, and may have any fields. The names of
-fl-bn's records begin with ``OURS``. Errors name a record without this prefix.
+The records that Flower's examples use, ``config``, ``arrays`` and ``metrics``, belong to the
+user, and may have any fields. The names of fl-bn's records begin with ``OURS``. Errors name a
+record without this prefix.
 
-A server and a client with different versions of fl-bn refuse each other. Versions are compared when a client introduces itself, and
-with every later message: a site may return with another version in the middle of a run.
+A server and a client with different versions of fl-bn refuse each other. Versions are compared
+when a client introduces itself, and with every later message: a site may return with another
+version in the middle of a run.
 """
 
 from __future__ import annotations
@@ -56,8 +59,8 @@ ASK_HELLO, STATISTICS, RENDEZVOUS, SAVE = "query.hello", "query.statistics", "qu
 def records_of(content: RecordDict, kind: type[R]) -> dict[str, R]:
     """Return all records of the type ``kind`` (such as ``ArrayRecord``), by name.
 
-    Flower's own properties (``array_records`` ...) create reference cycles. These keep a reply's arrays in
-    memory until the garbage collector runs.
+    Flower's own properties (``array_records`` ...) create reference cycles. These keep a
+    reply's arrays in memory until the garbage collector runs.
     """
     return {name: record for name, record in content.items() if isinstance(record, kind)}
 
@@ -87,7 +90,8 @@ class Form(fields.Form):
     """Declare the fields of one record in a message, find the record by its name, and read it.
 
     Attributes:
-        prefix: the beginning of the record's name in a message. Empty: the name is Flower's or the user's.
+        prefix: the beginning of the record's name in a message. Empty: the name is Flower's or
+            the user's.
     """
 
     prefix: str = OURS
@@ -119,11 +123,12 @@ class RunId:
     """Identify a run, and list how often it was resumed and from which rounds.
 
     Attributes:
-        run: the run's unique name NAME/state-XXXXXXXX: the name of its folder, and eight random hexadecimal digits.
-        resumes: one pair for each resume, in order of time: a random token, and the round of the checkpoint to which the
-            run went back.
-        durable: the earliest round to which a later resume can go back. So a client needs only the newest of its states
-            up to this round.
+        run: the run's unique name NAME/state-XXXXXXXX: the name of its folder, and eight random
+            hexadecimal digits.
+        resumes: one pair for each resume, in order of time: a random token, and the round of
+            the checkpoint to which the run went back.
+        durable: the earliest round to which a later resume can go back. So a client needs only
+            the newest of its states up to this round.
     """
 
     run: str
@@ -154,8 +159,8 @@ class RunId:
     def resumed(self, round: int) -> RunId:
         """Return the id of this run when it is resumed after ``round``.
 
-        Every resume gets a random token. If a run is resumed twice from one checkpoint, clients ignore, after the second
-        resume, the states that they stored after the first.
+        Every resume gets a random token. If a run is resumed twice from one checkpoint, clients
+        ignore, after the second resume, the states that they stored after the first.
         """
         return replace(self, resumes=(*self.resumes, (secrets.token_hex(4), round)))
 

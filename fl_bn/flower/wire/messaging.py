@@ -1,7 +1,7 @@
 """Send messages and receive the replies, in one loop for every engine.
 
-The loop polls often. It can send a message again if the message's node was lost and came back. During a long wait it
-logs how many replies have come.
+The loop polls often. It can send a message again if the message's node was lost and came back.
+During a long wait it logs how many replies have come.
 """
 
 from __future__ import annotations
@@ -43,16 +43,19 @@ def receive(
 ) -> Iterator[Message]:
     """Yield the replies that come within ``timeout`` seconds, in no particular order.
 
-    If ``patience`` is above 0, a lost node that came back gets its message again. A node whose process died gets it again at
-    once, but only once: a lack of memory, for example, would end the next process, too. A repeated message gets the same
-    answer, which depends only on the message and on the client's state before the round.
+    If ``patience`` is above 0, a lost node that came back gets its message again. A node whose
+    process died gets it again at once, but only once: a lack of memory, for example, would end
+    the next process, too. A repeated message gets the same answer, which depends only on the
+    message and on the client's state before the round.
 
     Args:
         grid: Flower's grid.
         messages: the messages, one per client.
-        timeout: how many seconds to wait for all replies. It has no effect on an ``InProcessGrid``.
-        patience: how many seconds to wait until a lost node, or a node whose process died, comes back. If it does not, an
-            error takes the place of its reply. 0: no message is sent again.
+        timeout: how many seconds to wait for all replies. It has no effect on an
+            ``InProcessGrid``.
+        patience: how many seconds to wait until a lost node, or a node whose process died,
+            comes back. If it does not, an error takes the place of its reply. 0: no message is
+            sent again.
         called: the nodes' names in the log.
     """
     sent = list(messages)
@@ -66,10 +69,10 @@ def receive(
 def pulled(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
     """Yield the replies to the ``waiting`` messages (by id) that have come so far.
 
-    Flower decodes a reply in this process, from bytes that the client made, and its parsers may raise any
-    exception. So each reply is fetched alone. The bytes also name the sender and the answered message,
-    perhaps falsely. A reply that cannot be decoded, or that names another node, is replaced by an error of
-    the node that got the message.
+    Flower decodes a reply in this process, from bytes that the client made, and its parsers may
+    raise any exception. So each reply is fetched alone. The bytes also name the sender and the
+    answered message, perhaps falsely. A reply that cannot be decoded, or that names another
+    node, is replaced by an error of the node that got the message.
 
     Raises:
         grpc.RpcError: the SuperLink cannot be reached.

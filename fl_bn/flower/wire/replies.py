@@ -29,8 +29,9 @@ class Decoded:
         header: the header. None if it cannot be read. Then the arrays are not decoded either.
         payload: the readable arrays by section and name. They share the memory of the message.
         metrics: fl-bn's metric record. None if there is none.
-        problem: the first reason why the header or an array cannot be decoded. It must be copied before it is
-            raised: an exception that was raised keeps the reply's arrays in memory.
+        problem: the first reason why the header or an array cannot be decoded. It must be
+            copied before it is raised: an exception that was raised keeps the reply's arrays in
+            memory.
         own: the user's metric records, by name.
     """
 
@@ -69,19 +70,21 @@ def decode(message: Message) -> Decoded:
 class Reading:
     """Read a round's replies, one by one.
 
-    A client is refused if its reply is an error, is late, is missing or is invalid, or if it has no samples
-    (it took no part).
+    A client is refused if its reply is an error, is late, is missing or is invalid, or if it
+    has no samples (it took no part).
 
     Attributes:
         parts: the valid replies, by client index. The caller may take them out.
         own: the users' own metric records, by client index.
         refused: client index -> why the client is refused.
-        wrong: the refused clients whose reply breaks the protocol. These clients are faulty or Byzantine.
+        wrong: the refused clients whose reply breaks the protocol. These clients are faulty or
+            Byzantine.
 
     Args:
         cohort: the clients to which the messages went. Each client's first reply counts.
         header: the header of the instruction, which a reply must repeat.
-        expected: the tensors and numbers of a valid reply. None: the replies have only records of the user's.
+        expected: the tensors and numbers of a valid reply. None: the replies have only records
+            of the user's.
         rounding: the dtype in which weights and gradients are sent.
     """
 
