@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from fl_bn_site.status import Status
 
 WATCH = 2.0  # seconds between two looks at the server
-HOUR = 3600.0  # seconds between two looks at the server's certificate
 
 kit = typer.Typer(no_args_is_help=True, help="Certificates, keys and one folder per machine, for running on separate machines.")
 
@@ -124,23 +123,16 @@ def renew(
     stolen: Annotated[
         bool, typer.Option("--stolen", help="the server's key was stolen: make a new authority, too, and a new ca.crt for every site")
     ] = False,
-    keep_renewed: Annotated[
-        bool, typer.Option("--keep-renewed", help="keep running, and renew the certificate before it expires; `fl-bn start` does so")
-    ] = False,
 ) -> None:
     """Make a new server certificate, or a new key of a site. The replaced files stay in a folder `former`."""
     from fl_bn_site.certificates import fingerprint
-    from fl_bn_site.membership import days_left, renew_server, renew_site, renew_when_due, replace_authority
+    from fl_bn_site.membership import days_left, renew_server, renew_site, replace_authority
 
     with _refusals():
-        if (stolen or keep_renewed) and site or stolen and keep_renewed:
-            raise ValueError("--stolen, --keep-renewed and --site do different things: give only one of them")
+        if stolen and site:
+            raise ValueError("--stolen and --site do different things: give only one of them")
         folder = _server(server)
         signs = authority or folder.kit_authority
-        while keep_renewed:
-            if renew_when_due(folder, signs, days):
-                typer.echo(f"renewed: {folder.certificate} is valid for {days_left(folder)[1]} days")
-            time.sleep(HOUR)
         if site:
             place = output or _beside(folder, site)
             renew_site(folder, site, public_key, place)
@@ -368,20 +360,8 @@ def status(
     control: ControlOption = "",
     watch: Annotated[bool, typer.Option("--watch", help="show the status again every two seconds, until Ctrl-C")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs; with --watch, one line each time")] = False,
-    serve: Annotated[
-        str,
-        typer.Option(
-            metavar="[HOST:]PORT", help="publish metrics for Prometheus at this address, until Ctrl-C; HOST is 127.0.0.1 if left out"
-        ),
-    ] = "",
 ) -> None:
     """Show which sites are online, when each was last seen, and how far each run is."""
-    if serve:
-        from fl_bn_site.metrics import serve as publish
-
-        with _refusals():
-            publish(_server(folder), serve, control, _say)
-        return
     from rich.live import Live
 
     from fl_bn_site.tables import tables_of_status, wide_console

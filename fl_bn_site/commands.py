@@ -109,9 +109,7 @@ def prepare(folder: ServerFolder | SiteFolder, only: str = "") -> Path:
 
 def server_commands(server: ServerFolder) -> list[Command]:
     """Return the commands that start the programs of the server's machine."""
-    published = [metrics(server)] if server.metrics else []
-    renewed = [renewal(server)] if (server.kit_authority / "ca.key").exists() else []
-    return [superlink(server), serverapp(server), register(server), queue(server), *published, *renewed]
+    return [superlink(server), serverapp(server), register(server), queue(server)]
 
 
 def superlink(server: ServerFolder) -> Command:
@@ -159,18 +157,6 @@ def register(server: ServerFolder) -> Command:
 def queue(server: ServerFolder) -> Command:
     """Return the command that starts waiting runs in their order."""
     return Command("queue", (program("fl-bn"), "queue", str(server.path)), _environment(server.state), server.path)
-
-
-def metrics(server: ServerFolder) -> Command:
-    """Return the command that publishes the server's state for Prometheus and writes the health file."""
-    argv = (program("fl-bn"), "status", str(server.path), "--serve", server.metrics)
-    return Command("metrics", argv, _environment(server.state), server.path)
-
-
-def renewal(server: ServerFolder) -> Command:
-    """Return the command that renews the server's certificate before it expires. It needs the authority's key on this machine."""
-    argv = (program("fl-bn"), "kit", "renew", str(server.path), "--keep-renewed")
-    return Command("renewal", argv, _environment(server.state), server.path)
 
 
 def supernode(site: SiteFolder) -> Command:

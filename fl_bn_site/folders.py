@@ -76,11 +76,6 @@ def _port(port: int) -> None:
         raise ValueError(f"must be 1..65535, but got {port}")
 
 
-def _nowhere_or_address(address: str) -> None:
-    if address:
-        host_port(address)
-
-
 def _hosts(text: str) -> None:
     for name in filter(None, map(str.strip, text.split(","))):
         if not HOST.fullmatch(name):
@@ -142,7 +137,7 @@ class Folder:
     Attributes:
         path: The folder.
         file: The name of the TOML file.
-        gone: Lines that only earlier versions had, with the reason why they are no longer needed.
+        gone: Lines that only earlier versions had, with the reason why they are no longer needed. An empty one is ignored.
     """
 
     path: Path
@@ -167,9 +162,9 @@ class Folder:
             raise FolderError(f"{source} cannot be read: {error}") from error
         known = {_kebab(spec): spec for spec in cls.lines()}
         for name in values:
-            if name in cls.gone:
+            if name in cls.gone and values[name] != "":
                 raise FolderError(f"{source}: delete the line {name}: {cls.gone[name]}")
-            if name not in known:
+            if name not in known and name not in cls.gone:
                 raise FolderError(f"{source}: {unknown('line', name, known)}")
         types = get_type_hints(cls)
         checked = {spec.name: _value(source, name, spec, types[spec.name], values) for name, spec in known.items()}
@@ -212,13 +207,13 @@ class ServerFolder(Folder):
     exchange_ports: int = _line("how many ports, from exchange-port on: each run that is going on has its own", EXCHANGE_PORTS, _some)
     parallel: int = _line("runs at a time; others wait in the queue", 1, _few)
     sites: tuple[str, ...] = _line("who takes part in runs; each has a key in sites/", check=_sites)
-    metrics: str = _line("where metrics for Prometheus are published: 127.0.0.1:9096, say; empty: nowhere", "", _nowhere_or_address)
     state: Path = _line("the SuperLink's database and files; relative paths start at this folder", "state", _given)
     results: Path = _line("each run makes a folder here", "results", _given)
     allow_modules: str = _line("installed modules whose functions a run config may name, separated by commas", "")
     app: Path | None = _line("folder of the fl-bn project that is submitted; empty: the one that is installed (editable)", "")
 
     file = "server.toml"
+    gone: ClassVar[Mapping[str, str]] = {"metrics": "fl-bn serves no metrics any more; `fl-bn status --json` prints the same numbers"}
 
     def __post_init__(self) -> None:
         if self.last_exchange_port > 65535:

@@ -158,13 +158,8 @@ def replace_authority(server: ServerFolder, authority: Path, days: int) -> list[
     return trusted
 
 
-def renew_when_due(server: ServerFolder, authority: Path, days: int) -> bool:
-    """Renew the server's certificate if it expires within ``SOON`` days.
-
-    Args:
-        server: The server's folder.
-        authority: The folder ``authority`` of the kit.
-        days: The days for which the new certificate is valid.
+def renews(server: ServerFolder) -> bool:
+    """Renew the server's certificate if it expires within ``SOON`` days and the authority's key is on this machine.
 
     Returns:
         Whether the certificate was renewed.
@@ -174,15 +169,10 @@ def renew_when_due(server: ServerFolder, authority: Path, days: int) -> bool:
         OSError, ValueError: The server's certificate cannot be read.
     """
     left = read_certificate(server.certificate).not_valid_after_utc - datetime.now(UTC)
-    if left > timedelta(days=SOON):
+    if left > timedelta(days=SOON) or not (server.kit_authority / "ca.key").exists():
         return False
-    renew_server(server, authority, days)
+    renew_server(server, server.kit_authority, SERVER_DAYS)
     return True
-
-
-def renews(server: ServerFolder) -> bool:
-    """Renew the server's certificate if it expires soon and the authority's key is on this machine. Return True if it was renewed."""
-    return (server.kit_authority / "ca.key").exists() and renew_when_due(server, server.kit_authority, SERVER_DAYS)
 
 
 def renew_site(server: ServerFolder, name: str, public_key: Path | None, folder: Path) -> None:

@@ -16,9 +16,8 @@ EXTRAS = {  # modules that are imported only where needed, with their extra in p
     "torchvision": "vision",
     "segmentation_models_pytorch": "segmentation",
     "packaging": "deployment",
-    "prometheus_client": "deployment",
 }
-DEPLOYMENT = ("packaging", "prometheus_client")  # modules of the extra of this name: without them there is no fl-bn kit, start, submit, ...
+DEPLOYMENT = ("packaging",)  # modules of the extra of this name: without them there is no fl-bn kit, start, submit, ...
 
 
 class NotInstalled(ImportError, ValueError):

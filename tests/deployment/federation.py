@@ -127,7 +127,7 @@ class Federation:
         small_disks: bool = False,
     ) -> None:
         self.kit, self.sites = folder / "kit", list(sites)
-        fleet, control, self.serverappio, self.metrics, *rest = free_ports(4 + len(sites) + EXCHANGE_PORTS)
+        fleet, control, self.serverappio, *rest = free_ports(3 + len(sites) + EXCHANGE_PORTS)
         nodes, self.exchange = rest[: len(sites)], rest[len(sites)]
         create(KitPlan("127.0.0.1", list(sites), fleet_port=fleet, exchange_port=self.exchange), self.kit)
         self.fleet, self.nodes = fleet, dict(zip(sites, nodes, strict=True))

@@ -1,4 +1,4 @@
-"""A server's daily work on real processes: runs that wait, are ended, and go on; who refuses whom; what Prometheus sees meanwhile."""
+"""A server's daily work on real processes: runs that wait, are ended, and go on; who refuses whom; what a status says meanwhile."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
-from urllib.request import urlopen
 
 import pytest
 
 from fl_bn_site.runs import RunLine
 from tests.deployment.federation import FL_BN, ROOT, SMALL, Federation, differing, in_process, wait_until
 from tests.deployment.inner import ServerFolder, list_runs
-from tests.deployment.test_metrics import parsed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 RUN: dict[str, Any] = {**SMALL, "method": "fedavg", "rounds": 3, "evaluate-every": 3, "retry-timeout": 20.0, "checkpoint-every": 1}
@@ -29,7 +26,6 @@ RUN: dict[str, Any] = {**SMALL, "method": "fedavg", "rounds": 3, "evaluate-every
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
     with Federation(tmp_path_factory.mktemp("federation"), ("east", "west", "north")) as running:
-        running.edit("server", {"metrics": f"127.0.0.1:{running.metrics}"})
         running.start_all()
         yield running
 
@@ -51,14 +47,6 @@ def rounds_done(federation: Federation, name: str) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
-def scraped(federation: Federation) -> dict[str, float]:
-    try:
-        with urlopen(f"http://{server(federation).metrics}/metrics", timeout=20) as answer:
-            return parsed(answer.read().decode())
-    except URLError:
-        return {}
-
-
 def typed(line: str) -> list[str]:
     """The command that a message tells to type."""
     found = re.search(r"fl-bn (resume .*)", line)
@@ -73,12 +61,12 @@ def test_two_submits_at_once_an_abort_and_a_resume(federation: Federation, tmp_p
     (first,), (second,) = runs(federation, "running"), runs(federation, "waiting")
     assert {first.name, second.name} == {"one", "two"}
     wait_until("round 1", lambda: rounds_done(federation, first.name), 300)
-    done = f'fl_bn_run_round{{run="{first.name}"}}'
-    seen = wait_until("a scrape", lambda: found if (found := scraped(federation)).get(done, 0) >= 1 else None, 60)
-    assert (seen["fl_bn_sites_online"], seen["fl_bn_runs_waiting"]) == (3, 1)
-    assert seen[f'fl_bn_run_sent_bytes_total{{run="{first.name}"}}'] > 0
-    assert seen['fl_bn_site_online{site="west"}'] == 1
-    assert json.loads((server(federation).state / "health.json").read_text())["ok"]
+    seen = json.loads(command("status", str(federation.kit / "server"), "--json").stdout)
+    assert [(site["name"], site["state"]) for site in seen["sites"]] == [(site, "online") for site in ("east", "west", "north")]
+    assert [run["name"] for run in seen["runs"]] == [second.name, first.name]
+    going = seen["runs"][1]
+    assert going["round"] >= 1
+    assert min(going["sent"], going["received"], seen["expires"]) > 0
     said = command("abort", str(federation.kit / "server"), first.name).stdout
     assert said.startswith(f"{first.name} is stopped; resume it from round ")
     out, _ = submits[first.name].communicate(timeout=120)

@@ -39,7 +39,7 @@ def test_the_command_line_imports_neither_torch_nor_flower() -> None:
     assert loaded("import torch", HEAVY)[:1] == ["torch"]  # control
 
 
-OPERATED = ("kit", "membership", "supervisor", "status", "queue", "runs", "control", "doctor", "verify", "metrics")
+OPERATED = ("kit", "membership", "supervisor", "status", "queue", "runs", "control", "doctor", "verify")
 
 
 def test_what_an_operator_types_imports_neither_torch_nor_flower() -> None:

@@ -16,7 +16,7 @@ from tests.test_architecture import HOUSES, imports
 
 ROOT = Path(__file__).parents[2]
 APP = "from fl_bn.cli.main import app\napp()"
-WITHOUT_EXTRA = "import sys\nsys.modules['prometheus_client'] = None\n"
+WITHOUT_EXTRA = "import sys\nsys.modules['packaging'] = None\n"
 LOADED = f"""
 import json, sys
 print(json.dumps(sorted({{name.partition(".")[0] for name in sys.modules}} & {set(HOUSES)!r})))
@@ -81,7 +81,7 @@ def test_without_the_extra_a_command_of_a_deployment_says_what_to_install(argume
     (tmp_path / "server/server.toml").touch()
     done = python(WITHOUT_EXTRA + APP, *arguments, folder=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.strip().endswith("needs prometheus-client, which is not installed: pip install 'fl-bn[deployment]'")
+    assert done.stderr.strip().endswith("needs packaging, which is not installed: pip install 'fl-bn[deployment]'")
     assert "Traceback" not in done.stderr
 
 
