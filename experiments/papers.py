@@ -13,6 +13,7 @@ from torch import nn
 from experiments.data import cityscapes, connectomes, digits_five, image_folders
 from experiments.data.shift import SHIFTS, Limit, limited, shifted
 from experiments.diagnostics import DIAGNOSTICS, Diagnostics
+from experiments.networks import STEMS, maker_of, with_projection
 from experiments.standardise import STANDARDS, standardised
 from fl_bn.bn.roles import batch_norms
 from fl_bn.data.record import Dataset
@@ -22,8 +23,6 @@ from fl_bn.methods.fbn import FBNOptions
 from fl_bn.methods.fedtan import FedTANOptions
 from fl_bn.methods.fixbn import FixBNOptions
 from fl_bn.methods.hbn import HBNOptions
-from fl_bn.models.head import with_projection
-from fl_bn.models.stems import STEMS
 from fl_bn.objectives.scaffold import Scaffold
 from fl_bn.options import declared, option
 from fl_bn.run.assembly import shape
@@ -105,7 +104,7 @@ class Papers(Setup):
 
     def network(self, config: RunConfig, make: Callable[..., nn.Module]) -> nn.Module:
         """Return the network with the first layers, the scales, the inputs and the projection that the options describe."""
-        model = make(stem=self.model_stem)
+        model = make(maker=maker_of(config.model, self.model_stem))
         if self.scale_start == "uniform" and not config.model_weights:
             with torch_seed(config.seed, torch.device("cpu")):
                 for layer in batch_norms(model).values():

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from fl_bn.data.record import DataError
 from fl_bn.support.wire import WireError
 
 
@@ -30,3 +31,11 @@ def naming(word: str, kind: type[Exception] = ValueError) -> Iterator[pytest.Exc
     with pytest.raises(kind) as caught:
         yield caught
     assert word in str(caught.value)
+
+
+@contextmanager
+def wrong_data(source: object, part: str = "") -> Iterator[pytest.ExceptionInfo[DataError]]:
+    """Expect a DataError about this file, function or data set, and this array, line or column."""
+    with pytest.raises(DataError) as caught:
+        yield caught
+    assert (caught.value.source, caught.value.part) == (str(source), part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -12,8 +13,7 @@ from torch import Tensor
 
 from experiments.data.listing import find_root, read_all, stretch, warn_if_large
 from fl_bn.data.folder import read_picture, visible
-from fl_bn.data.record import DataNotFound
-from fl_bn.data.segmentation import Segmentation
+from fl_bn.data.record import DataNotFound, Dataset, expect
 from fl_bn.task import IGNORE
 
 SPLITS = ("train", "val")  # the labels of Cityscapes' test split are not published
@@ -41,6 +41,31 @@ TRAIN_IDS = {
     33: "bicycle",
 }
 CITYSCAPES_CLASSES = tuple(TRAIN_IDS.values())
+
+
+@dataclass(frozen=True, eq=False)
+class Segmentation(Dataset):
+    """Hold images with a class for each pixel.
+
+    ``x_train`` and ``x_test`` are uint8 (N, C, H, W), square or not. ``y_train`` and ``y_test`` are masks,
+    int64 (N, H, W) in ``[0, classes)`` or ``IGNORE``. A loss leaves out pixels of ``IGNORE``:
+    ``cross_entropy(out, y, ignore_index=IGNORE)``.
+    """
+
+    @property
+    def width(self) -> int:
+        """Return the width of an image in pixels. ``image_size`` is its height."""
+        return self.x_train.shape[3]
+
+    def _check_samples(self, part: str, x: Tensor) -> None:
+        expect(x.dtype == torch.uint8 and x.ndim == 4, self.name, part, "uint8 (N, C, H, W)", f"{x.dtype} {tuple(x.shape)}")
+
+    def _check_targets(self, part: str, y: Tensor, x: Tensor) -> None:
+        masks = (len(x), *x.shape[2:])
+        expect(y.dtype == torch.int64 and y.shape == masks, self.name, part, f"int64 {masks}", f"{y.dtype} {tuple(y.shape)}")
+        for i, mask in enumerate(y):  # one by one: a comparison of all takes as much memory again
+            strange = ((mask < 0) | (mask >= self.classes)).logical_and_(mask != IGNORE).any()
+            expect(not bool(strange), self.name, part, f"0..{self.classes - 1}, or {IGNORE} (ignored)", f"another label in mask {i}")
 
 
 class Pair(NamedTuple):

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from experiments.data.listing import TEST_SHARE, warn_if_large
 from fl_bn.data.folder import visible
-from fl_bn.data.function import Measurements
 from fl_bn.data.public import ROOT
-from fl_bn.data.record import DataNotFound
+from fl_bn.data.record import DataNotFound, Dataset
 
 SITES = ("NYU", "USM", "UM", "UCLA")  # the sites of the published files that FedBN uses
 WINDOW, STRIDE = 32, 1  # time points; a scan shorter than a window is one window
@@ -88,7 +87,7 @@ def windows(series_TR: Floats) -> list[Floats]:
     return [series_TR[start : start + WINDOW] for start in range(0, last + 1, STRIDE)]
 
 
-def load_abide(path: str, image_size: int) -> Measurements:
+def load_abide(path: str, image_size: int) -> Dataset:
     """Load ``abide``: connectomes of ABIDE I, with a domain for each site.
 
     The files have one of these forms (experiments/data.md):
@@ -133,7 +132,7 @@ def load_abide(path: str, image_size: int) -> Measurements:
             domain[side] += [i] * len(vectors)
     train, test = (torch.from_numpy(np.concatenate(x[side])) for side in ("train", "test"))
     labels, domains = ([torch.tensor(of[side]) for side in ("train", "test")] for of in (y, domain))
-    return Measurements("abide", train, labels[0], test, labels[1], 2, domains[0], domains[1], tuple(sites))
+    return Dataset("abide", train, labels[0], test, labels[1], 2, domains[0], domains[1], tuple(sites))
 
 
 def held_out(labels: list[int], site: int) -> set[int]:

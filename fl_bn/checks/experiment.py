@@ -63,14 +63,9 @@ def model_layers(config: RunConfig) -> Finding:
 
 def run_data(config: RunConfig) -> Finding:
     """Check that the data set of the run config can be loaded, and whether a class has no training sample."""
-    import torch
-
-    from fl_bn.data.record import describe
+    from fl_bn.data.record import describe, untrained_classes
     from fl_bn.run.assembly import dataset
     from fl_bn.run.config import SITES
-    from fl_bn.run.labels import missing_classes
-    from fl_bn.task import LABELS as LABELS_KIND
-    from fl_bn.task import kind_of
 
     if config.dataset == SITES:
         return Finding("ok", "data", "every site has its own data, and the server has none")
@@ -80,8 +75,7 @@ def run_data(config: RunConfig) -> Finding:
         return _no_data(error, "dataset and data-path in --run-config")
     text = f"{len(data.y_train)} training and {len(data.y_test)} test samples {tuple(data.x_train.shape[1:])}"
     text = f"dataset={config.dataset}: {text}, {describe(data.y_train, data.classes)}"
-    counts = torch.bincount(data.y_train, minlength=data.classes).tolist() if kind_of(data.y_train) == LABELS_KIND else [1]
-    if missing := missing_classes(counts):
+    if missing := untrained_classes(data):
         return Finding("warn", "data", f"{text}, but no training sample of {missing}", LABELS)
     return Finding("ok", "data", text)
 

@@ -1,4 +1,4 @@
-"""Define ``fl-bn data list``, ``check`` and ``columns``. These commands import torch and Rich only when they run."""
+"""Define ``fl-bn data check`` and ``columns``. These commands import torch only when they run."""
 
 from __future__ import annotations
 
@@ -6,32 +6,13 @@ from typing import Annotated
 
 import typer
 
-data = typer.Typer(no_args_is_help=True, help="List the data sets, check their files, describe columns, and preview a partition.")
+data = typer.Typer(no_args_is_help=True, help="Check the files of a data set, and describe the columns of tables.")
 COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
-
-
-@data.command("list")
-def list_sets() -> None:
-    """List every data set: its name, content and size, its terms of use, and how to get it."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from fl_bn.data.catalogue import CATALOGUE
-
-    table = Table("name", "what", "training + test", "terms", "how to get it")
-    for name, entry in CATALOGUE.items():
-        got = f"downloaded, or by hand: {entry.source}" if entry.source else "included"
-        table.add_row(name, entry.title, "{:,} + {:,}".format(*entry.samples), entry.terms, got)
-    table.add_row("npz", "your own archives, one per site", "", "", "data-path names them, separated by commas")
-    table.add_row("folder", "your own images, train/CLASS/* and test/CLASS/*", "", "", "data-path names the folder, or one per site")
-    table.add_row("csv", "your own tables, one CSV file per site and a columns.toml", "", "", "data-path names the folder, or files")
-    table.add_row("package.module:function", "your own function", "", "", "returns x_train, y_train, x_test, y_test")
-    Console().print(table)
 
 
 @data.command("check")
 def check_set(
-    name: Annotated[str, typer.Argument(help="the name of a data set in `fl-bn data list`")],
+    name: Annotated[str, typer.Argument(help="the name of a data set (docs/data.md)")],
     path: Annotated[str, typer.Option(help="the key data-path of the run; empty: data")] = "",
 ) -> None:
     """Check that the files of a data set are complete and in the right form. Nothing is downloaded.

@@ -6,13 +6,14 @@ import hashlib
 import json
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fl_bn.data.record import DataNotFound
-from fl_bn.support.names import expected, short, unknown
+from fl_bn.data.record import DataError, DataNotFound
+from fl_bn.support.names import check_name, short, unknown
 
 FILE = "columns.toml"
 MISSING_CELLS = ("", "na", "n/a", "nan", "null", "?")  # in small letters; a cell that is a listed category or class counts as that
@@ -88,22 +89,18 @@ def read_columns(folder: Path) -> Columns:
 
     Raises:
         DataNotFound: there is no such file.
-        ValueError: the file is not TOML, or a key or a value is missing, unknown or out of range.
+        DataError: the file is not TOML, or a key or a value is missing, unknown or out of range.
     """
     file = folder / FILE
     try:
-        values = tomllib.loads(file.read_text(encoding="utf-8-sig"))
+        return columns_of(tomllib.loads(file.read_text(encoding="utf-8-sig")))
     except FileNotFoundError as error:
         raise DataNotFound(
-            f"dataset 'csv': there is no {str(file)!r}, which describes the columns of all sites: `fl-bn data columns {folder} --target "
-            "NAME` writes a draft of it"
+            f"dataset 'csv': there is no {str(file)!r}, which describes the columns of all sites: `fl-bn data columns {folder} "
+            "--target NAME` writes a draft of it"
         ) from error
     except (OSError, ValueError) as error:  # TOML's and Unicode's errors are ValueErrors
-        raise ValueError(f"{file}: expected TOML in UTF-8, but could not read it: {error}") from error
-    try:
-        return columns_of(values)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+        raise DataError(file, str(error)) from error
 
 
 def columns_of(values: Mapping[str, Any]) -> Columns:
@@ -112,45 +109,18 @@ def columns_of(values: Mapping[str, Any]) -> Columns:
     Raises:
         ValueError: a key or a value is missing, unknown or out of range.
     """
-    known = ("target", "classes", "target-mean", "target-std", "numeric", "categorical", "ignore", "group", "missing", "unknown",
-             "test-share", "seed", "delimiter")  # fmt: skip
     for key in values:
-        if key not in known:
-            raise ValueError(unknown("key", key, known))
-    if "target" not in values:
-        raise ValueError('expected the name of the target column, target = "NAME", but there is none')
-    classes = _texts("classes", values["classes"], 2) if "classes" in values else ()
-    scaled = {key.removeprefix("target-"): values[key] for key in ("target-mean", "target-std") if key in values}
-    if classes and scaled:
-        raise ValueError(
-            "target-mean and target-std are for a target that is a number, but the target has classes: leave out either these keys or "
-            "classes"
-        )
-    columns = Columns(
-        target=_text("target", values["target"]),
-        classes=classes,
-        target_scale=_scale("the target", scaled),
-        numeric={name: _scale(f"numeric column {name!r}", scale) for name, scale in _table("numeric", values).items()},
-        categorical={name: _texts(f"categorical column {name!r}", texts, 1) for name, texts in _table("categorical", values).items()},
-        ignore=_texts("ignore", values.get("ignore", []), 0),
-        group=_text("group", values["group"]) if "group" in values else "",
-        missing=_choice("missing", values.get("missing", REFUSE), MISSING),
-        unknown=_choice("unknown", values.get("unknown", REFUSE), UNKNOWN),
-        test_share=_number("test-share", values.get("test-share", 0.2)),
-        seed=values.get("seed", 0),
-        delimiter=_choice("delimiter", values.get("delimiter", ","), DELIMITERS),
-    )
-    if not 0 < columns.test_share <= MOST_SHARE:
-        raise ValueError(f"test-share must be in (0, {MOST_SHARE:g}], but got {columns.test_share:g}")
-    if type(columns.seed) is not int or columns.seed < 0:
-        raise ValueError(f"seed must be a whole number of 0 or more, but got {short(columns.seed)}")
-    if not columns.inputs:
-        raise ValueError("expected columns to learn from, in [numeric] or [categorical], but there are none")
-    roles = [columns.target, *columns.numeric, *columns.categorical, *columns.ignore]
-    if twice := [name for name in roles if roles.count(name) > 1]:
-        raise ValueError(f"column {twice[0]!r} is listed twice: a column is the target, numeric, categorical or ignored")
-    if columns.group in roles:
-        raise ValueError(f"column {columns.group!r} is the group, but is also listed in another place: list it only as the group")
+        if key not in _READ:
+            raise ValueError(unknown("key", key, _READ))
+    _check("target" in values, "target", "the name of the target column", "none")
+    read = {key: _READ[key](key, value) for key, value in values.items()}
+    stated = {key.removeprefix("target-"): read.pop(key) for key in ("target-mean", "target-std") if key in read}
+    _check(not (stated and "classes" in read), "target-mean and target-std", "no classes, as they are for a number", "classes")
+    columns = Columns(**{key.replace("-", "_"): value for key, value in read.items()}, target_scale=_scale("target", stated))
+    _check(columns.inputs > 0, "[numeric] and [categorical]", "columns to learn from", "none")
+    roles = [*columns.names, *columns.ignore]
+    for name in roles:
+        _check(roles.count(name) == 1, f"column {name!r}", "one of target, numeric, categorical, group and ignore", "several")
     return columns
 
 
@@ -159,49 +129,73 @@ def is_missing(cell: str) -> bool:
     return cell.casefold() in MISSING_CELLS
 
 
-def _table(key: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    table = values.get(key, {})
-    if not isinstance(table, dict):
-        raise ValueError(f"[{key}] must be a table with a line for each column, but is {short(table)}")
-    return {_text(f"a column of [{key}]", name): value for name, value in table.items()}
+def _check(holds: bool, what: str, wanted: str, found: object) -> None:
+    if not holds:
+        raise ValueError(f"{what}: expected {wanted}, but got {short(found)}")
 
 
 def _text(what: str, value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{what} must be a text, but is {short(value)}")
-    return value.strip()
+    _check(isinstance(value, str) and bool(value.strip()), what, "a text", value)
+    return str(value).strip()
 
 
-def _texts(what: str, values: Any, least: int) -> tuple[str, ...]:
+def _texts(what: str, values: Any, least: int = 0) -> tuple[str, ...]:
     """Return the entries of a list as texts. A whole number becomes the text of its digits."""
-    if not isinstance(values, list) or len(values) < least or not all(type(value) in (str, int) for value in values):
-        few = f"at least {least} texts" if least else "texts"
-        raise ValueError(f"{what} must be a list of {few}, written as in the cells, but is {short(values)}")
+    listed = isinstance(values, list) and len(values) >= least and all(type(value) in (str, int) for value in values)
+    _check(listed, what, f"a list of at least {least} texts, written as in the cells", values)
     texts = tuple(str(value).strip() for value in values)
-    if twice := [text for text in texts if texts.count(text) > 1]:
-        raise ValueError(f"{what} must list every text once, but {twice[0]!r} occurs more often")
+    _check(len(set(texts)) == len(texts), what, "every text once", values)
     return texts
 
 
-def _scale(what: str, values: Any) -> Scale:
-    if not isinstance(values, dict):
-        raise ValueError(f"{what} must be {{mean = NUMBER, std = NUMBER}}, or {{}} for values as they are, but is {short(values)}")
-    for key in values:
-        if key not in ("mean", "std"):
-            raise ValueError(unknown("key", key, ("mean", "std"), f" of {what}"))
-    scale = Scale(*(_number(f"{key} of {what}", values.get(key, default)) for key, default in (("mean", 0.0), ("std", 1.0))))
-    if scale.std <= 0:
-        raise ValueError(f"std of {what} must be positive, but is {scale.std:g}")
-    return scale
-
-
 def _number(what: str, value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"{what} must be a finite number, but is {short(value)}")
+    _check(type(value) in (int, float) and math.isfinite(value), what, "a finite number", value)
     return float(value)
 
 
-def _choice(key: str, value: Any, known: tuple[str, ...]) -> str:
-    if value not in known:
-        raise ValueError(expected(key, value, list(map(repr, known))))
+def _positive(what: str, value: Any) -> float:
+    _check(_number(what, value) > 0, what, "a positive number", value)
+    return float(value)
+
+
+def _share(what: str, value: Any) -> float:
+    _check(0 < _number(what, value) <= MOST_SHARE, what, f"a number in (0, {MOST_SHARE:g}]", value)
+    return float(value)
+
+
+def _seed(what: str, value: Any) -> int:
+    _check(type(value) is int and value >= 0, what, "a whole number of 0 or more", value)
+    return int(value)
+
+
+def _scale(what: str, values: Any) -> Scale:
+    _check(isinstance(values, dict) and values.keys() <= {"mean", "std"}, what, "{mean = NUMBER, std = NUMBER}, or {}", values)
+    return Scale(_number(f"mean of {what}", values.get("mean", 0.0)), _positive(f"std of {what}", values.get("std", 1.0)))
+
+
+def _table(read: Callable[[str, Any], Any], key: str, table: Any) -> dict[str, Any]:
+    _check(isinstance(table, dict), f"[{key}]", "a table with a line for each column", table)
+    return {_text(f"a column of [{key}]", name): read(f"{key} column {name!r}", value) for name, value in table.items()}
+
+
+def _choice(known: tuple[str, ...], key: str, value: Any) -> str:
+    check_name(key, value, tuple(map(repr, known)) if value not in known else known)
     return str(value)
+
+
+_READ: dict[str, Callable[[str, Any], Any]] = {
+    "target": _text,
+    "classes": partial(_texts, least=2),
+    "target-mean": _number,
+    "target-std": _positive,
+    "numeric": partial(_table, _scale),
+    "categorical": partial(_table, partial(_texts, least=1)),
+    "ignore": _texts,
+    "group": _text,
+    "missing": partial(_choice, MISSING),
+    "unknown": partial(_choice, UNKNOWN),
+    "test-share": _share,
+    "seed": _seed,
+    "delimiter": partial(_choice, DELIMITERS),
+}
+"""Key of a columns.toml -> how its value is read."""

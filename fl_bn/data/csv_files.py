@@ -10,7 +10,7 @@ import csv
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from fl_bn.data.columns import DROP, FILE, FILL, REFUSE, ZEROS, Columns, Scale, is_missing, read_columns
 from fl_bn.data.folder import visible
-from fl_bn.data.function import Measurements
-from fl_bn.data.record import DataNotFound, domains_of, paths
+from fl_bn.data.record import DataError, DataNotFound, Dataset, domains_of, expect, paths
 from fl_bn.support.names import nearest, short
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
@@ -28,36 +27,15 @@ LARGEST = float(np.finfo(np.float32).max)
 _STREAM = 0xC57  # sets these draws apart from others that start from the same seed
 
 
-class TableError(ValueError):
-    """Report that a CSV file is refused.
-
-    Attributes:
-        file: path of the file.
-        line: number of the line in the file, from 1; 0 if the error is about the whole file.
-        column: name of the column; empty if the error is about a whole line.
-        problem: what was expected, what is there, and what to do.
-    """
-
-    def __init__(self, file: Path, problem: str, line: int = 0, column: str = "") -> None:
-        self.file, self.line, self.column, self.problem = file, line, column, problem
-        where = "".join((f", line {line}" if line else "", f", column {column!r}" if column else ""))
-        super().__init__(f"{file}{where}: {problem}")
-
-    def __reduce__(self) -> tuple[type[TableError], tuple[Path, str, int, str]]:
-        return TableError, (self.file, self.problem, self.line, self.column)
-
-
 @dataclass(frozen=True, eq=False)
-class TableData(Measurements):
+class TableData(Dataset):
     """Hold rows of CSV files as measurements: ``x`` is float32 (N, inputs).
 
     Attributes:
         columns: the description of the columns.
-        notes: a sentence for each file in which rows were left out, or missing or unknown cells were replaced.
     """
 
     columns: Columns = Columns("")
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,27 +43,16 @@ class Rows:
     """Hold the rows of one CSV file, as numbers.
 
     Attributes:
-        file: path of the file.
         x: inputs (N, inputs).
         y: labels or values (N,).
         groups: cells of the group column; empty if there is no such column.
-        counts: for each reason, how many rows were left out, or how many missing or unknown cells were replaced.
+        note: how many rows are used, rows were left out and cells were replaced. Empty: none was left out or replaced.
     """
 
-    file: Path
     x: NDArray[np.float32]
     y: NDArray[np.generic]
     groups: tuple[str, ...]
-    counts: Counter[str]
-
-    @property
-    def note(self) -> str:
-        """Return a sentence with the numbers of rows used, rows left out and cells replaced.
-
-        Empty: no row was left out, and no cell was replaced.
-        """
-        parts = ", ".join(f"{what}: {count}" for what, count in sorted(self.counts.items()))
-        return f"{self.file.name}: {len(self.y)} rows are used; {parts}" if parts else ""
+    note: str
 
 
 def load_csv(path: str, image_size: int) -> TableData:
@@ -101,22 +68,19 @@ def load_csv(path: str, image_size: int) -> TableData:
 
     Raises:
         DataNotFound: there is no such file or folder, or no columns.toml.
-        ValueError: there is no path, two files have the same name, columns.toml is wrong, or ``image_size`` is neither 0 nor 1.
-        TableError: a file is refused. The message has the file, the line, the column, and what to do.
+        DataError: there is no path, two files have the same name, columns.toml is wrong, ``image_size`` is neither 0 nor 1,
+            or a file is refused: ``part`` has the line and the column.
     """
-    if image_size not in (0, 1):
-        raise ValueError(f"dataset 'csv' has rows and no images, so image-size must be 0 or 1, but is {image_size}")
+    expect(image_size in (0, 1), "csv", "image-size", "0 or 1, as rows have no pixels", image_size)
     files = csv_files(path)
     columns = _columns(files)
     tables = [read_rows(file, columns) for file in files]
     splits = [split(table, columns) for table in tables]
     x, y = np.concatenate([table.x for table in tables]), np.concatenate([table.y for table in tables])
     test = np.concatenate(splits)
-    if not test.any():
-        alike = f", and each file has only one {columns.group!r}" if columns.group and len(tables[0].y) > 1 else ""
-        raise TableError(files[0], f"expected a training row and a test row at least, but there {_rows(len(y))} in all{alike}: add rows")
-    parts = [torch.from_numpy(chosen) for chosen in (~test, test)]
-    (x_train, y_train), (x_test, y_test) = ((torch.from_numpy(x)[part], torch.from_numpy(y)[part]) for part in parts)
+    rows = f"{len(y)} rows" + (f", and each file has only one {columns.group!r}" if columns.group else "")
+    expect(bool(test.any()), files[0], "", "at least a training row and a test row", rows)
+    (x_train, y_train), (x_test, y_test) = ((torch.from_numpy(x[part]), torch.from_numpy(y[part])) for part in (~test, test))
     return TableData(
         "csv",
         x_train,
@@ -125,7 +89,7 @@ def load_csv(path: str, image_size: int) -> TableData:
         y_test,
         classes=len(columns.classes) or 1,
         columns=columns,
-        notes=tuple(table.note for table in tables if table.note),
+        notes=tuple(f"{file.name}: {table.note}" for file, table in zip(files, tables, strict=True) if table.note),
         **domains_of(files, [int((~test).sum()) for test in splits], [int(test.sum()) for test in splits]),
     )
 
@@ -135,22 +99,15 @@ def csv_files(path: str) -> list[Path]:
 
     Raises:
         DataNotFound: a file does not exist, or a folder has no CSV file.
-        ValueError: there is no path, or two files have the same name.
+        DataError: there is no path.
     """
-    named = paths(path)
-    if not named:
-        raise ValueError(f"dataset 'csv' needs data-path: a folder with a .csv file per site and {FILE}, or files separated by commas")
-    for part in named:
-        if not part.exists():
+    expect(bool(paths(path)), "csv", "data-path", f"a folder with a .csv file per site and {FILE}, or files separated by commas", "none")
+    for part in paths(path):
+        if not part.exists() or not _inside(part):
             raise DataNotFound(
-                f"dataset 'csv': there is no {str(part)!r} (a relative path starts at the current folder, {str(Path.cwd())!r})"
+                f"csv: there is no .csv file {str(part)!r} (a relative path starts at the current folder, {str(Path.cwd())!r})"
             )
-        if not _inside(part):
-            raise DataNotFound(f"dataset 'csv': the folder {str(part)!r} has no .csv file: put one file per site there")
-    files = listed(path)
-    if len({file.stem for file in files}) < len(files):
-        raise ValueError(f"a site has the name of its file, so names must differ, but got {', '.join(map(str, files))}: rename one")
-    return files
+    return listed(path)
 
 
 def listed(path: str) -> list[Path]:
@@ -166,15 +123,13 @@ def _columns(files: Sequence[Path]) -> Columns:
     """Read the columns.toml that describes all files.
 
     Raises:
-        ValueError: the files lie in several folders, and their columns.toml differ.
+        DataError: the files lie in several folders, and their columns.toml differ.
     """
     found = {folder: read_columns(folder) for folder in dict.fromkeys(file.parent for file in files)}
     first, columns = next(iter(found.items()))
     for folder, other in found.items():
-        if other.digest != columns.digest:
-            raise ValueError(
-                f"{folder / FILE} differs from {first / FILE}, so equal cells would become different numbers: give all sites one {FILE}"
-            )
+        same = other.digest == columns.digest
+        expect(same, folder / FILE, "", f"the content of {first / FILE}, so that all sites read equal cells as equal numbers", "another")
     return columns
 
 
@@ -182,156 +137,150 @@ def read_rows(file: Path, columns: Columns) -> Rows:
     """Read the rows of one CSV file.
 
     Raises:
-        TableError: the file is empty or not CSV, a column is missing or not described, a cell cannot be read, or no row is
+        DataError: the file is empty or not CSV, a column is missing or not described, a cell cannot be read, or no row is
             left.
     """
-    inputs: list[NDArray[np.float32]] = []
-    targets: list[float] = []
-    groups: list[str] = []
-    counts: Counter[str] = Counter()
-    reader = _Cells(file, columns, counts)
-    for line, cells in _lines(file, columns):
-        row = reader.row(line, cells)
-        if row is None:
-            continue
-        inputs.append(row[0])
-        targets.append(row[1])
-        groups.append(cells.get(columns.group, ""))
-    if not inputs:
-        dropped = f": all {sum(counts.values())} were left out" if counts else ""
-        raise TableError(file, f"expected rows below the header, but there are none{dropped}: add rows, or remove the file")
-    y = np.array(targets, dtype=np.int64 if columns.classes else np.float32)
-    return Rows(file, np.stack(inputs), y, tuple(groups) if columns.group else (), counts)
+    lines = list(read_lines(file, columns.delimiter))
+    header = _checked_header(file, *lines[0], columns)
+    for line, cells in lines[1:]:
+        expect(len(cells) == len(header), file, f"line {line}", f"{len(header)} cells, as the header has", len(cells))
+    reader = _Reader(file, columns, [line for line, _ in lines[1:]])
+    cells_of = {name: [cells[place] for _, cells in lines[1:]] for place, name in enumerate(header)}
+    x = [reader.numbers(name, cells_of[name], scale) for name, scale in columns.numeric.items()]
+    for name, categories in columns.categorical.items():
+        codes = reader.codes(name, cells_of[name], categories)
+        x += [(codes == code).astype(np.float64) for code in range(len(categories))]
+    y = reader.targets(cells_of[columns.target])
+    groups = cells_of.get(columns.group, [])
+    reader.refuse_missing(columns.group, groups)
+    used = np.array([row not in reader.left for row in range(len(y))], dtype=bool)
+    expect(bool(used.any()), file, "", "rows below the header", f"none: {len(reader.left)} were left out" if reader.left else "none")
+    note = f"{used.sum()} rows are used; {reader.counts()}" if reader.counts() else ""
+    inputs = np.stack(x, 1).astype(np.float32)
+    return Rows(inputs[used], y[used], tuple(cell for cell, use in zip(groups, used, strict=False) if use), note)
 
 
-def _lines(file: Path, columns: Columns) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield, for each line below the header, its line number in the file (from 1), and column -> cell. Empty lines are skipped."""
+def read_lines(file: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of each line, from 1, and its cells. The first is the header. Empty lines are skipped.
+
+    Raises:
+        DataError: the file is empty, cannot be read, or is no CSV file in UTF-8.
+    """
+    line, found = 1, False
     try:
         with file.open(newline="", encoding="utf-8-sig") as stream:
-            reader = csv.reader(stream, delimiter=columns.delimiter, strict=True)
-            line, header = 1, list[str]()
-            while True:
-                try:
-                    cells = next(reader, None)
-                except csv.Error as error:
-                    raise TableError(file, f"expected cells between {columns.delimiter!r}, but {error}: check the quotes", line) from error
-                if cells is None:
-                    break
-                stripped = [cell.strip() for cell in cells]
-                if any(stripped) and not header:
-                    header = _checked_header(file, line, stripped, columns)
-                elif any(stripped) or len(stripped) > 1:  # else the line is empty
-                    if len(stripped) != len(header):
-                        found = f"expected {len(header)} cells, as the header has, but there are {len(stripped)}"
-                        raise TableError(file, f"{found}: correct the line, or put cells with a {columns.delimiter!r} in quotes", line)
-                    yield line, dict(zip(header, stripped, strict=True))
+            reader = csv.reader(stream, delimiter=delimiter, strict=True)
+            for row in reader:
+                cells = [cell.strip() for cell in row]
+                if any(cells) or (found and len(cells) > 1):  # else the line is empty
+                    found = True
+                    yield line, cells
                 line = reader.line_num + 1
-    except UnicodeDecodeError as error:
-        raise TableError(file, f"expected text in UTF-8, but {error.reason} at byte {error.start}: save the file as UTF-8") from error
-    except OSError as error:
-        raise TableError(file, f"expected a file that can be read, but {error.strerror}") from error
-    if not header:
-        raise TableError(file, "expected a header with the names of the columns, but the file is empty")
+    except csv.Error as error:
+        raise DataError(file, f"expected cells between {delimiter!r}, but {error}: check the quotes", f"line {line}") from error
+    except (UnicodeDecodeError, OSError) as error:
+        raise DataError(file, f"expected text in UTF-8, but could not read it: {error}") from error
+    expect(found, file, "", "a header with the names of the columns", "an empty file")
 
 
 def _checked_header(file: Path, line: int, header: list[str], columns: Columns) -> list[str]:
-    if twice := [name for name in header if header.count(name) > 1]:
-        raise TableError(file, "expected every column once, but this name occurs more often: rename one", line, twice[0])
+    for name in columns.names:
+        found = f"{short(', '.join(header))}{nearest(name, header)}"
+        expect(name in header, file, place(line, name), f"this column of {FILE}, and cells between {columns.delimiter!r}", found)
     known = (*columns.names, *columns.ignore)
-    if absent := [name for name in columns.names if name not in header]:
-        other = next((f"; it looks as if cells were separated by {mark!r}: set delimiter in {FILE}" for mark in (";", "\t", "|", ",")
-                      if mark != columns.delimiter and len(header) == 1 and mark in header[0]), "")  # fmt: skip
-        have = f"the file has {short(', '.join(header))}{nearest(absent[0], header)}"
-        raise TableError(file, f"{FILE} lists this column, but {have}{other}", line, absent[0])
-    if strange := [name for name in header if name not in known]:
-        raise TableError(
-            file,
-            f"{FILE} does not list this column{nearest(strange[0], known)}; list it there, in ignore, [numeric] or [categorical]",
-            line,
-            strange[0],
-        )
+    for name in header:
+        expect(header.count(name) == 1, file, place(line, name), "every column once", "this name more often")
+        expect(name in known, file, place(line, name), f"a column that {FILE} lists", f"another{nearest(name, known)}")
     return header
 
 
-class _Leave(Exception):
-    """Signal that a row of a CSV file is left out. The message is the reason."""
+def place(line: int, column: str) -> str:
+    """Return the part of a CSV file that a ``DataError`` is about."""
+    return f"line {line}, column {column!r}"
 
 
 @dataclass(frozen=True)
-class _Cells:
-    """Convert the cells of one file's rows to numbers, and count the rows left out and the cells replaced."""
+class _Reader:
+    """Convert the columns of one file to numbers, and note the rows to leave out and the cells that were replaced.
+
+    Attributes:
+        file: path of the file.
+        columns: the description of the columns.
+        lines: number of each row's line.
+        left: row -> why it is left out.
+        replaced: the row of each replaced cell, and what took the cell's place.
+    """
 
     file: Path
     columns: Columns
-    counts: Counter[str]
+    lines: list[int]
+    left: dict[int, str] = field(default_factory=dict)
+    replaced: list[tuple[int, str]] = field(default_factory=list)
 
-    def row(self, line: int, cells: dict[str, str]) -> tuple[NDArray[np.float32], float] | None:
-        """Return the inputs (inputs,) and the target of a row; None if the row is left out."""
-        before = self.counts.copy()
-        try:
-            values = [self._number(line, name, cells[name], scale) for name, scale in self.columns.numeric.items()]
-            for name, categories in self.columns.categorical.items():
-                values += self._indicators(line, name, cells[name], categories)
-            target = self._target(line, cells[self.columns.target])
-            if self.columns.group and is_missing(cells[self.columns.group]):
-                self._missing(line, self.columns.group, cells[self.columns.group], fillable=False)
-        except _Leave as reason:
-            self.counts.clear()  # cells of a row that is left out do not count
-            self.counts.update(before)
-            self.counts[str(reason)] += 1
-            return None
-        return np.array(values, dtype=np.float32), target
-
-    def _number(self, line: int, name: str, cell: str, scale: Scale) -> float:
-        if is_missing(cell):
-            self._missing(line, name, cell)
-            return 0.0  # the column's mean, as columns.toml states it
-        return self._scaled(line, name, cell, scale)
-
-    def _scaled(self, line: int, name: str, cell: str, scale: Scale) -> float:
-        value = (float(cell) - scale.mean) / scale.std if NUMBER.fullmatch(cell) else np.nan
-        if not abs(value) <= LARGEST:
-            raise TableError(self.file, f"expected a finite number, like -12.5 or 3e4, but got {short(cell)}: correct the cell", line, name)
-        return value
-
-    def _indicators(self, line: int, name: str, cell: str, categories: tuple[str, ...]) -> list[float]:
-        if cell not in categories:
+    def numbers(self, name: str, cells: list[str], scale: Scale, *, fillable: bool = True) -> NDArray[np.float64]:
+        """Return the scaled numbers of a column (N,): 0, the stated mean, in place of a missing one."""
+        values = np.zeros(len(cells))
+        for row, cell in enumerate(cells):
             if is_missing(cell):
-                self._missing(line, name, cell)
-            else:
-                self._unknown(line, name, cell, categories)
-        return [float(cell == category) for category in categories]
+                self._missing(row, name, cell, fillable)
+                continue
+            value = (float(cell) - scale.mean) / scale.std if NUMBER.fullmatch(cell) else np.nan
+            if not abs(value) <= LARGEST:
+                self._refuse(row, name, f"expected a finite number, like -12.5 or 3e4, but got {short(cell)}: correct the cell")
+            values[row] = value
+        return values
 
-    def _target(self, line: int, cell: str) -> float:
+    def codes(self, name: str, cells: list[str], categories: tuple[str, ...]) -> NDArray[np.int64]:
+        """Return the place of each cell of a column among ``categories`` (N,): -1 for a missing or unknown one."""
+        codes = {category: code for code, category in enumerate(categories)}
+        for row, cell in enumerate(cells):
+            if cell not in codes and is_missing(cell):
+                self._missing(row, name, cell)
+            elif cell not in codes:
+                problem = f"expected one of {short(', '.join(categories))}, but got {short(cell)}{nearest(cell, categories)}"
+                todo = f"{problem}: list the category for all sites, or set unknown to 'drop' or 'zeros' in {FILE}"
+                self._instead(row, name, self.columns.unknown, "an unknown category", "unknown categories read as none", todo)
+        return np.array([codes.get(cell, -1) for cell in cells], dtype=np.int64)
+
+    def targets(self, cells: list[str]) -> NDArray[np.generic]:
+        """Return the labels or values (N,)."""
         name, classes = self.columns.target, self.columns.classes
-        if cell in classes:
-            return classes.index(cell)
-        if is_missing(cell):
-            self._missing(line, name, cell, fillable=False)
         if not classes:
-            return self._scaled(line, name, cell, self.columns.target_scale)
-        problem = f"expected one of the classes {short(', '.join(classes))}, but got {short(cell)}"
-        raise TableError(self.file, f"{problem}{nearest(cell, classes)}: correct the cell, or list the class in {FILE}", line, name)
+            return self.numbers(name, cells, self.columns.target_scale, fillable=False).astype(np.float32)
+        self.refuse_missing(name, [cell if cell not in classes else "listed" for cell in cells])
+        for row, cell in enumerate(cells):
+            if cell not in classes and not is_missing(cell):
+                found = f"expected one of the classes {short(', '.join(classes))}, but got {short(cell)}{nearest(cell, classes)}"
+                self._refuse(row, name, f"{found}: correct the cell, or list the class in {FILE}")
+        return np.array([classes.index(cell) if cell in classes else -1 for cell in cells], dtype=np.int64)
 
-    def _missing(self, line: int, name: str, cell: str, fillable: bool = True) -> None:
-        if self.columns.missing == DROP:
-            raise _Leave("rows left out for a missing value")
-        if self.columns.missing == FILL and fillable:
-            self.counts["missing cells read as the stated mean, or as no category"] += 1
-            return
-        also = f", or 'fill' in {FILE}" if self.columns.missing == REFUSE and fillable else f" in {FILE}"
-        what = f"the cell has no value ({short(cell)}){'' if fillable else ', and cells of this column are not filled in'}"
-        raise TableError(self.file, f"{what}: give a value, or set missing to 'drop'{also}", line, name)
+    def refuse_missing(self, name: str, cells: list[str]) -> None:
+        """Leave out the rows, or refuse the file, where a cell that is never filled in has no value."""
+        for row, cell in enumerate(cells):
+            if is_missing(cell):
+                self._missing(row, name, cell, fillable=False)
 
-    def _unknown(self, line: int, name: str, cell: str, categories: tuple[str, ...]) -> None:
-        if self.columns.unknown == DROP:
-            raise _Leave("rows left out for an unknown category")
-        if self.columns.unknown == ZEROS:
-            self.counts["unknown categories read as none"] += 1
-            return
-        problem = f"expected one of {short(', '.join(categories))}, but got {short(cell)}{nearest(cell, categories)}"
-        todo = f"list the category for all sites, or set unknown to 'drop' or 'zeros' in {FILE}"
-        raise TableError(self.file, f"{problem}: {todo}", line, name)
+    def counts(self) -> str:
+        """Return what was left out or replaced, and how often. Cells of a row that is left out do not count."""
+        replaced = [what for row, what in self.replaced if row not in self.left]
+        return ", ".join(f"{what}: {count}" for what, count in sorted(Counter([*self.left.values(), *replaced]).items()))
+
+    def _missing(self, row: int, name: str, cell: str, fillable: bool = True) -> None:
+        policy = self.columns.missing if fillable or self.columns.missing == DROP else REFUSE
+        todo = f"the cell has no value ({short(cell)}): give one, or set missing to 'drop'{' or fill' if fillable else ''} in {FILE}"
+        self._instead(row, name, policy, "a missing value", "missing cells read as the stated mean, or as no category", todo)
+
+    def _instead(self, row: int, name: str, policy: str, reason: str, replaced: str, problem: str) -> None:
+        """Leave out the row, count a replaced cell, or refuse the file, as ``policy`` says."""
+        if policy == DROP:
+            self.left.setdefault(row, f"rows left out for {reason}")
+        elif policy in (FILL, ZEROS):
+            self.replaced.append((row, replaced))
+        else:
+            self._refuse(row, name, problem)
+
+    def _refuse(self, row: int, name: str, problem: str) -> None:
+        raise DataError(self.file, problem, place(self.lines[row], name))
 
 
 def split(rows: Rows, columns: Columns) -> NDArray[np.bool_]:
@@ -356,7 +305,3 @@ def split(rows: Rows, columns: Columns) -> NDArray[np.bool_]:
     if not test.any() and len(rows.y) > 1 and not rows.groups:  # each class has one row
         test[np.random.default_rng(np.random.SeedSequence([_STREAM, columns.seed])).integers(len(rows.y))] = True
     return test
-
-
-def _rows(count: int) -> str:
-    return "is 1 row" if count == 1 else f"are {count} rows"

@@ -6,13 +6,9 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from fl_bn.data import csv_files, digits, folder, npz, public
-from fl_bn.data.function import load_function
+from fl_bn.data import arrays, csv_files, digits, folder, public
+from fl_bn.data.images import to_input
 from fl_bn.data.record import DataNotFound, Dataset, paths
-from fl_bn.data.record import to_input as images_to_input
 from fl_bn.support.names import expected
 from fl_bn.support.user_code import Modules
 
@@ -26,7 +22,7 @@ DATASETS: dict[str, Callable[[str, int], Dataset]] = {
     "mnist": partial(public.load_public, "MNIST"),
     "svhn": partial(public.load_public, "SVHN"),
     "usps": partial(public.load_public, "USPS"),
-    "npz": npz.load_npz,
+    "npz": arrays.load_npz,
     "folder": folder.load_folder,
     "csv": csv_files.load_csv,
 }
@@ -62,18 +58,5 @@ def _load(name: str, path: str, image_size: int, modules: Modules | None) -> Dat
     if image_size < 0:
         raise ValueError(f"image_size must be positive, or 0 for the native size, but got {image_size}")
     if ":" in name:
-        return load_function(name, path, image_size, modules)
+        return arrays.load_function(name, path, image_size, modules)
     return DATASETS[name](path, image_size)
-
-
-def to_input(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Convert samples of a data set to the input of a network.
-
-    Args:
-        x: uint8 images, which become -1..1; measurements (floats), which keep their values; or other whole numbers
-            (indices of an embedding), which stay as they are.
-        dtype: dtype of images and measurements in the result.
-    """
-    if x.dtype == torch.uint8:
-        return images_to_input(x, dtype)
-    return x.to(dtype) if x.is_floating_point() else x

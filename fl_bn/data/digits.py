@@ -20,12 +20,15 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from fl_bn.data.record import Dataset, images_to_tensor, resize
+from fl_bn.data.images import images_to_tensor, resize
+from fl_bn.data.record import Dataset, expect
 
 DOMAINS = ("china", "flower")
 SIZE = 20  # pixels: small enough for a CPU, large enough for two poolings
 TEST_SAMPLES = 360  # a fifth of 1,797, from all classes in proportion
 _SEED = 20
+SPLIT = Path(__file__).with_name("digits_split.npy")
+"""Indices of the training samples, then of the test samples: a stratified split by scikit-learn, whose import takes two seconds."""
 _LEVELS = 16  # scikit-learn's digits count the inked pixels of a 4x4 cell
 
 
@@ -37,10 +40,10 @@ def load_digits(path: str, image_size: int) -> Dataset:
         image_size: pixels along each side. 0: 20.
 
     Raises:
-        ValueError: there is a path, or the size is negative.
+        DataError: there is a path.
         ImportError: scikit-learn is not installed.
     """
-    _refuse_path("digits", path)
+    expect(not path, "digits", "data-path", "none, as the digits come with scikit-learn", path)
     digits_NHW, labels_N, train, test = _enlarged_digits()
     photographs = [np.asarray(Image.open(_scikit_file("images", f"{name}.jpg"))) for name in DOMAINS]
     rng = np.random.default_rng(_SEED)
@@ -74,7 +77,7 @@ def load_digits_plain(path: str, image_size: int) -> Dataset:
 
     Arguments and errors are those of ``load_digits``.
     """
-    _refuse_path("digits-plain", path)
+    expect(not path, "digits-plain", "data-path", "none, as the digits come with scikit-learn", path)
     digits_NHW, labels_N, train, test = _enlarged_digits()
     grey = images_to_tensor(digits_NHW.astype(np.uint8)).expand(-1, 3, -1, -1).contiguous()
     images = resize(grey, image_size)
@@ -85,50 +88,12 @@ def _enlarged_digits() -> tuple[NDArray[np.int64], Tensor, NDArray[np.int64], ND
     """Return digits (N, 20, 20) in 0..255, labels (N,), and the indices of the training and the test samples."""
     table = np.loadtxt(_scikit_file("data", "digits.csv.gz"), delimiter=",", dtype=np.int64)  # 64 pixels and the label
     images, labels = table[:, :-1].reshape(-1, 8, 8), table[:, -1]
-    train, test = stratified_split(labels, TEST_SAMPLES, _SEED)
+    train, test = np.split(np.load(SPLIT).astype(np.int64), [-TEST_SAMPLES])
     tenths = _bilinear_tenths(images.shape[1], SIZE)
     enlarged = np.einsum("hi,nij,wj->nhw", tenths, images, tenths)  # hundredths of a level
     scale = 100 * _LEVELS
     digits = (enlarged * 255 + scale // 2) // scale
     return digits, torch.from_numpy(labels.copy()), train, test
-
-
-def stratified_split(labels: NDArray[np.int64], test: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Split samples into training samples and ``test`` test samples, with the same share of every class in both.
-
-    The indices equal those of scikit-learn's ``train_test_split(..., stratify=labels, random_state=seed)``,
-    whose import takes two seconds. The indices are drawn from numpy's legacy generator, whose stream never changes.
-
-    Returns:
-        The indices of the training samples, and of the test samples.
-    """
-    rng, counts = np.random.RandomState(seed), np.bincount(labels)
-    for_training = _in_proportion(counts, len(labels) - test, rng)
-    for_testing = _in_proportion(counts - for_training, test, rng)
-    members = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
-    drawn = [of_class[rng.permutation(len(of_class))] for of_class in members]
-    parts = [np.split(one, (a, a + b)) for one, a, b in zip(drawn, for_training, for_testing, strict=True)]
-    train, tested = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
-    return rng.permutation(train), rng.permutation(tested)
-
-
-def _in_proportion(counts: NDArray[np.int64], draws: int, rng: np.random.RandomState) -> NDArray[np.int64]:
-    """Divide ``draws`` samples among the classes in proportion to ``counts``, and return the number for each class.
-
-    Shares are rounded down. The remaining samples go to the classes with the largest remainders, with ties at random.
-    """
-    exact = counts / counts.sum() * draws
-    shares = np.floor(exact)
-    remainders, remaining = exact - shares, int(draws - shares.sum())
-    for value in np.unique(remainders)[::-1]:
-        if not remaining:
-            break
-        (tied,) = np.where(remainders == value)
-        chosen = rng.choice(tied, size=min(len(tied), remaining), replace=False)
-        shares[chosen] += 1
-        remaining -= len(chosen)
-    whole: NDArray[np.int64] = shares.astype(np.int64)
-    return whole
 
 
 def _scikit_file(*parts: str) -> Path:
@@ -151,8 +116,3 @@ def _bilinear_tenths(before: int, after: int) -> NDArray[np.int64]:
         weights[i, max(low, 0)] += 10 - fraction
         weights[i, min(low + 1, before - 1)] += fraction
     return weights
-
-
-def _refuse_path(name: str, path: str) -> None:
-    if path:
-        raise ValueError(f"dataset {name!r} comes with scikit-learn and takes no path, but got {path!r}: leave data-path out")

@@ -6,19 +6,18 @@ learns these values.
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import tomli_w
 
 from fl_bn.data.columns import DELIMITERS, DROP, Columns, Scale, columns_of, is_missing
-from fl_bn.data.csv_files import NUMBER, TableError, csv_files, read_rows, split
+from fl_bn.data.csv_files import NUMBER, csv_files, read_lines, read_rows, split
+from fl_bn.data.record import expect
 from fl_bn.support.names import nearest, short
 
-MOST_NUMBERED = 10  # a target with more different numbers is probably no class
 MOST_CATEGORIES = 50  # a column with more different texts (names of persons, say) is ignored
 
 
@@ -38,19 +37,17 @@ def draft(path: str, target: str, *, regression: bool = False, delimiter: str = 
         delimiter: character between cells.
 
     Returns:
-        The file's text. It begins with a comment for each column about which the draft may be wrong.
+        The file's text.
 
     Raises:
         DataNotFound: there is no such file.
-        ValueError: ``delimiter`` is not allowed, a file is no CSV, the column ``target`` is missing, or no column is left to
+        DataError: ``delimiter`` is not allowed, a file is no CSV, the column ``target`` is missing, or no column is left to
             learn from.
     """
-    if delimiter not in DELIMITERS:
-        raise ValueError(f"delimiter must be one of {', '.join(map(repr, DELIMITERS))}, but got {delimiter!r}")
+    expect(delimiter in DELIMITERS, path, "delimiter", f"one of {', '.join(map(repr, DELIMITERS))}", repr(delimiter))
     files = csv_files(path)
     cells = _cells(files, delimiter)
-    if target not in cells:
-        raise ValueError(f"{files[0]} has no column {target!r}; it has {short(', '.join(cells))}{nearest(target, cells)}")
+    expect(target in cells, files[0], "", f"a column {target!r}", f"{short(', '.join(cells))}{nearest(target, cells)}")
     values: dict[str, object] = {"target": target}
     if not regression:
         values["classes"] = _in_order(cells[target])
@@ -71,37 +68,18 @@ def draft(path: str, target: str, *, regression: bool = False, delimiter: str = 
     if regression:
         values |= {f"target-{key}": value for key, value in _rounded(scales[target]).items()}
     tables = ("numeric", "categorical")
-    text = tomli_w.dumps({key: value for key, value in values.items() if key not in tables} | {key: values[key] for key in tables})
-    return "".join(f"# {line}\n" for line in _doubts(cells, target, regression)) + text
-
-
-def _doubts(cells: dict[str, set[str]], target: str, regression: bool) -> Iterator[str]:
-    """Yield a line for each column about which the draft may be wrong, because of a few cells or of a missing option."""
-    for name, texts in cells.items():
-        others = sorted(text for text in texts if not NUMBER.fullmatch(text))
-        numbers = len(texts) - len(others)
-        if name == target:
-            if not regression and not others and numbers > MOST_NUMBERED:
-                yield f"{name!r} has {numbers} different numbers, and each is a class here. Is it a number? Then draft with --regression"
-        elif others and numbers >= len(others):
-            shown = ", ".join(map(repr, others[:5])) + (", ..." if len(others) > 5 else "")
-            yield f"{name!r} is no number here, since {len(others)} of its {len(texts)} different values are none: {shown}. Correct them?"
+    return tomli_w.dumps({key: value for key, value in values.items() if key not in tables} | {key: values[key] for key in tables})
 
 
 def _cells(files: Sequence[Path], delimiter: str) -> dict[str, set[str]]:
     """Return column -> the different values in its cells, over all files. Cells without a value are left out."""
     found: dict[str, set[str]] = {}
     for file in files:
-        try:
-            with file.open(newline="", encoding="utf-8-sig") as stream:
-                for row in csv.DictReader(stream, delimiter=delimiter, strict=True, restkey="", restval=""):
-                    for name, cell in row.items():
-                        if name and isinstance(cell, str):
-                            found.setdefault(name.strip(), set()).update([] if is_missing(cell.strip()) else [cell.strip()])
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise TableError(file, f"expected a CSV file in UTF-8, but {error}") from error
-    if not found:
-        raise TableError(files[0], "expected a header and rows, but there are none")
+        _, header = next(lines := read_lines(file, delimiter))
+        for _, cells in lines:
+            for name, cell in zip(header, cells, strict=False):
+                found.setdefault(name, set()).update([] if is_missing(cell) else [cell])
+    expect(bool(found), files[0], "", "a header and rows", "no rows")
     return found
 
 

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from fl_bn.data.record import DataNotFound, Dataset, domains_of, images_to_tensor, paths, resize
+from fl_bn.data.images import images_to_tensor, resize
+from fl_bn.data.record import DataError, DataNotFound, Dataset, domains_of, expect, paths
 
 SPLITS = ("train", "test")
 CLASSES = "classes.txt"
@@ -43,17 +44,16 @@ def load_folder(path: str, image_size: int) -> Dataset:
 
     Raises:
         DataNotFound: ``path``, ``train`` or ``test`` is not a folder.
-        ValueError: there is no path, two folders have the same name, a split has no images, or classes.txt is wrong. Or a
+        DataError: there is no path, two folders have the same name, a split has no images, or classes.txt is wrong. Or a
             file is not an image of 8 bits a channel, or images are not square or differ in size while ``image_size`` is 0.
     """
     roots = paths(path)
-    if not roots:
-        raise ValueError("dataset 'folder' needs a path: the folder that holds train/CLASS/* and test/CLASS/*, or several such folders")
+    expect(bool(roots), "folder", "data-path", "a folder that holds train/CLASS/* and test/CLASS/*, or several such folders", "none")
     for root in roots:
         for folder in (root, *(root / split for split in SPLITS)):
             if not folder.is_dir():
                 raise DataNotFound(
-                    f"dataset 'folder': there is no folder {str(folder)!r}; expected train/CLASS/* and test/CLASS/* below {str(root)!r} "
+                    f"dataset 'folder': there is no {str(folder)!r}; expected train/CLASS/* and test/CLASS/* below {str(root)!r} "
                     f"(a relative path starts at the current folder, {str(Path.cwd())!r})"
                 )
     classes = _classes(roots)
@@ -82,13 +82,10 @@ def _classes(roots: Sequence[Path]) -> dict[str, int]:
     folders = [entry for root in roots for split in SPLITS for entry in visible(root / split) if entry.is_dir()]
     file, *others = (root / CLASSES for root in roots)
     names = _listed_in(file)
-    if other := next((other for other in others if _listed_in(other) != names), None):
-        raise ValueError(f"{other} differs from {file}, or only one of them exists: give all folders one {CLASSES}, or none")
+    for other in others:
+        expect(_listed_in(other) == names, other, "", f"the same {CLASSES} in all folders, or in none", "others")
     for folder in folders:
-        if names and folder.name not in names:
-            raise ValueError(
-                f"{folder}: class {folder.name!r} is not in {file}, which has {', '.join(names)}: rename the folder, or list its name"
-            )
+        expect(not names or folder.name in names, folder, "", f"a class that {file} lists", folder.name)
     return {name: label for label, name in enumerate(names or sorted({folder.name for folder in folders}))}
 
 
@@ -99,19 +96,15 @@ def _listed_in(file: Path) -> list[str]:
     try:
         names = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: expected one class name per line in UTF-8, but could not read it: {error}") from error
-    if not names:
-        raise ValueError(f"{file}: expected one class name per line, but the file is empty")
-    if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
-        raise ValueError(f"{file}: expected every class name once, but {', '.join(repeated)} occurs more often")
+        raise DataError(file, f"expected one class name per line in UTF-8, but could not read it: {error}") from error
+    expect(0 < len(names) == len(set(names)), file, "", "a class name per line, each once", ", ".join(names) or "none")
     return names
 
 
 def _files(split: Path, classes: dict[str, int]) -> list[tuple[Path, int]]:
     """Return every image file of a split, with its label."""
     files = [(file, classes[folder.name]) for folder in visible(split) if folder.is_dir() for file in visible(folder)]
-    if not files:
-        raise ValueError(f"{split}: expected images in a folder for each class, {split.name}/CLASS/*, but there are none")
+    expect(bool(files), split, "", "images in a folder for each class, CLASS/*", "none")
     return files
 
 
@@ -119,42 +112,29 @@ def read_picture(file: Path) -> Picture:
     """Read the pixels of an image, grey (H, W) or in colour (H, W, 3).
 
     Raises:
-        ValueError: Pillow cannot read the file, it has several frames, or its pixels have more than 8 bits per channel.
+        DataError: Pillow cannot read the file, it has several frames, or its pixels have more than 8 bits per channel.
     """
     try:
         with Image.open(file) as image:
-            if image.mode.startswith(_DEEP):
-                raise ValueError(
-                    f"this one has more than 8 bits per pixel and channel (Pillow's mode {image.mode}), and fl-bn does not know the "
-                    "scale of the pixels: save it with 8 bits, or load your images by a function of your own "
-                    "(dataset='package.module:function')"
-                )
-            if (frames := getattr(image, "n_frames", 1)) > 1:
-                raise ValueError(f"this one has {frames} frames, of which only the first would be read: save each frame as a file")
+            expect(not image.mode.startswith(_DEEP), file, "", "an image of 8 bits per pixel and channel", f"Pillow's mode {image.mode}")
+            frames = getattr(image, "n_frames", 1)
+            expect(frames == 1, file, "", "one frame per file", f"{frames} frames")
             if "transparency" in image.info:
                 return np.asarray(image.convert("RGBA").convert("RGB"))
             return np.asarray(image if image.mode == "L" else image.convert("RGB"))
+    except DataError:
+        raise
     # For damaged files, Pillow's decoders raise any of these.
     except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
-        raise ValueError(
-            f"{file}: expected an image with 8 bits that Pillow reads, but {error}. If the file does not belong to the data, remove it, or "
-            "hide it by a name that begins with a dot"
-        ) from error
+        raise DataError(file, f"expected an image that Pillow reads, but {error}: remove the file, or begin its name with a dot") from error
 
 
 def _check_one_size(files: list[Path], pictures: list[Picture]) -> None:
     sizes = [picture.shape[:2] for picture in pictures]
     usual, _ = Counter(sizes).most_common(1)[0]
     for file, (height, width) in zip(files, sizes, strict=True):
-        if height != width:
-            raise ValueError(
-                f"{file}: images must be square, but this one is {height} high and {width} wide; set image-size (the largest centred "
-                "square of each image is then resized to it)"
-            )
-        if (height, width) != usual:
-            raise ValueError(
-                f"{file}: images must share one size, but this one has {height} pixels a side and most have {usual[0]}; set image-size"
-            )
+        same = height == width and (height, width) == usual
+        expect(same, file, "", "square images of one size, or image-size, to which they are resized", f"{height} x {width} pixels")
 
 
 def fit(picture: Picture, channels: int, image_size: int) -> Tensor:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_bn.data.record import DataNotFound, Dataset, images_to_tensor, resize
+from fl_bn.data.images import images_to_tensor, resize
+from fl_bn.data.record import DataNotFound, Dataset
 from fl_bn.support.extras import need
 
 ROOT = "data"  # the default path, relative to the current folder
@@ -19,7 +20,7 @@ ROOT = "data"  # the default path, relative to the current folder
 CLASSES = {"CIFAR10": 10, "CIFAR100": 100, "MNIST": 10, "SVHN": 10, "USPS": 10}  # by the names of torchvision's classes
 
 
-def load_public(kind: str, path: str, image_size: int) -> Dataset:
+def load_public(kind: str, path: str, image_size: int, *, download: bool = True) -> Dataset:
     """Load the data set that torchvision calls ``kind``, one of ``CLASSES``, from the folder ``path``; ``data`` if empty.
 
     | kind | train + test | image | citation |
@@ -28,6 +29,8 @@ def load_public(kind: str, path: str, image_size: int) -> Dataset:
     | MNIST | 60,000 + 10,000 | 1, 28, 28 | LeCun et al. 1998 |
     | SVHN | 73,257 + 26,032 | 3, 32, 32 | Netzer et al. 2011 |
     | USPS | 7,291 + 2,007 | 1, 16, 16 | Hull 1994 |
+
+    ``download``: whether missing files are downloaded, and archives unpacked.
 
     Raises:
         DataNotFound: files are missing and cannot be downloaded.
@@ -38,33 +41,33 @@ def load_public(kind: str, path: str, image_size: int) -> Dataset:
 
     read = getattr(datasets, kind)
     root = Path(path or ROOT)
-    x_train, y_train = _arrays(_split(read, root, train=True), image_size)
-    x_test, y_test = _arrays(_split(read, root, train=False), image_size)
+    x_train, y_train = _arrays(_split(read, root, train=True, download=download), image_size)
+    x_test, y_test = _arrays(_split(read, root, train=False, download=download), image_size)
     return Dataset(kind.lower(), x_train, y_train, x_test, y_test, classes=CLASSES[kind])
 
 
-def files_of(kind: Any, root: Path) -> list[Path]:
+def _split(kind: Any, root: Path, *, train: bool, download: bool) -> Any:
+    """Return one split as torchvision's data set object."""
+    # SVHN has a third split, so torchvision takes the split's name.
+    arguments: dict[str, Any] = {"split": "train" if train else "test"} if kind.__name__ == "SVHN" else {"train": train}
+    try:
+        return kind(root, download=download, **arguments)
+    except (OSError, HTTPException, RuntimeError) as error:  # torchvision raises RuntimeError for missing or wrong files
+        files = " and ".join(map(str, _published(kind, root)))
+        raise DataNotFound(
+            f"dataset {kind.__name__.lower()!r} is not complete below {str(root)!r} and was not downloaded ({type(error).__name__}: "
+            f"{error}). Put the published {files} in place (a relative path starts at the current folder, {str(Path.cwd())!r}), or use "
+            "the dataset 'digits', which works offline"
+        ) from error
+
+
+def _published(kind: Any, root: Path) -> list[Path]:
     """Return the paths at which torchvision's class ``kind`` expects its published files (archives) below ``root``."""
     if hasattr(kind, "resources"):
         return [root / kind.__name__ / "raw" / file for file, _ in kind.resources]
     if hasattr(kind, "split_list"):
         return [root / kind.split_list[split][1] for split in ("train", "test")]
     return [root / kind.filename]
-
-
-def _split(kind: Any, root: Path, *, train: bool) -> Any:
-    """Return one split as torchvision's data set object. Files that are not below ``root`` are downloaded."""
-    # SVHN has a third split, so torchvision takes the split's name.
-    arguments: dict[str, Any] = {"split": "train" if train else "test"} if kind.__name__ == "SVHN" else {"train": train}
-    try:
-        return kind(root, download=True, **arguments)
-    except (OSError, HTTPException, RuntimeError) as error:  # torchvision raises RuntimeError for a wrong checksum
-        files = " and ".join(str(file) for file in files_of(kind, root))
-        raise DataNotFound(
-            f"dataset {kind.__name__.lower()!r} is not complete below {str(root)!r} and could not be downloaded "
-            f"({type(error).__name__}: {error}). Put the published {files} in place (a relative path starts at the "
-            f"current folder, {str(Path.cwd())!r}), or use the dataset 'digits', which works offline"
-        ) from error
 
 
 def _arrays(split: Any, image_size: int) -> tuple[Tensor, Tensor]:

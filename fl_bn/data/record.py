@@ -1,27 +1,23 @@
-"""Hold a loaded data set: uint8 images and their targets, in a training and a test split.
+"""Hold a loaded data set: samples and their targets, in a training and a test split.
 
-Legend: N samples, C channels, H height, W width.
+Legend: N samples, C channels, H height.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from fl_bn.support.names import names_of
 from fl_bn.task import LABEL_SETS, LABELS, VALUES, kind_of
 
 CLASSES = 65_536  # the most classes, as many as a client may count for the server (``flower.wire.messages``)
 SPLITS = (TEST, TRAINING) = ("test", "training")  # the splits that a run may evaluate
-_RESIZE_CHUNK = 1024  # images turned into floats at a time: a whole set as float32 takes four times its size
 
 
 def evaluated_on(validation_share: float, evaluate_on: str) -> str:
@@ -37,15 +33,41 @@ class DataNotFound(FileNotFoundError):
     """Signal that a file of a data set is missing on this machine and cannot be downloaded."""
 
 
+class DataError(ValueError):
+    """Signal that data are not as expected.
+
+    Attributes:
+        source: the file, the data function or the data set.
+        problem: what was expected, what is there, and what to do. It may quote the data.
+        part: the array, or the line and the column; empty: the whole of ``source``.
+    """
+
+    def __init__(self, source: object, problem: str, part: str = "") -> None:
+        super().__init__(source, problem, part)
+        self.source, self.problem, self.part = str(source), problem, part
+
+    def __str__(self) -> str:
+        return f"{self.source}{', ' if self.part else ''}{self.part}: {self.problem}"
+
+
+def expect(holds: bool, source: object, part: str, expected: str, found: object) -> None:
+    """Raise a ``DataError`` unless ``holds``: "expected ``expected``, but got ``found``"."""
+    if not holds:
+        raise DataError(source, f"expected {expected}, but got {found}", part)
+
+
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Hold a labelled set of square images, in a training and a test split.
+    """Hold a labelled set of images or measurements, in a training and a test split.
+
+    Images are square and uint8 (N, C, H, H). Measurements are finite float32 (N, ...), and the network receives them
+    unchanged. A table (N, features) counts as images of ``features`` channels and one pixel.
 
     All callers in a process share the tensors: do not write into them.
 
     Attributes:
         name: name of the set.
-        x_train: uint8 (N, C, H, H).
+        x_train: images or measurements.
         y_train: labels, int64 (N,) in ``[0, classes)``; sets of labels, int64 0 or 1 (N, classes); or finite
             values, float32 (N,) or (N, classes).
         x_test: as ``x_train``.
@@ -55,10 +77,12 @@ class Dataset:
             as cameras or hospitals); else None.
         domain_test: as ``domain_train``.
         domains: names of the sources; empty without any.
+        counted: whether ``classes`` is the largest label plus one, since nobody stated it.
+        notes: what was left out or replaced while the files were read, in sentences.
 
     Raises:
-        ValueError: a dtype or shape is wrong, lengths differ, a split is empty, a label or a domain is out of
-            range, or images are not square.
+        DataError: a dtype or shape is wrong, lengths differ, a split is empty, a number is not finite, or a label or
+            a domain is out of range.
     """
 
     name: str
@@ -70,16 +94,20 @@ class Dataset:
     domain_train: Tensor | None = None
     domain_test: Tensor | None = None
     domains: tuple[str, ...] = ()
+    counted: bool = False
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self._check_split("train", self.x_train, self.y_train, self.domain_train)
-        self._check_split("test", self.x_test, self.y_test, self.domain_test)
-        if self.x_train.shape[1:] != self.x_test.shape[1:]:
-            raise ValueError(
-                f"dataset {self.name!r}: training and test images must have one shape (C, H, W), "
-                f"but got {tuple(self.x_train.shape[1:])} and {tuple(self.x_test.shape[1:])}"
-            )
-        check_alike(f"dataset {self.name!r}", self.y_train, self.y_test)
+        for split in ("train", "test"):
+            x, y, domain = (getattr(self, f"{what}_{split}") for what in ("x", "y", "domain"))
+            expect(len(x) > 0, self.name, f"x_{split}", "at least one sample", "none")
+            self._check_samples(f"x_{split}", x)
+            self._check_targets(f"y_{split}", y, x)
+            expect((domain is None) != bool(self.domains), self.name, f"domain_{split}", "domains and their names, or neither", domain)
+            if domain is not None:
+                self._check_indices(f"domain_{split}", domain, len(x), len(self.domains))
+        same_form(self.name, "x_train and x_test", [self.x_train, self.x_test])
+        same_form(self.name, "y_train and y_test", [self.y_train, self.y_test])
 
     @property
     def channels(self) -> int:
@@ -88,54 +116,69 @@ class Dataset:
 
     @property
     def image_size(self) -> int:
-        """Return the height of an image in pixels, which is also its width."""
-        return self.x_train.shape[2]
+        """Return the height of an image in pixels, which is also its width; 1 for a row of a table."""
+        return self.x_train.shape[2] if self.x_train.ndim > 2 else 1
 
-    def _check_split(self, split: str, x: Tensor, y: Tensor, domain: Tensor | None) -> None:
-        where = f"dataset {self.name!r}"
-        if x.dtype != torch.uint8 or x.ndim != 4:
-            raise ValueError(f"{where}: x_{split} must be uint8 (N, C, H, W), but got {x.dtype} {tuple(x.shape)}")
-        if x.shape[0] == 0:
-            raise ValueError(f"{where}: x_{split} must have at least one sample, but has none")
-        if x.shape[2] != x.shape[3]:
-            raise ValueError(
-                f"{where}: images must be square, but those of x_{split} are {x.shape[2]} high and {x.shape[3]} wide; "
-                "crop or pad them first"
-            )
-        self._check_targets(f"y_{split}", y, x.shape[0])
-        self._check_domain(split, domain, x.shape[0])
+    def select(self, train: Tensor, test: Tensor, **changes: Any) -> Self:
+        """Return the chosen samples as a data set.
 
-    def _check_targets(self, what: str, y: Tensor, samples: int) -> None:
-        if (kind := kind_of(y)) not in (VALUES, LABEL_SETS):
-            self._check_indices(what, y, samples, self.classes)
+        Args:
+            train: the chosen training samples: their indices, or a mask.
+            test: the chosen test samples.
+            changes: other values of attributes.
+        """
+        names = ("x", "y") if self.domain_train is None else ("x", "y", "domain")
+        chosen = {
+            f"{what}_{split}": getattr(self, f"{what}_{split}")[of] for split, of in (("train", train), ("test", test)) for what in names
+        }
+        return replace(self, **{**chosen, **changes})
+
+    def tested_on_training(self) -> Self:
+        """Return the data set with its training samples also as its test samples."""
+        return replace(self, x_test=self.x_train, y_test=self.y_train, domain_test=self.domain_train)
+
+    def _check_samples(self, part: str, x: Tensor) -> None:
+        if x.dtype == torch.uint8:
+            square = x.ndim == 4 and x.shape[2] == x.shape[3]
+            expect(square, self.name, part, "square images (N, C, H, H): crop or pad them first", tuple(x.shape))
             return
-        fits = y.dtype == torch.float32 if kind == VALUES else y.dtype == torch.int64 and not bool(((y != 0) & (y != 1)).any())
-        if not fits or y.shape not in {(samples, self.classes), *([(samples,)] if self.classes == 1 and kind == VALUES else [])}:
-            wanted = "float32" if kind == VALUES else "int64, 0 or 1,"
-            raise ValueError(
-                f"dataset {self.name!r}: {what} must be {wanted} of shape {(samples, self.classes)}, but got {y.dtype} {tuple(y.shape)}"
-            )
-        if not bool(y.isfinite().all()):
-            raise ValueError(f"dataset {self.name!r}: {what} must be finite, but sample {int((~y.isfinite()).nonzero()[0, 0])} is not")
+        measured = x.dtype == torch.float32 and x.ndim > 1
+        expect(measured, self.name, part, "images (uint8), or float32 of at least two axes", f"{x.dtype} {tuple(x.shape)}")
+        wrong = (~x.isfinite().flatten(1).all(1)).nonzero().flatten().tolist()
+        expect(not wrong, self.name, part, "finite numbers: fill missing values, or drop the samples", f"NaN or infinity in {few(wrong)}")
 
-    def _check_domain(self, split: str, domain: Tensor | None, samples: int) -> None:
-        if (domain is None) != (not self.domains):
-            raise ValueError(
-                f"dataset {self.name!r}: domain_{split} and domains must both be given, or neither, "
-                f"but domain_{split} is {'absent' if domain is None else 'given'} and domains is {self.domains}"
-            )
-        if domain is not None:
-            self._check_indices(f"domain_{split}", domain, samples, len(self.domains))
+    def _check_targets(self, part: str, y: Tensor, x: Tensor) -> None:
+        kind = kind_of(y)
+        if kind not in (VALUES, LABEL_SETS):
+            self._check_indices(part, y, len(x), self.classes)
+            return
+        shapes = {(len(x), self.classes), *([(len(x),)] if self.classes == 1 and kind == VALUES else [])}
+        fits = y.dtype == (torch.float32 if kind == VALUES else torch.int64) and y.shape in shapes
+        expect(fits, self.name, part, f"{kind} {(len(x), self.classes)}", f"{y.dtype} {tuple(y.shape)}")
+        wrong = (~y.isfinite() if kind == VALUES else (y != 0) & (y != 1)).reshape(len(y), -1).any(1).nonzero().flatten().tolist()
+        expect(not wrong, self.name, part, "finite numbers" if kind == VALUES else "0 or 1", f"others in {few(wrong)}")
 
-    def _check_indices(self, what: str, indices: Tensor, samples: int, limit: int) -> None:
-        if indices.dtype != torch.int64 or indices.shape != (samples,):
-            raise ValueError(
-                f"dataset {self.name!r}: {what} must be int64 ({samples},), one for each sample, "
-                f"but got {indices.dtype} {tuple(indices.shape)}"
-            )
+    def _check_indices(self, part: str, indices: Tensor, samples: int, limit: int) -> None:
+        fits = indices.dtype == torch.int64 and indices.shape == (samples,)
+        expect(fits, self.name, part, f"int64 ({samples},), one for each sample", f"{indices.dtype} {tuple(indices.shape)}")
         low, high = int(indices.min()), int(indices.max())
-        if low < 0 or high >= limit:
-            raise ValueError(f"dataset {self.name!r}: {what} must lie in 0..{limit - 1}, but spans {low}..{high}")
+        expect(low >= 0 and high < limit, self.name, part, f"0..{limit - 1}", f"{low}..{high}")
+
+
+def few(samples: Sequence[int]) -> str:
+    """Name the first samples of a list: ``sample 4``, ``samples 0, 1, 2 and 7 more``."""
+    more = f" and {len(samples) - 3} more" if len(samples) > 3 else ""
+    return f"sample{'s' * (len(samples) > 1)} {', '.join(map(str, samples[:3]))}{more}"
+
+
+def same_form(source: object, part: str, tensors: Sequence[Tensor]) -> None:
+    """Check that samples, or targets, have one dtype and one shape per sample.
+
+    Raises:
+        DataError: two of them differ.
+    """
+    forms = dict.fromkeys((str(one.dtype).removeprefix("torch."), tuple(one.shape[1:])) for one in tensors)
+    expect(len(forms) == 1, source, part, "the same form", " and ".join(f"{dtype} (N, *{shape})" for dtype, shape in forms))
 
 
 def paths(text: str) -> list[Path]:
@@ -152,114 +195,22 @@ def domains_of(sites: Sequence[Path], train: Sequence[int], test: Sequence[int])
         test: number of test samples of each.
 
     Raises:
-        ValueError: two files or folders have the same name.
+        DataError: two files or folders have the same name.
     """
     names = tuple(site.stem for site in sites)
-    if len(set(names)) < len(names):
-        raise ValueError(f"a domain has the name of its file, so names must differ, but got {', '.join(names)}: rename one of them")
+    expect(len(set(names)) == len(names), sites[0], "", "a name of its own for each file or folder", ", ".join(names))
     if len(sites) == 1:
         return {}
     domain_train, domain_test = (torch.arange(len(sites)).repeat_interleave(torch.tensor(counts)) for counts in (train, test))
     return {"domain_train": domain_train, "domain_test": domain_test, "domains": names}
 
 
-def to_input(images_uint8: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Convert uint8 images to the input of a network: 0..255 becomes -1..1.
-
-    The constants are fixed. The data's own mean and deviation would centre better. But they are statistics of the
-    clients' data, and would have to leave the clients before training starts.
-
-    >>> to_input(torch.tensor([0, 255], dtype=torch.uint8))
-    tensor([-1.,  1.])
-
-    Args:
-        images_uint8: images, a tensor of any shape.
-        dtype: dtype of the result.
-
-    Returns:
-        A tensor of the same shape.
-
-    Raises:
-        ValueError: the images are not uint8. Floats in 0..1 would otherwise be divided by 255 again, without
-            notice.
-    """
-    if images_uint8.dtype != torch.uint8:
-        raise ValueError(f"to_input expects uint8 images (0..255), but got {images_uint8.dtype}")
-    return images_uint8.to(dtype).div_(255).sub_(0.5).div_(0.5)
-
-
-def targets(where: str, key: str, y: NDArray[np.generic], samples: int) -> Tensor:
-    """Convert an array of targets to a tensor.
-
-    Args:
-        where: source of the array, for the message.
-        key: name of the array, for the message.
-        y: (N,) or (N, K).
-        samples: N.
-
-    Returns:
-        Labels int64 (N,), sets of labels int64 (N, K), or values float32 (N,) or (N, D).
-
-    Raises:
-        ValueError: the array is none of these kinds of targets.
-    """
-    whole, number = np.issubdtype(y.dtype, np.integer), np.issubdtype(y.dtype, np.floating)
-    if y.shape[:1] != (samples,) or not (y.ndim in (1, 2) and (whole or number)) and not (y.ndim == 2 and y.dtype == bool):
-        raise ValueError(
-            f"{where}: {key} is {y.dtype} {y.shape}, but {samples} samples need labels: integers of shape ({samples},). task='regression' "
-            f"needs floats of shape ({samples},) or ({samples}, D). task='multi-label' needs zeros and ones of shape ({samples}, K)"
-        )
-    if number:
-        with np.errstate(over="ignore"):  # infinities are refused later
-            return torch.from_numpy(y.astype(np.float32))
-    labels = y.astype(np.int64)
-    if y.ndim == 1 and len(y) and labels.min() < 0:
-        raise ValueError(f"{where}: {key} must count classes from 0, but holds {labels.min()}")
-    if y.ndim == 1 and len(y) and labels.max() >= CLASSES:
-        raise ValueError(f"{where}: {key} must count classes from 0, up to {CLASSES - 1}, but holds {labels.max()}: renumber the classes")
-    if y.ndim == 2 and len(y) and not np.isin(labels, (0, 1)).all():
-        spans = f"{y.min()}..{y.max()}"
-        raise ValueError(f"{where}: {key} of shape {y.shape} must be 0 or 1 (1: the sample has the label), but spans {spans}")
-    return torch.from_numpy(labels)
-
-
-def check_alike(where: str, *parts: Tensor) -> None:
-    """Check that all ``parts`` of a data set's targets have the same kind, dtype and number of values per sample.
-
-    Raises:
-        ValueError: two parts differ.
-    """
-    forms = {(y.dtype, y.shape[1:]): f"{kind_of(y)}, {y.dtype} (N{''.join(f', {n}' for n in y.shape[1:])})" for y in parts}
-    if len(forms) > 1:
-        raise ValueError(f"{where}: y_train and y_test must be of one kind, but got {' and '.join(forms.values())}")
-
-
-def without_class_0(data: Dataset) -> str:
-    """Return a sentence if no sample has label 0, since labels are then probably counted from 1.
-
-    Empty: a sample has label 0, or the targets are no labels.
-    """
-    if kind_of(data.y_train) != LABELS or not bool((data.y_train != 0).all() and (data.y_test != 0).all()):
+def untrained_classes(data: Dataset) -> str:
+    """Name the classes without a training sample, the first ten at most; empty: there are none, or targets are no labels."""
+    if kind_of(data.y_train) != LABELS:
         return ""
-    least = min(int(y.min()) for y in (data.y_train, data.y_test) if len(y))
-    return (
-        f"dataset {data.name!r}: no sample has label 0; the labels span {least}..{data.classes - 1}, which would make {data.classes} "
-        f"classes. If the labels count from {least}, subtract {least} from every label. If a first class has no samples, remove the class"
-    )
-
-
-def outputs(where: str, *parts: Tensor) -> int:
-    """Return how many outputs a network needs for these targets.
-
-    For labels it is the largest label plus one. Else it is the number of labels or values per sample.
-
-    Raises:
-        ValueError: see ``check_alike``.
-    """
-    check_alike(where, *parts)
-    if kind_of(parts[0]) == LABELS:
-        return 1 + max((int(y.max()) for y in parts if len(y)), default=0)
-    return 1 if parts[0].ndim == 1 else parts[0].shape[1]
+    missing = (torch.bincount(data.y_train, minlength=data.classes) == 0).nonzero().flatten().tolist()
+    return ", ".join(map(str, missing[:10])) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
 
 
 def describe(y: Tensor, classes: int) -> str:
@@ -268,60 +219,3 @@ def describe(y: Tensor, classes: int) -> str:
     if kind == VALUES:
         return f"{classes} value{'s' if classes > 1 else ''} per sample"
     return f"{classes} labels, any of them per sample" if kind == LABEL_SETS else f"{classes} classes"
-
-
-def images_to_tensor(array: NDArray[np.uint8]) -> Tensor:
-    """Convert an array (N, H, W) or (N, H, W, C) to a contiguous uint8 tensor (N, C, H, W)."""
-    array = array[..., None] if array.ndim == 3 else array
-    return torch.from_numpy(np.array(array.transpose(0, 3, 1, 2), order="C"))
-
-
-def how_to_bytes(x: NDArray[np.generic]) -> str:
-    """Return advice on how to convert images (N, ...) of another dtype to uint8. The advice depends on the values of the images.
-
-    >>> how_to_bytes(np.array([0.0, 0.5, 1.0]))
-    "its values lie in 0..1: save np.rint(x * 255).astype('uint8') (astype alone would make nearly every pixel 0)"
-    """
-    numbers = x.astype(np.float64) if np.issubdtype(x.dtype, np.number) and not np.iscomplexobj(x) else np.full(1, np.nan)
-    low, high = (float(numbers.min()), float(numbers.max())) if numbers.size else (np.nan, np.nan)
-    if low >= 0 and high <= 1 and not np.issubdtype(x.dtype, np.integer):
-        return "its values lie in 0..1: save np.rint(x * 255).astype('uint8') (astype alone would make nearly every pixel 0)"
-    if low >= -1 and high <= 1 and not np.issubdtype(x.dtype, np.integer):
-        return "its values lie in -1..1: save np.rint((x + 1) * 127.5).astype('uint8')"
-    if low >= 0 and high <= 255:
-        return "its values lie in 0..255: save np.rint(x).astype('uint8')"
-    return "scale its values to 0..255, round them, and save them with .astype('uint8')"
-
-
-def resize(images: Tensor, image_size: int) -> Tensor:
-    """Resize square uint8 images (N, C, H, H) bilinearly with antialiasing.
-
-    The last bit may differ between processors, as floats are rounded.
-
-    Args:
-        images: (N, C, H, H).
-        image_size: pixels along each side. 0 keeps the size.
-
-    Returns:
-        (N, C, image_size, image_size).
-
-    Raises:
-        ValueError: the size is negative, or images are not square, so that resizing would distort them.
-    """
-    if image_size < 0:
-        raise ValueError(f"image_size must be positive, or 0 for the native size, but got {image_size}")
-    if images.shape[2] != images.shape[3]:
-        raise ValueError(
-            f"images must be square to be resized without distortion, but are {images.shape[2]} high and "
-            f"{images.shape[3]} wide; crop or pad them first"
-        )
-    if image_size in (0, images.shape[2]):
-        return images
-    resized = [
-        functional.interpolate(chunk.float(), size=(image_size, image_size), mode="bilinear", antialias=True)
-        .round_()
-        .clamp_(0, 255)
-        .to(torch.uint8)
-        for chunk in torch.split(images, _RESIZE_CHUNK)
-    ]
-    return torch.cat(resized)

@@ -19,7 +19,7 @@ from torch import Tensor
 from fl_bn.federation.record import RoundRecord
 from fl_bn.support import durable
 from fl_bn.task import Task
-from fl_bn.task.metric_names import lower_is_better
+from fl_bn.task.metrics import lower_is_better
 
 LOGGER = logging.getLogger("flwr")
 LOSS = "loss"

@@ -15,7 +15,7 @@ from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import seeded
 from fl_bn.federation.training import BATCHES, IndexBatches
 from fl_bn.task import Task
-from fl_bn.task.objects import is_ours
+from fl_bn.task.metrics import is_ours
 
 Loader = Iterable[Any]
 """Batches that can be iterated over many times, such as a DataLoader or a list. The task reads each batch."""

@@ -17,7 +17,8 @@ from fl_bn.report.settings import SEED, label
 from fl_bn.run.checkpoints import CONFIG, FREE
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.history import read_rows
-from fl_bn.task import CLASSIFICATION, SHARE, TASKS, metric_names
+from fl_bn.task import CLASSIFICATION, SHARE, TASKS
+from fl_bn.task import lower_is_better as low_by_name
 
 Row = Mapping[str, Any]
 ROUNDS = "rounds.jsonl"
@@ -215,7 +216,7 @@ def title(metric: str, split: str = "") -> str:
 
 def lower_is_better(metric: str) -> bool:
     """Return whether a lower value of the column ``metric`` is better. Only the name of the column decides."""
-    return any(part in metric for part in LOWER) or metric_names.lower_is_better(metric)
+    return any(part in metric for part in LOWER) or low_by_name(metric)
 
 
 def _read(file: Path) -> Cell:

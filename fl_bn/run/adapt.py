@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fl_bn.bn.derived import plain_names
 from fl_bn.bn.roles import Role
 from fl_bn.data.dataset import DATASETS
-from fl_bn.data.domains import only_domain
+from fl_bn.data.subsets import only_domain
 from fl_bn.federation.adaptation import HOW, NEAREST, TEST_BATCH, Adaptation, Known, with_batch_statistics
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.run import assembly

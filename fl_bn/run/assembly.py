@@ -21,22 +21,20 @@ from torch import Tensor, nn
 from fl_bn.bn.conversion import convert
 from fl_bn.bn.copying import copied
 from fl_bn.bn.roles import parse_buffer_roles, set_buffer_roles
-from fl_bn.data.csv_files import TableData, TableError
+from fl_bn.data.csv_files import TableData
 from fl_bn.data.dataset import Dataset, load
-from fl_bn.data.domains import without_domain
 from fl_bn.data.partition import BY_DOMAIN, Indices, label_counts, partition
-from fl_bn.data.record import TRAINING, describe
-from fl_bn.data.validation import HeldOut, hold_out
+from fl_bn.data.record import TRAINING, DataError, describe
+from fl_bn.data.subsets import HeldOut, hold_out, without_domain
 from fl_bn.federation.callbacks import Callback, EarlyStop, KeepBest
 from fl_bn.federation.local import Samples
 from fl_bn.federation.network import Network
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.compat import LOGGER, federation_config
-from fl_bn.models import build
-from fl_bn.models.dropout import without_dropout
+from fl_bn.models import build, without_dropout
 from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
 from fl_bn.run.config import REGISTRIES, SITES, ConfigError, RunConfig
-from fl_bn.run.labels import check_labels, check_rows
+from fl_bn.run.labels import check_labels, say_notes
 from fl_bn.run.memory_layout import memory_format
 from fl_bn.run.run_keys import VALUES
 from fl_bn.run.setup import allow, modules
@@ -160,8 +158,7 @@ def _whole_dataset(config: RunConfig) -> Dataset:
 
 @lru_cache(maxsize=2)
 def _tested_on_training(data: Dataset) -> Dataset:
-    """Return the data set with its training samples also as its test samples."""
-    return replace(data, x_test=data.x_train, y_test=data.y_train, domain_test=data.domain_train)
+    return data.tested_on_training()
 
 
 @lru_cache(maxsize=4)
@@ -379,10 +376,10 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
     """
     try:
         data = load(own.dataset, own.path, config.image_size)
-    except TableError as error:  # its text contains a cell of the data, and a client's errors are sent to the server
+    except DataError as error:  # its text may contain a part of the data, and a client's errors are sent to the server
         LOGGER.error("%s", error)
-        where = "".join((f", line {error.line}" if error.line else "", f", column {error.column!r}" if error.column else ""))
-        raise ConfigError(f"this client's own file {error.file.name}{where} cannot be used: see the client's log for the reason") from None
+        where = f"{Path(error.source).name}{', ' * bool(error.part)}{error.part}"
+        raise ConfigError(f"this client's own data, {where}, cannot be used: see the client's log for the reason") from None
     _check_columns(config, data)
     data = _tested_on_training(data) if config.evaluate_on == TRAINING else data
     if config.validation_share:
@@ -429,8 +426,7 @@ def _check_columns(config: RunConfig, data: Dataset) -> None:
     if digest != wanted:
         here = f"this client's has {digest}" if digest else f"this client's own data, {data.name!r}, have no columns.toml"
         raise ConfigError(f"the run is for a columns.toml with the digest {wanted}, but {here}: give all sites one columns.toml")
-    if isinstance(data, TableData):
-        check_rows(data)
+    say_notes(data)
 
 
 def forget() -> None:

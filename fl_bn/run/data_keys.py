@@ -46,7 +46,7 @@ class DataKeys:
     # model and data
     model: str = option(
         "digits-cnn-small",
-        f"{', '.join(MODELS)}, deeplabv3plus-ENCODER, a torchvision classifier, or package.module:function",
+        f"{', '.join(MODELS)}, a torchvision classifier, or package.module:function",
         "see fl_bn.models",
     )
     model_weights: str = option(

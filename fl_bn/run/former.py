@@ -21,6 +21,10 @@ DATASETS = (
     "mnist-m", "synth-digits", "digits-five", "digits-five-pooled", "office-caltech10", "domainnet", "pacs", "tiny-imagenet", "imagenet",
     "cityscapes", "abide",
 )  # fmt: skip
+MODELS = (
+    "digits-cnn", "alexnet-bn", "alexnet-bn-small", "fbn-cnn", "fbn-cnn-small", "lenet-cnn", "lenet-cnn-bn", "mnist-mlp", "abide-mlp",
+)  # fmt: skip
+DEEPLAB = "deeplabv3plus-"  # with an encoder, the name of a network that ``PAPERS`` has now
 GONE: Mapping[str, Value | None] = {
     "moon-temperature": 0.5, "server-adaptivity": 1e-3, "server-beta2": 0.99,
     "recalibration-memory": 1.0, "secagg-quantization-range": 22, "share-drift": None,
@@ -31,8 +35,8 @@ GONE: Mapping[str, Value | None] = {
 def renewed(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the run config of an earlier version by today's keys.
 
-    A key that has gone is left out. If a key or the data set has moved to ``PAPERS``, the result has
-    this setup.
+    A key that has gone is left out. If a key, the data set or the network has moved to ``PAPERS``, the
+    result has this setup.
 
     Raises:
         ConfigError: A key that has gone had another value than every run has now.
@@ -44,5 +48,6 @@ def renewed(values: Mapping[str, Any]) -> dict[str, Any]:
         )
     setup = values.get("setup", "")
     kept = {k: v for k, v in values.items() if k not in GONE and (setup or k not in IN_PAPERS or v != IN_PAPERS[k])}
-    moved = kept.get("dataset") in DATASETS or not kept.keys().isdisjoint(IN_PAPERS)
+    network = str(kept.get("model", ""))
+    moved = kept.get("dataset") in DATASETS or network in MODELS or network.startswith(DEEPLAB) or not kept.keys().isdisjoint(IN_PAPERS)
     return {**kept, "setup": PAPERS} if moved and not setup else kept

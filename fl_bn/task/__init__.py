@@ -27,13 +27,11 @@ labels are grades:
 {'loss': 0.0625, 'mae': 0.25}
 """
 
-from fl_bn.task.classification import CLASS, IGNORE, MEAN_IOU, Classification, Segmentation, confusion_counts
+from fl_bn.task.classification import CLASS, IGNORE, MEAN_IOU, Classification, ClassificationAUC, Segmentation, confusion_counts
 from fl_bn.task.dice import Dice
 from fl_bn.task.find import AUTO, CLASSIFICATION, TASKS, find_task
-from fl_bn.task.metric_state import MetricState, weighted_mean
+from fl_bn.task.metrics import MetricObject, MetricState, extended, is_ours, lower_is_better, weighted_mean
 from fl_bn.task.multi_label import MultiLabel
-from fl_bn.task.objects import MetricObject, extended, is_ours
-from fl_bn.task.ranking import ClassificationAUC
 from fl_bn.task.regression import Regression
 from fl_bn.task.targets import LABEL_SETS, LABELS, MASKS, VALUES, batch_size, kind_of, one_number, tensors_in, to_device
 from fl_bn.task.task import ANY, SHARE, Range, Task
@@ -67,6 +65,7 @@ __all__ = [
     "find_task",
     "is_ours",
     "kind_of",
+    "lower_is_better",
     "one_number",
     "tensors_in",
     "to_device",

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from fl_bn.support.user_code import Modules, function
-from fl_bn.task.classification import Classification, Segmentation
+from fl_bn.task.classification import Classification, ClassificationAUC, Segmentation
 from fl_bn.task.dice import Dice
 from fl_bn.task.multi_label import MultiLabel
-from fl_bn.task.ranking import ClassificationAUC
 from fl_bn.task.regression import Regression
 from fl_bn.task.targets import LABELS, MASKS, VALUES
 from fl_bn.task.task import Task
 
 AUTO, OWN = "auto", "package.module:function"
 CLASSIFICATION = Classification()
-TASKS: dict[str, type[Task]] = {
-    task.name: task for task in (Classification, ClassificationAUC, Segmentation, Dice, Regression, MultiLabel)
-}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, ClassificationAUC, Segmentation, Dice, Regression, MultiLabel)}
 
 
 def find_task(name: str, kind: str | None = None, modules: Modules | None = None) -> Task:

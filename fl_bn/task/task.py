@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -12,8 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fl_bn.task.metric_state import MetricState
-from fl_bn.task.objects import NAME
+from fl_bn.task.metrics import NAME, MetricState
 from fl_bn.task.targets import batch_size
 
 Range = tuple[float, float]
@@ -171,30 +169,19 @@ class Task(ABC):
             The network's output.
 
         Raises:
-            ValueError: the network takes other arguments than the entries of a dict.
+            TypeError: the network takes other arguments. A note says what the arguments were.
         """
-        if isinstance(inputs, Mapping):
-            try:
-                return model(**inputs)
-            except TypeError as error:
-                if not (takes := _other_arguments(model, inputs)):
-                    raise
-                raise ValueError(
-                    f"task {self.name}: the inputs of a batch are {', '.join(map(str, inputs))}, but {type(model).__name__}.forward takes "
-                    f"{takes}. Name the network's inputs: {type(self).__name__}(input_keys=('{next(iter(inputs))}',)). A "
-                    "single entry is passed by position"
-                ) from error
-        several = isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence)
         try:
-            return model(*inputs) if several else model(inputs)
+            if isinstance(inputs, Mapping):
+                return model(**inputs)
+            return model(*inputs) if isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence) else model(inputs)
         except TypeError as error:
-            if not several or _takes(model, len(inputs)):
-                raise
-            raise ValueError(
-                f"task {self.name}: the inputs of a batch are a {type(inputs).__name__} of {len(inputs)}. {type(model).__name__}.forward "
-                f"gets them as {len(inputs)} arguments, but takes another number. If it takes them as one argument, override "
-                f"{type(self).__name__}.read(batch), and return ((images,), targets)"
-            ) from error
+            given = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else f"a {type(inputs).__name__}"
+            error.add_note(
+                f"task {self.name}: the network got the inputs of a batch ({given}); a dict as keyword arguments, a tuple or list as "
+                f"positional ones. For others give {type(self).__name__}(input_keys=(...,)), or override read(batch)"
+            )
+            raise
 
     def output(self, raw: Any) -> Any:
         """Select the prediction in a network's output, for ``loss`` and ``sums``.
@@ -258,28 +245,3 @@ class Task(ABC):
     def worst(cls) -> str:
         """Return the name of the function that finds the worst of several clients' values: ``min``, or ``max`` if lower is better."""
         return "min" if cls.higher_is_better else "max"
-
-
-def _takes(model: nn.Module, number: int) -> bool:
-    """Return whether the network's ``forward`` takes ``number`` positional arguments."""
-    try:
-        inspect.signature(model.forward).bind(*range(number))
-    except TypeError:
-        return False
-    return True
-
-
-def _other_arguments(model: nn.Module, inputs: Mapping[Any, Any]) -> str:
-    """Return the names of ``forward``'s arguments if ``inputs`` do not fit as keyword arguments.
-
-    Empty: they fit, or ``forward`` is written in C, so that its arguments are unknown.
-    """
-    try:
-        takes = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # a forward written in C has no signature
-        return ""
-    try:
-        takes.bind(**{str(key): value for key, value in inputs.items()})
-    except TypeError:
-        return ", ".join(takes.parameters) or "none"
-    return ""

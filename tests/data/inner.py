@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from experiments.data.cityscapes import Segmentation
 from experiments.data.connectomes import SITES, WINDOW, connectome, windows
 from experiments.data.image_folders import DOMAINNET_CLASSES, DOMAINNET_DOMAINS, OFFICE_CLASSES, OFFICE_DOMAINS, PACS_CLASSES, PACS_DOMAINS
 from experiments.data.listing import Image, split
@@ -11,18 +12,17 @@ from experiments.data.shift import SHIFTS, Limit, limited, shifted
 from fl_bn.cli.data import data as data_commands
 from fl_bn.data.augment import AUGMENTATIONS, augmenter
 from fl_bn.data.batches import ClientTooSmall, distinct, draw_batches, epoch_batches
-from fl_bn.data.catalogue import CATALOGUE
 from fl_bn.data.check import Finding, check_files
 from fl_bn.data.columns import columns_of, read_columns
-from fl_bn.data.csv_files import TableData, TableError, load_csv, read_rows
+from fl_bn.data.csv_files import TableData, load_csv, place, read_rows
 from fl_bn.data.csv_files import split as split_rows
 from fl_bn.data.dataset import DATASETS, DataNotFound, load, to_input
-from fl_bn.data.digits import stratified_split
-from fl_bn.data.domains import only_domain, without_domain
+from fl_bn.data.digits import SPLIT, TEST_SAMPLES
 from fl_bn.data.draft_columns import draft
+from fl_bn.data.images import images_to_tensor, resize
 from fl_bn.data.partition import by_domain, classes_per_client, dirichlet, iid, label_counts, partition, similarity
-from fl_bn.data.record import Dataset, images_to_tensor, resize
-from fl_bn.data.segmentation import IGNORE, Segmentation
-from fl_bn.data.validation import hold_out
+from fl_bn.data.record import DataError, Dataset
+from fl_bn.data.subsets import hold_out, only_domain, without_domain
 from fl_bn.run.assembly import OwnData, client_samples, dataset, partitions
 from fl_bn.run.config import RunConfig
+from fl_bn.task import IGNORE

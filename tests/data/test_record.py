@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.data.inner import Dataset, images_to_tensor, only_domain, resize, to_input, without_domain
 from tests.listed import listed
-from tests.refusals import naming
+from tests.refusals import wrong_data
 
 
 def small(**changes: object) -> Dataset:
@@ -34,24 +34,28 @@ def test_a_good_record_knows_its_shape() -> None:
 
 
 @listed(
-    ("changes", "message"),
+    ("changes", "part"),
     [
-        ({"x_train": torch.zeros(4, 3, 8, 8)}, "x_train"),
+        ({"x_train": torch.zeros(4, 3, 8, 8).double()}, "x_train"),
         ({"x_test": torch.zeros(2, 8, 8, dtype=torch.uint8)}, "x_test"),
-        ({"x_test": torch.zeros(0, 3, 8, 8, dtype=torch.uint8), "y_test": torch.zeros(0).long()}, "sample"),
+        ({"x_test": torch.zeros(0, 3, 8, 8, dtype=torch.uint8), "y_test": torch.zeros(0).long()}, "x_test"),
         ({"x_train": torch.zeros(4, 3, 8, 6, dtype=torch.uint8)}, "x_train"),
-        ({"x_test": torch.zeros(2, 1, 8, 8, dtype=torch.uint8)}, "(3, 8, 8)"),
+        ({"x_test": torch.zeros(2, 1, 8, 8, dtype=torch.uint8)}, "x_train and x_test"),
+        ({"x_train": torch.zeros(4, 3, 8, 8)}, "x_train and x_test"),
+        ({"x_train": torch.tensor([[1.0], [2.0], [torch.nan], [1.0]])}, "x_train"),
         ({"y_train": torch.tensor([0, 1, 2])}, "y_train"),
         ({"y_test": torch.tensor([0, 1], dtype=torch.int32)}, "y_test"),
         ({"y_train": torch.tensor([0, 1, 3, 1])}, "y_train"),
         ({"y_test": torch.tensor([-1, 1])}, "y_test"),
+        ({"y_train": torch.tensor([[0.0], [torch.inf], [1.0], [2.0]]), "classes": 1}, "y_train"),
+        ({"y_train": torch.tensor([[0, 1], [1, 1], [2, 1], [0, 0]]), "classes": 2}, "y_train"),
         ({"domains": ("a",)}, "domain_train"),
         ({"domain_train": torch.zeros(4).long()}, "domain_train"),
         ({"domain_train": torch.full((4,), 1), "domain_test": torch.zeros(2).long(), "domains": ("a",)}, "domain_train"),
     ],
 )
-def test_a_wrong_record_is_refused_with_the_reason(changes: dict[str, object], message: str) -> None:
-    with naming(message):
+def test_a_wrong_record_is_refused(changes: dict[str, object], part: str) -> None:
+    with wrong_data("small", part):
         small(**changes)
 
 
@@ -120,11 +124,11 @@ def test_the_parts_are_the_whole(name: str) -> None:
 
 def test_what_is_not_there() -> None:
     for part in (without_domain, only_domain):
-        with naming("'made-up'"):
+        with wrong_data("made-up"):
             part(lettered(), "d")
-        with naming("'a'"):
+        with wrong_data("made-up"):
             part(replace(lettered(), domain_train=None, domain_test=None, domains=()), "a")
-    with naming("samples"):
+    with wrong_data("made-up", "x_test"):
         only_domain(lettered(test="aacc"), "b")
-    with naming("domain"):
+    with wrong_data("made-up", "a"):
         without_domain(without_domain(without_domain(lettered(), "b"), "c"), "a")

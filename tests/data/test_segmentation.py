@@ -40,13 +40,13 @@ def test_images_may_be_wider_than_high() -> None:
     ("changes", "message"),
     [
         ({"x_train": torch.zeros(3, 3, 4, 6)}, "x_train"),
-        ({"x_test": torch.zeros(0, 3, 4, 6, dtype=torch.uint8)}, "image"),
+        ({"x_test": torch.zeros(0, 3, 4, 6, dtype=torch.uint8)}, "x_test"),
         ({"y_train": torch.zeros(3, dtype=torch.int64)}, "y_train"),
         ({"y_train": torch.zeros(3, 4, 6)}, "torch.float32"),
         ({"y_test": torch.full((2, 4, 6), 5)}, "y_test"),
         ({"y_test": torch.full((2, 4, 6), -1)}, "mask 0"),
         ({"domains": ("a",)}, "domain_train"),
-        ({"x_test": torch.zeros(2, 3, 6, 4, dtype=torch.uint8), "y_test": torch.zeros(2, 6, 4, dtype=torch.int64)}, "shape"),
+        ({"x_test": torch.zeros(2, 3, 6, 4, dtype=torch.uint8), "y_test": torch.zeros(2, 6, 4, dtype=torch.int64)}, "x_train and x_test"),
     ],
 )
 def test_wrong_records(changes: dict[str, Any], message: str) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tests.data.inner import Dataset, OwnData, RunConfig, client_samples, dataset, hold_out, partitions
 from tests.experiment.small_data import small_config, small_npz
-from tests.refusals import naming
+from tests.refusals import wrong_data
 
 TEST = 99  # the value of every pixel of the test split
 
@@ -47,7 +47,7 @@ def test_every_client_gives_a_share_and_trains_on_the_rest() -> None:
 def test_a_client_keeps_two_samples() -> None:
     found = hold_out(numbered(), [np.arange(2), np.arange(2, 5), np.arange(5, 40)], 0.9, 0)
     assert [len(part) for part in found.parts] == [2, 2, 3]
-    with naming("validation-share"):
+    with wrong_data("numbered", "validation-share=0.9"):
         hold_out(numbered(), [np.arange(2), np.arange(2, 4)], 0.9, 0)
 
 

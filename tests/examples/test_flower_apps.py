@@ -82,7 +82,6 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
 OWN_START = "advanced-pytorch"  # its loop over Flower's hooks becomes hooks that ``start`` calls
 
 
-
 def changed(name: str) -> list[str]:
     """The lines that the conversion takes away (``-``) or adds (``+``), without empty ones."""
     words = ["git", "diff", "--no-index", "-w", "--unified=0", "--no-color", "before", "after"]

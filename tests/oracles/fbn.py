@@ -89,9 +89,7 @@ class Constant(nn.Module):
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
 
 
-def rounds(
-    row: Row, β: float = 0.1, report: str = "first", rule: Rule = merged, once: bool = False, weights: Any = None
-) -> nn.Module:
+def rounds(row: Row, β: float = 0.1, report: str = "first", rule: Rule = merged, once: bool = False, weights: Any = None) -> nn.Module:
     """Run a row's rounds; clients report the ``first`` batch, ``all`` batches, or a ``pass`` before training.
 
     ``once``: β is the weight of all batches together, as a control. ``weights``: the clients' in the average; None: their samples.

@@ -104,7 +104,7 @@ def pooled(*layers: nn.Module) -> nn.Sequential:
 def strided(frozen: int = 0, shift: bool = True, **options: Any) -> nn.Sequential:
     """Make a network of two convolutions; there is nothing to train in its first ``frozen`` layers."""
     norms = [nn.BatchNorm2d(4, **options) for _ in range(2)]
-    for norm in norms[:0 if shift else 2]:
+    for norm in norms[: 0 if shift else 2]:
         norm.bias = None  # as BatchNorm2d(bias=False) of newer torch
     chain = pooled(norms[0], nn.ReLU(), nn.Conv2d(4, 4, 3, stride=2, bias=False), norms[1], nn.ReLU())
     for layer in chain[:frozen]:

@@ -100,9 +100,7 @@ def problems(bom: Mapping[str, Any]) -> list[str]:
     found += [f"{ref} occurs twice" for ref in set(refs) if refs.count(ref) > 1]
     for one in components:
         ref = one["bom-ref"]
-        found += [
-            f"{ref}: {key}" for key in one.keys() - {"type", "bom-ref", "name", "version", "purl", "licenses", "hashes"}
-        ]
+        found += [f"{ref}: {key}" for key in one.keys() - {"type", "bom-ref", "name", "version", "purl", "licenses", "hashes"}]
         if one["type"] not in ("application", "library") or not one["name"] or not one["version"]:
             found.append(f"{ref}: type, name and version are needed")
         if not re.fullmatch(r"pkg:pypi/[a-z0-9]+(-[a-z0-9]+)*@[A-Za-z0-9.%!-]+", one["purl"]):

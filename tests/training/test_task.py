@@ -36,7 +36,7 @@ from fl_bn.task import (
     find_task,
     kind_of,
 )
-from fl_bn.task.ranking import log_odds
+from fl_bn.task.classification import log_odds
 from tests.listed import listed
 from tests.training.core import Samples, evaluate, named_series, over_clients, series
 
@@ -352,6 +352,13 @@ def test_a_task_of_one_s_own_or_a_key_is_the_way_out_for_odd_batches() -> None:
     assert told == evaluate(net, [(MONAI["image"], MONAI["label"])]).result()
 
 
+@pytest.mark.parametrize(("network", "batch"), [(Images(), IMAGES), (nn.Sequential(nn.Linear(3, 2)), MONAI)])
+def test_a_network_that_takes_other_arguments_is_told_what_it_got(network: nn.Module, batch: Any) -> None:
+    with pytest.raises(TypeError) as caught:
+        evaluate(network, [batch], task=Classification())
+    assert "read(batch)" in caught.value.__notes__[0]
+
+
 def test_pixels_without_a_label_do_not_count_in_classification() -> None:
     masks = torch.arange(32).view(2, 4, 4) % 3
     masks[0, 0] = 255
@@ -379,8 +386,6 @@ def test_pixels_without_a_label_do_not_count_in_classification() -> None:
         (lambda: find_task("regression", kind_of(ZEROS)), "regression"),
         (lambda: find_task("regresion"), "regression"),
         *[(lambda name=name: type("Wrong", (Regression,), {"metric": name}), "metric") for name in ("loss", "Mean Error", "mae_1")],
-        (lambda: evaluate(Images(), [IMAGES], task=Classification()), "read"),
-        (lambda: evaluate(nn.Sequential(nn.Linear(3, 2)), [MONAI]), "input_keys"),
         *[
             (lambda y=y: Segmentation().loss(torch.zeros(4, 3, 5, 6), y), "labels")
             for y in (torch.zeros(4, 5, 6), torch.zeros(4, 1, 5, 6), torch.zeros(4, dtype=torch.int64))

@@ -11,6 +11,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
+from experiments.networks import fbn_cnn
 from fl_bn import Federation, convert
 from fl_bn.federation.unit_scale import producers, rescaled
 from fl_bn.methods import METHODS, freeze
@@ -19,7 +20,7 @@ from tests.federation import union
 from tests.in_process import arrays_of, run
 from tests.listed import listed
 from tests.networks import NETWORKS, seeded_network
-from tests.training.core import Samples, build, epsilons, recalibrate, running_statistics
+from tests.training.core import Samples, epsilons, recalibrate, running_statistics
 
 Clients = Callable[..., list[Samples]]
 
@@ -66,7 +67,7 @@ def test_which_layer_is_before_which() -> None:
     assert found["body.0.downsample.1"] == "body.0.downsample.0"
     assert len(found) == 5
     assert len(producers(torchvision.models.resnet18())) == 20
-    behind_relu = producers(build("fbn-cnn", classes=10, channels=3, image_size=32, seed=0))
+    behind_relu = producers(fbn_cnn(10, 3, 32))
     assert len(behind_relu) == 4  # Conv ReLU BN: a positive factor passes through ReLU
 
 

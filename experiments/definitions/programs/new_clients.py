@@ -19,7 +19,8 @@ from experiments.data.digits_five import SIZE, sources
 from experiments.data.shift import Limit, limited, shifted
 from fl_bn.bn.roles import Role
 from fl_bn.data.dataset import load
-from fl_bn.data.record import Dataset, resize
+from fl_bn.data.images import resize
+from fl_bn.data.record import Dataset
 from fl_bn.federation.adaptation import AVERAGE_AFFINE
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.run.adapt import Newcomer, read_run

@@ -8,7 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from experiments.networks import DEEPLAB, NETWORKS, maker_of, small_stem
 from fl_bn.bn.conversion import convert
+from fl_bn.bn.roles import batch_norms, roles
 from fl_bn.methods import METHODS
 from fl_bn.models import build
 
@@ -76,6 +78,12 @@ def simple(classes: int, channels: int, size: int) -> Net:
     return convolutions + rest[0], rest[1], rest[2]
 
 
+def made(name: str, classes: int = 10, channels: int = 3, size: int = 32, stem: str = "auto") -> nn.Module:
+    """The network without memory for its tensors."""
+    with torch.device("meta"):
+        return build(name, classes=classes, channels=channels, image_size=size, maker=maker_of(name, stem))
+
+
 PAPERS = {  # classes, channels, image size; the numbers themselves
     "digits-cnn": (digits, (10, 3, 28), (14_219_210, 5_632, 5)),
     "alexnet-bn": (alexnet, (10, 3, 256), (57_063_498, 18_688, 7)),
@@ -91,19 +99,9 @@ PAPERS = {  # classes, channels, image size; the numbers themselves
 @pytest.mark.parametrize("name", PAPERS)
 def test_sizes_are_those_of_the_table(name: str) -> None:
     derive, (classes, channels, size), number = PAPERS[name]
-    with torch.device("meta"):
-        model = build(name, classes=classes, channels=channels, image_size=size)
-        other = build(name, classes=classes + 1, channels=channels, image_size=size)
-    assert found(model) == derive(classes, channels, size) == number
-    assert found(other) == derive(classes + 1, channels, size) != number  # control
-
-
-@pytest.mark.parametrize("name", [name for name in PAPERS if name != "alexnet-bn"])
-def test_another_image_is_another_size(name: str) -> None:
-    derive, (classes, channels, size), number = PAPERS[name]
-    with torch.device("meta"):
-        model = build(name, classes=classes, channels=channels, image_size=size + 8)
-    assert found(model) == derive(classes, channels, size + 8) != number
+    assert found(made(name, classes, channels, size)) == derive(classes, channels, size) == number
+    assert found(made(name, classes + 1, channels, size)) == derive(classes + 1, channels, size) != number  # control
+    assert found(made(name, classes, channels, size + 8)) == derive(classes, channels, size + 8)
 
 
 def test_resnet20_has_the_floats_of_fedtan() -> None:
@@ -127,6 +125,7 @@ def order(model: nn.Module) -> str:
     [
         ("digits-cnn", "cbrp cbrp cbr fbr fbr f"),
         ("alexnet-bn", "cbrp cbrp cbr cbr cbrp fbr fbr f"),
+        ("alexnet-bn-small", "cbrp cbrp cbr cbr cbrp fbr fbr f"),
         ("fbn-cnn", "crb crbpd crb crbpd fr f"),
         ("fbn-cnn-small", "crb crbpd crb crbpd fr f"),
         ("lenet-cnn", "crp crp fr fr f"),
@@ -136,24 +135,82 @@ def order(model: nn.Module) -> str:
     ],
 )
 def test_layers_come_in_the_order_of_the_table(name: str, layers: str) -> None:
-    with torch.device("meta"):
-        assert order(build(name, classes=10, image_size=64)) == layers.replace(" ", "")
+    assert order(made(name, size=64)) == layers.replace(" ", "")
 
 
-def test_alexnet_takes_the_papers_images_and_no_smaller_ones_than_it_says() -> None:
-    with torch.device("meta"):
-        model = build("alexnet-bn", classes=10, image_size=256)
-        for size in (256, 63):
-            assert model(torch.empty(2, 3, size, size)).shape == (2, 10)
-        with pytest.raises(RuntimeError, match="small"):  # control
-            model(torch.empty(2, 3, 62, 62))
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("digits-cnn", 4), ("alexnet-bn", 63), ("alexnet-bn-small", 32), ("fbn-cnn", 4), ("fbn-cnn-small", 4), ("lenet-cnn-bn", 16)],
+)
+def test_networks_take_images_down_to_the_size_that_they_name(name: str, least: int) -> None:
+    assert made(name, size=least)(torch.empty(2, 3, least, least, device="meta")).shape == (2, 10)
+    with pytest.raises(ValueError, match=f"image_size={least - 1}"):
+        made(name, size=least - 1)
+
+
+def test_small_networks_have_the_parameters_that_they_name() -> None:
+    convolutions = 25 * (3 * 32 + 32 * 64) + 9 * (64 * 128 + 128 * 96 + 96 * 96)
+    linear = 9 * 96 * 256 + 256 * 256 + 256 * 10 + 10
+    assert found(made("alexnet-bn-small", size=64))[0] == convolutions + linear + 2 * (32 + 64 + 128 + 96 + 96 + 256 + 256) == 612_010
+    assert found(made("fbn-cnn-small", size=16))[0] == 33_594
 
 
 def test_the_fbn_network_ends_in_log_probabilities_on_which_cross_entropy_is_the_negative_log_likelihood() -> None:
-    model = build("fbn-cnn", classes=10, image_size=8, seed=0).double()
+    model = build("fbn-cnn", classes=10, image_size=8, seed=0, maker=NETWORKS["fbn-cnn"]).double()
     x, y = torch.rand(6, 3, 8, 8, dtype=torch.float64), torch.arange(6)
     out = model.eval()(x)
     assert torch.allclose(out.exp().sum(1), torch.ones(6, dtype=torch.float64))
     assert torch.allclose(F.cross_entropy(out, y), F.nll_loss(out, y), rtol=0, atol=1e-14)
     scores = model[:-1](x)
     assert not torch.allclose(F.nll_loss(scores, y), F.nll_loss(out, y))  # control: of the scores themselves it is another loss
+
+
+def strides(model: nn.Module) -> int:
+    return sum(module.stride == (2, 2) for module in model.modules() if isinstance(module, nn.Conv2d))
+
+
+def test_stems_for_small_images() -> None:
+    """The numbers of parameters are those usual for CIFAR-10."""
+    for name in ("resnet18", "mobilenet_v2", "vgg11_bn"):
+        assert str(made(name)) == str(made(name, stem="imagenet")) != str(made(name, stem="small"))
+        assert made(name, 7, 1, stem="small")(torch.empty(2, 1, 32, 32, device="meta")).shape == (2, 7)
+    small, own = made("resnet18", stem="small"), made("resnet18")
+    assert (small.conv1.kernel_size, small.conv1.stride, small.conv1.padding) == ((3, 3), (1, 1), (1, 1))
+    assert isinstance(small.maxpool, nn.Identity)
+    assert [found(small)[0], found(own)[0]] == [11_173_962, 11_173_962 + 64 * 3 * (49 - 9)]
+    assert [strides(made("mobilenet_v2", stem=stem)) for stem in ("small", "imagenet")] == [3, 5]
+    assert found(made("vgg19_bn", stem="small"))[0] == 20_040_522
+
+
+@pytest.mark.parametrize(("name", "size"), [("vgg11_bn", 28), ("densenet121", 32), ("simple-cnn", 32)])
+def test_networks_without_a_small_stem(name: str, size: int) -> None:
+    with pytest.raises(ValueError, match=name):
+        small_stem(name, 10, 3, size)
+
+
+SIZES = {"mobilenetv2": (4_383_139, 61), "resnet18": (12_333_923, 29), "resnet50": (26_682_211, 62)}  # for 19 classes
+
+
+@pytest.mark.parametrize("encoder", SIZES)
+def test_deeplab_gives_scores_per_pixel(encoder: str) -> None:
+    pytest.importorskip("segmentation_models_pytorch")
+    model = made(DEEPLAB + encoder, classes=19, size=64)
+    for height, width in ((64, 64), (48, 80)):
+        assert model(torch.empty(2, 3, height, width, device="meta")).shape == (2, 19, height, width)
+    assert (found(model)[0], len(batch_norms(model))) == SIZES[encoder]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_converts_deeplab(name: str) -> None:
+    pytest.importorskip("segmentation_models_pytorch")
+    model = build("deeplab", classes=4, channels=1, image_size=32, seed=0, maker=maker_of(f"{DEEPLAB}resnet18", "auto"))
+    converted = convert(model, METHODS[name]())
+    assert list(roles(converted)) == list(converted.state_dict())
+    if name != "in":  # the pyramid's pooled branch has one value per image and channel
+        assert converted.train()(torch.rand(2, 1, 32, 32)).isfinite().all()
+
+
+@pytest.mark.parametrize(("encoder", "size"), [("resnet18", 28), ("vgg", 32)])
+def test_images_and_encoders_that_deeplab_cannot_take(encoder: str, size: int) -> None:
+    with pytest.raises(ValueError, match=DEEPLAB + encoder):
+        made(DEEPLAB + encoder, size=size)

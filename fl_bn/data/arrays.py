@@ -1,0 +1,189 @@
+"""Load data of your own that are arrays: from numpy archives, or from a function of your own.
+
+Legend: N samples, C channels, H height.
+"""
+
+from __future__ import annotations
+
+import inspect
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fl_bn.data.images import images_to_tensor, resize
+from fl_bn.data.record import CLASSES, DataError, DataNotFound, Dataset, domains_of, expect, paths, same_form
+from fl_bn.support.user_code import Modules, function
+from fl_bn.task import LABELS, kind_of
+
+KEYS = ("x_train", "y_train", "x_test", "y_test")
+
+Array = NDArray[np.generic]
+
+
+def load_npz(path: str, image_size: int) -> Dataset:
+    """Load the data set ``npz`` from one archive, or from several archives, each of which is a domain.
+
+    An archive has ``x_train``, ``y_train``, ``x_test`` and ``y_test``. Images are uint8 (N, H, H, C) or (N, H, H). Labels
+    are integers (N,) that count from 0. The number of classes is the largest label, plus one. For other tasks,
+    ``y_train`` and ``y_test`` are floats (N,) or (N, D) (regression), or 0 or 1 (N, K) (multi-label). If some images are
+    in colour, the grey images get three equal channels. A domain is named after its file. Pickled objects are never
+    loaded.
+
+    Args:
+        path: the archives, separated by commas.
+        image_size: pixels along each side. 0: the largest size of all images.
+
+    Raises:
+        DataNotFound: there is no such file.
+        DataError: there is no path, two files have the same name, a file is not an archive, or an array is missing or
+            has another form, or ``x_train`` and ``x_test`` of a file differ in size or channels.
+    """
+    files = paths(path)
+    expect(bool(files), "npz", "data-path", "one .npz file, or several separated by commas", "none")
+    archives = [_converted(file, _read(file), floats=False) for file in files]
+    domains = domains_of(files, *([len(archive[f"y_{split}"]) for archive in archives] for split in ("train", "test")))
+    channels = max(archive["x_train"].shape[1] for archive in archives)
+    size = image_size or max(archive["x_train"].shape[2] for archive in archives)
+    for archive in archives:
+        for key in ("x_train", "x_test"):
+            x = archive[key]
+            archive[key] = resize(x.expand(-1, channels, -1, -1) if x.shape[1] == 1 else x, size).contiguous()
+    return _joined("npz", archives, **domains)
+
+
+def load_function(name: str, path: str, image_size: int, modules: Modules | None = None) -> Dataset:
+    """Load the data that a function of your own returns. The function is called as ``function(path)``.
+
+    If the function has a parameter ``image_size``, the image size is passed by name (0: the size of the data). The function
+    returns ``x_train, y_train, x_test, y_test`` as arrays or tensors. Targets are those of ``load_npz``. Samples are either
+
+    * floats (N, ...) of any shape, which the network receives as float32: the function must scale them. They are
+      never resized, so ``image_size`` must be 0 or the size that they have (1 for a table); or
+    * square uint8 images (N, H, H) or (N, H, H, C) with 1 or 3 channels. They are resized to ``image_size`` unless
+      it is 0.
+
+    The function runs on the machine that holds the data, with all rights of the process.
+
+    Args:
+        name: "package.module:function".
+        path: the function's argument.
+        image_size: pixels along each side. 0: the size of the data.
+        modules: modules that may hold the function. None: any.
+
+    Raises:
+        DataNotFound: the function raised FileNotFoundError.
+        ValueError: there is no such function, it raised another error, or it returned data in another form.
+    """
+    returned = _called(name, path, image_size, modules)
+    four = isinstance(returned, tuple | list) and len(returned) == len(KEYS)
+    expect(four, name, "", ", ".join(KEYS), f"{type(returned).__name__} of {len(returned)}" if hasattr(returned, "__len__") else returned)
+    arrays = _converted(name, {key: _array_of(name, key, value) for key, value in zip(KEYS, returned, strict=True)}, floats=True)
+    for key in ("x_train", "x_test"):
+        if arrays[key].dtype == torch.uint8:
+            arrays[key] = resize(arrays[key], image_size)
+    data = _joined(name, [arrays])
+    fits = image_size in (0, data.image_size)
+    expect(fits, name, "", f"image-size=0 or {data.image_size}, as floats are never resized", f"image-size={image_size}")
+    return data
+
+
+def _joined(name: str, archives: Sequence[Mapping[str, Tensor]], **fields: Any) -> Dataset:
+    """Join converted arrays of several sites, and count the classes: the largest label, plus one."""
+    targets = [archive[key] for archive in archives for key in ("y_train", "y_test")]
+    same_form(name, "y_train and y_test", targets)
+    joined = {key: torch.cat([archive[key] for archive in archives]) for key in KEYS}
+    labels = kind_of(targets[0]) == LABELS
+    outputs = 1 if targets[0].ndim == 1 else targets[0].shape[1]
+    classes = 1 + max((int(y.max()) for y in targets if len(y)), default=0) if labels else outputs
+    return Dataset(name, **joined, classes=classes, counted=labels, **fields)
+
+
+def _converted(source: object, arrays: Mapping[str, Array], *, floats: bool) -> dict[str, Tensor]:
+    """Convert the four arrays of a source to tensors. ``floats``: whether samples may be floats."""
+    tensors = {}
+    for split in ("train", "test"):
+        x, y = arrays[f"x_{split}"], arrays[f"y_{split}"]
+        tensors[f"x_{split}"] = _samples(source, f"x_{split}", x, floats)
+        tensors[f"y_{split}"] = _targets(source, f"y_{split}", y, len(x))
+    same_form(source, "x_train and x_test", [tensors["x_train"], tensors["x_test"]])
+    return tensors
+
+
+def _samples(source: object, key: str, x: Array, floats: bool) -> Tensor:
+    """Convert floats to float32, and images to uint8 (N, C, H, H)."""
+    if floats and np.issubdtype(x.dtype, np.floating):
+        return _float32(x)
+    wanted = "images of uint8 (0..255), or floats" if floats else "images of uint8: scale other values to 0..255, and round them"
+    expect(x.dtype == np.uint8, source, key, wanted, x.dtype)
+    fits = x.ndim in (3, 4) and len(x) > 0 and (x.ndim == 3 or x.shape[3] in (1, 3)) and x.shape[1] == x.shape[2]
+    expect(fits, source, key, "at least one square image, (N, H, H) or (N, H, H, C) with 1 or 3 channels C last", x.shape)
+    return images_to_tensor(x.astype(np.uint8, copy=False))
+
+
+def _targets(source: object, key: str, y: Array, samples: int) -> Tensor:
+    """Convert targets: labels int64 (N,), sets of labels int64 (N, K), or values float32 (N,) or (N, D)."""
+    whole, number = np.issubdtype(y.dtype, np.integer), np.issubdtype(y.dtype, np.floating)
+    fits = y.shape[:1] == (samples,) and (y.ndim in (1, 2) and (whole or number) or y.ndim == 2 and y.dtype == bool)
+    wanted = f"labels, integers ({samples},); floats ({samples},) or ({samples}, D) for regression; or 0 or 1 ({samples}, K)"
+    expect(fits, source, key, wanted, f"{y.dtype} {y.shape}")
+    if number:
+        return _float32(y)
+    labels = y.astype(np.int64)
+    if labels.size:
+        low, high = labels.min(), labels.max()
+        most = CLASSES - 1 if y.ndim == 1 else 1
+        expect(low >= 0 and high <= most, source, key, f"0..{most}", f"{low}..{high}")
+    return torch.from_numpy(labels)
+
+
+def _float32(x: Array) -> Tensor:
+    with np.errstate(over="ignore"):  # infinities are refused by ``Dataset``
+        return torch.from_numpy(x.astype(np.float32))
+
+
+def _read(file: Path) -> dict[str, Array]:
+    """Read the four arrays of an archive."""
+    if not file.is_file():
+        raise DataNotFound(
+            f"dataset 'npz': there is no file {str(file)!r} (a relative path starts at the current folder, {str(Path.cwd())!r})"
+        )
+    key, arrays = "", dict[str, Array]()
+    try:
+        archive = np.load(file, allow_pickle=False)
+        expect(isinstance(archive, np.lib.npyio.NpzFile), file, "", "an archive of several arrays, as np.savez writes it", "one array")
+        with archive:
+            for key in KEYS:
+                expect(key in archive.files, file, key, "this array", ", ".join(archive.files) or "no array")
+                arrays[key] = archive[key]
+            return arrays
+    except DataError:
+        raise
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:  # an object array is a ValueError, without pickles
+        raise DataError(file, f"expected arrays of numbers, as np.savez writes them, but could not read them: {error}", key) from error
+
+
+def _called(name: str, path: str, image_size: int, modules: Modules | None) -> Any:
+    """Import a data function, call it, and return what it returns."""
+    try:
+        loaded: Callable[..., Any] = function("a data function", name, modules)
+        parameters = inspect.signature(loaded).parameters
+        return loaded(path, **({"image_size": image_size} if "image_size" in parameters else {}))
+    except FileNotFoundError as error:
+        raise DataNotFound(f"data function {name!r} found no file for path {path!r}: {error}") from error
+    except Exception as error:  # a user's module may raise anything
+        raise DataError(name, f"expected data for path {path!r}, but got {type(error).__name__}: {error}") from error
+
+
+def _array_of(name: str, key: str, value: Any) -> Array:
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        value = (value.float() if value.is_floating_point() else value).numpy()  # numpy knows no bfloat16
+    expect(isinstance(value, np.ndarray) and value.ndim > 0, name, key, "an array or a tensor of samples", type(value).__name__)
+    array: Array = value
+    return array

@@ -1,0 +1,103 @@
+"""Take parts of a data set: without a domain, of one domain alone, or with validation samples in place of the test split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_bn.data.partition import Indices
+from fl_bn.data.record import Dataset, expect
+
+LEAST = 2  # samples that a client keeps for training, the fewest that have a variance
+_STREAM = 0x7A11  # sets these draws apart from others that start from the same seed
+
+
+def without_domain(data: Dataset, name: str) -> Dataset:
+    """Remove the training and test samples of domain ``name``. The other domains keep their order.
+
+    A run trains without this domain. Afterwards the model of the run is adapted to it.
+
+    Raises:
+        DataError: there is no such domain, or it is the only one.
+    """
+    left_out, train, test = _domain(data, name)
+    expect(len(data.domains) > 1, data.name, name, "data of several domains, since some must remain", "its only domain")
+
+    def closed_up(domains: Tensor) -> Tensor:
+        kept = domains[domains != left_out]
+        return kept - (kept > left_out).long()
+
+    return data.select(
+        train != left_out,
+        test != left_out,
+        domain_train=closed_up(train),
+        domain_test=closed_up(test),
+        domains=tuple(domain for domain in data.domains if domain != name),
+    )
+
+
+def only_domain(data: Dataset, name: str) -> Dataset:
+    """Select the samples of domain ``name``, as a data set without domains.
+
+    Raises:
+        DataError: there is no such domain, or it has no training or no test samples.
+    """
+    index, train, test = _domain(data, name)
+    return data.select(train == index, test == index, domain_train=None, domain_test=None, domains=())
+
+
+def _domain(data: Dataset, name: str) -> tuple[int, Tensor, Tensor]:
+    """Return the position of ``name`` among the domains, and the domains of training and test samples."""
+    listed = ", ".join(data.domains) or "none: give several npz or CSV files or folders, or dataset='digits'"
+    expect(name in data.domains, data.name, "", f"a domain {name!r}", listed)
+    assert data.domain_train is not None
+    assert data.domain_test is not None
+    return data.domains.index(name), data.domain_train, data.domain_test
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """Hold a data set with validation samples.
+
+    Attributes:
+        data: the data set. Its test split holds the validation samples.
+        parts: for each client, the indices of its remaining samples in the training split of ``data``.
+    """
+
+    data: Dataset
+    parts: list[Indices]
+
+
+def hold_out(data: Dataset, parts: list[Indices], share: float, seed: int) -> HeldOut:
+    """Hold out ``share`` of every client's training samples, rounded, and replace the test split by them.
+
+    The samples are drawn at random, for each client separately, so the samples of one client do not
+    depend on the other clients. A client keeps at least two samples, or all if it has fewer. The old test split
+    is not used.
+
+    Args:
+        data: the whole data set.
+        parts: for each client, the indices of its samples in the training split.
+        share: between 0 and 1.
+        seed: seed of the draws.
+
+    Raises:
+        DataError: no client has a sample to hold out.
+    """
+    kept, held = list[Indices](), list[Indices]()
+    for client, part in enumerate(parts):
+        rng = np.random.default_rng(np.random.SeedSequence([_STREAM, seed, client]))
+        count = max(0, min(int(share * len(part) + 0.5), len(part) - LEAST))
+        mixed = rng.permutation(part)
+        held.append(np.sort(mixed[:count]))
+        kept.append(np.sort(mixed[count:]))
+    remaining, chosen = np.sort(np.concatenate(kept)), np.sort(np.concatenate(held))
+    largest = max(len(part) for part in parts)
+    expect(len(chosen) > 0, data.name, f"validation-share={share:g}", "a client that gives a sample", f"{largest} samples at most")
+    place = np.full(len(data.y_train), -1, dtype=np.int64)
+    place[remaining] = np.arange(len(remaining))
+    validated = data.tested_on_training().select(torch.from_numpy(remaining), torch.from_numpy(chosen))
+    return HeldOut(validated, [place[part] for part in kept])

@@ -1,0 +1,286 @@
+"""Compute metrics from sums that add up over batches, clients and domains (torchmetrics' merge rule), or by metric objects.
+
+A metric object has ``update``, ``compute`` and ``reset``, as those of torchmetrics.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from fl_bn.bn.moments import ordinary
+from fl_bn.task.targets import changed, to_device
+
+if TYPE_CHECKING:
+    from fl_bn.task.task import Task
+
+NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*-?")
+"""The pattern of a metric's name. A name that ends in "-" stands for a series, such as one value per class."""
+LOWER = re.compile(r"loss|error|perplexity|nll|brier|distance|(?<![a-z])(r?mse|mae)(?![a-z])", re.IGNORECASE)
+"""Matches names of metrics of which lower values are better."""
+Own = TypeVar("Own", bound="Task")
+LOGGER = logging.getLogger("flwr")
+UNDEFINED = re.compile(r".*(undefined|ill-defined|not defined|meaningless|Returns 0|0/0)", re.DOTALL)
+"""Matches the warnings with which torchmetrics and scikit-learn return a placeholder, because the data do not define a metric."""
+_WATCHING = threading.RLock()  # Python's filters of warnings are those of all threads
+
+
+def lower_is_better(metric: str) -> bool:
+    """Return whether lower values of ``metric`` are better. Only its name decides.
+
+    >>> [lower_is_better(name) for name in ("accuracy", "eval_loss", "val_MSE")]
+    [False, True, True]
+    """
+    return LOWER.search(metric) is not None
+
+
+class MetricState:
+    """Hold the sums from which the loss and a task's metrics over some data are computed.
+
+    ``update`` adds a batch. ``+`` and ``union`` join the states of different data.
+
+    Attributes:
+        task: the task.
+        total: sum of the losses of ``count`` samples.
+        count: sum of ``task.count`` over the batches: usually the number of samples; labelled pixels for ``Segmentation``.
+        sums: the task's sums, by name.
+        objects: the task's metric objects, by name, with the batches of this state.
+        parts: (count, values of the metric objects) of each state that ``union`` joined. Empty if this is no union.
+    """
+
+    def __init__(self, task: Task, total: float = 0.0, count: int = 0, sums: Mapping[str, Tensor] | None = None) -> None:
+        self.task, self.total, self.count, self.sums = task, total, count, dict(sums or {})
+        self.objects = fresh(task)
+        self.parts: list[tuple[int, dict[str, float]]] = []
+
+    @torch.no_grad()
+    def update(self, output: Any, targets: Any) -> None:
+        """Add one batch.
+
+        Args:
+            output: the prediction, as ``task.output`` returns it.
+            targets: the targets of the batch.
+        """
+        count = self.task.count(targets)
+        self.total += float(self.task.loss(output, targets)) * count if count else 0.0  # the mean over no label may be NaN
+        self.count += count
+        output, targets = changed((output, targets), ordinary)
+        for name, value in self.task.sums(output, targets).items():
+            value = torch.as_tensor(value)
+            value = value.to(torch.float64 if value.is_floating_point() else torch.int64)
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        if self.objects:
+            update(self.objects, output, targets)
+
+    @property
+    def loss(self) -> float:
+        """Return the mean loss over the samples, or 0 if no sample has a label."""
+        return self.total / max(self.count, 1)
+
+    def result(self) -> dict[str, float]:
+        """Return ``loss`` and the task's metrics, by name.
+
+        Raises:
+            ValueError: no batch was added.
+        """
+        if not self.sums:
+            raise ValueError(f"task {self.task.name}: metrics need at least one batch, but none was added: call update(output, targets)")
+        return {"loss": self.loss, **self.task.metrics({name: value.cpu() for name, value in self.sums.items()}), **self._values()}
+
+    def _values(self) -> dict[str, float]:
+        """Return name -> value of each metric object. For a union, it is the mean over the parts, weighted by their counts."""
+        if not self.objects or not self.parts:
+            return compute(self.objects)
+        return {name: weighted_mean([(count, values[name]) for count, values in self.parts]) for name in self.objects}
+
+    def __getitem__(self, name: str) -> float:
+        """Return the loss or one metric: the entry ``name`` of ``result``."""
+        return self.result()[name]
+
+    def __add__(self, other: MetricState) -> MetricState:
+        return self.union([self, other])
+
+    @classmethod
+    def union(cls, parts: Iterable[MetricState]) -> Self:
+        """Return the state of all parts' data together.
+
+        The sums are added. The parts' mean losses, and the values of metric objects, are weighted by their
+        counts.
+
+        Raises:
+            ValueError: there is no part, or the parts are of several tasks.
+        """
+        parts = list(parts)
+        if len({part.task for part in parts}) != 1:
+            raise ValueError(f"a union needs parts of one task, but got {[part.task.name for part in parts] or 'no parts'}")
+        count = sum(part.count for part in parts)
+        total = sum(part.loss * part.count for part in parts)
+        filled = [part.sums for part in parts if part.sums]
+        names = filled[0] if filled else {}
+        sums = {name: torch.stack([part[name].cpu() for part in filled]).sum(0) for name in names}
+        made = cls(parts[0].task, total, count, sums)
+        made.parts = [own for part in parts if part.count for own in part.parts or [(part.count, part._values())]]
+        return made
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the whole state as tensors on the CPU, which can be sent and added up.
+
+        Returns:
+            ``total`` (float64), ``count`` (int64), and ``sums/NAME`` for every sum.
+
+        Raises:
+            ValueError: the task has metric objects, which have no sums.
+        """
+        if self.objects:
+            raise ValueError(
+                f"task {self.task.name}: {', '.join(self.objects)} cannot be sent: metric objects have no sums; write a Task of your own "
+                "whose sums() and metrics() compute these metrics"
+            )
+        numbers = {"total": torch.tensor(self.total, dtype=torch.float64), "count": torch.tensor(self.count)}
+        return numbers | {f"sums/{name}": value.cpu() for name, value in self.sums.items()}
+
+    @classmethod
+    def from_tensors(cls, task: Task, tensors: Mapping[str, Tensor]) -> Self:
+        """Restore a state from the tensors that ``tensors()`` returned."""
+        sums = {name.removeprefix("sums/"): value for name, value in tensors.items() if name.startswith("sums/")}
+        return cls(task, float(tensors["total"]), int(tensors["count"]), sums)
+
+
+def weighted_mean(values: Sequence[tuple[int, float]]) -> float:
+    """Return the weighted mean of the finite values among pairs (weight, value); NaN if no value is finite."""
+    finite = [(weight, value) for weight, value in values if math.isfinite(value)]
+    total = sum(weight for weight, _ in finite)
+    return sum(weight * value for weight, value in finite) / total if total else math.nan
+
+
+@runtime_checkable
+class MetricObject(Protocol):
+    """Describe a metric over any number of batches: an object of torchmetrics, or one of your own."""
+
+    def update(self, preds: Any, target: Any, /) -> None:
+        """Add a batch, with the predictions that ``Task.output`` returns and the targets."""
+
+    def compute(self) -> Any:
+        """Return the metric over all batches since the last ``reset``, as one number."""
+
+    def reset(self) -> None:
+        """Forget all batches."""
+
+
+def extended(task: Own, loss: Callable[[Any, Any], torch.Tensor] | None = None, metrics: Mapping[str, MetricObject] | None = None) -> Own:
+    """Return a copy of ``task`` with another loss, or with further metrics.
+
+    Args:
+        task: The task.
+        loss: A function that takes an output and the targets, and returns the mean loss over the batch. None: the loss
+            of ``task``.
+        metrics: Further metrics by name.
+
+    Raises:
+        ValueError: The name of a metric is not valid, or the task already has a metric of this name.
+    """
+    made, further = copy.copy(task), {**task.objects(), **(metrics or {})}
+    for name in metrics or {}:
+        if not NAME.fullmatch(name) or name.endswith("-") or name == "loss" or name in task.declared() or name in task.objects():
+            raise ValueError(
+                f"metrics: the name {name!r} is not allowed. A name begins with a lower-case letter, ends in a lower-case letter or digit, "
+                "and has only lower-case letters, digits and single hyphens. These names are taken: loss, "
+                f"{', '.join([*task.declared(), *task.objects()])}"
+            )
+    if loss is not None:
+        vars(made)["loss"] = loss  # in place of the method of the class
+    if metrics:
+        vars(made)["objects"] = further.copy
+    return made
+
+
+def is_ours(task: Task) -> bool:
+    """Return whether a task is one of fl-bn's, without a loss or metrics of the user's own."""
+    return type(task).__module__.partition(".")[0] == "fl_bn" and not {"loss", "objects"} & vars(task).keys()
+
+
+def fresh(task: Task) -> dict[str, MetricObject]:
+    """Return copies of a task's metric objects, without any batch.
+
+    Raises:
+        ValueError: A metric is a class, or lacks one of the methods ``update``, ``compute`` and ``reset``.
+    """
+    made = {}
+    for name, metric in task.objects().items():
+        if isinstance(metric, type) or not isinstance(metric, MetricObject):
+            what = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
+            raise ValueError(f"metric {name!r} must be an object with update, compute and reset, such as torchmetrics has, but is {what}")
+        made[name] = copy.deepcopy(metric)
+        made[name].reset()
+    return made
+
+
+def update(objects: Mapping[str, MetricObject], output: Any, targets: Any) -> None:
+    """Add a batch, copied to the CPU, to every metric object."""
+    cpu = torch.device("cpu")
+    output, targets = to_device(output, cpu), to_device(targets, cpu)
+    for name, metric in objects.items():
+        try:
+            metric.update(output, targets)
+        except Exception as error:
+            error.add_note(f"in metric {name!r}, a {type(metric).__name__}")
+            raise
+
+
+def compute(objects: Mapping[str, MetricObject]) -> dict[str, float]:
+    """Return name -> value of every metric object; NaN where the object warns that its value is undefined.
+
+    Raises:
+        ValueError: A value is not one number.
+    """
+    values = {}
+    for name, metric in objects.items():
+        computed = _computed(name, metric)
+        try:
+            value = torch.as_tensor(computed)
+        except (RuntimeError, TypeError, ValueError) as error:
+            what = "None" if computed is None else f"a {type(computed).__name__}"
+            raise ValueError(
+                f"metric {name!r} must compute one number, but computed {what}: return one number, such as math.nan where there is none, "
+                "and give several numbers as several metrics"
+            ) from error
+        if value.numel() != 1:
+            raise ValueError(
+                f"metric {name!r} must compute one number, but computed a tensor of shape {tuple(value.shape)}: choose an average over "
+                "classes"
+            )
+        if value.is_complex():
+            raise ValueError(f"metric {name!r} must compute one real number, but computed {computed}: return its real part or its size")
+        values[name] = float(value)
+    return values
+
+
+def _computed(name: str, metric: MetricObject) -> Any:
+    """Return the metric's value; NaN if the metric warns that it is undefined (``UNDEFINED``)."""
+    with _WATCHING, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        value = metric.compute()
+    undefined = [str(warning.message) for warning in caught if UNDEFINED.match(str(warning.message))]
+    for warning in caught:
+        if str(warning.message) not in undefined:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    if not undefined:
+        return value
+    _say(name, undefined[0])
+    return math.nan
+
+
+@cache
+def _say(name: str, why: str) -> None:
+    """Log why a metric is NaN, once in a process."""
+    LOGGER.warning("metric %r is NaN, and counts in no mean, where its object warns: %s", name, why)
