@@ -20,8 +20,7 @@ from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower.compat import log
 from fl_bn.support.client_names import ClientNames, nodes_of, sites_of
-from fl_bn.support.flower_config import OF_OUR_APP, OUR_APP, PROGRESS, Scalar
-from fl_bn.support.registered_nodes import registered_nodes
+from fl_bn.support.flower_config import OF_OUR_APP, OUR_APP, PROGRESS, Scalar, registered_nodes
 
 SITES = "client-nodes"  # a run-config key of every run that `fl-bn submit` submitted
 ADDRESS = ("host", "bind", "port", "insecure")  # settings of the exchange that a kit decides

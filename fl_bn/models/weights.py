@@ -39,17 +39,10 @@ def load_weights(model: nn.Module, path: str) -> None:
     missing = [name for name in own if name not in tensors and role[name] not in (Role.COUNTER, Role.BATCHES)]
     extra = [name for name in tensors if name not in own]
     if missing or extra:
-        differences = [
-            f"{len(names)} {what} ({_few(names)})" for names, what in ((missing, "are missing"), (extra, "are not the model's")) if names
-        ]
-        without = missing and not extra and all(role[name] is Role.STATISTIC for name in missing)
-        why = (
-            "it was trained without running statistics, by gn, ln, in or another method that replaces BatchNorm: load it into "
-            "fl_bn.convert(model, method), or train with a method that keeps BatchNorm"
-            if without
-            else "it is a file of another network"
+        raise ValueError(
+            f"weights {path}: {len(missing)} of the model's tensors are missing ({_few(missing)}) and {len(extra)} are not the model's "
+            f"({_few(extra)}): it is a file of another network, or of one that a method has converted (fl_bn.convert)"
         )
-        raise ValueError(f"weights {path}: the model needs {len(own)} tensors by name, but {' and '.join(differences)}: {why}")
     wrong = [name for name in tensors if tensors[name].shape != own[name].shape]
     if others := [name for name in wrong if name not in of_head]:
         shapes = [f"{name} {tuple(tensors[name].shape)} instead of {tuple(own[name].shape)}" for name in others]

@@ -47,8 +47,8 @@ from fl_bn.run.used import check_used, conditions
 from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support.client_names import ClientNames, nodes_of, sites_of
+from fl_bn.support.flower_config import registered_nodes
 from fl_bn.support.names import short, unknown
-from fl_bn.support.registered_nodes import registered_nodes
 from fl_bn.support.user_code import import_extensions
 from fl_bn.task import AUTO
 

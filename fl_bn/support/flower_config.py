@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 Scalar = str | int | float | bool
 PROGRESS = "progress.jsonl"  # the file in a run's folder to which a user's own app writes the progress of its rounds
@@ -34,3 +37,17 @@ def _scalar(name: str, value: Scalar) -> str:
             "with a single quote may have no double quotes and no backslashes"
         )
     return f"'{value}'" if single else f'"{value}"'
+
+
+def registered_nodes() -> dict[int, str]:
+    """Return the sites of the nodes that are registered at the SuperLink at present: node id -> name of its site.
+
+    The nodes are read from the file that the environment variable ``FL_BN_NODES`` names. ``fl-bn register`` writes this file,
+    also during a run if ``fl-bn kit`` has changed a site. Without the variable or the file, the result is empty.
+    """
+    file = os.environ.get(NODES, "")
+    try:
+        nodes = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+    except FileNotFoundError:
+        return {}
+    return {int(node): str(site) for site, node in nodes.items()}
