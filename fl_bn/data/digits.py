@@ -11,6 +11,7 @@ are decoded JPEGs, whose pixels may differ by one between versions of the decode
 
 from __future__ import annotations
 
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,10 +26,9 @@ from fl_bn.data.record import Dataset, expect
 
 DOMAINS = ("china", "flower")
 SIZE = 20  # pixels: small enough for a CPU, large enough for two poolings
-TEST_SAMPLES = 360  # a fifth of 1,797, from all classes in proportion
 _SEED = 20
-SPLIT = Path(__file__).with_name("digits_split.npy")
-"""Indices of the training samples, then of the test samples: a stratified split by scikit-learn, whose import takes two seconds."""
+SPLIT = Path(__file__).with_name("digits_split.toml")
+"""Indices of training and test samples: a stratified split by scikit-learn, whose import takes two seconds."""
 _LEVELS = 16  # scikit-learn's digits count the inked pixels of a 4x4 cell
 
 
@@ -88,7 +88,7 @@ def _enlarged_digits() -> tuple[NDArray[np.int64], Tensor, NDArray[np.int64], ND
     """Return digits (N, 20, 20) in 0..255, labels (N,), and the indices of the training and the test samples."""
     table = np.loadtxt(_scikit_file("data", "digits.csv.gz"), delimiter=",", dtype=np.int64)  # 64 pixels and the label
     images, labels = table[:, :-1].reshape(-1, 8, 8), table[:, -1]
-    train, test = np.split(np.load(SPLIT).astype(np.int64), [-TEST_SAMPLES])
+    train, test = (np.array(indices) for indices in tomllib.loads(SPLIT.read_text()).values())
     tenths = _bilinear_tenths(images.shape[1], SIZE)
     enlarged = np.einsum("hi,nij,wj->nhw", tenths, images, tenths)  # hundredths of a level
     scale = 100 * _LEVELS

@@ -17,7 +17,7 @@ from fl_bn.data.columns import columns_of, read_columns
 from fl_bn.data.csv_files import TableData, load_csv, place, read_rows
 from fl_bn.data.csv_files import split as split_rows
 from fl_bn.data.dataset import DATASETS, DataNotFound, load, to_input
-from fl_bn.data.digits import SPLIT, TEST_SAMPLES
+from fl_bn.data.digits import SPLIT
 from fl_bn.data.draft_columns import draft
 from fl_bn.data.images import images_to_tensor, resize
 from fl_bn.data.partition import by_domain, classes_per_client, dirichlet, iid, label_counts, partition, similarity
