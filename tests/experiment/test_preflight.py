@@ -86,7 +86,7 @@ def start(folder: Path, **changes: Any) -> Path | None:
         ({"model": f"{HERE}:half_width"}, "torch.bfloat16"),
         ({"model": f"{HERE}:text"}, "str"),
         ({"model": "resnet81"}, "'resnet18'"),
-        ({"model": "digit-cnn"}, "'digits-cnn'"),
+        ({"model": "digit-cnn"}, "'digits-cnn-small'"),
         ({"method": "fixbn", "model": f"{HERE}:bare"}, "fixbn"),
         ({"dataset": "cifar-10", "data_path": ""}, "'cifar10'"),
         ({"dataset": "digits-plain", "data_path": "", "hold_out": "fog"}, "'fog'"),
