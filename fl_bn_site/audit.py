@@ -8,7 +8,7 @@ that.
 Each message is answered by a process of its own, and a lock lets one process write at a time. A line is on the disk
 when ``append`` returns.
 
-This module imports only the standard library, so that ``app_host.py`` can load it by its path.
+This module imports only the standard library.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
     from fl_bn_site.audit_check import Findings
     from fl_bn_site.audit_report import Report
-    from fl_bn_site.folders import SiteFolder
 
 SHOWN = 10  # the most answers in the table of those that did not leave
 
@@ -50,7 +48,7 @@ def audit(
     try:
         which = Filter.of(run, rounds, message, since)
         site = None if is_log(folder) else SiteFolder.read(folder)
-        logs = [folder] if site is None else _readable(site)
+        logs = [folder] if site is None else site.audit_logs()
         if site is not None and not logs:
             raise FolderError(
                 f"{site.audit_log} is not there: this site has sent no answer yet, or its audit log is elsewhere (audit in "
@@ -87,22 +85,6 @@ def audit(
         typer.echo(fault, err=True)
     if faults:
         raise typer.Exit(1)
-
-
-def _readable(site: SiteFolder) -> list[Path]:
-    """Return the folders of a site's audit logs.
-
-    If this user may not read the SuperNode's own audit log, leave that one out, and print a message about it.
-    """
-    logs = site.audit_logs()
-    if site.node_audit_log in logs and not os.access(site.node_audit_log, os.R_OK | os.X_OK):
-        logs.remove(site.node_audit_log)
-        typer.echo(
-            f"the SuperNode's own log, {site.node_audit_log}, is not shown, since this user may not read it: ask root, or the user of the "
-            "SuperNode",
-            err=True,
-        )
-    return logs
 
 
 def tables_of(report: Report, found: Mapping[Path, Findings]) -> Group:

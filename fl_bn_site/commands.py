@@ -18,7 +18,7 @@ from fl_bn_site.folders import ServerFolder, SiteFolder
 
 SUPERLINK = Path(__file__).with_name("superlink.py")  # Flower's SuperLink with repairs
 SUPERNODE = SUPERLINK.with_name("supernode.py")  # Flower's SuperNode, which asks for messages more often
-APP_HOST = SUPERLINK.with_name("app_host.py")  # runs the ClientApp of a site
+GATE, APPS = "fl_bn_site.gate", "fl_bn_site.apps"  # the modules that guard a site, and run its apps
 COMPAT = Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"  # run by its path, since the package around it imports torch
 PROGRAMS = ("supernode", "clientapp")  # the programs of a site; each may run as a user of its own
 UNREACHABLE = "Connection attempt failed"  # Flower prints this, also when another process of this site has just ended
@@ -100,6 +100,7 @@ def prepare(folder: ServerFolder | SiteFolder, only: str = "") -> Path:
         private = [folder.state]
     else:
         private = [path for name, path in (("supernode", folder.node_dir), ("clientapp", folder.state_dir)) if only in ("", name)]
+        private += [] if only else [folder.packages, folder.apps_socket.parent]  # with two users, site-users.sh has made these
     for path in private:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     logs = private[0] / "logs" if only else folder.logs  # where each program has a user of its own, it has logs of its own
@@ -160,7 +161,7 @@ def queue(server: ServerFolder) -> Command:
 
 
 def supernode(site: SiteFolder) -> Command:
-    """Return the command of a site's SuperNode."""
+    """Return the command of a site's gate, which starts the SuperNode."""
     options = {
         "--superlink": site.superlink,
         "--root-certificates": site.root_certificates,
@@ -181,19 +182,26 @@ def supernode(site: SiteFolder) -> Command:
         "could not be activated": "the server still counts this site as connected, as it does for a minute after a crash. The SuperNode "
         "tries again; if this line keeps coming, another machine uses this site's key",
     }
-    own = {"--poll-seconds": site.poll_seconds, "--policy": site.policy, "--accepted": site.accepted, "--audit": site.node_audit_log}
-    argv = (sys.executable, "-P", str(SUPERNODE), *_flat(own), *_flat(options))
+    own = {
+        "--home": site.node_dir,
+        "--policy": site.policy,
+        "--audit": site.audit_log,
+        "--packages": site.packages,
+        "--apps": site.apps_socket,
+    }
+    node = (sys.executable, "-P", str(SUPERNODE), "--poll-seconds", str(site.poll_seconds), *_flat(options))
+    argv = (sys.executable, "-P", "-m", GATE, *_flat(own), "--", *node)
     return Command("supernode", argv, _environment(site.node_dir), site.path, hints=hints, reads=(site.private_key, site.root_certificates))
 
 
 def clientapp(site: SiteFolder) -> Command:
-    """Return the command that runs the ClientApp of a site, with the code that the server sends.
+    """Return the command that runs the ClientApps of a site, with the code that the server sends.
 
-    This program needs no key, so it may run as another user than the SuperNode.
+    This program needs no key, so it may run as another user than the gate.
     """
-    options = {"--appio-api-address": site.clientappio, "--policy": site.policy, "--audit": site.audit_log}
     found = {"PYTHONPATH": os.pathsep.join([*site.code, *filter(None, [os.environ.get("PYTHONPATH")])])} if site.code else {}
-    return Command("clientapp", (sys.executable, "-P", str(APP_HOST), *_flat(options)), _environment(site.state_dir) | found, site.path)
+    argv = (sys.executable, "-P", "-m", APPS, str(site.apps_socket))
+    return Command("clientapp", argv, _environment(site.state_dir) | found, site.path)
 
 
 def node_config(site: SiteFolder) -> dict[str, Scalar]:

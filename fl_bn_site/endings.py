@@ -1,7 +1,4 @@
-"""Put into words why a process or a message failed: for the site's log, and for the SuperNode that waits for the answer.
-
-``app_host.py`` and ``supernode.py`` run this file by its path, since the package around it would import torch.
-"""
+"""Put into words why a process or a message failed: for the site's log, and for the server that waits for the answer."""
 
 from __future__ import annotations
 
@@ -9,9 +6,7 @@ import signal
 import traceback
 from pathlib import Path
 
-ENDED = "fl-bn-ended-bin"  # gRPC metadata key of a heartbeat: why a process ended; an empty token stands for all processes
-RESTARTED = "the program that runs its ClientApps was restarted while it worked on the message"
-OWN = ("fl_bn", "policy_of_this_site")  # packages whose error messages are sentences for users
+OWN = ("fl_bn", "fl_bn_site")  # packages whose error messages are sentences for users
 VMSTAT = Path("/proc/vmstat")  # counts the processes that the system killed because memory ran out
 
 

@@ -285,7 +285,7 @@ class SiteFolder(Folder):
     clientappio: str = _line("plaintext in Flower 1.25, so this machine only", "127.0.0.1:9094", host_port)
     poll_seconds: float = _line("seconds between requests to the server while a run is active (3 without a run)", 0.5, _pace)
     policy: Path = _line("the policy: in which runs this site takes part; without the file, in all", "policy.toml", _given)
-    audit: Path | None = _line("folder of the audit log, which says what left this site; empty: audit in state-dir", "")
+    audit: Path | None = _line("folder of the audit log, which says what left this site; empty: node/audit", "")
 
     file = "site.toml"
     gone = dict.fromkeys(("partition-id", "num-partitions"), "the server tells a site its place with every run")
@@ -299,7 +299,7 @@ class SiteFolder(Folder):
     @property
     def audit_log(self) -> Path:
         """Return the folder of the audit log."""
-        return self.audit or self.state_dir / "audit"
+        return self.audit or self.node_dir / "audit"
 
     @property
     def public_key(self) -> Path:
@@ -308,32 +308,23 @@ class SiteFolder(Folder):
 
     @property
     def node_dir(self) -> Path:
-        """Return the folder of the SuperNode's state, with the apps of the runs."""
+        """Return the folder of the gate and the SuperNode: their state, the audit log, and which run came with which signature."""
         return self.path / "node"
 
     @property
-    def node_audit_log(self) -> Path:
-        """Return the folder of the SuperNode's own audit log, which has the errors that the SuperNode itself sent."""
-        return self.node_dir / "audit"
-
-    def audit_logs(self) -> list[Path]:
-        """Return those folders of audit logs that exist: the ClientApp's first, then the SuperNode's own.
-
-        A folder that this user may not look at counts as existing, too. Reading it then raises PermissionError.
-        """
-
-        def there(folder: Path) -> bool:
-            try:
-                return folder.is_dir()
-            except PermissionError:
-                return True
-
-        return [folder for folder in (self.audit_log, self.node_audit_log) if there(folder)]
+    def packages(self) -> Path:
+        """Return the folder in which the gate unpacks the packages of runs."""
+        return self.path / "packages"
 
     @property
-    def accepted(self) -> Path:
-        """Return the folder with the SuperNode's records of signed runs: which run came with which signature."""
-        return self.node_dir / "accepted"
+    def apps_socket(self) -> Path:
+        """Return the socket on which the program that runs the apps hears the gate."""
+        return self.path / "run" / "apps.sock"
+
+    def audit_logs(self) -> list[Path]:
+        """Return those folders of audit logs that exist: the gate's, and one of an earlier fl-bn, whose ClientApp wrote it."""
+        former = [folder for folder in (self.node_dir / "audit", self.state_dir / "audit") if os.access(folder, os.R_OK | os.X_OK)]
+        return list(dict.fromkeys([*([self.audit_log] if self.audit_log.is_dir() else []), *former]))
 
 
 def read_folder(path: Path | str) -> ServerFolder | SiteFolder:

@@ -4,7 +4,7 @@ The site's own code does the counting, and uses no code of the run. It counts th
 just before the message leaves. Content that the server's report does not list (counts, texts, keys, shares of keys) is
 counted in the section ``other``.
 
-This module imports the standard library and Flower's messages, so that ``app_host.py`` can load it by its path.
+This module imports only the standard library and Flower's messages.
 """
 
 from __future__ import annotations

@@ -1,46 +1,22 @@
 """Read the policy of a site, ``policy.toml``, and check whether a run is allowed by it.
 
-The policy says in which runs the site takes part. ``app_host.py``, which is installed at the site, makes the
-checks before it loads any code of a run. The code that a run brings takes no part in these checks. A
-line that the file lacks allows everything. ``Policy.decide`` decides by ``allow-code`` whose code may run. ``admission.py`` calls this
-method in the SuperNode, too, before the site stores anything of the run's package (Flower's FAB archive).
-
-This module imports only the standard library, so that other programs of the site can load it by its path.
+The policy says in which runs the site takes part. The gate (``gate.py``) makes the checks before it unpacks anything of a
+run's package (Flower's FAB archive). The code that a run brings takes no part in these checks. A line that the file lacks
+allows everything.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import io
 import re
-import sys
 import tomllib
-import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-
-def beside(name: str) -> ModuleType:
-    """Load the module ``name`` of this folder by its path. Import it as ``NAME_of_this_site``, a name that no run uses."""
-    own = f"{name}_of_this_site"
-    if own not in sys.modules:
-        spec = importlib.util.spec_from_file_location(own, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[own] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[own])
-    return sys.modules[own]
-
-
-if TYPE_CHECKING or __package__:
-    from fl_bn_site import signing
-else:
-    signing = beside("signing")
+from fl_bn_site import signing
+from fl_bn_site.packages import PackageError, files_of
 
 FILE = "policy.toml"
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")  # package.module:function
@@ -49,7 +25,7 @@ CODE = (SIGNED, INSTALLED, ANY)
 SUBMITTERS = "submitters"  # the folder beside the policy with the public keys of those who sign runs
 PACKAGE = "fl_bn/"  # the files of a run that allow-code = "installed" compares with those of the site
 BATCHES = ("batch-size", "hbn-stat-samples")  # keys for how many samples a statistic summarises; 0 or -1: decided at the site
-MOST_BYTES = 64 << 20  # the largest size of an unpacked package; Flower sends at most 10 MiB, packed
+HERE = Path(__file__).parents[1] / "fl_bn"  # the package fl_bn that is installed beside this one
 GB = 1 << 30  # bytes
 
 
@@ -59,34 +35,6 @@ class PolicyError(ValueError):
 
 class NotAllowed(Exception):
     """Signal that the policy of the site does not allow a run or a reply. The message quotes the line of the policy."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Hold the policy's decision on the code of one run, for logs and records.
-
-    Attributes:
-        allow_code: The value of the policy's line ``allow-code``; empty: the run is refused since the policy is wrong,
-            or a file could not be read or written.
-        code: The SHA-256 of the run's package; empty where ``allow_code`` is empty.
-        signature: The valid signature of the run; None: the policy asks for no signature, or the run is refused.
-        refusal: Why the run is refused, as a sentence; empty: the run is allowed.
-    """
-
-    allow_code: str
-    code: str
-    signature: signing.Signature | None = None
-    refusal: str = ""
-
-    @property
-    def submitter(self) -> str:
-        """Return the name of the submitter who signed the run; empty: ``signature`` is None."""
-        return self.signature.submitter.name if self.signature else ""
-
-    def enforce(self) -> None:
-        """Raise NotAllowed where the run is refused."""
-        if self.refusal:
-            raise NotAllowed(self.refusal)
 
 
 @dataclass(frozen=True)
@@ -137,30 +85,35 @@ class Policy:
             raise PolicyError(f'{file}: allow-code = "signed" needs trusted-submitters, who may sign runs: `fl-bn kit trust` adds one')
         return read
 
-    def decide(self, fab_hash: str, fab: bytes, config: Mapping[str, Any], package: Path, now: float | None = None) -> Decision:
-        """Decide by ``allow_code`` whether the code of a run may run here. This method neither writes nor runs files of ``fab``.
+    def check_package(
+        self, package: bytes, run_config: Mapping[str, Any], installed: Path = HERE, now: float | None = None
+    ) -> signing.Signature | None:
+        """Check by ``allow_code`` whether the code of a run may run here. This method neither writes nor runs files of the package.
 
-        ``admission.py`` checks whether the signature came with another run before.
+        Where ``allow_code`` is ``installed``, the site runs its own fl-bn. Then the run must bring the same version, since
+        two versions would give different results. The caller checks whether the signature came with another run before.
 
         Args:
-            fab_hash: The SHA-256 of the package, as the server says.
-            fab: The package of the run, as a zip file.
-            config: The run config with which the run was submitted.
-            package: The folder of the package ``fl_bn`` that is installed here.
+            package: The package of the run, as a zip file.
+            run_config: The run config, with the defaults of the package.
+            installed: The folder of the package ``fl_bn`` that is installed here.
             now: The time, in seconds since 1970; None: now.
+
+        Returns:
+            The valid signature of the run; None: the policy asks for no signature.
+
+        Raises:
+            NotAllowed: The policy does not allow the code. The package is another one than the installed, or too large, or cannot be
+                read. Or nobody whom the site trusts has signed it.
         """
-        code = hashlib.sha256(fab).hexdigest()
+        if self.allow_code == INSTALLED:
+            self._check_installed(package, installed)
+        if self.allow_code != SIGNED:
+            return None
         try:
-            if fab_hash != code:
-                raise NotAllowed(f"{self.has_code()}, but the package of the run has another hash than the server says")
-            self.check_code(fab, package)
-            if self.allow_code != SIGNED:
-                return Decision(self.allow_code, code)
-            return Decision(SIGNED, code, signature=signing.check(code, config, self.trusted_submitters, now))
-        except NotAllowed as error:
-            return Decision(self.allow_code, code, refusal=str(error))
+            return signing.check(hashlib.sha256(package).hexdigest(), run_config, self.trusted_submitters, now)
         except signing.NotSigned as error:
-            return Decision(self.allow_code, code, refusal=f"{self.has_code()}, but {error}")
+            raise NotAllowed(f"{self.has_code()}, but {error}") from error
 
     def has_code(self) -> str:
         """Return the beginning of a refusal by ``allow_code``, such as ``this site's policy has allow-code = signed``."""
@@ -188,31 +141,16 @@ class Policy:
                     f"the run config has {key}={run_config[key]}, so statistics would summarise fewer samples",
                 )
 
-    def check_code(self, fab: bytes, package: Path) -> None:
-        """Check whether the policy allows the code of a run. Call this method before any of that code is loaded.
-
-        Where ``allow_code`` is ``installed``, the site runs its own fl-bn. Then the run must bring the same version, since
-        two versions would give different results.
-
-        Args:
-            fab: The app that the run brings, as a zip file.
-            package: The folder of the package ``fl_bn`` that is installed here.
-
-        Raises:
-            NotAllowed: Only installed code is allowed, and the app of the run has other files, is too large or cannot be read.
-        """
-        if self.allow_code != INSTALLED:
-            return
+    def _check_installed(self, package: bytes, installed: Path) -> None:
+        """Check that a package has the same files of fl-bn as the folder ``installed``."""
         try:
-            with zipfile.ZipFile(io.BytesIO(fab)) as archive:
-                if sum(entry.file_size for entry in archive.infolist()) > MOST_BYTES:
-                    raise _refusal("allow-code", self.allow_code, f"the unpacked package of the run has more than {MOST_BYTES >> 20} MiB")
-                sent = {name: archive.read(name) for name in archive.namelist() if name.startswith(PACKAGE) and name.endswith(".py")}
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
-            raise _refusal("allow-code", self.allow_code, f"the package of the run cannot be read: {error}") from error
+            files = files_of(package)
+        except PackageError as error:
+            raise _refusal("allow-code", self.allow_code, str(error)) from error
+        sent = {name: content for name, content in files.items() if name.startswith(PACKAGE) and name.endswith(".py")}
         if f"{PACKAGE}__init__.py" not in sent:
             raise _refusal("allow-code", self.allow_code, "the run brings an app that is not fl-bn's")
-        mine = {PACKAGE + path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
+        mine = {PACKAGE + path.relative_to(installed).as_posix(): path for path in installed.rglob("*.py")}
         for name, content in sorted(sent.items()):
             if name not in mine or mine[name].read_bytes() != content:
                 raise _refusal(

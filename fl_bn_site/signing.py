@@ -1,12 +1,13 @@
 """Sign runs, and check their signatures: ed25519, over the hash of a run's package (FAB archive) and over its run config.
 
+The signature covers the whole run config, with the defaults of the package, as an app sees it.
+
 The run-config key ``run-signature`` holds the submitter's public key, the time, a nonce that no other run has, and a
 signature. The signature covers the time, the nonce, the hash and the run config. Submitter and site both build the signed
 bytes (``statement``). The site builds them from the package and the run config that it has received. It hashes the package,
 but never opens it.
 
-This module imports only the standard library, and ``cryptography`` where a signature is made or checked, so that
-``policy.py`` can load it by its path.
+This module imports only the standard library, and ``cryptography`` where a signature is made or checked.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ DAY = 86400
 LASTS = 30 * DAY  # seconds for which a signature is valid
 AHEAD = DAY  # seconds by which the submitter's clock may be ahead of a site's
 KIND = "ssh-ed25519"
-FORM = re.compile(r"1\.([0-9a-f]{64})\.([0-9]{1,12})\.([0-9a-f]{32})\.([0-9a-f]{128})")  # version, key, time, nonce, signature
+FORM = re.compile(r"2\.([0-9a-f]{64})\.([0-9]{1,12})\.([0-9a-f]{32})\.([0-9a-f]{128})")  # version, key, time, nonce, signature
 
 
 class NotSigned(Exception):
@@ -119,13 +120,13 @@ def statement(code: str, config: Mapping[str, Any], at: int, nonce: str) -> byte
 
     Args:
         code: The SHA-256 of the package, in hexadecimal digits.
-        config: The run config as it was submitted. The keys ``OF_SERVER`` and the signature are left out.
+        config: The run config, with the defaults of the package. The keys ``OF_SERVER`` and the signature are left out.
         at: The time of the signature, in seconds since 1970.
         nonce: A random number that no other signature has, in hexadecimal digits.
     """
     signed = {name: value for name, value in config.items() if name not in (KEY, *OF_SERVER)}
     values = {"at": at, "code": code, "config": signed, "nonce": nonce}
-    return b"fl-bn run 1\n" + json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+    return b"fl-bn run 2\n" + json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
 def sign(private: Any, code: str, config: Mapping[str, Any], now: float | None = None) -> str:
@@ -142,7 +143,7 @@ def sign(private: Any, code: str, config: Mapping[str, Any], now: float | None =
     """
     at, nonce = int(time.time() if now is None else now), secrets.token_hex(16)
     signature = private.sign(statement(code, config, at, nonce)).hex()
-    return f"1.{private.public_key().public_bytes_raw().hex()}.{at}.{nonce}.{signature}"
+    return f"2.{private.public_key().public_bytes_raw().hex()}.{at}.{nonce}.{signature}"
 
 
 def check(code: str, config: Mapping[str, Any], trusted: Iterable[Submitter], now: float | None = None) -> Signature:
@@ -194,8 +195,8 @@ class Accepted:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def admit(self, run: int, signature: Signature, code: str) -> None:
-        """Admit a run, unless its signature came with another run before.
+    def admit(self, run: int, signature: Signature, code: str) -> bool:
+        """Admit a run, unless its signature came with another run before. Return whether the run is new here.
 
         Args:
             run: Flower's id of the run.
@@ -210,7 +211,7 @@ class Accepted:
         path = self.folder / f"{signature.nonce}.json"
         who = signature.submitter
         note = {"run": run, "submitter": who.name, "key": fingerprint(who.key), "code": code, "at": signature.at}
-        if not path.exists():
+        if new := not path.exists():
             made = self.folder / f".{signature.nonce}.{secrets.token_hex(4)}"
             with made.open("w", encoding="utf-8") as file:
                 file.write(json.dumps(note) + "\n")
@@ -231,6 +232,7 @@ class Accepted:
             raise NotSigned(
                 f"the run's signature was used for run {before} already, and a signature is for one run: sign and submit this run again"
             )
+        return new
 
 
 def _sync(folder: Path) -> None:

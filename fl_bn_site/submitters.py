@@ -156,7 +156,7 @@ class Package:
         if self.key is None:
             return kept
         arrives = find("parse_config_args")([flower_config(kept)])  # with values as Flower passes them on to the sites
-        return kept | {KEY: sign(self.key, self.code, arrives)}
+        return kept | {KEY: sign(self.key, self.code, (self.defaults or {}) | arrives)}
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:

@@ -1,17 +1,13 @@
-"""Run Flower 1.25's ``flower-supernode`` so that it asks for messages more often, and answers in place of processes that died.
+"""Run Flower 1.25's ``flower-supernode`` so that it asks for messages more often, and answers messages that nobody answers.
 
-Usage: ``python -P supernode.py --poll-seconds S [--policy FILE --accepted FOLDER] [--audit FOLDER] ARGUMENT...``.
+Usage: ``python -P supernode.py --poll-seconds S ARGUMENT...``.
 Flower's SuperNode asks the server for messages every 3 s. It looks for the answer of its app every 0.5 s, and waits 1 s
 for a tensor that has not arrived. Here it asks every S seconds while messages come, and every 3 s again after a minute
 without any message. The two other waits are 0.1 s.
 
-Where the process that works on a message dies, Flower 1.25 notices it after a minute, but does not tell the server. The
-round then waits until its deadline. Here the message gets an error reply with the reason:
-
-* ``app_host.py`` reports at once that a process died, or that ``app_host.py`` itself was started again. For this it sends a
-  heartbeat with the reason in the metadata (``endings.py``).
-* The SuperNode notices when nobody asks it for work for ``ABSENT`` seconds.
-* A process that hangs or is stopped sends no heartbeat. Flower notices this after a minute, as before.
+The gate (``gate.py``) answers where the process of an app dies. Where the gate's own process dies or hangs, Flower 1.25
+notices it after a minute, but does not tell the server. The round then waits until its deadline. Here the message gets an
+error reply with the reason. The SuperNode also notices when nobody asks it for work for ``ABSENT`` seconds.
 
 The SuperNode sends a reply to the server only when all of the reply has arrived. A process may die while it hands over a
 reply. Without this rule, the SuperNode would then wait for the rest of the reply for ever.
@@ -20,11 +16,7 @@ Where Flower's SuperNode cannot open the app of a run, it ends. Here the message
 In Flower, two kinds of messages delay the replies to all later messages: one that cannot be received completely, and one whose
 run has just ended. Here they do not (``answer_each_message``).
 
-With ``--policy``, the site's policy is applied to each message before the message is stored (``admission.py``). With
-``--audit``, the SuperNode logs each error that it makes itself in an audit log of its own (``node_audit.py``).
-
-This file is run by its path, since the package around it would import torch. For the same reason it runs ``compat``,
-``endings``, ``admission`` and ``node_audit`` by their paths.
+This file is run by its path, and runs ``compat`` by its path, since the package around them would import torch.
 """
 
 import argparse
@@ -52,8 +44,6 @@ NOBODY = f"the program that runs its ClientApps has not asked for work for {ABSE
 
 compat = runpy.run_path(str(Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"))
 find: Callable[[str], Any] = compat["find"]
-ENDED = runpy.run_path(str(Path(__file__).with_name("endings.py")))["ENDED"]
-REFUSED = "<class 'fl_bn_site.policy.NotAllowed'>:<'{}'>"  # Flower's form for errors of ClientApps: a refusal, to the server
 
 
 class PollingTime:
@@ -83,22 +73,19 @@ class PollingTime:
 # Processes that ended
 
 
-def fail(state: Any, run: int, why: str, refused: bool = False, unreadable: bool = False) -> None:
+def fail(state: Any, run: int, why: str, unreadable: bool = False) -> None:
     """Send an error as the answer to each message that the SuperNode holds for a run, since no process can answer it.
 
     Args:
         state: Flower's state of the SuperNode, which holds the messages.
         run: Flower's id of the run.
         why: The reason, as text for the server.
-        refused: Whether the site's policy refuses the run. Then the server does not ask this site again.
-        unreadable: Whether the app of the run cannot be opened. Then the server does not ask this site again, either.
+        unreadable: Whether the app of the run cannot be opened. Then the server does not ask this site again.
     """
     from flwr.app import Error, Message
 
     codes = find("ErrorCode")
-    code = codes.LOAD_CLIENT_APP_EXCEPTION if unreadable else codes.CLIENT_APP_CRASHED
-    error = Error(codes.CLIENT_APP_RAISED_EXCEPTION, REFUSED.format(why)) if refused else Error(code, why)
-
+    error = Error(codes.LOAD_CLIENT_APP_EXCEPTION if unreadable else codes.CLIENT_APP_CRASHED, why)
     insert = find("start_client_internal").__globals__["_insert_message"]
     with state.lock_msg_store:
         entries = [entry for entry in state.msg_store.values() if entry.message.metadata.run_id == run]
@@ -118,21 +105,6 @@ def fail(state: Any, run: int, why: str, refused: bool = False, unreadable: bool
             insert(Message(error, reply_to=message), state, state.object_store)
 
 
-def ended(state: Any, token: str, why: str) -> None:
-    """Send an error to the server in place of each answer that a process owed when it ended.
-
-    Args:
-        state: Flower's state of the SuperNode.
-        token: The token of the process; empty: all processes have ended.
-        why: Why the process ended, as text for the server.
-    """
-    with state.lock_token_store:
-        runs = [run for run, record in state.token_store.items() if token in ("", record.token)]
-    for run in runs:
-        fail(state, run, why)
-        state.delete_token(run)
-
-
 def answer_for_the_dead(state_class: Any, servicer: Any) -> None:
     """Change Flower's classes so that a message whose process ended is answered with an error.
 
@@ -140,7 +112,7 @@ def answer_for_the_dead(state_class: Any, servicer: Any) -> None:
         state_class: The class of the SuperNode's state.
         servicer: The class of the service for ClientApps.
     """
-    get_messages, list_apps, beat = state_class.get_messages, servicer.ListAppsToLaunch, servicer.SendAppHeartbeat
+    get_messages, list_apps = state_class.get_messages, servicer.ListAppsToLaunch
 
     def whole_replies(self: Any, *, run_ids: Any = None, is_reply: bool | None = None, limit: int | None = None) -> Any:
         """Return messages as Flower does, but no replies of a run whose process still works, since they may be incomplete.
@@ -167,15 +139,8 @@ def answer_for_the_dead(state_class: Any, servicer: Any) -> None:
         self.state_factory.state().asked = time.monotonic()
         return list_apps(self, request, context)
 
-    def heartbeat(self: Any, request: Any, context: Any) -> Any:
-        for key, value in context.invocation_metadata():
-            if key == ENDED:
-                ended(self.state_factory.state(), request.token, value.decode("utf-8", "replace"))
-                return find("SendAppHeartbeatResponse")(success=True)
-        return beat(self, request, context)
-
     state_class.get_messages, state_class._on_tokens_expired = whole_replies, expired
-    servicer.ListAppsToLaunch, servicer.SendAppHeartbeat = asked_for_work, heartbeat
+    servicer.ListAppsToLaunch = asked_for_work
 
 
 def answer_for_the_unreadable(names: dict[str, Any]) -> None:
@@ -324,9 +289,6 @@ def own_options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Split a command line into the options of this program and the remaining words, which are for Flower's program."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--poll-seconds", type=float, default=ASKING)
-    parser.add_argument("--policy", type=Path)
-    parser.add_argument("--accepted", type=Path)
-    parser.add_argument("--audit", type=Path)
     return parser.parse_known_args(words)
 
 
@@ -341,15 +303,6 @@ def main() -> None:
     names["time"] = PollingTime(own.poll_seconds)
     names["pull_objects"] = partial(names["pull_objects"], initial_backoff=SHORTEST)
     answer_for_the_dead(find("InMemoryNodeState"), find("ClientAppIoServicer"))
-    known: dict[int, Any] = {}  # run id -> Flower's record of the run, also of those that are refused
-    if own.audit:
-        node_audit = runpy.run_path(str(Path(__file__).with_name("node_audit.py")))
-        node_audit["write_errors"](names, own.audit.absolute(), lambda state, run: state.get_run(run) or known.get(run))
-    if own.policy:
-        if not own.accepted:
-            sys.exit("--policy needs --accepted FOLDER, where the SuperNode records which run came with which signature")
-        admission = runpy.run_path(str(Path(__file__).with_name("admission.py")))
-        admission["refuse_runs"](names, admission["Admission"](own.policy, own.accepted), partial(fail, refused=True), known)
     answer_for_the_unreadable(names)
     answer_each_message(names)
     repeat_cancelled_calls(names)

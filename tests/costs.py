@@ -16,7 +16,6 @@ ALONE = ("tests/deployment/test_dead_apps.py", "tests/exchange/", "tests/integra
 """Folders and files with slow tests that measure how long processes take to answer."""
 
 LONGEST = (
-    "tests/deployment/test_deaf_supernode.py",
     "tests/deployment/test_signed_runs.py",
     "tests/deployment/test_own_code_sent.py",
     "tests/deployment/test_own_app_runs.py",
@@ -236,7 +235,6 @@ DRILLS = (
     "tests/deployment/test_dead_apps.py::test_a_host_that_is_started_again_gives_up_its_predecessor_s_messages",
     "tests/deployment/test_dead_apps.py::test_a_message_whose_process_is_killed_is_done_again",
     "tests/deployment/test_dead_apps.py::test_a_process_that_dies_again_costs_its_site_the_round_and_no_more",
-    "tests/deployment/test_deaf_supernode.py::test_without_the_mechanism_the_round_waits_until_its_deadline",
     "tests/deployment/test_federation.py::test_a_deployed_run_ends_with_the_bits_of_one_in_process",
     "tests/deployment/test_federation.py::test_a_site_s_policy_bounds_its_evaluations",
     "tests/deployment/test_federation.py::test_sites_come_and_go_while_the_others_stay",

@@ -60,7 +60,8 @@ FLOWER = {  # the files outside fl_bn/flower that use Flower, and all of it that
     "fl_bn/apps/server.py": {"flwr.app", "flwr.serverapp"},
     "fl_bn/apps/client.py": {"flwr.app", "flwr.clientapp"},
     "fl_bn_site/leaving.py": {"flwr.app"},
-    "fl_bn_site/app_host.py": {"flwr.app"},
+    "fl_bn_site/answer.py": {"flwr.app"},
+    "fl_bn_site/wire.py": {"flwr.app"},
     "fl_bn_site/supernode.py": {"flwr.app"},
 }
 

@@ -1,14 +1,16 @@
 """Check whether the process of this container is alive, and can reach the servers that it needs.
 
     python healthcheck.py 127.0.0.1:9099 superlink:9092
+    python healthcheck.py /run/site/apps.sock
 
-The first address is that of the process's own gRPC health service (``--health-server-address``). Each further address
-must accept a TCP connection. The exit code is 0, or 1 with the reason on standard output. The program imports neither
-Flower nor torch, so that it starts in a fraction of a second.
+The first address is that of the process's own gRPC health service (``--health-server-address``), or the path of a socket
+that must accept a connection. Each further address must accept a TCP connection. The exit code is 0, or 1 with the reason
+on standard output. The program imports neither Flower nor torch, so that it starts in a fraction of a second.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 
@@ -20,7 +22,11 @@ DEADLINE = 3.0  # seconds for each address; the compose file allows 10 s for all
 
 
 def serving(address: str) -> str:
-    """Return what is wrong with the health service at ``address``, HOST:PORT; empty: it reports SERVING."""
+    """Return what is wrong with the health service at ``address``, HOST:PORT or a path; empty: it serves."""
+    if address.startswith("/"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            code = probe.connect_ex(address)
+        return f"nobody answers at {address}: {os.strerror(code)}" if code else ""
     with grpc.insecure_channel(address) as channel:
         try:
             answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=DEADLINE)

@@ -60,7 +60,7 @@ def processes(*words: str) -> list[int]:
             line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if line and all(word in line for word in words) and "tether.py" not in line:
+        if line and all(word in line for word in words) and not any(name in line for name in ("tether.py", "fl_bn_site.gate")):
             found.append(int(entry.parent.name))
     return sorted(found)
 
@@ -68,7 +68,7 @@ def processes(*words: str) -> list[int]:
 def message_processes(federation: Federation, site: str) -> list[int]:
     """Return the ids of the processes of a site that work on a message.
 
-    In the tree of the site's ClientApp processes, they are at least four levels deep and have no children.
+    In the tree of the site's ClientApp processes (base, warm, watcher), they are at least four levels deep and have no children.
     """
     pids = federation.find("clientapp", site)
     parents = {pid: int(stat.rpartition(")")[2].split()[1]) for pid in pids if (stat := _stat(pid))}
@@ -225,13 +225,13 @@ class Federation:
     def find(self, program: str, site: str = "") -> list[int]:
         """Return the ids of the processes of one kind: ``superlink``, ``serverapp``, ``supernode`` or ``clientapp``.
 
-        The last two are those of ``site``. ``clientapp`` finds the site's host, its waiting processes and those of messages.
+        The last two are those of ``site``. ``clientapp`` finds the base process, the warm ones and those of messages.
         """
         words = {
             "superlink": ("superlink.py", str(self.kit)),
             "serverapp": ("flwr-serverapp", f":{self.serverappio}"),
             "supernode": ("supernode.py", str(self.kit / "sites" / site)),
-            "clientapp": ("app_host.py", f":{self.nodes.get(site, 0)}"),
+            "clientapp": ("fl_bn_site.apps", str(self.kit / "sites" / site)),
         }
         return processes(*words[program])
 

@@ -20,9 +20,9 @@ from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode, _try_
 from typer.testing import CliRunner
 
 from fl_bn.cli.main import app as cli
-from fl_bn_site.app_host import parser
-from fl_bn_site.commands import APP_HOST, SUPERLINK, SUPERNODE, prepare, superlink
+from fl_bn_site.commands import SUPERLINK, SUPERNODE, prepare, superlink
 from fl_bn_site.control import Control, register_sites
+from fl_bn_site.gate import Site, options
 from tests.deployment.inner import (
     ConfigError,
     ControlError,
@@ -74,11 +74,13 @@ def test_flower_accepts_the_supernode_and_reads_its_node_config(kit: Path) -> No
     file.write_text(file.read_text().replace('dataset = ""', 'dataset = "npz"').replace('data-path = ""', 'data-path = "my data.npz"'))
     site = SiteFolder.read(kit / "sites/B")
     command, app = commands(site)
-    _, rest = own_options(list(command.argv[command.argv.index(str(SUPERNODE)) + 1 :]))
+    folder = kit / "sites/B"
+    gate, supernode = options(list(command.argv[4:]))
+    assert gate == Site(*(folder / name for name in ("node", "policy.toml", "node/audit", "packages", "run/apps.sock")))
+    _, rest = own_options(supernode[supernode.index(str(SUPERNODE)) + 1 :])
     args = _parse_args_run_supernode().parse_args(rest)
     assert (args.superlink, args.isolation, args.clientappio_api_address) == ("fl.example.org:9092", "process", "127.0.0.1:9094")
-    host = parser().parse_args(app.argv[app.argv.index(str(APP_HOST)) + 1 :])
-    assert (host.appio_api_address, host.policy) == ("127.0.0.1:9094", kit / "sites/B/policy.toml")
+    assert app.argv[-2:] == ("fl_bn_site.apps", str(folder / "run/apps.sock"))
     assert args.insecure is False
     assert try_obtain_root_certificates(args, args.superlink) == (kit / "sites/B/ca.crt").read_bytes()
     assert _try_setup_client_authentication(args) is not None

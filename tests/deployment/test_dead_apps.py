@@ -76,5 +76,5 @@ def test_a_site_whose_host_stays_away_is_left_out_within_seconds(federation: Fed
         start("clientapp")
         out = run.end()
     federation.start("sites/west")
-    assert "site west: the program that runs its ClientApps has not asked for work for 15 s" in out
+    assert "site west: the program that runs its ClientApps does not answer for 15 s" in out
     assert out.count("2/2 clients") >= 1

@@ -1,4 +1,4 @@
-"""A SuperNode answers for a process that died, and for a message that did not arrive whole. Flower's classes, in this process."""
+"""A SuperNode answers for a process that is silent, and for a message that did not arrive whole. Flower's classes, in this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flwr.common.inflatable import get_all_nested_objects
 from flwr.common.typing import Run
 from flwr.supercore.object_store import ObjectStoreFactory
 
-from fl_bn_site import endings, supernode
+from fl_bn_site import supernode
 from tests.deployment.inner import find
 
 RUN = 7
@@ -44,10 +44,10 @@ class Site:
         self.state.record_message_processing_start(message_id=message.metadata.message_id)
         return str(token)
 
-    def tell(self, token: str, why: str) -> None:
-        metadata = [("user-agent", "x"), (endings.ENDED, why.encode())]
-        request = find("SendAppHeartbeatRequest")(token=token)
-        self.service.SendAppHeartbeat(request, SimpleNamespace(invocation_metadata=lambda: metadata))
+    def expire(self) -> None:
+        """Let the process of the message be silent for so long that Flower gives it up."""
+        self.state._on_tokens_expired([(RUN, 0.0)])
+        self.state.delete_token(RUN)
 
     def replies(self) -> list[Message]:
         """What the SuperNode's loop takes; as there, both messages are gone then."""
@@ -64,13 +64,13 @@ def site() -> Site:
     return Site()
 
 
-def test_the_reason_of_a_death_is_the_reply_at_once(site: Site) -> None:
+def test_a_process_that_sends_no_heartbeat_is_answered_for(site: Site) -> None:
     message = site.receive()
-    token = site.take()
+    site.take()
     assert site.replies() == []
-    site.tell(token, "its process was killed by SIGKILL: out of memory")
+    site.expire()
     (reply,) = site.replies()
-    assert (reply.error.code, reply.error.reason) == (8, "its process was killed by SIGKILL: out of memory")
+    assert (reply.error.code, reply.error.reason) == (8, supernode.SILENT)
     assert reply.metadata.reply_to_message_id == message.metadata.message_id
     assert message.metadata.message_id in site.state.time_store, "else Flower would drop the reply"
     assert message.object_id not in site.objects, "its tensors are freed"
@@ -81,7 +81,7 @@ def test_the_reason_of_a_death_is_the_reply_at_once(site: Site) -> None:
 def test_a_part_of_a_reply_does_not_go_on_its_way(site: Site, whole: bool) -> None:
     """The SuperNode would wait for the rest for ever. A whole one goes when its process has handed its token back."""
     message = site.receive()
-    token = site.take()
+    site.take()
     reply = Message(RecordDict({"arrays": ArrayRecord({})}), reply_to=message)
     reply.metadata.__dict__["_message_id"] = reply.object_id
     site.state.store_message(reply)
@@ -90,8 +90,8 @@ def test_a_part_of_a_reply_does_not_go_on_its_way(site: Site, whole: bool) -> No
         assert [one.has_content() for one in site.replies()] == [True]
     else:
         assert site.replies() == []
-        site.tell(token, "x")
-        assert site.errors() == [(8, "x")]
+        site.expire()
+        assert site.errors() == [(8, supernode.SILENT)]
 
 
 def test_what_the_server_says_is_no_line_of_its_own_in_the_log() -> None:

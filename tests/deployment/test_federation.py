@@ -40,19 +40,21 @@ from tests.deployment.inner import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 WAIT = 45.0  # seconds for a node to be refused
-LINE = '\nimport os, pathlib\nif "sites" in os.environ["FLWR_HOME"]: pathlib.Path(os.environ["FLWR_HOME"], {!r}).touch()\n'
+LINE = '\nimport os, pathlib\nif "sites" in os.environ["FLWR_HOME"]: pathlib.Path(os.environ["FLWR_HOME"], "..", {!r}).resolve().touch()\n'
 PLANTING = """
 import os, pathlib, py_compile, shutil
 from torch import nn
 
 def build(classes, channels, image_size):
-    apps, here = pathlib.Path(os.environ["FLWR_HOME"], "apps"), pathlib.Path(__file__).parent
-    if "sites" in apps.parts:
+    here = pathlib.Path(__file__).parent
+    if "sites" in here.parts:
         for name in {names!r}:
-            if not (apps / name).exists():
-                shutil.copytree(here, apps / name)
-        for file in apps.rglob("fl_bn/__init__.py"):
+            if not (here.parent / name).exists():
+                shutil.copytree(here, here.parent / name)
+        for file in here.parent.rglob("fl_bn/__init__.py"):
             if here not in file.parents:
+                for path in (file.parents[1], file.parent, file):
+                    path.chmod(0o755)
                 file.write_text(file.read_text() + {line!r})
                 py_compile.compile(str(file), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
     return nn.Sequential(nn.Flatten(), nn.Linear(channels * image_size**2, 8), nn.BatchNorm1d(8), nn.Linear(8, classes))
@@ -104,7 +106,7 @@ def names_of(package: Package) -> tuple[str, str]:
 
 def ran(federation: Federation, name: str) -> list[str]:
     """The sites at which a line with this name has run."""
-    return [site for site in federation.sites if (federation.kit / f"sites/{site}/state/flower/{name}").exists()]
+    return [site for site in federation.sites if (federation.kit / f"sites/{site}/state/{name}").exists()]
 
 
 def codes(federation: Federation, run: str) -> set[tuple[str, str, str]]:
@@ -152,14 +154,14 @@ def test_what_the_code_of_a_removed_submitter_has_left_is_not_run(federation: Fe
     out, _ = process.communicate(timeout=600)
     assert "3/3 clients" in out
     ((_, _, code),) = {(0, 0, of[2]) for of in codes(federation, "planting") if of[1] == "mallory"}
-    apps = [federation.kit / f"sites/{site}/state/flower/apps" for site in federation.sites]
-    assert all((folder / name).exists() for folder in apps for name in names_of(package)), "control: it was run at each site"
+    packages = [federation.kit / f"sites/{site}/packages" for site in federation.sites]
+    assert all((folder / name).exists() for folder in packages for name in names_of(package)), "control: it was run at each site"
 
     for policy, text in policies.items():
         policy.write_text(text)
-    wait_until("what was unpacked for him is deleted", lambda: not [path for f in apps for path in f.rglob(f"*{code[:8]}*")], 20)
     assert "3/3 clients" in federation.run({**config, "name": "afterwards"})
     assert ran(federation, "left") == []
+    assert not [path for folder in packages for path in folder.rglob(f"*{code[:8]}*")], "nothing of a name that is not trusted stays"
     assert codes(federation, "afterwards") == {(site, "submitter", package.code) for site in federation.sites}
 
 

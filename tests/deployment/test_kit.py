@@ -194,7 +194,7 @@ def test_what_is_rendered_is_read(tmp_path: Path) -> None:
     site = SiteFolder.read(folder(tmp_path / "b", SiteFolder, SITE))
     assert (site.site, site.superlink, site.device, site.clientappio) == ("B", "fl.example.org:9092", "auto", "127.0.0.1:9094")
     assert (site.private_key, site.state_dir, site.audit_log) == tuple(
-        tmp_path / "b" / name for name in ("site.key", "state", "state/audit")
+        tmp_path / "b" / name for name in ("site.key", "state", "node/audit")
     )
     assert (read_folder(server.path), read_folder(site.path)) == (server, site)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,10 +21,9 @@ from fl_bn.flower.wire.codec import to_record
 from fl_bn.methods import METHODS
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support import departures
-from fl_bn_site import app_host
 from fl_bn_site.leaving import about, answered, message_bytes, sections_of
 from tests.costs import common_first
-from tests.deployment.inner import OTHER, GrpcExchange, lines_in
+from tests.deployment.inner import OTHER, GrpcExchange
 from tests.in_process import run
 
 Clients = Callable[..., list[Samples]]
@@ -164,27 +161,3 @@ def test_a_line_has_no_value_of_the_data(clients: list[Samples]) -> None:
     assert [value for value in values if value in lines] == []
     one = min(values)
     assert [value for value in values if value in lines + one] == [one]  # control
-
-
-@pytest.mark.parametrize("writable", [True, False])
-def test_the_host_writes_a_line_before_an_answer_leaves_or_an_error_leaves_in_its_place(writable: bool, tmp_path: Path) -> None:
-    folder = tmp_path / "audit"
-    if not writable:
-        folder.write_text("a file")
-    asked = made({}, "query.hello")
-    record = app_host.Record(app_host.Site("nowhere", tmp_path, audit=folder), asked, {}, b"zip")
-    reply = Message(RecordDict({"fl-bn/hello": ConfigRecord({"samples": 6, "label-counts": "[3, 3]"})}), reply_to=asked)
-    if writable:
-        record.submitted_by("anna")
-        assert record.checked(reply) is reply
-        assert record.failed(app_host.policy_module().NotAllowed("no")).error.reason.endswith("no'>")
-        assert record.failed(KeyError("x")).has_error()
-        lines = [line.values for line in lines_in(folder) if line.values]
-        assert [(line["decision"], line["submitter"]) for line in lines] == [(of, "anna") for of in ("sent", "refused", "failed")]
-        assert lines[0]["sections"]["introduction"] == {"tensors": 1, "bytes": 6}
-        assert lines[0]["code"] == hashlib.sha256(b"zip").hexdigest()
-        return
-    with pytest.raises(Exception, match="the answer does not leave") as raised:
-        record.checked(reply)
-    left = record.failed(raised.value)
-    assert (left.has_error(), left.has_content()) == (True, False)

@@ -15,11 +15,10 @@ import pytest
 
 from fl_bn.run.errors import ConfigError
 from fl_bn_site import submit as submit_module
-from fl_bn_site.app_host import placed
 from fl_bn_site.own_config import own_config
 from fl_bn_site.project import OF_RUN
 from tests.deployment.federation import FL_BN, Federation, wait_until
-from tests.deployment.inner import OF_SERVER, FolderError, Package, ServerFolder, build, submit
+from tests.deployment.inner import FolderError, Package, ServerFolder, build, submit
 
 NOW = datetime(2026, 11, 26, 21, 30)
 NETS = """
@@ -112,18 +111,6 @@ def test_an_own_app_is_submitted_with_its_keys_alone(
     assert (sent["output"], sent["exchange-host"], sent["exchange-port"]) == (str(server.results), "127.0.0.1", server.exchange_port)
     assert sent["exchange-key"] == str(server.key)
     assert (sent["num-server-rounds"], sent["client-names"], sent["client-nodes"]) == (3, "a,b", "197,198")
-
-
-# At a site
-
-
-def test_an_own_app_s_client_gets_its_place_and_fl_bn_s_finds_it_itself() -> None:
-    context = SimpleNamespace(node_config={"site": "b"}, run_config={"client-nodes": "11,7"}, node_id=7)
-    assert placed(context, "you/myapp") == {"site": "b", "partition-id": 1, "num-partitions": 2}
-    assert placed(context, "fl-bn/fl-bn") == {"site": "b"}
-    context.node_id = 8
-    assert placed(context, "you/myapp") == {"site": "b"}, "no client of this run"
-    assert "client-nodes" in OF_SERVER
 
 
 # On real processes

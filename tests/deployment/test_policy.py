@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from hashlib import sha256
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
-from flwr.app import Message
-from flwr.common.constant import ErrorCode
 
-from fl_bn_site import app_host
 from fl_bn_site.guides import site_policy
 from fl_bn_site.policy import NotAllowed
 from tests.deployment.inner import Policy, PolicyError, Submitter, hand_out
 from tests.deployment.test_signing import package_of
-from tests.hostile.bisecting import Bisecting
-from tests.hostile.test_gate import grid
 from tests.listed import listed
 
 RUN: dict[str, Any] = {"method": "hbn", "batch-size": 16, "hbn-stat-samples": 0, "dataset": "digits", "model": "mlp", "rounds": 3}
@@ -34,7 +25,7 @@ def test_without_a_file_or_a_line_everything_is_allowed(tmp_path: Path) -> None:
     for allowed in (Policy.read(None), Policy.read(tmp_path / "none.toml"), policy(tmp_path, "# nothing\n")):
         assert allowed == Policy()
         allowed.check_run({**RUN, "dataset": "own.module:load", "batch-size": 1})
-        allowed.check_code(b"no zip file", tmp_path)
+        assert allowed.check_package(b"no zip file", {}) is None
         allowed.check_reply(1, {"a.count": 1})
 
 
@@ -80,8 +71,7 @@ def test_only_the_installed_code_runs_where_the_policy_says_so(tmp_path: Path) -
     (package.parent / "mine.py").write_text("x = 3\n")  # the server does not learn that it guessed this file
     same = {"fl_bn/__init__.py": "VERSION = 1\n", "fl_bn/methods/hbn.py": "x = 1\n", "client_app/app.py": "not loaded"}
     only = policy(tmp_path, 'allow-code = "installed"')
-    only.check_code(package_of(same), package)
-    assert not only.decide(sha256(package_of(same)).hexdigest(), package_of(same), {}, package).refusal
+    assert only.check_package(package_of(same), {}, package) is None
     for other, name in (
         ({**same, "fl_bn/methods/hbn.py": "x = 2\n"}, "fl_bn/methods/hbn.py"),
         ({**same, "fl_bn/new.py": ""}, "fl_bn/new.py"),
@@ -89,9 +79,8 @@ def test_only_the_installed_code_runs_where_the_policy_says_so(tmp_path: Path) -
         ({"other/app.py": ""}, "app"),
     ):
         with pytest.raises(NotAllowed, match=name):
-            only.check_code(package_of(other), package)
-        assert name in only.decide(sha256(package_of(other)).hexdigest(), package_of(other), {}, package).refusal
-        policy(tmp_path, 'allow-code = "any"').check_code(package_of(other), package)  # control
+            only.check_package(package_of(other), {}, package)
+        policy(tmp_path, 'allow-code = "any"').check_package(package_of(other), {}, package)  # control
 
 
 def test_replies_of_few_samples_do_not_leave(tmp_path: Path) -> None:
@@ -133,36 +122,3 @@ def test_the_app_s_gate_gets_the_stricter_of_policy_and_node_config(
     tmp_path: Path, lines: str, node: dict[str, Any], limits: dict[str, Any]
 ) -> None:
     assert policy(tmp_path, lines).limits(node) == limits
-
-
-def test_the_host_hands_the_policy_s_limits_to_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's own way of answering a message, but for the connection to its SuperNode."""
-    (tmp_path / "policy.toml").write_text("max-evaluations = 2\n")
-    asked, contexts = Bisecting(grid()), []
-    context = asked.grid._contexts[1]
-    replies: list[Message] = []
-
-    def found(name: str) -> Any:
-        if name == "pull_clientappinputs":
-            (message,) = asked.grid._addressed([asked.message(1, 0.5)])
-            return lambda **of: (
-                message,
-                context,
-                SimpleNamespace(fab_hash=sha256(b"").hexdigest(), override_config={}),
-                SimpleNamespace(content=b""),
-            )
-        if name == "push_clientappoutputs":
-            return lambda stub, token, message, context: (replies.append(message), contexts.append(dict(context.node_config)))
-        return {"ErrorCode": ErrorCode}.get(name, MagicMock())
-
-    monkeypatch.setattr(app_host, "find", found)
-    monkeypatch.setattr(app_host, "_stub", MagicMock())
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    site, app = app_host.Site("nowhere", tmp_path, tmp_path / "policy.toml"), asked.grid._app
-    for code in 4 * [sha256(b"").hexdigest()]:
-        app_host.answer(site, app_host.Request(), app_host.App(code, "fl-bn/fl-bn", app), tmp_path)
-    assert [reply.has_error() for reply in replies] == [False, False, True, True]
-    assert "answered the 2 evaluations that it allows in a run" in str(replies[-1].error.reason)
-    assert all("max-evaluations" not in node for node in contexts)  # what the SuperNode keeps is as it was
-    app_host.answer(site, app_host.Request(), app_host.App("c0de" * 16, "fl-bn/fl-bn", app), tmp_path)
-    assert "this site has loaded another package than the one that came with the message" in str(replies[-1].error.reason)

@@ -1,4 +1,4 @@
-"""Signatures of runs: what they cover, whose count, and that a SuperNode takes in nothing of a run that it refuses."""
+"""Signatures of runs: what they cover, and whose count."""
 
 from __future__ import annotations
 
@@ -8,21 +8,14 @@ import subprocess
 import threading
 import zipfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from flwr.app import Message, RecordDict
-from flwr.common.constant import ErrorCode
 from flwr.common.serde import user_config_from_proto, user_config_to_proto
-from flwr.common.typing import Fab, Run
-from flwr.supercore.object_store import ObjectStoreFactory
 
-from fl_bn_site import supernode
-from fl_bn_site.admission import Admission, refuse_runs
+from fl_bn_site.policy import NotAllowed
 from fl_bn_site.signing import AHEAD, DAY, LASTS, Accepted, check, fingerprint, read_submitter, sign
 from fl_bn_site.submitters import public_line
 from tests.deployment.inner import KEY, OF_SERVER, NotSigned, Package, Policy, Submitter, find, flower_config, hand_out, read_key
@@ -84,7 +77,7 @@ def test_another_package_is_noticed_and_so_is_each_part_of_a_signature() -> None
         (version, key, at, nonce, other),
     ):
         assert "another package" in refused(CODE, {**config, KEY: ".".join(parts)}), parts
-    for text in ("", "1", 1, "2" + config[KEY][1:], config[KEY] + "\n", config[KEY].upper()):
+    for text in ("", "1", 1, "1" + config[KEY][1:], config[KEY] + "\n", config[KEY].upper()):
         assert "another package" not in refused(CODE, {**CONFIG, KEY: text}), "what is no signature is none"
 
 
@@ -192,146 +185,32 @@ def policy(folder: Path, text: str) -> Policy:
     return Policy.read(folder / "policy.toml")
 
 
-def test_the_decision_is_a_value_that_says_who_and_what(tmp_path: Path) -> None:
-    fab, trusting = package_of(FILES), 'allow-code = "signed"\ntrusted-submitters = ["alice"]'
-    package, config = Package(fab, MINE), {"rounds": 2}
-    for lines, of, submitter in ((trusting, package.signed(config), "alice"), (trusting, config, ""), ('allow-code = "any"', config, "")):
-        decision = policy(tmp_path, lines).decide(package.code, fab, of, tmp_path)
-        assert (decision.submitter, decision.code) == (submitter, package.code)
-        assert bool(decision.refusal) == (lines == trusting and not submitter)
-        assert "another hash than the server says" in policy(tmp_path, lines).decide("0" * 64, fab, of, tmp_path).refusal
-    installed = policy(tmp_path, 'allow-code = "installed"')
+def test_the_policy_asks_who_signed_the_whole_run_config(tmp_path: Path) -> None:
+    fab, defaults = package_of(FILES), {"rounds": 1, KEY: ""}
+    mine = policy(tmp_path, 'allow-code = "signed"\ntrusted-submitters = ["alice"]')
+    signed = defaults | Package(fab, MINE).signed({"rounds": 2})
+    found = mine.check_package(fab, signed)
+    assert found is not None
+    assert found.submitter == ALICE
+    for package, config in ((fab, defaults), (fab, signed | {"rounds": 3}), (fab + b"0", signed), (fab, signed | {"added": 1})):
+        with pytest.raises(NotAllowed, match="allow-code = signed, but the"):
+            mine.check_package(package, config)
+    assert policy(tmp_path, 'allow-code = "any"').check_package(fab, defaults) is None
+
+
+def test_a_run_that_lasts_longer_than_its_signature_ends_here(tmp_path: Path) -> None:
+    fab, mine = package_of(FILES), policy(tmp_path, 'allow-code = "signed"\ntrusted-submitters = ["alice"]')
+    config = {"rounds": 2, KEY: sign(MINE, Package(fab).code, {"rounds": 2}, NOW)}
+    mine.check_package(fab, config, now=NOW + LASTS)
+    with pytest.raises(NotAllowed, match="a signature lasts 30 days"):
+        mine.check_package(fab, config, now=NOW + LASTS + 1)
+
+
+def test_only_installed_code_is_a_whole_package_of_the_same_files(tmp_path: Path) -> None:
+    installed, fab = policy(tmp_path, 'allow-code = "installed"'), package_of(FILES)
+    (tmp_path / "fl_bn").mkdir()
+    (tmp_path / "fl_bn/__init__.py").write_text(FILES["fl_bn/__init__.py"])
+    installed.check_package(fab, {}, tmp_path / "fl_bn")
     for broken in (b"", b"no zip file", fab.replace(b"VERSION = 1", b"VERSION = 2"), fab[:-30]):
-        assert "cannot be read" in installed.decide(Package(broken).code, broken, {}, tmp_path / "fl_bn").refusal
-
-
-# The SuperNode
-
-
-class Node:
-    """Flower's own step of a SuperNode, with a server that answers as it likes."""
-
-    def __init__(self, folder: Path, run: Run, fab: bytes) -> None:
-        self.runs, self.fabs, self.asked, self.kept, self.confirmed = [run], [fab], 0, {}, []
-        self.state = find("InMemoryNodeState")(ObjectStoreFactory().store())
-        self.state.set_node_id(1)
-        self.admission = Admission(folder / "policy.toml", folder / "accepted")
-        module = find("start_client_internal").__globals__
-        self.names = {"_pull_and_store_message": module["_pull_and_store_message"]}
-        refuse_runs(self.names, self.admission, lambda *of: supernode.fail(*of, refused=True))
-        self.run_id = run.run_id
-
-    def step(self, trusted_entities: dict[str, str] | None = None) -> int | None:
-        message = Message(RecordDict(), dst_node_id=1, message_type="query")
-        message.metadata.__dict__.update(_run_id=self.run_id, _message_id=message.object_id)
-        tree = find("start_client_internal").__globals__["get_object_tree"](message)
-        return self.names["_pull_and_store_message"](
-            state=self.state,
-            ffs=SimpleNamespace(put=lambda fab, meta: self.kept.update({Package(fab).code: (fab, meta)}), get=self.kept.get),
-            object_store=self.state.object_store,
-            node_config={},
-            receive=lambda: (message, tree),
-            get_run=self.get_run,
-            get_fab=self.get_fab,
-            pull_object=lambda run, identity: b"",
-            confirm_message_received=lambda run, identity: self.confirmed.append(identity),
-            trusted_entities=trusted_entities,
-        )
-
-    def get_run(self, run: int) -> Run:
-        self.asked += 1
-        return self.runs.pop(0) if len(self.runs) > 1 else self.runs[0]
-
-    def get_fab(self, code: str, run: int) -> Fab:
-        fab = self.fabs.pop(0) if len(self.fabs) > 1 else self.fabs[0]
-        return Fab(code, fab, {})
-
-    def answers(self) -> list[Message]:
-        return list(self.state.get_messages(is_reply=True))
-
-
-def run_of(fab: bytes, config: Mapping[str, Any], run_id: int = 5) -> Run:
-    return replace(Run.create_empty(run_id), fab_id="p/app", fab_version="1", fab_hash=Package(fab).code, override_config=dict(config))
-
-
-@pytest.fixture
-def strict(tmp_path: Path) -> Path:
-    policy(tmp_path, 'allow-code = "signed"\ntrusted-submitters = ["alice"]')
-    return tmp_path
-
-
-def test_a_supernode_takes_in_what_is_signed(strict: Path) -> None:
-    """Control of those below."""
-    fab = package_of(FILES)
-    node = Node(strict, run_of(fab, Package(fab, MINE).signed({"rounds": 2})), fab)
-    assert [node.step(), node.step()] == [5, 5]
-    assert (node.answers(), list(node.kept), node.asked) == ([], [Package(fab).code], 1)
-    assert node.state.get_context(5).run_config["rounds"] == 2
-    assert [path.suffix for path in (strict / "accepted").iterdir()] == [".json"]
-
-
-def test_of_a_run_that_it_refuses_nothing_is_kept_and_the_server_is_told(strict: Path) -> None:
-    fab = package_of(FILES)
-    node = Node(strict, run_of(fab, {"rounds": 2}), fab)
-    assert node.step() == 5
-    (answer,) = node.answers()
-    assert answer.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
-    assert "NotAllowed'>:<'this site's policy has allow-code = signed, but the run is not signed'>" in str(answer.error.reason)
-    assert (node.kept, node.state.get_run(5), node.state.get_context(5)) == ({}, None, None)
-    assert not (strict / "accepted").exists()
-    asked = answer.metadata.reply_to_message_id
-    assert node.confirmed == [asked]
-    assert node.state.get_message_processing_duration(asked) >= 0  # else Flower 1.25 drops the answer
-
-
-def test_what_was_checked_is_what_is_taken_in(strict: Path) -> None:
-    """A server that answers a second question otherwise is not asked a second time."""
-    fab, other = package_of(FILES), package_of(FILES | {"fl_bn/__init__.py": "import evil"})
-    config = Package(fab, MINE).signed({"rounds": 2})
-    node = Node(strict, run_of(fab, config), fab)
-    node.runs.append(run_of(other, config | {"rounds": 99}))
-    node.fabs.append(other)
-    node.step()
-    assert (list(node.kept), node.state.get_run(5).override_config["rounds"]) == ([Package(fab).code], 2)
-
-
-def test_what_is_asked_for_again_is_checked_again(strict: Path) -> None:
-    """Flower keeps nothing of a run that it cannot open: here the server has added a key that the package does not know."""
-    fab, other = package_of(FILES), package_of(FILES | {"fl_bn/__init__.py": "import evil"})
-    config = Package(fab, MINE).signed({"rounds": 2})
-    node = Node(strict, run_of(fab, config | {"output": "/srv"}), fab)
-    supernode.answer_for_the_unreadable(node.names)
-    node.step()
-    node.runs, node.fabs = [run_of(other, config)], [other]
-    node.state.delete_messages()
-    node.step()
-    assert node.kept == {}
-    assert ["one of the two was changed after the signing" in str(answer.error.reason) for answer in node.answers()] == [True]
-
-
-def test_a_submitter_who_is_trusted_no_more_is_refused_in_the_middle_of_a_run(strict: Path) -> None:
-    fab = package_of(FILES)
-    node = Node(strict, run_of(fab, Package(fab, MINE).signed({"rounds": 2})), fab)
-    node.step()
-    assert node.answers() == []
-    (strict / "policy.toml").write_text('allow-code = "signed"\ntrusted-submitters = []\n')
-    node.state.delete_messages()
-    node.step()
-    assert "needs trusted-submitters" in str(node.answers()[0].error.reason)
-
-
-def test_a_run_that_lasts_longer_than_its_signature_ends_here(strict: Path) -> None:
-    fab = package_of(FILES)
-    admission = Admission(strict / "policy.toml", strict / "accepted")
-    run = run_of(fab, {"rounds": 2, KEY: sign(MINE, Package(fab).code, {"rounds": 2}, NOW)})
-    assert not admission.decide(5, run, lambda: fab, NOW + LASTS).refusal
-    assert "a signature lasts 30 days" in admission.decide(5, run, lambda: fab, NOW + LASTS + 1).refusal
-
-
-def test_where_it_cannot_be_written_down_no_run_is_let_in(strict: Path) -> None:
-    fab = package_of(FILES)
-    (strict / "accepted").write_text("a file in the place of the folder")
-    node = Node(strict, run_of(fab, Package(fab, MINE).signed({"rounds": 2})), fab)
-    node.step()
-    assert "cannot write down that it accepted the run" in str(node.answers()[0].error.reason)
-    assert node.kept == {}
+        with pytest.raises(NotAllowed, match="cannot be read"):
+            installed.check_package(broken, {}, tmp_path / "fl_bn")

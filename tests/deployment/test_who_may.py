@@ -15,8 +15,10 @@ import grpc
 import pytest
 
 from fl_bn_site.certificates import make_authority
+from fl_bn_site.packages import Packages
 from tests.deployment.federation import Federation, farewell, wait_until
-from tests.deployment.inner import KitPlan, SiteFolder, append, commands, create, files_in, find, verify
+from tests.deployment.inner import KitPlan, SiteFolder, commands, create, find, verify
+from tests.deployment.test_signing import package_of
 
 ROOT = Path(__file__).parents[2]
 KEY, APP, STRANGER = 21001, 21002, 21003  # users who need no entry anywhere
@@ -85,41 +87,37 @@ def test_the_supernode_does_not_read_what_the_site_keeps(site: Path) -> None:
 
 
 @root_only
-def test_the_app_does_not_reach_what_the_site_accepted(site: Path) -> None:
-    accepted = SiteFolder.read(site).accepted
-    accepted.mkdir(mode=0o700)
-    (accepted / "nonce.json").write_text("{}")
-    for path in (accepted, accepted / "nonce.json"):
+@pytest.mark.parametrize("name", ["accepted", "audit"])
+def test_the_app_does_not_reach_what_the_gate_writes(site: Path, name: str) -> None:
+    folder = SiteFolder.read(site).node_dir / name
+    folder.mkdir(mode=0o700)
+    (folder / "file").write_text("{}")
+    for path in (folder, folder / "file"):
         os.chown(path, KEY, KEY)
-    assert not may(APP, "read", accepted / "nonce.json")
-    assert not may(APP, "write", accepted)
-    assert may(KEY, "write", accepted)
+    assert not any(may(APP, what, path) for what in ("read", "write") for path in (folder, folder / "file"))
+    assert may(KEY, "write", folder)
+    assert not may(STRANGER, "read", folder / "file")
+
+
+@root_only
+def test_the_app_reads_packages_and_changes_none(site: Path) -> None:
+    folder = SiteFolder.read(site)
+    package = Packages(folder.packages).unpack(package_of({"app.py": "x = 1"}), "")
+    for path in (package, package / "app.py"):
+        os.chown(path, KEY, KEY)
+    assert may(APP, "read", package / "app.py")
+    for path in (folder.packages, package, package / "app.py"):
+        assert not may(APP, "write", path), path
+        assert not may(APP, "delete", path), path
+    assert not may(STRANGER, "read", package / "app.py")
+    assert may(APP, "write", folder.apps_socket.parent)
+    assert not may(STRANGER, "write", folder.apps_socket.parent)
+
+
+@root_only
+def test_the_app_trusts_no_submitter_by_itself(site: Path) -> None:
     assert not may(APP, "write", site / "submitters")
     assert not may(APP, "write", site / "submitters/submitter.pub")
-    assert may(APP, "read", site / "submitters/submitter.pub")
-
-
-@root_only
-def test_the_supernode_neither_reads_nor_changes_the_audit_log(site: Path) -> None:
-    log = SiteFolder.read(site).audit_log
-    append(log, {"run": "1"})
-    for path in (log, *log.iterdir()):
-        os.chown(path, APP, APP)
-    (lines,) = files_in(log)
-    assert not any(may(KEY, what, path) for what in ("read", "write") for path in (lines, log / "head"))
-    assert may(APP, "write", lines)
-    assert not may(STRANGER, "read", lines)
-
-
-@root_only
-def test_the_app_neither_reads_nor_changes_the_supernode_s_audit_log(site: Path) -> None:
-    log = SiteFolder.read(site).node_audit_log
-    append(log, {"run": "1"})
-    for path in (log, *log.iterdir()):
-        os.chown(path, KEY, KEY)
-    (lines,) = files_in(log)
-    assert not any(may(APP, what, path) for what in ("read", "write") for path in (lines, log / "head"))
-    assert may(KEY, "write", lines)
 
 
 @root_only
@@ -142,7 +140,10 @@ def test_the_units_give_key_and_app_to_two_users() -> None:
     node, app = ((ROOT / f"deploy/systemd/{name}.service").read_text() for name in ("fl-bn-site", "fl-bn-app"))
     assert re.findall(r"(?m)^User=(.+)$", node + app) == ["fl-bn", "fl-bn-app"]
     assert re.search(r"(?m)^InaccessiblePaths=.*site\.key", app)
-    assert re.findall(r"(?m)^ReadWritePaths=(.+)$", node + app) == ["/var/lib/fl-bn/site/node", "/var/lib/fl-bn/site/state"]
+    assert re.findall(r"(?m)^ReadWritePaths=(.+)$", node + app) == [
+        "/var/lib/fl-bn/site/node /var/lib/fl-bn/site/packages",
+        "/var/lib/fl-bn/site/state /var/lib/fl-bn/site/run",
+    ]
     assert ("--only supernode" in node, "--only clientapp" in app) == (True, True)
     for unit in (node, app, (ROOT / "deploy/systemd/fl-bn-server.service").read_text()):
         for line in ("MemoryMax", "CPUQuota", "TasksMax"):
@@ -257,7 +258,7 @@ def test_a_run_that_the_policy_forbids_is_refused_before_its_code_is_loaded(fede
     config = {"model": "mlp", "clients": 1, "rounds": 1, "local-steps": 1, "pictures": False, "evaluate-every": 1}
     with pytest.raises(RuntimeError, match=r"allow-methods = fedbn, but the run's method is 'fedavg'"):
         federation.run({**config, "method": "fedavg", "name": "forbidden"})
-    apps = federation.kit / "sites/a/state/flower/apps"
-    assert not list(apps.glob("*")), "its code was unpacked"
+    packages = federation.kit / "sites/a/packages"
+    assert not list(packages.glob("*")), "its code was unpacked"
     federation.run({**config, "method": "fedbn", "name": "allowed"})
-    assert list(apps.glob("*")), "control: an allowed one is"
+    assert list(packages.glob("*")), "control: an allowed one is"

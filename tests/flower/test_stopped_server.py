@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+from flwr.common.retry_invoker import _make_simple_grpc_retry_invoker
 
 from fl_bn.flower.compat import repeat_cancelled
 from fl_bn_site import supernode
@@ -44,7 +45,7 @@ def test_a_reply_that_a_stopping_server_cancels_is_fetched_again(changed: bool) 
         over = Event()
 
         def call(over: Event = over) -> None:
-            invoker = find("_make_simple_grpc_retry_invoker")()
+            invoker = _make_simple_grpc_retry_invoker()
             if changed:
                 repeat_cancelled(invoker)
             with grpc.insecure_channel(f"127.0.0.1:{port}", options=UNLIMITED) as channel:
@@ -86,7 +87,7 @@ def counted(pull: Any, codes: list[str]) -> Any:
 
 @pinned
 def test_a_call_that_this_process_ends_is_not_repeated() -> None:
-    invoker = find("_make_simple_grpc_retry_invoker")()
+    invoker = _make_simple_grpc_retry_invoker()
     repeat_cancelled(invoker)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

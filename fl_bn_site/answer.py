@@ -1,0 +1,250 @@
+"""Answer one message at a site's gate: check it, write the audit log, and let an app answer in a process of its own."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import chdir, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Error, Message
+
+from fl_bn_site import audit, leaving, wire
+from fl_bn_site.apps import PACKET, Job
+from fl_bn_site.packages import PackageError, Packages
+from fl_bn_site.policy import INSTALLED, NotAllowed, Policy, PolicyError, summary_of
+from fl_bn_site.signing import Accepted, NotSigned
+
+OURS = "fl-bn/fl-bn"  # the id of fl-bn's own app
+UNLOADABLE, RAISED, DIED = 1, 2, 8  # Flower's error codes
+ABSENT = 15.0  # seconds for which the gate looks for the program that runs the apps
+NOBODY = f"the program that runs its ClientApps does not answer for {ABSENT:.0f} s: read the site's logs/clientapp.log"
+RESTARTED = "the program that runs its ClientApps was restarted while it worked on the message"
+LATE = "its process did not answer before the deadline of the message, and was ended"
+
+
+@dataclass(frozen=True)
+class Site:
+    """Hold what the gate knows of its site.
+
+    Attributes:
+        home: The folder of the gate, which other users may not enter.
+        policy: The site's policy file.
+        audit: The folder of the audit log.
+        packages: The folder in which packages are unpacked. The apps may read it.
+        apps: The socket of the program that runs the apps.
+    """
+
+    home: Path
+    policy: Path
+    audit: Path
+    packages: Path
+    apps: Path
+
+
+class AppError(Exception):
+    """Signal that an app gave no answer.
+
+    Attributes:
+        code: Flower's code of the error.
+        refused: Whether the app itself refused the message.
+    """
+
+    def __init__(self, reason: str, code: int, refused: bool = False) -> None:
+        super().__init__(reason)
+        self.code, self.refused = code, refused
+
+
+class Answer:
+    """Answer one message in place of the functions with which Flower installs, loads and calls a ClientApp.
+
+    Args:
+        site: The site.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self.site, self.package = site, b""
+
+    def install(self, package: bytes, *_: Any, **__: Any) -> Path:
+        """Keep the package. Nothing of it is unpacked before the message is checked."""
+        self.package = package
+        return self.site.packages
+
+    def loader(self, *_: Any, **__: Any) -> Callable[..., Callable[..., Message]]:
+        """Return a function that takes the server's name of the app and returns the ClientApp: this gate."""
+        return lambda app, *_, **__: lambda message, context: self.answer(str(app), message, context)
+
+    def answer(self, app: str, message: Message, context: Context) -> Message:
+        """Return the answer to a message: an app's, or an error.
+
+        Its line in the audit log is on the disk before this function returns.
+
+        Args:
+            app: The id of the app, PUBLISHER/NAME, as the server says it. It decides on ``placed`` alone.
+            message: The message.
+            context: Its context. ``context.state`` is replaced by what the app left there.
+        """
+        about = leaving.about(message, context.run_config, hashlib.sha256(self.package).hexdigest())
+        kind = message.metadata.message_type
+
+        def log(entry: Mapping[str, Any]) -> None:
+            audit.append(self.site.audit, {**about, **entry})
+
+        refusal = "failed"
+        try:
+            policy = self._checked(context, about)
+            given = copy.copy(context)
+            given.node_config = policy.limits(placed(context, app))
+            reply, state = self._ask(policy, about["code"], message, given, lambda *vector: log(leaving.exchanged(kind, *vector)))
+            policy.check_reply(*summary_of(reply))
+            log(leaving.answered(kind, reply))
+        except (NotAllowed, PackageError, wire.WireError, audit.AuditError, OSError) as error:
+            refusal = "refused" if isinstance(error, NotAllowed) else refusal
+            reply = _error(message, f"{type(error)}:<'{error}'>", UNLOADABLE if isinstance(error, PackageError) else RAISED)
+        except AppError as error:
+            refusal = "refused" if error.refused else refusal
+            reply = _error(message, str(error), error.code)
+        else:
+            context.state = state
+            return reply
+        print(f"a {kind} message gets an error as its answer: {reply.error.reason}", file=sys.stderr, flush=True)
+        try:
+            log(leaving.answered(kind, reply, refusal))
+        except audit.AuditError as error:
+            reply = _error(message, f"{type(error)}:<'{error}'>", RAISED)
+        return reply
+
+    def _checked(self, context: Context, about: dict[str, Any]) -> Policy:
+        """Check package and run config by the site's policy, and enter the submitter in ``about``.
+
+        Raises:
+            NotAllowed: The policy refuses the run.
+        """
+        try:
+            policy = Policy.read(self.site.policy)
+            policy.check_run(context.run_config)
+            if signature := policy.check_package(self.package, context.run_config):
+                about["submitter"] = signature.submitter.name
+                if Accepted(self.site.home / "accepted").admit(context.run_id, signature, about["code"]):
+                    print(f"run {context.run_id} is admitted: signed by {signature.submitter}, code {about['code']}", file=sys.stderr)
+        except PolicyError as error:
+            raise NotAllowed(str(error)) from error
+        except NotSigned as error:
+            raise NotAllowed(f"{policy.has_code()}, but {error}") from error
+        except OSError as error:
+            raise NotAllowed(f"this site cannot write down that it accepted the run: {error}") from error
+        return policy
+
+    def _ask(self, policy: Policy, code: str, message: Message, context: Context, log: Callable[..., None]) -> tuple[Message, Any]:
+        """Let the app answer.
+
+        Args:
+            policy: The policy of the site.
+            code: The SHA-256 of the package.
+            message: The message.
+            context: Its context.
+            log: Writes a line of the audit log about a vector of a layer-wise exchange, before the vector leaves.
+
+        Returns:
+            The answer, and the state of the client.
+
+        Raises:
+            AppError: The app raised an error, or its process ended.
+            WireError: The process sent something that is no answer.
+            PackageError, OSError: The package cannot be unpacked.
+            AuditError: The audit log cannot be written.
+        """
+        told = hashlib.sha256(repr(policy).encode()).hexdigest()
+        folder = "" if policy.allow_code == INSTALLED else str(Packages(self.site.packages).unpack(self.package, told))
+        with connect(self.site.apps, Job(code if folder else "", folder, told, policy.memory())) as (control, data):
+            end = time.monotonic() + message.metadata.ttl
+            try:
+                wire.send_message(data, message, context)
+                data.settimeout(message.metadata.ttl)
+                while "exchange" in (header := wire.receive(data))[0]:
+                    wire.send(data, {"error": _logged(log, header[0]["exchange"])})
+                    data.settimeout(max(1.0, end - time.monotonic()))
+            except TimeoutError:
+                raise AppError(LATE, DIED) from None
+            except (EOFError, OSError):
+                control.settimeout(ABSENT)
+                raise AppError(control.recv(PACKET).decode(errors="replace") or RESTARTED, DIED) from None
+        return _read(message, policy, *header)
+
+
+def _logged(log: Callable[..., None], vector: Any) -> str:
+    """Write the line about a vector. Return why that failed; empty: it is written."""
+    try:
+        section, nbytes, samples = vector
+        log(str(section), int(nbytes), int(samples))
+    except (audit.AuditError, ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _read(message: Message, policy: Policy, header: Mapping[str, Any], blobs: list[bytes]) -> tuple[Message, Any]:
+    """Return the answer and the client's state that the process of an app sent."""
+    if "error" in header:
+        if header.get("memory") and policy.max_memory is not None:
+            raise NotAllowed(f"this site's policy has max-memory = {policy.max_memory:g} GB, and the run needs more")
+        code = UNLOADABLE if header.get("unloadable") else RAISED
+        raise AppError(str(header["error"]), code, header.get("refused") is True)
+    state = wire.records_of(header.get("state"), blobs)
+    if "reply" in header:
+        return Message(wire.records_of(header["reply"], blobs), reply_to=message), state
+    return _error(message, str(header.get("reason")), RAISED), state
+
+
+def _error(message: Message, reason: str, code: int) -> Message:
+    return Message(Error(code=code, reason=reason), reply_to=message)
+
+
+@contextmanager
+def connect(apps: Path, job: Job) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Give a job to the program that runs the apps.
+
+    Args:
+        apps: The socket of that program.
+        job: The job.
+
+    Yields:
+        A connection on which that program says how the process of the app ended, and a connection to this process.
+
+    Raises:
+        AppError: The program does not answer.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as control:
+        end = time.monotonic() + ABSENT
+        with chdir(apps.parent):  # the path of a socket must be short
+            while control.connect_ex(apps.name):
+                if time.monotonic() > end:
+                    raise AppError(NOBODY, DIED)
+                time.sleep(0.1)
+        data, theirs = socket.socketpair()
+        with data:
+            with theirs:
+                socket.send_fds(control, [json.dumps(asdict(job)).encode()], [theirs.fileno()])
+            yield control, data
+
+
+def placed(context: Context, app: str) -> dict[str, Any]:
+    """Return the node config of a message, with the number of the client for apps other than fl-bn's.
+
+    Such apps read ``partition-id`` (the number of the client, from 0) and ``num-partitions`` (the number of clients). fl-bn's
+    app finds its number by itself.
+
+    Args:
+        context: Flower's context of the message.
+        app: The id of the app, PUBLISHER/NAME.
+    """
+    node, nodes = dict(context.node_config), str(context.run_config.get("client-nodes", "")).split(",")
+    if app != OURS and str(context.node_id) in nodes:
+        node |= {"partition-id": nodes.index(str(context.node_id)), "num-partitions": len(nodes)}
+    return node

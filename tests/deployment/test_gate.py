@@ -1,0 +1,392 @@
+"""A site's gate, with apps in real processes but without a SuperNode: what it refuses, what runs, what leaves, and who dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+
+from fl_bn_site import wire
+from fl_bn_site.answer import Answer, Site, placed
+from fl_bn_site.packages import PackageError, Packages, files_of
+from tests.deployment.federation import wait_until
+from tests.deployment.inner import Package, check, lines_in
+from tests.deployment.test_signing import ALICE, MINE, hand_out, package_of
+from tests.listed import listed
+
+PYPROJECT = """
+project = {name = "app", version = "1"}
+[tool.flwr.app]
+publisher = "p"
+components = {serverapp = "app:app", clientapp = "app:app"}
+config = {rounds = 1, run-signature = ""}
+"""
+# An app that answers with what its module says of itself. ``{}`` stands for the body of the call.
+APP = """
+import os, sys
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+loaded_by, program, messages = os.getpid(), sys.argv[0], 0
+
+def app(message, context):
+    global messages
+    messages += 1
+    told = {"pid": os.getpid(), "loaded_by": loaded_by, "messages": messages, "program": program, "file": __file__}
+BODY
+    return Message(RecordDict({"told": ConfigRecord(told)}), reply_to=message)
+"""
+ALONE = "import sys; from fl_bn_site import apps; apps.PRELOADED = ('flwr.app',); apps.main()"
+
+
+def package(body: str = "pass", above: str = "") -> bytes:
+    """A package whose app does ``body`` with a message, after the module has done ``above``."""
+    return package_of({"pyproject.toml": PYPROJECT, "app.py": above + APP.replace("BODY", f"    {body}")})
+
+
+class Gate:
+    """A site whose apps run in a process that has imported little."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.site = Site(folder / "node", folder / "policy.toml", folder / "node/audit", folder / "packages", folder / "run/apps.sock")
+        self.site.home.mkdir()
+        self.start()
+
+    def start(self) -> None:
+        self.site.apps.unlink(missing_ok=True)
+        self.apps = subprocess.Popen([sys.executable, "-c", ALONE, str(self.site.apps)], start_new_session=True)
+        wait_until("the apps listen", self.site.apps.exists, 120)
+
+    def policy(self, text: str) -> None:
+        hand_out([ALICE], self.folder)
+        self.site.policy.write_text(text)
+
+    def ask(self, content: bytes, run: int = 5, app: str = "p/app", ttl: float = 600.0, **config: Any) -> Message:
+        """Ask as Flower's program does: it installs a package, loads an app by the server's names, and calls it."""
+        answer = Answer(self.site)
+        answer.install(content, flwr_dir="/nowhere", skip_prompt=True)
+        message = Message(RecordDict({"arrays": ArrayRecord()}), 1, "train", ttl=ttl)
+        message.metadata.__dict__.update(_run_id=run, _message_id=message.object_id, _src_node_id=1)
+        given = {"rounds": 1, "run-signature": ""} | config
+        self.context = Context(run, 7, {"state-dir": "/state"}, RecordDict(), given)
+        return answer.loader("", app_path=None, multi_app=True)(app, "../../1", "0" * 64)(message=message, context=self.context)
+
+    def told(self, content: bytes, **config: Any) -> dict[str, Any]:
+        """What the app of a package says of itself."""
+        reply = self.ask(content, **config)
+        assert not reply.has_error(), reply.error.reason
+        return dict(reply.content["told"])
+
+    def lines(self) -> list[dict[str, Any]]:
+        assert check(self.site.audit).faults == ()
+        return [line.values for line in lines_in(self.site.audit) if line.values]
+
+    def end(self) -> None:
+        self.apps.kill()
+        self.apps.wait()
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    made = Gate(tmp_path)
+    yield made
+    made.end()
+
+
+def test_an_app_is_imported_once_and_every_message_has_a_process_of_its_own(gate: Gate) -> None:
+    """Two runs that take turns keep their apps."""
+    content, other = package(), package("told['other'] = 1")
+    said = [gate.told(one) for one in (content, other, content, other, content)]
+    assert len({one["pid"] for one in said}) == 5
+    assert [one["loaded_by"] for one in said[:3]] == [one["loaded_by"] for one in said[2:]]
+    assert len({one["loaded_by"] for one in said}) == 2
+    assert {one["messages"] for one in said} == {1}, "what a message changes ends with it"
+    assert {one["program"] for one in said} == {"flwr-clientapp"}, "fl-bn's app then ends a message that hangs"
+    assert [one.get("other") for one in said] == [None, 1, None, 1, None]
+
+
+def test_an_app_that_starts_threads_is_imported_by_every_message(gate: Gate) -> None:
+    """Threads do not survive a fork."""
+    content = package(above="import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n")
+    said = [gate.told(content) for _ in range(2)]
+    assert all(one["pid"] == one["loaded_by"] for one in said)
+
+
+# What a message brings and takes away
+
+
+def test_content_and_state_come_back_as_they_were(gate: Gate) -> None:
+    body = (
+        "context.state['kept'] = ConfigRecord({'bytes': [b'', bytes(range(256))], 'text': 'ä', 'yes': True})\n"
+        "    told |= {'key': context.node_config['state-dir'], 'rounds': context.run_config['rounds']}\n"
+        "    import numpy as np\n    from flwr.app import Array\n"
+        "    arrays = ArrayRecord({'x': Array(np.arange(6, dtype='float32').reshape(2, 3)), 'empty': Array(np.zeros((0, 2)))})\n"
+        "    metrics = MetricRecord({'loss': float('nan'), 'samples': 9, 'each': [1.5, 2.0]})\n"
+        "    return Message(RecordDict({'arrays': arrays, 'metrics': metrics, 'told': ConfigRecord(told)}), reply_to=message)"
+    )
+    reply = gate.ask(package(body), rounds=3)
+    arrays = reply.content.array_records["arrays"]
+    assert np.array_equal(arrays["x"].numpy(), np.arange(6, dtype="float32").reshape(2, 3))
+    assert arrays["empty"].numpy().shape == (0, 2)
+    metrics = dict(reply.content.metric_records["metrics"])
+    assert np.isnan(metrics.pop("loss"))
+    assert metrics == {"samples": 9, "each": [1.5, 2.0]}
+    assert dict(gate.context.state["kept"]) == {"bytes": [b"", bytes(range(256))], "text": "ä", "yes": True}
+    told = reply.content["told"]
+    assert (told["key"], told["rounds"]) == ("/state", 3)
+    (line,) = gate.lines()
+    assert (line["decision"], line["tensors"], line["run"], line["message"]) == ("sent", 2, "5", "train")
+
+
+def test_an_own_app_s_client_gets_its_place_and_fl_bn_s_finds_it_itself() -> None:
+    context: Any = SimpleNamespace(node_config={"site": "b"}, run_config={"client-nodes": "11,7"}, node_id=7)
+    assert placed(context, "you/myapp") == {"site": "b", "partition-id": 1, "num-partitions": 2}
+    assert placed(context, "fl-bn/fl-bn") == {"site": "b"}
+    context.node_id = 8
+    assert placed(context, "you/myapp") == {"site": "b"}, "no client of this run"
+
+
+def bare(*frame: bytes) -> tuple[dict[str, Any], list[bytes]]:
+    """What is read where the process of an app sends these bytes."""
+    near, far = socket.socketpair()
+    with near, far:
+        far.sendall(b"".join(frame))
+        far.close()
+        return wire.receive(near)
+
+
+def test_what_an_app_sends_is_read_by_its_schema() -> None:
+    blobs: list[bytes] = []
+    described = wire.describe(RecordDict({"c": ConfigRecord({"b": b"x"}), "m": MetricRecord({"n": 3})}), blobs)
+    read = wire.records_of(json.loads(json.dumps(described)), blobs)
+    assert {name: dict(record) for name, record in read.items()} == {"c": {"b": b"x"}, "m": {"n": 3}}
+    with pytest.raises(EOFError):
+        bare(wire.LENGTH.pack(9), b"cut")
+    for header in (b"no json", b"[]", b"{}", b'{"sizes": [-1]}', b'{"sizes": ["1"]}', b'{"sizes": ' + b"[" * 100_000):
+        with pytest.raises(wire.WireError):
+            bare(wire.LENGTH.pack(len(header)), header)
+    with pytest.raises(wire.WireError):
+        bare(wire.LENGTH.pack(1 << 60))
+
+
+@listed(
+    "records",
+    [
+        None, 3, [["a"]], [["a", "pickle", {}]], [["a", "config", {"b": {"blob": 9}}]], [["a", "config", {"b": {"other": 0}}]],
+        [["a", "metrics", {"n": 10**26}]], [["a", "metrics", {"n": "text"}]], [["a", "config", {"t": "\ud800"}]],
+        [["\ud800", "config", {}]],
+        [["a", "arrays", {"x": ["float32", [-1], "numpy.ndarray", {"blob": 0}]}]],
+        [["a", "arrays", {"x": ["float32", [1.5], "numpy.ndarray", {"blob": 0}]}]],
+        [["a", "arrays", {"x": [3, [1], "numpy.ndarray", {"blob": 0}]}]], [["a", "arrays", {"x": []}]],
+    ],
+)  # fmt: skip
+def test_records_that_flower_could_not_send_are_refused(records: Any) -> None:
+    with pytest.raises(wire.WireError):
+        wire.records_of(records, [b"1234"])
+
+
+# Who dies
+
+
+def test_the_reason_of_a_death_is_the_reply_within_a_second(gate: Gate) -> None:
+    gate.told(package())  # the program has started
+    begin = time.monotonic()
+    reply = gate.ask(package("os.kill(os.getpid(), 9)"))
+    assert (reply.error.code, reply.error.reason) == (8, "its process was killed by SIGKILL")
+    assert time.monotonic() - begin < 5.0, "an import of the app, and less than a second"
+    reply = gate.ask(package("os._exit(3)"))
+    assert reply.error.reason == "its process ended with exit code 3"
+    assert gate.ask(package("os._exit(0)")).error.reason == "its process ended without an answer"
+    late = gate.ask(package("import time; time.sleep(60)"), ttl=2.0)
+    assert late.error.reason == "its process did not answer before the deadline of the message, and was ended"
+    assert [(line["decision"], line["reason"]) for line in gate.lines()[1:]] == [
+        ("failed", "its process was killed by SIGKILL"),
+        *(("failed", f"its process {how}") for how in ("ended with exit code 3", "ended without an answer")),
+        ("failed", late.error.reason),
+    ]
+
+
+def test_an_app_s_own_error_is_the_reply(gate: Gate) -> None:
+    reply = gate.ask(package("raise LookupError('no data \\ud800')"))
+    assert (reply.error.code, reply.error.reason) == (2, "<class 'LookupError'>:<'no data ?'>")
+    reply = gate.ask(package(above="import nothing_of_this_name\n"))
+    assert reply.error.code == 1, "a server does not ask again"
+    assert "nothing_of_this_name" in str(reply.error.reason)
+
+
+def test_a_program_that_is_started_again_gives_up_its_messages(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    replies: list[Message] = []
+    gate.told(package())
+    content = package(f"import time; open({str(gate.folder / 'hangs')!r}, 'w'); time.sleep(60)")
+    asking = threading.Thread(target=lambda: replies.append(gate.ask(content)))
+    asking.start()
+    wait_until("the message hangs", (gate.folder / "hangs").exists, 60)
+    os.killpg(gate.apps.pid, 9)
+    gate.apps.wait()
+    asking.join(10)
+    assert replies[0].error.reason == "the program that runs its ClientApps was restarted while it worked on the message"
+    monkeypatch.setattr("fl_bn_site.answer.ABSENT", 0.5)
+    assert "does not answer" in str(gate.ask(package()).error.reason)
+    gate.start()
+    assert gate.told(package())["messages"] == 1
+
+
+def test_an_app_ends_with_its_gate(gate: Gate) -> None:
+    """As where Flower ends a command since its run was stopped."""
+    gate.told(package())
+    place = gate.folder / "pid"
+    body = f"import time; open({str(place)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = "from pathlib import PosixPath; from tests.deployment.test_gate import Gate, Site, package; asks = Gate.__new__(Gate); "
+    code += f"asks.site = {gate.site!r}; asks.ask(package({body!r}))"
+    asking = subprocess.Popen([sys.executable, "-c", code])
+    wait_until("the message hangs", lambda: place.exists() and place.read_text(), 120)
+    asking.kill()
+    asking.wait()
+    wait_until("its process is gone", lambda: not Path("/proc", place.read_text()).exists(), 5)
+
+
+# What is refused
+
+
+def test_of_a_run_that_is_refused_nothing_is_unpacked(gate: Gate) -> None:
+    gate.policy('allow-code = "signed"\ntrusted-submitters = ["alice"]\n')
+    content = package()
+    signed = Package(content, MINE).signed({"rounds": 2})
+    for config, why in (
+        ({"rounds": 2}, "the run is not signed"),
+        (signed | {"rounds": 3}, "one of the two was changed after the signing"),
+        (signed | {"run-signature": 3}, "no signature that this version"),
+    ):
+        reply = gate.ask(content, **config)
+        assert reply.error.code == 2
+        assert "NotAllowed'>:<'this site's policy has allow-code = signed, but the" in str(reply.error.reason)
+        assert why in str(reply.error.reason)
+    assert not gate.site.packages.exists()
+    assert not (gate.site.home / "accepted").exists()
+    gate.told(content, **signed)  # control
+    assert "was used for run 5 already" in str(gate.ask(content, run=6, **signed).error.reason)
+    lines = gate.lines()
+    assert [(line["decision"], line["submitter"]) for line in lines] == [("refused", None)] * 3 + [("sent", "alice"), ("refused", "alice")]
+    assert {line["code"] for line in lines} == {Package(content).code}
+
+
+def test_a_default_of_the_package_is_covered_by_the_signature(gate: Gate) -> None:
+    """The server cannot leave out a key that was signed, nor send another default."""
+    gate.policy('allow-code = "signed"\ntrusted-submitters = ["alice"]\n')
+    content = package()
+    assert "changed after the signing" in str(gate.ask(content, **Package(content, MINE).signed({}), rounds=9).error.reason)
+    gate.told(content, **Package(content, MINE).signed({}))
+
+
+def test_memory_beyond_the_policy_is_refused_by_name(gate: Gate) -> None:
+    content = package("bytearray(1 << 29)")
+    for most, enough in (("0.3", False), ("1.5", True)):
+        gate.policy(f"max-memory = {most}\n")
+        reply = gate.ask(content)
+        assert reply.has_error() != enough
+        if not enough:
+            assert "this site's policy has max-memory = 0.3 GB, and the run needs more" in str(reply.error.reason)
+
+
+def test_the_app_gets_the_policy_s_limits_and_the_node_keeps_its_own(gate: Gate) -> None:
+    gate.policy("max-evaluations = 2\n")
+    assert gate.told(package("told['limit'] = context.node_config['max-evaluations']"))["limit"] == 2
+    assert gate.context.node_config == {"state-dir": "/state"}
+
+
+def test_where_the_line_cannot_be_written_no_answer_leaves(gate: Gate) -> None:
+    (gate.site.home / "audit").write_text("a file in the place of the folder")
+    reply = gate.ask(package())
+    assert (reply.error.code, "AuditError" in str(reply.error.reason)) == (2, True)
+    gate.policy('allow-code = "installed"\n')
+    assert "AuditError" in str(gate.ask(package()).error.reason), "nor the reason of a refusal"
+
+
+# Code on disk is not trusted
+
+
+def plant(file: Path, line: str) -> None:
+    file.parent.chmod(0o755)
+    file.chmod(0o644)
+    file.write_text(line + file.read_text())
+
+
+def test_a_planted_line_does_not_run(gate: Gate) -> None:
+    content, mark = package(), gate.folder / "ran"
+    file = Path(gate.told(content)["file"])
+    assert file.parent == gate.site.packages / Package(content).code
+    evil = f"open({str(mark)!r}, 'w')\n"
+    gate.policy("min-samples = 1\n")  # the app is imported anew
+    plant(file, evil)
+    assert gate.told(content)["file"] == str(file)
+    for name in ("extra.py", "app/__init__.py", "__pycache__/app.cpython-311.pyc"):
+        gate.policy(f"min-samples = {len(name)}\n")
+        file.parent.chmod(0o755)
+        (file.parent / name).parent.mkdir(exist_ok=True)
+        (file.parent / name).write_text(evil)
+        gate.told(content)
+        assert not (file.parent / name).exists()
+    assert not mark.exists()
+    gate.policy("")
+    gate.told(package(above=evil))
+    assert mark.exists()  # control
+
+
+@pytest.mark.parametrize("there", ["a folder", "a link to a folder", "a file", "a link to a file"])
+def test_what_was_there_before_does_not_run(gate: Gate, there: str) -> None:
+    content, elsewhere = package(), gate.folder / "elsewhere"
+    place = gate.site.packages / Package(content).code
+    place.parent.mkdir()
+    honest = Packages(elsewhere).unpack(content, "")
+    plant(honest / "app.py", "raise SystemExit\n")
+    if there == "a folder":
+        shutil.copytree(honest, place)
+    elif there == "a file":
+        place.write_text("x")
+    elif there == "a link to a folder":
+        place.symlink_to(honest)
+    else:
+        shutil.copytree(honest, place)
+        (place / "app.py").unlink()
+        (place / "app.py").symlink_to(honest / "app.py")
+    assert gate.told(content)["messages"] == 1
+    assert not place.is_symlink()
+    assert (honest / "app.py").read_text().startswith("raise")
+
+
+def test_no_text_of_the_server_is_a_path(gate: Gate) -> None:
+    before, content = set(gate.folder.iterdir()), package()
+    for app in ("../../..", "/etc", "..", "p/app\0", "p/../../x"):
+        assert not gate.ask(content, app=app).has_error()
+    assert set(gate.folder.iterdir()) - before == {gate.site.packages, gate.folder / "run"} - before
+    assert {path.name for path in gate.site.packages.iterdir()} == {Package(content).code, "policy"}
+
+
+@listed("name", ["../up", "/root", "a/../../b", "..", "a\\b"])
+def test_nothing_of_a_package_lands_outside_its_folder(name: str) -> None:
+    with pytest.raises(PackageError):
+        files_of(package_of({name: "x"}))
+
+
+def test_the_packages_of_another_policy_are_removed(tmp_path: Path) -> None:
+    packages = Packages(tmp_path / "packages")
+    contents = [package(f"told['n'] = {number}") for number in range(6)]
+    for content in (*contents, contents[2]):
+        packages.unpack(content, "alice and bob")
+    kept = {path.name for path in packages.folder.iterdir()} - {"policy"}
+    assert kept == {Package(content).code for content in contents[2:]}, "the newest"
+    last = packages.unpack(contents[0], "alice")
+    assert [path for path in packages.folder.iterdir() if path.name != "policy"] == [last]
+    assert {path.stat().st_mode & 0o222 for path in (last, *last.iterdir())} == {0}
