@@ -316,21 +316,6 @@ def abort(folder: ServerArgument, run: RunArgument, control: ControlOption = "")
         typer.echo(end(_server(folder), run, control))
 
 
-def fetch(
-    folder: ServerArgument,
-    run: RunArgument,
-    destination: Annotated[
-        Path | None, typer.Argument(metavar="[DEST]", help="the folder in which to make the copy; default: print where the run's folder is")
-    ] = None,
-    control: ControlOption = "",
-) -> None:
-    """Copy the folder of a run with all its results, or print where that folder is."""
-    from fl_bn_site.runs import fetch as get
-
-    with _refusals():
-        typer.echo(get(_server(folder), run, destination, control))
-
-
 def queue(folder: ServerArgument, control: ControlOption = "") -> None:
     """Start waiting runs as their turn comes, until Ctrl-C. `fl-bn start` of the server does this, too."""
     from fl_bn_site.control import ControlError, control_of
@@ -469,7 +454,7 @@ def _split(text: str) -> list[str]:
 
 def add_to(app: typer.Typer, panel: str) -> None:
     """Add the commands of a deployment to ``app``, under the heading ``panel`` of its help."""
-    for command in (start, register, submit, status, runs, abort, fetch, queue, audit):
+    for command in (start, register, submit, status, runs, abort, queue, audit):
         app.command(rich_help_panel=panel)(command)
     from fl_bn_site import cli_signing
 

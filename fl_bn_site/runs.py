@@ -1,9 +1,8 @@
-"""List the runs of a server, end a run, or copy its folder: ``fl-bn runs``, ``fl-bn abort`` and ``fl-bn fetch``."""
+"""List the runs of a server, or end a run: ``fl-bn runs`` and ``fl-bn abort``."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,10 +25,6 @@ NOT_RESUMED = "it ended early; fl-bn does not resume the run of a user's own Flo
 
 class NoSuchRun(ValueError):
     """Signal that no run has this name or id."""
-
-
-class NotHere(ValueError):
-    """Signal that fl-bn has no folder of a run: the folder is on another machine, or the run is one of a user's own Flower app."""
 
 
 @dataclass(frozen=True)
@@ -136,55 +131,6 @@ def abort(server: ServerFolder, name: str, address: str = "") -> str:
     return f"{run_name(run) or name} is stopped; {how_to_go_on(server, run_name(run), run.own)}"
 
 
-def fetch(server: ServerFolder, name: str, destination: Path | None, address: str = "") -> str:
-    """Copy the folder of a run, or find it.
-
-    Args:
-        server: The server's folder.
-        name: The name of the run, or Flower's id of it.
-        destination: The folder in which to make the copy, which has the name of the run; None: make no copy.
-        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
-
-    Returns:
-        The path of the copy; without a destination, the path of the run's folder.
-
-    Raises:
-        NoSuchRun: No run has this name or id.
-        NotHere: The folder is on another machine, or the run is one of a user's own Flower app. The message has the place.
-        ControlError: The SuperLink does not answer. It is asked only if this machine has no folder ``name``.
-        FileExistsError: The destination has a file or folder of this name already.
-        OSError: The folder cannot be copied. No part of it is left at the destination.
-    """
-    source = server.results / name
-    if not (source / "config.toml").exists():
-        with control_of(server, address) as control:
-            run = _find(server, name, control)
-        if run.own:
-            raise NotHere(
-                f"{name} is a run of a Flower app of your own, so fl-bn has no results of it: they are where the app wrote them. The app "
-                f"ran in {server.results.parent} on the server's machine"
-            )
-        source = folder_of(server, run.config, run_name(run))
-    if not (source / "config.toml").exists():
-        raise NotHere(f"{source} is not on this machine: use `fl-bn fetch` on the server's machine, or copy it from there, e.g. by scp -r")
-    if destination is None:
-        return str(source)
-    target = destination / source.name
-    if target.exists():
-        raise FileExistsError(f"{target} exists already: give another destination, or remove {target}")
-    partial = destination / f".{source.name}.partial"
-    try:
-        shutil.rmtree(partial, ignore_errors=True)  # left by a fetch that was killed
-        shutil.copytree(source, partial, ignore=shutil.ignore_patterns(".lock", ".unfinished-*"), copy_function=_copy_if_there)
-        partial.rename(target)
-    except shutil.Error as error:  # its argument is a list of all files that could not be copied: name the first
-        file, _, why = error.args[0][0]
-        raise OSError(f"{file} could not be copied to {destination}: {why}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return str(target)
-
-
 def folder_of(server: ServerFolder, config: Mapping[str, Any], name: str) -> Path:
     """Return the folder with the results of a run.
 
@@ -251,15 +197,6 @@ def about_own(server: ServerFolder, run: Submitted) -> tuple[bool, str]:
 def to_json(runs: list[RunLine]) -> str:
     """Return ``runs`` as a JSON list of objects."""
     return json.dumps([asdict(run) for run in runs], indent=1)
-
-
-def _copy_if_there(source: str, target: str) -> None:
-    """Copy a file. Do nothing where it does not exist any more, since an active run deletes its old checkpoints."""
-    try:
-        shutil.copy2(source, target)
-    except FileNotFoundError:
-        if Path(source).exists():
-            raise
 
 
 def _run_line(server: ServerFolder, run: Submitted, submitter: str, resumed: bool) -> RunLine:

@@ -1,10 +1,8 @@
-"""``fl-bn runs``, ``abort``, ``resume`` and ``fetch``, and what a failure tells to type."""
+"""``fl-bn runs``, ``abort`` and ``resume``, and what a failure tells to type."""
 
 from __future__ import annotations
 
 import json
-import shutil
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from fl_bn.run.run_directory import to_toml
-from fl_bn_site.runs import NoSuchRun, NotHere, fetch
 from tests.deployment.inner import ConfigError, ControlError, RunConfig, ServerFolder, Submitted, app, list_runs, resume
 from tests.deployment.superlink import THEN
 
@@ -53,39 +50,6 @@ def test_a_run_with_whose_folder_another_went_on_has_not_that_one_s_rounds(serve
     interrupted_run(server, superlink)
     superlink.known.append(Submitted(2, "running", {"resume": "died"}, THEN + timedelta(seconds=60), None, THEN + timedelta(seconds=60)))
     assert [(run.id, run.state, run.round) for run in list_runs(server)] == [("2", "running", 2), ("1", "resumed", None)]
-
-
-def test_fetch_copies_a_run_or_says_where_it_is(server: ServerFolder, superlink: Any, tmp_path: Path) -> None:
-    """Of a server that moved, too."""
-    folder = interrupted_run(server, superlink)
-    superlink.known = [replace(superlink.known[0], config={"name": "died", "output": "/srv/former/results"})]
-    (folder / ".lock").touch()
-    assert fetch(server, "died", None) == fetch(server, "1", None) == str(folder)
-    copied = Path(fetch(server, "died", tmp_path / "here"))
-    assert copied == tmp_path / "here/died"
-    assert sorted(path.name for path in copied.iterdir()) == ["checkpoints", "config.toml", "rounds.jsonl"]
-    superlink.known.append(Submitted(2, "finished:completed", {"name": "far", "output": "/elsewhere"}, THEN, THEN))
-    for name, where, error in (("died", tmp_path / "here", FileExistsError), ("dyed", None, NoSuchRun), ("far", None, NotHere)):
-        with pytest.raises(error):
-            fetch(server, name, where)
-
-
-def test_a_fetch_that_fails_leaves_nothing_and_can_be_tried_again(
-    server: ServerFolder, superlink: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupted_run(server, superlink)
-    (tmp_path / "here/.died.partial").mkdir(parents=True)  # of one that was killed
-
-    def fail(source: str, target: str) -> None:
-        Path(target).write_text("half")
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "copy2", fail)
-        with pytest.raises(KeyboardInterrupt):
-            fetch(server, "died", tmp_path / "here")
-    assert list((tmp_path / "here").iterdir()) == []
-    assert fetch(server, "died", tmp_path / "here") == str(tmp_path / "here/died")
 
 
 def test_what_people_and_programs_read(server: ServerFolder, superlink: Any) -> None:
