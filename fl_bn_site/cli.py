@@ -219,9 +219,6 @@ def submit(
     folder: ServerArgument,
     run_config: Annotated[str, typer.Option("--run-config", help="keys to override: \"rounds=10 method='hbn'\"")] = "",
     control: ControlOption = "",
-    parallel: Annotated[
-        int, typer.Option(min=0, help="start this run when fewer runs than this number are active; 0: the number in server.toml")
-    ] = 0,
     key: KeyOption = None,
     own: Annotated[
         Path | None,
@@ -233,7 +230,7 @@ def submit(
     ] = None,
     signed: Annotated[Path | None, typer.Option(metavar="FILE", help="submit the run in FILE, which --sign-only wrote")] = None,
 ) -> None:
-    """Submit a run to the deployed sites, wait for the runs before it, and show its log.
+    """Submit a run to the deployed sites, and show its log. It goes on beside runs that are not over.
 
     The exit code is 1 if the run does not complete.
     """
@@ -249,9 +246,9 @@ def submit(
             typer.echo(f"{sign_only}: {name}, signed. On the server's machine: fl-bn submit FOLDER --signed {sign_only.name}")
         return
     if signed:
-        _carry_out(lambda: submit_signed(_server(folder), signed, control, _say, parallel))
+        _carry_out(lambda: submit_signed(_server(folder), signed, control, _say))
         return
-    _carry_out(lambda: run(_server(folder), run_config, control, _say, parallel, key, own))
+    _carry_out(lambda: run(_server(folder), run_config, control, _say, key, own))
 
 
 def resume(folder: Path, name: str, control: str, key: Path | None = None, own: Path | None = None) -> None:
@@ -275,13 +272,12 @@ def _say(line: str) -> None:
 
 def _carry_out(run: Callable[[], bool]) -> None:
     from fl_bn_site.control import ControlError
-    from fl_bn_site.queue_store import QueueError
 
     try:
         completed = run()
     except ValueError as error:  # ConfigError, FolderError and NameTaken are ValueErrors
         raise refused(error) from error
-    except (ControlError, QueueError, OSError) as error:
+    except (ControlError, OSError) as error:
         raise refused(error, 1) from error
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -294,7 +290,7 @@ def runs(
     control: ControlOption = "",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
 ) -> None:
-    """List the runs of a server: id, name, state, round, start, seconds and by whom. Waiting runs come first."""
+    """List the runs of a server: id, name, state, round, start, seconds, and who signed it."""
     from fl_bn_site.runs import list_runs, to_json
     from fl_bn_site.tables import notes_of, table_of_runs, wide_console
 
@@ -309,35 +305,11 @@ def runs(
 
 
 def abort(folder: ServerArgument, run: RunArgument, control: ControlOption = "") -> None:
-    """End a run at once, or take it out of the queue. The results of its rounds so far stay."""
+    """End a run at once. The results of its rounds so far stay."""
     from fl_bn_site.runs import abort as end
 
     with _refusals():
         typer.echo(end(_server(folder), run, control))
-
-
-def queue(folder: ServerArgument, control: ControlOption = "") -> None:
-    """Start waiting runs as their turn comes, until Ctrl-C. `fl-bn start` of the server does this, too."""
-    from fl_bn_site.control import ControlError, control_of
-    from fl_bn_site.queue import Queue
-    from fl_bn_site.queue_store import QueueError
-
-    with _refusals(), control_of(_server(folder), control) as superlink:
-        runs, last = Queue(_server(folder)), ""
-        try:
-            while True:
-                message = ""
-                try:
-                    if runs.waiting():
-                        message = "; ".join(runs.dispatch(superlink).values())
-                except (ControlError, QueueError, ValueError, OSError) as error:
-                    message = f"{error}; trying again"
-                if message and message != last:
-                    typer.echo(message)
-                last = message
-                time.sleep(WATCH)
-        except KeyboardInterrupt:
-            return
 
 
 def status(
@@ -383,12 +355,11 @@ def _statuses(folder: Path, control: str) -> Iterator[tuple[Status, str]]:
         The last status that could be read, and the reason why no newer one could be read (empty: the status is new).
 
     Raises:
-        FolderError, ControlError, QueueError, OSError: The first status cannot be read, or no status could be read for
+        FolderError, ControlError, OSError: The first status cannot be read, or no status could be read for
             ``SILENCE`` seconds.
     """
     from fl_bn_site.control import SILENCE, ControlError
     from fl_bn_site.folders import FolderError
-    from fl_bn_site.queue_store import QueueError
     from fl_bn_site.status import status as of
 
     current, problem, answered = of(_server(folder), control), "", time.monotonic()
@@ -401,7 +372,7 @@ def _statuses(folder: Path, control: str) -> Iterator[tuple[Status, str]]:
                 "",
                 time.monotonic(),
             )  # reads server.toml again, since sites may have been added or removed
-        except (FolderError, ControlError, QueueError, OSError) as error:
+        except (FolderError, ControlError, OSError) as error:
             if time.monotonic() - answered > SILENCE:
                 raise
             problem = f"{error}; trying again"
@@ -440,11 +411,10 @@ def _refusals() -> Iterator[None]:
     from fl_bn_site.control import ControlError
     from fl_bn_site.folders import FolderError
     from fl_bn_site.kit import KitError
-    from fl_bn_site.queue_store import QueueError
 
     try:
         yield
-    except (KitError, FolderError, ControlError, QueueError, OSError, ValueError) as error:
+    except (KitError, FolderError, ControlError, OSError, ValueError) as error:
         raise refused(error, 2) from error
 
 
@@ -454,7 +424,7 @@ def _split(text: str) -> list[str]:
 
 def add_to(app: typer.Typer, panel: str) -> None:
     """Add the commands of a deployment to ``app``, under the heading ``panel`` of its help."""
-    for command in (start, register, submit, status, runs, abort, queue, audit):
+    for command in (start, register, submit, status, runs, abort, audit):
         app.command(rich_help_panel=panel)(command)
     from fl_bn_site import cli_signing
 

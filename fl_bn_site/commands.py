@@ -110,7 +110,7 @@ def prepare(folder: ServerFolder | SiteFolder, only: str = "") -> Path:
 
 def server_commands(server: ServerFolder) -> list[Command]:
     """Return the commands that start the programs of the server's machine."""
-    return [superlink(server), serverapp(server), register(server), queue(server)]
+    return [superlink(server), serverapp(server), register(server)]
 
 
 def superlink(server: ServerFolder) -> Command:
@@ -153,11 +153,6 @@ def serverapp(server: ServerFolder) -> Command:
 def register(server: ServerFolder) -> Command:
     """Return the command that tells the SuperLink the public keys of the sites. It runs once."""
     return Command("register", (program("fl-bn"), "register", str(server.path)), _environment(server.state), server.path, once=True)
-
-
-def queue(server: ServerFolder) -> Command:
-    """Return the command that starts waiting runs in their order."""
-    return Command("queue", (program("fl-bn"), "queue", str(server.path)), _environment(server.state), server.path)
 
 
 def supernode(site: SiteFolder) -> Command:

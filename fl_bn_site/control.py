@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 import tempfile
@@ -26,8 +25,6 @@ IN_USE = "already in use"  # part of Flower's message where a key is registered 
 PREAMBLE = ("Loading project configuration", "Success", "Creating a new `.gitignore`")  # lines of ``flwr`` before the reason of an error
 ANSWER = 300.0  # seconds that ``flwr`` or start_run.py may take to answer; start_run.py sends the whole package
 SILENCE = 600.0  # seconds without an answer after which the SuperLink counts as lost
-# runs a program and ends it after so many seconds, even if this process is killed meanwhile
-BOUNDED = "import os, signal, sys; signal.alarm(int(sys.argv[1])); os.execvp(sys.argv[2], sys.argv[2:])"
 STARTER = (sys.executable, "-P", str(Path(__file__).with_name("start_run.py")))  # submits a package
 PROJECT = """\
 [project]
@@ -54,10 +51,6 @@ class ControlError(RuntimeError):
     """
 
 
-class NotRegistered(ControlError):
-    """Signal that the SuperLink does not know the key of a site. Try again later: ``fl-bn register`` may not have finished yet."""
-
-
 @dataclass(frozen=True)
 class Control:
     """Talk to the Control API of one SuperLink.
@@ -74,12 +67,11 @@ class Control:
     authority: Path
     project: Path
 
-    def ask(self, *words: str, lock: int | None = None) -> dict[str, Any]:
+    def ask(self, *words: str) -> dict[str, Any]:
         """Run ``flwr WORDS --format json``.
 
         Args:
             words: The arguments of ``flwr``.
-            lock: The descriptor of a locked file, which ``flwr`` inherits (see ``start_run``); None: no file.
 
         Returns:
             The JSON object that ``flwr`` prints.
@@ -87,24 +79,20 @@ class Control:
         Raises:
             ControlError: The SuperLink does not answer, or refuses the request.
         """
-        return self._answer([program("flwr"), *words, "--format", "json"], f"flwr {' '.join(words[:2])}", lock)
+        return self._answer([program("flwr"), *words, "--format", "json"], f"flwr {' '.join(words[:2])}")
 
-    def _answer(self, argv: list[str], called: str, lock: int | None) -> dict[str, Any]:
+    def _answer(self, argv: list[str], called: str) -> dict[str, Any]:
         """Run a program that prints one JSON object, and return the object.
 
         Args:
             argv: The program and its arguments.
             called: The name of the program in error messages.
-            lock: As for ``ask``.
 
         Raises:
             ControlError: The SuperLink does not answer, or refuses the request.
         """
-        inherited = () if lock is None else (lock,)
-        if inherited:
-            argv = [sys.executable, "-I", "-S", "-c", BOUNDED, str(math.ceil(ANSWER) + 30), *argv]
         pipe = subprocess.PIPE
-        with subprocess.Popen(argv, env=_environment(), stdout=pipe, stderr=pipe, text=True, pass_fds=inherited) as process:
+        with subprocess.Popen(argv, env=_environment(), stdout=pipe, stderr=pipe, text=True) as process:
             try:
                 out, err = process.communicate(timeout=ANSWER)
             except subprocess.TimeoutExpired:  # ``flwr`` may hang after it has printed its answer: see registered.py
@@ -138,14 +126,12 @@ class Control:
             raise
         return True
 
-    def start_run(self, package: Path, run_config: str, lock: int | None = None) -> str:
+    def start_run(self, package: Path, run_config: str) -> str:
         """Submit a package (FAB archive) to the SuperLink, which starts it as a run. Sites receive the same bytes.
 
         Args:
             package: The file of the package (``project.build``).
             run_config: Keys of the run config, as ``flwr run --run-config`` takes them.
-            lock: The descriptor of a locked file. The file stays locked until the package is submitted, even if this
-                process is killed meanwhile; None: no file.
 
         Returns:
             Flower's id of the run.
@@ -154,7 +140,7 @@ class Control:
             ControlError: The SuperLink does not answer, or refuses the package.
         """
         argv = [*STARTER, self.address, str(self.authority), str(package), run_config]
-        return str(self._answer(argv, "start_run.py", lock)["run-id"])
+        return str(self._answer(argv, "start_run.py")["run-id"])
 
     def unregister(self, node: int) -> None:
         """Shut out the site with this node id. It gets no message from now on."""
@@ -189,13 +175,12 @@ class Control:
             sites: The public key files of the sites.
 
         Raises:
-            NotRegistered: The SuperLink does not know a key.
-            ControlError: The SuperLink does not answer, or a key cannot be read.
+            ControlError: The SuperLink does not answer or does not know a key, or a key cannot be read.
         """
         keys, nodes = [key_of(site) for site in sites], self.registered()
         if missing := [site for site, key in zip(sites, keys, strict=True) if key not in nodes]:
-            raise NotRegistered(
-                f"the SuperLink at {self.address} does not know the key {missing[0]}: `fl-bn register` or `fl-bn start` registers it"
+            raise ControlError(
+                f"the SuperLink at {self.address} does not know the key {missing[0]}: `fl-bn start` of the server registers it"
             )
         return [nodes[key] for key in keys]
 

@@ -18,7 +18,6 @@ import tomli_w
 from fl_bn.support.client_names import SITE
 from fl_bn.support.names import unknown
 
-MOST_RUNS = 1024  # the largest number of runs at a time that server.toml may allow
 EXCHANGE_PORTS = 4  # the default number of ports for the layer-wise exchange, which firewalls must let through
 ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:\[\]\"\\]+):([0-9]{1,5})")
 HOST = re.compile(r"\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+")
@@ -90,11 +89,6 @@ def _some(number: int) -> None:
         raise ValueError(f"must be at least 1, but got {number}")
 
 
-def _few(number: int) -> None:
-    if not 1 <= number <= MOST_RUNS:
-        raise ValueError(f"must be 1..{MOST_RUNS}, but got {number}")
-
-
 def _device(name: str) -> None:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):  # the same values as the key device of a run config
         raise ValueError(f"must be auto, cpu, cuda, cuda:1, ..., but got {name!r}")
@@ -137,12 +131,12 @@ class Folder:
     Attributes:
         path: The folder.
         file: The name of the TOML file.
-        gone: Lines that only earlier versions had, with the reason why they are no longer needed. An empty one is ignored.
+        gone: Lines that only earlier versions had, with their former default, which is ignored, and why they are no longer needed.
     """
 
     path: Path
     file = ""
-    gone: ClassVar[Mapping[str, str]] = {}
+    gone: ClassVar[Mapping[str, tuple[object, str]]] = {}
 
     @classmethod
     def read(cls, path: Path | str) -> Self:
@@ -162,8 +156,8 @@ class Folder:
             raise FolderError(f"{source} cannot be read: {error}") from error
         known = {_kebab(spec): spec for spec in cls.lines()}
         for name in values:
-            if name in cls.gone and values[name] != "":
-                raise FolderError(f"{source}: delete the line {name}: {cls.gone[name]}")
+            if name in cls.gone and values[name] != cls.gone[name][0]:
+                raise FolderError(f"{source}: delete the line {name}: {cls.gone[name][1]}")
             if name not in known and name not in cls.gone:
                 raise FolderError(f"{source}: {unknown('line', name, known)}")
         types = get_type_hints(cls)
@@ -205,7 +199,6 @@ class ServerFolder(Folder):
     )
     exchange_port: int = _line("the first port of the layer-wise exchange", 9095, _port)
     exchange_ports: int = _line("how many ports, from exchange-port on: each run that is going on has its own", EXCHANGE_PORTS, _some)
-    parallel: int = _line("runs at a time; others wait in the queue", 1, _few)
     sites: tuple[str, ...] = _line("who takes part in runs; each has a key in sites/", check=_sites)
     state: Path = _line("the SuperLink's database and files; relative paths start at this folder", "state", _given)
     results: Path = _line("each run makes a folder here", "results", _given)
@@ -213,7 +206,10 @@ class ServerFolder(Folder):
     app: Path | None = _line("folder of the fl-bn project that is submitted; empty: the one that is installed (editable)", "")
 
     file = "server.toml"
-    gone: ClassVar[Mapping[str, str]] = {"metrics": "fl-bn serves no metrics any more; `fl-bn status --json` prints the same numbers"}
+    gone: ClassVar[Mapping[str, tuple[object, str]]] = {
+        "metrics": ("", "fl-bn serves no metrics any more; `fl-bn status --json` prints the same numbers"),
+        "parallel": (1, "runs start at once, beside each other"),
+    }
 
     def __post_init__(self) -> None:
         if self.last_exchange_port > 65535:
@@ -288,7 +284,7 @@ class SiteFolder(Folder):
     audit: Path | None = _line("folder of the audit log, which says what left this site; empty: node/audit", "")
 
     file = "site.toml"
-    gone = dict.fromkeys(("partition-id", "num-partitions"), "the server tells a site its place with every run")
+    gone = dict.fromkeys(("partition-id", "num-partitions"), (None, "the server tells a site its place with every run"))
 
     def __post_init__(self) -> None:
         if self.data_path and ":" not in self.dataset:

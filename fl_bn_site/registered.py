@@ -71,6 +71,11 @@ class Submitted:
         return self.app not in ("", OUR_APP) and not all(key in self.config for key in OF_OUR_APP)
 
 
+def run_name(run: Submitted) -> str:
+    """Return the name of a run's folder; empty where fl-bn did not submit the run."""
+    return str(run.config.get("resume") or run.config.get("name") or "")
+
+
 def registered_nodes(address: str, authority: bytes, timeout: float = 30.0) -> list[Node]:
     """Return the nodes that are registered at a SuperLink.
 

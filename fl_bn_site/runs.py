@@ -14,9 +14,9 @@ from fl_bn.support.flower_config import PROGRESS, Scalar
 from fl_bn_site.control import Control, control_of
 from fl_bn_site.folders import ServerFolder
 from fl_bn_site.own_config import ROUNDS
-from fl_bn_site.queue import Queue
-from fl_bn_site.queue_store import STARTED, STARTING, WAITING, run_name
-from fl_bn_site.registered import Submitted
+from fl_bn_site.registered import Submitted, run_name
+from fl_bn_site.signing import signer_of
+from fl_bn_site.submitters import known
 
 ACTIVE = ("pending", "starting", "running")
 NOT_TOLD = "its app has reported no rounds: only the strategies of fl_bn.flower report them"
@@ -32,19 +32,17 @@ class RunLine:
     """Describe a run, as one line of ``fl-bn runs``.
 
     Attributes:
-        id: Flower's id of the run; empty: the run waits in the queue, or never began.
+        id: Flower's id of the run.
         name: The name of the run's folder.
-        state: ``waiting``, ``pending``, ``starting``, ``running``, ``completed``, ``failed`` or ``stopped``;
-            ``resumed``: the run ended early, and a later run went on with its folder; ``refused`` or ``dropped``: the run
-            never began.
+        state: ``pending``, ``starting``, ``running``, ``completed``, ``failed`` or ``stopped``; ``resumed``: the run ended
+            early, and a later run went on with its folder.
         round: The number of the last complete round; 0: no round is complete; None: not known. It is not known where a
             later run went on with the folder, or where a user's own Flower app does not report its rounds.
         rounds: The number of rounds of the whole run; 0: not known yet.
         start: When the run started, or was submitted if it has not started, in ISO 8601.
-        seconds: The seconds from ``start`` until the run ended, or until now; None: the run waits in the queue, or never began.
-        submitter: Who submitted the run: USER@HOST; empty: not known.
-        code: The SHA-256 of the app that the sites receive; empty: no app has been sent yet.
-        why: Why the run was refused, or who took it out of the queue; empty: neither happened.
+        seconds: The seconds from ``start`` until the run ended, or until now; None: not known.
+        submitter: Who has signed the run, if the server's folder has that key; empty: not known. Sites check it, not the server.
+        code: The SHA-256 of the app that the sites receive.
         note: A remark on the run of a user's own Flower app, to print below the table; empty: there is none.
     """
 
@@ -57,12 +55,11 @@ class RunLine:
     seconds: float | None
     submitter: str = ""
     code: str = ""
-    why: str = ""
     note: str = ""
 
 
 def list_runs(server: ServerFolder, address: str = "") -> list[RunLine]:
-    """Return all runs of a server, the newest first. Runs that wait in the queue come before the others.
+    """Return all runs of a server, the newest first.
 
     Args:
         server: The server's folder.
@@ -70,22 +67,12 @@ def list_runs(server: ServerFolder, address: str = "") -> list[RunLine]:
 
     Raises:
         ControlError: The SuperLink does not answer.
-        QueueError: The queue cannot be read.
+        FolderError: A public key in the server's folder ``submitters`` cannot be read.
     """
     with control_of(server, address) as control:
         runs = control.runs()
-    entries = Queue(server).store.entries()
-    queued = [
-        RunLine("", entry.name, entry.state, 0, rounds_of(server, entry.config), entry.submitted, None, entry.submitter, "", entry.why)
-        for entry in entries
-        if entry.state != STARTED and not any(entry.started_as(run) for run in runs)
-    ]
-    submitters = {entry.run: entry.submitter for entry in entries if entry.run}
-    later = went_on(runs)
-    submitted = [_run_line(server, run, submitters.get(str(run.id), ""), run.id in later) for run in runs]
-    waiting = [run for run in reversed(queued) if run.state in (WAITING, STARTING)]
-    never_begun = [run for run in reversed(queued) if run not in waiting]
-    return [*waiting, *sorted([*submitted, *never_begun], key=lambda run: run.start, reverse=True)]
+    later, submitters = went_on(runs), known(server.path)
+    return [_run_line(server, run, signer_of(run.config, submitters), run.id in later) for run in runs]
 
 
 def went_on(runs: Sequence[Submitted]) -> set[int]:
@@ -102,7 +89,7 @@ def went_on(runs: Sequence[Submitted]) -> set[int]:
 
 
 def abort(server: ServerFolder, name: str, address: str = "") -> str:
-    """End a run, or take it out of the queue.
+    """End a run.
 
     Args:
         server: The server's folder.
@@ -115,12 +102,7 @@ def abort(server: ServerFolder, name: str, address: str = "") -> str:
     Raises:
         NoSuchRun: No run has this name or id.
         ControlError: The SuperLink does not answer.
-        QueueError: The queue cannot be read or written.
     """
-    queue = Queue(server)
-    for entry in queue.waiting():
-        if entry.name == name and queue.remove(entry):
-            return f"{name} was taken out of the queue before it began"
     with control_of(server, address) as control:
         run = _find(server, name, control)
         if run.status.startswith("finished"):

@@ -146,6 +146,12 @@ def sign(private: Any, code: str, config: Mapping[str, Any], now: float | None =
     return f"2.{private.public_key().public_bytes_raw().hex()}.{at}.{nonce}.{signature}"
 
 
+def signer_of(config: Mapping[str, Any], submitters: Iterable[Submitter]) -> str:
+    """Return the name of the submitter whose key a run names, without a check of the signature; empty: none of ``submitters``."""
+    found = FORM.fullmatch(str(config.get(KEY, "")))
+    return next((submitter.name for submitter in submitters if found and submitter.key.hex() == found[1]), "")
+
+
 def check(code: str, config: Mapping[str, Any], trusted: Iterable[Submitter], now: float | None = None) -> Signature:
     """Check whether a trusted submitter has signed a run.
 

@@ -16,9 +16,7 @@ from fl_bn_site.certificates import public_in
 from fl_bn_site.control import control_of, key_of
 from fl_bn_site.folders import ServerFolder
 from fl_bn_site.membership import days_left
-from fl_bn_site.queue import Queue
-from fl_bn_site.queue_store import QueuedRun, run_name
-from fl_bn_site.registered import Submitted
+from fl_bn_site.registered import Submitted, run_name
 from fl_bn_site.runs import about_own, folder_of, rounds_of, rows_of, went_on
 
 LAST = 5  # the number of ended runs that are shown
@@ -46,9 +44,9 @@ class RunStatus:
     """Describe how far a run is.
 
     Attributes:
-        id: Flower's id of the run; 0: the run waits in the queue.
+        id: Flower's id of the run.
         name: The name of the run's folder.
-        status: ``waiting`` or ``starting`` for a run in the queue, else Flower's status; ``finished:resumed``: the run
+        status: Flower's status; ``finished:resumed``: the run
             ended early, and a later run went on with its folder.
         round: The number of the last complete round; 0: no round is complete; None: not known. It is not known where a
             later run went on with the folder, or where a user's own Flower app does not report its rounds.
@@ -93,7 +91,7 @@ class Status:
         server: The address of the Control API.
         expires: The days until the first certificate of the server expires; negative: it has expired.
         sites: The sites of server.toml, in their order.
-        runs: The waiting runs, the active ones and the last ``LAST`` that have ended, the newest first.
+        runs: The active runs and the last ``LAST`` that have ended, the newest first.
     """
 
     at: str
@@ -116,7 +114,6 @@ def status(server: ServerFolder, address: str = "") -> Status:
 
     Raises:
         ControlError: The SuperLink does not answer, or ``sites/`` lacks the public key of a site.
-        QueueError: The queue cannot be read.
         OSError, ValueError: A certificate of the server cannot be read.
     """
     with control_of(server, address) as control:
@@ -134,14 +131,9 @@ def status(server: ServerFolder, address: str = "") -> Status:
     ended = [run for run in runs if run.status.startswith("finished")][:LAST]
     shown = [run for run in runs if not run.status.startswith("finished") or run in ended]
     now = datetime.now().astimezone().isoformat(timespec="seconds")
-    waiting = [_waiting(server, entry) for entry in reversed(Queue(server).waiting()) if not any(map(entry.started_as, runs))]
     later = went_on(runs)
     described = [_run(server, run, site_of_node, run.id in later) for run in shown]
-    return Status(now, control.address, days_left(server)[1], sites, [*waiting, *described])
-
-
-def _waiting(server: ServerFolder, entry: QueuedRun) -> RunStatus:
-    return RunStatus(0, entry.name, entry.state, 0, rounds_of(server, entry.config))
+    return Status(now, control.address, days_left(server)[1], sites, described)
 
 
 def _run(server: ServerFolder, run: Submitted, site_of_node: Mapping[int, str], resumed: bool) -> RunStatus:

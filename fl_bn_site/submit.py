@@ -1,4 +1,4 @@
-"""Submit a run to the deployed sites, wait for its turn, and show its log: ``fl-bn submit`` and ``fl-bn resume``."""
+"""Submit a run to the deployed sites, and show its log: ``fl-bn submit`` and ``fl-bn resume``."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fl_bn.run.usage import Usage
 from fl_bn.support.flower_config import PROGRESS, Scalar, flower_config
 from fl_bn_site.control import SILENCE, Control, ControlError, control_of
 from fl_bn_site.folders import FolderError, ServerFolder
+from fl_bn_site.launch import complete_config, launch, sites_of
 from fl_bn_site.membership import check_expiry
 from fl_bn_site.own_config import own_config
 from fl_bn_site.project import build
-from fl_bn_site.queue import Queue
-from fl_bn_site.queue_store import DROPPED, REFUSED, STARTED, NoQueue, QueuedRun, QueueError, run_name
+from fl_bn_site.registered import run_name
 from fl_bn_site.signing import KEY
 from fl_bn_site.submitters import VARIABLE, Package, key_file, read_key, read_signed, write_signed
 
 COMPLETED = "finished:completed"
-LOOK = 1.0  # seconds between two looks at the queue, or at the status of the run
+LOOK = 1.0  # seconds between two looks at the status of the run
 OF_FOLDER = (  # run-config keys that are not taken from a run to resume: they follow from the server's folder, and a run is signed anew
     "output",
     "client-nodes",
@@ -67,18 +67,16 @@ def submit(
     overrides: str,
     address: str = "",
     say: Say = print,
-    parallel: int = 0,
     key: Path | None = None,
     own: Path | None = None,
 ) -> bool:
-    """Submit a run, wait in the server's queue until it starts, and follow its log to the end.
+    """Submit a run, and follow its log to the end.
 
     Args:
         server: The server's folder.
         overrides: The user's keys of the run config, such as ``rounds=10 method='hbn'``.
         address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
         say: Called with each message, and with each line of the log.
-        parallel: How many runs may be active while this run is active, itself included; 0: the number in server.toml.
         key: The submitter's key, which signs the run; None: the key that ``submitters.key_file`` finds.
         own: The folder of the user's own app or modules, as for ``project.build``; None: fl-bn's app alone.
 
@@ -90,18 +88,17 @@ def submit(
         NameTaken: Another run has the name.
         FolderError: A file of the kit or of the project is wrong.
         ControlError: The SuperLink does not answer, or the run was refused. The message has the reason.
-        QueueError: The queue cannot be written.
     """
     package = _package(server, key, say, own)
     given, fresh = _named(server, overrides, package)
-    return _carry_out(server, given, address, say, parallel, fresh, package, own)
+    return _carry_out(server, given, address, say, fresh, package, own)
 
 
 def sign_only(server: ServerFolder, overrides: str, file: Path, key: Path | None = None, own: Path | None = None) -> str:
     """Sign a run, and write it to a file for ``submit_signed``. This machine need not be the server's.
 
     Args:
-        server: The server's folder, or a copy of it. Its keys and its queue are not needed.
+        server: The server's folder, or a copy of it. Its keys are not needed.
         overrides: The user's keys of the run config, as for ``submit``.
         file: The file to write.
         key: The submitter's key; None: the key that ``submitters.key_file`` finds.
@@ -118,19 +115,18 @@ def sign_only(server: ServerFolder, overrides: str, file: Path, key: Path | None
         raise FolderError(f"there is no key to sign with: give --key or {VARIABLE} (`fl-bn kit submitter` makes one)")
     package = Package(build(server, own), read_key(signs))
     given, _ = _named(server, overrides, package)
-    write_signed(file, package.signed(Queue(server).complete_config(given)), package)
+    write_signed(file, package.signed(complete_config(server, given)), package)
     return str(given.get("resume") or given["name"])
 
 
-def submit_signed(server: ServerFolder, file: Path, address: str = "", say: Say = print, parallel: int = 0) -> bool:
-    """Submit, unchanged, a run that ``sign_only`` wrote to a file. Wait for its turn and show its log, as ``submit`` does.
+def submit_signed(server: ServerFolder, file: Path, address: str = "", say: Say = print) -> bool:
+    """Submit, unchanged, a run that ``sign_only`` wrote to a file, and show its log, as ``submit`` does.
 
     Args:
         server: The server's folder.
         file: The file that ``sign_only`` wrote.
         address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
         say: Called with each message, and with each line of the log.
-        parallel: As for ``submit``.
 
     Returns:
         Whether the run completed.
@@ -140,14 +136,13 @@ def submit_signed(server: ServerFolder, file: Path, address: str = "", say: Say 
         NameTaken: Another run has the name.
         FolderError: A file cannot be read.
         ControlError: The SuperLink does not answer, or the run was refused. The message has the reason.
-        QueueError: The queue cannot be written.
     """
     signed, package = read_signed(file)
     given = signed
     if not _is_own(package):
         given = _with_defaults(server, signed)
         RunConfig.from_mapping(_complete(server, given))
-    return _carry_out(server, given, address, say, parallel, False, package)
+    return _carry_out(server, given, address, say, False, package)
 
 
 def _is_own(package: Package) -> bool:
@@ -179,18 +174,16 @@ def resume(
     name: str,
     address: str = "",
     say: Say = print,
-    parallel: int = 0,
     key: Path | None = None,
     own: Path | None = None,
 ) -> bool:
-    """Resume a run from its last checkpoint, with the run config in its folder. Wait and show the log, as ``submit`` does.
+    """Resume a run from its last checkpoint, with the run config in its folder, and show the log, as ``submit`` does.
 
     Args:
         server: The server's folder.
         name: The name of the run; empty: the run with the newest checkpoint.
         address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
         say: Called with each message, and with each line of the log.
-        parallel: How many runs may be active while this run is active, itself included; 0: the number in server.toml.
         key: The submitter's key, which signs the run anew; None: the key that ``submitters.key_file`` finds.
         own: The folder of the user's own modules that was submitted with the run; None: there was no such folder.
 
@@ -201,7 +194,6 @@ def resume(
         ConfigError: There is no run to resume, or the run belongs to a user's own Flower app.
         FolderError: A file of the kit or of the project is wrong.
         ControlError: The SuperLink does not answer, or the run was refused. The message has the reason.
-        QueueError: The queue cannot be written.
     """
     name = name or _newest(server)
     if _is_of_own_app(server, name, address):
@@ -213,7 +205,7 @@ def resume(
     package = _package(server, key, say, own)
     if _is_own(package):
         raise ConfigError(f"--app {own} is a Flower app, but {name} is a run of fl-bn's own app: give a folder of modules, or no --app")
-    return _carry_out(server, _with_defaults(server, given), address, say, parallel, False, package, own)
+    return _carry_out(server, _with_defaults(server, given), address, say, False, package, own)
 
 
 def _is_of_own_app(server: ServerFolder, name: str, address: str) -> bool:
@@ -262,13 +254,13 @@ def _with_defaults(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[st
         ConfigError: A key of ``given`` is unknown or has no effect, or its value is out of range.
     """
     use = Usage()
-    use.config(Queue(server).complete_config(given), must=given)
+    use.config(complete_config(server, given), must=given)
     keys = RunConfig.keys()
     return {**given, **{key: keys[key].default for key in use.ignored}}
 
 
 def _complete(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    config = Queue(server).complete_config(given)
+    config = complete_config(server, given)
     RunConfig.from_mapping(config)
     try:
         flower_config(config)
@@ -289,27 +281,16 @@ def _carry_out(
     given: Mapping[str, Any],
     address: str,
     say: Say,
-    parallel: int,
     rename: bool,
     package: Package,
     modules: Path | None = None,
 ) -> bool:
-    name = str(given.get("resume") or given["name"])
     if warning := check_expiry(server):
         say(warning)
-    queue = Queue(server)
     with control_of(server, address) as control:
-        control.runs()  # raises ControlError at once where no SuperLink answers
-        try:
-            entry = queue.add(given, parallel, rename, package)
-        except NoQueue:
-            say(f"you may not write to {queue.store.folder}, so the run cannot be queued: it is started at once, beside any other runs")
-            run = queue.submit(given, control, package)
-        else:
-            name, run = entry.name, _its_turn(queue, entry, control, say)
-            if not run:
-                return False
-        sites = ", ".join(queue.sites(queue.complete_config(given)))
+        _wait_for_the_end(control, str(given.get("resume") or ""), say)
+        name, run = launch(server, given, control, package, rename)
+        sites = ", ".join(sites_of(server, complete_config(server, given)))
         say(f"run {run} is submitted to {control.address} as {name}{f', for sites {sites}' if sites else ''}")
         own = _is_own(package)
         if own:
@@ -326,57 +307,14 @@ def _carry_out(
     return status == COMPLETED
 
 
-def _its_turn(queue: Queue, entry: QueuedRun, control: Control, say: Say) -> str:
-    """Wait until the run of ``entry`` is started. Meanwhile, start the waiting runs whose turn comes.
-
-    Args:
-        queue: The queue of the server.
-        entry: The entry of the run.
-        control: The SuperLink.
-        say: Called with the reason why the run waits, whenever the reason changes.
-
-    Returns:
-        Flower's id of the run; empty: somebody took the run out of the queue.
-
-    Raises:
-        ControlError: The run was refused.
-        ControlError, FolderError, QueueError, OSError: For ``SILENCE`` seconds, no attempt to start runs succeeded.
-            The run stays in the queue.
-    """
-    last_reason, last_answer = "", time.monotonic()
-    try:
-        while True:
-            current: QueuedRun | None = entry
-            ahead: list[str] = []
-            try:
-                why = queue.dispatch(control).get(entry.number, "")
-                current, ahead = queue.store.find(entry.number), [other.name for other in queue.waiting() if other.number < entry.number]
-            except (ControlError, FolderError, QueueError, OSError) as error:
-                if time.monotonic() - last_answer > SILENCE:
-                    _say_that_it_stays(queue, entry, say)
-                    raise
-                why = f"{error}; trying again"
-            else:
-                last_answer = time.monotonic()
-            if current is None or current.state == DROPPED:
-                say(f"{entry.name} was {current.why if current else 'taken out of the queue'}")
-                return ""
-            if current.state == STARTED:
-                return current.run
-            if current.state == REFUSED:
-                raise ControlError(f"{entry.name} was not started: {current.why}")
-            if why and why != last_reason:
-                say(f"{entry.name} waits{f' behind {len(ahead)} others' if ahead else ''}: {why}")
-                last_reason = why
-            time.sleep(LOOK)
-    except KeyboardInterrupt:
-        _say_that_it_stays(queue, entry, say)
-        raise
-
-
-def _say_that_it_stays(queue: Queue, entry: QueuedRun, say: Say) -> None:
-    say(f"{entry.name} stays in the queue, and `fl-bn start` of the server starts it when its turn comes. To take it out:")
-    say(f"  fl-bn abort {shlex.quote(str(queue.server.path))} {entry.name}")
+def _wait_for_the_end(control: Control, name: str, say: Say) -> None:
+    """Wait until the run ``name`` is over, so that it can be resumed. Flower takes a minute or two to notice that its server died."""
+    said = False
+    while any(run_name(run) == name and not run.status.startswith("finished") for run in control.runs() if name):
+        if not said:
+            say(f"{name} waits, since Flower does not count it as ended yet")
+        said = True
+        time.sleep(LOOK)
 
 
 def _follow(control: Control, run: str, say: Say) -> str:

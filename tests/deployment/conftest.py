@@ -1,4 +1,4 @@
-"""Fixtures for tests of the queue and of commands at a server: a fake SuperLink, a kit for two sites, and a user's own app."""
+"""Fixtures for tests of commands at a server: a fake SuperLink, a kit for two sites, and a user's own app."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fl_bn_site import queue as module
 from fl_bn_site import runs as runs_module
 from fl_bn_site import submit as submit_module
 from fl_bn_site.folders import EXCHANGE_PORTS
@@ -45,7 +44,5 @@ def superlink(monkeypatch: pytest.MonkeyPatch) -> Any:
     for where in (submit_module, runs_module):
         monkeypatch.setattr(where, "control_of", control_of)
     monkeypatch.setattr("fl_bn_site.submit.time.sleep", lambda seconds: None)
-    for where in (module, submit_module):
-        monkeypatch.setattr(where, "build", lambda server, own=None: b"a package")
-    monkeypatch.setattr(module, "free_memory", lambda: 100_000)
+    monkeypatch.setattr(submit_module, "build", lambda server, own=None: b"a package")
     return made

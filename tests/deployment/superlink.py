@@ -1,10 +1,8 @@
-"""A fake SuperLink, which lists runs but does not compute them, and other fakes for tests of the queue."""
+"""A fake SuperLink, which lists runs but does not compute them, and other fakes for tests of commands at a server."""
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fl_bn_site import control
-from fl_bn_site.control import NotRegistered, key_of
-from tests.deployment.inner import ControlError, Queue, Scalar, Submitted, parse_overrides
+from fl_bn_site.control import key_of
+from tests.deployment.inner import ControlError, Scalar, Submitted, parse_overrides
 
 THEN = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
 
@@ -26,7 +24,6 @@ class SuperLink:
         refuses: The error with which a new run is refused; empty: it is accepted.
         away: Whether the SuperLink does not respond.
         unknown: The keys of sites that are not registered.
-        killed_at: When the submitting process is killed: ``before`` or ``after`` the run is listed; empty: never.
     """
 
     address, authority = "h:1", Path("ca.crt")
@@ -36,7 +33,6 @@ class SuperLink:
         self.refuses = ""
         self.away = False
         self.unknown: set[bytes] = set()
-        self.killed_at: str = ""
 
     def runs(self) -> list[Submitted]:
         if self.away:
@@ -46,18 +42,14 @@ class SuperLink:
     def nodes(self, sites: list[Path]) -> list[int]:
         for site in sites:
             if key_of(site) in self.unknown:
-                raise NotRegistered(f"does not know the key {site}")
+                raise ControlError(f"does not know the key {site}")
         return [100 + ord(site.stem[0]) for site in sites]
 
-    def start_run(self, package: Path, config: str, lock: int | None = None) -> str:
-        if self.killed_at == "before":
-            raise KeyboardInterrupt
+    def start_run(self, package: Path, config: str) -> str:
         if self.refuses:
             raise ControlError(self.refuses)
         values = parse_overrides(config)
         self.known.append(Submitted(len(self.known) + 1, "running", values, THEN, None, THEN, code="c0de"))
-        if self.killed_at == "after":
-            raise KeyboardInterrupt
         return str(len(self.known))
 
     def end(self, number: int, status: str = "finished:completed") -> None:
@@ -87,20 +79,5 @@ def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None
     monkeypatch.setattr(control, "STARTER", (str(path),))
 
 
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """Let every write to a file of this process fail, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def named(name: str, **more: Scalar) -> dict[str, Scalar]:
     return {"name": name, "rounds": 1, **more}
-
-
-def states(queue: Queue) -> dict[str, str]:
-    return {entry.name: entry.state for entry in queue.store.entries()}

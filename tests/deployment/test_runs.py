@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fl_bn.run.run_directory import to_toml
-from tests.deployment.inner import ConfigError, ControlError, RunConfig, ServerFolder, Submitted, app, list_runs, resume
+from tests.deployment.inner import ConfigError, FolderError, RunConfig, ServerFolder, Submitted, app, list_runs, resume
 from tests.deployment.superlink import THEN
 
 
@@ -38,12 +38,25 @@ def test_resume_reads_the_stored_config_and_the_sites_as_they_are_now(server: Se
     assert (sent["resume"], sent["rounds"], sent["method"], sent["client-nodes"], "name" in sent) == ("died", 9, "hbn", "197,198", False)
     stored = folder / "config.toml"
     stored.write_text(stored.read_text().replace("a,b", "a,gone"))
-    with pytest.raises(ControlError, match="gone"):
+    with pytest.raises(FolderError, match="gone"):
         resume(server, "died")
     (folder / "checkpoints/round-000004.safetensors").unlink()
     for name in ("died", ""):
         with pytest.raises(ConfigError):
             resume(server, name)
+
+
+def test_a_run_that_flower_counts_as_going_on_is_resumed_when_it_is_over(
+    server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the minute after the server's death."""
+    interrupted_run(server, superlink)
+    superlink.known = [Submitted(1, "running", {"name": "died"}, THEN, None, THEN)]
+    monkeypatch.setattr("fl_bn_site.submit.time.sleep", lambda seconds: superlink.end(1, "finished:failed"))
+    said: list[str] = []
+    assert resume(server, "died", say=said.append)
+    assert said[0] == "died waits, since Flower does not count it as ended yet"
+    assert [run.status for run in superlink.known] == ["finished:failed", "finished:completed"]
 
 
 def test_a_run_with_whose_folder_another_went_on_has_not_that_one_s_rounds(server: ServerFolder, superlink: Any) -> None:

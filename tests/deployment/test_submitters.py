@@ -1,4 +1,4 @@
-"""Whoever submits runs has a key: how it is made, found and used, what the queue keeps, and how a site comes to trust it."""
+"""Whoever submits runs has a key: how it is made, found and used, and how a site comes to trust it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from tests.deployment.inner import (
     NotSigned,
     Package,
     Policy,
-    Queue,
     RunConfig,
     ServerFolder,
     SiteFolder,
@@ -34,7 +33,6 @@ from tests.deployment.inner import (
     submit,
     write_submitter_key,
 )
-from tests.deployment.superlink import named
 
 CODE = Package(b"a package").code  # what conftest's project is packed as
 
@@ -61,20 +59,6 @@ def test_without_a_key_a_run_is_submitted_and_it_is_said_that_sites_may_refuse_i
     assert UNSIGNED in said
     with pytest.raises(NotSigned):
         check(CODE, superlink.known[1].config, keys_of(server))
-
-
-def test_what_waits_in_the_queue_is_what_was_signed(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever starts it has no key, and the project may have changed meanwhile."""
-    queue, sent = Queue(server), []
-    start = superlink.start_run
-    monkeypatch.setattr(superlink, "start_run", lambda package, *of: (sent.append(package.read_bytes()), start(package, *of))[1])
-    queue.add(named("mine", seed=3), package=Package(b"as it was", read_key(own_key(server))))
-    own_key(server).unlink()
-    assert Queue(server).dispatch(superlink) == {}
-    assert sent == [b"as it was"]
-    assert check(Package(b"as it was").code, superlink.known[0].config, keys_of(server))
-    queue.dispatch(superlink)
-    assert list(queue.store.folder.glob("*.fab")) == [], "kept for no longer than the run waits"
 
 
 def test_a_file_that_was_signed_elsewhere_is_submitted_as_it_is(server: ServerFolder, superlink: Any, tmp_path: Path) -> None:

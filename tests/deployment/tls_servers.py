@@ -19,7 +19,7 @@ from cryptography.x509.oid import NameOID
 from fl_bn_site.certificates import alternative_name, read_certificate
 from fl_bn_site.folders import EXCHANGE_PORTS
 from fl_bn_site.kit import KitPlan, create
-from fl_bn_site.queue import is_free
+from fl_bn_site.launch import is_free
 
 
 def listen() -> socket.socket:

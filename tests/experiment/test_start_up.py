@@ -39,11 +39,11 @@ def test_the_command_line_imports_neither_torch_nor_flower() -> None:
     assert loaded("import torch", HEAVY)[:1] == ["torch"]  # control
 
 
-OPERATED = ("kit", "membership", "supervisor", "status", "queue", "runs", "control", "doctor", "verify")
+OPERATED = ("kit", "membership", "supervisor", "status", "launch", "runs", "control", "doctor", "verify")
 
 
 def test_what_an_operator_types_imports_neither_torch_nor_flower() -> None:
-    """A server's `fl-bn start` and its queue stay in memory for months: 60 MB each, where torch would make it 600."""
+    """A server's `fl-bn start` stays in memory for months: 60 MB, where torch would make it 600."""
     check = "assert not {'torch', 'flwr'} & sys.modules.keys(), what"
     each = f"import importlib, sys\nfor what in {OPERATED}:\n    importlib.import_module('fl_bn_site.' + what)\n    {check}"
     assert loaded(each, ("torch", "flwr", "fl_bn_site.kit")) == ["fl_bn_site.kit"]

@@ -49,7 +49,7 @@ def test_it_holds_two_houses_and_every_file_of_theirs(wheel: Path) -> None:
     assert tops(names) == {"fl_bn", "fl_bn_site"}
     files = [path for house in ("fl_bn", "fl_bn_site") for path in (ROOT / house).rglob("*") if path.is_file() and path.suffix != ".pyc"]
     assert {path.relative_to(ROOT).as_posix() for path in files} - set(names) == set()
-    assert {"fl_bn/py.typed", "fl_bn/report/templates/report.html", "fl_bn_site/kit_files/site.md", "fl_bn_site/queue.sql"} <= set(names)
+    assert {"fl_bn/py.typed", "fl_bn/report/templates/report.html", "fl_bn_site/kit_files/site.md"} <= set(names)
     assert not [name for name in names if "__pycache__" in name]
     assert tops([*names, "experiments/cli.py"]) == {"fl_bn", "fl_bn_site", "experiments"}  # control
 

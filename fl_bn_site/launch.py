@@ -1,0 +1,189 @@
+"""Complete the run config of a run by what the server's folder says, and submit the run to the SuperLink."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fl_bn.support.flower_config import Scalar, flower_config
+from fl_bn_site.control import Control, ControlError
+from fl_bn_site.folders import FolderError, ServerFolder
+from fl_bn_site.registered import Submitted, run_name
+from fl_bn_site.submitters import Package
+
+FREE_DISK = 32  # MiB that must be free on the disks of the state and of temporary files before a run starts
+CHECKPOINT_EVERY = 5  # rounds between checkpoints, from which fl-bn resume goes on, unless the run config has the key
+
+
+class NameTaken(ValueError):
+    """Signal that another run has this name, or that the run to resume is still going on."""
+
+
+def complete_config(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Return ``given`` and the run-config keys that follow from the server's folder, such as ``clients`` and ``output``.
+
+    Where ``given`` has such a key, the value in ``given`` stays.
+    """
+    of_folder: dict[str, Scalar] = {
+        "clients": len(server.sites),
+        "output": str(server.results),
+        "checkpoint-every": CHECKPOINT_EVERY,
+        "exchange-host": server.exchange_host,
+        "exchange-port": server.exchange_port,
+        "exchange-join-timeout": 120.0,  # a slow site may start half a minute after the others
+        "exchange-certificate": str(server.certificate),
+        "exchange-key": str(server.key),
+        "exchange-authority": str(server.authority),
+    }
+    return of_folder | dict(given)
+
+
+def sites_of(server: ServerFolder, config: Mapping[str, Scalar]) -> list[str]:
+    """Return the names of the sites that take part in a run, in the order of the clients.
+
+    Args:
+        server: The server's folder.
+        config: The whole run config.
+
+    Returns:
+        The names at ``client-names``. Without such names, those of server.toml; empty where ``clients`` is not the number
+        of sites.
+    """
+    if names := [name for name in str(config.get("client-names") or "").split(",") if name]:
+        return names
+    return list(server.sites) if config["clients"] == len(server.sites) else []
+
+
+def with_sites(server: ServerFolder, given: Mapping[str, Scalar], control: Control) -> dict[str, Scalar]:
+    """Return the whole run config for the keys in ``given``.
+
+    The sites are the clients of the run. ``client-nodes`` gets the id of each site's Flower node, found by the public key.
+
+    Raises:
+        FolderError: A client of the run is not a site in server.toml any more.
+        ControlError: The SuperLink does not know the key of a site.
+    """
+    config = complete_config(server, given)
+    names = sites_of(server, config)
+    if missing := [name for name in names if name not in server.sites]:
+        run = config.get("resume") or config.get("name")
+        raise FolderError(
+            f"clients of the run {run} are not sites in {server.path / server.file} any more: {', '.join(missing)}. "
+            "Add them again (`fl-bn kit add-site`), or submit a new run"
+        )
+    if names and not config.get("client-nodes"):
+        config["client-nodes"] = ",".join(map(str, control.nodes([server.public_key(name) for name in names])))
+        config["client-names"] = ",".join(names)
+    return config
+
+
+def launch(server: ServerFolder, given: Mapping[str, Scalar], control: Control, package: Package, rename: bool) -> tuple[str, str]:
+    """Submit a run to the SuperLink, which starts it at once, beside the runs that are going on.
+
+    Args:
+        server: The server's folder.
+        given: The keys of the run config. ``name`` is the name of a new run, ``resume`` that of a run to resume.
+        control: The SuperLink.
+        package: The package of the run, with the key that signs it.
+        rename: What to do where another run has the name. True: append a number to the name. False: raise NameTaken.
+
+    Returns:
+        The name of the run, and Flower's id of it.
+
+    Raises:
+        NameTaken: Another run has the name, or the run to resume is still going on.
+        ControlError: The SuperLink does not answer or refuses the run, or the machine lacks what the run needs.
+        FolderError: A site of the run is not in server.toml any more.
+    """
+    with _one_at_a_time(server):
+        runs = control.runs()
+        active = [run for run in runs if not run.status.startswith("finished")]
+        values, resumes = dict(given), str(given.get("resume") or "")
+        if resumes:
+            if resumes in map(run_name, active):
+                raise NameTaken(f"{resumes} cannot be resumed yet, since it is still going on: see `fl-bn status {server.path}`")
+        else:
+            values["name"] = _free_name(server, str(given.get("name") or ""), set(map(run_name, runs)))
+            if values["name"] != given.get("name") and not rename:
+                raise NameTaken(
+                    f"another run here is called {given.get('name')}: give another name, or resume that run: "
+                    f"fl-bn resume {server.path} {given.get('name')}"
+                )
+        _check_disks(server)
+        if "exchange-port" not in values:
+            values["exchange-port"] = _free_port(server, active)
+        values |= package.signed(complete_config(server, values))
+        config = with_sites(server, values, control)
+        with tempfile.NamedTemporaryFile(prefix="fl-bn-", suffix=".fab") as file:
+            file.write(package.content)
+            file.flush()
+            run = control.start_run(Path(file.name), flower_config(package.known(config)))
+    return resumes or str(values["name"]), run
+
+
+@contextmanager
+def _one_at_a_time(server: ServerFolder) -> Iterator[None]:
+    """Let two submitters choose names and ports one after the other, where this user may write to the server's state."""
+    import fcntl
+
+    with suppress(OSError):
+        server.state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        lock = (server.state / ".submit").open("a")
+    except OSError:  # as in docker-compose.yml
+        yield
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _free_name(server: ServerFolder, name: str, taken: set[str]) -> str:
+    """Return ``name``, or ``NAME-2``, ``NAME-3``, ... if it is in ``taken`` or a folder in ``results`` has it."""
+    free, number = name, 1
+    while free in taken or (server.results / free).exists():
+        number += 1
+        free = f"{name}-{number}"
+    return free
+
+
+def _check_disks(server: ServerFolder) -> None:
+    """Check that the disks of the SuperLink's database and of temporary files have room, since Flower would not say what is wrong.
+
+    Raises:
+        ControlError: One of them has too little room to start a run.
+    """
+    for folder in (server.state if server.state.exists() else server.path, Path(tempfile.gettempdir())):
+        if (free := shutil.disk_usage(folder).free // 2**20) < FREE_DISK:
+            raise ControlError(f"{free} MiB are free on the disk of {folder}, but {FREE_DISK} must be free to start a run: make room there")
+
+
+def _free_port(server: ServerFolder, active: Sequence[Submitted]) -> int:
+    """Return the first port for the layer-wise exchange that no active run and no other program uses.
+
+    Raises:
+        ControlError: All ports are in use.
+    """
+    used = {int(run.config.get("exchange-port", 0)) for run in active}
+    for port in range(server.exchange_port, server.last_exchange_port + 1):
+        if port not in used and is_free(port):
+            return port
+    raise ControlError(
+        f"all ports of the exchange, {server.exchange_port} to {server.last_exchange_port}, are in use: wait until a run ends, end the "
+        "programs that listen there, or raise exchange-ports in server.toml"
+    )
+
+
+def is_free(port: int) -> bool:
+    """Return whether a program of this machine could listen on TCP ``port`` now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
