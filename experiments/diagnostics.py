@@ -113,7 +113,7 @@ class Diagnostics:
     @cached_property
     def clients(self) -> list[Samples]:
         """Return the training samples of each honest client."""
-        return [client_samples(self.config, client)[0] for client in range(self.config.clients - self.config.byzantine)]
+        return [client_samples(self.config, client)[0] for client in range(self.config.clients - self.config.changes.attackers)]
 
     def after_round(self, record: RoundRecord, model: nn.Module) -> list[Measurement]:
         """Measure the global model after a round.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -16,23 +17,43 @@ from experiments.diagnostics import DIAGNOSTICS, Diagnostics
 from experiments.networks import STEMS, maker_of, with_projection
 from experiments.standardise import STANDARDS, standardised
 from fl_bn.bn.roles import batch_norms
-from fl_bn.data.record import Dataset
-from fl_bn.federation.local import torch_seed
+from fl_bn.data.record import SPLITS, TEST, TRAINING, Dataset
+from fl_bn.federation.local import Samples, torch_seed
+from fl_bn.federation.policy import RunSpec, ServerPolicy
 from fl_bn.federation.settings import LocalTraining
+from fl_bn.methods import Method, attacked
 from fl_bn.methods.fbn import FBNOptions
+from fl_bn.methods.fedtan import FROZEN_RATE as FEDTAN2_RATE
 from fl_bn.methods.fedtan import FedTANOptions
 from fl_bn.methods.fixbn import FixBNOptions
 from fl_bn.methods.hbn import HBNOptions
+from fl_bn.methods.method import BOUNDED_FROZEN_RATE, FROZEN_RATE
+from fl_bn.models import without_dropout
 from fl_bn.objectives.scaffold import Scaffold
-from fl_bn.options import declared, option
+from fl_bn.options import Used, declared, method_where, option, refuse, used_with
+from fl_bn.robust.attacks import ATTACKS, LABEL_FLIP, ON, STRENGTHS, flip_labels
 from fl_bn.run.assembly import shape
+from fl_bn.run.config import SITES
+from fl_bn.run.errors import ConfigError
 from fl_bn.run.keys import all_of
 from fl_bn.run.setup import Setup
 from fl_bn.support.names import names_of
+from fl_bn.task import LABELS, MASKS, kind_of
 
 if TYPE_CHECKING:
     from fl_bn.run.config import RunConfig
 
+
+def _freezes_later(method: Method, config: Any) -> bool:
+    first, last = (method.freezes_statistics(method.phase(round, config["rounds"])) for round in (1, max(1, config["rounds"])))
+    return last and not first
+
+
+FREEZES_LATER = method_where("statistics that freeze after some rounds (fixbn, fedtan2, freeze-after)", _freezes_later)
+HAS_WHAT_IS_ATTACKED = method_where(
+    "a method whose BatchNorm statistics the server combines",
+    lambda method, config: config["attack-on"] != "statistics" or method.has_statistics,
+)
 DATASETS: dict[str, Callable[[str, int], Dataset]] = {
     "mnist-m": digits_five.load_mnist_m,
     "synth-digits": digits_five.load_synth_digits,
@@ -61,6 +82,7 @@ class Papers(Setup):
         0, "the most training samples that are kept of each domain, or in all if there are no domains; 0: no limit", ">= 0"
     )
     samples_share: float = option(1.0, "share of each domain's training samples that is kept, rounded down; 1: all", "(0, 1]")
+    evaluate_on: str = option(TEST, "the samples of the evaluation: test samples, or training samples (for their loss)", SPLITS)
     diagnostics: str = option(
         "",
         "quantities to measure at every evaluation, in simulation; they are in diagnostics.csv",
@@ -81,7 +103,53 @@ class Papers(Setup):
     moon_projection: int = option(
         0, "number of output features of a projection (two layers) before the head, as in MOON's paper; 0: no projection", ">= 0"
     )
+    dropout: bool = option(True, "whether the network's dropout layers are active in training; false: they pass their inputs on unchanged")
+    # attackers
+    byzantine: int = option(0, "number of clients that attack: the last ones; the training data are split over the others", ">= 0")
+    attack: str = option(
+        "none",
+        "what the attackers send, knowing all honest replies; label-flip: they train on flipped labels; -optimised: with the strength "
+        "that harms most",
+        ("none", *ATTACKS),
+        used=Used("byzantine > 0", lambda config: config["byzantine"] > 0),
+    )
+    attack_on: str = option(
+        "both",
+        "what the attackers falsify: their BN statistics, their updates, or both",
+        ON,
+        used=used_with("attack", *(name for name in ATTACKS if name != LABEL_FLIP)) & HAS_WHAT_IS_ATTACKED,
+    )
+    attack_strength: float = option(
+        0.0,
+        "epsilon (foe), z (alie), standard deviation (gaussian), or number of the copied honest client (mimic); 0: 0.5 (foe), z_max of "
+        "its paper (alie), 1 (gaussian), the first one (mimic)",
+        "finite",
+        math.isfinite,
+        used=used_with("attack", *STRENGTHS),
+    )
     # arguments of methods, objectives and local training that have no key otherwise
+    centre_gradients: str = option(
+        "auto",
+        "whether to subtract, from the gradient of each weight before the head, its mean over the inputs of each output (centring); auto: "
+        "with fbn and hbn, but not with fbn-momentum or hbn-lam; with every other method while the statistics are frozen",
+        ("auto", "always", "never"),
+    )
+    frozen_rate: float = option(
+        0.0,
+        "upper limit of the learning rate in rounds with frozen statistics, as a share of the highest rate before them; 1: the schedule "
+        f"alone decides; 0: the default limit, {BOUNDED_FROZEN_RATE:g} with clip='auto' and SGD (or gradients clipped otherwise) if "
+        f"gradients are centred, else {FROZEN_RATE:g} (fedtan2: {FEDTAN2_RATE:g})",
+        "0 or (0, 1]",
+        used=FREEZES_LATER,
+    )
+    tracking: float = option(
+        0.0,
+        "fbn, hbn: weight of a round's pooled moments in the shared statistics, at the start; 0: 0.02 (fbn), 0.05 (hbn), 0.01 (hbn with "
+        "fraction below 1)",
+        "0 or (0, 1]",
+    )
+    unit_scale: bool = declared(RunSpec, "unit_scale")
+    hbn_evaluate: str = declared(HBNOptions, "evaluate")
     hbn_lower_layers: str = declared(HBNOptions, "lower_layers")
     hbn_measured: str = declared(HBNOptions, "measured")
     hbn_evaluate_clients: str = declared(HBNOptions, "evaluate_clients")
@@ -89,18 +157,26 @@ class Papers(Setup):
     hbn_merge: str = declared(HBNOptions, "merge")
     hbn_separate: bool = declared(HBNOptions, "separate")
     fbn_report: str = declared(FBNOptions, "report")
+    join_rounds: Mapping[int, int] = declared(ServerPolicy, "joining")
+    recalibration: str = declared(ServerPolicy, "recalibration")
+    fedtan_schedule: str = declared(FedTANOptions, "schedule")
     fedtan_momentum: str = declared(FedTANOptions, "momentum")
     freeze_what: str = declared(FixBNOptions, "freeze_what")
+    scaffold_strength: float = declared(Scaffold, "strength")
     scaffold_option: int = declared(Scaffold, "option")
     maintain_momentum: str = declared(LocalTraining, "maintain")
+    drop_last: bool = declared(LocalTraining, "drop_last")
     local_evaluation: bool = declared(LocalTraining, "local_evaluation")
 
     def dataset(self, config: RunConfig) -> Dataset:
         """Return the data with the shifts and within the limits that the options describe."""
         made = DATASETS.get(config.dataset)
         data = _loaded(config.dataset, config.data_path, config.image_size) if made else super().dataset(config)
+        if self.attack == LABEL_FLIP and kind_of(data.y_train) not in (LABELS, MASKS):
+            raise ConfigError(f"attack={LABEL_FLIP!r} swaps classes, but the data have {kind_of(data.y_train)}: choose another attack")
         shifts, limit = names_of(self.shifts), Limit(self.samples_per_domain, self.samples_share)
-        return _changed(data, shifts, limit, config.seed) if shifts or limit.limits else data
+        data = _changed(data, shifts, limit, config.seed) if shifts or limit.limits else data
+        return _tested_on_training(data) if self.evaluate_on == TRAINING else data
 
     def network(self, config: RunConfig, make: Callable[..., nn.Module]) -> nn.Module:
         """Return the network with the first layers, the scales, the inputs and the projection that the options describe."""
@@ -114,7 +190,51 @@ class Papers(Setup):
         if self.moon_projection:
             with torch_seed(config.seed, torch.device("cpu")):
                 with_projection(model, self.moon_projection)
+        if not self.dropout:
+            without_dropout(model)
         return model
+
+    @property
+    def split(self) -> str:
+        """Return the samples that the run is tested on."""
+        return self.evaluate_on
+
+    @property
+    def attackers(self) -> int:
+        """Return the number of Byzantine clients."""
+        return self.byzantine
+
+    def method(self, config: RunConfig, method: Method) -> Method:
+        """Return the method with centred gradients, with another rate after a freeze, and under the attack, as the options say."""
+        if self.centre_gradients != "auto":
+            method = replace(method, centre=self.centre_gradients == "always")
+        if self.frozen_rate:
+            method = replace(method, frozen_rate=self.frozen_rate, bounded_frozen_rate=None)
+        if not self.byzantine:
+            return method
+        self._check_attack(config)
+        return method if self.attack == "none" else attacked(method, self.attack, self.byzantine, self.attack_on, self.attack_strength)
+
+    def _check_attack(self, config: RunConfig) -> None:
+        honest, strength = config.clients - self.byzantine, self.attack_strength
+        refuse(
+            (config.dataset == SITES, f"dataset={SITES!r} has real clients, and attacks are simulated: leave out byzantine"),
+            (honest < 1, f"byzantine must be less than clients={config.clients}, so that one client is honest, but got {self.byzantine}"),
+            (
+                self.attack == "mimic" and not (strength.is_integer() and 0 <= strength < honest),
+                f"attack='mimic' copies one honest client, whose number is attack-strength: expected a whole number 0..{honest - 1}, but "
+                f"got {strength:g}",
+            ),
+            (
+                self.attack == "gaussian" and strength < 0,
+                f"attack='gaussian' has the standard deviation attack-strength, which must be >= 0, but got {strength:g}",
+            ),
+        )
+
+    def samples(self, config: RunConfig, client: int, train: Samples) -> Samples:
+        """Return the training samples of a client. Under ``attack='label-flip'``, those of attackers have flipped labels."""
+        flips = self.attack == LABEL_FLIP and client >= config.clients - self.byzantine
+        return Samples(train.x, flip_labels(train.y, shape(config)[0])) if flips else train
 
     def measurements(self, config: RunConfig) -> Diagnostics | None:
         """Return the diagnostics that the options name; None: they name none."""
@@ -130,3 +250,8 @@ def _loaded(name: str, path: str, image_size: int) -> Dataset:
 @lru_cache(maxsize=2)
 def _changed(data: Dataset, shifts: tuple[str, ...], limit: Limit, seed: int) -> Dataset:
     return limited(shifted(data, shifts, seed) if shifts else data, limit, seed)
+
+
+@lru_cache(maxsize=2)
+def _tested_on_training(data: Dataset) -> Dataset:
+    return data.tested_on_training()

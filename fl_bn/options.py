@@ -104,46 +104,37 @@ def check_fits(table: Fits, given: Mapping[str, Any], whose: str = "", others: s
 
 @dataclass(frozen=True)
 class Used:
-    """Describe the condition under which an option has an effect. If the condition is not met, setting the option is an error.
+    """Name what an option belongs to. In a run without that, the option has no effect, and setting it is an error.
 
     Attributes:
-        where: The condition in words that can follow "only", such as "with method='fixbn'".
-        holds: Returns whether a run config meets the condition. It reads the config's values by their keys.
-        of: The run-config keys that the condition depends on.
-        others: Further conditions that must be met, too.
+        owner: The words after "belongs to", such as "method='fixbn'".
+        holds: Returns whether a run config has the owner. It reads the config's values by their keys.
     """
 
-    where: str
+    owner: str
     holds: Callable[[Any], bool]
-    of: tuple[str, ...]
-    others: tuple[Used, ...] = ()
 
     def __and__(self, other: Used) -> Used:
-        return replace(self, others=(*self.others, other))
-
-    def unmet(self, config: Any) -> Used | None:
-        """Return the first condition, of this one and ``others``, that ``config`` does not meet; None if it meets all."""
-        return next((one for one in (self, *self.others) if not one.holds(config)), None)
+        return Used(f"{self.owner}, and to {other.owner}", lambda config: self.holds(config) and other.holds(config))
 
 
 def used_with(key: str, *values: Value) -> Used:
-    """Return the condition that ``key`` has one of ``values``.
+    """Return the owner ``key`` with one of ``values``.
 
-    >>> used_with("learning-rate-schedule", "step", "exponential").where
-    "with learning-rate-schedule='step' or 'exponential'"
+    >>> used_with("learning-rate-schedule", "step", "exponential").owner
+    "learning-rate-schedule='step' or 'exponential'"
     """
-    return Used(f"with {key}={' or '.join(map(in_config, values))}", lambda config: config[key] in values, (key,))
+    return Used(f"{key}={' or '.join(map(in_config, values))}", lambda config: config[key] in values)
 
 
-def method_where(words: str, holds: Callable[[Any, Any], bool], *of: str) -> Used:
-    """Return a condition on the method that the run config builds.
+def method_where(owner: str, holds: Callable[[Any, Any], bool]) -> Used:
+    """Return the owner of options that belong to some methods.
 
     Args:
-        words: The condition in words that can follow "only", such as "where clients keep layers of their own".
-        holds: ``(method, run config) -> bool``: whether they meet the condition.
-        of: The run-config keys that the condition depends on, beside ``method``.
+        owner: The methods in words, such as "a method with which clients keep layers".
+        holds: ``(method, run config) -> bool``: whether it is such a method.
     """
-    return Used(words, lambda config: holds(config.build_method(), config), ("method", *of))
+    return Used(owner, lambda config: holds(config.build_method(), config))
 
 
 def parses(parse: Callable[[str], object]) -> Callable[[str], bool]:
@@ -283,7 +274,7 @@ class Option:
             config cannot hold None. None: there is no such value.
         otherwise: In words, which value is used if the option is unset. Empty: the constructor's default.
         like: Names that may occur in a text. If a name in the text is not one of them, the error suggests the nearest.
-        used: The condition under which the option has an effect. None: whenever the options class is used.
+        used: What the option belongs to, beside its class. None: it has an effect whenever its class is used.
         run: The run config's default. None: it is the constructor's default, or ``unset``.
         read: Converts the key's value to the field's value. None: they are the same.
     """

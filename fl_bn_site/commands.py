@@ -211,7 +211,8 @@ def node_config(site: SiteFolder) -> dict[str, Scalar]:
         "exchange-addresses": site.exchange_addresses or site.superlink.rpartition(":")[0],
     }
     optional = {"dataset": site.dataset, "data-path": site.data_path, "allow-modules": site.allow_modules}
-    return config | {name: value for name, value in optional.items() if value}
+    quiet: dict[str, Scalar] = {} if site.share_label_counts else {"share-label-counts": False}
+    return config | {name: value for name, value in optional.items() if value} | quiet
 
 
 def local(address: str) -> str:

@@ -99,6 +99,11 @@ def _pace(seconds: float) -> None:
         raise ValueError(f"must be 0.1..60 seconds, but got {seconds:g}")
 
 
+def _seconds(seconds: float) -> None:
+    if not seconds > 0:
+        raise ValueError(f"must be above 0 seconds, but got {seconds:g}")
+
+
 def _code(folders: tuple[str, ...]) -> None:
     if wrong := [folder for folder in folders if not folder or os.pathsep in folder]:
         got = f"paths of folders without {os.pathsep}, but got {wrong[0]!r}" if wrong[0] else "paths of folders, but one of them is empty"
@@ -199,6 +204,7 @@ class ServerFolder(Folder):
     )
     exchange_port: int = _line("the first port of the layer-wise exchange", 9095, _port)
     exchange_ports: int = _line("how many ports, from exchange-port on: each run that is going on has its own", EXCHANGE_PORTS, _some)
+    exchange_timeout: float = _line("seconds that an exchange waits for late sites, after half of them wait", 30.0, _seconds)
     sites: tuple[str, ...] = _line("who takes part in runs; each has a key in sites/", check=_sites)
     state: Path = _line("the SuperLink's database and files; relative paths start at this folder", "state", _given)
     results: Path = _line("each run makes a folder here", "results", _given)
@@ -276,6 +282,7 @@ class SiteFolder(Folder):
     data_path: str = _line("where these data are; npz and CSV files are separated by commas", "")
     code: tuple[str, ...] = _line("folders with modules of this site's own, for dataset = package.module:function, say", (), _code)
     allow_modules: str = _line("installed modules whose functions a run config may name, besides the app's own; separated by commas", "")
+    share_label_counts: bool = _line("whether this site tells the server how many samples of each class it has, for labels.png", True)
     device: str = _line("auto (a GPU if there is one), cpu, cuda:1, ...", "auto", _device)
     state_dir: Path = _line("what must survive a crash of this machine (local layers, momentum): back it up", "state", _given)
     clientappio: str = _line("plaintext in Flower 1.25, so this machine only", "127.0.0.1:9094", host_port)
@@ -390,11 +397,11 @@ def _value(source: Path, name: str, spec: Field[Any], type_hint: Any, values: di
     if name not in values and spec.default is MISSING:
         raise FolderError(f"{source}: the line {name} is missing ({spec.metadata['help']})")
     value = values.get(name, list(spec.default) if isinstance(spec.default, tuple) else spec.default)
-    kind: type = type_hint if type_hint in (int, float) else list if type_hint == tuple[str, ...] else str
+    kind: type = type_hint if type_hint in (int, float, bool) else list if type_hint == tuple[str, ...] else str
     value = float(value) if kind is float and type(value) is int else value
     texts: list[Any] = value if isinstance(value, list) else [value] if kind is str else []
     if not (type(value) is kind and all(type(text) is str for text in texts)):
-        kinds = {int: "a whole number", float: "a number", str: "a text in quotes", list: "a list of texts in quotes"}
+        kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "a text in quotes", list: "a list of texts"}
         raise FolderError(f"{source}: {name} must be {kinds[kind]}, but got {value!r}")
     if any(re.search(r"[\"\\\n\r]", text) for text in texts):
         raise FolderError(f'{source}: {name} must not contain ", \\ or line breaks (Flower cannot pass them on), but got {value!r}')

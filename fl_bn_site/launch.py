@@ -32,12 +32,6 @@ def complete_config(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[s
         "clients": len(server.sites),
         "output": str(server.results),
         "checkpoint-every": CHECKPOINT_EVERY,
-        "exchange-host": server.exchange_host,
-        "exchange-port": server.exchange_port,
-        "exchange-join-timeout": 120.0,  # a slow site may start half a minute after the others
-        "exchange-certificate": str(server.certificate),
-        "exchange-key": str(server.key),
-        "exchange-authority": str(server.authority),
     }
     return of_folder | dict(given)
 

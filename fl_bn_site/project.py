@@ -18,11 +18,8 @@ from fl_bn_site.folders import FolderError, ServerFolder
 from fl_bn_site.signing import KEY
 
 PYPROJECT = "pyproject.toml"
-OF_RUN: dict[str, Scalar] = {  # keys that fl-bn fills in for every run of a user's own app, with their empty values
-    **dict.fromkeys(("name", "client-nodes", "client-names", KEY, "output"), ""),
-    **{"exchange-host": "", "exchange-port": 0, "exchange-join-timeout": 0.0},
-    **dict.fromkeys(("exchange-certificate", "exchange-key", "exchange-authority"), ""),
-}
+OF_RUN: dict[str, Scalar] = dict.fromkeys(("name", "client-nodes", "client-names", KEY, "output"), "")
+"""Keys that fl-bn fills in for every run of a user's own app, with their empty values."""
 SENT = {".py", ".toml", ".md"}  # the kinds of files that Flower sends
 APART = ("pyvenv.cfg", "server/server.toml", "server.toml", "site.toml")  # files that only an environment or a folder of a kit has
 

@@ -13,7 +13,6 @@ from fl_bn.run.checkpoints import CONFIG, FOLDER
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.overrides import parse_overrides
 from fl_bn.run.resume import config_to_resume
-from fl_bn.run.usage import Usage
 from fl_bn.support.flower_config import PROGRESS, Scalar, flower_config
 from fl_bn_site.control import SILENCE, Control, ControlError, control_of
 from fl_bn_site.folders import FolderError, ServerFolder
@@ -30,11 +29,6 @@ LOOK = 1.0  # seconds between two looks at the status of the run
 OF_FOLDER = (  # run-config keys that are not taken from a run to resume: they follow from the server's folder, and a run is signed anew
     "output",
     "client-nodes",
-    "exchange-host",
-    "exchange-port",
-    "exchange-certificate",
-    "exchange-key",
-    "exchange-authority",
     "name",
     KEY,
 )
@@ -53,7 +47,7 @@ def run_config(server: ServerFolder, overrides: str) -> dict[str, Scalar]:
     Raises:
         ConfigError: A key of the user is unknown or has no effect, or a value is out of range.
     """
-    return _complete(server, _with_defaults(server, parse_overrides(overrides)))
+    return _complete(server, parse_overrides(overrides))
 
 
 UNSIGNED = (
@@ -138,11 +132,9 @@ def submit_signed(server: ServerFolder, file: Path, address: str = "", say: Say 
         ControlError: The SuperLink does not answer, or the run was refused. The message has the reason.
     """
     signed, package = read_signed(file)
-    given = signed
     if not _is_own(package):
-        given = _with_defaults(server, signed)
-        RunConfig.from_mapping(_complete(server, given))
-    return _carry_out(server, given, address, say, False, package)
+        RunConfig.from_mapping(_complete(server, signed))
+    return _carry_out(server, signed, address, say, False, package)
 
 
 def _is_own(package: Package) -> bool:
@@ -154,7 +146,7 @@ def _named(server: ServerFolder, overrides: str, package: Package) -> tuple[dict
     """Return the user's run-config keys and the run's name in one dict, and whether this function made the name."""
     if _is_own(package):
         return own_config(package, overrides, datetime.now())
-    given = _with_defaults(server, parse_overrides(overrides))
+    given = parse_overrides(overrides)
     checked = RunConfig.from_mapping(_complete(server, given))
     fresh = not checked.name and not checked.resume
     if fresh:
@@ -205,7 +197,7 @@ def resume(
     package = _package(server, key, say, own)
     if _is_own(package):
         raise ConfigError(f"--app {own} is a Flower app, but {name} is a run of fl-bn's own app: give a folder of modules, or no --app")
-    return _carry_out(server, _with_defaults(server, given), address, say, False, package, own)
+    return _carry_out(server, given, address, say, False, package, own)
 
 
 def _is_of_own_app(server: ServerFolder, name: str, address: str) -> bool:
@@ -242,21 +234,6 @@ def how_to_go_on(server: ServerFolder, name: str, own: bool = False, modules: Pa
     where = f"server/logs/serverapp.log and {run} say" if run.exists() else "server/logs/serverapp.log says"
     again = f'fl-bn submit {shlex.quote(str(server.path))} --run-config "..."'
     return f"it has no checkpoint to resume from. {where} why it ended. Begin it anew: {again}"
-
-
-def _with_defaults(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """Return ``given``, and the defaults of keys that ``complete_config`` would set, but that have no effect in this run.
-
-    For example, the keys of the layer-wise exchange have no effect with FedAvg. A run config is refused if a key without
-    effect has another value than its default.
-
-    Raises:
-        ConfigError: A key of ``given`` is unknown or has no effect, or its value is out of range.
-    """
-    use = Usage()
-    use.config(complete_config(server, given), must=given)
-    keys = RunConfig.keys()
-    return {**given, **{key: keys[key].default for key in use.ignored}}
 
 
 def _complete(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:

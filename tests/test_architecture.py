@@ -259,7 +259,7 @@ def at_the_top(source: str) -> set[str]:
 
 def test_the_core_imports_nothing_of_an_extra() -> None:
     """Packages of an extra are imported inside functions, or in files that serve pictures, pages, Ray or a deployment and nothing else."""
-    outside = ("fl_bn/report/", "fl_bn/run/pictures.py", "fl_bn/run/recalibration_picture.py", "fl_bn_site/", "experiments/", *RAY)
+    outside = ("fl_bn/report/", "fl_bn/run/pictures.py", "fl_bn_site/", "experiments/", *RAY)
     found = {relative(file): at_the_top(file.read_text()) & EXTRAS.keys() for file in SOURCES if not relative(file).startswith(outside)}
     assert {file: names for file, names in found.items() if names} == {}
     assert at_the_top("import torch\nimport ray.util\ndef f():\n    import jinja2") == {"torch", "ray"}  # control

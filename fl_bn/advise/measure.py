@@ -104,7 +104,7 @@ def measure(config: RunConfig) -> Measured:
         raise ConfigError(
             f"dataset={SITES!r}: the clients' data are at their sites, so they cannot be measured here: run fl-bn advise at a site"
         )
-    parts = [client_samples(config, client)[0] for client in range(config.clients - config.byzantine)]
+    parts = [client_samples(config, client)[0] for client in range(config.clients - config.changes.attackers)]
     sizes = [len(part) for part in parts]
     middle = int(median(sizes))
     counts = np.concatenate([label_counts(part.y.numpy(), [np.arange(len(part))], shape(config)[0]) for part in parts])

@@ -53,7 +53,7 @@ def build_client(context: Context, folder: Path | None = None) -> BatchNormClien
         test=test,
         device=where,
         folder=kept,
-        label_counts=counts if config.share_label_counts and not secure else None,
+        label_counts=counts if bool(node.get("share-label-counts", True)) and not secure else None,
         exchange=ExchangeAddresses.of(node),
         state=kept if "state-dir" in node or config.checkpoint_every else None,
     )

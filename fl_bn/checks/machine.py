@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
+import struct
 import tempfile
 import warnings
 from functools import lru_cache
@@ -15,6 +17,7 @@ from fl_bn.support.finding import Finding
 
 PACKAGES = ("flwr", "torch", "grpcio", "protobuf")
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"  # the versions that the tests ran with; only a checkout has this file
+TIME_ERROR = 5  # result of adjtimex if no time service sets this clock
 LITTLE = 1 << 30  # a warning is due below these bytes of memory, GPU memory or disk
 GB = 1 << 30
 # file systems that are lost with a reboot or with their container
@@ -196,3 +199,20 @@ def _file_system(folder: Path, mounts: Path) -> str:
         return ""
     requirement = [(line[1].replace("\\040", " "), line[2]) for line in lines if len(line) > 2]
     return max((len(point), kind) for point, kind in [("", ""), *requirement] if not point or folder.is_relative_to(point))[1]
+
+
+def time_service() -> Finding:
+    """Ask the kernel whether a time service (NTP) sets this clock."""
+    buffer = ctypes.create_string_buffer(1024)  # struct timex, all zero: read the clock's state, set nothing
+    state = ctypes.CDLL(None, use_errno=True).adjtimex(buffer)
+    if state < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    if state == TIME_ERROR:
+        return Finding(
+            "warn",
+            "time service",
+            "the kernel says that no time service keeps this clock",
+            "start chrony or systemd-timesyncd: Flower refuses a site whose clock is 5 s ahead of the server's, or 305 s behind",
+        )
+    largest = struct.unpack_from("@Iqqq", buffer.raw)[3]
+    return Finding("ok", "time service", f"the kernel says that a time service keeps this clock, to {largest / 1000:.0f} ms at worst")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from fl_bn.checks import clock, experiment, machine
+from fl_bn.checks import experiment, machine
 from fl_bn.checks.guard import guard, guard_each
 from fl_bn.support.finding import Finding
 
@@ -17,7 +17,7 @@ def this_machine() -> Iterator[Finding]:
     for name in machine.PACKAGES:
         yield guard(name, partial(machine.package, name))
     yield guard("memory", machine.memory)
-    yield guard("time service", clock.time_service)
+    yield guard("time service", machine.time_service)
 
 
 def diagnose(overrides: str = "") -> Iterator[Finding]:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
+from typer.core import TyperCommand
 
 from fl_bn.cli.adapt import adapt
 from fl_bn.cli.advise import advise
@@ -110,7 +112,22 @@ CHECKPOINT_EVERY = 5  # rounds between the checkpoints of fl-bn run, from which 
 RunConfigOption = Annotated[str, typer.Option("--run-config", help="keys to override, as for flwr run: \"rounds=10 method='hbn'\"")]
 
 
-@app.command(rich_help_panel=TRAIN)
+class WithKeys(TyperCommand):
+    """Add the run-config keys that are often used to the help of a command. They are read only when somebody asks for the help."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help, and below it a line per key."""
+        from fl_bn.run.config import RunConfig
+        from fl_bn.run.keys import often_used
+
+        super().format_help(ctx, formatter)
+        keys = Table("key", "default", "meaning", box=None, title="Keys that are often used (all: fl-bn config)", title_justify="left")
+        for row in often_used(RunConfig.keys()):
+            keys.add_row(*row)
+        console.print(keys, highlight=False)
+
+
+@app.command(rich_help_panel=TRAIN, cls=WithKeys)
 def run(run_config: RunConfigOption = "", verbose: Verbose = False) -> None:
     """Train once in this process, without Ray.
 

@@ -56,6 +56,6 @@ def recalibrate(
     for line in (folder / "summary.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("- ") and (f"{of.metric} before" in line or "BatchNorm layers: " in line or "not all clients" in line):
             console.print(line.removeprefix("- ").replace("*", ""), highlight=False, soft_wrap=True)
-    console.print(f"model.safetensors, recalibration.csv and .png, summary.md: {folder}", highlight=False, soft_wrap=True)
+    console.print(f"model.safetensors, recalibration.csv, summary.md: {folder}", highlight=False, soft_wrap=True)
     text = f"the same run on Ray (a deployment can use its run config, too):\n{elsewhere(config)}"
     console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 from fl_bn.exchange.session import POLICIES
-from fl_bn.options import REQUIRED, Options, Used, option, used_with
+from fl_bn.options import Options, Used, option
 from fl_bn.support.loopback import is_loopback
 
 CARRIERS = ("auto", "grpc", "replay", "local")
-IN_ROUNDS = Used(
-    "in rounds with a layer-wise exchange (fedtan, fedtan2, fedavg-alg2)", lambda config: config.exchanges_in_rounds(), ("method",)
-)
 EXCHANGES = Used(
-    "where clients exchange layer by layer: in rounds (fedtan, fedtan2, fedavg-alg2), or to make statistics exact (hbn, fbn, static-bn, "
-    "freeze-after=0, calibrate=-1; not with secure-aggregation=true, an attack or recalibration='passes')",
-    lambda config: config.exchanges_in_rounds() or config.exchanges_to_measure(),
-    ("method", "calibrate", "recalibration"),
+    "clients that exchange layer by layer: in rounds (fedtan, fedtan2, fedavg-alg2), or to make statistics exact (hbn, fbn, static-bn, "
+    "freeze-after=0, calibrate=-1; not with secure-aggregation=true or an attack)",
+    lambda config: config.exchanges(),
 )
-over_grpc = partial(option, used=EXCHANGES & used_with("exchange", "auto", "grpc"))
 
 
 @dataclass(frozen=True)
-class Certificates(Options):
+class Certificates:
     """Name the PEM files for TLS of the exchange's gRPC service.
 
     The files are on the server's machine. Clients get the authority's certificate in their train message.
@@ -37,16 +31,9 @@ class Certificates(Options):
         authority: The certificate of the authority that signed ``certificate``.
     """
 
-    name: ClassVar[str] = "the exchange"
-    prefix: ClassVar[str] = "exchange"
-
-    certificate: Path = over_grpc(
-        REQUIRED, "grpc: the service's certificate in PEM, valid for exchange-host; empty: no encryption", "path", run="", read=Path
-    )
-    key: Path = over_grpc(REQUIRED, "grpc: the certificate's private key in PEM", "path", run="", read=Path)
-    authority: Path = over_grpc(
-        REQUIRED, "grpc: the certificate authority's certificate in PEM; clients get it in their train message", "path", run="", read=Path
-    )
+    certificate: Path
+    key: Path
+    authority: Path
 
     def check(self) -> None:
         """Check that the files exist and belong together.
@@ -59,13 +46,16 @@ class Certificates(Options):
             context.load_cert_chain(self.certificate, self.key)
             context.load_verify_locations(self.authority)
         except OSError as error:  # which an SSLError is, too
-            files = ", ".join(f"exchange-{n} {path}{'' if path.is_file() else ' (no such file)'}" for n, path in vars(self).items())
+            files = ", ".join(f"{n} {path}{'' if path.is_file() else ' (no such file)'}" for n, path in vars(self).items())
             raise ValueError(f"expected a certificate, its key and its authority's certificate, in PEM, but of {files}: {error}") from error
 
 
 @dataclass(frozen=True)
 class ExchangeSettings(Options):
-    """Describe how the layer-wise exchange reaches the clients. Each field is an option, with its key in docs/config.md.
+    """Describe how the layer-wise exchange reaches the clients.
+
+    ``carrier`` is the run-config key ``exchange``. In a deployment, the server's file gives the address and the certificates
+    (``flower.deployment.exchange_in``).
 
     Attributes:
         carrier: ``grpc`` is a gRPC service in the ServerApp's process, with one stream per client. ``replay``
@@ -80,7 +70,8 @@ class ExchangeSettings(Options):
         host: The name or address by which clients reach the ServerApp's machine.
         bind: The address to listen on. Empty: loopback if ``host`` is a loopback address, otherwise all
             addresses.
-        port: The port to listen on. 0: any free one.
+        port: The first port to try. 0: any free one.
+        ports: How many ports are tried, from ``port`` on.
         certificates: The files for TLS. They are needed for connections from other machines, unless ``insecure`` is set.
         insecure: Whether connections from other machines may be unencrypted. Set it only if Flower's own connections are
             unencrypted, too.
@@ -100,44 +91,23 @@ class ExchangeSettings(Options):
         key="exchange",
         used=EXCHANGES,
     )
-    policy: str = option(
-        "abort",
-        "what happens if a client dies or is late: abort fails the round for all, shrink goes on with the other clients",
-        POLICIES,
-        used=IN_ROUNDS,
-    )
-    deadline: float = option(
-        30.0,
-        "how long an exchange waits for late clients, from the time when half of the clients wait",
-        "> 0",
-        unit="seconds",
-        key="exchange-timeout",
-        used=EXCHANGES,
-    )
-    join_deadline: float = option(
-        30.0,
-        "how long the joined clients wait for another client to join a round",
-        "> 0",
-        unit="seconds",
-        key="exchange-join-timeout",
-        used=EXCHANGES,
-    )
-    host: str = over_grpc("127.0.0.1", "grpc: the name by which clients reach the ServerApp's machine", "host name or address")
-    bind: str = over_grpc(
-        "", "grpc: address to listen on; empty: loopback if exchange-host is a loopback address, otherwise all addresses", "address"
-    )
-    port: int = over_grpc(0, "grpc: port to listen on; 0: any free port", "0..65535")
+    policy: str = option("abort", "what happens if a client dies or is late", POLICIES, hidden=True)
+    deadline: float = option(30.0, "how long an exchange waits for late clients", "> 0", unit="seconds", hidden=True)
+    join_deadline: float = option(30.0, "how long clients wait for another client to join a round", "> 0", unit="seconds", hidden=True)
+    host: str = option("127.0.0.1", "the name by which clients reach the ServerApp's machine", "host name or address", hidden=True)
+    bind: str = option("", "address to listen on; empty: as host says", "address", hidden=True)
+    port: int = option(0, "the first port to try; 0: any free port", "0..65535", hidden=True)
+    ports: int = option(1, "how many ports are tried, from port on", ">= 1", hidden=True)
     certificates: Certificates | None = None
-    insecure: bool = over_grpc(False, "grpc: allow unencrypted connections from other machines, if Flower's own are unencrypted, too")
+    insecure: bool = option(False, "allow unencrypted connections from other machines", hidden=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         exposed = [host for host in (self.host, self.bind) if host and not is_loopback(host)]
         if exposed and self.certificates is None and not self.insecure:
             raise ValueError(
-                f"the exchange would listen at {exposed[0]} without encryption: give exchange-certificate, exchange-key and "
-                "exchange-authority, "
-                "or set exchange-insecure=true if Flower's own connections are unencrypted, too"
+                f"the exchange would listen at {exposed[0]} without encryption: give certificates=Certificates(...), or set insecure=True "
+                "if Flower's own connections are unencrypted, too"
             )
 
     @property

@@ -27,8 +27,8 @@ ruled = partial(
     like=[*RULES, *(f"{before}+{rule}" for before in PREAGGREGATIONS for rule in RULES)],
 )
 
-HAS_STATISTICS = method_where("where the server combines BatchNorm's statistics", lambda method, config: method.has_statistics)
-SHARES_WEIGHTS = method_where("where clients share weights", lambda method, config: method.shares(Role.WEIGHT))
+HAS_STATISTICS = method_where("a method whose BatchNorm statistics the server combines", lambda method, config: method.has_statistics)
+SHARES_WEIGHTS = method_where("a method with which clients share weights", lambda method, config: method.shares(Role.WEIGHT))
 
 
 def _rule(rule: str | Rule) -> Rule:
@@ -57,7 +57,7 @@ class Defence:
 
     f: int = option(
         0,
-        "number of Byzantine clients that the rules withstand; -1: as many as byzantine",
+        "number of Byzantine clients that the rules withstand; -1: as many as a setup lets attack, else none",
         ">= -1",
         key="declared-byzantine",
         run=-1,

@@ -17,7 +17,7 @@ from fl_bn.federation.settings import ALL_SAMPLES, LEARNING_RATE, LocalTraining
 from fl_bn.methods import Method, Phase, Refresh, StatisticsReport
 from fl_bn.methods.fbn import BOUNDED_SCALE
 from fl_bn.methods.hbn import SCALE
-from fl_bn.options import REQUIRED, Options, Used, method_where, option, parses, refuse, shared
+from fl_bn.options import REQUIRED, Options, method_where, option, parses, refuse, shared
 from fl_bn.support.client_names import ClientNames, nodes_of, sites_of
 from fl_bn.support.names import names_of
 
@@ -74,7 +74,7 @@ def joins_of(text: str) -> dict[int, int]:
     Raises:
         ValueError: The text does not have this form, or names a client twice.
     """
-    pairs = [re.fullmatch(r"(\d+)\s*:\s*(\d+)", part) for part in names_of(text)]
+    pairs = [re.fullmatch(r"(\d+)\s*:\s*([1-9]\d*)", part) for part in names_of(text)]
     joins = {int(pair[1]): int(pair[2]) for pair in pairs if pair}
     if len(joins) < len(pairs):
         raise ValueError(f"expected CLIENT:ROUND,..., each client once, but got {text!r}")
@@ -93,7 +93,7 @@ def measures_in_the_clear(method: Method, config: Any) -> bool:
         method: The method that the run config describes.
         config: The run config: key -> value.
     """
-    if config["secure-aggregation"] or config["attack"] != "none":
+    if config["secure-aggregation"] or method.adversary is not None:
         return False
     if config["calibrate"] == UNTIL_STILL or (method.refresh is Refresh.EXACT and config["rounds"] > 0):
         return True
@@ -131,27 +131,19 @@ def _bytes(gib: float) -> int:
     return int(gib * GIB)
 
 
-KEEPS_LAYERS = method_where("where clients keep BatchNorm tensors", lambda method, config: method.personal)
+KEEPS_LAYERS = method_where("a method with which clients keep BatchNorm tensors", lambda method, config: method.personal)
 EVALUATE = method_where(
-    "where clients evaluate: models of their own, or on data of their own (dataset='sites')",
+    "clients that evaluate: models of their own, or on data of their own (dataset='sites')",
     lambda method, config: method.personal or config["dataset"] == "sites" or "kept" in config["buffers"],
-    "dataset",
-    "buffers",
 )
 MEASURES = method_where(
-    "where clients make the statistics of all layers exact, in the clear and without attackers (hbn, fbn, static-bn, freeze-after=0, "
-    "a freeze after few local steps, calibrate=-1)",
+    "runs whose clients make the statistics of all layers exact, in the clear and without attackers (hbn, fbn, static-bn, "
+    "freeze-after=0, a freeze after few local steps, calibrate=-1)",
     measures_in_the_clear,
-    "calibrate",
-    "secure-aggregation",
-    "attack",
 )
-MEASURES_AT_ONCE = MEASURES & Used("not one layer after the other", lambda c: c["recalibration"] != "passes", ("recalibration",))
 RESCALES = method_where(
-    "where training starts with calibrated statistics (hbn, fbn, freeze-after=0)",
+    "training that starts with calibrated statistics (hbn, fbn, freeze-after=0)",
     lambda method, config: config["rounds"] > 0 and config["calibrate"] != 0 and method.uses_shared(config["rounds"]),
-    "calibrate",
-    "rounds",
 )
 
 
@@ -191,6 +183,7 @@ class RunSpec(Options):
         True,
         "hbn, fbn, freeze-after=0: after the calibration, the weights before BatchNorm are rescaled so that its inputs have deviation 1 "
         f"(hbn: {SCALE:g}; fbn: {BOUNDED_SCALE:g}, but 1 with fbn-momentum or clip='none')",
+        hidden=True,
         used=RESCALES,
     )
 
@@ -326,6 +319,7 @@ class ServerPolicy(RunSpec):
         "CLIENT:ROUND,...",
         parses(joins_of),
         key="join-rounds",
+        hidden=True,
         run="",
         read=joins_of,
     )
@@ -355,6 +349,7 @@ class ServerPolicy(RunSpec):
         "forward pass per layer; exchange: with one message and one forward pass in all, and an exchange per layer, if all clients can "
         "run at the same time, else as passes; auto: as exchange, but as passes in a simulation",
         RECALIBRATIONS,
+        hidden=True,
         used=MEASURES,
     )
     registered: Callable[[], Mapping[int, str]] = dict
@@ -367,7 +362,6 @@ class ServerPolicy(RunSpec):
         hidden=True,
         run=MEMORY / GIB,
         read=_bytes,
-        used=MEASURES_AT_ONCE,
     )
     payload: str = option(
         AS_THE_MODEL,
@@ -376,7 +370,7 @@ class ServerPolicy(RunSpec):
         "buffers and auxiliary tensors are sent exactly. Only float32 with fedtan or secure-aggregation",
         PAYLOADS,
         key="payload-dtype",
-        used=method_where("where clients share weights", lambda method, config: method.shares(Role.WEIGHT)),
+        used=method_where("a method with which clients share weights", lambda method, config: method.shares(Role.WEIGHT)),
     )
 
     def most_steps(self, samples: int) -> int:
@@ -398,11 +392,16 @@ class ServerPolicy(RunSpec):
             (strangers, f"joining (join-rounds) must name clients 0..{clients - 1}, but got {strangers}"),
             (not first, f"joining (join-rounds) must leave a client for round 1, but lets all {clients} join later: {self.joining}"),
             (not 0 <= self.at_start <= first,
-             f"at_start must be 0..{first}, the number of clients that may take part in round 1, but got {self.at_start}"),
+             f"clients-at-start must be 0..{first}, the number of clients that may take part in round 1, but got {self.at_start}"),
             (self.min_sites > clients, f"min_sites must be 0..{clients}, the number of clients, but got {self.min_sites}"),
-            *((of and not len(set(of)) == len(of) == clients, f"{what} for each of {clients} clients, none twice, but got {of}")
+            *((of and not len(set(of)) == len(of) == clients, f"{what} for each of clients={clients}, none twice, but got {of}")
               for what, of in (("nodes must name one node", self.nodes), ("names must name a site", self.names))),
         )  # fmt: skip
+
+    @property
+    def least_cohort(self) -> int:
+        """Return the number of clients in the cohort of round 1, which is the smallest planned cohort."""
+        return max(1, int(self.fraction * (self.at_start or len(self.starting(1))) + 0.5))
 
     @property
     def called(self) -> ClientNames:

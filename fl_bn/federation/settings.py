@@ -29,9 +29,8 @@ LEARNING_RATE = 0.05
 """The default learning rate of round 1: of run configs, of ``ServerPolicy``, and of the optimiser that ``Federation`` makes."""
 CLIP_LIMITS = used_with("clip", "norm", "round", "value", "adaptive")
 WEIGHTED = Used(
-    "where averages are weighted: without attackers and robust rules, under which every client counts once",
+    "weighted averages, and not to robust rules, under which every client counts once (declared-byzantine, statistics-rule, update-rule)",
     lambda c: not c.defence().active,
-    ("byzantine", "declared-byzantine", "statistics-rule", "update-rule"),
 )
 
 
@@ -132,6 +131,7 @@ class LocalTraining(Options):
     drop_last: bool = option(
         False,
         "a last batch smaller than batch-size is left out of each pass, and a client with fewer samples than one batch sits out the round",
+        hidden=True,
     )
 
     local_evaluation: bool = option(
@@ -140,9 +140,8 @@ class LocalTraining(Options):
         "evaluations each)",
         hidden=True,
         used=Used(
-            "with update='weights' and without secure-aggregation, under which clients send no numbers of their own",
+            "update='weights' without secure-aggregation, under which clients send no numbers of their own",
             lambda c: c["update"] == "weights" and not c["secure-aggregation"],
-            ("update", "secure-aggregation"),
         ),
     )
 

@@ -1,8 +1,8 @@
-"""Read the keys that ``fl-bn submit`` adds to the run config, and report the rounds of a user's own app to ``fl-bn status``.
+"""Read what a deployment says of a run, and report the rounds of a user's own app to ``fl-bn status``.
 
-``fl-bn submit`` fills in keys of the run config: the run's name, its sites with their nodes,
-the folder of results, and the address and certificates of the layer-wise exchange. fl-bn's own
-app reads them from its run config. A strategy in a user's own app reads them from the grid.
+``fl-bn submit`` fills in keys of the run config: the run's name, its sites with their nodes, and the folder of results.
+fl-bn's own app reads them from its run config. A strategy in a user's own app reads them from the grid. The address and the
+certificates of the layer-wise exchange are in the server's folder.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import tomllib
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,11 @@ from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower.compat import log
 from fl_bn.support.client_names import ClientNames, nodes_of, sites_of
-from fl_bn.support.flower_config import OF_OUR_APP, OUR_APP, PROGRESS, Scalar, registered_nodes
+from fl_bn.support.flower_config import OF_OUR_APP, OUR_APP, PROGRESS, SERVER, Scalar, registered_nodes
 
 SITES = "client-nodes"  # a run-config key of every run that `fl-bn submit` submitted
 ADDRESS = ("host", "bind", "port", "insecure")  # settings of the exchange that a kit decides
-JOIN = "exchange-join-timeout"
+JOIN = 120.0  # seconds that a deployment's exchange waits for a client to join: a slow site may start half a minute after the others
 
 
 def submitted(grid: object) -> Mapping[str, Scalar]:
@@ -43,41 +45,44 @@ def called_in(grid: object) -> ClientNames:
     return ClientNames(names, nodes, registered_nodes) if len(names) == len(nodes) else ClientNames()
 
 
-def exchange_in(settings: ExchangeSettings, grid: object) -> ExchangeSettings:
-    """Return the settings of the layer-wise exchange for this run.
+def exchange_in(settings: ExchangeSettings) -> ExchangeSettings:
+    """Return the settings of the layer-wise exchange for this process.
 
-    In a deployment, they get the address and the TLS certificates that the deployment's kit
-    (``fl-bn kit``) has for the server, unless they have certificates already.
+    On a deployment's server they get the address, the deadlines and the TLS certificates from the folder that the environment
+    variable ``FL_BN_SERVER`` names (``fl-bn kit`` makes it): server.toml, server.crt, server.key and ca.crt. Settings that have
+    certificates already, or say ``replay``, are returned unchanged, as are all settings in a process without the variable.
+
+    Args:
+        settings: The settings that the app gives.
 
     Raises:
-        ValueError: The exchange would be unencrypted in a deployment whose other connections
-            are encrypted. Or an older fl-bn packed the run, without the keys for the exchange.
+        ValueError: The exchange would be unencrypted in a deployment whose other connections are encrypted. Or server.toml or a
+            certificate is missing or wrong.
     """
-    config = submitted(grid)
-    if settings.certificates is not None or not config:
+    if settings.certificates is not None or settings.carrier == "replay" or not os.environ.get(SERVER):
         return settings
-    if "exchange-certificate" not in config:
-        raise ValueError(
-            "the layer-wise exchange needs the kit's address and certificate, but this run's package has no keys for them, since an "
-            "older fl-bn packed it: submit (or sign) the run again"
-        )
-    if not config["exchange-certificate"]:  # the submitter gave an empty one
-        return settings
-    defaults = {spec.name: spec.default for spec in fields(ExchangeSettings)}
-    if own := [name for name in ADDRESS if getattr(settings, name) != defaults[name]]:
+    defaults = ExchangeSettings()
+    if own := [name for name in ADDRESS if getattr(settings, name) != getattr(defaults, name)]:
         raise ValueError(
             f"the app's ExchangeSettings have {', '.join(f'{name}={getattr(settings, name)!r}' for name in own)} and no certificates, so "
             "the layer-wise exchange would be unencrypted, while this deployment is encrypted: leave "
             f"{', '.join(own)} out to use the kit's address and certificate, or give certificates=Certificates(...)"
         )
-    files = [Path(str(config[f"exchange-{name}"])) for name in ("certificate", "key", "authority")]
-    late = float(config.get(JOIN) or 0) if settings.join_deadline == defaults["join_deadline"] else 0.0
+    folder = Path(os.environ[SERVER])
+    try:
+        lines = tomllib.loads((folder / "server.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the layer-wise exchange needs the address in {folder / 'server.toml'}, which cannot be read: {error}") from error
+    certificates = Certificates(folder / "server.crt", folder / "server.key", folder / "ca.crt")
+    certificates.check()
     return replace(
         settings,
-        host=str(config["exchange-host"]),
-        port=int(config.get("exchange-port", 0)),
-        certificates=Certificates(*files),
-        join_deadline=late or settings.join_deadline,
+        host=str(lines.get("exchange-host", "")) or defaults.host,
+        port=int(lines.get("exchange-port", 0)),
+        ports=int(lines.get("exchange-ports", 1)),
+        certificates=certificates,
+        deadline=float(lines.get("exchange-timeout", settings.deadline)),
+        join_deadline=JOIN if settings.join_deadline == defaults.join_deadline else settings.join_deadline,
     )
 
 

@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 from fl_bn.bn.layers import FederatedBatchNorm
 from fl_bn.bn.moments import Moments, Running, ema, pool
 from fl_bn.methods.method import LayerReports, Method, StatisticsReport
-from fl_bn.options import Options, Used, option, takes
+from fl_bn.options import Options, option, takes
 
 BOUNDED_SCALE = 0.3
 """Standard deviation of every BatchNorm layer's input at the start of training with clipped gradients. New networks have about 0.3, too.
@@ -86,23 +86,10 @@ def follow(shared: Running, measured: Moments, tracking: float, scale: float = 1
     return ema(shared, measured, tracking * slowdown(shared, scale))
 
 
-def tracking(default: float | None, otherwise: str = "", *, instead: str) -> Any:
-    """Declare the option ``tracking`` of FBN and HBN.
-
-    Args:
-        default: the option's default. None: the method chooses the value.
-        otherwise: in words, the value that the method chooses if ``default`` is None.
-        instead: run-config key of the option that takes the place of ``tracking`` if it is set.
-    """
-    return option(
-        default,
-        "weight of a round's pooled moments in the shared statistics, at the start",
-        "(0, 1]",
-        key="tracking",
-        unset=0.0,
-        otherwise=otherwise,
-        used=Used(f"without {instead}", lambda config: not config[instead], (instead,)),
-    )
+def tracking(default: float | None) -> Any:
+    """Declare the option ``tracking`` of FBN and HBN. If ``default`` is None, the method chooses the value."""
+    meaning = "weight of a round's pooled moments in the shared statistics, at the start"
+    return option(default, meaning, "(0, 1]", key="tracking", unset=0.0, hidden=True)
 
 
 REPORTS = {"first": StatisticsReport.FIRST, "pass": StatisticsReport.PASS, "all": StatisticsReport.BATCHES}
@@ -113,7 +100,7 @@ class FBNOptions(Options):
     """Hold the options of ``fbn``."""
 
     name: ClassVar[str] = "fbn"
-    tracking: float = tracking(0.02, instead="fbn-momentum")
+    tracking: float = tracking(0.02)
     momentum: float | None = option(
         None,
         "weight of one batch in the shared statistics, as in Algorithm 2, instead of tracking",

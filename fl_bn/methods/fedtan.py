@@ -307,6 +307,7 @@ class FedTANOptions(Options):
         "results are equal",
         SCHEDULES,
         key="fedtan-schedule",
+        hidden=True,
     )
     momentum: str = option(
         "kept",
@@ -333,7 +334,7 @@ class FedTAN2Options(FedTANOptions, Freezing):
     """Hold the options of ``fedtan2``: ``freeze_after``, then ``schedule``, ``momentum`` and ``frozen_rate``."""
 
     name: ClassVar[str] = "fedtan2"
-    frozen_rate: float | None = frozen_rate(FROZEN_RATE)
+    frozen_rate: float | None = frozen_rate()
 
 
 @takes(FedTANOptions)

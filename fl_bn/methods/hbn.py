@@ -90,6 +90,7 @@ class HBNOptions(Options):
         "statistics that are evaluated and saved: exact, of the union of all data (an exchange per layer), or hybrid, as training "
         "normalises (one exchange); auto: exact for lam=1, else hybrid",
         ("auto", "exact", "hybrid"),
+        hidden=True,
     )
     measured: str = option(
         INPUTS,
@@ -119,7 +120,7 @@ class HBNOptions(Options):
         "statistics are measured in a pass of their own; false: they are moving averages over the training batches (ablation 1)",
         hidden=True,
     )
-    tracking: float | None = tracking(None, f"{TRACKING:g}, or {PARTIAL:g} with fraction below 1", instead="hbn-lam")
+    tracking: float | None = tracking(None)
     fraction: float = option(1.0, "share of the clients that take part in a round", "(0, 1]", key="fraction")
 
 

@@ -476,20 +476,15 @@ def freeze_after() -> Any:
     return option(None, "last round before the statistics freeze", ">= 0", key="freeze-after", unset=-1, otherwise="half of the rounds")
 
 
-def frozen_rate(unbounded: float = FROZEN_RATE) -> Any:
-    """Declare the option ``frozen-rate``, for methods that always freeze their statistics (FixBN, FedTAN-II).
-
-    Args:
-        unbounded: the method's default share of the learning rate in training that is not bounded (``Method.bounded``).
-    """
+def frozen_rate() -> Any:
+    """Declare the limit of the learning rate in frozen rounds, for methods that always freeze their statistics (FixBN, FedTAN-II)."""
     return option(
         None,
         "upper limit of the learning rate in rounds with frozen statistics, as a share of the highest rate before them; 1: the schedule "
         "alone decides",
         "(0, 1]",
-        key="frozen-rate",
         unset=0.0,
-        otherwise=f"{BOUNDED_FROZEN_RATE:g} with clip='auto' and SGD, else {unbounded:g}",
+        hidden=True,
     )
 
 

@@ -73,7 +73,7 @@ class Scaffold(Objective):
     option: int = options.option(
         2, "control variate: 1, the gradient at the received model; 2, the mean gradient of the local steps", "1 or 2", hidden=True
     )
-    strength: float = options.option(1.0, "strength of the correction; 0: off", ">= 0")
+    strength: float = options.option(1.0, "strength of the correction; 0: off", ">= 0", hidden=True)
     name: ClassVar[str] = "scaffold"
     switch: ClassVar[str] = "strength"
     travels: ClassVar[bool] = True

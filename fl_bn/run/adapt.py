@@ -7,7 +7,6 @@ results. Training samples are used without labels, for statistics. Test samples 
 from __future__ import annotations
 
 import csv
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,14 +20,14 @@ from torch import Tensor, nn
 from fl_bn.bn.derived import plain_names
 from fl_bn.bn.roles import Role
 from fl_bn.data.dataset import DATASETS
+from fl_bn.data.record import TEST
 from fl_bn.data.subsets import only_domain
 from fl_bn.federation.adaptation import HOW, NEAREST, TEST_BATCH, Adaptation, Known, with_batch_statistics
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.run import assembly
 from fl_bn.run.assembly import OwnData
-from fl_bn.run.checkpoints import CONFIG
 from fl_bn.run.config import SITES, ConfigError, RunConfig
-from fl_bn.run.former import renewed
+from fl_bn.run.former import values_of
 from fl_bn.run.pictures import draw_bars
 from fl_bn.run.usage import Usage
 from fl_bn.support import durable
@@ -97,14 +96,7 @@ def read_config(folder: Path) -> RunConfig:
     Raises:
         ConfigError: ``folder`` is not the folder of a run, or its run config cannot be read.
     """
-    try:
-        return Usage().config(renewed(tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))))
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{folder} is not the folder of a run, since it has no {CONFIG}: give the folder that the run's log calls 'results'"
-        ) from error
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{folder / CONFIG} cannot be read: {error}. Put it back from a copy, or choose another run") from error
+    return Usage().config(values_of(folder))
 
 
 def read_run(folder: Path) -> Adaptation:
@@ -163,7 +155,7 @@ def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
     """
     if data and domain:
         raise ConfigError(f"expected one source of the client's data, but got --domain {domain} and --data {data}: give one of them")
-    as_tested = replace(config, validation_share=0.0, evaluate_on="test")  # the client's own test samples, whatever the run was tested on
+    as_tested = replace(config, validation_share=0.0)  # the client's own test samples, whatever the run was tested on
     if data:
         kind, _, path = data.partition(":")
         own = OwnData(kind, path) if kind in DATASETS else OwnData(data)
@@ -177,6 +169,8 @@ def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
         )
     if config.dataset == SITES:
         raise ConfigError(f"the run's data are at its sites, so the domain {name!r} cannot be loaded on this machine: give --data")
+    if config.changes.split != TEST:
+        raise ConfigError(f"the run was tested on {config.changes.split} samples, so it has no test samples of {name!r}: give --data")
     try:
         part = only_domain(assembly.dataset(replace(as_tested, hold_out="")), name)
     except ConfigError:

@@ -24,15 +24,14 @@ from fl_bn.bn.roles import parse_buffer_roles, set_buffer_roles
 from fl_bn.data.csv_files import TableData
 from fl_bn.data.dataset import Dataset, load
 from fl_bn.data.partition import BY_DOMAIN, Indices, label_counts, partition
-from fl_bn.data.record import TRAINING, DataError, describe
+from fl_bn.data.record import DataError, describe
 from fl_bn.data.subsets import HeldOut, hold_out, without_domain
 from fl_bn.federation.callbacks import Callback, EarlyStop, KeepBest
 from fl_bn.federation.local import Samples
 from fl_bn.federation.network import Network
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.compat import LOGGER, federation_config
-from fl_bn.models import build, without_dropout
-from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
+from fl_bn.models import build
 from fl_bn.run.config import REGISTRIES, SITES, ConfigError, RunConfig
 from fl_bn.run.labels import check_labels, say_notes
 from fl_bn.run.memory_layout import memory_format
@@ -137,8 +136,7 @@ def dataset(config: RunConfig) -> Dataset:
     """Return the data of a run.
 
     The run's ``setup`` may change the data first. ``hold-out`` removes a domain, and does not change the data of the
-    other domains. With ``evaluate-on='training'``, the training samples replace the test samples. With ``validation-share``,
-    the clients' validation samples replace the test samples.
+    other domains. With ``validation-share``, the clients' validation samples replace the test samples.
 
     Raises:
         DataNotFound: A file of the data is missing.
@@ -150,15 +148,7 @@ def dataset(config: RunConfig) -> Dataset:
 def _whole_dataset(config: RunConfig) -> Dataset:
     data = _dataset(config)
     task(config, data.y_train)
-    if config.attack == LABEL_FLIP and kind_of(data.y_train) not in (LABELS, MASKS):
-        raise ConfigError(f"attack={LABEL_FLIP!r} swaps classes, but the data have {kind_of(data.y_train)}: choose another attack")
-    data = _without(data, config.hold_out) if config.hold_out else data
-    return _tested_on_training(data) if config.evaluate_on == TRAINING else data
-
-
-@lru_cache(maxsize=2)
-def _tested_on_training(data: Dataset) -> Dataset:
-    return data.tested_on_training()
+    return _without(data, config.hold_out) if config.hold_out else data
 
 
 @lru_cache(maxsize=4)
@@ -253,8 +243,6 @@ def source_model(config: RunConfig) -> nn.Module:
         raise ConfigError(f"classification needs at least 2 classes, but dataset={config.dataset!r} has {classes}")
     shaped: dict[str, Any] = {"classes": classes, "channels": channels, "image_size": size, "seed": config.seed}
     model = config.changes.network(config, partial(build, config.model, **shaped, weights=config.model_weights, modules=modules()))
-    if not config.dropout:
-        without_dropout(model)
     set_buffer_roles(model, parse_buffer_roles(config.buffers))
     return model
 
@@ -307,7 +295,7 @@ def at_client(config: RunConfig) -> RunConfig:
 def partitions(config: RunConfig) -> list[Tensor]:
     """Return for every client the indices of its training samples in ``dataset(config)``.
 
-    The data are divided among the honest clients. Each Byzantine client has a copy of the part of an honest one.
+    The data are divided among the honest clients. Each attacker of the run's ``setup`` has a copy of the part of an honest one.
     """
     parts = _validated(config).parts if config.validation_share else _honest_parts(config)
     return [torch.from_numpy(parts[client % len(parts)]) for client in range(config.clients)]
@@ -326,7 +314,7 @@ def _honest_parts(config: RunConfig) -> list[Indices]:
     if config.partition in BY_DOMAIN and domains is None:
         needed = "give several npz or CSV files or folders, or dataset=digits"
         raise ConfigError(f"partition={config.partition} needs data with domains, but {config.dataset} has none: {needed}")
-    honest = config.clients - config.byzantine
+    honest = config.clients - config.changes.attackers
     return partition(config.partition, data.y_train.numpy(), domains, honest, config.partition_parameter, config.seed, config.sizes)
 
 
@@ -335,8 +323,7 @@ def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> 
     """Return the training samples of a client, its test samples, and its number of training samples per class.
 
     A client is tested on all test samples, except in a partition by domain with ``test-on='own'``. Then it is tested on
-    the test samples of its own domain, if the domain has any. Under ``attack='label-flip'``, the training
-    labels of Byzantine clients are flipped.
+    the test samples of its own domain, if the domain has any. The run's ``setup`` may change the training samples.
 
     Args:
         config: The run config.
@@ -349,9 +336,7 @@ def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> 
     """
     data = site_dataset(config, own) if own.dataset else dataset(config)
     part = torch.arange(len(data.y_train)) if own.dataset else partitions(config)[client]
-    train = Samples(data.x_train[part], data.y_train[part])
-    if config.attack == LABEL_FLIP and client >= config.clients - config.byzantine:
-        train = Samples(train.x, flip_labels(train.y, data.classes))
+    train = config.changes.samples(config, client, Samples(data.x_train[part], data.y_train[part]))
     counts = label_counts(data.y_train.numpy(), [part.numpy()], shape(config)[0])[0]
     test = Samples(data.x_test, data.y_test)
     by_domain = config.partition in BY_DOMAIN and config.test_on == "own"
@@ -381,7 +366,6 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
         where = f"{Path(error.source).name}{', ' * bool(error.part)}{error.part}"
         raise ConfigError(f"this client's own data, {where}, cannot be used: see the client's log for the reason") from None
     _check_columns(config, data)
-    data = _tested_on_training(data) if config.evaluate_on == TRAINING else data
     if config.validation_share:
         data = hold_out(data, [np.arange(len(data.y_train))], config.validation_share, config.seed).data
     task(config, data.y_train)

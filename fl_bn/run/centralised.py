@@ -121,7 +121,9 @@ def check_centralised(config: RunConfig) -> None:
             f"method={config.method!r} needs clients that keep, report or exchange statistics, and centralised training has no clients: "
             "choose fedavg (BatchNorm), fixbn, or a normaliser without batch statistics (gn, ln, in, ...)"
         )
-    for key, without in (("byzantine", 0), ("objective", "none"), ("server-optimizer", "fedavg"), ("join-rounds", "")):
+    if config.changes.attackers or config.round_policy().joining:
+        raise ConfigError("centralised training has no clients: leave out what the setup says of them (byzantine, join-rounds)")
+    for key, without in (("objective", "none"), ("server-optimizer", "fedavg")):
         if (value := config[key]) != without:
             raise ConfigError(f"centralised training has no clients and no server: leave out {key}, which is {value!r}")
     if config.defence().active:
@@ -158,7 +160,7 @@ def _batches(config: RunConfig, local: LocalRound) -> tuple[Merged | IndexBatche
     data = dataset(config)
     samples, size = Samples(data.x_train, data.y_train), cohort * config.batch_size
     steps = config.local_steps or config.local_epochs * max(1, len(samples) // size)
-    indices = draw_batches(len(samples), size, seeded(config.seed, 0, number, BATCHES), steps=steps, drop_last=config.drop_last)
+    indices = draw_batches(len(samples), size, seeded(config.seed, 0, number, BATCHES), steps=steps, drop_last=local.settings.drop_last)
     augment = augmenter(config.augment, seeded(config.seed, 0, number, AUGMENT))
     batches = IndexBatches(samples, list(indices), inputs_like(local.model), augment)
     return batches, [batches]

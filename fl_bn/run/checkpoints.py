@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 from fl_bn.flower.compat import LOGGER
 from fl_bn.flower.recovery import Checkpoint
-from fl_bn.run.config import FIELDS, ConfigError, RunConfig
-from fl_bn.run.former import renewed
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.former import CONFIG as CONFIG
+from fl_bn.run.former import values_of
 from fl_bn.run.history import History
-from fl_bn.run.overrides import UNREADABLE
 from fl_bn.support import durable
-from fl_bn.support.wire import reason
 
-FOLDER, CONFIG = "checkpoints", "config.toml"
+FOLDER = "checkpoints"
 AT_ONCE = 2  # how many checkpoints are kept: the last, and the one before it in case the last is damaged
 FREE = {  # run-config keys that may differ from those of the resumed run, since they change only the last digits of numbers
     "name", "output", "resume", "run-signature", "checkpoint-every", "pictures", "callbacks", "early-stop", "keep-best", "device",
-    "threads", "workers", "deterministic", "memory-format", "share-label-counts", "min-replies", "min-cohort", "clients-at-start",
+    "threads", "workers", "deterministic", "memory-format", "min-replies", "min-cohort", "clients-at-start",
     "min-sites", "client-nodes", "client-names", "max-failed-rounds", "round-timeout", "wait-timeout", "retry-timeout",
-    "recalibration",
-    *(name for name in FIELDS if name.startswith("exchange")),
+    "recalibration", "exchange",
 }  # fmt: skip
 
 
@@ -129,9 +126,9 @@ def _unfinished(root: Path) -> str:
 def _differences(run: Path, config: RunConfig) -> str:
     """Return a text that lists the keys whose values differ from ``config`` and change results; empty: there are none."""
     try:
-        values = renewed(tomllib.loads((run / CONFIG).read_text(encoding="utf-8")))
-    except (OSError, *UNREADABLE) as error:
-        return f"its {CONFIG} cannot be read: {reason(str(error))}"
+        values = values_of(run)
+    except ConfigError as error:
+        return str(error)
     mine, defaults = config.to_mapping(), {name: key.default for name, key in config.keys(config.setup).items()}
     was = {**defaults, **values}  # an earlier version did not have all keys
     keys = [key for key in mine if key not in FREE and key not in config.without_effect]

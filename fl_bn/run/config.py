@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fl_bn.data.dataset import PER_SITE
-from fl_bn.exchange.settings import Certificates, ExchangeSettings
+from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.clipping import STEP, chosen
-from fl_bn.federation.composition import check_composition
+from fl_bn.federation.composition import check_composition, check_weights
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.engines.vectorised import VECTORISED
 from fl_bn.federation.narrow import check_payload
@@ -29,21 +29,19 @@ from fl_bn.federation.policy import (
     UNTIL_STILL,
     ServerPolicy,
     exchanges_in_rounds,
-    joins_of,
     measures_in_the_clear,
     start_left,
 )
 from fl_bn.federation.settings import LocalTraining, Schedule
-from fl_bn.flower.population import round_half_up
 from fl_bn.flower.wire.messages import FOLDER
-from fl_bn.methods import METHODS, Method, attacked, freeze
+from fl_bn.methods import METHODS, Method, freeze
 from fl_bn.objectives import OBJECTIVES, Objective
-from fl_bn.options import Key, Option, Value, build, kebab, keys_of, options_by_key, own_options, same_key
+from fl_bn.options import Key, Option, Value, build, kebab, keys_of, options_by_key, own_options, refuse, same_key
 from fl_bn.run.errors import ConfigError as ConfigError
 from fl_bn.run.keys import LONGEST
 from fl_bn.run.run_keys import VALUES, RunKeys, general_options
 from fl_bn.run.setup import Setup, setup_class
-from fl_bn.run.used import check_used, conditions
+from fl_bn.run.used import check_used, unused
 from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support.client_names import ClientNames, nodes_of, sites_of
@@ -55,7 +53,6 @@ from fl_bn.task import AUTO
 T = TypeVar("T")
 CLIENTS = 10  # the number of clients where nothing says otherwise
 SITES = "sites"  # the value of ``dataset`` for which every client brings its own data
-FEDTAN = ("fedtan", "fedtan2", "fedavg-alg2")
 REGISTRIES: dict[str, Mapping[str, object]] = {"method": METHODS, "objective": OBJECTIVES, "server-optimizer": SERVER_OPTIMIZERS}
 """For each run-config key that chooses an entry by name, the registry of the entries."""
 FIELDS = {kebab(name): name for name in own_options(RunKeys)}
@@ -94,45 +91,9 @@ class RunConfig(RunKeys):
         object.__setattr__(self, "options", tuple(values.items()))
         given = [name for name, key in keys.items() if self[name] != key.default]
         self._decide_clients()
-        if self.name and (self.name != self.name.strip() or not re.fullmatch(FOLDER, self.name) or not self.name.isprintable()):
-            raise ConfigError(
-                f"name must be a plain file name of printable characters that starts with no '.', '-' or '~', but got {short(self.name)}"
-            )
-        if len(self.name.encode()) > LONGEST:
-            raise ConfigError(f"name must be at most {LONGEST} bytes long, but got {len(self.name.encode())}: {short(self.name)}")
-        if self.rounds == 0 and self.calibrate in (0, AS_METHOD):
-            raise ConfigError(
-                "rounds must be >= 1, but got 0. A run of 0 rounds only measures statistics (re-calibration). It needs calibrate=-1, to "
-                "make all layers exact, and model-weights, the file of the trained network"
-            )
-        if "freeze-after" in options_by_key(METHODS[self.method]) and self.freeze_after > self.rounds > 0:
-            raise ConfigError(f"freeze-after must not exceed rounds={self.rounds}, but got {self.freeze_after}")
-        if self.engine == VECTORISED and self.workers > 1:
-            raise ConfigError(
-                f"engine='vectorised' computes all clients of a cohort in one process, so workers must be 0 or 1, but got {self.workers}"
-            )
-        if self.method in FEDTAN and self.client_weights != "samples":
-            raise ConfigError(
-                f"client-weights must be 'samples' for {self.method}, but got {self.client_weights!r}: the first step of {self.method} "
-                "equals centralised training only if clients are weighed by the sizes of their batches"
-            )
-        if self.resume and not (self.checkpoint_every and self.output):
-            raise ConfigError(
-                "resume needs output and checkpoint-every, with the values of the run that it continues, but got "
-                f"output={self.output!r} and checkpoint-every={self.checkpoint_every}"
-            )
-        if self.checkpoint_every and not self.output:
-            raise ConfigError("checkpoint-every needs a folder for the run's checkpoints: set output")
-        for key in ("output", "data-path", "model-weights"):
-            if str(self[key]).startswith("~"):
-                raise ConfigError(f"{key}={self[key]!r} begins with ~, which no shell replaces within quotes: give the full path")
-        self._check_joining()
-        self._check_sites()
         try:
-            self._check_byzantine()
-            self._check_together()
-            if self.method in FEDTAN:
-                self.exchange_settings()
+            self._check_keys()
+            self._check_parts()
         except ConfigError:
             raise
         except ValueError as error:
@@ -153,7 +114,7 @@ class RunConfig(RunKeys):
             sites = PER_SITE[self.dataset](self.data_path) if self.dataset in PER_SITE else []
         except OSError as error:
             raise ConfigError(str(error)) from error
-        per_site = len(sites) - bool(self.hold_out) + self.byzantine if len(sites) > 1 else 0
+        per_site = len(sites) - bool(self.hold_out) + self.changes.attackers if len(sites) > 1 else 0
         if self.partition == AUTO and self.dataset != SITES:
             if per_site and self.clients not in (0, per_site):
                 raise ConfigError(
@@ -167,7 +128,7 @@ class RunConfig(RunKeys):
     @cached_property
     def without_effect(self) -> frozenset[str]:
         """Return the keys that have no effect in this run. Run configs that differ only in them describe the same run."""
-        return frozenset(key for key, used in conditions(self, REGISTRIES, self._general()).items() if used.unmet(self))
+        return frozenset(unused(self, REGISTRIES, self._general()))
 
     @classmethod
     def keys(cls, setup: str = "") -> dict[str, Key]:
@@ -247,46 +208,66 @@ class RunConfig(RunKeys):
         method = self._entry(constructor)
         freezes_itself = "freeze-after" in options_by_key(constructor)
         if self.freeze_after >= 0 and not freezes_itself:
-            method = freeze(method, self.freeze_after, rate=self.frozen_rate or None)
-        if self.centre_gradients != "auto":
-            method = replace(method, centre=self.centre_gradients == "always")
-        if self._bounds_paths():
-            method = method.bounded()
-        return self._attacked(method)
+            method = freeze(method, self.freeze_after)
+        method = self.changes.method(self, method)
+        return method.bounded() if self._bounds_paths() else method
 
     def _bounds_paths(self) -> bool:
         """Return whether gradients are clipped, so that several local steps do not lead too far from the shared weights."""
         corrects = (objective := self.build_objective()).on and objective.travels
         return self.clip != "none" and (self.clip != "auto" or (self.optimizer == "sgd" and not corrects))
 
-    def _attacked(self, method: Method) -> Method:
-        if self.attack == "none" or not self.byzantine:  # an attack without attackers is refused elsewhere, as a key without effect
-            return method
-        return attacked(method, self.attack, self.byzantine, self.attack_on, self.attack_strength)
-
     def defence(self) -> Defence:
         """Make the robust rules by which the server combines replies."""
-        return self._value(Defence, f=self.byzantine if self.declared_byzantine < 0 else self.declared_byzantine)
+        return self._value(Defence, f=self.changes.attackers if self.declared_byzantine < 0 else self.declared_byzantine)
 
-    def _check_together(self) -> None:
-        method, robust = self.build_method(), self.byzantine > 0 or self.defence().active
-        check_composition(method, self.local_training(), robust, self.server_optimizer)
+    def _check_keys(self) -> None:
+        """Check that keys fit together. Raise ValueError otherwise."""
+        plain = re.fullmatch(FOLDER, self.name) and self.name == self.name.strip() and self.name.isprintable()
+        length = len(self.name.encode())
+        home = [key for key in ("output", "data-path", "model-weights") if str(self[key]).startswith("~")]
+        sites, unknown_shape = self.dataset == SITES, [name for name in ("classes", "channels", "image-size") if not self[name]]
+        freezes_itself = "freeze-after" in options_by_key(METHODS[self.method])
+        refuse(
+            (self.name and not plain,
+             f"name must be a plain file name of printable characters that starts with no '.', '-' or '~', but got {short(self.name)}"),
+            (length > LONGEST, f"name must be at most {LONGEST} bytes long, but got {length}: {short(self.name)}"),
+            (self.rounds == 0 and self.calibrate in (0, AS_METHOD),
+             "rounds must be >= 1, but got 0. A run of 0 rounds only measures statistics (re-calibration). It needs calibrate=-1, to "
+             "make all layers exact, and model-weights, the file of the trained network"),
+            (freezes_itself and self.freeze_after > self.rounds > 0,
+             f"freeze-after must not exceed rounds={self.rounds}, but got {self.freeze_after}"),
+            (self.engine == VECTORISED and self.workers > 1,
+             f"engine='vectorised' computes all clients of a cohort in one process, so workers must be 0 or 1, but got {self.workers}"),
+            (self.resume and not (self.checkpoint_every and self.output),
+             "resume needs output and checkpoint-every, with the values of the run that it continues, but got "
+             f"output={self.output!r} and checkpoint-every={self.checkpoint_every}"),
+            (self.checkpoint_every and not self.output, "checkpoint-every needs a folder for the run's checkpoints: set output"),
+            (home, f"{' and '.join(home)} must not begin with ~, which no shell replaces within quotes: give the full path"),
+            (sites and unknown_shape,
+             f"dataset={SITES!r}: the server has no data from which to read the shape of the model: give {', '.join(unknown_shape)}"),
+            (sites and self.hold_out,
+             f"dataset={SITES!r} has no domains that hold-out could name: leave out hold-out, and start the run without that site"),
+            (self.secure_aggregation and self.client_weights == "data",
+             "under secure aggregation a client announces the samples that it will train on, and client-weights='data' counts all "
+             "samples that it has: set client-weights to 'samples' or 'uniform'"),
+            (self.secure_aggregation and self.unseen_client,
+             "unseen-client makes clients send their own layers without encryption: set unseen-client or secure-aggregation to false"),
+        )  # fmt: skip
+
+    def _check_parts(self) -> None:
+        """Check that the parts of the run can be made, and fit together. Raise ValueError otherwise."""
+        method, policy = self.build_method(), self.round_policy()
+        check_composition(method, self.local_training(), self.changes.attackers > 0 or self.defence().active, self.server_optimizer)
+        check_weights(method, self.client_weights)
         check_payload(self.payload_dtype, method)
-        self.schedule(), self.build_server_optimizer()
+        self.defence().check(size := policy.least_cohort)
+        refuse((self.min_cohort > size, f"min-cohort must be 1..{size}, the clients in the cohort of round 1, but got {self.min_cohort}"))
+        self.build_server_optimizer()
         if (secure := self.secure()) is not None:
             from fl_bn.flower.secagg.rounds import check_secure  # imported here, since a run without secure aggregation does not need it
 
-            exchange = replace(self.exchange_settings(), certificates=None) if self.method in FEDTAN else ExchangeSettings()
-            check_secure(secure, method, self._rounds(exchange), self.defence())
-            if self.client_weights == "data":
-                raise ConfigError(
-                    "under secure aggregation a client announces the samples that it will train on, and client-weights='data' counts all "
-                    "samples that it has: set client-weights to 'samples' or 'uniform'"
-                )
-            if self.unseen_client:
-                raise ConfigError(
-                    "unseen-client makes clients send their own layers without encryption: set unseen-client or secure-aggregation to false"
-                )
+            check_secure(secure, method, policy, self.defence())
 
     def secure(self) -> SecureAggregation | None:
         """Make the settings of secure aggregation; None: the run does not use it."""
@@ -295,77 +276,15 @@ class RunConfig(RunKeys):
         privacy = self._value(Privacy) if self.dp_noise else None
         return self._value(SecureAggregation, privacy=privacy)
 
-    def _check_byzantine(self) -> None:
-        if self.byzantine >= self.clients:
-            raise ConfigError(f"byzantine must be less than clients={self.clients}, so that one client is honest, but got {self.byzantine}")
-        honest, strength = self.clients - self.byzantine, float(self.attack_strength)
-        if self.byzantine and self.attack == "mimic" and not (strength.is_integer() and 0 <= strength < honest):
-            raise ConfigError(
-                f"attack='mimic' copies one honest client, whose number is attack-strength: expected a whole number 0..{honest - 1}, but "
-                f"got {self.attack_strength:g}"
-            )
-        if self.byzantine and self.attack == "gaussian" and strength < 0:
-            raise ConfigError(f"attack='gaussian' has the standard deviation attack-strength, which must be >= 0, but got {strength:g}")
-        self.defence().check(self._cohort_at_start())
-
     @property
     def called(self) -> ClientNames:
         """Return the names of the run's clients, for logs and tables."""
         return ClientNames(sites_of(self.client_names), nodes_of(self.client_nodes))
 
-    def _check_joining(self) -> None:
-        joins = joins_of(self.join_rounds)
-        if (named := len(nodes_of(self.client_nodes))) not in (0, self.clients):
-            raise ConfigError(f"client-nodes must name a node for each of clients={self.clients}, but names {named}")
-        if (named := len(sites_of(self.client_names))) not in (0, self.clients):
-            raise ConfigError(f"client-names must be one name for each of clients={self.clients}, but got {named}")
-        if strangers := [client for client in joins if client >= self.clients]:
-            raise ConfigError(
-                f"join-rounds must name clients 0..{self.clients - 1}, since clients={self.clients}, but got client {strangers[0]}"
-            )
-        if wrong := [f"{client}:{round}" for client, round in joins.items() if not 1 <= round <= self.rounds]:
-            raise ConfigError(f"join-rounds must name rounds 1..{self.rounds}, since rounds={self.rounds}, but got {wrong[0]}")
-        first = self.clients - sum(round > 1 for round in joins.values())
-        if first < 1:
-            raise ConfigError(f"join-rounds must leave a client for round 1, but lets all {self.clients} join later: {self.join_rounds!r}")
-        if self.clients_at_start > first:
-            those = f"clients={self.clients}" if first == self.clients else f"the {first} clients that join-rounds leaves for round 1"
-            raise ConfigError(f"clients-at-start must not exceed {those}, but got {self.clients_at_start}")
-        if (sites := int(self["min-sites"])) > self.clients:
-            raise ConfigError(f"min-sites must not exceed clients={self.clients}, but got {sites}")
-        if self.min_cohort > (size := self._cohort_at_start()):
-            of = f"clients={self.clients}" if first == self.clients and not self.clients_at_start else "the clients at the start"
-            raise ConfigError(
-                f"min-cohort must not exceed {size}, the number of clients in the cohort of round 1 (out of {of}), but got "
-                f"{self.min_cohort}: lower min-cohort"
-            )
-
-    def _cohort_at_start(self) -> int:
-        """Return the number of clients in the cohort of round 1, which is the smallest planned cohort."""
-        first = self.clients_at_start or self.clients - sum(round > 1 for round in joins_of(self.join_rounds).values())
-        return max(1, round_half_up(self.fraction * first))
-
-    def _check_sites(self) -> None:
-        if self.dataset == SITES:
-            missing = [name for name in ("classes", "channels", "image-size") if not self[name]]
-            if missing:
-                raise ConfigError(
-                    f"dataset={SITES!r}: the server has no data from which to read the shape of the model: give {', '.join(missing)}"
-                )
-            if self.byzantine:
-                raise ConfigError(
-                    f"dataset={SITES!r} has real clients, and attacks are simulated only on data that the run config names: leave out "
-                    "byzantine"
-                )
-            if self.hold_out:
-                raise ConfigError(
-                    f"dataset={SITES!r} has no domains that hold-out could name: leave out hold-out, and start the run without that site"
-                )
-
     def local_training(self) -> LocalTraining:
         """Make the settings of local training, which all clients share."""
         method, objective = self.build_method(), self.build_objective()
-        bounds = self._bounds_paths() and self.method not in FEDTAN and not objective.travels and self.update == "weights"
+        bounds = self._bounds_paths() and not exchanges_in_rounds(method) and not objective.travels and self.update == "weights"
         drifts = method.uses_shared(self.rounds) if self.local_steps != 1 else method.starts_small
         clip, limit = chosen(self.clip, self.clip_limit, drifts=bounds and drifts)
         step = STEP if self.clip == "auto" and clip == "round" and method.starts_small else 0.0
@@ -381,48 +300,19 @@ class RunConfig(RunKeys):
         optimizer: ServerOptimizer = self._entry(SERVER_OPTIMIZERS[self.server_optimizer])
         return optimizer
 
-    def exchange_settings(self) -> ExchangeSettings:
-        """Make the settings of the layer-wise exchange.
-
-        Raises:
-            ConfigError: Some of the three certificate files are named, but not all.
-        """
-        files = (self.exchange_certificate, self.exchange_key, self.exchange_authority)
-        if any(files) and not all(files):
-            raise ConfigError("exchange-certificate, exchange-key and exchange-authority belong together: give all three, or none")
-        return self._value(ExchangeSettings, certificates=self._value(Certificates) if all(files) else None)
-
     def schedule(self) -> Schedule:
         """Make the learning-rate schedule."""
         return self._value(Schedule)
 
     def round_policy(self) -> ServerPolicy:
-        """Make the settings of the server's rounds. Call this method on the server only, since it reads certificate files.
-
-        Raises:
-            ConfigError: The run needs the layer-wise exchange, but its certificate files are missing or wrong.
-        """
-        try:
-            exchange = self.exchange_settings()
-        except ValueError as error:
-            if self.method in FEDTAN or self.recalibration == "exchange":
-                raise ConfigError(str(error)) from error
-            return replace(self._rounds(ExchangeSettings()), recalibration="passes")
-        try:
-            if self.method in FEDTAN and exchange.certificates is not None:
-                exchange.certificates.check()
-        except (FileNotFoundError, ValueError) as error:
-            raise ConfigError(str(error)) from error
-        return self._rounds(exchange)
-
-    def _rounds(self, exchange: ExchangeSettings) -> ServerPolicy:
+        """Make the settings of the server's rounds."""
         training = self.local_training()
         early = start_left(self.build_method(), self) > MUCH and not self.dp_noise
         return self._value(
             ServerPolicy,
             **({"calibrate": UNTIL_STILL} if early and self.calibrate == AS_METHOD else {}),
             rate=self.schedule(),
-            exchange=exchange,
+            exchange=self._value(ExchangeSettings),
             auxiliary=auxiliary(training),
             objective=training.objective.described,
             planned_steps=training.most_steps,
@@ -444,10 +334,7 @@ class RunConfig(RunKeys):
         """Call a constructor with the values of its keys, and with what the setup says of its other options."""
         return build(constructor, self.__getitem__, **{**self.changes.arguments(constructor), **computed})
 
-    def exchanges_in_rounds(self) -> bool:
-        """Return whether clients exchange statistics layer by layer while they train."""
-        return exchanges_in_rounds(self.build_method())
-
-    def exchanges_to_measure(self) -> bool:
-        """Return whether clients may exchange statistics layer by layer outside training, to compute exact global statistics."""
-        return measures_in_the_clear(self.build_method(), self) and self.recalibration != "passes"
+    def exchanges(self) -> bool:
+        """Return whether clients may exchange statistics layer by layer: while they train, or to make global statistics exact."""
+        method = self.build_method()
+        return exchanges_in_rounds(method) or measures_in_the_clear(method, self)

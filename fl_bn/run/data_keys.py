@@ -12,8 +12,6 @@ from fl_bn.data.partition import KINDS
 from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS
-from fl_bn.methods.fedtan import FROZEN_RATE as FEDTAN2_RATE
-from fl_bn.methods.method import BOUNDED_FROZEN_RATE, FROZEN_RATE
 from fl_bn.models import MODELS
 from fl_bn.options import declared, option, parses
 from fl_bn.run import used as when
@@ -35,14 +33,6 @@ class DataKeys:
         "-1 or >= 0",
         used=when.FREEZES_EARLY_ENOUGH,
     )
-    frozen_rate: float = option(
-        0.0,
-        "upper limit of the learning rate in rounds with frozen statistics, as a share of the highest rate before them; 1: the schedule "
-        f"alone decides; 0: the default limit, {BOUNDED_FROZEN_RATE:g} with clip='auto' and SGD (or gradients clipped otherwise) if "
-        f"gradients are centred, else {FROZEN_RATE:g} (fedtan2: {FEDTAN2_RATE:g})",
-        "0 or (0, 1]",
-        used=when.FREEZES_LATER,
-    )
     # model and data
     model: str = option(
         "digits-cnn-small",
@@ -52,7 +42,6 @@ class DataKeys:
     model_weights: str = option(
         "", "file of weights to start from (.pt, .pth, .safetensors); a head of another size keeps its initial weights", "path"
     )
-    dropout: bool = option(True, "whether the network's dropout layers are active in training; false: they pass their inputs on unchanged")
     buffers: str = option(
         "",
         f"role of each of the network's own buffers ({', '.join(BUFFER_ROLES)}), such as '*.codebook=shared, site_*=kept'; empty: buffers "
@@ -118,16 +107,5 @@ class DataKeys:
         "method or a learning rate; 0: none, so the run is tested on the test data",
         "0..0.9",
     )
-    share_label_counts: bool = option(
-        True, "clients report their number of samples per class to the server, for labels.png (never with secure-aggregation)"
-    )
     unseen_client: bool = declared(ServerPolicy, "unseen")
     calibrate: int = declared(ServerPolicy, "calibrate")
-    recalibration: str = declared(ServerPolicy, "recalibration")
-    unit_scale: bool = declared(ServerPolicy, "unit_scale")
-    centre_gradients: str = option(
-        "auto",
-        "whether to subtract, from the gradient of each weight before the head, its mean over the inputs of each output (centring); auto: "
-        "with fbn and hbn, but not with fbn-momentum or hbn-lam; with every other method while the statistics are frozen",
-        ("auto", "always", "never"),
-    )

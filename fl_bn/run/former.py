@@ -1,20 +1,28 @@
-"""Read run configs of earlier versions, whose keys have gone or have moved: the one table of old keys."""
+"""Read the run config in the folder of a run, also of an earlier version: the one table of keys that have gone or have moved."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fl_bn.options import Value, in_config
 from fl_bn.run.errors import ConfigError
+from fl_bn.run.overrides import UNREADABLE
+from fl_bn.support.wire import reason
 
+CONFIG = "config.toml"  # the file in the folder of a run
 PAPERS = "experiments.papers:Papers"  # the setup that has these keys, and these data sets, now
 IN_PAPERS: Mapping[str, Value] = {
     "diagnostics": "",
     "shifts": "", "samples-per-domain": 0, "samples-share": 1.0, "model-stem": "auto", "scale-start": "one", "standardise": "none",
     "moon-projection": 0, "hbn-lower-layers": "hybrid", "hbn-measured": "inputs", "hbn-evaluate-clients": "all",
     "hbn-mixing": "learned", "hbn-merge": "unbiased", "hbn-separate": True, "fbn-report": "first", "fedtan-momentum": "kept",
-    "freeze-what": "statistics", "scaffold-option": 2, "maintain-momentum": "reset", "local-evaluation": False,
+    "freeze-what": "statistics", "scaffold-option": 2, "scaffold-strength": 1.0, "maintain-momentum": "reset", "local-evaluation": False,
+    "byzantine": 0, "attack": "none", "attack-on": "both", "attack-strength": 0.0,
+    "dropout": True, "centre-gradients": "auto", "unit-scale": True, "frozen-rate": 0.0, "tracking": 0.0, "hbn-evaluate": "auto",
+    "fedtan-schedule": "merged", "drop-last": False, "recalibration": "auto", "join-rounds": "", "evaluate-on": "test",
 }  # fmt: skip
 """Key that the setup ``PAPERS`` has now -> its default."""
 DATASETS = (
@@ -27,9 +35,29 @@ MODELS = (
 DEEPLAB = "deeplabv3plus-"  # with an encoder, the name of a network that ``PAPERS`` has now
 GONE: Mapping[str, Value | None] = {
     "moon-temperature": 0.5, "server-adaptivity": 1e-3, "server-beta2": 0.99,
-    "recalibration-memory": 1.0, "secagg-quantization-range": 22, "share-drift": None,
+    "recalibration-memory": 1.0, "secagg-quantization-range": 22, "secagg-threshold": 0, "secagg-clipping-range": 8.0,
+    "share-drift": None, "share-label-counts": None,
+    **dict.fromkeys(("exchange-policy", "exchange-timeout", "exchange-join-timeout", "exchange-host", "exchange-bind", "exchange-port")),
+    **dict.fromkeys(("exchange-certificate", "exchange-key", "exchange-authority", "exchange-insecure")),
 }  # fmt: skip
 """Key -> the value that every run has now; None: the key changed no result."""
+
+
+def values_of(run: Path) -> dict[str, Any]:
+    """Return the run config in the folder of a run, by today's keys.
+
+    Raises:
+        ConfigError: ``run`` is not the folder of a run, its file cannot be read, or it has a key that has gone.
+    """
+    try:
+        values = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{run} is not the folder of a run, since it has no {CONFIG}: give a folder such as runs/NAME (the run's log names it)"
+        ) from error
+    except (OSError, *UNREADABLE) as error:
+        raise ConfigError(f"{run / CONFIG} cannot be read: {reason(str(error))}. Put it back from a copy, or choose another run") from error
+    return renewed(values)
 
 
 def renewed(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,7 +75,7 @@ def renewed(values: Mapping[str, Any]) -> dict[str, Any]:
             f"the run had {key}={in_config(value)}, and {key} is no run-config key any more: CHANGELOG.md says what to do instead"
         )
     setup = values.get("setup", "")
-    kept = {k: v for k, v in values.items() if k not in GONE and (setup or k not in IN_PAPERS or v != IN_PAPERS[k])}
+    kept = {k: v for k, v in values.items() if k not in GONE and (k not in IN_PAPERS or v != IN_PAPERS[k])}
     network = str(kept.get("model", ""))
     moved = kept.get("dataset") in DATASETS or network in MODELS or network.startswith(DEEPLAB) or not kept.keys().isdisjoint(IN_PAPERS)
     return {**kept, "setup": PAPERS} if moved and not setup else kept

@@ -16,6 +16,7 @@ from typing import Any
 
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.metrics import named_series, series
+from fl_bn.federation.recalibration import Pass
 from fl_bn.federation.record import ClientRecord, Disclosure, RoundRecord
 from fl_bn.flower.compat import LOGGER
 from fl_bn.options import Value
@@ -32,6 +33,7 @@ AFTER = (
 )  # fmt: skip
 SYNC_EVERY = 1.0  # seconds
 ANEW = "put this file back from a copy, or start the run anew"
+PASS_COLUMNS = ("pass", "clients", "layer", "mean-moved", "variance-factor")  # moved: in standard deviations; factor: new / old
 DIAGNOSTIC_COLUMNS = ("round", "layer", "client", "quantity", "value")
 PER_CLASS = {CLASS: "per-class"}  # the names of series in rounds.jsonl that differ from the names of their metrics
 Row = dict[str, Value | None]
@@ -209,6 +211,13 @@ def read_rows(file: Path) -> tuple[list[dict[str, Any]], bool]:
                 raise
             return rows, True
     return rows, False
+
+
+def write_passes(passes: Sequence[Pass], path: Path) -> None:
+    """Write ``recalibration.csv``: one line per statistics-only pass and layer."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = ((one.number, one.clients, *movement) for one in passes for movement in one.movements)
+        csv.writer(file).writerows([PASS_COLUMNS, *rows])
 
 
 class History:

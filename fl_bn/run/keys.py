@@ -28,13 +28,13 @@ SECTIONS = {
     "model": "Network and task",
     "dataset": "Data",
     "partition": "Who has which data",
-    "share-label-counts": "What clients tell of themselves",
+    "unseen-client": "What clients tell of themselves",
     "calibrate": "Calibration of the statistics",
     "clients": "Clients and rounds",
     "min-replies": "Clients that are late or missing",
     "checkpoint-every": "Checkpoints",
     "exchange": "Layer-wise exchange",
-    "byzantine": "Byzantine clients and robust rules",
+    "statistics-rule": "Byzantine clients and robust rules",
     "secure-aggregation": "Secure aggregation and noise",
     "local-epochs": "Local training",
     "objective": "Local objective",
@@ -46,15 +46,31 @@ SECTIONS = {
 """The headings of docs/config.md, by the first key below each. Options follow the key that chooses their owner."""
 
 
+OFTEN = (
+    "method", "model", "dataset", "data-path", "partition", "partition-parameter", "clients", "rounds", "local-steps", "local-epochs",
+    "batch-size", "learning-rate", "seed", "device", "workers", "output", "name",
+)  # fmt: skip
+"""The keys that `fl-bn run --help` names, and that come first in docs/config.md."""
+
+
+def often_used(keys: Mapping[str, Key]) -> list[tuple[str, str, str]]:
+    """Return name, default and meaning, without the meaning of special values, of the keys that are often used."""
+    return [(name, _default(keys[name]) or "empty", keys[name].help.partition("; ")[0]) for name in OFTEN]
+
+
+def _default(key: Key) -> str:
+    return str(key.default).lower() if isinstance(key.default, bool) else str(key.default)
+
+
 def table(keys: Mapping[str, Key]) -> str:
-    """Return all keys as Markdown, with one table per section, as they stand in docs/config.md."""
-    lines: list[str] = []
+    """Return all keys as Markdown: a line with those that are often used, and one table per section, as in docs/config.md."""
+    lines = [f"Often used: {', '.join(f'`{name}`' for name in OFTEN)}."]
     for key in keys.values():
-        if key.name in SECTIONS or not lines:
+        if key.name in SECTIONS or len(lines) == 1:
             heading = [f"## {SECTIONS[key.name]}", ""] if key.name in SECTIONS else []
-            lines += [*([""] if lines else []), *heading, "| key | default | values | meaning |", "|---|---|---|---|"]
-        default = str(key.default).lower() if isinstance(key.default, bool) else key.default
-        lines.append(f"| `{key.name}` | {f'`{default}`' if default != '' else 'empty'} | {key.shown} | {key.help} |")
+            lines += ["", *heading, "| key | default | values | meaning |", "|---|---|---|---|"]
+        default = f"`{_default(key)}`" if key.default != "" else "empty"
+        lines.append(f"| `{key.name}` | {default} | {key.shown} | {key.help} |")
     return "\n".join(lines)
 
 

@@ -40,7 +40,7 @@ def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path, task
         task: The task.
     """
     moved = [r for r in records if r.drift is not None]
-    split = evaluated_on(config.validation_share, config.evaluate_on)
+    split = evaluated_on(config.validation_share, config.changes.split)
     panels: list[Callable[[Axes], None]] = [lambda axes: _metric(axes, records, task, split), lambda axes: _loss(axes, records)]
     if moved:
         panels += [lambda axes: _drift(axes, moved), lambda axes: _variance(axes, moved)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +14,8 @@ from fl_bn.federation.settings import LocalTraining, Schedule
 from fl_bn.flower.compat import federation_config
 from fl_bn.options import options_by_key
 from fl_bn.run.assembly import client_model
-from fl_bn.run.checkpoints import CONFIG
 from fl_bn.run.config import SITES, ConfigError, RunConfig
-from fl_bn.run.former import renewed
+from fl_bn.run.former import CONFIG, values_of
 from fl_bn.run.usage import Usage
 from fl_bn.support.flower_config import flower_config
 from fl_bn.task import CLASSIFICATION
@@ -91,7 +89,7 @@ def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output:
     folder = (output or source.with_name(f"{source.stem if source.is_file() else source.resolve().name}-recalibrated")).absolute()
     own = {"rounds": 0, "calibrate": passes or -1, "model-weights": str(weights.resolve())}
     own |= {"evaluate-every": 1, "hbn-stat-samples": 0}
-    own |= {"join-rounds": "", "clients-at-start": 0}  # they say when clients join a training run
+    own["clients-at-start"] = 0  # it says when clients join a training run
     place = {"resume": "", "checkpoint-every": 0, "name": folder.name, "output": str(folder.parent)}
     config = Usage().config({**keys, **overrides, **own, **place}, must=overrides)
     if config.dataset == SITES:
@@ -128,7 +126,4 @@ def _keys_of(folder: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{folder} is not the folder of a finished run: expected {CONFIG} and {MODEL}, but there is no {' and no '.join(missing)}"
         )
-    try:
-        return renewed(tomllib.loads((folder / CONFIG).read_text(encoding="utf-8")))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{folder / CONFIG} cannot be read: {error}") from error
+    return values_of(folder)

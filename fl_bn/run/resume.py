@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from pathlib import Path
 
-from fl_bn.run.checkpoints import CONFIG, FOLDER
+from fl_bn.run.checkpoints import FOLDER
 from fl_bn.run.config import SITES, ConfigError, RunConfig
-from fl_bn.run.former import renewed
-from fl_bn.run.overrides import UNREADABLE
+from fl_bn.run.former import values_of
 from fl_bn.run.usage import Usage
 from fl_bn.support.durable import SUFFIX
 from fl_bn.support.extras import ABSENT, version_of
-from fl_bn.support.wire import reason
 
 
 def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:
@@ -28,14 +25,9 @@ def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:
             another version of fl-bn; or ``deployed`` is True and the run has no checkpoint; or ``deployed`` is False and the
             run is one of deployed sites.
     """
-    try:
-        values = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, *UNREADABLE) as error:
-        raise ConfigError(
-            f"{run} is not the folder of a run: its {CONFIG} cannot be read ({reason(str(error))}). Give a folder such as runs/NAME"
-        ) from error
+    values = values_of(run)
     _check_version(run)
-    config = Usage().config({**renewed(values), "output": str(run.resolve().parent), "name": "", "resume": run.resolve().name})
+    config = Usage().config({**values, "output": str(run.resolve().parent), "name": "", "resume": run.resolve().name})
     done = _rounds_done(run)
     if done >= config.rounds and (run / "summary.md").exists() and not (run / FOLDER).exists():
         raise ConfigError(f"{run} is finished: all of its {config.rounds} rounds are done, and {run / 'summary.md'} has the results")

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +18,6 @@ from safetensors.torch import save
 
 from fl_bn.bn.derived import plain_names
 from fl_bn.federation.callbacks import Callback, Running
-from fl_bn.federation.recalibration import Pass
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import RunFailed
 from fl_bn.flower.compat import LOGGER
@@ -32,9 +31,8 @@ from fl_bn.run.console import LogFile
 from fl_bn.run.disclosure_report import FILE as DISCLOSURE
 from fl_bn.run.disclosure_report import DisclosureTotals, disclosure_csv, disclosure_table
 from fl_bn.run.environment import environment
-from fl_bn.run.history import History
+from fl_bn.run.history import History, write_passes
 from fl_bn.run.interrupts import held
-from fl_bn.run.recalibration_report import write_passes
 from fl_bn.run.summary import summary
 from fl_bn.run.tensorboard import TensorBoard
 from fl_bn.run.testing import note_domains
@@ -228,7 +226,7 @@ class RunDirectory(Callback):
         table = disclosure_table(kinds, self.config.called)
         self._write_passes()
         try:
-            self._draw(path, passes, counts)
+            self._draw(path, counts)
         finally:  # it lists the files that are there
             absent = [f"{self.config.called.client(index)}: {why}" for index, why in self._absent().items()]
             about = (self.config, self.records, error, passes, table, privacy, self.task, absent)
@@ -248,23 +246,16 @@ class RunDirectory(Callback):
         population = None if self.transport is None else self.transport.population
         return {} if population is None else population.absent
 
-    def _draw(self, path: Path, passes: Sequence[Pass], counts: Mapping[int, tuple[int, ...]]) -> None:
+    def _draw(self, path: Path, counts: Mapping[int, tuple[int, ...]]) -> None:
         """Draw the pictures for which the run has numbers."""
-        draws = self.config.pictures and self._can_draw()
-        if draws and passes:
-            from fl_bn.run.recalibration_picture import draw_passes  # imports matplotlib
+        if not (self.records and self.config.pictures and self._can_draw()):
+            return
+        from fl_bn.run.pictures import draw_labels, draw_run  # imported here, since matplotlib takes a second, for which no round waits
 
-            draw_passes(self.config, passes, self.records, path / "recalibration.png", self.task)
-        if draws and self.records:
-            from fl_bn.run.pictures import (
-                draw_labels,
-                draw_run,
-            )  # imported here, since an import of matplotlib takes a second, for which round 1 should not wait
-
-            if self.config.rounds:
-                draw_run(self.config, self.records, path / f"{self.task.metric}.png", self.task)
-            if counts and all(counts.values()):
-                draw_labels(counts, self.config, path / "labels.png")
+        if self.config.rounds:
+            draw_run(self.config, self.records, path / f"{self.task.metric}.png", self.task)
+        if counts and all(counts.values()):
+            draw_labels(counts, self.config, path / "labels.png")
 
     def _say_how_to_go_on(self, path: Path, what: str) -> None:
         last = max(self._checkpoints.rounds(), default=0) if self._checkpoints else 0

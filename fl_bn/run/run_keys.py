@@ -9,14 +9,12 @@ override them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from fl_bn.data.record import SPLITS, TEST
-from fl_bn.exchange.settings import Certificates, ExchangeSettings
+from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.arguments import FederationSpec
 from fl_bn.federation.defence import SHARES_WEIGHTS, Defence
 from fl_bn.federation.engines.workers import MOST_THREADS
@@ -26,7 +24,6 @@ from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.settings import LocalTraining, Schedule
 from fl_bn.objectives import OBJECTIVES
 from fl_bn.options import Option, declared, kebab, option, options_by_key, own_options, same_key
-from fl_bn.robust.attacks import ATTACKS, ON
 from fl_bn.run import keys
 from fl_bn.run import used as when
 from fl_bn.run.data_keys import DataKeys
@@ -34,7 +31,7 @@ from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support.names import names_of
 
-_MADE = (LocalTraining, Schedule, ServerPolicy, ExchangeSettings, Certificates, Defence, SecureAggregation, Privacy)
+_MADE = (LocalTraining, Schedule, ServerPolicy, ExchangeSettings, Defence, SecureAggregation, Privacy)
 VALUES: dict[type[Any], type[Any]] = {kind: kind for kind in _MADE}
 """Class of settings -> the class that a run config uses in place of this class. The options of the class in use are run-config keys.
 
@@ -53,7 +50,6 @@ class RunKeys(DataKeys):
     clients: int = declared(ServerPolicy, "clients")
     clients_at_start: int = declared(ServerPolicy, "at_start")
     min_sites: int = declared(ServerPolicy, "min_sites")
-    join_rounds: str = declared(ServerPolicy, "joining")
     client_nodes: str = declared(ServerPolicy, "nodes")
     client_names: str = declared(ServerPolicy, "names")
     fraction: float = declared(ServerPolicy, "fraction")
@@ -79,36 +75,7 @@ class RunKeys(DataKeys):
     )
     # layer-wise exchange (fedtan, fedtan2, fedavg-alg2; recalibration)
     exchange: str = declared(ExchangeSettings, "carrier")
-    exchange_policy: str = declared(ExchangeSettings, "policy")
-    exchange_timeout: float = declared(ExchangeSettings, "deadline")
-    exchange_join_timeout: float = declared(ExchangeSettings, "join_deadline")
-    exchange_host: str = declared(ExchangeSettings, "host")
-    exchange_bind: str = declared(ExchangeSettings, "bind")
-    exchange_port: int = declared(ExchangeSettings, "port")
-    exchange_certificate: str = declared(Certificates, "certificate")
-    exchange_key: str = declared(Certificates, "key")
-    exchange_authority: str = declared(Certificates, "authority")
-    exchange_insecure: bool = declared(ExchangeSettings, "insecure")
-    # Byzantine clients, and the defence against them
-    byzantine: int = option(0, "number of clients that attack: the last ones; the training data are split over the others", ">= 0")
-    attack: str = option(
-        "none",
-        "what the attackers send, knowing all honest replies; label-flip: they train on flipped labels; -optimised: with the strength "
-        "that harms most",
-        ("none", *ATTACKS),
-        used=when.ATTACKERS,
-    )
-    attack_on: str = option(
-        "both", "what the attackers falsify: their BN statistics, their updates, or both", ON, used=when.LIES & when.HAS_WHAT_IS_ATTACKED
-    )
-    attack_strength: float = option(
-        0.0,
-        "epsilon (foe), z (alie), standard deviation (gaussian), or number of the copied honest client (mimic); 0: 0.5 (foe), z_max of "
-        "its paper (alie), 1 (gaussian), the first one (mimic)",
-        "finite",
-        math.isfinite,
-        used=when.STRENGTH,
-    )
+    # the defence against Byzantine clients
     statistics_rule: str = declared(Defence, "statistics")
     update_rule: str = declared(Defence, "updates")
     declared_byzantine: int = declared(Defence, "f")
@@ -117,8 +84,6 @@ class RunKeys(DataKeys):
         False, "the server sees only sums over clients of updates, statistics and evaluations (SecAgg+); FedTAN's exchange is not protected"
     )
     secagg_shares: int = declared(SecureAggregation, "shares")
-    secagg_threshold: int = declared(SecureAggregation, "threshold")
-    secagg_clipping_range: float = declared(SecureAggregation, "clipping_range")
     dp_noise: float = declared(Privacy, "noise")
     dp_clip: float = declared(Privacy, "clip")
     dp_statistics_clip: float = declared(Privacy, "statistics_clip")
@@ -127,7 +92,6 @@ class RunKeys(DataKeys):
     local_epochs: int = declared(LocalTraining, "epochs")
     local_steps: int = declared(LocalTraining, "steps")
     batch_size: int = declared(LocalTraining, "batch_size")
-    drop_last: bool = declared(LocalTraining, "drop_last")
     update: str = declared(LocalTraining, "update")
     optimizer: str = declared(LocalTraining, "optimizer")
     learning_rate: float = declared(Schedule, "base")
@@ -150,12 +114,6 @@ class RunKeys(DataKeys):
     # evaluation, machine and output
     evaluate_every: int = declared(ServerPolicy, "evaluate_every")
     evaluate_clients: int = declared(ServerPolicy, "evaluate_clients")
-    evaluate_on: str = option(
-        TEST,
-        "the samples of the evaluation: test samples, or training samples (for their loss after the averaging)",
-        SPLITS,
-        used=when.TESTED_AS_GIVEN,
-    )
     seed: int = declared(ServerPolicy, "seed")
     device: str = option(
         "auto",

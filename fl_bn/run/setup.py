@@ -17,13 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from torch import nn
 
 from fl_bn.data.dataset import Dataset, load
+from fl_bn.data.record import TEST
+from fl_bn.federation.local import Samples
 from fl_bn.federation.record import RoundRecord
+from fl_bn.methods import Method
 from fl_bn.options import Options, hidden_options, kebab, own_options
 from fl_bn.run.errors import ConfigError
 from fl_bn.support.user_code import OWN, Modules, function
@@ -76,6 +79,29 @@ class Setup(Options):
         """
         return make()
 
+    @property
+    def attackers(self) -> int:
+        """Return how many clients attack: the last ones. The training data are divided among the others."""
+        return 0
+
+    @property
+    def split(self) -> str:
+        """Return the samples that the run is tested on, in words, if it holds out no validation samples."""
+        return TEST
+
+    def method(self, config: RunConfig, method: Method) -> Method:
+        """Return the method of the run, with the changes of this setup.
+
+        Args:
+            config: The run config.
+            method: The method with its options, and with the freeze of ``freeze-after``.
+        """
+        return method
+
+    def samples(self, config: RunConfig, client: int, train: Samples) -> Samples:
+        """Return the training samples of a client, given those that the partition made."""
+        return train
+
     def measurements(self, config: RunConfig) -> Measurements | None:
         """Return what is measured after every round, for diagnostics.csv; None: nothing. It has the data, so only a simulation can."""
         return None
@@ -85,9 +111,14 @@ class Setup(Options):
 
         An option of a setup that has the key of such an argument (``hbn-mixing`` of ``hbn``'s ``mixing``) gives its value.
         """
-        kind: Any = type(self)
-        own = {kebab(name): getattr(self, name) for name in own_options(kind)}
-        return {argument: own[key] for key, (argument, _) in hidden_options(constructor).items() if key in own}
+        fields, hidden = _fields_by_key(cast(Any, type(self))), hidden_options(constructor)
+        given = {name: (getattr(self, fields[key]), spec.unset) for key, (name, spec) in hidden.items() if key in fields}
+        return {name: value for name, (value, unset) in given.items() if value != unset}
+
+
+@cache
+def _fields_by_key(kind: Any) -> dict[str, str]:
+    return {kebab(name): name for name in own_options(kind)}
 
 
 def setup_class(name: str) -> type[Setup]:

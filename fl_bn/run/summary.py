@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from fl_bn.federation.recalibration import Pass
 from fl_bn.federation.record import RoundRecord, size
 from fl_bn.run.config import RunConfig
-from fl_bn.run.recalibration_report import passes_in_words
 from fl_bn.task import CLASSIFICATION, Task
 
 
@@ -63,7 +62,7 @@ def summary(
     ]
     if records:
         lines += _traffic(records)
-    return "\n".join([*lines, "", *disclosures, _files(FILES, is_there, task), ""])
+    return "\n".join([*lines, "", *disclosures, _files(is_there, task), ""])
 
 
 def _of_recalibration(
@@ -88,13 +87,46 @@ def _of_recalibration(
     ]
     total = sum(c.bytes_down + c.bytes_up for r in records for c in r.clients)
     lines.append(f"- in all {size(total)} of arrays in {sum(r.seconds for r in records):.1f} s of passes")
-    return "\n".join([*lines, "", *disclosures, _files(FILES_OF_RECALIBRATION, is_there, task), ""])
+    return "\n".join([*lines, "", *disclosures, _files(is_there, task), ""])
+
+
+def passes_in_words(passes: Sequence[Pass], clients: int) -> list[str]:
+    """Return sentences on how many passes were made, why they ended, and how far they moved the statistics.
+
+    Args:
+        passes: The passes.
+        clients: The number of clients. If not all of them answered, the last sentence is a warning.
+    """
+    if not passes:
+        return ["no pass was made"]
+    last, layers = passes[-1], len(passes[-1].movements)
+    if last.exchanges:
+        end = f"layer by layer, with {last.exchanges} exchanges, which makes all of them exact"
+    elif last.settled:
+        end = f"stopped at pass {last.number}, which moved nothing"
+    elif last.number == layers:
+        end = "one per BatchNorm layer, which makes all of them exact"
+    else:
+        end = f"fewer than the {layers} layers, and the last pass still moved statistics: layers 1 to {last.number} are exact"
+    lines = [f"{len(passes)} pass{'es' * (len(passes) != 1)} over {layers} BatchNorm layers: {end}"]
+    for one in dict.fromkeys((passes[0], last)):
+        layer, mean, variance = one.largest
+        lines.append(
+            f"pass {one.number} moved a mean by up to {mean:.3g} sd ({layer or 'model'}; its layer's variance by a factor {variance:.3g})"
+        )
+    if any(one.clients < clients for one in passes):
+        fewest = min(one.clients for one in passes)
+        lines.append(
+            f"**not all clients were measured** (in one pass {fewest} of {clients}): the statistics lack the missing ones. Run it again"
+        )
+    return lines
 
 
 FILES = (  # each text with the files that it names
     "`{picture}`, the course of the run",
     "`labels.png`, the clients' labels",
-    "`rounds.csv` (also `.jsonl`), one line per round",
+    "`recalibration.csv`, one line per statistics-only pass and layer",
+    "`rounds.csv` (also `.jsonl`), one line per round, or per pass if there are no rounds",
     "`clients.csv`, one line per round and client",
     "`disclosure.csv`, what left each client",
     "`model.safetensors`, the model as evaluated last (`clients/` has one per client where clients keep layers of their own)",
@@ -103,26 +135,16 @@ FILES = (  # each text with the files that it names
     "`environment.json`",
     "`tensorboard/`",
 )
-FILES_OF_RECALIBRATION = (
-    "`recalibration.png` to look at",
-    "`recalibration.csv`, one line per pass and layer",
-    "`rounds.csv` (also `.jsonl`), one line per pass",
-    "`model.safetensors`, re-calibrated",
-    "`config.toml`",
-    "`environment.json`",
-)
 
 
-def _files(texts: Sequence[str], is_there: Callable[[str], bool], task: Task) -> str:
+def _files(is_there: Callable[[str], bool], task: Task) -> str:
     """Return the line "Files: ...", which lists the files of a run with a few words on each. Missing files are left out.
 
     Args:
-        texts: One text per file, which begins with the file's name in backticks: ``FILES`` or ``FILES_OF_RECALIBRATION``.
-            ``{picture}`` in a text stands for the name of the picture, METRIC.png.
         is_there: Takes the name of a file in the folder of the run, and returns whether it exists.
-        task: The task, whose metric is the METRIC in the name of the picture.
+        task: The task, whose metric names the picture.
     """
-    about = [text.format(picture=f"{task.metric}.png") for text in texts]
+    about = [text.format(picture=f"{task.metric}.png") for text in FILES]
     return f"Files: {'; '.join(text for text in about if is_there(text.split('`')[1]))}."
 
 

@@ -38,7 +38,7 @@ MOST = 2  # releases of one exchange: of the updates and of the statistics
 
 
 SECURE = used_with("secure-aggregation", True)
-noisy_option = partial(option, used=SECURE & Used("with dp-noise > 0", lambda config: config["dp-noise"] > 0, ("dp-noise",)))
+noisy_option = partial(option, used=SECURE & Used("dp-noise > 0", lambda config: config["dp-noise"] > 0))
 
 
 @dataclass(frozen=True)

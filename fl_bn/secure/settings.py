@@ -40,11 +40,14 @@ class SecureAggregation(Options):
     shares: int = secured(
         0, "number of parts into which each client's secrets are split, odd; 0: one part per client of the cohort", f"0 or >= {LEAST}"
     )
-    threshold: int = secured(0, "number of parts that recover a secret, more than half of them; 0: the smallest such number", ">= 0")
+    threshold: int = secured(
+        0, "number of parts that recover a secret, more than half of them; 0: the smallest such number", ">= 0", hidden=True
+    )
     clipping_range: float = secured(
         8.0,
         "values beyond this are cut off: in standard deviations for statistics, in their own units for weights",
         f"{FINEST}..{WIDEST:.0f}",
+        hidden=True,
     )
     quantization_range: int = secured(22, "bits per value within that range", "4..30", hidden=True)
     privacy: Privacy | None = None

@@ -71,11 +71,11 @@ def check_metric(cells: Sequence[Cell]) -> None:
     Raises:
         ConfigError: The runs have tasks with different metrics, or are tested on test, validation or training samples.
     """
-    if len(splits := {(cell.config.validation_share, cell.config.evaluate_on) for cell in cells}) > 1:
+    if len(splits := {(cell.config.validation_share, cell.config.changes.split) for cell in cells}) > 1:
         parts = sorted({f"{share:g} of the training" if share else evaluated_on(share, on) for share, on in splits})
         raise ConfigError(
             f"methods are compared on the same samples, but these runs are tested on {' and '.join(parts)} samples: give "
-            "validation-share and evaluate-on to all runs alike (--run-config)"
+            "validation-share, and what a setup tests on, to all runs alike (--run-config)"
         )
     if len(metrics := {task(cell.config).metric for cell in cells}) > 1:
         raise ConfigError(

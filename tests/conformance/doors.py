@@ -410,7 +410,7 @@ def application(asked: Asked, **keys: Any) -> Outcome:
                 named |= {f"x_{split}": x[:, 0].numpy(), f"y_{split}": y.numpy()}
             files.append(f"{folder}/site-{client}.npz")
             np.savez(files[-1], **named)
-        passes = {} if asked.passes else {"calibrate": 0, "unit-scale": False}
+        passes = {} if asked.passes else {"calibrate": 0, "unit-scale": False, "setup": "experiments.papers:Papers"}
         chosen = {"method": asked.method, "fraction": asked.fraction, "data-path": ",".join(files), "output": folder}
         path = run_in_process({**RUN_CONFIG, **passes, **chosen, **keys})
         assert path is not None

@@ -67,7 +67,8 @@ def test_a_run_is_divided_as_without(tmp_path: Path) -> None:
 
 
 def test_a_byzantine_client_trains_on_what_is_left_of_anothers_part(tmp_path: Path) -> None:
-    values = {**small_config(tmp_path), "partition": "iid", "clients": 4, "byzantine": 1, "attack": "sign-flip", "validation-share": 0.25}
+    values = {**small_config(tmp_path), "partition": "iid", "clients": 4, "byzantine": 1, "attack": "sign-flip"}
+    values |= {"setup": "experiments.papers:Papers", "validation-share": 0.25}
     parts = partitions(RunConfig.from_mapping(values))
     assert torch.equal(parts[3], parts[0])
     assert sum(map(len, parts[:3])) == 36

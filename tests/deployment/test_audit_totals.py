@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 RUNS: dict[str, dict[str, Any]] = {
     "fedbn": {"method": "fedbn", "unseen-client": True},
     "hbn": {"method": "hbn"},
-    "fedtan": {"method": "fedtan", "exchange-join-timeout": 60.0},
+    "fedtan": {"method": "fedtan"},
     "hbn-secure": {"method": "hbn", "secure-aggregation": True},
 }
 FRAMES = 400  # bytes of protobuf around an object (its SHA-256, ids), and around an answer beside its tree

@@ -149,11 +149,8 @@ def test_what_is_sent_of_this_project_has_no_tests_and_says_of_which_commit_it_i
 
 
 def test_run_config_follows_from_the_folder_and_the_user_wins(kit: Path, server: ServerFolder) -> None:
-    config = run_config(server, "method='fedtan' rounds=2 exchange-port=1")
+    config = run_config(server, "method='fedtan' rounds=2")
     assert (config["clients"], config["output"], config["method"], config["rounds"]) == (2, str(kit / "server/results"), "fedtan", 2)
-    assert (config["exchange-host"], config["exchange-port"]) == ("fl.example.org", 1)
-    files = {"certificate": "server.crt", "key": "server.key", "authority": "ca.crt"}
-    assert all(config[f"exchange-{name}"] == str(kit / "server" / file) for name, file in files.items())
     for wrong in ("method='hbm'", "round=2", "rounds"):
         with pytest.raises(ConfigError):
             run_config(server, wrong)

@@ -16,7 +16,6 @@ from tests.deployment.inner import RunConfig, parse_overrides
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(3600)]
 QUICK = "model='mlp' rounds=2 local-steps=2 evaluate-every=1 pictures=false"
-EXCHANGING = "exchange-timeout=120.0 exchange-join-timeout=120.0"
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=3); print('connected')"
 
 
@@ -36,7 +35,7 @@ def final_model(runs: Path, name: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("method", ["hbn", "fedtan"])
 def test_the_model_is_that_of_one_process(federation: DockerFederation, method: str, tmp_path: Path) -> None:
-    config = f"method='{method}' {QUICK} {EXCHANGING}"
+    config = f"method='{method}' {QUICK}"
     log = federation.run(f"{config} name='{method}'")
     assert "finished:completed" in log
     apart = final_model(federation.fetch(tmp_path), method)

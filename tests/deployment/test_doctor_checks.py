@@ -21,7 +21,7 @@ from flwr.common.constant import PUBLIC_KEY_HEADER, SIGNATURE_HEADER, SYSTEM_TIM
 from flwr.proto.fleet_pb2_grpc import FleetServicer, add_FleetServicer_to_server
 from flwr.server.superlink.fleet.grpc_rere import node_auth_server_interceptor as flower
 
-from fl_bn.checks import clock, experiment
+from fl_bn.checks import experiment
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.support.loopback import EXCEPTIONS
 from fl_bn_site.checks import network, tls
@@ -175,10 +175,10 @@ def test_proxies_of_grpc(variables: dict[str, str], advice: str) -> None:
 
 
 def test_the_kernels_word_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert clock.time_service().status in ("ok", "warn")
+    assert machine.time_service().status in ("ok", "warn")
     for state, status in ((0, "ok"), (5, "warn")):
         monkeypatch.setattr(ctypes, "CDLL", lambda *_, state=state, **__: SimpleNamespace(adjtimex=lambda buffer: state))
-        assert clock.time_service().status == status
+        assert machine.time_service().status == status
 
 
 @listed(

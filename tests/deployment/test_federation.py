@@ -296,7 +296,7 @@ def test_sites_come_and_go_while_the_others_stay(federation: Federation) -> None
 
 
 def test_a_join_without_token_is_refused_and_harms_nobody(federation: Federation, tmp_path: Path) -> None:
-    config: dict[str, Any] = {**SMALL, "method": "fedtan", "name": "strangers", "rounds": 2, "exchange-join-timeout": 60.0}
+    config: dict[str, Any] = {**SMALL, "method": "fedtan", "name": "strangers", "rounds": 2}
     before = federation.log("server", "serverapp").count("exchange: listening")
     process = federation.submit(config)
     try:

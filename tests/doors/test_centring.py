@@ -192,7 +192,8 @@ def test_the_sum_moves_until_the_freeze_and_stays_afterwards() -> None:
 
 def test_the_application_has_a_key_for_every_method() -> None:
     def centres(method: str, wanted: str, phase: Phase) -> bool:
-        return RunConfig.from_mapping({"method": method, "centre-gradients": wanted}).build_method().centres(phase)
+        keys = {"setup": "experiments.papers:Papers", "method": method, "centre-gradients": wanted}
+        return RunConfig.from_mapping(keys).build_method().centres(phase)
 
     for wanted, centre in (("auto", True), ("never", False), ("always", True)):
         assert centres("fbn", wanted, Phase.TRAIN) is centre

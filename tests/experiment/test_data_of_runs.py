@@ -19,7 +19,6 @@ from fl_bn.run.testing import test_metrics as metrics_of_test
 from fl_bn.sweep.file import parse
 from tests.data.test_folder import draw
 from tests.experiment.inside import (
-    OwnData,
     RoundRecord,
     RunConfig,
     Samples,
@@ -34,7 +33,7 @@ from tests.experiment.inside import (
     refusing,
     rows,
 )
-from tests.experiment.small_data import CLASSES, small_config, small_npz, small_sites
+from tests.experiment.small_data import CLASSES, small_config, small_sites
 from tests.experiment.test_task_runs import hospital
 from tests.listed import listed
 
@@ -79,12 +78,6 @@ def test_every_client_has_one_shift_and_is_tested_as_the_keys_say(tested: dict[s
         assert torch.equal(train.x, data.x_train[part])
         own = data.x_test[data.domain_test == client]
         assert torch.equal(test.x, data.x_test if "test_on" in tested else train.x if tested else own)
-
-
-def test_a_site_with_data_of_its_own_is_evaluated_on_what_it_trains_on(tmp_path: Path) -> None:
-    own = OwnData("npz", str(small_npz(tmp_path)))
-    keys = {"dataset": "sites", "classes": 4, "channels": 1, "image_size": 4}
-    assert [len(client_samples(config(keys, evaluate_on=split), 0, own)[1]) for split in ("training", "test")] == [48, 24]
 
 
 def test_samples_per_domain_and_equal_sizes() -> None:

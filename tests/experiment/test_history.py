@@ -294,6 +294,5 @@ def test_a_run_writes_them(tmp_path: Path) -> None:
     text = (path / "summary.md").read_text()
     assert "## What left each client" in text
     assert "client 2 revealed statistics of 4 samples in round 1" in text
-    quiet = run(small_run(tmp_path / "more", method="gn", batch_size=8, local_steps=2, share_label_counts=False))
+    quiet = run(small_run(tmp_path / "more", method="gn", batch_size=8, local_steps=2))
     assert "**warning**" not in (quiet / "summary.md").read_text()
-    assert not any(row["section"] == "introduction" for row in table(quiet / "disclosure.csv"))

@@ -133,7 +133,7 @@ def test_what_a_site_may_have_otherwise(tmp_path: Path, sites: list[dict[str, st
     assert (path / "labels.png").exists()
     client = build_client(context(values, sites[1], 1))
     assert (len(client.site.train), client.get_properties({})["label-counts"]) == (20, "[7, 7, 6]")  # all of its data
-    assert build_client(context({**values, "share-label-counts": False}, sites[1], 1)).get_properties({})["label-counts"] == "[]"
+    assert build_client(context(values, {**sites[1], "share-label-counts": False}, 1)).get_properties({})["label-counts"] == "[]"
     mixed = play(small_run(tmp_path / "mixed", method="fbn", rounds=2), [{}, own(site_npz(tmp_path, 1, classes=2, samples=30)), {}])
     assert {row["client"] for row in table(mixed / "clients.csv")} == {"0", "1", "2"}
     assert "accuracy after round 2" in (mixed / "summary.md").read_text()

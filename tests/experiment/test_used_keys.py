@@ -13,6 +13,7 @@ from fl_bn.options import options_by_key
 from fl_bn.run import config as config_module
 from fl_bn.run.checkpoints import run_to_resume
 from fl_bn.run.config import REGISTRIES
+from fl_bn.run.former import IN_PAPERS
 from fl_bn.run.resume import config_to_resume
 from fl_bn.run.run_keys import general_options
 from fl_bn.run.used import HasNoEffect, conditions
@@ -32,8 +33,6 @@ NOISY = {**SECURE, "client-weights": "uniform", "dp-noise": 1.0}
 UNDER_ATTACK = {"byzantine": 2, "attack": "foe"}
 
 CONDITIONS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
-    ({"tracking": 0.1}, {"method": "hbn", "hbn-lam": 0.5}, {"method": "hbn"}),
-    ({"tracking": 0.1}, {"method": "fbn", "fbn-momentum": 0.5}, {"method": "fbn"}),
     ({"freeze-after": 100}, {"method": "fedavg"}, {"method": "fixbn"}),
     ({"freeze-after": 9}, {"method": "fedavg", "rounds": 9}, {"method": "fedavg", "rounds": 10}),
     ({"frozen-rate": 0.5}, {"method": "fedavg"}, {"method": "fedavg", "freeze-after": 5}),
@@ -49,13 +48,9 @@ CONDITIONS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"recalibration": "passes"}, {"method": "hbn", **SECURE}, {"method": "fedavg", "calibrate": -1}),
     ({"unit-scale": False}, {"method": "fedavg"}, {"method": "fedavg", "freeze-after": 0}),
     ({"unit-scale": False}, {"method": "hbn", "calibrate": 0}, {"method": "hbn"}),
-    ({"exchange": "local", "exchange-bind": "127.0.0.1", "exchange-insecure": True}, {"method": "fedavg"}, {"method": "fedtan"}),
     ({"exchange": "replay"}, {"method": "gn"}, {"method": "fedavg", "calibrate": -1}),
-    ({"exchange-policy": "shrink"}, {"method": "fbn"}, {"method": "fedtan"}),
-    ({"exchange-timeout": 5.0}, {"method": "fedbn"}, {"method": "hbn"}),
-    ({"exchange-join-timeout": 5.0}, {"method": "hbn", "recalibration": "passes"}, {"method": "hbn", "hbn-evaluate": "exact"}),
-    ({"exchange-port": 9}, {"method": "fedtan", "exchange": "replay"}, {"method": "fedtan", "exchange": "grpc"}),
-    ({"exchange-host": "localhost"}, {"method": "fbn", **UNDER_ATTACK}, {"method": "fbn"}),
+    ({"exchange": "local"}, {"method": "fbn", **UNDER_ATTACK}, {"method": "fbn"}),
+    ({"exchange": "local"}, {"method": "fedavg"}, {"method": "fedtan"}),
     ({"attack": "foe"}, {}, {"byzantine": 1}),
     ({"client-weights": "data"}, {"byzantine": 1}, {}),
     ({"client-weights": "data"}, {"update-rule": "median"}, {"update-rule": "mean"}),
@@ -68,19 +63,17 @@ CONDITIONS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"keep-best": True}, {"method": "single"}, {"method": "fedbn"}),
     ({"attack-strength": 2.0}, {"byzantine": 1}, UNDER_ATTACK),
     ({"attack-strength": 2.0}, {"byzantine": 1, "attack": "foe-optimised"}, {"byzantine": 1, "attack": "alie"}),
-    ({"secagg-shares": 5, "secagg-threshold": 7, "secagg-clipping-range": 4.0}, {}, SECURE),
+    ({"secagg-shares": 5}, {}, SECURE),
     ({"dp-noise": 1.0}, {"client-weights": "uniform"}, {"client-weights": "uniform", **SECURE}),
     ({"dp-clip": 2.0, "dp-statistics-clip": 2.0, "dp-delta": 1e-6}, SECURE, NOISY),
     ({"learning-rate-decay": 0.1}, {}, {"learning-rate-schedule": "step"}),
     ({"learning-rate-milestones": "0.5:0.1"}, {}, {"learning-rate-schedule": "milestones"}),
     ({"clip-limit": 2.0}, {}, {"clip": "norm"}),
     ({"clip-limit": 2.0}, {"clip": "none"}, {"clip": "adaptive"}),
-    ({"evaluate-on": "training"}, {"validation-share": 0.1}, {}),
     ({"name": "mine", "keep-best": True}, {"output": ""}, {}),
 ]
 """Keys with values, keys with which the run ignores them, and keys with which it does not."""
 CASES = [(key, value, ignored, used) for keys, ignored, used in CONDITIONS for key, value in keys.items()]
-BY_CERTIFICATE = {"exchange-certificate", "exchange-key", "exchange-authority"}  # all three or none: a test of their own
 WITH_ANOTHER = {"channels", "columns-digest", "evaluate-clients"}  # under the condition of ``classes``; asked by tests of the server
 OWNERS = {
     key: (registry, [name for name, make in entries.items() if key in options_by_key(make)])
@@ -104,7 +97,7 @@ def test_a_key_is_refused_where_the_run_ignores_it_and_only_there(
         config({**ignored, key: value})
     assert list(told.value.by_key) == [key]  # type: ignore[attr-defined]
     by_value = key in ("freeze-after", "attack-on")  # the value decides whether they count
-    assert by_value or key in config(ignored).without_effect
+    assert by_value or key in IN_PAPERS or key in config(ignored).without_effect
     assert key not in config({key: value, **used}).without_effect
 
 
@@ -132,21 +125,13 @@ def test_a_key_of_a_setup_counts_with_the_owner_of_its_argument_alone() -> None:
 
 def test_every_key_with_a_condition_has_a_case() -> None:
     tried = {key for key, *_ in CASES} | OWNERS.keys()
-    assert {*OWNERS, *conditions(RunConfig(), REGISTRIES, GENERAL)} == tried | BY_CERTIFICATE | WITH_ANOTHER
+    assert {*OWNERS, *conditions(RunConfig(), REGISTRIES, GENERAL)} == (tried - IN_PAPERS.keys()) | WITH_ANOTHER
 
 
-def test_the_files_of_a_certificate_count_where_there_is_an_exchange() -> None:
-    files = dict.fromkeys(BY_CERTIFICATE, "x.pem")
-    with refusing(by=HasNoEffect) as told:
-        config({"method": "fedavg", **files})
-    assert set(told.value.by_key) == BY_CERTIFICATE  # type: ignore[attr-defined]
-    assert config({"method": "fedtan", **files}).without_effect.isdisjoint(BY_CERTIFICATE)
-
-
-def test_of_several_conditions_the_one_that_is_not_met_is_named(tmp_path: Path) -> None:
+def test_all_that_a_key_belongs_to_is_named(tmp_path: Path) -> None:
     with refusing("dp-clip=2", "dp-noise", by=HasNoEffect):
         config({**SECURE, "dp-clip": 2.0})
-    with refusing("dp-clip=2", "secure-aggregation=false", by=HasNoEffect):
+    with refusing("dp-clip=2", "secure-aggregation=true", by=HasNoEffect):
         config({"dp-clip": 2.0})
     ends_with_a_sentence("run", "--run-config", f"output='{tmp_path}' method='fbn' groups=4", about="groups=4")
 
@@ -162,12 +147,12 @@ def test_what_is_refused_has_no_effect(tmp_path: Path, monkeypatch: pytest.Monke
     """Taken as it is, an ignored key changes nothing that a run is made of."""
     monkeypatch.setattr(config_module, "check_used", lambda *arguments: None)
     own = {**small_config(tmp_path), "partition": "iid", "rounds": 10}
-    ignored = {"learning-rate-decay": 0.1, "secagg-shares": 5, "partition-parameter": 2.0, "attack": "foe", "groups": 4}
+    ignored = {"learning-rate-decay": 0.1, "secagg-shares": 5, "partition-parameter": 2.0, "groups": 4}
     plain, made = config(own), config({**own, **ignored})
     assert {*ignored} <= made.without_effect
     assert [part.tolist() for part in partitions(plain)] == [part.tolist() for part in partitions(made)]
     assert made.local_training() == plain.local_training()
-    assert made.secure() is plain.secure() is made.build_method().adversary is None
+    assert made.secure() is plain.secure() is None
     assert made.schedule()(9, 10) == plain.schedule()(9, 10)
     stepped = {**own, "learning-rate-schedule": "step"}
     assert config({**stepped, **ignored}).schedule()(9, 10) != config(stepped).schedule()(9, 10), "control"

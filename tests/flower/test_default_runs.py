@@ -29,7 +29,7 @@ def test_what_freezes_does_not_fall_below_its_level(method: str, tmp_path: Path)
     at_freeze = ROUNDS // EVERY // 2 - 1
     found = accuracies(tmp_path / "default", method=method)
     assert min(found[at_freeze:]) >= found[at_freeze] - 2
-    other = {"frozen-rate": 1.0, "clip": "none", "centre-gradients": "never"}
+    other = {"setup": "experiments.papers:Papers", "frozen-rate": 1.0, "clip": "none", "centre-gradients": "never"}
     control = accuracies(tmp_path / "control", method=method, **other)
     assert control[: at_freeze + 1] == found[: at_freeze + 1]
     assert min(control[at_freeze:]) < control[at_freeze] - 20

@@ -14,16 +14,15 @@ from fl_bn.flower import InProcessGrid, OwnAppStrategy, RunFailed
 from fl_bn.flower.deployment import Progress, called_in, exchange_in, submitted
 from fl_bn.flower.layerwise.exchanges import Exchanges
 from fl_bn.methods import METHODS
+from tests.exchange.certificates import make_certificates
 from tests.flower.inside import PROGRESS, ExchangeSettings
 from tests.hostile.own_app import CLIENTS, net, own_app
 from tests.listed import listed
 
 KIT: dict[str, Any] = {
-    "name": "mine", "client-nodes": "11,12", "client-names": "east,west", "exchange-host": "fl.example.org", "exchange-port": 9097,
-    "exchange-join-timeout": 120.0, "exchange-certificate": "/kit/server.crt", "exchange-key": "/kit/server.key",
-    "exchange-authority": "/kit/ca.crt",
+    "name": "mine", "client-nodes": "11,12", "client-names": "east,west",
 }  # fmt: skip
-FILES = Certificates(Path("/kit/server.crt"), Path("/kit/server.key"), Path("/kit/ca.crt"))
+LINES = 'exchange-host = "fl.example.org"\nexchange-port = 9097\nexchange-ports = 4\n'
 
 
 def grid(config: dict[str, Any], app: str = "you/myapp") -> Any:
@@ -44,7 +43,7 @@ def test_what_fl_bn_submit_did_not_submit_tells_nothing() -> None:
     for one in (object(), SimpleNamespace(run=None), grid({}), grid({"name": "x"}), InProcessGrid(own_app(), CLIENTS, {})):
         assert submitted(one) == {}
         assert called_in(one).names == ()
-        assert exchange_in(ExchangeSettings(), one) == ExchangeSettings()
+    assert exchange_in(ExchangeSettings()) == ExchangeSettings()
 
 
 def test_sites_are_called_by_name() -> None:
@@ -54,31 +53,47 @@ def test_sites_are_called_by_name() -> None:
     assert called_in(grid({**KIT, "client-nodes": "x"})).nodes == ()
 
 
-def test_the_exchange_has_the_kit_s_address_and_certificates_unless_the_app_says_otherwise() -> None:
-    found = exchange_in(ExchangeSettings(deadline=7.0, policy="shrink"), grid(KIT))
-    assert (found.host, found.port, found.certificates, found.listen_on) == ("fl.example.org", 9097, FILES, "0.0.0.0")
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The server's folder, which its processes find by an environment variable."""
+    made = make_certificates(tmp_path)
+    for name, file in (("server.crt", made.certificate), ("server.key", made.key), ("ca.crt", made.authority)):
+        (tmp_path / name).write_bytes(file.read_bytes())
+    (tmp_path / "server.toml").write_text(LINES)
+    monkeypatch.setenv("FL_BN_SERVER", str(tmp_path))
+    return tmp_path
+
+
+def test_the_exchange_has_the_kit_s_address_and_certificates_unless_the_app_says_otherwise(server: Path) -> None:
+    files = Certificates(server / "server.crt", server / "server.key", server / "ca.crt")
+    found = exchange_in(ExchangeSettings(deadline=7.0, policy="shrink"))
+    assert (found.host, found.port, found.ports, found.certificates, found.listen_on) == ("fl.example.org", 9097, 4, files, "0.0.0.0")
     assert (found.deadline, found.policy, found.join_deadline) == (7.0, "shrink", 120.0)
-    assert exchange_in(ExchangeSettings(join_deadline=5.0), grid(KIT)).join_deadline == 5.0
-    own = ExchangeSettings(host="other.example.org", certificates=FILES)
-    assert exchange_in(own, grid(KIT)) is own
-    assert exchange_in(ExchangeSettings(), grid({**KIT, "exchange-certificate": ""})) == ExchangeSettings(), "the submitter gave none"
+    assert exchange_in(ExchangeSettings(join_deadline=5.0)).join_deadline == 5.0
+    (server / "server.toml").write_text(LINES + "exchange-timeout = 90.0\n")
+    assert exchange_in(ExchangeSettings()).deadline == 90.0
+    for own in (ExchangeSettings(host="other.example.org", certificates=files), ExchangeSettings(carrier="replay")):
+        assert exchange_in(own) is own
 
 
-@listed(
-    ("given", "kit", "fields"),
-    [
-        ({"host": "h.example.org", "insecure": True}, KIT, ("host", "insecure")),
-        ({"port": 8000}, KIT, ("port",)),
-        ({"bind": "127.0.0.1"}, KIT, ("bind",)),
-        ({}, {name: KIT[name] for name in ("name", "client-nodes", "client-names")}, ()),
-    ],
-)
-def test_an_exchange_without_encryption_is_refused_in_a_deployment(given: Any, kit: dict[str, Any], fields: tuple[str, ...]) -> None:
+@listed("given", [{"host": "h.example.org", "insecure": True}, {"port": 8000}, {"bind": "127.0.0.1"}])
+def test_an_exchange_without_encryption_is_refused_in_a_deployment(given: Any, server: Path) -> None:
     """As is a round that needs one."""
-    for ask, error in ((exchange_in, ValueError), (lambda own, of: Exchanges(own, net(), {}).round(of, [], [], 1.0), RunFailed)):
-        with pytest.raises(error) as told:  # type: ignore[call-overload]
-            ask(ExchangeSettings(**given), grid(kit))  # type: ignore[operator]
-        assert all(f"{name}={given[name]!r}" in str(told.value) for name in fields)
+    for ask, error in ((exchange_in, ValueError), (in_a_round, RunFailed)):
+        with pytest.raises(error) as told:
+            ask(ExchangeSettings(**given))
+        assert all(f"{name}={value!r}" in str(told.value) for name, value in given.items())
+
+
+def in_a_round(settings: ExchangeSettings) -> None:
+    Exchanges(settings, net(), {}).round(grid(KIT), [], [], 1.0)
+
+
+def test_a_file_that_the_server_s_folder_lacks_is_named(server: Path) -> None:
+    for name in ("server.key", "server.toml"):
+        (server / name).unlink()
+        with pytest.raises(ValueError, match=name):
+            exchange_in(ExchangeSettings())
 
 
 # Progress

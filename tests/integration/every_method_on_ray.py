@@ -20,7 +20,7 @@ from fl_bn.apps.client import build_client
 from fl_bn.flower import BatchNormClient, make_client_app
 from fl_bn.methods import METHODS
 from server_app.app import app as served
-from tests.integration.runs import TINY, own
+from tests.integration.runs import LIE, TINY, own
 
 CONFIG = "FL_BN_TEST_CONFIG"
 
@@ -36,8 +36,9 @@ def main(folder: Path) -> None:
 
     @server.main()
     def serve(grid: Grid, context: Context) -> None:
-        for method in METHODS:
-            context.run_config = {**TINY, **own(method), "output": str(folder), "name": method}
+        runs = {method: own(method) for method in METHODS} | {"lied": {"method": "fbn", **LIE}}
+        for name, keys in runs.items():
+            context.run_config = {**TINY, **keys, "output": str(folder), "name": name}
             (folder / "config.json").write_text(json.dumps(context.run_config))
             served(grid, context)
 

@@ -30,6 +30,12 @@ TINY: dict[str, str | int | float | bool] = {
 }
 
 
+LIE: dict[str, str | int] = {
+    "setup": "experiments.papers:Papers", "byzantine": 1, "attack": "alie-optimised", "statistics-rule": "nnm+median",
+    "update-rule": "median",
+}  # fmt: skip
+
+
 def tiny(folder: Path, method: str, **overrides: str | int | float | bool) -> Path:
     """Run ``method`` in this process; the run directory has the method's name.
 

@@ -13,7 +13,7 @@ import pytest
 from fl_bn.methods import METHODS
 from fl_bn.run.config import RunConfig
 from tests.exchange.certificates import make_certificates
-from tests.integration.runs import TINY, bits, differences, tiny
+from tests.integration.runs import LIE, TINY, bits, differences, tiny
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -40,8 +40,9 @@ def run_config(**overrides: str | int | float | bool) -> str:
 
 def as_on_ray(method: str) -> dict[str, str]:
     """Return what a simulation does of itself where statistics are made exact: the same numbers, but other messages than in process."""
-    measured = "recalibration" not in RunConfig.from_mapping({**TINY, "method": method}).without_effect
-    return {"recalibration": "passes"} if measured else {}
+    setup = {"setup": "experiments.papers:Papers"}
+    measured = "recalibration" not in RunConfig.from_mapping({**TINY, **setup, "method": method}).without_effect
+    return {**setup, "recalibration": "passes"} if measured else {}
 
 
 @pytest.fixture(scope="module")
@@ -73,20 +74,19 @@ def test_flwr_run_as_a_user_does(environment: dict[str, str], tmp_path: Path) ->
     assert differences(bits(tiny(tmp_path, "hbn", **as_on_ray("hbn"))), bits(tmp_path / "user")) == []
 
 
-def test_byzantine_clients_in_flwr_run_give_the_same_bits(environment: dict[str, str], tmp_path: Path) -> None:
-    lie = {"byzantine": 1, "attack": "alie-optimised", "statistics-rule": "nnm+median", "update-rule": "median"}
-    config = run_config(method="fbn", output=str(tmp_path), name="lied", **lie)
-    done = command("flwr", "run", ".", "--run-config", config, "--federation-config", "options.num-supernodes=3", environment=environment)
-    assert (tmp_path / "lied" / "summary.md").exists(), done.stdout + done.stderr
-    there = bits(tmp_path / "lied")
-    assert differences(bits(tiny(tmp_path / "here", "fbn", **lie)), there) == []
-    assert differences(bits(tiny(tmp_path / "honest", "fbn", **{**lie, "attack": "none"})), there) != []  # control
+def test_byzantine_clients_on_ray_give_the_same_bits(on_ray: Path, tmp_path: Path) -> None:
+    there = bits(on_ray / "lied")
+    assert differences(bits(tiny(tmp_path / "here", "fbn", **LIE)), there) == []
+    assert differences(bits(tiny(tmp_path / "honest", "fbn", **{**LIE, "attack": "none"})), there) != []  # control
 
 
 def test_the_exchange_under_tls_gives_the_same_bits(environment: dict[str, str], tmp_path: Path) -> None:
     made = make_certificates(tmp_path)
-    files = {f"exchange_{name}": str(path) for name, path in vars(made).items()}
-    config = run_config(method="fedtan", output=str(tmp_path), name="tls", exchange="grpc", exchange_host="localhost", **files)
+    for name, path in {"server.crt": made.certificate, "server.key": made.key, "ca.crt": made.authority}.items():
+        (tmp_path / name).write_bytes(path.read_bytes())
+    (tmp_path / "server.toml").write_text('exchange-host = "localhost"\n')
+    environment = {**environment, "FL_BN_SERVER": str(tmp_path)}
+    config = run_config(method="fedtan", output=str(tmp_path), name="tls", exchange="grpc")
     done = command("flower-simulation", "--app", ".", "--num-supernodes", "3", *ENOUGH, "--run-config", config, environment=environment)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
@@ -99,7 +99,7 @@ SCARCE = ("--backend-config", json.dumps({"init_args": {"num_cpus": 2}, "client_
 
 
 def test_with_too_few_workers_the_exchange_says_before_round_1_how_many_it_needs(environment: dict[str, str]) -> None:
-    config = run_config(method="fedtan", output="", exchange="grpc", exchange_join_timeout=8)
+    config = run_config(method="fedtan", output="", exchange="grpc")
     done = command("flower-simulation", "--app", ".", "--num-supernodes", "3", *SCARCE, "--run-config", config, environment=environment)
     said = done.stdout + done.stderr
     assert done.returncode != 0
@@ -109,7 +109,7 @@ def test_with_too_few_workers_the_exchange_says_before_round_1_how_many_it_needs
 
 
 def test_with_too_few_workers_auto_falls_back_to_replay_and_gives_the_same_model(environment: dict[str, str], tmp_path: Path) -> None:
-    config = run_config(method="fedtan", output=str(tmp_path), name="scarce", exchange_join_timeout=8)
+    config = run_config(method="fedtan", output=str(tmp_path), name="scarce")
     done = command("flower-simulation", "--app", ".", "--num-supernodes", "3", *SCARCE, "--run-config", config, environment=environment)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said

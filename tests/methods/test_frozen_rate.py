@@ -76,7 +76,8 @@ def test_the_calendar_and_what_is_out_of_range() -> None:
 
 def test_the_run_config_s_key() -> None:
     def share(**keys: Any) -> float:
-        return RunConfig.from_mapping({name.replace("_", "-"): value for name, value in keys.items()}).build_method().frozen_rate
+        values = {name.replace("_", "-"): value for name, value in keys.items()}
+        return RunConfig.from_mapping({"setup": "experiments.papers:Papers", **values}).build_method().frozen_rate
 
     assert (share(method="fixbn"), share(method="fedtan2"), share(method="hbn", freeze_after=3)) == (0.15, 0.15, 0.15)
     for unsafe in ({"clip": "none"}, {"centre_gradients": "never"}, {"optimizer": "adam", "momentum": 0.0}):

@@ -57,17 +57,18 @@ class ExchangeService:
         largest: the length in bytes of the longest vector of any layer. gRPC refuses a message with a longer vector before
             reading it.
         certificates: the PEM files for TLS. None: connections are not encrypted.
+        ports: how many ports are tried, from ``port`` on.
 
     Raises:
         FileNotFoundError: a file of ``certificates`` is missing.
         ValueError: a file is not in PEM, or the key does not belong to the certificate.
     """
 
-    def __init__(self, host: str, port: int, largest: int, certificates: Certificates | None = None) -> None:
+    def __init__(self, host: str, port: int, largest: int, certificates: Certificates | None = None, ports: int = 1) -> None:
         if certificates is not None:
             certificates.check()
         self.host, self.port, self.certificates = host, port, certificates
-        self._largest = largest + FRAME
+        self._ports, self._largest = range(port, port + ports), largest + FRAME
         self._members: dict[str, Member] = {}  # by token
         self._strangers = 0
         self._loop = asyncio.new_event_loop()
@@ -192,17 +193,18 @@ class ExchangeService:
         server = grpc.aio.server(options=options)
         method = grpc.stream_stream_rpc_method_handler(self._average)  # of bytes, so that an unreadable request is refused by name
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Average": method}),))
-        address = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-        try:
-            if self.certificates is None:
-                self.port = server.add_insecure_port(address)
-            else:
-                pair = (self.certificates.key.read_bytes(), self.certificates.certificate.read_bytes())
-                self.port = server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
-        except RuntimeError as error:
-            raise OSError(
-                f"the exchange cannot listen on {address}: choose another exchange-port (0: any free), or an exchange-bind of this machine"
-            ) from error
+        for port in self._ports:
+            address = f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+            try:
+                if self.certificates is None:
+                    self.port = server.add_insecure_port(address)
+                else:
+                    pair = (self.certificates.key.read_bytes(), self.certificates.certificate.read_bytes())
+                    self.port = server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+                break
+            except RuntimeError as error:
+                if port == self._ports[-1]:
+                    raise OSError(f"the exchange cannot listen on {address}: choose another port (0: any free), or bind=") from error
         await server.start()
         self._server = server
         self._watch = asyncio.create_task(self._check_deadlines())

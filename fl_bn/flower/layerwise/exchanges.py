@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from flwr.app import Message, RecordDict
@@ -78,7 +78,7 @@ class Exchanges:
         believing: bool = True,
         called: ClientNames = UNNAMED,
     ) -> None:
-        self.settings, self.layers, self.average, self.believing, self.called = settings, layers, average, believing, called
+        self._given, self.layers, self.average, self.believing, self.called = settings, layers, average, believing, called
         self.session, self.carrier, self.messages = Session([], {}), "", 1
         self._model = model
         self._service: ExchangeService | None = None
@@ -163,7 +163,7 @@ class Exchanges:
     # the choice of the carrier
 
     def _misfit(self, grid: Grid) -> str:
-        wanted, here = self.settings.carrier, isinstance(grid, InProcessGrid)
+        wanted, here = self._given.carrier, isinstance(grid, InProcessGrid)
         place = "in one process, where clients run one after the other" if here else "where clients run in other processes"
         return f"exchange={wanted!r} does not work {place}" if wanted == ("grpc" if here else "local") else ""
 
@@ -171,21 +171,21 @@ class Exchanges:
         """Return why so many clients cannot exchange statistics layer by layer. Empty if they can, and then the service listens."""
         if isinstance(grid, InProcessGrid) and grid.one_program:
             return "engine='vectorised' measures all clients at once, a pass at a time"
-        if "replay" in (self.settings.carrier, self.carrier):
+        if "replay" in (self._given.carrier, self.carrier):
             return "exchange='replay' takes a message per layer, as passes do"
         if (misfit := self._misfit(grid)) or isinstance(grid, InProcessGrid):
             return misfit or local.too_many(clients, self._model)
         if simulates(grid) and not simulated and not self.carrier:
             return "a simulation may be unable to run all clients at once (recalibration='exchange' tries it)"
         try:
-            self._listen(grid)
+            self._listen()
         except RunFailed as error:
             return str(error)
         return ""
 
     def _choose(self, grid: Grid, cohort: Sequence[Client], timeout: float) -> str:
         """Return the carrier of all rounds."""
-        if self.settings.carrier == "replay":
+        if self._given.carrier == "replay":
             return "replay"
         if isinstance(grid, InProcessGrid):
             return "local"
@@ -197,7 +197,7 @@ class Exchanges:
         if not problem:
             return "grpc"
         self.stop()
-        if self.settings.carrier == "grpc":
+        if self._given.carrier == "grpc":
             raise RunFailed(problem)
         log(logging.WARNING, "%s. exchange='auto' goes on with replay", problem)
         return "replay"
@@ -216,7 +216,7 @@ class Exchanges:
         settings = self.settings
         session = Session(messages, {}, policy=settings.policy, join_deadline=settings.join_deadline, called=self.called)
         self._carry("grpc", grid, messages, session, timeout, timeout)
-        address = self._listen(grid)["exchange-address"]
+        address = self._listen()["exchange-address"]
         unable = {client: why for client, why in session.dropped.items() if NOT_JOINED not in why}
         if session.batches and len(unable) == len(session.dropped):  # with the policy shrink, rounds go on without these clients
             for client, why in sorted(unable.items()):
@@ -224,14 +224,27 @@ class Exchanges:
             return ""
         if unable:
             raise RunFailed(
-                f"the exchange at {address} fails: {session.failure or next(iter(unable.values()))}. Check exchange-host (the name "
-                "by which clients reach this machine, and for which the certificate is valid), exchange-port and the certificates. The "
-                "clients' own logs say more: their node configs must allow the address (exchange-addresses). Or set exchange='replay'"
+                f"the exchange at {address} fails: {session.failure or next(iter(unable.values()))}. Check exchange-host in "
+                "server.toml (the name by which clients reach this machine, and for which the certificate is valid), exchange-port and the "
+                "certificates. The clients' own logs say more: their node configs must allow the address (exchange-addresses). Or set "
+                "exchange='replay'"
             )
         return (
             f"the exchange needs all {len(cohort)} clients of a cohort to run at once, but {session.failure or 'none joined'}. "
             f"{_simulation_hint(len(cohort), os.cpu_count() or 1)}; or set exchange='replay', which works with any number, but slowly"
         )
+
+    @cached_property
+    def settings(self) -> ExchangeSettings:
+        """Return the settings of this process: in a deployment they have the address and the certificates of the server's folder.
+
+        Raises:
+            RunFailed: the server's folder lacks a file, or the exchange would be unencrypted in an encrypted deployment.
+        """
+        try:
+            return exchange_in(self._given)
+        except ValueError as error:
+            raise RunFailed(str(error)) from error
 
     # the carriers
 
@@ -244,7 +257,7 @@ class Exchanges:
         """
         if carrier == "replay":
             return self._by_replay(grid, messages, session, timeout)
-        common = {"exchange": "local"} if carrier == "local" else self._listen(grid) | {"exchange-timeout": longest}
+        common = {"exchange": "local"} if carrier == "local" else self._listen() | {"exchange-timeout": longest}
         service = self._service if carrier == "grpc" else None
         tokens = local.admit(session) if service is None else service.open(session)
         try:
@@ -259,18 +272,17 @@ class Exchanges:
             else:
                 service.close(session)
 
-    def _listen(self, grid: Grid) -> dict[str, Any]:
+    def _listen(self) -> dict[str, Any]:
         """Start the run's gRPC service if it does not listen yet, and return what train messages say of it.
 
         Raises:
-            RunFailed: it cannot listen, its certificates are wrong, or it would be unencrypted in an
-                encrypted deployment.
+            RunFailed: it cannot listen on its address, or its certificates are wrong.
         """
+        settings = self.settings
         try:
-            settings = exchange_in(self.settings, grid)
             if self._service is None:
                 largest = max((2 * layer.channels * layer.dtype.itemsize for layer in self.layers.values()), default=0)
-                self._service = ExchangeService(settings.listen_on, settings.port, largest, settings.certificates).start()
+                self._service = ExchangeService(settings.listen_on, settings.port, largest, settings.certificates, settings.ports).start()
                 how = "TLS" if settings.certificates else "plaintext"
                 log(logging.INFO, "exchange: listening on %s:%s (%s)", settings.listen_on, self._service.port, how)
             return {
