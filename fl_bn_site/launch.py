@@ -5,14 +5,14 @@ from __future__ import annotations
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fl_bn.support.flower_config import Scalar, flower_config
 from fl_bn_site.control import Control, ControlError
 from fl_bn_site.folders import FolderError, ServerFolder
-from fl_bn_site.registered import Submitted, run_name
+from fl_bn_site.registered import run_name
 from fl_bn_site.submitters import Package
 
 FREE_DISK = 32  # MiB that must be free on the disks of the state and of temporary files before a run starts
@@ -108,8 +108,7 @@ def launch(server: ServerFolder, given: Mapping[str, Scalar], control: Control, 
                     f"fl-bn resume {server.path} {given.get('name')}"
                 )
         _check_disks(server)
-        if "exchange-port" not in values:
-            values["exchange-port"] = _free_port(server, active)
+        _check_ports(server, len(active))
         values |= package.signed(complete_config(server, values))
         config = with_sites(server, values, control)
         with tempfile.NamedTemporaryFile(prefix="fl-bn-", suffix=".fab") as file:
@@ -121,7 +120,7 @@ def launch(server: ServerFolder, given: Mapping[str, Scalar], control: Control, 
 
 @contextmanager
 def _one_at_a_time(server: ServerFolder) -> Iterator[None]:
-    """Let two submitters choose names and ports one after the other, where this user may write to the server's state."""
+    """Let two submitters choose names one after the other, where this user may write to the server's state."""
     import fcntl
 
     with suppress(OSError):
@@ -156,20 +155,18 @@ def _check_disks(server: ServerFolder) -> None:
             raise ControlError(f"{free} MiB are free on the disk of {folder}, but {FREE_DISK} must be free to start a run: make room there")
 
 
-def _free_port(server: ServerFolder, active: Sequence[Submitted]) -> int:
-    """Return the first port for the layer-wise exchange that no active run and no other program uses.
+def _check_ports(server: ServerFolder, active: int) -> None:
+    """Check that the layer-wise exchange of one more run has a port. The ServerApp takes the first one that is free.
 
     Raises:
-        ControlError: All ports are in use.
+        ControlError: There are as many ``active`` runs as ports, or other programs use all ports.
     """
-    used = {int(run.config.get("exchange-port", 0)) for run in active}
-    for port in range(server.exchange_port, server.last_exchange_port + 1):
-        if port not in used and is_free(port):
-            return port
-    raise ControlError(
-        f"all ports of the exchange, {server.exchange_port} to {server.last_exchange_port}, are in use: wait until a run ends, end the "
-        "programs that listen there, or raise exchange-ports in server.toml"
-    )
+    ports = range(server.exchange_port, server.last_exchange_port + 1)
+    if active >= len(ports) or not any(map(is_free, ports)):
+        raise ControlError(
+            f"all ports of the exchange, {ports[0]} to {ports[-1]}, are in use: wait until a run ends, end the programs that listen "
+            "there, or raise exchange-ports in server.toml"
+        )
 
 
 def is_free(port: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,16 +11,13 @@ from typer.testing import CliRunner
 
 from fl_bn_site.launch import NameTaken
 from tests.deployment.inner import (
-    ConfigError,
     ControlError,
     Package,
-    RunConfig,
     ServerFolder,
     Submitted,
     app,
     launch,
     list_runs,
-    run_config,
     submit,
 )
 from tests.deployment.superlink import THEN, named
@@ -51,19 +47,13 @@ def superlink_key(server: ServerFolder) -> bytes:
     return key_of(server.public_key("b"))
 
 
-def test_runs_beside_each_other_have_ports_of_their_own(server: ServerFolder, superlink: Any) -> None:
-    first = server.exchange_port
-    with socket.socket() as other:
-        other.bind(("", first + 1))
-        other.listen()
-        for name in ("one", "two", "three"):
-            launched(server, superlink, name)
-        with pytest.raises(ControlError, match="all ports of the exchange"):
-            launched(server, superlink, "four")
-    assert [run.config["exchange-port"] for run in superlink.known] == [first, first + 2, first + 3]
+def test_runs_beside_each_other_are_no_more_than_ports(server: ServerFolder, superlink: Any) -> None:
+    for name in ("one", "two", "three", "four"):
+        launched(server, superlink, name)
+    with pytest.raises(ControlError, match="all ports of the exchange"):
+        launched(server, superlink, "five")
     superlink.end(2)
-    launched(server, superlink, "four")
-    assert superlink.known[-1].config["exchange-port"] == first + 1
+    launched(server, superlink, "five")
 
 
 def test_names_are_not_given_twice(server: ServerFolder, superlink: Any) -> None:
@@ -103,21 +93,3 @@ def test_submit_says_for_whom_and_what_ends_it(server: ServerFolder, superlink: 
     with pytest.raises(KeyboardInterrupt):
         submit(server, "name='later' rounds=1", say=said.append)
     assert said[-1] == f"  fl-bn abort {server.path} later"
-
-
-OF_EXCHANGE = [
-    f"exchange-{key}" for key in ("host", "port", "join-timeout", "certificate", "key", "authority")
-]  # what a server's folder says of it
-
-
-def test_a_run_without_an_exchange_is_given_no_address_for_one(server: ServerFolder) -> None:
-    """Else it would be refused for keys that nobody typed. Control: a run that has an exchange gets all that the folder says."""
-    defaults = {key: spec.default for key, spec in RunConfig.keys().items() if key.startswith("exchange")}
-    plain = run_config(server, "method='fedavg'")
-    assert {key: value for key, value in plain.items() if key.startswith("exchange")} == {key: defaults[key] for key in OF_EXCHANGE}
-    RunConfig.from_mapping(plain)
-    exchanging = run_config(server, "method='fedtan'")
-    assert exchanging["exchange-certificate"] == str(server.certificate)
-    assert exchanging["exchange-port"] == server.exchange_port != 0
-    with pytest.raises(ConfigError, match="exchange-host"):
-        run_config(server, "method='fedavg' exchange-host='elsewhere'")
