@@ -75,21 +75,6 @@ class Measured:
         there = {"feature shift": self.shift > max(LEAST_SHIFT, self.by_labels), "label skew": self.label_skew > LEAST_SKEW}
         return " and ".join(name for name, found in there.items() if found) or "alike"
 
-    def in_words(self) -> dict[str, str]:
-        """Return what was measured as text, by its name in tables."""
-        sizes = f"{self.middle}" if self.smallest == self.largest else f"{self.middle} ({self.smallest} to {self.largest})"
-        return {
-            "clients": f"{self.clients}",
-            "samples of a client": sizes,
-            "classes of a client": f"{self.classes:.1f}",
-            "label skew": f"{self.label_skew:.2f}",
-            "distance of features": f"{self.distance:.3g}",
-            "of which labels and chance explain": f"{self.by_labels:.3g}",
-            "batch size": f"{self.batch_size}",
-            "participation": f"{self.participation:g}",
-            "local steps": f"{self.local_steps}",
-        }
-
 
 def measure(config: RunConfig) -> Measured:
     """Measure the clients of a run before it begins: their numbers of samples, and how their labels and features differ.

@@ -13,13 +13,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fl_bn.advise.measure import Measured
 
 FILE = Path(__file__).with_name("map.json")
 BASELINE = "fedavg"  # plain BatchNorm
 HALF_SHIFT = 0.1  # the feature shift, in nats per channel, that the scale from 0 (none) to 1 (infinite) places at 0.5
-WEIGHTS = {"label skew": 2.0, "feature shift": 2.0, "batch size": 1.0, "participation": 1.0, "local steps": 1.0}
-"""The weight of each axis in the distance between two regimes."""
+WEIGHTS = np.array([2.0, 2.0, 1.0, 1.0, 1.0])  # of label skew, feature shift, batch size, participation, local steps
 
 
 @dataclass(frozen=True)
@@ -79,18 +81,13 @@ def dump(regimes: Sequence[Regime]) -> str:
     return json.dumps([asdict(regime) for regime in regimes], indent=1) + "\n"
 
 
-def position(measured: Measured) -> dict[str, float]:
-    """Return the numbers by which a federation is compared with the regimes: axis -> value.
+def position(measured: Measured) -> NDArray[np.float64]:
+    """Return the five numbers by which a federation is compared with the regimes, in the order of ``WEIGHTS``.
 
-    Label skew and feature shift are between 0 and 1; the other axes are logarithms to base 10.
+    Label skew and feature shift are between 0 and 1; the other numbers are logarithms to base 10.
     """
-    return {
-        "label skew": measured.label_skew,
-        "feature shift": measured.shift / (measured.shift + HALF_SHIFT),
-        "batch size": math.log10(measured.batch_size),
-        "participation": math.log10(measured.participation),
-        "local steps": math.log10(measured.local_steps),
-    }
+    lengths = np.log10([measured.batch_size, measured.participation, measured.local_steps])
+    return np.array([measured.label_skew, measured.shift / (measured.shift + HALF_SHIFT), *lengths])
 
 
 def nearest(measured: Measured, regimes: Sequence[Regime]) -> Regime:
@@ -98,10 +95,10 @@ def nearest(measured: Measured, regimes: Sequence[Regime]) -> Regime:
 
     A distance of 1 on an axis is that between the two regimes that are farthest apart on it.
     """
-    here, there = position(measured), [position(regime.measured) for regime in regimes]
-    lengths = {axis: max(at[axis] for at in there) - min(at[axis] for at in there) for axis in here}
-    distances = [sum((WEIGHTS[axis] * (here[axis] - at[axis]) / (lengths[axis] or 1.0)) ** 2 for axis in here) for at in there]
-    return regimes[distances.index(min(distances))]
+    there = np.array([position(regime.measured) for regime in regimes])
+    span = np.ptp(there, axis=0)
+    apart = WEIGHTS * (position(measured) - there) / np.where(span > 0, span, 1.0)
+    return regimes[int(np.square(apart).sum(1).argmin())]
 
 
 def finite(value: Any) -> float:

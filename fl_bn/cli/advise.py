@@ -12,28 +12,29 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_bn.cli.refusal import refused
-from fl_bn.cli.sweep import JobsOption, compared
+from fl_bn.cli.sweep import JobsOption, RunConfigOption, compared
 
 PILOT_ROUNDS, PILOT_SHARE = 10, 0.2  # the fewest rounds of a pilot run, and the share of training samples that it is tested on
 TABLE_MODEL = "mlp"  # the network for tables, unless the run config names one
 BEST = 3  # how many methods of the map a pilot tries beside plain BatchNorm
+SHOWN = {
+    "clients": "clients", "middle": "samples of a client", "smallest": "of the smallest client", "largest": "of the largest client",
+    "classes": "classes of a client", "label_skew": "label skew", "distance": "distance of features",
+    "by_labels": "of which labels and chance explain", "batch_size": "batch size", "participation": "participation",
+    "local_steps": "local steps",
+}  # fmt: skip
+"""Attribute of ``Measured`` -> its name in the table."""
 
 
 def advise(
     data: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="folders, npz or CSV files (of several, each is a client), a data set's name, NAME:PATH, or package.module:function. "
-            "Default: the data of the run config"
-        ),
+        typer.Argument(help="files or folders (of several, each is a client), a data set's name, or package.module:function"),
     ] = None,
     pilot: Annotated[bool, typer.Option("--pilot", help="compare the best methods in a tenth of the rounds")] = False,
-    methods: Annotated[str, typer.Option(help="methods for --pilot, as for `compare`: fbn,fbn:learning-rate=0.01")] = "",
     jobs: JobsOption = 0,
     output: Annotated[str, typer.Option(help="folder of the pilot. Default: runs/advise-<time>")] = "",
-    run_config: Annotated[
-        str, typer.Option("--run-config", help="the keys of the run you have in mind, as for `fl-bn run`: \"partition='domain' clients=5\"")
-    ] = "",
+    run_config: RunConfigOption = "",
 ) -> None:
     """Advise which method suits your clients.
 
@@ -42,24 +43,20 @@ def advise(
     """
     from fl_bn.advise.measure import measure
     from fl_bn.advise.regimes import BASELINE, load, nearest
-    from fl_bn.run.assembly import limit_threads
     from fl_bn.run.config import ConfigError
     from fl_bn.run.usage import Usage
 
     sys.path.insert(0, str(Path.cwd()))  # the user's own data functions, as `fl-bn run` finds them
     console = Console()
     try:
-        if methods and not pilot:
-            raise ConfigError("--methods names methods for --pilot: add --pilot, or leave out --methods")
         keys = _keys(",".join(data or ()), run_config)
         use = Usage()
         config = use.config(keys)
-        limit_threads(config.threads)
         measured = measure(config)
         regime = nearest(measured, load())
         table = Table("", "your clients", regime.name, title=f"{config.dataset}: {config.clients} clients, {measured.skew}")
-        for name, value in measured.in_words().items():
-            table.add_row(name, value, regime.measured.in_words()[name])
+        for name, shown in SHOWN.items():
+            table.add_row(shown, *(f"{getattr(of, name):.4g}" for of in (measured, regime.measured)))
         console.print(table)
         table = Table("method", "accuracy (%)", "points above plain BatchNorm", title=f"{regime.problem}: what we measured")
         allowed = []
@@ -78,7 +75,7 @@ def advise(
             rounds = min(config.rounds, max(PILOT_ROUNDS, config.rounds // 10))
             short = {**keys, "rounds": rounds, "validation-share": config.validation_share or PILOT_SHARE}
             best = [name for name in allowed if name != BASELINE][:BEST]
-            if compared(methods or ",".join([BASELINE, *best]), 1, short, folder, jobs):
+            if compared(",".join([BASELINE, *best]), 1, short, folder, jobs):
                 raise typer.Exit(1)
     except (ConfigError, FileNotFoundError, ImportError) as error:
         raise refused(error) from error
@@ -94,6 +91,7 @@ def _keys(data: str, run_config: str) -> dict[str, Any]:
     Raises:
         ConfigError: The argument and the run config both name data, or the run config names a method.
     """
+    from fl_bn.data.columns import FILE
     from fl_bn.data.dataset import DATASETS
     from fl_bn.run.config import ConfigError
     from fl_bn.run.overrides import parse_overrides
@@ -101,23 +99,15 @@ def _keys(data: str, run_config: str) -> dict[str, Any]:
 
     keys = parse_overrides(run_config)
     if "method" in keys:
-        raise ConfigError(f"advise looks at every method, but got method={keys['method']!r}: leave it out, or give --pilot --methods")
+        raise ConfigError(f"advise looks at every method, but got method={keys['method']!r}: leave it out")
     if not data:
         return keys
     if twice := [key for key in ("dataset", "data-path") if key in keys]:
         raise ConfigError(f"the data are named twice, as {data!r} and with {twice[0]}={keys[twice[0]]!r}: leave one of them out")
     kind, colon, path = data.partition(":")
-    kinds = {_kind(Path(part)) for part in names_of(data)} - {""}
-    if len(kinds) == 1 and not (colon and kind in DATASETS):
-        kind, path = kinds.pop(), data
+    if not (colon and kind in DATASETS):
+        paths = [Path(name) for name in names_of(data)]
+        kinds = {"csv" if (path / FILE).is_file() else "folder" if path.is_dir() else path.suffix[1:] for path in paths}
+        kind, path = kinds.pop() if len(kinds) == 1 else "", data
     of = {"dataset": kind, "data-path": path} if kind in DATASETS else {"dataset": data}
     return {"model": TABLE_MODEL, **keys, **of} if kind == "csv" else {**keys, **of}
-
-
-def _kind(path: Path) -> str:
-    """Return the data set that reads a file or folder; empty: the path is neither."""
-    from fl_bn.data.columns import FILE
-
-    if path.is_dir():
-        return "csv" if (path / FILE).is_file() else "folder"
-    return path.suffix[1:] if path.suffix in (".csv", ".npz") else ""

@@ -46,7 +46,7 @@ def test_the_advice_is_printed(tmp_path: Path) -> None:
     assert "4 clients, label skew" in said
     assert "Problem one class" in said
     assert [line.split()[1:6:2] for line in said.splitlines() if "│ fbn" in line] == [["fbn", "91.0", "+70.0"]]
-    assert re.search(r"label skew +│ 1.00 +│ 1.00 ", said)
+    assert re.search(r"label skew +│ 1 +│ 1 ", said)
     assert not (tmp_path / "out").exists()  # nothing was run
 
 
@@ -120,12 +120,10 @@ def test_a_pilot_compares_the_best_on_validation_samples(tmp_path: Path) -> None
         (["digits", "--run-config", "dataset='digits'"], "the data are named twice, as 'digits' and with dataset='digits'"),
         (["--run-config", "method='fbn'"], "advise looks at every method, but got method='fbn'"),
         (["--run-config", "fedprox-mu=0.7"], "fedprox-mu"),
-        (["--methods", "fbn"], "--methods names methods for --pilot: add --pilot, or leave out --methods"),
         (["digit"], "dataset must be one of"),
         (["npz:nowhere.npz"], "nowhere.npz"),
         (["--run-config", "dataset='sites' classes=4 channels=1 image-size=4"], "the clients' data are at their sites"),
         (["--run-config", "partion='iid'"], "unknown config key 'partion'"),
-        (["--pilot", "--methods", "fbm"], "'fbm'"),
     ],
 )
 def test_refused_in_one_sentence(arguments: list[str], sentence: str, tmp_path: Path) -> None:
