@@ -226,8 +226,11 @@ def why_failed(record: RoundRecord) -> str:
     first = next((client for client in record.clients if client.refused), None)
     if first is None:
         return "The log above says why"
-    diverged = not first.refused.startswith("error:") and (NOT_FINITE in first.refused or DIVERGED in first.refused)
-    advice = f". Its data have NaN or Inf, or training diverged: clean the data, or {LOWER}" if diverged else ""
+    advice = ""
+    if NOT_FINITE in first.refused and not first.refused.startswith("error:"):
+        advice = f". Its data have NaN or Inf, or training diverged: clean the data, or {LOWER}"
+    elif DIVERGED in first.refused and not first.refused.startswith("error:"):  # numbers are finite, but huge
+        advice = f": {LOWER}"
     return f"The first reason: client {first.client}: {first.refused}{advice}"
 
 
