@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -61,7 +62,7 @@ def train(
     if control is not None:
         round.instruction.sections["control"] = dict(control)
     batches = IndexBatches(samples, list(indices), next(model.parameters()), augment)
-    with round.open(full_gradient(round, samples, task)):
+    with round.open(partial(full_gradient, round, samples, task)):
         trained = train_round(round, batches, task, optimizer)
     moments = moments_to_report(round)
     if method.reports(phase) is StatisticsReport.PASS:  # which is not made here

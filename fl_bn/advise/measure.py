@@ -17,7 +17,6 @@ from fl_bn.bn.moments import Running
 from fl_bn.bn.roles import batch_norms, inputs_like
 from fl_bn.data.batches import cuts
 from fl_bn.data.partition import label_counts
-from fl_bn.federation.adaptation import divergence, first_layer
 from fl_bn.federation.local import Samples
 from fl_bn.run.assembly import client_samples, shape, source_model
 from fl_bn.run.config import SITES, ConfigError, RunConfig
@@ -207,7 +206,7 @@ def sample_moments(model: nn.Module, samples: Samples) -> tuple[Tensor, Tensor, 
     """
     model = copied(model).eval()
     known = batch_norms(model)
-    layer: nn.Module = known[first_layer(model, samples.x)[0]] if known else model
+    layer: nn.Module = known[first_layer(model, samples)] if known else model
     caught: list[Tensor] = []
     layer.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0].detach()))
     model(samples.batch(np.arange(len(samples)), inputs_like(model))[0])
@@ -220,3 +219,35 @@ def _drawn(part: Samples, client: int, seed: int) -> Samples:
     """Return at most ``SAMPLES`` of a client's samples, drawn at random."""
     chosen = np.random.default_rng([_STREAM, seed, SHUFFLES, client]).permutation(len(part))[:SAMPLES]
     return Samples(*part.rows(np.sort(chosen)))
+
+
+@torch.no_grad()
+def first_layer(model: nn.Module, samples: Samples) -> str:
+    """Return the name of the BatchNorm layer that ``samples`` reach first in the forward pass.
+
+    Only the first sample is used. ``model`` stays in evaluation mode afterwards.
+    """
+    order: list[str] = []
+    handles = [layer.register_forward_pre_hook(lambda *_, name=name: order.append(name)) for name, layer in batch_norms(model).items()]
+    try:
+        model.eval()(samples.batch(np.arange(1), inputs_like(model))[0])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return order[0]
+
+
+def divergence(a: Running, b: Running, eps: float = 0.0) -> float:
+    """Return the mean over channels (C,) of KL(a || b) + KL(b || a), where each channel is a Gaussian.
+
+    Args:
+        a: The statistics of one client.
+        b: The statistics of another client.
+        eps: The number that is added to both variances, as in BatchNorm.
+
+    >>> divergence(Running(torch.zeros(1), torch.ones(1)), Running(torch.ones(1), torch.ones(1)))
+    1.0
+    """
+    var_a, var_b = a.var.double() + eps, b.var.double() + eps
+    shift = (a.mean.double() - b.mean.double()).square()
+    return float(((var_a / var_b + var_b / var_a) / 2 - 1 + shift * (1 / var_a + 1 / var_b) / 2).mean())

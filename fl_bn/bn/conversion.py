@@ -202,12 +202,6 @@ def check_complete(model: nn.Module) -> None:
             _refuse(["a lazy layer has no shape yet: run one batch through the model first"], _named(name, module))
 
 
-def hooked_parameters(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that have gradient hooks."""
-    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return [name for name, parameter in model.named_parameters() if any(getattr(parameter, kind, None) for kind in kinds)]
-
-
 def _replacement(module: nn.Module, method: Method) -> nn.Module:
     """Make the layer that replaces ``module``.
 

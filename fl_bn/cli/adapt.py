@@ -24,8 +24,7 @@ def adapt(
     how: Annotated[
         str,
         typer.Option(
-            help="ways of adapting, separated by commas: average-affine, recompute, nearest, test-batch; all: every way that the "
-            "method allows"
+            help="ways of adapting, separated by commas: average-affine, recompute, test-batch; all: every way that the method allows"
         ),
     ] = "all",
     samples: Annotated[int, typer.Option(min=0, help="number of training samples, without labels, for the statistics; 0: all")] = 0,

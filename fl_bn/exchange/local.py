@@ -93,13 +93,13 @@ class Turns:
             BaseException: the error of the first failed task, in the order of ``tasks``. It is raised after all tasks
                 have ended.
         """
-        at_start, results = _generators(), dict[int, T]()
+        at_start, results = random_states(), dict[int, T]()
         errors: dict[int, BaseException] = {}
 
         def work(index: int) -> None:
             Turns._here.turn = (self, index)
             self._go[index].acquire()
-            _set_generators(at_start)
+            set_random_states(at_start)
             try:
                 results[index] = tasks[index]()
             except BaseException as error:
@@ -112,7 +112,7 @@ class Turns:
         self._next()
         for thread in threads:
             thread.join()
-        _set_generators(at_start)
+        set_random_states(at_start)
         for index in sorted(errors):
             raise errors[index]
         return [results[index] for index in range(len(tasks))]
@@ -126,12 +126,12 @@ class Turns:
         Raises:
             ExchangeFailed: every other task has ended or is waiting, too, so nothing would ever wake this task.
         """
-        before = _generators()
+        before = random_states()
         self._waiting.append(index)
         self._next()
         self._go[index].acquire()
         self._waiting.remove(index)
-        _set_generators(before)
+        set_random_states(before)
         if self._stuck:
             raise ExchangeFailed("every client waits for another client, so no client can go on: do all run the same model?")
 
@@ -156,11 +156,13 @@ class Turns:
                 self._go[self._ready.pop(0)].release()
 
 
-def _generators() -> tuple[Tensor, list[Tensor]]:
+def random_states() -> tuple[Tensor, list[Tensor]]:
+    """Return the states of torch's generators: of the CPU, and of the GPUs if they are used."""
     return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
 
-def _set_generators(states: tuple[Tensor, list[Tensor]]) -> None:
+def set_random_states(states: tuple[Tensor, list[Tensor]]) -> None:
+    """Set torch's generators to what ``random_states`` returned, so that a repeated forward pass draws the same dropout."""
     cpu, cuda = states
     torch.set_rng_state(cpu)
     if cuda:

@@ -6,7 +6,6 @@ Large tensors are processed block by block. A block fits into the processor's ca
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,19 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_bn.bn.moments import Moments, Running
+from fl_bn.bn.moments import Moments, Running, weighted_mean
 from fl_bn.bn.roles import batch_norms
-from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.defence import Defence
 from fl_bn.federation.payload import Named
 from fl_bn.methods import LayerReports
 
 BLOCK = 1 << 17  # values; 1 MB of float64
-SMALL = 1 << 14  # the largest number of values of a tensor that is processed together with others
 F64 = torch.float64
-
-with warnings.catch_warnings():  # PyTorch warns once in a process that it has no read-only tensors
-    warnings.simplefilter("ignore")
-    torch.from_numpy(np.frombuffer(bytes(4), np.float32))
 
 dtype_name = lru_cache(str)  # NumPy computes the name anew each time
 
@@ -42,16 +36,7 @@ def extremes(array: np.ndarray) -> tuple[float, float]:
 def largest(tensors: Iterable[Tensor]) -> float:
     """Return the largest absolute value among the floating-point tensors, which are finite; 0 if there is none."""
     floats = [tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
-    return max((abs(end.item()) for tensor in joined(floats) for end in torch.aminmax(tensor)), default=0.0)
-
-
-def joined(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return flat tensors (one axis) with the values of ``tensors``. Small tensors of one dtype and device are joined into one."""
-    large, small = list[Tensor](), dict[tuple[torch.dtype, torch.device], list[Tensor]]()
-    for tensor in tensors:
-        flat = tensor.reshape(-1)
-        (large if flat.numel() > SMALL else small.setdefault((flat.dtype, flat.device), [])).append(flat)
-    return large + [torch.cat(group) if len(group) > 1 else group[0] for group in small.values()]
+    return max((abs(end.item()) for tensor in floats for end in torch.aminmax(tensor)), default=0.0)
 
 
 def fits(tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -62,16 +47,10 @@ def fits(tensor: Tensor, dtype: torch.dtype) -> bool:
     return all(math.isfinite(end.item()) for block in blocks for end in torch.aminmax(block.to(dtype)))
 
 
-def views(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """Return tensors that share the arrays' memory. Do not change them: a received array is a part of its message's bytes."""
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
 class WeightedSum:
     """Sum named tensors, each times its weight, in float64 and in the order in which they are added.
 
-    Large tensors are added block by block, without a float64 copy of the whole tensor. Neighbouring small tensors of one
-    dtype are added as one block. Neither changes a bit of the sum.
+    Large tensors are added block by block, without a float64 copy of the whole tensor, which changes no bit of the sum.
 
     Attributes:
         total: The sum of the weights.
@@ -81,49 +60,29 @@ class WeightedSum:
         self.total = 0.0
         self._like: Named = {}
         self._whole = torch.empty(0)
-        self._runs: list[list[str]] = []
 
     def add(self, part: Named, weight: float) -> None:
         """Add ``weight * part`` (name -> tensor). The first part gives the sum its names."""
-        if not self._runs:
+        if not self._like:
             # Freed memory returns to the operating system at once if it is one large piece, but not if it is many small ones.
             self._whole = torch.from_numpy(np.zeros(sum(tensor.numel() for tensor in part.values())))
-            self._like, self._runs = {name: torch.empty_like(tensor, device="meta") for name, tensor in part.items()}, _runs(part)
+            self._like = {name: torch.empty_like(tensor, device="meta") for name, tensor in part.items()}
         self.total += weight
-        start, copy = 0, torch.empty(BLOCK, dtype=F64)
-        for names in self._runs:
-            values = _flat([part[name] for name in names])
-            sums = self._whole[start : start + values.numel()]
-            start += values.numel()
-            for few, piece in zip(sums.split(BLOCK), values.split(BLOCK), strict=True):
+        copy = torch.empty(BLOCK, dtype=F64)
+        for name, sums in self._pieces().items():
+            for few, piece in zip(sums.split(BLOCK), part[name].reshape(-1).split(BLOCK), strict=True):
                 few.add_(copy[: piece.numel()].copy_(piece), alpha=weight)
 
     def mean(self) -> dict[str, Tensor]:
         """Return name -> the weighted mean. It takes the memory of the sum, which is over."""
-        whole, self._whole = self._whole.div_(self.total), torch.empty(0)
-        pieces = whole.split([tensor.numel() for tensor in self._like.values()])
-        return {name: piece.view(like.shape) for (name, like), piece in zip(self._like.items(), pieces, strict=True)}
+        self._whole.div_(self.total)
+        mean = {name: piece.view(self._like[name].shape) for name, piece in self._pieces().items()}
+        self._whole = torch.empty(0)
+        return mean
 
-
-def _runs(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Group the names, in order: a large tensor alone; neighbouring small tensors of one dtype together, up to ``BLOCK`` values."""
-    runs, last, size = list[list[str]](), None, BLOCK
-    for name, tensor in tensors.items():
-        kind = (tensor.dtype, tensor.device) if tensor.numel() <= SMALL else None
-        if kind is None or kind != last or size + tensor.numel() > BLOCK:
-            runs.append([])
-            size = 0
-        runs[-1].append(name)
-        last, size = kind, size + tensor.numel()
-    return runs
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the values of ``tensors``, one after the other, in a tensor of one axis."""
-    flat = [tensor.reshape(-1) for tensor in tensors]
-    if len(flat) == 1:
-        return flat[0]
-    return torch.cat(flat if len({tensor.dtype for tensor in flat}) == 1 else [tensor.to(F64) for tensor in flat])
+    def _pieces(self) -> dict[str, Tensor]:
+        pieces = self._whole.split([tensor.numel() for tensor in self._like.values()])
+        return dict(zip(self._like, pieces, strict=True))
 
 
 def average(parts: Sequence[Named], weights: Sequence[float]) -> dict[str, Tensor]:
@@ -140,7 +99,7 @@ def combine(
     reports: Sequence[Mapping[str, Moments]],
     steps: Sequence[int],
     layers: Mapping[str, _BatchNorm],
-    defence: Defence = NO_DEFENCE,
+    defence: Defence | None = None,
     pace: float = 1.0,
     scales: Mapping[str, float] | None = None,
 ) -> dict[str, Running]:
@@ -154,13 +113,14 @@ def combine(
         reports: Each client's moments by layer, in the order of the clients.
         steps: Each client's number of training batches, in the same order.
         layers: Layer -> its module, whose momentum the rule may use.
-        defence: The defence against Byzantine clients.
+        defence: The defence against Byzantine clients; None: there is none.
         pace: The round's learning rate divided by that of round 1.
         scales: Layer -> the standard deviation that the server gave the layer's input before round 1, by rescaling
             weights. 1 for layers that are missing.
     """
     new = dict(shared)
-    if defence.active:
+    average = weighted_mean if defence is None else defence.average
+    if defence is not None and defence.active:
         reports, steps = defence.believed(reports, steps)
     for name in shared:
         parts = [report[name] for report in reports if name in report]
@@ -170,7 +130,7 @@ def combine(
         mean_steps = sum(report[name].count * step for report, step in zip(reports, steps, strict=True) if name in report) / total
         momentum = layers[name].momentum
         momentum, scale = 0.1 if momentum is None else momentum, (scales or {}).get(name, 1.0)
-        new[name] = rule(LayerReports(shared[name], parts, momentum, mean_steps, defence.average, pace, scale))
+        new[name] = rule(LayerReports(shared[name], parts, momentum, mean_steps, average, pace, scale))
     return new
 
 
@@ -227,15 +187,6 @@ class Drift:
 def _extent(value: float) -> tuple[bool, float]:
     """Return a key for ``max`` that makes NaN the largest value. Without it, ``max`` could ignore NaN."""
     return math.isnan(value), value
-
-
-def merge_drifts(drifts: Iterable[Drift]) -> Drift | None:
-    """Merge the drifts of several clients into one with the most extreme value of each number. If ``drifts`` is empty, return None."""
-    drifts = list(drifts)
-    if not drifts:
-        return None
-    worst = max(drifts, key=lambda d: _extent(d.largest))
-    return Drift(worst.largest, worst.layer, min(d.min_var for d in drifts), max(d.growth for d in drifts))
 
 
 def running_statistics(model: nn.Module, of: Collection[str] | None = None) -> dict[str, Running]:

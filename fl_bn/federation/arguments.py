@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fl_bn.bn.conversion import check_complete, hooked_parameters
+from fl_bn.bn.conversion import check_complete
 from fl_bn.bn.copying import copied
 from fl_bn.federation.checkpoint import of_optimizer
-from fl_bn.federation.composition import OBJECTS, rate_for
+from fl_bn.federation.composition import OBJECTS, check_rates
 from fl_bn.federation.engines.clients import check_parameters
 from fl_bn.federation.engines.vectorised import ENGINES, VECTORISED
 from fl_bn.federation.engines.workers import MOST_WORKERS
@@ -103,18 +103,14 @@ def check_network(model: nn.Module) -> None:
     """Check that clients can train copies of a network.
 
     Raises:
-        ValueError: The network has a lazy layer or a tensor on the meta device, or a parameter has a gradient hook.
+        ValueError: The network has a lazy layer or a tensor on the meta device.
     """
     check_complete(model)
     empty = [name for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor) and tensor.is_meta]
-    hooked = hooked_parameters(model)
     refuse(
         (empty,
          f"{''.join(empty[:1])} is on the meta device, so it has a shape, but no values: give the network values first, by "
          "model.to_empty(device='cpu') and model.load_state_dict(...)"),
-        (hooked,
-         f"parameter {''.join(hooked[:1])} has a gradient hook, which the clients' copies of the network would not have: put what the "
-         "hook does into the network (torch.autograd.Function), or write a loop of your own (docs/how-to/loop.md)"),
     )  # fmt: skip
 
 
@@ -140,7 +136,8 @@ class Trials:
         self.optimizers = {id(make): make(copy.parameters()) for make in makers}
         for optimizer in self.optimizers.values():
             check_parameters(optimizer, copy.parameters())
-            rate_for(objective, optimizer)
+            if objective.travels:
+                check_rates(objective, optimizer)
         self._rates = {key: rate_of(optimizer) for key, optimizer in self.optimizers.items()}
         self.rate = max((rate for rate in self._rates.values() if rate), default=None)
 
@@ -220,28 +217,11 @@ def tasks_of(task: Any, loss: Any, metrics: Any, clients: int) -> tuple[Task, ..
     tasks, losses, further = each("task", task, clients), each("loss", loss, clients), each("metrics", metrics, clients)
     made: dict[tuple[int, int, int], Task] = {}
     for own in zip(tasks, losses, further, strict=True):
-        _check_loss(own[0] if own[1] is None else own[1])
         key = (id(own[0]), id(own[1]), id(own[2]))
         if key not in made:
             made[key] = own[0] if own[1] is None and not own[2] else extended(*own)
             made[key].state()  # if an object is no metric, this raises an error before the first round
     return tuple(made[id(one), id(of), id(more)] for one, of, more in zip(tasks, losses, further, strict=True))
-
-
-def _check_loss(loss: Any) -> None:
-    """Check that ``loss`` has no parameters to learn: neither itself, if it is a module, nor in a module among its attributes.
-
-    Raises:
-        ValueError: ``loss`` has a parameter to learn. Only the network's parameters are trained and averaged.
-    """
-    for part in (loss, *vars(loss).values()) if hasattr(loss, "__dict__") else ():
-        learned = [name for name, p in part.named_parameters() if p.requires_grad] if isinstance(part, nn.Module) else []
-        refuse(
-            (learned,
-             f"loss: {type(part).__name__} has a parameter to learn, {', '.join(map(repr, learned))}, but only the network's parameters "
-             "are trained: make it a part of the network, whose forward then returns what the loss needs, or freeze it by "
-             "requires_grad_(False)"),
-        )  # fmt: skip
 
 
 def own_tests(test: Any, clients: int, again: bool = True) -> tuple[Loader, ...] | None:

@@ -1,22 +1,40 @@
-"""Describe auxiliary tensors, which are sent with the weights: control variates and optimiser buffers.
+"""Describe what is sent or kept beside the model: control variates, and the buffers of the clients' optimisers (momentum).
 
 Each section of auxiliary tensors has one tensor for every parameter that is both shared and trained.
+
+Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao, appendix C.4, describes three ways
+to treat momentum between rounds. ``reset``: it starts from zeros in every round. ``local``: each client keeps its
+buffers. ``global``: the server averages the buffers like the model's weights and sends them back, which doubles the payload.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
 from fl_bn.federation.locality import Locality
-from fl_bn.federation.momentum import SECTIONS
-from fl_bn.federation.payload import Named
-from fl_bn.federation.settings import LocalTraining
-from fl_bn.methods import Place
+from fl_bn.federation.payload import Named, Sections
+from fl_bn.methods import Method, Place
 from fl_bn.objectives import CONTROL
+
+if TYPE_CHECKING:
+    from fl_bn.federation.settings import LocalTraining
+
+LOGGER = logging.getLogger("flwr")
+_WARNED = set[str]()
+"""The classes of optimisers of which this process has warned under FedTAN."""
+MAINTAIN = ("reset", "local", "global")
+SECTIONS = {  # optimiser -> torch's name of a buffer -> the section of messages that holds it
+    "sgd": {"momentum_buffer": "momentum"},
+    "adam": {"exp_avg": "momentum", "exp_avg_sq": "second-moment", "step": "steps"},
+}
+Buffers = dict[str, dict[str, Tensor]]  # torch's name of the buffer -> name of the parameter -> buffer
 
 
 @dataclass(frozen=True)
@@ -80,3 +98,128 @@ def auxiliary(settings: LocalTraining) -> tuple[Auxiliary, ...]:
 def has_auxiliary(model: nn.Module, locality: Locality) -> dict[str, nn.Parameter]:
     """Return the parameters that have auxiliary tensors, by name: those that are trained and shared."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad and locality.place[name] is Place.SHARED}
+
+
+class Momentum:
+    """Carry the buffers of one client's optimiser from round to round, if the setting ``maintain`` is ``local`` or ``global``.
+
+    Args:
+        settings: The settings of training.
+        parameters: Name -> parameter that the round trains.
+        shared: The names of the parameters that the clients share.
+        received: The tensors of the instruction: section -> name -> tensor.
+        kept: The tensors of section ``optimizer`` in the client's state.
+
+    Attributes:
+        after: The buffers at the end of training. Empty until then.
+    """
+
+    def __init__(
+        self, settings: LocalTraining, parameters: Mapping[str, nn.Parameter], shared: Container[str], received: Sections, kept: Named
+    ) -> None:
+        self._shares, self._sections = settings.maintain == "global", SECTIONS[settings.optimizer]
+        self._parameters, self._shared, self._received, self._kept = parameters, shared, received, kept
+        self.after: Buffers = {}
+
+    @property
+    def before(self) -> Buffers:
+        """Return the buffers at the start of the round."""
+        buffers = from_kept(self._kept)
+        if self._shares:
+            for key, section in self._sections.items():
+                buffers[key] = buffers.get(key, {}) | self._received[section]
+        return buffers
+
+    def load(self, optimizer: Optimizer) -> None:
+        """Load the buffers of earlier rounds into ``optimizer``."""
+        load_buffers(optimizer, self._parameters, self.before)
+
+    def keep(self, optimizer: Optimizer) -> None:
+        """Store the buffers of ``optimizer`` after training."""
+        self.after = buffers_of(optimizer, self._parameters, self._sections)
+
+    def to_send(self, state: Named) -> Sections:
+        """Return section -> name -> buffer to send to the server, in the dtypes of the model's ``state``.
+
+        The buffer of a parameter that this round did not train is sent as it was received.
+        """
+        if not self._shares:
+            return {}
+        new = {section: {n: t.to(state[n].dtype) for n, t in self.after.get(key, {}).items()} for key, section in self._sections.items()}
+        return {section: {**self._received[section], **own} for section, own in new.items()}
+
+    def to_keep(self) -> dict[str, Tensor]:
+        """Return the buffers that the client keeps, as section ``optimizer`` of its state: all, or those that it does not send."""
+        sent = self._shared if self._shares else ()
+        return to_kept({key: {name: t for name, t in of.items() if name not in sent} for key, of in self.after.items()})
+
+
+def load_buffers(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Load ``buffers`` into ``optimizer``. A parameter for which one of the buffers is missing starts without buffers.
+
+    Args:
+        optimizer: The optimiser.
+        parameters: Name -> parameter.
+        buffers: Torch's name of the buffer -> parameter's name -> buffer.
+    """
+    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in parameters.items():
+        if buffers and id(parameter) in mine and all(name in of for of in buffers.values()):
+            state = {key: of[name].to(parameter, copy=True) for key, of in buffers.items()}
+            if "step" in state:  # torch counts on the CPU, in float32
+                state["step"] = state["step"].reshape(()).float().cpu()
+            optimizer.state[parameter] = state
+
+
+def buffers_of(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, str]) -> Buffers:
+    """Return copies of the optimiser's buffers, such as momentum, by kind and parameter.
+
+    Args:
+        optimizer: The optimiser.
+        parameters: Name -> parameter.
+        kinds: A mapping whose keys are torch's names of the buffers to return, such as ``SECTIONS["sgd"]``.
+
+    Returns:
+        Torch's name of the buffer -> parameter's name -> buffer. A parameter that the optimiser never updated has no entry.
+    """
+    state = {name: optimizer.state.get(p, {}) for name, p in parameters.items()}
+    return {
+        key: {name: torch.as_tensor(of[key]).detach().clone() for name, of in state.items() if of.get(key) is not None} for key in kinds
+    }
+
+
+def to_kept(buffers: Buffers) -> dict[str, Tensor]:
+    """Return ``buffers`` as one section of a client's kept state: ``buffer/parameter`` -> tensor."""
+    return {f"{key}/{name}": tensor for key, of in buffers.items() for name, tensor in of.items()}
+
+
+def from_kept(kept: Mapping[str, Tensor]) -> Buffers:
+    """Return the buffers of a section that ``to_kept`` made. This function is the inverse of ``to_kept``."""
+    buffers: Buffers = {}
+    for entry, tensor in kept.items():
+        key, _, name = entry.partition("/")
+        buffers.setdefault(key, {})[name] = tensor
+    return buffers
+
+
+def restart(optimizer: Optimizer, method: Method) -> None:
+    """Clear the optimiser's buffers if ``method.restarts``. Call this after the first step of phase EXCHANGE.
+
+    Under FedTAN, warn if the optimiser is not SGD, once for each class of optimisers in a process. With another optimiser,
+    the first step differs from the step of centralised training.
+
+    Args:
+        optimizer: The optimiser of one client, or of a stack of clients.
+        method: The method.
+    """
+    exact = method.name in ("fedtan", "fedtan2")
+    if exact and not isinstance(optimizer, SGD) and (kind := type(optimizer).__name__) not in _WARNED:
+        _WARNED.add(kind)
+        LOGGER.warning(
+            "only with SGD does %s's first step equal a step of centralised training. With %s, the average of the clients' steps differs "
+            "from the step by their average gradient: take torch.optim.SGD, if you need this equality",
+            method.name,
+            kind,
+        )
+    if method.restarts:
+        optimizer.state.clear()

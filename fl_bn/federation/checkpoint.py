@@ -32,6 +32,10 @@ CALENDAR = "calendar"
 IN_WORDS = {CALENDAR: "calendar (a hash of all phases and learning rates)"}
 FORMAT = "fl-bn checkpoint/1"
 Parts = Mapping[str, Mapping[str, Tensor]]
+PLAIN = ("round", "rounds", "failed", "decides")
+"""The fields of ``FederationState`` that are numbers and texts."""
+TENSORS = ("arrays", "evaluated", "optimizer", "auxiliary")
+"""Its fields that are tensors by name."""
 UNREADABLE = (KeyError, ValueError, TypeError, AttributeError, IndexError, RecursionError)
 
 
@@ -141,19 +145,8 @@ class FederationState:
             for name, tensor in own.items()
         }
         loaders = {f"{client}/{n}": state for client, own in enumerate(self.loaders) for n, state in enumerate(own)}
-        parts = {
-            "arrays": self.arrays,
-            "evaluated": self.evaluated,
-            "optimizer": self.optimizer,
-            "auxiliary": self.auxiliary,
-            "clients": named,
-            "loaders": loaders,
-        }
-        state = {
-            "round": self.round,
-            "rounds": self.rounds,
-            "failed": self.failed,
-            "decides": dict(self.decides),
+        parts = {name: getattr(self, name) for name in TENSORS} | {"clients": named, "loaders": loaders}
+        state = {name: getattr(self, name) for name in PLAIN} | {
             "clients": [[kept.round, kept.counted, list(kept.sections)] for kept in self.clients],
             "history": [asdict(record) for record in self.history],
         }
@@ -186,20 +179,9 @@ class FederationState:
         for path, tensor in sorted(parts.get("loaders", {}).items(), key=lambda one: [int(part) for part in one[0].split("/")]):
             loaders[int(path.partition("/")[0])].append(tensor)
         kept = [ClientState(round, own, counted) for (round, counted, _), own in zip(state["clients"], sections, strict=True)]
-        return cls(
-            state["round"],
-            state["rounds"],
-            state["failed"],
-            state["decides"],
-            parts.get("arrays", {}),
-            parts.get("evaluated", {}),
-            parts.get("optimizer", {}),
-            parts.get("auxiliary", {}),
-            kept,
-            loaders,
-            [_record(record) for record in state["history"]],
-            about["generators"],
-        )
+        plain = {name: state[name] for name in PLAIN} | {name: parts.get(name, {}) for name in TENSORS}
+        history = [_record(record) for record in state["history"]]
+        return cls(**plain, clients=kept, loaders=loaders, history=history, generators=about["generators"])
 
 
 def _record(saved: dict[str, Any]) -> RoundRecord:

@@ -5,7 +5,7 @@ own loop. These modules do the parts of a round, in this order:
 
 * ``client_tensors`` loads the instruction and what the client keeps, and makes the reply and what it keeps next.
 * ``client_pass`` measures statistics before training, or in a statistics-only exchange.
-* ``momentum`` carries the optimiser's buffers from the round before to the next one.
+* ``auxiliary`` carries the optimiser's buffers from the round before to the next one, if the settings say so.
 * ``recording`` records batches and steps, and runs FedTAN's exchange in the first batch.
 * ``contract`` checks the network and the loop at the end of training.
 """
@@ -25,16 +25,13 @@ from fl_bn.bn.layers import freeze_statistics
 from fl_bn.bn.modes import frozen_affine, train_mode
 from fl_bn.bn.moments import Moments
 from fl_bn.bn.observation import in_backward, is_traced, observe, whole
-from fl_bn.bn.roles import inputs_like
+from fl_bn.exchange.local import random_states, set_random_states
 from fl_bn.federation import client_tensors
-from fl_bn.federation.auxiliary import Auxiliary
-from fl_bn.federation.auxiliary import auxiliary as auxiliary_of
-from fl_bn.federation.centring import Centring
+from fl_bn.federation.auxiliary import Momentum, auxiliary, restart
 from fl_bn.federation.client_pass import ClientPass
-from fl_bn.federation.composition import rate_for
+from fl_bn.federation.composition import check_rates, first_rate
 from fl_bn.federation.contract import ContractBroken, Lent, frozen_parameters
-from fl_bn.federation.local import Draws
-from fl_bn.federation.momentum import Momentum, restart
+from fl_bn.federation.gradients import Centring
 from fl_bn.federation.network import Copy
 from fl_bn.federation.payload import Named
 from fl_bn.federation.recording import Connect, FirstBatch, Recorder, following, restored
@@ -88,12 +85,13 @@ class LocalRound:
         self.private = False  # whether opacus computes the gradients
         self.in_own_loop, self.recorder = in_own_loop, Recorder()
         self._connect, self.first_batch = connect, FirstBatch(self.model, connect if self.phase is Phase.EXCHANGE else None)
-        self._observing, self._centring = ExitStack(), Centring({}, ())
+        self._observing = ExitStack()
+        self._centring: Centring | None = None
         self._rates: list[float] = []  # of the steps of a user's own optimisers
         self._lent: Lent | None = None  # None as long as nothing is trained
         self.finish = Finish()  # the objective's tensors at the end of the round
         self._open = False
-        self.statistics_pass = ClientPass(self.model, self.network.locality, instruction, kept, connect)
+        self.auxiliary = auxiliary(self.settings) if self.trains else ()  # the tensors that are sent with the weights
         self.loaded = client_tensors.load(self._copy, instruction, kept, self.settings.objective, self.auxiliary)
 
     @property
@@ -121,14 +119,16 @@ class LocalRound:
         return frozenset(name for name in self.parameters if self.network.locality.place[name] is Place.SHARED)
 
     @cached_property
-    def momentum(self) -> Momentum:
-        """Return the buffers of the client's optimiser, before and after training."""
+    def momentum(self) -> Momentum | None:
+        """Return the buffers of the client's optimiser, before and after training. None: every round starts without momentum."""
+        if self.settings.maintain == "reset":
+            return None
         return Momentum(self.settings, self.parameters, self.shared, self.instruction.sections, self.kept.get("optimizer"))
 
-    @property
-    def auxiliary(self) -> tuple[Auxiliary, ...]:
-        """Return the kinds of auxiliary tensors that are sent with the weights; empty if the client only measures."""
-        return auxiliary_of(self.settings) if self.trains else ()
+    @cached_property
+    def statistics_pass(self) -> ClientPass:
+        """Return the statistics pass of a round that reports one."""
+        return ClientPass(self.model, self.network.locality, self.instruction, self.kept, self._connect)
 
     @contextmanager
     def open(self, full_gradient: Callable[[], dict[str, Tensor]] | None = None) -> Iterator[LocalRound]:
@@ -148,7 +148,7 @@ class LocalRound:
         with ExitStack() as stack:
             stack.callback(freeze_statistics, self.model, False)
             self.set_modes(self.model)
-            self._lent = Lent(self, stack.enter_context(frozen_parameters(self)))
+            self._lent = Lent(self, stack.enter_context(frozen_parameters(self)) if self.in_own_loop else {})
             control, full = self.instruction.sections.get(CONTROL, {}), full_gradient or _no_full_gradient
             start = Start(self.model, self.parameters, self.shared, self.kept.get("objective"), control, self.kept.counted, full)
             self._objective = self.settings.objective.begin(start)
@@ -252,7 +252,8 @@ class LocalRound:
             parameters: The ids of the parameters that the step moved. None: all.
             goes_on: Whether the step belongs to the one before, as no batch came between them. The number of steps then stays the same.
         """
-        self._centring.stepped(parameters)
+        if self._centring is not None:
+            self._centring.stepped(parameters)
         if not goes_on:
             if self.steps == 0:
                 self.first_batch.end(self.first_samples)
@@ -264,7 +265,7 @@ class LocalRound:
     def step_begins(self, optimizer: Optimizer) -> None:
         """Note that a step of ``optimizer`` of a user's loop begins, and centre the gradients that autograd did not compute."""
         self.recorder.begins(optimizer)
-        if self._centring.active:
+        if self._centring is not None:
             self._centring.complete({id(p) for group in optimizer.param_groups for p in group["params"]})
 
     def step_ends(self, optimizer: Optimizer) -> None:
@@ -283,14 +284,17 @@ class LocalRound:
         self.count_step(stepped, goes_on)
 
     def optimizer_stepped(self, optimizer: Optimizer, goes_on: bool = False) -> None:
-        """Record the rate of a step of ``optimizer``, and clear its buffers if ``momentum.restart`` says so, before ``count_step``.
+        """Record the rate of a step of ``optimizer``, and clear its buffers if ``auxiliary.restart`` says so, before ``count_step``.
 
         Raises:
             ValueError: The objective needs plain SGD with one learning rate, but ``optimizer`` differs.
         """
-        rate = rate_for(self.settings.objective, optimizer, self._rates[-1:] if goes_on else [])
+        if self.settings.objective.travels:
+            check_rates(self.settings.objective, optimizer, self._rates[-1:] if goes_on else [])
+        rate = first_rate(optimizer)
         self._rates += [] if rate is None else [rate]
-        restart(optimizer, self.method, self.phase, self.steps - goes_on)
+        if self.phase is Phase.EXCHANGE and self.steps == goes_on:
+            restart(optimizer, self.method)
 
     @property
     def mean_rate(self) -> float:
@@ -314,11 +318,11 @@ class LocalRound:
         Raises:
             ContractBroken: No parameter got a gradient from the first batch.
         """
-        draws = Draws.now(inputs_like(self.model).device) if self.settings.objective.repeats else None
+        states = random_states() if self.settings.objective.repeats else None
 
         def again() -> Tensor:
-            if draws is not None:
-                draws.again()
+            if states is not None:
+                set_random_states(states)
             with restored(self.model), self.recorder.paused():
                 return forward()
 
@@ -354,7 +358,6 @@ class LocalRound:
         *,
         client: int = 0,
         metrics: Mapping[str, float] | None = None,
-        tells_drift: bool = False,
     ) -> tuple[Reply, ClientState]:
         """Make the reply to the server, and the state that the client keeps for its next round.
 
@@ -365,7 +368,6 @@ class LocalRound:
             client: The client's number.
             metrics: Further numbers for the record, by name. In a loop of your own, ``client_metrics`` of the record has them, and
                 ``own_metrics`` their means, weighted by samples. fl-bn's own numbers, such as ``steps``, replace those of their names.
-            tells_drift: Whether the reply says how far the client's own running statistics moved (FedBN).
 
         Returns:
             The reply, and the state.
@@ -379,7 +381,7 @@ class LocalRound:
         if self._lent is not None:
             self._lent.check_reply(samples)
             self.finish = self._objective.finish(self.steps, self.mean_rate)
-        return client_tensors.reply(self, index(samples), float(loss), index(client), given, tells_drift)
+        return client_tensors.reply(self, index(samples), float(loss), index(client), given)
 
     def sit_out(self, client: int, metrics: Mapping[str, float]) -> tuple[Reply, ClientState]:
         """Leave the round, and the cohort's exchange if there is one. Return a reply without tensors, and the state as it was before."""

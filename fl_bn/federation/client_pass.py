@@ -197,7 +197,7 @@ class LayerOrder:
         for x in inputs():  # once: the next iteration of a loader may draw other batches
             elements += _elements(x)
             if held * elements > memory:
-                return cls(f"the activations of all batches need more than {memory / 2**30:.3g} GiB (recalibration-memory)")
+                return cls(f"the activations of all batches need more than {memory / 2**30:.3g} GiB")
             batches.append(x)
         return cls("", layers, batches)
 

@@ -33,14 +33,12 @@ class Outcome:
         loss: The mean loss over the training batches; NaN if the client did not train.
         metrics: Further numbers for the record, by name.
         client: The client's number.
-        tells_drift: Whether the reply says how far the client's own running statistics moved (FedBN).
     """
 
     samples: int
     loss: float = math.nan
     metrics: Mapping[str, float] = field(default_factory=dict)
     client: int = 0
-    tells_drift: bool = False
 
 
 def client_round(
@@ -74,4 +72,4 @@ def concluded(round: LocalRound, one: Outcome) -> Result:
     """Return the reply and the new state of a client whose training had the outcome ``one``."""
     if round.trains and not one.samples:
         return round.sit_out(one.client, one.metrics)
-    return round.reply(one.samples, one.loss, client=one.client, metrics=one.metrics, tells_drift=one.tells_drift)
+    return round.reply(one.samples, one.loss, client=one.client, metrics=one.metrics)

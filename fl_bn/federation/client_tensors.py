@@ -12,11 +12,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fl_bn.bn.moments import Moments, Running, ordinary
+from fl_bn.bn.moments import Moments, ordinary
 from fl_bn.bn.observation import moving_average, pooled
 from fl_bn.bn.roles import Role, batch_norms
 from fl_bn.federation import schema
-from fl_bn.federation.aggregation import Drift, running_statistics
+from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.network import Copy
 from fl_bn.federation.payload import Named, Sections, encode_moments, to_numpy
@@ -41,12 +41,10 @@ class Loaded:
     Attributes:
         model: The network.
         token: Is unique to this loading.
-        own_statistics: Layer -> the running statistics that were loaded, if they stay at the client; empty if they are shared.
     """
 
     model: nn.Module
     token: object
-    own_statistics: Mapping[str, Running]
 
     @property
     def newest(self) -> bool:
@@ -69,7 +67,6 @@ def load(copy: Copy, instruction: Instruction, kept: ClientState, objective: Obj
         WireError: A tensor of the instruction is missing, unexpected, or of a wrong shape or dtype.
     """
     network, method = copy.network, copy.network.method
-    locality = network.locality
     expected = network.instruction(auxiliary)
     arrays = {section: to_numpy(tensors) for section, tensors in instruction.sections.items()}
     if instruction.signature and (mine := network.signature) != instruction.signature:
@@ -92,35 +89,25 @@ def load(copy: Copy, instruction: Instruction, kept: ClientState, objective: Obj
     expected.check(arrays)
     beside = {extra.section for extra in auxiliary}
     tensors = {name: t for key in instruction.sections.keys() - beside for name, t in instruction.sections[key].items()}
-    copy.load(_starts(copy) | _unmixed(copy, instruction.phase) | tensors | kept.get("local"))
+    copy.load(_first_values(copy, instruction.phase) | tensors | kept.get("local"))
     token = _NEWEST[copy.model] = object()
-    return Loaded(copy.model, token, running_statistics(copy.model, locality.home_statistics))
+    return Loaded(copy.model, token)
 
 
-def _starts(copy: Copy) -> dict[str, Tensor]:
-    """Return the values with which every client begins, of the buffers that each client keeps, by name.
+def _first_values(copy: Copy, phase: Phase) -> dict[str, Tensor]:
+    """Return the values with which every client begins, of tensors at home that the server does not send, by name.
 
-    They replace the values in the network, which may be those of another client.
+    They replace the values in the network, which may be those of another client: of buffers that each client keeps, and zeros for
+    HBN's mixing logits.
     """
-    if not (kept := copy.network.locality.names(Place.HOME, of=[Role.KEPT])):
-        return {}
-    if copy.model not in _STARTS:
+    locality = copy.network.locality
+    if (kept := locality.names(Place.HOME, of=[Role.KEPT])) and copy.model not in _STARTS:
         _STARTS[copy.model] = {name: copy.state[name].clone() for name in kept}
-    return _STARTS[copy.model]
+    mixing = set(locality.names(Place.HOME, of=[Role.MIXING]))
+    return _STARTS.get(copy.model, {}) | {name: torch.zeros_like(p) for name, p in copy.trainable(phase).items() if name in mixing}
 
 
-def _unmixed(copy: Copy, phase: Phase) -> dict[str, Tensor]:
-    """Return a zero tensor for each of HBN's mixing logits, by name; empty if the logits are shared.
-
-    The zeros replace the values in the network, which may be those of another client.
-    """
-    mixing, trained = copy.network.locality.names(Place.HOME, of=[Role.MIXING]), copy.trainable(phase)
-    return {name: torch.zeros_like(trained[name]) for name in mixing if name in trained}
-
-
-def reply(
-    round: LocalRound, samples: int, loss: float, client: int, given: Mapping[str, float], tells_drift: bool
-) -> tuple[Reply, ClientState]:
+def reply(round: LocalRound, samples: int, loss: float, client: int, given: Mapping[str, float]) -> tuple[Reply, ClientState]:
     """Make the reply to the server and the client's next state. The arguments are those of ``LocalRound.reply``."""
     moments = moments_to_report(round)
     if round.trains:
@@ -129,19 +116,21 @@ def reply(
             step_at_home(round, gradients)
         kept = state_to_keep(round, gradients, client)
         sections = sections_to_send(round, gradients, moments)
-        numbers = {**given, "loss": loss, **numbers_of_training(round, kept, tells_drift)}
+        numbers = {**given, "loss": loss, **numbers_of_training(round, kept)}
     else:
         sections, numbers, kept = {"moments": complete_moments(round, moments)}, dict(given), round.kept
-    if round.statistics_pass.samples:
+    if round.reports is StatisticsReport.PASS and round.statistics_pass.samples:
         numbers["measured"] = round.statistics_pass.samples
     weight = round.first_samples if round.phase is Phase.EXCHANGE else samples
     return Reply(client, sections, samples, weight, numbers, round.instruction.round, round.network.signature), kept
 
 
 def moments_to_report(round: LocalRound) -> dict[str, Moments]:
-    """Return layer -> the moments to report: of the statistics pass if there was one, else of the training batches so far."""
-    if round.statistics_pass.moments is not None:
-        return round.statistics_pass.moments
+    """Return layer -> the moments to report: of the statistics pass, or of the training batches so far."""
+    if round.reports is StatisticsReport.PASS:
+        return round.statistics_pass.moments or {}
+    if not round.observes:
+        return {}
     if round.reports is not StatisticsReport.MOVING:
         return pooled(round.recorder.observed)
     layers, observed = batch_norms(round.model), round.recorder.observed
@@ -172,7 +161,8 @@ def sections_to_send(round: LocalRound, gradients: Named, moments: Mapping[str, 
     sources: dict[str, Named] = {"weights": state, "statistics": state, "gradients": gradients}
     if settings.objective.travels:
         sources[CONTROL] = {n: torch.zeros_like(state[n]) for n in expected[CONTROL]} | dict(round.finish.sent)
-    sources |= round.momentum.to_send(state)
+    if round.momentum is not None:
+        sources |= round.momentum.to_send(state)
     own = partial(Tensor.to, device="cpu", copy=True, memory_format=torch.contiguous_format)
     sections = {k: {n: own(ordinary(sources[k][n].detach())) for n in expected[k]} for k in expected if k != "moments"}
     return sections | ({"moments": complete_moments(round, moments)} if "moments" in expected else {})
@@ -195,7 +185,7 @@ def state_to_keep(round: LocalRound, gradients: Named, client: int) -> ClientSta
         sections["momentum"] = dict(gradients)
     if round.finish.kept:
         sections["objective"] = dict(round.finish.kept)
-    if buffers := round.momentum.to_keep():
+    if round.momentum is not None and (buffers := round.momentum.to_keep()):
         sections["optimizer"] = buffers
     for section, tensors in sections.items():
         for name, tensor in tensors.items():
@@ -207,34 +197,19 @@ def state_to_keep(round: LocalRound, gradients: Named, client: int) -> ClientSta
     return ClientState(round.instruction.round, sections, signature=round.network.signature)
 
 
-def numbers_of_training(round: LocalRound, kept: ClientState, tells_drift: bool) -> dict[str, float]:
+def numbers_of_training(round: LocalRound, kept: ClientState) -> dict[str, float]:
     """Return the numbers that the reply has about training, by name (see ``Reply.metrics``).
 
     Args:
         round: The client's round after training.
         kept: The state that the client keeps after the round.
-        tells_drift: Whether the reply says how far the client's own running statistics moved.
     """
     numbers: dict[str, float] = {"steps": round.steps, "waited": round.first_batch.waited}
-    if tells_drift:
-        numbers |= home_drift(round)
     if round.reports is StatisticsReport.FIRST:
         numbers["batch"] = round.first_samples
     if kept.sections:
         numbers["kept"] = round.kept.round
     return numbers
-
-
-def home_drift(round: LocalRound) -> dict[str, float]:
-    """Return how far the client's own statistics moved in this round, as numbers for the reply (see ``Drift``).
-
-    Return an empty dict if all statistics are shared.
-    """
-    locality = round.network.locality
-    if (drift := Drift.between(round.loaded.own_statistics, running_statistics(round.model, locality.home_statistics))) is None:
-        return {}
-    layer = locality.norm_layers.index(drift.layer)
-    return {"drift": drift.largest, "drift-layer": layer, "min-var": drift.min_var, "growth": drift.growth}
 
 
 def ema_gradients(round: LocalRound) -> dict[str, Tensor]:

@@ -10,7 +10,6 @@ from torch.optim import SGD, Optimizer
 from fl_bn.bn.roles import Role
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.federation.policy import exchanges_in_rounds
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import Method
 from fl_bn.objectives import Objective
@@ -38,7 +37,7 @@ def check_composition(method: Method, settings: LocalTraining, robust: bool = Fa
     Raises:
         ValueError: Two parts do not fit together. The message has the reason and the remedy.
     """
-    objective, exchanges = settings.objective, exchanges_in_rounds(method)
+    objective, exchanges = settings.objective, method.exchanges
     as_centralised = f"the first local step of {method.name} must equal a step on all clients' batches together, but"
     unguarded = f"{objective.name}'s control variates" if objective.travels else "the buffers of maintain-momentum='global'"
     refuse(
@@ -69,37 +68,40 @@ def check_weights(method: Method, client_weights: str) -> None:
         ValueError: ``client_weights`` is another value, and the method exchanges layer by layer.
     """
     refuse(
-        (client_weights != "samples" and exchanges_in_rounds(method),
+        (client_weights != "samples" and method.exchanges,
          f"{method.name}'s first step equals centralised training only if clients are weighted by the sizes of their batches: "
          f"client_weights must be 'samples', but got {client_weights!r}"),
     )  # fmt: skip
 
 
-def rate_for(objective: Objective, optimizer: Optimizer, others: Sequence[float] = ()) -> float | None:
-    """Return the learning rate of ``optimizer``; None if it has none.
+def first_rate(optimizer: Optimizer) -> float | None:
+    """Return the learning rate of the optimiser's first parameters that have one; None: it has none."""
+    return next((float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None), None)
+
+
+def check_rates(objective: Objective, optimizer: Optimizer, others: Sequence[float] = ()) -> None:
+    """Check that ``optimizer`` is plain SGD with one learning rate, which an objective with control variates needs.
 
     Args:
-        objective: The local objective.
+        objective: The objective.
         optimizer: The optimiser.
         others: The rates of other optimisers that take part in the same step.
 
     Raises:
-        ValueError: The objective needs plain SGD with one learning rate. But ``optimizer`` is not SGD, has momentum or
-            ``maximize=True``, or there are several rates.
+        ValueError: ``optimizer`` is not SGD, has momentum or ``maximize=True``, or there are several rates.
     """
     rates = [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
-    several = sorted({*rates, *others}) if objective.travels else []
+    several = sorted({*rates, *others})
     refuse(
-        (objective.travels and (not isinstance(optimizer, SGD) or any(group["momentum"] for group in optimizer.param_groups)),
+        (not isinstance(optimizer, SGD) or any(group["momentum"] for group in optimizer.param_groups),
          f"{objective.name}'s control variates are means of the gradients of plain SGD, but the optimiser is "
          f"{type(optimizer).__name__}{' with momentum' * isinstance(optimizer, SGD)}: take torch.optim.SGD without momentum"),
-        (objective.travels and any(group.get("maximize") for group in optimizer.param_groups),
+        (any(group.get("maximize") for group in optimizer.param_groups),
          f"{objective.name} lowers the loss, but the optimiser has maximize=True: change the sign of the loss instead"),
         (len(several) > 1,
          f"{objective.name}'s control variates are changes of weights divided by one learning rate, but the loop steps with the rates "
          f"{', '.join(f'{rate:g}' for rate in several)}: give all parameters the same rate"),
     )  # fmt: skip
-    return rates[0] if rates else None
 
 
 def learns(model: nn.Module) -> bool:

@@ -70,15 +70,14 @@ class ContractBroken(ValueError):
 
 @contextmanager
 def frozen_parameters(round: LocalRound) -> Iterator[dict[str, nn.Parameter]]:
-    """Let the parameters not learn that a method freezes in this round, so that an optimiser of all parameters does not change them.
+    """Let the parameters not learn that a method freezes in this round, since a user's optimiser may have all parameters.
 
-    fl-bn's own loop gives its optimiser the other parameters alone. Gradients of an earlier round, or of another client, are cleared.
+    Gradients of an earlier round, or of another client, are cleared.
     """
-    learning = {name: p for name, p in round.model.named_parameters() if p.requires_grad and name not in round.parameters}
-    frozen = learning if round.in_own_loop else {}
+    frozen = {name: p for name, p in round.model.named_parameters() if p.requires_grad and name not in round.parameters}
     for parameter in frozen.values():
         parameter.requires_grad_(False)
-    for parameter in round.model.parameters() if round.in_own_loop else ():
+    for parameter in round.model.parameters():
         parameter.grad = None
     try:
         yield frozen

@@ -36,16 +36,15 @@ from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.callbacks import Callback, Callbacks, Running, checked_callbacks
 from fl_bn.federation.checkpoint import CALENDAR, FederationState, check_same, of_method, of_optimizer, set_generators
 from fl_bn.federation.checkpoint import generators as global_generators
-from fl_bn.federation.clipping import bounded
 from fl_bn.federation.composition import check_composition, check_learns
 from fl_bn.federation.defence import NO_DEFENCE, Defence
-from fl_bn.federation.eager import SGD
 from fl_bn.federation.engines.clients import Clients, Own
 from fl_bn.federation.engines.local import LocalTransport
 from fl_bn.federation.engines.vectorised import VECTORISED
+from fl_bn.federation.gradients import bounded
 from fl_bn.federation.loaders import Loader, check_clients, check_loader, check_not_one_batch, in_dtype
 from fl_bn.federation.local import generators
-from fl_bn.federation.optimizers import ServerOptimizer
+from fl_bn.federation.optimizers import SGD, ServerOptimizer
 from fl_bn.federation.passes import Newest, Passes
 from fl_bn.federation.policy import ServerPolicy, checked_rate, constant_rate
 from fl_bn.federation.record import RoundRecord, batches_trained

@@ -74,26 +74,6 @@ class Samples:
         return (x, y) if augment is None else augment(x, y)
 
 
-@dataclass(frozen=True)
-class Draws:
-    """Hold the states of torch's random generators, so that a repeated forward pass draws the same dropout."""
-
-    cpu: Tensor
-    device: torch.device
-    cuda: Tensor | None
-
-    @classmethod
-    def now(cls, device: torch.device) -> Draws:
-        """Save the present state of the generators."""
-        return cls(torch.get_rng_state(), device, torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
-
-    def again(self) -> None:
-        """Restore the saved state of the generators."""
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, self.device)
-
-
 @contextmanager
 def torch_seed(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's generators of the CPU and of ``device`` for the ``with`` block. Restore their states afterwards."""

@@ -19,7 +19,7 @@ from fl_bn.bn.derived import load_tensors
 from fl_bn.bn.roles import inputs_like
 from fl_bn.federation import schema
 from fl_bn.federation.auxiliary import Auxiliary
-from fl_bn.federation.centring import centred_weights
+from fl_bn.federation.gradients import centred_weights
 from fl_bn.federation.locality import Locality
 from fl_bn.methods import Method, Phase
 
@@ -75,7 +75,7 @@ class Network:
 
     @cached_property
     def centred(self) -> list[str]:
-        """Return the names of the weights to centre in rounds with centred gradients (see ``centring``)."""
+        """Return the names of the weights to centre in rounds with centred gradients (see ``gradients``)."""
         return centred_weights(self.original)
 
     def instruction(self, auxiliary: Sequence[Auxiliary] = ()) -> schema.Schema:

@@ -17,8 +17,7 @@ from itertools import count
 
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.defence import TooFew
-from fl_bn.federation.narrow import EXACT
-from fl_bn.federation.payload import Named, count_tensors
+from fl_bn.federation.payload import EXACT, Named, count_tensors
 from fl_bn.federation.policy import AS_METHOD, UNTIL_STILL
 from fl_bn.federation.recalibration import TOLERANCE, Pass, epsilons, through, unreached
 from fl_bn.federation.record import RoundRecord, with_clients

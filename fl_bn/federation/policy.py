@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from fl_bn.bn.roles import Role
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.auxiliary import Auxiliary
-from fl_bn.federation.narrow import AS_THE_MODEL, PAYLOADS
+from fl_bn.federation.payload import AS_THE_MODEL, PAYLOADS
 from fl_bn.federation.settings import ALL_SAMPLES, LEARNING_RATE, LocalTraining
 from fl_bn.methods import Method, Phase, Refresh, StatisticsReport
 from fl_bn.methods.fbn import BOUNDED_SCALE
@@ -28,8 +28,8 @@ RECALIBRATIONS = ("auto", "passes", "exchange")
 one exchange for every layer. If not all clients can run at the same time, ``exchange`` is replaced by ``passes``. ``auto``:
 ``passes`` in a simulation, where clients mostly do not run at the same time, else ``exchange``.
 """
-GIB = 2**30
-MEMORY = GIB
+MEMORY = 2**30
+"""Bytes of activations that a process may keep in an exchange that goes layer by layer; beyond, each layer takes a forward pass."""
 UNTIL_STILL = -1  # value of ``calibrate``: as many exchanges as make the statistics of all layers exact
 AS_METHOD = -2  # value of ``calibrate``: like UNTIL_STILL if the method needs it, otherwise none
 MUCH = 0.05
@@ -81,11 +81,6 @@ def joins_of(text: str) -> dict[int, int]:
     return joins
 
 
-def exchanges_in_rounds(method: Method) -> bool:
-    """Tell whether clients of ``method`` exchange statistics layer by layer while they train (FedTAN)."""
-    return Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2))
-
-
 def measures_in_the_clear(method: Method, config: Any) -> bool:
     """Tell whether a run measures exact statistics, without secure aggregation and without simulated attackers.
 
@@ -125,10 +120,6 @@ def start_left(method: Method, config: Any, momenta: Iterable[float] = (MOMENTUM
 def _at_server(weights: str) -> str:
     """Translate the option client-weights for the server: ``data`` becomes ``samples``, since clients send the number to use."""
     return "samples" if weights == ALL_SAMPLES else weights
-
-
-def _bytes(gib: float) -> int:
-    return int(gib * GIB)
 
 
 KEEPS_LAYERS = method_where("a method with which clients keep BatchNorm tensors", lambda method, config: method.personal)
@@ -240,8 +231,7 @@ class ServerPolicy(RunSpec):
             numbers.
         registered: Returns node -> name of the site that has this node now, see ``ClientNames``.
         recalibration: The way to measure exact statistics of all layers, see ``RECALIBRATIONS``.
-        memory: The largest number of bytes of activations that a process may keep in an exchange that goes layer by layer.
-        payload: The dtype in which weights and gradients are sent, see ``federation.narrow``.
+        payload: The dtype in which weights and gradients are sent, see ``federation.payload``.
 
     Raises:
         ValueError: A value is out of range, or two values do not fit together.
@@ -353,16 +343,6 @@ class ServerPolicy(RunSpec):
         used=MEASURES,
     )
     registered: Callable[[], Mapping[int, str]] = dict
-    memory: int = option(
-        MEMORY,
-        "with recalibration=exchange: GiB of activations that a process may keep from layer to layer; if they need more, every layer takes "
-        "a forward pass of its own",
-        ">= 0",
-        key="recalibration-memory",
-        hidden=True,
-        run=MEMORY / GIB,
-        read=_bytes,
-    )
     payload: str = option(
         AS_THE_MODEL,
         "dtype in which weights and gradients are sent in training rounds; float32: as they are in the model; bfloat16: half the bytes, "
@@ -383,7 +363,6 @@ class ServerPolicy(RunSpec):
         strangers = sorted(client for client in self.joining if not 0 <= client < clients)
         refuse(
             (self.min_cohort > clients, f"min_cohort must be 1..{clients}, the number of clients, but got {self.min_cohort}"),
-            (self.memory < 0, f"memory must be >= 0 bytes, but got {self.memory}"),
             (not callable(self.rate),
              f"rate must be a function of (round, rounds) that returns the learning rate, but got {self.rate!r}"),
             (not isinstance(self.exchange, ExchangeSettings), f"exchange must be ExchangeSettings(...), but got {self.exchange!r}"),

@@ -28,6 +28,7 @@ from fl_bn.federation.local import Samples, statistics_pass
 from fl_bn.federation.locality import Locality
 from fl_bn.federation.settings import seeded
 from fl_bn.methods import INPUTS, Method, StatisticsPass, replace_by_pooled
+from fl_bn.options import refuse
 
 TOLERANCE = 32.0
 """Largest relative change of a statistic that counts as no change, in units of the eps of the statistics' dtype.
@@ -157,11 +158,11 @@ def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, t
         The result of each pass.
 
     Raises:
-        ValueError: There is no BatchNorm layer with running statistics, or a BatchNorm layer keeps none.
+        ValueError: There is no BatchNorm layer with running statistics, or a BatchNorm layer keeps none. Or no client has a sample.
     """
-    if reason := without_statistics(model):
-        raise ValueError(reason)
     clients = [samples for samples in clients if len(samples)]
+    reason = without_statistics(model)
+    refuse((reason, reason), (not clients, "no client has a sample, so there is nothing to measure"))
     layers, dtype, outcomes = batch_norms(model), inputs_like(model).dtype, list[Pass]()
     for number in count(1):
         before = running_statistics(model)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from fl_bn.exchange.session import Traffic
 from fl_bn.federation.aggregation import Drift
-from fl_bn.federation.narrow import EXACT, PayloadDtype
-from fl_bn.federation.payload import count_tensors
+from fl_bn.federation.payload import EXACT, PayloadDtype, count_tensors
 from fl_bn.methods import Phase
 from fl_bn.robust.view import FAR
 from fl_bn.support.client_names import UNNAMED, ClientNames
@@ -102,7 +101,7 @@ class RoundRecord:
         phase: The name of the round's phase.
         learning_rate: The clients' learning rate in this round.
         clients: The records of the cohort's clients, in client order.
-        drift: How far the shared statistics moved in this round, or the clients' own statistics. None if unknown.
+        drift: How far the shared statistics moved in this round. None if unknown.
         tensors_down: The number of tensors that a client received.
         tensors_up: The number of tensors that a client sent.
         bytes_down: Section -> bytes of arrays that a client received.

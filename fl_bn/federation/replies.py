@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import torch
 
 from fl_bn.exchange.session import Session
-from fl_bn.federation.aggregation import WeightedSum, largest, views
+from fl_bn.federation.aggregation import WeightedSum, largest
 from fl_bn.federation.defence import TooFew
 from fl_bn.federation.fields import LARGEST, Field, Form, Values, number, one_of, whole
 from fl_bn.federation.fields import measured as a_number
-from fl_bn.federation.payload import Named, Payload, Sections, to_numpy
+from fl_bn.federation.payload import Named, Payload, Sections, to_numpy, views
 from fl_bn.federation.policy import unbounded
 from fl_bn.federation.record import DIVERGED
 from fl_bn.federation.schema import Schema
@@ -48,10 +48,6 @@ TRAINED = REPLIED.and_also(
             "waited": number(0, default=0.0),
             "kept": whole(default=None),
             "batch": whole(default=None),
-            "drift": a_number(default=None),
-            "drift-layer": whole(default=None),
-            "min-var": a_number(default=None),
-            "growth": a_number(default=None),
             "before": a_number(default=None),
             "after": a_number(default=None),
         },

@@ -5,12 +5,8 @@ A payload with other tensors is refused, and the error names the first wrong ten
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,7 +14,7 @@ from torch import nn
 
 from fl_bn.bn.moments import bounds
 from fl_bn.exchange.session import LARGEST_COUNT
-from fl_bn.federation.aggregation import SMALL, dtype_name, extremes
+from fl_bn.federation.aggregation import dtype_name, extremes
 from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
 from fl_bn.federation.locality import Locality
 from fl_bn.federation.payload import Payload, tensor_name
@@ -88,10 +84,6 @@ class Schema:
     sections: dict[str, dict[str, Spec]]
     optional: dict[str, dict[str, Spec]] = field(default_factory=dict)
 
-    @cached_property
-    def _groups(self) -> dict[str, list[_Group]]:
-        return {section: _groups(specs) for section, specs in (self.sections | self.optional).items()}
-
     def check(self, payload: Payload) -> dict[str, float]:
         """Check that ``payload`` is as described. Return section -> the largest absolute value in it, see ``Spec.check``.
 
@@ -104,13 +96,8 @@ class Schema:
         largest: dict[str, float] = {}
         for section, specs in (self.sections | self.optional).items():
             if section in payload:
-                arrays, sizes, others = payload[section], [0.0], dict(specs)
-                for group in self._groups[section]:
-                    if (size := group.check(section, arrays)) is not None:  # otherwise one by one, so that the error names the tensor
-                        sizes.append(size)
-                        for name in group.names:
-                            del others[name]
-                largest[section] = max([*sizes, *(spec.check(section, name, arrays[name]) for name, spec in others.items())])
+                arrays = payload[section]
+                largest[section] = max((spec.check(section, name, arrays[name]) for name, spec in specs.items()), default=0.0)
         return largest
 
     def _other_names(self, payload: Payload) -> Iterator[tuple[str, str, str]]:
@@ -125,39 +112,6 @@ class Schema:
                 for name in [*known[section], *arrays]:
                     if (name in arrays) != (name in known[section]):
                         yield section, name, "extra tensor: none of this name was expected" if name in arrays else "missing tensor"
-
-
-class _Group(NamedTuple):
-    """Describe small tensors of one dtype and one range, whose values are checked in one call, which is faster.
-
-    Attributes:
-        names: The names of the tensors.
-        shapes: Their shapes, in the order of ``names``.
-        joined: The description of all their values in one array.
-    """
-
-    names: list[str]
-    shapes: list[tuple[int, ...]]
-    joined: Spec
-
-    def check(self, section: str, arrays: Mapping[str, np.ndarray]) -> float | None:
-        """Return the largest absolute value, 0 for integers; None if a tensor is not as described."""
-        own = [arrays[name] for name in self.names]
-        if [array.shape for array in own] != self.shapes or len({array.dtype for array in own}) > 1:
-            return None
-        with suppress(WireError):
-            return self.joined.check(section, "", np.concatenate([array.ravel() for array in own]))
-        return None
-
-
-def _groups(specs: Mapping[str, Spec]) -> list[_Group]:
-    """Return the groups of tensors among ``specs`` that can be checked in one call."""
-    found: dict[Spec, list[str]] = {}
-    for name, spec in specs.items():
-        if 0 < math.prod(spec.shape) <= SMALL:
-            found.setdefault(replace(spec, shape=()), []).append(name)
-    shapes = [(names, [specs[name].shape for name in names], like) for like, names in found.items() if len(names) > 1]
-    return [_Group(names, own, replace(like, shape=(sum(map(math.prod, own)),))) for names, own, like in shapes]
 
 
 def difference(expected: Schema, payload: Payload, dtypes: bool = True) -> str:

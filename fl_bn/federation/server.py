@@ -15,13 +15,12 @@ from types import MappingProxyType
 
 from torch import nn
 
-from fl_bn.federation.aggregation import Drift, merge_drifts
-from fl_bn.federation.composition import check_weights
+from fl_bn.federation.aggregation import Drift
+from fl_bn.federation.composition import check_learns, check_weights
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
-from fl_bn.federation.narrow import PayloadDtype, check_payload
 from fl_bn.federation.norm_layers import check_layers, say_absent, say_unmeasured
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
-from fl_bn.federation.payload import count_tensors
+from fl_bn.federation.payload import PayloadDtype, check_payload, count_tensors
 from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.record import RoundRecord, with_clients
 from fl_bn.federation.replies import REPLIED, TRAINED, Expected, Intake, bounds_of, taking_part, without_overflow
@@ -60,7 +59,8 @@ class Server:
         check_layers(model, method)
         check_weights(method, policy.client_weights)
         check_payload(policy.payload, method)
-        self.source, self.method, self.policy, self.rounds, self.defence = model, method, policy, rounds, defence
+        self.source, self.method, self.policy, self.rounds = model, method, policy, rounds
+        self.defence, self._defended = defence, defence.active
         self.shared = SharedModel(model, method, policy.auxiliary, policy.clients)
         say_absent(model, method)
         self.rounding = PayloadDtype.of(policy.payload, self.shared.model)
@@ -93,13 +93,13 @@ class Server:
         Raises:
             ValueError: The model has no parameter that can be trained, or the learning rate is no finite number >= 0.
         """
-        self.shared.check_learns()
+        check_learns(self.source, self.shared.learns)
         phase, scheduled = self.method.phase(round, self.rounds), self.policy.scheduled(round, self.rounds)
         rate = self.method.learning_rate(self.policy.scheduled, round, self.rounds)
         share = 1.0 if rate == scheduled else rate / scheduled
         instruction = self.shared.instruction_to_train(round, phase, self.optimizer, rate, share, self.policy.objective)
         down = instruction.sections
-        self._bounds = {} if self.defence.active else bounds_of(down, rate, self.shared.buffers)  # a robust rule needs no bounds
+        self._bounds = {} if self._defended else bounds_of(down, rate, self.shared.buffers)  # a robust rule needs no bounds
         self.record = RoundRecord(round, phase.value, rate, tensors_down=count_tensors(down), bytes_down=self.rounding.nbytes(down))
         return instruction
 
@@ -108,13 +108,13 @@ class Server:
 
         Return None if all replies are needed at the same time: for robust rules, the layer-wise exchange, and auxiliary tensors.
         """
-        whole = self.defence.active or Phase(self.record.phase) is Phase.EXCHANGE or self.policy.auxiliary
+        whole = self._defended or Phase(self.record.phase) is Phase.EXCHANGE or self.policy.auxiliary
         return None if whole else Intake(cohort, self._weight)
 
     def _weight(self, part: Reply) -> float:
         """Return the weight of a reply in averages of weights."""
         by_samples = self.policy.client_weights == "samples" or Phase(self.record.phase) is Phase.EXCHANGE
-        return float(part.weight) if by_samples and not self.defence.active else 1.0
+        return float(part.weight) if by_samples and not self._defended else 1.0
 
     def conclude(self, replies: RoundReplies) -> bool:
         """Check and combine the round's replies, and update the shared model.
@@ -149,13 +149,13 @@ class Server:
             self.record = with_clients(self.record, replies, parts, refused, self.rounding, called)
             LOGGER.warning("round %s: %s", self.round, why)
             return False
-        drifts = [part.local_drift(list(shared.layers)) for part in parts]
         self.record = replace(
             with_clients(self.record, replies, parts, refused, self.rounding, called, distances),
             aggregated=True,
-            drift=Drift.between(before, shared.statistics()) or merge_drifts(drift for drift in drifts if drift is not None),
+            drift=Drift.between(before, shared.statistics()),
         )
-        say_unmeasured(shared, self.round, self.rounds)
+        if shared.unseen or shared.reached is not None:
+            say_unmeasured(shared, self.round, self.rounds)
         return True
 
     def _step(self, parts: list[Reply], overflowing: int, replies: RoundReplies) -> list[float]:
@@ -181,15 +181,26 @@ class Server:
         if overflowing and phase is Phase.EXCHANGE and policy.exchange.policy == "abort":
             left_out = f"{overflowing} replies have values that are too large, and the clients exchange layer by layer"
             raise TooFew(f"nothing changes: {left_out} (set exchange-policy to shrink to go on without such replies)")
-        defence = self.defence.without(len(replies.wrong) + overflowing, len(parts))
         try:
-            defence.check(len(parts))
+            defence = self.defence_of(parts, len(replies.wrong) + overflowing)
         except TooFew as error:
             raise TooFew(f"nothing changes, since {error}") from error
         statistics = self.shared.combined(parts, phase, defence, self.pace())
         weights = [self._weight(part) for part in parts]
         step = ServerStep(parts, weights, self.optimizer, self.record.learning_rate, defence, replies.sum, phase, self.rounding)
         return self.shared.change(step, statistics)
+
+    def defence_of(self, parts: Sequence[Reply], refused: int) -> Defence | None:
+        """Return the defence for ``parts``, after ``refused`` replies were left out because of their contents. None: there is none.
+
+        Raises:
+            TooFew: There are fewer replies than the defence needs.
+        """
+        if not self._defended:
+            return None
+        defence = self.defence.without(refused, len(parts))
+        defence.check(len(parts))
+        return defence
 
     def pace(self) -> float:
         """Return this round's learning rate divided by that of the first round, but at most 1, see ``ServerPolicy.pace``."""

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from fl_bn.data.augment import AUGMENTATIONS
 from fl_bn.data.batches import Indices, cuts, distinct, draw_batches
-from fl_bn.federation.clipping import CLIPS, PATH, STEP, norm_in_round
-from fl_bn.federation.eager import SGD, Adam
-from fl_bn.federation.momentum import MAINTAIN
+from fl_bn.federation.auxiliary import MAINTAIN
+from fl_bn.federation.gradients import CLIPS, PATH, STEP, norm_in_round
+from fl_bn.federation.optimizers import SGD, Adam
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.options import REQUIRED, Options, Used, option, refuse, used_with
 from fl_bn.support.names import names_of

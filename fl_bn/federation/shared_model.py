@@ -24,12 +24,11 @@ from fl_bn.exchange.session import exchanged_layers
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import WeightedSum, average, combine, difference, fits, running_statistics
 from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
-from fl_bn.federation.composition import check_learns, learns
-from fl_bn.federation.defence import NO_DEFENCE, Defence
-from fl_bn.federation.narrow import EXACT, PayloadDtype
+from fl_bn.federation.composition import learns
+from fl_bn.federation.defence import Defence
 from fl_bn.federation.network import Copy
 from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.federation.payload import Named, Sections, decode_moments, tensor_name
+from fl_bn.federation.payload import EXACT, Named, PayloadDtype, Sections, decode_moments, tensor_name
 from fl_bn.federation.recalibration import epsilons
 from fl_bn.federation.unit_scale import producers, rescaled
 from fl_bn.federation.values import Instruction, Reply
@@ -82,7 +81,7 @@ class ServerStep:
         weights: The weight of each reply in averages.
         optimizer: The server's optimiser.
         rate: The clients' learning rate. If clients send gradients, it multiplies the server's step.
-        defence: The defence against Byzantine clients.
+        defence: The defence against Byzantine clients; None: there is none.
         sum: The weighted sum of the replies, if each was added to it when it arrived.
         phase: The phase of the round. It decides which parameters are frozen.
         rounding: The rounding of the weights that clients received.
@@ -92,7 +91,7 @@ class ServerStep:
     weights: Sequence[float]
     optimizer: ServerOptimizer
     rate: float
-    defence: Defence = NO_DEFENCE
+    defence: Defence | None = None
     sum: WeightedSum | None = None
     phase: Phase = Phase.TRAIN
     rounding: PayloadDtype = EXACT
@@ -113,6 +112,7 @@ class SharedModel:
         method: The method.
         model: The converted network.
         signature: The signature of model and method.
+        learns: Whether the network had a parameter to train when it was given. What its owner freezes later concerns no copy.
         layers: Name -> BatchNorm layer of the converted network.
         auxiliary: Section -> name -> the server's auxiliary tensor.
         buffers: The names of the floating-point buffers outside of norm layers. They are averaged like weights.
@@ -127,7 +127,7 @@ class SharedModel:
 
     def __init__(self, model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = (), clients: int = 1) -> None:
         self.method, self._auxiliary_kinds, self._clients = method, auxiliary, clients
-        self._learns, self._plain = learns(model), plain_names(model)
+        self.learns, self._plain = learns(model), plain_names(model)
         self.model = convert(model, method).cpu()
         self._copy = Copy.of(self.model, method)
         self.signature = self._copy.network.signature
@@ -151,14 +151,6 @@ class SharedModel:
         self.personal = method.personal or any(r is Role.KEPT for r in role.values())
         like = has_auxiliary(self.model, self.locality)
         self.auxiliary = {c.section: {name: c.like(p.detach()) for name, p in like.items()} for c in auxiliary}
-
-    def check_learns(self) -> None:
-        """Check that the network had a parameter to train when it was given. What its owner freezes later concerns no copy.
-
-        Raises:
-            ValueError: No parameter had ``requires_grad=True``.
-        """
-        check_learns(self.model, self._learns)
 
     def learnable(self, phase: Phase) -> set[str]:
         """Return the names of the parameters that may change in ``phase``: those that learn and that the method does not freeze."""
@@ -368,7 +360,7 @@ class SharedModel:
         names = self.learnable(step.phase)
         if step.sum is not None:
             mean = step.sum.mean()
-        elif defence.updates == "mean":
+        elif defence is None or defence.updates == "mean":
             mean = average(tensors, weights)
         else:
             mean, report = defence.update(tensors, None if section == "gradients" else state)
@@ -383,13 +375,13 @@ class SharedModel:
         step.optimizer.step_within(state, learnable, difference)
         return mean, distances
 
-    def combined(self, parts: Sequence[Reply], phase: Phase, defence: Defence, pace: float = 1.0) -> dict[str, Running]:
+    def combined(self, parts: Sequence[Reply], phase: Phase, defence: Defence | None, pace: float = 1.0) -> dict[str, Running]:
         """Combine the replies' statistics by the method's rule. Return layer -> shared statistics, in float64.
 
         Args:
             parts: The usable replies.
             phase: The phase of the round.
-            defence: The defence against Byzantine clients.
+            defence: The defence against Byzantine clients; None: there is none.
             pace: The round's learning rate divided by that of round 1.
         """
         shared, report = self.statistics(), self.method.reports(phase)
@@ -408,7 +400,7 @@ class SharedModel:
             self.reported = combine(self.method.renew, shared, reports, steps, self.layers, defence)
         return combine(self.method.combine, shared, reports, steps, self.layers, defence, pace, self.scales)
 
-    def measured(self, parts: Sequence[Reply], defence: Defence, what: str = INPUTS) -> dict[str, Running]:
+    def measured(self, parts: Sequence[Reply], defence: Defence | None, what: str = INPUTS) -> dict[str, Running]:
         """Combine the replies of a statistics-only exchange into shared statistics. Return layer -> statistics.
 
         If ``what`` is ``inputs``, the result is the statistics of each layer's input over the union of the clients' data.

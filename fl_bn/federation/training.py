@@ -21,12 +21,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from fl_bn.bn.roles import inputs_like
 from fl_bn.data.augment import Augment, augmenter
 from fl_bn.data.dataset import to_input
+from fl_bn.exchange.local import random_states, set_random_states
 from fl_bn.federation import schema
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import Outcome
-from fl_bn.federation.clipping import clip
-from fl_bn.federation.local import NO_VARIANCE, PASS_BATCH, Draws, Samples, pieces, tested, torch_seed
+from fl_bn.federation.gradients import clip
+from fl_bn.federation.local import NO_VARIANCE, PASS_BATCH, Samples, pieces, tested, torch_seed
 from fl_bn.federation.locality import Locality
 from fl_bn.federation.recording import Connect, restored
 from fl_bn.federation.settings import LocalTraining, seeded
@@ -124,11 +125,13 @@ class OwnLoop(ABC):
             self.measure(round)
         before = self.tested(round)
         optimizer = self.optimizer(round)
-        round.momentum.load(optimizer)
+        if round.momentum is not None:
+            round.momentum.load(optimizer)
         scheduler = self.scheduler(optimizer)
         with self.seeded(round, DROPOUT), round.open(self.full_gradient(round)):
             trained = [train(round, batches, self.task, optimizer, scheduler) for _ in range(self.passes)]
-        round.momentum.keep(optimizer)
+        if round.momentum is not None:
+            round.momentum.keep(optimizer)
         return self.outcome(round, batches, trained, before)
 
     def tested(self, round: LocalRound) -> float | None:
@@ -270,7 +273,6 @@ class SampleLoop(OwnLoop):
         seed: The seed of the run.
         client: The client's number.
         task: Computes the loss.
-        tells_drift: Whether the reply says how far the client's own running statistics moved (FedBN).
         test: The client's test samples, for settings with ``local_evaluation``.
     """
 
@@ -278,7 +280,6 @@ class SampleLoop(OwnLoop):
     seed: int
     client: int
     task: Task = CLASSIFICATION
-    tells_drift: bool = False
     test: Samples | None = None
 
     def batches(self, round: LocalRound) -> IndexBatches:
@@ -309,7 +310,7 @@ class SampleLoop(OwnLoop):
 
     def full_gradient(self, round: LocalRound) -> Callable[[], dict[str, Tensor]]:
         """Return a function that computes the gradient of the mean loss over all samples, see ``full_gradient``."""
-        return full_gradient(round, self.samples, self.task)
+        return partial(full_gradient, round, self.samples, self.task)
 
     def weighed(self, round: LocalRound, batches: Iterable[object], trained: Sequence[Trained]) -> Outcome:
         """Return the client's weight as a number of samples, and the mean loss. In a round that only measures, all samples count."""
@@ -318,7 +319,7 @@ class SampleLoop(OwnLoop):
             return Outcome(n, client=self.client)
         assert isinstance(batches, IndexBatches)
         weight = round.settings.weight(int(batches.seen.sum()), n)
-        return Outcome(weight, trained[0].loss, client=self.client, tells_drift=self.tells_drift)
+        return Outcome(weight, trained[0].loss, client=self.client)
 
 
 def training_batches(round: LocalRound, samples: Samples, seed: int, client: int) -> IndexBatches:
@@ -368,25 +369,21 @@ def alone(
     return LocalRound(model, method, Instruction(number, phase, sections, learning_rate), kept, settings, connect)
 
 
-def full_gradient(round: LocalRound, samples: Samples, task: Task = CLASSIFICATION) -> Callable[[], dict[str, Tensor]]:
-    """Return a function that computes the gradient of the mean loss over ``samples``, weight decay included.
+def full_gradient(round: LocalRound, samples: Samples, task: Task = CLASSIFICATION) -> dict[str, Tensor]:
+    """Compute the gradient of the mean loss over ``samples``, weight decay included. Return parameter's name -> gradient.
 
-    The returned function divides the samples into batches of about the batch size. It runs them in the model's present
-    mode, sets the gradients to None, and changes nothing else. It returns parameter's name -> gradient.
+    The samples are divided into batches of about the batch size. They run in the model's present mode. Afterwards the
+    gradients are None, and nothing else has changed.
     """
     model, settings, trained = round.model, round.settings, round.parameters
-
-    def compute() -> dict[str, Tensor]:
-        draws, mean = Draws.now(inputs_like(model).device), {name: torch.zeros_like(p) for name, p in trained.items()}
-        for index in np.array_split(np.arange(len(samples)), max(1, len(samples) // settings.batch_size)):
-            model.zero_grad()
-            with restored(model):
-                loss_of(model, task, settings, *samples.batch(index, inputs_like(model))).backward()
-            for name, p in trained.items():
-                if p.grad is not None:
-                    mean[name].add_(p.grad, alpha=len(index) / len(samples))
+    states, mean = random_states(), {name: torch.zeros_like(p) for name, p in trained.items()}
+    for index in np.array_split(np.arange(len(samples)), max(1, len(samples) // settings.batch_size)):
         model.zero_grad()
-        draws.again()
-        return {name: gradient.add_(trained[name].detach(), alpha=settings.weight_decay) for name, gradient in mean.items()}
-
-    return compute
+        with restored(model):
+            loss_of(model, task, settings, *samples.batch(index, inputs_like(model))).backward()
+        for name, p in trained.items():
+            if p.grad is not None:
+                mean[name].add_(p.grad, alpha=len(index) / len(samples))
+    model.zero_grad()
+    set_random_states(states)
+    return {name: gradient.add_(trained[name].detach(), alpha=settings.weight_decay) for name, gradient in mean.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from fl_bn.federation.defence import TooFew
 from fl_bn.federation.payload import Named
 from fl_bn.federation.replies import without_overflow
 from fl_bn.federation.server import Server
@@ -82,9 +83,9 @@ class Transport(ABC):
         server, what = self.server, instruction.measured
 
         def attempt(parts: list[Reply], overflowing: int) -> None:
-            defence = server.defence.without(len(replies.wrong) + overflowing, len(parts))
-            defence.check(len(parts))
-            server.shared.store(server.shared.measured(parts, defence, what))
+            if not parts:
+                raise TooFew("there is no reply to combine")
+            server.shared.store(server.shared.measured(parts, server.defence_of(parts, len(replies.wrong) + overflowing), what))
 
         used, overflowing, _ = without_overflow(replies.parts, attempt, server.policy.called)
         return replies.only(used, {**replies.refused, **overflowing})

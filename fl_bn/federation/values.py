@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fl_bn.federation.aggregation import Drift, WeightedSum
+from fl_bn.federation.aggregation import WeightedSum
 from fl_bn.federation.payload import Sections
 from fl_bn.methods import INPUTS, Phase
 
@@ -92,10 +92,9 @@ class Reply:
             batch.
         metrics: Numbers by name. ``loss``: the mean over the training batches. ``steps``: local steps.
             ``batch``: samples of the first batch. ``measured``: samples of a statistics pass. ``waited``:
-            seconds in exchanges. ``kept``: the round of the state that the client began with. ``drift``,
-            ``drift-layer``, ``min-var`` and ``growth``: how far the client's own statistics moved (see ``Drift``), if
-            the run asks for these numbers. ``before`` and ``after``: the task's metric on the client's test data,
-            before and after local training, if the run measures it.
+            seconds in exchanges. ``kept``: the round of the state that the client began with. ``before`` and
+            ``after``: the task's metric on the client's test data, before and after local training, if the run
+            measures it.
         round: The round of the instruction that this reply answers.
         signature: The signature of the client's model and method.
         largest: The largest absolute value in the sections; 0 if unknown.
@@ -119,17 +118,6 @@ class Reply:
     def loss(self) -> float:
         """Return the mean training loss; NaN if it is missing."""
         return self.metrics.get("loss", math.nan)
-
-    def local_drift(self, layers: Sequence[str]) -> Drift | None:
-        """Return how far the client's own statistics moved; None if the reply does not have these numbers.
-
-        Args:
-            layers: The names of the BatchNorm layers, in order.
-        """
-        m = self.metrics
-        if "drift" not in m or not 0 <= (layer := int(m.get("drift-layer", -1))) < len(layers):
-            return None
-        return Drift(m["drift"], layers[layer], m.get("min-var", math.nan), m.get("growth", math.nan))
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
 
 from fl_bn.federation.callbacks import Callback, Callbacks, Running
-from fl_bn.federation.narrow import EXACT
 from fl_bn.federation.passes import Newest, Passes
-from fl_bn.federation.payload import Named, Payload, to_numpy
+from fl_bn.federation.payload import EXACT, Named, Payload, to_numpy
+from fl_bn.federation.policy import MEMORY
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.schema import instruction as shared_tensors
 from fl_bn.federation.server import Server
@@ -305,7 +305,7 @@ class GridTransport(Transport):
         clients, steps = [client for client in everyone if client.samples > 0], 1 + len(self.shared.layers)
         sent = self.messages(STATISTICS, instruction, clients, {"measured": instruction.measured}, steps=steps)
         tries = policy.recalibration == "exchange"
-        replies, carrier = exchanges.measure(self.grid, clients, sent, self.timeout, policy.memory, tries)
+        replies, carrier = exchanges.measure(self.grid, clients, sent, self.timeout, MEMORY, tries)
         if not carrier:
             return None
         read = self._measured(self.overheard(replies, without_training=True), instruction, clients)

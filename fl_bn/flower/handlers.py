@@ -20,9 +20,8 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fl_bn.federation.fields import Values
-from fl_bn.federation.narrow import AS_THE_MODEL, EXACT, PayloadDtype
 from fl_bn.federation.network import Network
-from fl_bn.federation.payload import Payload, to_numpy, to_tensors
+from fl_bn.federation.payload import AS_THE_MODEL, EXACT, Payload, PayloadDtype, to_numpy, to_tensors
 from fl_bn.federation.recording import Connect
 from fl_bn.federation.schema import KEPT, difference
 from fl_bn.federation.values import ClientState, Instruction, Reply

@@ -25,9 +25,8 @@ from fl_bn.federation.client_round import client_round
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.engines.vectorised import with_others
 from fl_bn.federation.local import Samples, evaluate
-from fl_bn.federation.narrow import AS_THE_MODEL, Overflow
 from fl_bn.federation.network import Network
-from fl_bn.federation.payload import Sections, to_numpy
+from fl_bn.federation.payload import AS_THE_MODEL, Overflow, Sections, to_numpy
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training import SampleLoop
 from fl_bn.federation.values import ClientState, Reply

@@ -24,10 +24,10 @@ from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.callbacks import Callback, checked_callbacks
 from fl_bn.federation.composition import OBJECTS, check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
-from fl_bn.federation.narrow import check_payload
 from fl_bn.federation.network import Network
 from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.optimizers import ServerOptimizer
+from fl_bn.federation.payload import check_payload
 from fl_bn.federation.policy import ServerPolicy, constant_rate
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LocalTraining

@@ -15,11 +15,11 @@ from torch import nn
 
 from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.defence import NO_DEFENCE, Defence
-from fl_bn.federation.narrow import Overflow
 from fl_bn.federation.norm_layers import describe_layers
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Measured, Newest, TooFewMeasured
-from fl_bn.federation.policy import ServerPolicy, exchanges_in_rounds
+from fl_bn.federation.payload import Overflow
+from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.record import RoundRecord, batches_trained, in_words, why_failed
 from fl_bn.federation.run import Diverged, Start, run
@@ -254,7 +254,7 @@ class BatchNormStrategy(Strategy):
         transport, server = self._transport, self._transport.server
         if transport.secure is not None:
             check_secure(self)
-        if exchanges_in_rounds(server.method):
+        if server.method.exchanges:
             transport.exchanges.check(grid)
         server.rounds = num_rounds
         if num_rounds == 0 and (reason := why_not(server.model, server.method) or ("" if transport.statistics.calibration(0) else NOTHING)):

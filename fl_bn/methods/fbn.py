@@ -137,7 +137,7 @@ def fbn(options: FBNOptions) -> Method:
 
     ``tracking`` is the weight of the first round's moments in the shared statistics. The weight falls with the learning
     rate. It also falls in a layer whose input grows in standard deviation (``slowdown``). Gradients are centred
-    (``federation.centring``). If gradients are clipped, the inputs of BatchNorm layers start with the standard deviation
+    (``federation.gradients``). If gradients are clipped, the inputs of BatchNorm layers start with the standard deviation
     ``BOUNDED_SCALE``, otherwise with 1.
 
     With ``momentum`` the method is Algorithm 2: gradients are not centred, and the inputs always start with standard deviation 1.

@@ -139,7 +139,7 @@ def hbn(options: HBNOptions) -> Method:
     """Make the method HBN: training normalises with a mixture of batch statistics and global ones.
 
     ``tracking`` is the weight of a round's moments in the global statistics. The weight falls in a layer whose input
-    grows in standard deviation (``methods.fbn.slowdown``). Gradients are centred (``federation.centring``). If ``lam`` is
+    grows in standard deviation (``methods.fbn.slowdown``). Gradients are centred (``federation.gradients``). If ``lam`` is
     given instead, it is the weight of equation 11, and gradients are not centred.
     ``lower_layers`` is explained at ``StatisticsPass``; the paper's code has ``hybrid``.
 

@@ -228,7 +228,7 @@ class Method:
         bounded_scale: the value of ``scale`` in bounded training, see ``bounded``. None: ``scale``.
         bounded_frozen_rate: the value of ``frozen_rate`` in bounded training. None: ``frozen_rate``.
         centre: whether gradients of weights are centred, so that they ignore the mean of the inputs
-            (``federation.centring``). True: in every round. False: in none. None: in rounds with frozen
+            (``federation.gradients``). True: in every round. False: in none. None: in rounds with frozen
             statistics.
         restarts: whether a client's optimiser loses its state, such as momentum, after a step with a layer-wise exchange.
         adversary: Byzantine clients, for experiments. None: there are none.
@@ -410,7 +410,7 @@ class Method:
     @property
     def exchanges(self) -> bool:
         """Return whether clients exchange statistics layer by layer in their first local step (FedTAN)."""
-        return self.phase(1, 2) is Phase.EXCHANGE
+        return Phase.EXCHANGE in (self.phase(1, 2), self.phase(2, 2))
 
     @property
     def personal(self) -> bool:
@@ -440,7 +440,7 @@ def freeze(
 
     A network with constant statistics depends on the scale of its weights, and its gradient contains the mean
     of a layer's input. At a high learning rate, such a network collapses. So frozen rounds centre gradients
-    (``federation.centring``) and reduce the learning rate (``Method.learning_rate``).
+    (``federation.gradients``) and reduce the learning rate (``Method.learning_rate``).
 
     Args:
         method: the method of the rounds before the freeze.

@@ -22,7 +22,7 @@ from fl_bn.bn.roles import Role
 from fl_bn.data.dataset import DATASETS
 from fl_bn.data.record import TEST
 from fl_bn.data.subsets import only_domain
-from fl_bn.federation.adaptation import HOW, NEAREST, TEST_BATCH, Adaptation, Known, with_batch_statistics
+from fl_bn.federation.adaptation import HOW, TEST_BATCH, Adaptation, Known, with_batch_statistics
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.run import assembly
 from fl_bn.run.assembly import OwnData
@@ -223,15 +223,12 @@ def adapt(
     before = None if plain is None else evaluate(plain.to(device), client.test, task=task)
     outcomes = []
     for name in how:
-        made = run.adapt(name, client.x)
+        model, note = run.adapt(name, client.x), ""
         if name == TEST_BATCH:
-            after = evaluate(with_batch_statistics(made.model).to(device), client.test, batch_size, task)
+            after, note = evaluate(with_batch_statistics(model).to(device), client.test, batch_size, task), f"batches of {batch_size}"
         else:
-            after = evaluate(made.model.to(device), client.test, task=task)
-        distances = sorted(made.distances.items(), key=lambda item: item[1])
-        shown = ", ".join(f"{client} ({distance:.3g})" for client, distance in distances[:3])
-        note = {NEAREST: f"nearest first: {shown}", TEST_BATCH: f"batches of {batch_size}"}.get(name, "")
-        outcomes.append(Outcome(name, before, after, made.model.cpu(), note))
+            after = evaluate(model.to(device), client.test, task=task)
+        outcomes.append(Outcome(name, before, after, model.cpu(), note))
     return outcomes
 
 

@@ -17,18 +17,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fl_bn.data.dataset import PER_SITE
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.auxiliary import auxiliary
-from fl_bn.federation.clipping import STEP, chosen
 from fl_bn.federation.composition import check_composition, check_weights
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.engines.vectorised import VECTORISED
-from fl_bn.federation.narrow import check_payload
+from fl_bn.federation.gradients import STEP, chosen
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, ServerOptimizer
+from fl_bn.federation.payload import check_payload
 from fl_bn.federation.policy import (
     AS_METHOD,
     MUCH,
     UNTIL_STILL,
     ServerPolicy,
-    exchanges_in_rounds,
     measures_in_the_clear,
     start_left,
 )
@@ -337,4 +336,4 @@ class RunConfig(RunKeys):
     def exchanges(self) -> bool:
         """Return whether clients may exchange statistics layer by layer: while they train, or to make global statistics exact."""
         method = self.build_method()
-        return exchanges_in_rounds(method) or measures_in_the_clear(method, self)
+        return method.exchanges or measures_in_the_clear(method, self)

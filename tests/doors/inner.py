@@ -9,10 +9,10 @@ from fl_bn.bn.roles import batch_norms, roles
 from fl_bn.cli.main import app
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.auxiliary import auxiliary
-from fl_bn.federation.centring import centred_weights
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.federation import Diverged
+from fl_bn.federation.gradients import centred_weights
 from fl_bn.federation.local import Samples, evaluate, generators
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, server_optimizer
 from fl_bn.federation.policy import AS_METHOD

@@ -75,35 +75,12 @@ class WholeBatches(Dataset[tuple[Tensor, Tensor]]):
         return batches(seed=index)[0]
 
 
-class Temperature(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.t = nn.Parameter(torch.ones(()))
-
-    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(output * self.t, targets)
-
-
-class Holds:
-    def __init__(self) -> None:
-        self.inner = Temperature()
-
-    def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
-        return self.inner(output, targets)  # type: ignore[no-any-return]
-
-
 def of_others(parameters: Any) -> SGD:
     return SGD(net().parameters(), lr=0.1)
 
 
 def with_one_more(parameters: Any) -> SGD:
     return SGD([*parameters, nn.Parameter(torch.zeros(1))], lr=0.1)
-
-
-def with_hook() -> nn.Module:
-    model = net()
-    model[0].weight.register_hook(lambda gradient: gradient * 0)
-    return model
 
 
 def without_values() -> nn.Module:
@@ -121,8 +98,6 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "optimizer of one parameter more": ({"optimizer": with_one_more}, "1 of the 7"),
     "optimizer that is made already": ({"optimizer": [SGD, of_others(None), SGD]}, "client 1"),
     "optimizer for too few": ({"optimizer": [SGD, SGD]}, "optimizer"),
-    "loss with a parameter": ({"loss": Temperature()}, "'t'"),
-    "loss that holds one": ({"loss": Holds()}, "'t'"),
     "loss that is a number": ({"loss": 3}, "loss"),
     "task that is a class": ({"task": Classification}, "task"),
     "task of a bare function": ({"task": lambda client: Classification()}, "per_client"),
@@ -151,7 +126,6 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "model that is a function": ({"model": print}, "model"),
     "model without values": ({"model": without_values()}, "meta"),
     "model with a lazy layer": ({"model": nn.Sequential(nn.LazyLinear(2))}, "LazyLinear"),
-    "model with a gradient hook": ({"model": with_hook()}, "0.weight"),
     "model with nothing to train": ({"model": net().requires_grad_(False)}, "requires_grad"),
     "objective that FedTAN cannot follow": ({"method": methods.fedtan(), "objective": Scaffold()}, "objective"),
     "objective that no rule guards": ({"objective": Scaffold(), "defence": Defence(1, "median", "median")}, "robust"),
@@ -182,7 +156,6 @@ def test_an_argument_that_shows_in_training_ends_round_1(options: dict[str, Any]
 TAKEN: dict[str, tuple[dict[str, Any]]] = {
     "a part of the parameters": ({"optimizer": lambda parameters: SGD([*parameters][:2], lr=0.1)},),
     "no scheduler after all": ({"scheduler": lambda optimizer: None},),
-    "a loss that learns no more": ({"loss": Temperature().requires_grad_(False)},),
     "a dataset of batches": ({"clients": [WholeBatches(), WholeBatches()]},),
 }
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from fl_bn.federation import eager
+from fl_bn.federation.optimizers import SGD, Adam
 from fl_bn.run.interrupts import held
 from fl_bn.support.imports import without_gc
 
@@ -56,10 +56,10 @@ def test_a_run_imports_nothing_that_its_rounds_do_not_need() -> None:
 
 
 MAKERS: list[tuple[Callable[..., Any], Callable[..., Any], dict[str, float]]] = [
-    (eager.SGD, optim.SGD, {"lr": 0.1}),
-    (eager.SGD, optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}),
-    (partial(eager.SGD, foreach=True), optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}),  # as clients make it
-    (eager.Adam, optim.Adam, {"lr": 0.01, "weight_decay": 1e-3}),
+    (SGD, optim.SGD, {"lr": 0.1}),
+    (SGD, optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}),
+    (partial(SGD, foreach=True), optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}),  # as clients make it
+    (Adam, optim.Adam, {"lr": 0.01, "weight_decay": 1e-3}),
 ]
 
 

@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 from fl_bn import Federation
 from fl_bn.bn.moments import Moments, Running
-from fl_bn.federation.clipping import PATH, STEP
+from fl_bn.federation.gradients import PATH, STEP
 from fl_bn.methods import METHODS, LayerReports
 from fl_bn.methods.fbn import LIMIT, slowdown
 from tests.equivalence.row import make_clients

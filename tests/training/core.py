@@ -5,7 +5,7 @@ from __future__ import annotations
 from fl_bn.bn.moments import Average, Moments, Running, plain_average, pool, weighted_mean
 from fl_bn.bn.roles import batch_norms, roles
 from fl_bn.data.dataset import to_input
-from fl_bn.federation.aggregation import Drift, average, combine, difference, merge_drifts, running_statistics
+from fl_bn.federation.aggregation import Drift, average, combine, difference, running_statistics
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.federation.local import Samples, evaluate, statistics_pass, torch_seed
 from fl_bn.federation.metrics import named_series, over_clients, series
@@ -20,7 +20,7 @@ from fl_bn.models import build
 __all__ = [
     "NO_DEFENCE", "SERVER_OPTIMIZERS", "TOLERANCE", "Average", "Defence", "Drift", "LocalTraining", "Moments", "Pass", "Reply",
     "RoundReplies", "Running", "Samples", "Schedule", "Server", "ServerOptimizer", "ServerPolicy", "TooFew", "average", "batch_norms",
-    "build", "combine", "difference", "epsilons", "evaluate", "merge_drifts", "milestones_of", "named_series", "over_clients",
+    "build", "combine", "difference", "epsilons", "evaluate", "milestones_of", "named_series", "over_clients",
     "plain_average", "pool", "recalibrate", "roles", "running_statistics", "seeded", "series", "server_optimizer", "statistics_pass",
     "to_input", "torch_seed", "weighted_mean", "why_not",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Adapting a model to an unseen client: statistics exact to float64, averages averages, the nearest client near, and what is refused."""
+"""Adapting a model to an unseen client: statistics exact to float64, averages averages, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn import convert
+from fl_bn.advise.measure import divergence
 from fl_bn.bn.observation import observe
 from fl_bn.federation.adaptation import (
     AVERAGE_AFFINE,
     HOW,
-    NEAREST,
     RECOMPUTE,
     TEST_BATCH,
     Adaptation,
     Known,
-    divergence,
     recompute_statistics,
     with_batch_statistics,
 )
@@ -94,7 +93,7 @@ def error(model: nn.Module, x: Tensor) -> dict[str, float]:
 @pytest.mark.parametrize("method", WITH_STATISTICS)
 def test_statistics_are_those_of_the_clients_own_data_in_every_layer(method: str, how: str) -> None:
     made = adaptation(method).adapt(how, OWN.x)
-    assert len(found := error(made.model, OWN.x)) == 2
+    assert len(found := error(made, OWN.x)) == 2
     assert max(found.values()) < 1e-12
 
 
@@ -110,7 +109,7 @@ def test_less_than_all_passes_or_all_data_is_not_exact() -> None:
     first, second = error(once, OWN.x).values()
     assert first < 1e-12
     assert second > 0.01
-    half = adaptation().adapt(AVERAGE_AFFINE, OWN.x[:45]).model
+    half = adaptation().adapt(AVERAGE_AFFINE, OWN.x[:45])
     assert min(error(half, OWN.x).values()) > 1e-4
 
 
@@ -124,25 +123,13 @@ def test_the_affine_is_the_clients_average_and_the_weights_are_the_shared_ones()
     clients = [affine_of(state) for state in run.known.clients.values()]
     mean = {name: sum(client[name] for client in clients) / 3 for name in clients[0]}
     for how in (AVERAGE_AFFINE, TEST_BATCH):
-        state = run.adapt(how, OWN.x).model.state_dict()
+        state = run.adapt(how, OWN.x).state_dict()
         assert largest_deviation(state, mean) < 1e-15  # type: ignore[arg-type]
         assert largest_deviation(state, dict(run.known.shared)) == 0
     # controls: recompute has nobody's affine, no single client's is the average, and the run moved the weights
-    assert largest_deviation(run.adapt(RECOMPUTE, OWN.x).model.state_dict(), affine_of(network().state_dict())) == 0
+    assert largest_deviation(run.adapt(RECOMPUTE, OWN.x).state_dict(), affine_of(network().state_dict())) == 0
     assert min(largest_deviation(mean, client) for client in (*clients[::2], affine_of(network().state_dict()))) > 0.1  # type: ignore[arg-type]
     assert largest_deviation(network().state_dict(), dict(run.known.shared)) > 0.01
-
-
-@pytest.mark.parametrize("method", ["fedbn", "silobn"])
-@pytest.mark.parametrize("like", range(3))
-def test_the_nearest_client_is_the_one_with_such_data(like: int, method: str) -> None:
-    run = adaptation(method)
-    made = run.adapt(NEAREST, random_samples(80, brightness=like / 3, seed=50).x)
-    assert min(made.distances, key=made.distances.__getitem__) == f"client {like}"
-    assert list(made.distances) == ["client 0", "client 1", "client 2"]
-    chosen, state = run.known.clients[f"client {like}"], made.model.state_dict()
-    assert largest_deviation(state, dict(chosen)) == 0  # all that it keeps, and the shared weights
-    assert all(largest_deviation(state, dict(other)) > 0.01 for other in run.known.clients.values() if other is not chosen)  # control
 
 
 def test_the_distance_is_torchs_divergence_both_ways_and_knows_no_scale(rng: np.random.Generator) -> None:
@@ -160,7 +147,7 @@ def test_the_distance_is_torchs_divergence_both_ways_and_knows_no_scale(rng: np.
 
 
 def test_test_batch_is_the_forward_pass_of_training() -> None:
-    model = adaptation().adapt(TEST_BATCH, OWN.x).model
+    model = adaptation().adapt(TEST_BATCH, OWN.x)
     batch = to_input(OWN.x[:32], torch.float64)
     with torch.no_grad():
         found, before = with_batch_statistics(model)(batch), copy.deepcopy(model.state_dict())
@@ -172,11 +159,10 @@ def test_test_batch_is_the_forward_pass_of_training() -> None:
 
 @listed("method", WITH_STATISTICS)
 def test_each_method_has_the_ways_that_its_shared_tensors_allow(method: str) -> None:
-    """Where the affine is shared, the clients' average is the shared one; the nearest client is one that keeps something."""
+    """Where the affine is shared, the clients' average is the shared one."""
     run, chosen = adaptation(method, torch.float32), METHODS[method]()
     assert run.before() is not None
-    made = {how: run.adapt(how, OWN.x).model.state_dict() for how in HOW if not run.refusal(how)}
-    assert (NEAREST in made) == chosen.personal
+    made = {how: run.adapt(how, OWN.x).state_dict() for how in HOW if not run.refusal(how)}
     for state in made.values():
         network(torch.float32).load_state_dict(state, strict=True)
         weights = {name: tensor for name, tensor in run.known.shared.items() if "running" not in name}
@@ -192,7 +178,7 @@ def test_the_clients_average_may_be_told_instead() -> None:
     run = Adaptation(network(), METHODS["fedbn"](), Known(whole.known.shared, average=told))  # type: ignore[arg-type]
     assert run.before() is None  # the affine alone was told
     for how in (AVERAGE_AFFINE, RECOMPUTE):
-        assert largest_deviation(run.adapt(how, OWN.x).model.state_dict(), whole.adapt(how, OWN.x).model.state_dict()) < 1e-12
+        assert largest_deviation(run.adapt(how, OWN.x).state_dict(), whole.adapt(how, OWN.x).state_dict()) < 1e-12
 
 
 def given(method: str, known: Known, how: str = RECOMPUTE, samples: int = 90, net: nn.Module | None = None) -> None:
@@ -218,8 +204,6 @@ FLAT = nn.Sequential(nn.Flatten(), nn.Linear(192, 4), nn.BatchNorm1d(4))
         ],
         ("affine", lambda: given("fedbn", Known(known().shared), AVERAGE_AFFINE)),
         ("affine", lambda: given("fedbn", Known(known().shared), TEST_BATCH)),
-        ("nearest", lambda: given("fedbn", Known(known().shared), NEAREST)),
-        ("nearest", lambda: given("fedavg", known("fedavg"), NEAREST)),
         ("guess", lambda: given("fedbn", known(), "guess")),
         ("9.weight", lambda: given("fedbn", changed(**{"9_weight": None}))),
         ("9.weight", lambda: given("fedbn", changed(**{"9_weight": torch.zeros(24, 4)}))),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_bn import convert
-from fl_bn.federation.clipping import clip, norm_in_round
+from fl_bn.federation.gradients import clip, norm_in_round
 from fl_bn.methods import METHODS, Phase, Role
 from fl_bn.models.head import head_of
 from tests.federation import largest_deviation

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import nn
 
-from fl_bn.federation.narrow import Overflow, PayloadDtype, check_payload
+from fl_bn.federation.payload import Overflow, PayloadDtype, check_payload
 from fl_bn.methods import METHODS
 from tests.listed import listed
 from tests.refusals import refused

@@ -194,6 +194,12 @@ def test_what_cannot_be_recalibrated_is_refused(model: nn.Module) -> None:
         recalibrate(model, [random_samples(4)])
 
 
+@listed("clients", [[], [Samples(torch.empty(0, 3, 8, 8), torch.empty(0, dtype=torch.int64))]], ids=["no client", "no sample"])
+def test_nothing_is_measured_without_a_sample(clients: list[Samples]) -> None:
+    with pytest.raises(ValueError, match="sample"):
+        recalibrate(nn.Sequential(nn.BatchNorm2d(3)), clients)
+
+
 @listed("name", METHODS)
 def test_methods_without_shared_statistics_are_refused_with_the_reason(name: str) -> None:
     method = METHODS[name]()

@@ -17,7 +17,6 @@ from fl_bn.exchange.local import LocalExchange
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import Outcome, Result, client_round
 from fl_bn.federation.loaders import Loader, SeededBatches
-from fl_bn.federation.local import Samples
 from fl_bn.federation.network import Network
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training import SUBSET, OwnLoop, Trained
@@ -124,7 +123,7 @@ class Clients:
             The reply, and the client's new state.
         """
         try:
-            own, loop = self.instruction(client, instruction), self.loop(client, rounds)
+            own, loop = self.instruction(client, instruction), LoaderLoop(self, client, rounds)
             with self.network.lend() as lent:
                 return client_round(lent, self.method, own, kept, loop, self.own[client].settings, connect)
         except Exception as error:
@@ -132,47 +131,24 @@ class Clients:
             error.add_note(f"at client {client}, {doing}")
             raise
 
-    def loop(self, client: int, rounds: int) -> LoaderLoop:
-        """Return the training loop of one client in a run of ``rounds`` rounds."""
-        own = self.own[client]
-        return LoaderLoop(own, self.schedule, rounds, self.seed, client, own.task, own.test)
 
-
-@dataclass(frozen=True)
 class LoaderLoop(OwnLoop):
     """Train on the batches of one client's loader.
 
-    Attributes:
-        own: The client's own loaders and settings.
-        schedule: ``schedule(round, rounds)`` returns the factor of the learning rate.
-        rounds: The number of rounds of the run.
-        seed: The seed of the run.
+    Args:
+        clients: All clients.
         client: The client's number.
-        task: The client's task.
-        test: The client's test batches; None if it has none.
+        rounds: The number of rounds of the run.
     """
 
-    own: Own
-    schedule: Callable[[int, int], float]
-    rounds: int
-    seed: int
-    client: int
-    task: Task
-    test: Loader | None
-
-    @property
-    def samples(self) -> Samples:  # type: ignore[override]
-        """Return the samples from which the loader draws its batches. The loader must be ``SeededBatches``."""
-        assert isinstance(self.own.loader, SeededBatches)
-        return self.own.loader.samples
-
-    @property
-    def passes(self) -> int:  # type: ignore[override]
-        """Return how often a round iterates over ``batches``: once per epoch.
-
-        For ``SeededBatches`` it is 1, since their ``epochs`` returns the batches of all epochs.
-        """
-        return 1 if isinstance(self.own.loader, SeededBatches) else self.own.settings.epochs
+    def __init__(self, clients: Clients, client: int, rounds: int) -> None:
+        own = self.own = clients.own[client]
+        self.client, self.seed, self.task, self.test = client, clients.seed, own.task, own.test
+        self._schedule, self._rounds = clients.schedule, rounds
+        if isinstance(own.loader, SeededBatches):  # whose ``epochs`` returns the batches of all epochs
+            self.samples, self.passes = own.loader.samples, 1
+        else:
+            self.passes = own.settings.epochs
 
     def batches(self, round: LocalRound) -> Iterable[Any]:
         """Return the batches to train on."""
@@ -201,7 +177,7 @@ class LoaderLoop(OwnLoop):
         for group in optimizer.param_groups:
             if "lr" not in group:
                 continue
-            group["lr"] = group["lr"] * self.schedule(round.instruction.round, self.rounds)
+            group["lr"] = group["lr"] * self._schedule(round.instruction.round, self._rounds)
             if round.instruction.rate_share != 1:
                 group["lr"] = group["lr"] * round.instruction.rate_share
         return optimizer

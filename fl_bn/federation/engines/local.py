@@ -21,7 +21,7 @@ from fl_bn.exchange.local import LocalExchange, Turns
 from fl_bn.exchange.session import Session
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import Result
-from fl_bn.federation.engines.clients import Clients, Connect
+from fl_bn.federation.engines.clients import Clients, Connect, LoaderLoop
 from fl_bn.federation.engines.processes import CannotMove, InWorkers, in_workers
 from fl_bn.federation.engines.vectorised import AT_ONCE, CannotVectorise, Fallback, client_rounds
 from fl_bn.federation.engines.workers import WorkerTiming, cores
@@ -30,6 +30,7 @@ from fl_bn.federation.local import evaluate, unmoved
 from fl_bn.federation.metrics import over_samples
 from fl_bn.federation.network import Network
 from fl_bn.federation.payload import Named
+from fl_bn.federation.policy import MEMORY
 from fl_bn.federation.replies import checked
 from fl_bn.federation.run import FROM_THE_START, Start
 from fl_bn.federation.server import Server
@@ -94,21 +95,18 @@ class LocalTransport(Transport):
 
     def train(self, instruction: Instruction) -> RoundReplies:
         """Let the round's cohort train, and return the checked replies."""
-        with self.clients.given_unused():
-            return self._train(instruction)
-
-    def _train(self, instruction: Instruction) -> RoundReplies:
         cohort, session = self.cohort(instruction.round), None
-        if instruction.phase is not Phase.EXCHANGE:
-            if self._workers is None and self._timing.worth_it(instruction.round):
-                self._move(self._timing.workers)
-            begin = time.perf_counter()
-            replies = self._in_parts(instruction, cohort)
-            self._timing.note(instruction.round, time.perf_counter() - begin)
-        elif (together := self._together(instruction, cohort)) is not None:
-            replies = together
-        else:
-            replies, session = self._exchange(instruction, cohort)
+        with self.clients.given_unused():
+            if instruction.phase is not Phase.EXCHANGE:
+                if self._workers is None and self._timing.worth_it(instruction.round):
+                    self._move(self._timing.workers)
+                begin = time.perf_counter()
+                replies = self._in_parts(instruction, cohort)
+                self._timing.note(instruction.round, time.perf_counter() - begin)
+            elif (together := self._together(instruction, cohort)) is not None:
+                replies = together
+            else:
+                replies, session = self._exchange(instruction, cohort)
         return self._checked(replies, instruction, session)
 
     def measure(self, instruction: Instruction) -> RoundReplies:
@@ -131,7 +129,7 @@ class LocalTransport(Transport):
             return None  # the vectorised program measures all clients at once
         try:
             with unmoved(self.clients.own[client].loader for client in everyone):  # clients may share one, and they take turns
-                replies, session = self._exchange(replace(instruction, memory=self.server.policy.memory // len(everyone)), everyone)
+                replies, session = self._exchange(replace(instruction, memory=MEMORY // len(everyone)), everyone)
         except ExchangeFailed as error:
             LOGGER.warning("%s. Statistics are measured by one pass per layer instead", error)
             return None
@@ -176,22 +174,18 @@ class LocalTransport(Transport):
         Raises:
             ValueError: No client has a test batch.
         """
-        with unmoved(tests):  # they may be the training batches, too
-            return self._evaluate_on(tests, model)
-
-    def _evaluate_on(self, tests: Sequence[Loader], model: nn.Module) -> tuple[dict[str, float], dict[int, dict[str, float]]]:
-        device, personal = self.clients.device, self.server.shared.personal
+        device, tasks = self.clients.device, [own.task for own in self.clients.own]
         trained = [client for client, kept in enumerate(self.kept) if kept.get("local")]
-        personal &= bool(trained)
-        tasks = [own.task for own in self.clients.own]
+        personal = self.server.shared.personal and bool(trained)
         states: dict[tuple[int, int], MetricState] = {}
         own = {}
-        for client in trained if personal else range(len(tests)):
-            key = id(tests[client]), id(tasks[client])
-            if personal:
-                own[client] = evaluate(self.with_own(model, client).to(device), tests[client], task=tasks[client])
-            else:
-                states[key] = own[client] = states.get(key) or evaluate(model.to(device), tests[client], task=tasks[client])
+        with unmoved(tests):  # they may be the training batches, too
+            for client in trained if personal else range(len(tests)):
+                key = id(tests[client]), id(tasks[client])
+                if personal:
+                    own[client] = evaluate(self.with_own(model, client).to(device), tests[client], task=tasks[client])
+                else:
+                    states[key] = own[client] = states.get(key) or evaluate(model.to(device), tests[client], task=tasks[client])
         if not personal and len(states) == 1 and own[0].sums:
             return own[0].result(), {}
         results = {client: state.result() for client, state in own.items() if state.sums}
@@ -303,7 +297,7 @@ class LocalTransport(Transport):
                 LocalRound(one, own.method, own.instruction(client, instruction), self.kept[client], own.own[client].settings)
                 for one, client in zip(lent, clients, strict=True)
             ]
-            return client_rounds(rounds, [own.loop(client, self._rounds) for client in clients], self.clients.device)
+            return client_rounds(rounds, [LoaderLoop(own, client, self._rounds) for client in clients], self.clients.device)
 
     def _exchange(self, instruction: Instruction, clients: Sequence[int]) -> tuple[list[Reply], Session]:
         """Let ``clients`` exchange layer by layer. Return their replies, and the session of their exchange."""

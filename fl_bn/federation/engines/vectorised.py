@@ -27,14 +27,13 @@ from fl_bn.bn.observation import observe, pooled
 from fl_bn.bn.roles import inputs_like
 from fl_bn.data.dataset import to_input
 from fl_bn.exchange.local import Turns
-from fl_bn.federation import eager
-from fl_bn.federation.centring import Centring
+from fl_bn.federation import optimizers
+from fl_bn.federation.auxiliary import restart
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import Outcome, Result, concluded
-from fl_bn.federation.clipping import clip_rows
 from fl_bn.federation.engines.stack import Seen, Stack, groups
+from fl_bn.federation.gradients import Centring, clip_rows
 from fl_bn.federation.local import Samples, measuring
-from fl_bn.federation.momentum import restart
 from fl_bn.federation.training import IndexBatches, OwnLoop, SampleLoop, Trained, loss_of
 from fl_bn.methods import Phase, StatisticsReport
 from fl_bn.methods.fedtan import OneProgram, exchanging
@@ -48,7 +47,7 @@ AT_ONCE = 64
 """The largest number of clients that are computed together, except in a layer-wise exchange. More clients gain little."""
 OBJECTIVES = (Objective, FedProx)
 """Objectives for stacked clients: row k of the gradient of the sum of all losses is the gradient of client k's own loss."""
-ELEMENTWISE = (SGD, Adam, eager.SGD, eager.Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop)
+ELEMENTWISE = (SGD, Adam, optimizers.SGD, optimizers.Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop)
 """Elementwise optimisers: the step of one parameter value depends only on this value and its own gradients."""
 PURE = {"torch", "torchvision", "fl_bn"}
 """The packages whose networks, hooks and losses may run once for all clients together. They compute, and do nothing else: they
@@ -126,8 +125,8 @@ class TogetherTurns(Turns):
         rounds, loops = zip(*self._asked.values(), strict=True) if self._asked else ((), ())
         results: list[Outcome | Exception | None]
         try:
-            if any((one.seed, one.task, one.tells_drift) != (loops[0].seed, loops[0].task, loops[0].tells_drift) for one in loops):
-                raise CannotVectorise("all clients of a cohort need the same seed and task, and all or none must report drift")
+            if any((one.seed, one.task) != (loops[0].seed, loops[0].task) for one in loops):
+                raise CannotVectorise("all clients of a cohort need the same seed and task")
             results = [*outcomes(rounds, loops)] if rounds else []
         except CannotVectorise as reason:
             self._fallback.say(reason)
@@ -305,7 +304,8 @@ class _Training:
         if self.clip != "none":
             clip_rows(self.trained.values(), self.clip, self.limits, self.head)
         self.optimizer.step()
-        restart(self.optimizer, self.first.method, self.first.phase, self.number)
+        if self.first.phase is Phase.EXCHANGE and self.number == 0:
+            restart(self.optimizer, self.first.method)
         if self.scheduler is not None:
             self.scheduler.step()
         self.number += 1

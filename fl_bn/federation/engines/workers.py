@@ -15,7 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from statistics import median
@@ -30,7 +30,6 @@ from fl_bn.support.imports import without_gc
 MOST_WORKERS = 1024  # processes of one machine
 MOST_THREADS = 1024  # threads of one process; with 100,000, torch ends with a segmentation fault
 LOGGER = logging.getLogger("flwr")
-PIPE = 1 << 20  # bytes; the most that Linux lets a user have by default
 START = 8.0
 """Seconds that new processes take to import torch and fl-bn. Measured: 4 on two idle cores (``benchmarks/startup.py``)."""
 WATCHED = 2
@@ -107,22 +106,7 @@ class Workers:
             self._pool = self._open.enter_context(
                 Parallel(self.count, backend="loky", return_as="generator", batch_size=1, pre_dispatch="all")
             )
-            _widen_pipes(self._pool)
         return self._pool
-
-
-def _widen_pipes(pool: Parallel) -> None:
-    """Let the pipes to and from the processes hold ``PIPE`` bytes, where the system and joblib's pool permit it.
-
-    A pipe holds 64 KiB otherwise. A process with a larger reply then waits until this process has time to read, and the next
-    task waits, too.
-    """
-    executor = getattr(getattr(pool, "_backend", None), "_workers", None)
-    for queue in ("_call_queue", "_result_queue"):
-        with suppress(AttributeError, ImportError, OSError):
-            import fcntl
-
-            fcntl.fcntl(getattr(executor, queue)._reader.fileno(), fcntl.F_SETPIPE_SZ, PIPE)
 
 
 @contextmanager

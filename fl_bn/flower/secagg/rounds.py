@@ -15,8 +15,7 @@ from fl_bn.bn.moments import Moments, Running
 from fl_bn.exchange.session import LARGEST_COUNT
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.defence import Defence
-from fl_bn.federation.narrow import AS_THE_MODEL
-from fl_bn.federation.payload import Sections, tensor_name, to_tensors
+from fl_bn.federation.payload import AS_THE_MODEL, Sections, tensor_name, to_tensors
 from fl_bn.federation.policy import ServerPolicy, unbounded
 from fl_bn.federation.record import with_clients
 from fl_bn.federation.server import Server

@@ -19,9 +19,8 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
-from fl_bn.federation.aggregation import dtype_name, views
-from fl_bn.federation.narrow import AS_THE_MODEL
-from fl_bn.federation.payload import Payload, to_numpy
+from fl_bn.federation.aggregation import dtype_name
+from fl_bn.federation.payload import AS_THE_MODEL, Payload, to_numpy, views
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower.compat import fill
 from fl_bn.flower.wire.messages import HEADER, OURS, our_records

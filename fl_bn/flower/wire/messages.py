@@ -41,7 +41,7 @@ from fl_bn.federation.fields import (
     wholes,
     wholes_by_name,
 )
-from fl_bn.federation.narrow import PAYLOADS
+from fl_bn.federation.payload import PAYLOADS
 from fl_bn.federation.replies import REPLIED as SAMPLES
 from fl_bn.federation.replies import TRAINED as NUMBERS
 from fl_bn.methods import INPUTS, MEASURED, Phase

@@ -9,8 +9,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 
-from fl_bn.federation.narrow import EXACT, PayloadDtype
-from fl_bn.federation.payload import Payload
+from fl_bn.federation.payload import EXACT, Payload, PayloadDtype
 from fl_bn.federation.replies import Expected
 from fl_bn.federation.values import Reply
 from fl_bn.flower.population import Client
