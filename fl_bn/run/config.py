@@ -283,7 +283,7 @@ class RunConfig(RunKeys):
     def local_training(self) -> LocalTraining:
         """Make the settings of local training, which all clients share."""
         method, objective = self.build_method(), self.build_objective()
-        bounds = self._bounds_paths() and not exchanges_in_rounds(method) and not objective.travels and self.update == "weights"
+        bounds = self._bounds_paths() and not method.exchanges and not objective.travels and self.update == "weights"
         drifts = method.uses_shared(self.rounds) if self.local_steps != 1 else method.starts_small
         clip, limit = chosen(self.clip, self.clip_limit, drifts=bounds and drifts)
         step = STEP if self.clip == "auto" and clip == "round" and method.starts_small else 0.0
