@@ -192,6 +192,9 @@ def test_npz_files_of_values_and_of_sets_of_labels(tmp_path: Path, rng: np.rando
     assert (tmp_path / "partition" / "counts.csv").read_text().splitlines()[0] == "client,domain,total"
 
 
+FLIPPED = {"setup": "experiments.papers:Papers", "attack": "label-flip"}
+
+
 @listed(
     ("keys", "about"),
     [
@@ -201,7 +204,10 @@ def test_npz_files_of_values_and_of_sets_of_labels(tmp_path: Path, rng: np.rando
         ({"dataset": "{}:values", "task": "classification"}, "values"),
         ({"dataset": "{}:values", "task": "regression", "partition": "classes"}, "values"),
         ({"dataset": "{}:tags", "task": "multi-label", "partition": "dirichlet"}, "sets of labels"),
-        ({"dataset": "{}:values", "task": "regression", "byzantine": 1, "attack": "label-flip"}, "values"),
+        (
+            {"dataset": "{}:values", "task": "regression", "byzantine": 1, **FLIPPED},
+            "values",
+        ),
         ({"dataset": "{}:data", "task": "{}:no_task"}, "str"),
         ({"dataset": "{}:data", "task": "{}:Grades"}, "mlp"),
         ({"dataset": "{}:data", "model": "{}:model", "task": "{}:Clash"}, "'seconds'"),
