@@ -27,7 +27,6 @@ STEMS = ("auto", "imagenet", "small")
 DEEPLAB = "deeplabv3plus-"
 ENCODERS = {"mobilenetv2": "mobilenet_v2", **{name: name for name in ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")}}
 PACKAGE = "segmentation_models_pytorch"  # an optional extra
-MULTIPLE = 16  # the sides of an image are multiples of it: the encoder's output stride
 
 # columns t, c, n, s of table 2 of MobileNetV2 (Sandler et al., CVPR 2018), with stride 1 in the second row
 _MOBILENET = [[1, 16, 1, 1], [6, 24, 2, 1], [6, 32, 3, 2], [6, 64, 4, 2], [6, 96, 3, 1], [6, 160, 3, 2], [6, 320, 1, 1]]
@@ -251,18 +250,14 @@ def deeplabv3plus(name: str, classes: int, channels: int, image_size: int) -> nn
         name: "deeplabv3plus-" and an encoder.
         classes: number of classes.
         channels: number of channels of an image.
-        image_size: the pixels along each side of an image, which must be a multiple of 16. 0: images need not be square,
-            and their sides are not checked.
+        image_size: the height of an image, which is not used.
 
     Raises:
-        ValueError: the encoder is unknown, ``image_size`` is no multiple of 16, or segmentation-models-pytorch is not
-            installed.
+        ValueError: the encoder is unknown, or segmentation-models-pytorch is not installed.
     """
     encoder = ENCODERS.get(name.removeprefix(DEEPLAB))
     if encoder is None:
         raise ValueError(expected("model", name, [DEEPLAB + known for known in ENCODERS]))
-    if image_size % MULTIPLE:
-        raise ValueError(f"model {name!r} needs images whose sides are multiples of {MULTIPLE} pixels, but got image_size={image_size}")
     need(f"model {name!r}", PACKAGE)
     smp = importlib.import_module(PACKAGE)
     model: nn.Module = smp.DeepLabV3Plus(encoder_name=encoder, encoder_weights=None, in_channels=channels, classes=classes)
@@ -285,31 +280,17 @@ def with_projection(model: nn.Module, features: int) -> nn.Module:
     Raises:
         ValueError: the head is no linear layer, or is the whole model.
     """
-    head = head_of(model)
-    if head is None or not isinstance(head[1], nn.Linear) or not head[0]:
-        kind = "missing" if head is None else f"{head[0] or 'the model itself'} ({type(head[1]).__name__})"
-        raise ValueError(
-            f"moon-projection needs a network of several layers whose head is linear, but the head is {kind}: set moon-projection to 0"
-        )
-    name, layer = head[0], head[1]
+    name, layer = head_of(model) or ("", None)
+    if not name or not isinstance(layer, nn.Linear):
+        raise ValueError(f"moon-projection needs a network of several layers whose head is linear, but its head is {layer}")
     d, owner, key = layer.in_features, *name.rpartition(".")[::2]
     layers = nn.Linear(d, d), nn.ReLU(), nn.Linear(d, features), nn.Linear(features, layer.out_features, layer.bias is not None)
     setattr(model.get_submodule(owner), key, nn.Sequential(*layers).to(layer.weight))
     return model
 
 
-def _convolution(
-    before: int,
-    after: int,
-    kernel: int,
-    *,
-    stride: int = 1,
-    padding: int = 0,
-    pool: nn.Module | None = None,
-    norm: bool = True,
-    bias: bool = True,
-) -> nn.Sequential:
-    layers: OrderedDict[str, nn.Module] = OrderedDict(conv=nn.Conv2d(before, after, kernel, stride, padding, bias=bias))
+def _convolution(before: int, after: int, kernel: int, *, pool: nn.Module | None = None, norm: bool = True, **of: Any) -> nn.Sequential:
+    layers: OrderedDict[str, nn.Module] = OrderedDict(conv=nn.Conv2d(before, after, kernel, **of))
     if norm:
         layers["norm"] = nn.BatchNorm2d(after)
     layers["relu"] = nn.ReLU()

@@ -52,11 +52,6 @@ class Segmentation(Dataset):
     ``cross_entropy(out, y, ignore_index=IGNORE)``.
     """
 
-    @property
-    def width(self) -> int:
-        """Return the width of an image in pixels. ``image_size`` is its height."""
-        return self.x_train.shape[3]
-
     def _check_samples(self, part: str, x: Tensor) -> None:
         expect(x.dtype == torch.uint8 and x.ndim == 4, self.name, part, "uint8 (N, C, H, W)", f"{x.dtype} {tuple(x.shape)}")
 
@@ -131,12 +126,12 @@ def load_cityscapes(path: str, image_size: int) -> Segmentation:
 
 def _scene(file: Path, height: int) -> Tensor:
     picture = read_picture(file)
-    if picture.shape[1] != 2 * picture.shape[0]:
-        raise ValueError(
-            f"{file}: expected an image twice as wide as high, but it is {picture.shape[0]} high and {picture.shape[1]} wide: use the "
-            "published images of 2048 x 1024 pixels, not crops"
-        )
+    _check_wide(file, *picture.shape[:2])
     return stretch(picture, height, 2 * height)
+
+
+def _check_wide(file: Path, height: int, width: int) -> None:
+    expect(width == 2 * height, file, "", "the published 2048 x 1024 pixels, no crops", f"{height} high and {width} wide")
 
 
 def read_mask(file: Path, height: int) -> Tensor:
@@ -148,13 +143,8 @@ def read_mask(file: Path, height: int) -> Tensor:
         ValueError: the file is not a mask, or the mask is not twice as wide as high.
     """
     ids = read_picture(file)
-    if ids.ndim != 2:
-        raise ValueError(f"{file}: expected a mask of one channel, labelIds, but it is in colour: use *_gtFine_labelIds.png")
-    if ids.shape[1] != 2 * ids.shape[0]:
-        raise ValueError(
-            f"{file}: expected a mask twice as wide as high, but it is {ids.shape[0]} high and {ids.shape[1]} wide: use the published "
-            "masks of 2048 x 1024 pixels, not crops"
-        )
+    expect(ids.ndim == 2, file, "", "a mask of one channel, *_gtFine_labelIds.png", "one in colour")
+    _check_wide(file, *ids.shape)
     table = np.full(256, IGNORE, dtype=np.int64)
     table[list(TRAIN_IDS)] = np.arange(len(TRAIN_IDS))
     rows, columns = (((2 * np.arange(n) + 1) * m) // (2 * n) for n, m in ((height, ids.shape[0]), (2 * height, ids.shape[1])))

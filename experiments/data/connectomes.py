@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from experiments.data.listing import TEST_SHARE, warn_if_large
 from fl_bn.data.folder import visible
 from fl_bn.data.public import ROOT
-from fl_bn.data.record import DataNotFound, Dataset
+from fl_bn.data.record import DataNotFound, Dataset, expect
 
 SITES = ("NYU", "USM", "UM", "UCLA")  # the sites of the published files that FedBN uses
 WINDOW, STRIDE = 32, 1  # time points; a scan shorter than a window is one window
@@ -109,8 +109,7 @@ def load_abide(path: str, image_size: int) -> Dataset:
         DataNotFound: there are no such files.
         ValueError: a file has another form, or ``image_size`` is neither 0 nor 1.
     """
-    if image_size not in (0, 1):
-        raise ValueError(f"dataset 'abide' has vectors and no images: image-size must be 0 or 1, but is {image_size}")
+    expect(image_size in (0, 1), "abide", "image-size", "0 or 1, as vectors have no pixels", image_size)
     sites = read_sites(Path(path or ROOT))
     _check_lengths(sites)
     size = sum(4 * subject.count * subject.features for subjects in sites.values() for subject in subjects)
@@ -120,11 +119,8 @@ def load_abide(path: str, image_size: int) -> Dataset:
     domain: dict[str, list[int]] = {"train": [], "test": []}
     for i, (site, subjects) in enumerate(sites.items()):
         tested = held_out([subject.label for subject in subjects], i)
-        if not 0 < len(tested) < len(subjects):
-            raise ValueError(
-                f"dataset 'abide': site {site} needs two subjects with the same label, one for training and one for testing, but no two "
-                f"among its {len(subjects)} have the same label"
-            )
+        both = "two subjects with the same label, one for training and one for testing"
+        expect(0 < len(tested) < len(subjects), "abide", site, both, f"{len(subjects)} subjects")
         for number, subject in enumerate(subjects):
             side, vectors = "test" if number in tested else "train", subject.vectors()
             x[side].append(vectors)
@@ -176,28 +172,22 @@ def read_sites(folder: Path) -> dict[str, list[Subject]]:
             f"dataset 'abide': {folder} holds neither Phenotypic*.csv with *_rois_ho.1D nor SITE.npz nor SITE.csv: experiments/data.md has "
             "the forms"
         )
-    if len({file.stem for file in files}) < len(files):
-        raise ValueError(
-            "dataset 'abide': each file is a site, so names without .npz or .csv must differ, but got "
-            f"{', '.join(file.name for file in files)}: rename one"
-        )
+    names = [file.stem for file in files]
+    expect(len(set(names)) == len(names), folder, "", "a name of its own for the file of each site", ", ".join(names))
     return {file.stem: _npz(file) if file.suffix == ".npz" else _csv(file) for file in files}
 
 
 def _published(folder: Path, phenotypes: Path) -> dict[str, list[Subject]]:
     with phenotypes.open(newline="", encoding="utf-8-sig") as stream:
         rows = list(csv.DictReader(stream))
-    if not rows or (absent := [column for column in ("FILE_ID", "SITE_ID", "DX_GROUP") if column not in rows[0]]):
-        raise ValueError(
-            f"{phenotypes}: expected the columns FILE_ID, SITE_ID and DX_GROUP, but {', '.join(absent) if rows else 'all'} are missing"
-        )
+    header = list(rows[0]) if rows else []
+    expect({"FILE_ID", "SITE_ID", "DX_GROUP"} <= {*header}, phenotypes, "", "the columns FILE_ID, SITE_ID and DX_GROUP", ", ".join(header))
     files = {file.name.removesuffix("_rois_ho.1D"): file for file in sorted(folder.rglob("*_rois_ho.1D"))}
     sites: dict[str, list[Subject]] = {site: [] for site in SITES}
     for row in sorted(rows, key=lambda row: row["FILE_ID"]):
         site = row["SITE_ID"].split("_")[0]  # UM_1 and UM_2 are two samples of one site
         if site in sites and row["FILE_ID"] in files:
-            if row["DX_GROUP"] not in CLASSES:
-                raise ValueError(f"{phenotypes}: DX_GROUP must be 1 or 2, but is {row['DX_GROUP']!r} for {row['FILE_ID']}")
+            expect(row["DX_GROUP"] in CLASSES, phenotypes, row["FILE_ID"], "1 or 2 as DX_GROUP", row["DX_GROUP"])
             sites[site].append(Subject(read_series(files[row["FILE_ID"]])[None], CLASSES[row["DX_GROUP"]], ready=False))
     if empty := [site for site, subjects in sites.items() if not subjects]:
         raise DataNotFound(
@@ -233,15 +223,13 @@ def _npz(file: Path) -> list[Subject]:
     except (ValueError, OSError, EOFError, AttributeError, TypeError) as error:
         raise ValueError(f"{file}: expected a .npz archive of numbers, but could not read it: {error}") from error
     key = "series" if "series" in arrays else "x"
-    if key not in arrays or "y" not in arrays:
-        raise ValueError(f"{file}: expected y and either series or x, but the file holds {', '.join(arrays) or 'nothing'}")
+    expect({key, "y"} <= arrays.keys(), file, "", "y and either series or x", ", ".join(arrays) or "nothing")
     data, y = arrays[key], arrays["y"]
     if data.ndim != (3 if key == "series" else 2) or not np.issubdtype(data.dtype, np.floating) or y.shape != data.shape[:1]:
         form = "n, T, R" if key == "series" else "n, features"
         raise ValueError(f"{file}: expected {key} as floats ({form}) and y (n,), but got {data.dtype} {data.shape} and {y.shape}")
     subject = arrays.get("subject", np.arange(len(y)))
-    if subject.shape != y.shape:
-        raise ValueError(f"{file}: subject must have an entry for each of the {len(y)} rows, but is {subject.shape}")
+    expect(subject.shape == y.shape, file, "subject", f"an entry for each of the {len(y)} rows", subject.shape)
     return _grouped(file, data, y, subject, ready=key == "x")
 
 
@@ -272,21 +260,18 @@ def _grouped(file: Path, x: Floats, y: NDArray[np.generic], subject: NDArray[np.
     for one in dict.fromkeys(subject.tolist()):
         rows = np.flatnonzero(subject == one)
         labels = {_label(file, label) for label in y[rows]}
-        if len(labels) > 1:
-            raise ValueError(f"{file}: the rows of one subject must have one label, but those of subject {one} have both")
+        expect(len(labels) == 1, file, f"subject {one}", "one label for all rows of a subject", "both")
         subjects.append(Subject(_checked(file, x[rows]), labels.pop(), ready))
     return subjects
 
 
 def _label(file: Path, label: np.generic) -> int:
-    if label not in (0, 1):
-        raise ValueError(f"{file}: labels must be 0 (control) or 1 (autism), but one is {label}")
+    expect(label in (0, 1), file, "", "labels 0 (control) and 1 (autism)", label)
     return 1 if label == 1 else 0
 
 
 def _checked(file: Path, values: Floats) -> Floats:
-    if values.size == 0 or not np.isfinite(values).all():
-        raise ValueError(f"{file}: expected finite numbers, but {'there are none' if values.size == 0 else 'some are not finite'}")
+    expect(values.size > 0 and bool(np.isfinite(values).all()), file, "", "finite numbers", "none, or others")
     return values.astype(np.float64)
 
 

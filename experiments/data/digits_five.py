@@ -21,7 +21,7 @@ from fl_bn.data.arrays import load_npz
 from fl_bn.data.folder import read_picture
 from fl_bn.data.images import images_to_tensor, resize
 from fl_bn.data.public import ROOT, load_public
-from fl_bn.data.record import DataNotFound, Dataset
+from fl_bn.data.record import DataNotFound, Dataset, expect
 
 SIZE = 28  # pixels of digits-five if image_size is 0, as in FedBN
 SPLITS = ("train", "test")
@@ -65,14 +65,12 @@ def _numbered_images(name: str, folder: Path, listing: Path, image_size: int) ->
             raise DataNotFound(
                 f"dataset {name!r}: {listing.name}, line {number} names {files[-1]}, which is not there: unpack the data set anew"
             )
-    if not files:
-        raise ValueError(f"{listing}: expected one 'FILE DIGIT' per line, but the file is empty")
+    expect(bool(files), listing, "", "one 'FILE DIGIT' per line", "an empty file")
     shape = images_to_tensor(read_picture(files[0])[None]).shape[-2:]
 
     def read(file: Path) -> Tensor:
         image = images_to_tensor(read_picture(file)[None])
-        if image.shape[-2:] != shape:
-            raise ValueError(f"{file}: images must share one size, {tuple(shape)}, but this one is {tuple(image.shape[-2:])}")
+        expect(image.shape[-2:] == shape, file, "", f"the size of the other images, {tuple(shape)}", tuple(image.shape[-2:]))
         return image.expand(-1, 3, -1, -1)[0]
 
     return resize(read_all(files, (3, *shape), torch.uint8, read), image_size), torch.tensor(labels)
@@ -106,8 +104,7 @@ def read_mat(file: Path, image_size: int) -> tuple[Tensor, Tensor]:
         arrays = loadmat(file, variable_names=["X", "y"])
     except (ValueError, TypeError, OSError, EOFError, NotImplementedError, MatReadError) as error:
         raise ValueError(f"{file}: expected a MATLAB file (version 5 to 7), but could not read it: {error}") from error
-    if absent := [key for key in ("X", "y") if key not in arrays]:
-        raise ValueError(f"{file}: expected the variables X and y, but there is no {' and no '.join(absent)}")
+    expect({"X", "y"} <= arrays.keys(), file, "", "the variables X and y", ", ".join(arrays) or "nothing")
     x: NDArray[np.uint8] = arrays["X"]
     y = np.asarray(arrays["y"]).reshape(-1)
     if x.dtype != np.uint8 or x.ndim != 4 or x.shape[2] != 3 or x.shape[0] != x.shape[1] or y.shape != x.shape[3:] or len(y) == 0:

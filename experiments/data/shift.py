@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from experiments.data import strokes
-from fl_bn.data.record import Dataset
+from fl_bn.data.record import Dataset, expect
 
 Shift = Callable[[Tensor, np.random.Generator], Tensor]
 """A function that takes uint8 images (N, C, H, W) and a random generator, and returns changed images of the same dtype."""
@@ -107,11 +107,8 @@ def background(x: Tensor, rng: np.random.Generator) -> Tensor:
     photographs = load_sample_images().images
     height, width = x.shape[2:]
     limits = photographs[0].shape[:2]
-    if height > limits[0] or width > limits[1]:
-        raise ValueError(
-            f"shift 'background' takes images of at most {limits[0]} x {limits[1]} pixels, the size of its photographs, but got "
-            f"{height} x {width}: set a smaller image-size"
-        )
+    fits = height <= limits[0] and width <= limits[1]
+    expect(fits, "background", "", f"images within {limits[0]} x {limits[1]} pixels, the photographs' size", f"{height} x {width}")
     which = rng.integers(len(photographs), size=len(x))
     tops, lefts = rng.integers(limits[0] - height + 1, size=len(x)), rng.integers(limits[1] - width + 1, size=len(x))
     patches = np.stack([photographs[w][t : t + height, s : s + width] for w, t, s in zip(which, tops, lefts, strict=True)])
@@ -157,13 +154,9 @@ def shifted(dataset: Dataset, names: Sequence[str], seed: int) -> Dataset:
     """
     if not names or len(set(names)) < len(names) or (set(names) - set(SHIFTS)):
         raise ValueError(f"shifts must be at least one of {', '.join(SHIFTS)}, each only once, but got {', '.join(names) or 'nothing'}")
-    if dataset.x_train.dtype != torch.uint8:
-        raise ValueError(
-            f"dataset {dataset.name!r}: shifts change images, but these are measurements ({dataset.x_train.dtype}): use no shifts"
-        )
+    expect(dataset.x_train.dtype == torch.uint8, dataset.name, "x_train", "images, which shifts change", dataset.x_train.dtype)
     samples = len(dataset.x_train)
-    if len(names) > samples:
-        raise ValueError(f"dataset {dataset.name!r}: {len(names)} shifts need as many training samples, but there are {samples}")
+    expect(len(names) <= samples, dataset.name, "x_train", f"at least as many samples as shifts, {len(names)}", samples)
     shares = np.array_split(_generator(seed, _SHARES).permutation(samples), len(names))
     parts = [torch.from_numpy(np.sort(share)) for share in shares]
     wide = bool(IN_COLOUR & set(names)) and dataset.channels == 1

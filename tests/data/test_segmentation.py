@@ -29,7 +29,7 @@ def masks(**changes: Any) -> Segmentation:
 
 def test_images_may_be_wider_than_high() -> None:
     data = masks()
-    assert (data.image_size, data.width, data.channels, data.classes) == (4, 6, 3, 5)
+    assert (data.image_size, data.channels, data.classes) == (4, 3, 5)
     assert to_input(data.x_train).min() >= -1
     ignored = data.y_train.clone()
     ignored[0] = IGNORE
@@ -78,7 +78,7 @@ def cityscapes(tmp_path: Path) -> Path:
 def test_cityscapes(cityscapes: Path) -> None:
     data = load_cityscapes(str(cityscapes), 0)
     assert isinstance(data, Segmentation)
-    assert (data.domains, data.classes, data.image_size, data.width) == (("aachen", "bochum", "lindau"), 19, 8, 16)
+    assert (data.domains, data.classes, data.image_size) == (("aachen", "bochum", "lindau"), 19, 8)
     assert data.domain_train is not None
     assert data.domain_train.tolist() == [0, 0, 1]
     assert data.x_train[:, 0, 0, 0].tolist() == [10, 20, 30]

@@ -93,7 +93,7 @@ def test_wrong_shifts_are_refused() -> None:
     with naming("negative"):
         shifted(data, ["blur"], -1)
     table = TableData("t", torch.rand(4, 3), torch.zeros(4, dtype=torch.int64), torch.rand(2, 3), torch.zeros(2, dtype=torch.int64), 1)
-    with naming("measurements"):
+    with naming("x_train"):
         shifted(table, ["blur"], 0)
     with naming("427"):
         shifted(made_up(2, 2, size=430), ["background"], 0)
