@@ -15,8 +15,7 @@ import pytest
 import scipy.io
 import torch
 
-from tests.data.inner import DataNotFound, load
-from tests.refusals import naming
+from tests.data.inner import load
 
 
 @pytest.fixture
@@ -30,26 +29,6 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_loaded_once_however_the_call_is_written() -> None:
     assert load("digits") is load(name="digits", path="", image_size=0)
     assert load("digits") is not load("digits", image_size=24)
-
-
-@pytest.mark.usefixtures("offline")
-@pytest.mark.parametrize(
-    ("name", "files"),
-    [
-        ("cifar10", ["cifar-10-python.tar.gz"]),
-        ("cifar100", ["cifar-100-python.tar.gz"]),
-        ("mnist", ["MNIST/raw/train-images-idx3-ubyte.gz", "MNIST/raw/t10k-labels-idx1-ubyte.gz"]),
-        ("svhn", ["train_32x32.mat", "test_32x32.mat"]),
-        ("usps", ["usps.bz2", "usps.t.bz2"]),
-    ],
-)
-def test_offline_the_missing_files_are_named(name: str, files: list[str], tmp_path: Path) -> None:
-    with naming("'digits'", DataNotFound) as caught:
-        load(name, str(tmp_path))
-    assert isinstance(caught.value, FileNotFoundError)
-    assert f"dataset {name!r}" in str(caught.value)
-    for file in files:
-        assert str(tmp_path / file) in str(caught.value)
 
 
 def write_idx(file: Path, array: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
