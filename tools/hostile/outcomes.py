@@ -102,7 +102,7 @@ def judged(name: str, ran: Served, lines: list[str]) -> Outcome:
         schema.instruction(shared.model, shared.locality, beside).check({section: to_numpy(tensors) for section, tensors in asked.items()})
     except ValueError as error:
         return Outcome(BROKEN, f"clients would refuse the model: {error}")
-    if ran.strategy.transport.defence.active and largest(tensors) > FAR * largest(truth.tensors):
+    if ran.strategy.transport.server.defence.active and largest(tensors) > FAR * largest(truth.tensors):
         return Outcome(BROKEN, f"under a defence the largest weight is {largest(tensors):.3g}")
     evaluated = set(ran.record.client_evaluation) if truth.record.client_evaluation else set()
     if truth.record.client_evaluation and not set(truth.record.client_evaluation) - {LIAR} <= evaluated:
