@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fl_bn.run.config import RunConfig
 from fl_bn.run.history import client_columns, round_columns
-from fl_bn.run.keys import table
+from fl_bn.run.keys import described
 from fl_bn.task import TASKS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,7 +26,7 @@ def test_two_commands_do_all_the_set_up() -> None:
 
 def test_config_page_is_the_config() -> None:
     page = (ROOT / "docs" / "config.md").read_text()
-    assert page.endswith(table(RunConfig.keys()) + "\n"), "write it anew: fl-bn config"
+    assert page.endswith(described(RunConfig.keys()) + "\n"), "write it anew: fl-bn config"
 
 
 def test_columns_of_the_csv_files_are_unique() -> None:

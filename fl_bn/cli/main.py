@@ -107,7 +107,7 @@ app = typer.Typer(
 app.command(rich_help_panel=TRAIN)(new)
 console = Console()
 
-Verbose = Annotated[bool, typer.Option("--verbose", help="print a longer line per round, with the normalisation layers, bytes and drift")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="print what becomes of each kind of tensor, and a longer line per round")]
 CHECKPOINT_EVERY = 5  # rounds between the checkpoints of fl-bn run, from which fl-bn resume goes on
 RunConfigOption = Annotated[str, typer.Option("--run-config", help="keys to override, as for flwr run: \"rounds=10 method='hbn'\"")]
 
@@ -284,13 +284,13 @@ def config(
     Keys of installed packages that add methods are included.
     """
     from fl_bn.run.config import ConfigError, RunConfig
-    from fl_bn.run.keys import defaults, table
+    from fl_bn.run.keys import defaults, described
 
     try:
         keys = RunConfig.keys()
     except ConfigError as error:
         raise refused(error) from error
-    typer.echo(defaults(keys) if toml else table(keys))
+    typer.echo(defaults(keys) if toml else described(keys))
 
 
 OF_OTHER_FILES: Mapping[str, Sequence[Callable[..., None]]] = {

@@ -222,6 +222,7 @@ def prints(handler: logging.Handler) -> bool:
 
 LOGGER = logging.getLogger("flwr")
 log = LOGGER.log
+DETAIL = "detail"  # the attribute of a log record that `fl-bn run` prints with --verbose alone; run.log has it always
 OF_A_ROUND = "of_a_round"  # the attribute of a log record that is a round's line, which a progress bar shows in its own way
 
 

@@ -24,7 +24,7 @@ from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.record import RoundRecord, batches_trained, in_words, why_failed
 from fl_bn.federation.run import Diverged, Start, run
 from fl_bn.federation.server import Server
-from fl_bn.flower.compat import log, repeat_cancelled, say_round, simulated
+from fl_bn.flower.compat import DETAIL, log, repeat_cancelled, say_round, simulated
 from fl_bn.flower.deployment import Progress
 from fl_bn.flower.evaluation import EvaluateFn
 from fl_bn.flower.grid_transport import GridTransport
@@ -187,8 +187,10 @@ class BatchNormStrategy(Strategy):
         self._describe(transport.server.source, transport.shared.model, transport.method)
 
     def _describe(self, source: nn.Module, model: nn.Module, method: Method) -> None:
-        for line in describe_layers(source, model, method):
-            log(logging.INFO, "\t%s", line)
+        first, *others = describe_layers(source, model, method)
+        log(logging.INFO, "\t%s", first)
+        for line in others:
+            log(logging.INFO, "\t%s", line, extra={DETAIL: True})
 
     def save(self, path: str | Path) -> None:
         """Save the shared model of the last evaluation as safetensors, by the names of the unconverted network's state_dict.

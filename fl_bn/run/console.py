@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_bn.federation.bar import Bar
-from fl_bn.flower.compat import LOGGER, OF_A_ROUND, prints
+from fl_bn.flower.compat import DETAIL, LOGGER, OF_A_ROUND, prints
 from fl_bn.task import Task
 
 
@@ -22,7 +22,7 @@ class Console(logging.Handler):
 
     Args:
         flower: Flower's handler.
-        verbose: Print messages in Flower's format.
+        verbose: Print messages in Flower's format, and also details.
     """
 
     def __init__(self, flower: Any, verbose: bool = False) -> None:
@@ -34,6 +34,8 @@ class Console(logging.Handler):
         """Print one message."""
         if self._verbose:
             self.flower.handle(record)
+            return
+        if hasattr(record, DETAIL):
             return
         level = "" if record.levelno <= logging.INFO else f"{record.levelname}: "
         text = f"{level}{record.getMessage().rstrip()}".replace("\t", "  ")

@@ -1,4 +1,4 @@
-"""Check the values of some run-config keys, and print all keys as a table."""
+"""Check the values of some run-config keys, and print all keys."""
 
 from __future__ import annotations
 
@@ -62,15 +62,16 @@ def _default(key: Key) -> str:
     return str(key.default).lower() if isinstance(key.default, bool) else str(key.default)
 
 
-def table(keys: Mapping[str, Key]) -> str:
-    """Return all keys as Markdown: a line with those that are often used, and one table per section, as in docs/config.md."""
+def described(keys: Mapping[str, Key]) -> str:
+    """Return all keys as Markdown: a line with those that are often used, and one list per section, as in docs/config.md."""
     lines = [f"Often used: {', '.join(f'`{name}`' for name in OFTEN)}."]
     for key in keys.values():
         if key.name in SECTIONS or len(lines) == 1:
-            heading = [f"## {SECTIONS[key.name]}", ""] if key.name in SECTIONS else []
-            lines += ["", *heading, "| key | default | values | meaning |", "|---|---|---|---|"]
-        default = f"`{_default(key)}`" if key.default != "" else "empty"
-        lines.append(f"| `{key.name}` | {default} | {key.shown} | {key.help} |")
+            lines += ["", f"## {SECTIONS.get(key.name, 'Other keys')}", ""]
+        if isinstance(key.default, bool):
+            lines.append(f"- `{key.name}={_default(key)}`: {key.help}")
+        else:
+            lines.append(f"- `{key.name}={key.default!r}` ({key.shown}): {key.help}")
     return "\n".join(lines)
 
 

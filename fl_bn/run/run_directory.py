@@ -18,6 +18,7 @@ from safetensors.torch import save
 
 from fl_bn.bn.derived import plain_names
 from fl_bn.federation.callbacks import Callback, Running
+from fl_bn.federation.norm_layers import describe_layers
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import RunFailed
 from fl_bn.flower.compat import LOGGER
@@ -231,7 +232,8 @@ class RunDirectory(Callback):
             absent = [f"{self.config.called.client(index)}: {why}" for index, why in self._absent().items()]
             about = (self.config, self.records, error, passes, table, privacy, self.task, absent)
             early = self._running.reason if self._running else ""
-            text = summary(*about, lambda name: name == "run.log" or (path / name).exists(), early)
+            layers = self._layers()
+            text = summary(*about, lambda name: name == "run.log" or (path / name).exists(), early, layers)
             durable.write(path / "summary.md", text.encode(), mode=0o666)
         self._history.lengths()
         if error is None:  # the run is complete, so it cannot be resumed
@@ -245,6 +247,12 @@ class RunDirectory(Callback):
         """Return client -> the reason why it takes no part in the run."""
         population = None if self.transport is None else self.transport.population
         return {} if population is None else population.absent
+
+    def _layers(self) -> list[str]:
+        """Return what the method does with the tensors of the network, a line each."""
+        if self.transport is None:
+            return []
+        return list(describe_layers(self.transport.server.source, self.transport.shared.model, self.transport.method))
 
     def _draw(self, path: Path, counts: Mapping[int, tuple[int, ...]]) -> None:
         """Draw the pictures for which the run has numbers."""

@@ -22,6 +22,7 @@ def summary(
     absent: Sequence[str] = (),
     is_there: Callable[[str], bool] = lambda name: True,
     early: str = "",
+    layers: Sequence[str] = (),
 ) -> str:
     """Return the summary of a run as Markdown.
 
@@ -36,6 +37,7 @@ def summary(
         absent: For each client that takes no part in the run, its name and the reason.
         is_there: Whether the folder of the run has the file with this name. Only such files are listed.
         early: The reason why a callback ended the run early; empty: no callback did.
+        layers: What the method does with the tensors of the network, a line each.
     """
     if config.rounds == 0:
         return _of_recalibration(config, records, error, passes, disclosures, task, is_there)
@@ -62,7 +64,8 @@ def summary(
     ]
     if records:
         lines += _traffic(records)
-    return "\n".join([*lines, "", *disclosures, _files(is_there, task), ""])
+    tensors = ["## Layers and tensors", "", *(f"- {line}" for line in layers), ""] if layers else []
+    return "\n".join([*lines, "", *tensors, *disclosures, _files(is_there, task), ""])
 
 
 def _of_recalibration(

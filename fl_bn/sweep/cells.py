@@ -290,7 +290,7 @@ def _warn_of_turns(jobs: int, cells: Sequence[Cell]) -> None:
     if any(on_gpu(cell.config.device) for cell in cells) and not mps_runs():
         LOGGER.warning(
             "%s runs at a time share a GPU, which computes one of them at a time. Start NVIDIA's MPS (nvidia-cuda-mps-control -d), with "
-            "which they compute together; for small networks, --run-config \"device='cpu'\" is faster, too (docs/how-to/gpu.md)",
+            "which they compute together; for small networks, --run-config \"device='cpu'\" is faster, too (docs/how-to/engines.md)",
             jobs,
         )
 
