@@ -21,7 +21,7 @@ from tests.listed import listed
 ROOT = Path(__file__).parents[2]
 DEFAULTS: dict[str, Any] = tomllib.loads(command("config", "--toml").output)
 PAGE = command("config").output
-VALUES = dict(re.findall(r"^\| `(\S+)` \|[^|]*\| (.*?) \|", PAGE, re.MULTILINE))
+VALUES = dict(re.findall(r"^- `([a-z0-9-]+)=.*?`(?: \((.*?)\))?: ", PAGE, re.MULTILINE))
 """Key -> its allowed values, as the page of all keys has them."""
 NUMBER = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
 SYNTAX: dict[str, list[str]] = {
