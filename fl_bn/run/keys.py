@@ -66,8 +66,8 @@ def described(keys: Mapping[str, Key]) -> str:
     """Return all keys as Markdown: a line with those that are often used, and one list per section, as in docs/config.md."""
     lines = [f"Often used: {', '.join(f'`{name}`' for name in OFTEN)}."]
     for key in keys.values():
-        if key.name in SECTIONS or len(lines) == 1:
-            lines += ["", f"## {SECTIONS.get(key.name, 'Other keys')}", ""]
+        if key.name in SECTIONS:
+            lines += ["", f"## {SECTIONS[key.name]}", ""]
         if isinstance(key.default, bool):
             lines.append(f"- `{key.name}={_default(key)}`: {key.help}")
         else:
