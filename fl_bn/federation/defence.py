@@ -172,8 +172,15 @@ def _problem(rule: str | Rule, n: int, f: int) -> str:
     """Return the reason why ``rule`` cannot combine ``n`` rows, with the number that it needs; empty if it can."""
     if n == 0:
         return "there is no reply to combine"
+    if _serves(rule, n, f):
+        return ""
+    least = next((m for m in range(n + 1, n + 8 * f + 16) if _serves(rule, m, f)), None)
+    return f"{rule} withstands f={f} Byzantine clients among at least {least}, but got n={n}: take more clients or declare a smaller f"
+
+
+def _serves(rule: str | Rule, n: int, f: int) -> bool:
     try:
         _rule(rule)(np.zeros((n, 1)), f)
-    except ValueError as error:
-        return f"{error}: take more clients, or declare fewer Byzantine ones"
-    return ""
+    except ValueError:
+        return False
+    return True
