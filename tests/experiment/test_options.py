@@ -197,7 +197,7 @@ def test_its_keys_are_everywhere(package: Path) -> None:
     assert [name for name in keys if name.split("-")[0] in OWN] == [
         *("halves-weight", "halves-report", "pull-strength", "pull-kind", "halfway-share", "halfway-momentum")
     ]
-    assert "| `halves-weight` | `0.5` | (0, 1] | halves: weight of a round's pooled moments (h in the paper) |" in command("config").output
+    assert "- `halves-weight=0.5` ((0, 1]): halves: weight of a round's pooled moments (h in the paper)" in command("config").output
     assert 'pull-kind = "linear"\n' in command("config", "--toml").output
     assert RunConfig()["halfway-share"] == 0.5
     for values, about in (

@@ -73,7 +73,7 @@ def printed(*arguments: str) -> list[str]:
 
 def test_a_method_with_an_option_is_one_file(site: Path, tmp_path: Path) -> None:
     add(site, "halves")
-    assert "| `halves-weight` | `0.5` | (0, 1] | halves: weight of a round's pooled moments (h in the paper) |" in printed()
+    assert "- `halves-weight=0.5` ((0, 1]): halves: weight of a round's pooled moments (h in the paper)" in printed()
     assert "halves-weight = 0.5" in printed("--toml")
     with pytest.raises(ConfigError, match=r"halves-weight must be in \(0, 1\], but got 2"):
         RunConfig.from_mapping({"method": "halves", "halves-weight": 2})
@@ -90,7 +90,7 @@ def test_a_method_with_an_option_is_one_file(site: Path, tmp_path: Path) -> None
 def test_a_local_training_option_is_one_file(site: Path, tmp_path: Path) -> None:
     without = weights(tmp_path)
     add(site, "dampened")
-    assert "| `dampening` | `0.0` | [0, 1) | share of a gradient that momentum leaves out |" in printed()
+    assert "- `dampening=0.0` ([0, 1)): share of a gradient that momentum leaves out" in printed()
     keys = list(RunConfig.keys())
     assert keys[keys.index("dampening") - 1] == "client-weights"  # behind the option that is declared before it
     assert "dampening = 0.0" in printed("--toml")

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from fl_bn.cli.main import app
-from fl_bn.federation.engines.workers import PIPE, WorkerDied, Workers, _widen_pipes
+from fl_bn.federation.engines.workers import WorkerDied, Workers
 from fl_bn.flower import run_in_process
 from fl_bn.support.wire import WireError
 from tests.integration import tasks
@@ -36,21 +36,6 @@ def run(folder: Path, method: str, workers: int, **keys: object) -> Path:
     path = run_in_process(config)
     assert path is not None
     return path
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="pipes of another size exist on Linux only")
-def test_a_reply_of_a_megabyte_does_not_wait_for_a_reader() -> None:
-    import fcntl
-
-    workers = Workers(2)
-    try:
-        assert [done.value for done in workers.run(len, [("ab",), ("c",)])] == [2, 1]
-        executor = workers._started()._backend._workers
-        for queue in (executor._call_queue, executor._result_queue):
-            assert fcntl.fcntl(queue._reader.fileno(), fcntl.F_GETPIPE_SZ) >= PIPE
-    finally:
-        workers.close()
-    _widen_pipes(object())  # type: ignore[arg-type]  # a later joblib may have other parts
 
 
 @pytest.mark.parametrize(

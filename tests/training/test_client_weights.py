@@ -19,5 +19,5 @@ def test_a_client_counts_for_what_it_drew_or_for_all_it_has(engine: str) -> None
 
 
 def test_fedtan_weighs_the_samples_of_its_batches() -> None:
-    with pytest.raises(ValueError, match="client-weights"):
+    with pytest.raises(ValueError, match="client_weights"):
         application(Asked("fedtan", passes=True, seeded=True, dtype=torch.float32), **ONE_STEP, **{"client-weights": "data"})

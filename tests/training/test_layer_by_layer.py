@@ -114,7 +114,7 @@ def test_what_is_kept_is_computed_once() -> None:
 def test_the_limit_of_memory_counts_the_activations_of_all_batches() -> None:
     """Per sample three times the largest input of a layer, and the input of the network: 4 * 3 * 64 float64."""
     held = 12 * 4 * 3 * 64 * 8
-    for memory, problem in ((held, ""), (held - 1, "memory")):
+    for memory, problem in ((held, ""), (held - 1, "GiB")):
         model = Counting().double()
         found = LayerOrder.at(model, batch_norms(model), batches(), call, memory).problem
         assert problem in found
