@@ -97,7 +97,7 @@ def _joined(name: str, archives: Sequence[Mapping[str, Tensor]], **fields: Any) 
     """Join converted arrays of several sites, and count the classes: the largest label, plus one."""
     targets = [archive[key] for archive in archives for key in ("y_train", "y_test")]
     same_form(name, "y_train and y_test", targets)
-    joined = {key: torch.cat([archive[key] for archive in archives]) for key in KEYS}
+    joined: dict[str, Any] = {key: torch.cat([archive[key] for archive in archives]) for key in KEYS}
     labels = kind_of(targets[0]) == LABELS
     outputs = 1 if targets[0].ndim == 1 else targets[0].shape[1]
     classes = 1 + max((int(y.max()) for y in targets if len(y)), default=0) if labels else outputs

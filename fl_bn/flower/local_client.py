@@ -249,7 +249,7 @@ class BatchNormClient(Participant, NumPyClient):
 
 def own_sections(keeps: ClientState, before: ClientState, round: int) -> Sections:
     """Return the sections of the state ``keeps`` that a client stores after ``round``; empty if this round made none."""
-    return keeps.sections if keeps.round == round else {}
+    return dict(keeps.sections) if keeps.round == round else {}
 
 
 def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:

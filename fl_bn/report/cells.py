@@ -159,7 +159,7 @@ def read_runs(folders: Sequence[Path]) -> list[Cell]:
     runs = {run: _ran(run) for folder in folders for run in _runs(folder)}
     keys = sorted({key for config in runs.values() for key in config} - FREE - {SEED, "method"})
     differing = [key for key in keys if len({str(config.get(key)) for config in runs.values()}) > 1]
-    cells = []
+    cells = list[Cell]()
     for run, config in runs.items():
         name = ", ".join([str(config["method"]), *(f"{key}={config.get(key)}" for key in differing)])
         axes = {"method": name, SEED: int(config[SEED])}

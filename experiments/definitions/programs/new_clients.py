@@ -80,7 +80,7 @@ def measured(cell: Cell) -> dict[str, float]:
     made, found = read_run(cell.path), dict[str, float]()
     shared = made.before() if made.method.shares(Role.AFFINE) else None
     for client in newcomers(cell.config):
-        adapted = made.adapt(AVERAGE_AFFINE, client.x).model
+        adapted = made.adapt(AVERAGE_AFFINE, client.x)
         found[client.name] = evaluate(adapted if shared is None else shared, client.test)["accuracy"]
         found[f"{client.name}{OWN}"] = evaluate(adapted, client.test)["accuracy"]
     return {way: found[way] for way in WAYS}
