@@ -116,7 +116,7 @@ def records_of(described: Any, blobs: list[bytes]) -> RecordDict:
             return blobs[value["blob"]]
         if isinstance(value, str):
             value.encode()
-        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        elif isinstance(value, int) and not -(2**63) <= value < 2**64:  # Flower sends sint64 or uint64
             raise ValueError(f"the number {value} has more than 64 bits")
         return value
 

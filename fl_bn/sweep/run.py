@@ -67,7 +67,7 @@ def check(cells: Sequence[Cell]) -> None:
     seen: set[tuple[object, ...]] = set()
     for cell in cells:
         config = cell.config
-        data = (config.dataset, config.data_path, config.image_size, config.changes, config.hold_out)
+        data = (config.dataset, config.data_path, config.image_size, str(config.changes), config.hold_out)
         split = (*data, config.partition, config.partition_parameter, config.sizes, config.clients, config.changes.attackers, config.seed)
         whose = (split, config.validation_share)
         model = (*data, config.model, config.model_weights, config.method, config["groups"])

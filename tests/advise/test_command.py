@@ -106,7 +106,7 @@ def test_a_pilot_compares_the_best_on_validation_samples(tmp_path: Path) -> None
     code, said = called(*arguments)
     assert code == 0, said
     ran = {path.parent.name: tomllib.loads(path.read_text()) for path in out.glob("runs/*/config.toml")}
-    assert {config["method"] for config in ran.values()} == {"fedavg", "fbn", "gn"}
+    assert {config["method"] for config in ran.values()} == {"fedavg", "hbn", "gn"}
     assert {(config["rounds"], config["validation-share"]) for config in ran.values()} == {(6, 0.2)}
     assert "Validation accuracy" in said
     before = {file: file.stat().st_mtime_ns for file in out.glob("**/rounds.jsonl")}

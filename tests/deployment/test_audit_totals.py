@@ -18,7 +18,7 @@ import pytest
 from fl_bn_site.audit_report import Filter, Report, chosen, report_of
 from tests.deployment.federation import FL_BN, ROOT, SMALL, Federation, check_bits, free_ports
 from tests.deployment.fleet_proxy import FleetProxy
-from tests.deployment.inner import OTHER, check
+from tests.deployment.inner import OTHER, SiteFolder, check
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 RUNS: dict[str, dict[str, Any]] = {
@@ -44,7 +44,7 @@ def wired(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Federation
 
 
 def log_of(federation: Federation, site: str) -> Path:
-    return federation.kit / "sites" / site / "state/audit"
+    return SiteFolder.read(federation.kit / "sites" / site).audit_log
 
 
 def by_section(report: Report) -> dict[str, list[int]]:

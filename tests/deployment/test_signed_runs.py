@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fl_bn_site.control import control_of
 from fl_bn_site.project import project_of
-from fl_bn_site.submit import _with_defaults
+from fl_bn_site.submit import _complete
 from tests.deployment.federation import FL_BN, ROOT, Federation, wait_until
 from tests.deployment.inner import (
     COMPLETED,
@@ -94,7 +94,7 @@ class Server:
         self.key, self.content = read_key(file), build(self.folder)
 
     def config(self, name: str, key: Ed25519PrivateKey | None) -> dict[str, Scalar]:
-        given = _with_defaults(self.folder, {**RUN, "name": name})
+        given = _complete(self.folder, {**RUN, "name": name})
         return Package(self.content, key).signed(complete_config(self.folder, given)) | {
             name: value for name, value in given.items() if name.startswith("exchange")
         }

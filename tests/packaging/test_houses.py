@@ -50,7 +50,7 @@ def imported_by_commands() -> list[str]:
 
 def test_no_command_of_a_research_user_loads_another_house(tmp_path: Path) -> None:
     names = imported_by_commands()
-    assert {"fl_bn.run.config", "fl_bn.flower", "fl_bn.sweep.cells", "fl_bn.checks.run", "fl_bn.run.pictures"} <= set(names)
+    assert {"fl_bn.run.config", "fl_bn.flower", "fl_bn.sweep.file", "fl_bn.checks.run", "fl_bn.run.pictures"} <= set(names)
     lines = [f"import_module({name!r})" for name in names]
     assert loaded("import fl_bn\nfrom importlib import import_module\n" + "\n".join(lines) + "\n" + used("layers", "mlp")) == []
 
