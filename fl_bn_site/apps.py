@@ -269,8 +269,8 @@ def answer(connection: socket.socket, job: Job, app: Call | None) -> None:
         if app is None:
             limit_memory(job.memory)
             app = _loaded(job.folder)
-        if (departures := sys.modules.get("fl_bn.support.departures")) is not None:
-            departures.listen(leaving)
+        with contextlib.suppress(ImportError):  # imported here, since an app may import fl-bn's exchange only when it trains
+            importlib.import_module("fl_bn.support.departures").listen(leaving)
         reply = app(message=message, context=context)
         blobs: list[bytes] = []
         state = wire.describe(context.state, blobs)
