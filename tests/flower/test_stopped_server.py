@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 import pytest
-from flwr.common.retry_invoker import _make_simple_grpc_retry_invoker
 
 from fl_bn.flower.compat import repeat_cancelled
 from fl_bn_site import supernode
@@ -32,6 +31,13 @@ def server(port: int = 0) -> tuple[grpc.Server, int]:
     return made, port
 
 
+def invoker_of_flower() -> Any:
+    """Return Flower's own invoker, which later versions lack."""
+    from flwr.common.retry_invoker import _make_simple_grpc_retry_invoker
+
+    return _make_simple_grpc_retry_invoker()
+
+
 pinned = pytest.mark.pinned("later versions of Flower call over HTTP")
 
 
@@ -45,7 +51,7 @@ def test_a_reply_that_a_stopping_server_cancels_is_fetched_again(changed: bool) 
         over = Event()
 
         def call(over: Event = over) -> None:
-            invoker = _make_simple_grpc_retry_invoker()
+            invoker = invoker_of_flower()
             if changed:
                 repeat_cancelled(invoker)
             with grpc.insecure_channel(f"127.0.0.1:{port}", options=UNLIMITED) as channel:
@@ -87,7 +93,7 @@ def counted(pull: Any, codes: list[str]) -> Any:
 
 @pinned
 def test_a_call_that_this_process_ends_is_not_repeated() -> None:
-    invoker = _make_simple_grpc_retry_invoker()
+    invoker = invoker_of_flower()
     repeat_cancelled(invoker)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
