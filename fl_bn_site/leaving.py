@@ -16,7 +16,6 @@ OURS = "fl-bn/"
 HEADER, METRICS, HELLO = f"{OURS}header", f"{OURS}metrics", f"{OURS}hello"
 SECURE = "secaggplus_configs"  # Flower's name for the record of a secure sum
 MASKED = "masked_params"
-DRIFT = ("drift", "drift-layer", "growth", "min-var")  # metrics that are sent with share-drift
 OTHER = "other"  # the section of all content that the server's report does not list
 LONGEST, MOST = 80, 50  # limits of the log: the characters of a section's name, and the sections of an answer
 NUMBER = 8  # bytes that a number counts
@@ -195,11 +194,10 @@ def _metrics(found: Sections, metrics: Mapping[str, Any]) -> None:
     if "exchange" in found:
         return
     ours = metrics.get(METRICS, {})
-    _add(found, "drift", 0, NUMBER * sum(name in DRIFT for name in ours))
     for name in metrics.keys() - {METRICS}:
         if not name.startswith(OURS):
             _add(found, "own metrics", 0, NUMBER * len(metrics[name]))
-    _add(found, "metrics", 0, NUMBER * sum(isinstance(value, int | float) for name, value in ours.items() if name not in DRIFT))
+    _add(found, "metrics", 0, NUMBER * sum(isinstance(value, int | float) for value in ours.values()))
 
 
 def _evaluation(found: Sections, metrics: Mapping[str, Any]) -> None:
