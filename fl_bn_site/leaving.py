@@ -113,7 +113,7 @@ def exchanged(asked: str, section: str, nbytes: int, samples: int) -> dict[str, 
     """
     samples = samples if asked == "train" else 0
     of = {"tensors": 1, "bytes": nbytes} | ({"samples": samples} if samples else {})
-    return {**totals_of({section: of}), "message-bytes": nbytes, "decision": "sent", "reason": ""}
+    return {"message": "exchange", **totals_of({section: of}), "message-bytes": nbytes, "decision": "sent", "reason": ""}
 
 
 def totals_of(sections: Sections) -> dict[str, Any]:
