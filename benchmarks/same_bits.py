@@ -75,7 +75,7 @@ TABLE: list[tuple[str, Callable[..., str], list[Case]]] = [
     ("vectorised", application, [c("hbn", engine="vectorised"), c("fedavg", engine="vectorised")]),
     ("own loop", own_loop, [*(c(name) for name in METHODS if name not in EXCHANGE), *AIMS, c("fbn", robust=True)]),
     ("own Flower app", own_app, [
-        *EVERY, *AIMS, c("fbn", robust=True), c("fedavg", payload="bfloat16"), c("fbn", fraction_train=0.5),
+        *EVERY, *AIMS, c("fbn", robust=True), c("fbn", fraction_train=0.5),
         *(c(name, carrier="replay") for name in EXCHANGE),
     ]),
     ("NumPyClient", older_api, EVERY),
@@ -97,7 +97,7 @@ TABLE: list[tuple[str, Callable[..., str], list[Case]]] = [
         c("fbn", unit_scale=False, centre_gradients="never"), c("gn", centre_gradients="always", groups=4),
         c("fixbn", freeze_after=1, freeze_what="both"), c("fedtan2", freeze_after=0), c("fixbn", calibrate=2),
         *(c("fedavg", clip=how, clip_limit=0.01) for how in ("norm", "round", "value", "adaptive")),
-        c("fedavg", payload_dtype="bfloat16"), c("fedavg", precision="mixed"), c("fedavg", memory_format="contiguous"),
+        c("fedavg", precision="mixed"), c("fedavg", memory_format="contiguous"),
         c("fedavg", clients=5, fraction=0.5, client_weights="uniform"), c("fedbn", clients=4, join_rounds="3:2"),
         c("fedavg", local_epochs=1, local_steps=0, client_weights="data", drop_last=True), c("fedavg", moon_projection=8),
         c("fedbn", local_evaluation=True, unseen_client=True), c("fedavg", partition="dirichlet", augment="crop-flip"),

@@ -17,7 +17,7 @@ from itertools import count
 
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.defence import TooFew
-from fl_bn.federation.payload import EXACT, Named, count_tensors
+from fl_bn.federation.payload import Named, count_tensors, section_bytes
 from fl_bn.federation.policy import AS_METHOD, UNTIL_STILL
 from fl_bn.federation.recalibration import TOLERANCE, Pass, epsilons, through, unreached
 from fl_bn.federation.record import RoundRecord, with_clients
@@ -235,7 +235,7 @@ class Passes:
             Phase.MEASURE.value,
             0.0,
             tensors_down=count_tensors(instruction.sections),
-            bytes_down=EXACT.nbytes(instruction.sections),
+            bytes_down=section_bytes(instruction.sections),
         )
         record = replace(
             with_clients(sent, replies, replies.parts, replies.refused, called=policy.called, warning=MISSING),

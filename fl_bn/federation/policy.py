@@ -9,10 +9,8 @@ from dataclasses import KW_ONLY, dataclass, fields
 from numbers import Real
 from typing import Any, ClassVar
 
-from fl_bn.bn.roles import Role
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.auxiliary import Auxiliary
-from fl_bn.federation.payload import AS_THE_MODEL, PAYLOADS
 from fl_bn.federation.settings import ALL_SAMPLES, LEARNING_RATE, LocalTraining
 from fl_bn.methods import Method, Phase, Refresh, StatisticsReport
 from fl_bn.methods.fbn import BOUNDED_SCALE
@@ -231,7 +229,6 @@ class ServerPolicy(RunSpec):
             numbers.
         registered: Returns node -> name of the site that has this node now, see ``ClientNames``.
         recalibration: The way to measure exact statistics of all layers, see ``RECALIBRATIONS``.
-        payload: The dtype in which weights and gradients are sent, see ``federation.payload``.
 
     Raises:
         ValueError: A value is out of range, or two values do not fit together.
@@ -343,15 +340,6 @@ class ServerPolicy(RunSpec):
         used=MEASURES,
     )
     registered: Callable[[], Mapping[int, str]] = dict
-    payload: str = option(
-        AS_THE_MODEL,
-        "dtype in which weights and gradients are sent in training rounds; float32: as they are in the model; bfloat16: half the bytes, "
-        "each number rounded by up to 2^-8 of itself; float16: half the bytes, rounded by up to 2^-11 (numbers up to 65504). Statistics, "
-        "buffers and auxiliary tensors are sent exactly. Only float32 with fedtan or secure-aggregation",
-        PAYLOADS,
-        key="payload-dtype",
-        used=method_where("a method with which clients share weights", lambda method, config: method.shares(Role.WEIGHT)),
-    )
 
     def most_steps(self, samples: int) -> int:
         """Return the largest number of local steps that a client with ``samples`` samples may claim; 0: unknown."""

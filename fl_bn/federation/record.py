@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from fl_bn.exchange.session import Traffic
 from fl_bn.federation.aggregation import Drift
-from fl_bn.federation.payload import EXACT, PayloadDtype, count_tensors
+from fl_bn.federation.payload import count_tensors, section_bytes
 from fl_bn.methods import Phase
 from fl_bn.robust.view import FAR
 from fl_bn.support.client_names import UNNAMED, ClientNames
@@ -160,7 +160,6 @@ def with_clients(
     replies: RoundReplies,
     parts: Sequence[Reply],
     refused: Mapping[int, str],
-    rounding: PayloadDtype = EXACT,
     called: ClientNames = UNNAMED,
     distances: Sequence[float] = (),
     warning: str = "round {round}: {client}'s reply is not used: {reason}",
@@ -172,7 +171,6 @@ def with_clients(
         replies: The replies of the cohort.
         parts: The replies that were used.
         refused: Client -> the reason why its reply was not used.
-        rounding: The dtype in which weights are sent.
         called: The names of the clients, for the log.
         distances: The distance of each used update to the robust update, in the order of ``parts``; empty without a
             robust rule.
@@ -191,7 +189,7 @@ def with_clients(
             LOGGER.warning("%s", warning.format(round=record.round, client=called.client(client), reason=refused[client]))
             clients.append(ClientRecord(client, bytes_down=sent, exchanges=layers.exchanges, refused=refused[client]))
             continue
-        up, tensors_up = rounding.nbytes(part.sections), count_tensors(part.sections)
+        up, tensors_up = section_bytes(part.sections), count_tensors(part.sections)
         back, waited = sum(up.values()) + layers.up, part.metrics.get("waited", 0.0)
         distance = known.get(client, math.nan)
         one = ClientRecord(client, part.samples, part.steps, part.loss, sent, back, layers.exchanges, waited, distance)

@@ -114,13 +114,12 @@ class Schema:
                         yield section, name, "extra tensor: none of this name was expected" if name in arrays else "missing tensor"
 
 
-def difference(expected: Schema, payload: Payload, dtypes: bool = True) -> str:
+def difference(expected: Schema, payload: Payload) -> str:
     """Name the first tensor in which two sides differ.
 
     Args:
         expected: The tensors of this side.
         payload: The arrays of the other side.
-        dtypes: Whether to compare dtypes, too.
 
     Returns:
         A sentence with the difference. If all names, shapes and dtypes agree, it names the other possible differences
@@ -129,8 +128,8 @@ def difference(expected: Schema, payload: Payload, dtypes: bool = True) -> str:
     for section, ours in expected.sections.items():
         theirs = payload.get(section, {})
         for name in [*ours, *(name for name in theirs if name not in ours)]:
-            here = _form(ours[name].shape, ours[name].dtype, dtypes) if name in ours else "nothing"
-            there = _form(theirs[name].shape, dtype_name(theirs[name].dtype), dtypes) if name in theirs else "nothing"
+            here = _form(ours[name].shape, ours[name].dtype) if name in ours else "nothing"
+            there = _form(theirs[name].shape, dtype_name(theirs[name].dtype)) if name in theirs else "nothing"
             if here != there:
                 return f"{printable(name)} is {here} here, and {there} there"
     return (
@@ -142,8 +141,8 @@ def difference(expected: Schema, payload: Payload, dtypes: bool = True) -> str:
 COMPARE = "To compare, run on both sides: fl-bn layers MODEL --method METHOD --tensors"
 
 
-def _form(shape: tuple[int, ...], dtype: str, dtypes: bool) -> str:
-    return f"{tuple(shape)} {dtype}" if dtypes else f"{tuple(shape)}"
+def _form(shape: tuple[int, ...], dtype: str) -> str:
+    return f"{tuple(shape)} {dtype}"
 
 
 KEPT = "kept"  # the section, and the query, of layers that clients keep

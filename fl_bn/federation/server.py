@@ -20,7 +20,7 @@ from fl_bn.federation.composition import check_learns, check_weights
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.federation.norm_layers import check_layers, say_absent, say_unmeasured
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
-from fl_bn.federation.payload import PayloadDtype, check_payload, count_tensors
+from fl_bn.federation.payload import count_tensors, section_bytes
 from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.record import RoundRecord, with_clients
 from fl_bn.federation.replies import REPLIED, TRAINED, Expected, Intake, bounds_of, taking_part, without_overflow
@@ -58,12 +58,10 @@ class Server:
     ) -> None:
         check_layers(model, method)
         check_weights(method, policy.client_weights)
-        check_payload(policy.payload, method)
         self.source, self.method, self.policy, self.rounds = model, method, policy, rounds
         self.defence, self._defended = defence, defence.active
         self.shared = SharedModel(model, method, policy.auxiliary, policy.clients)
         say_absent(model, method)
-        self.rounding = PayloadDtype.of(policy.payload, self.shared.model)
         self.optimizer = (optimizer or server_optimizer("fedavg")).fresh()
         self.record = RoundRecord(0, Phase.TRAIN.value, 0.0)
         self.round = 0
@@ -100,7 +98,7 @@ class Server:
         instruction = self.shared.instruction_to_train(round, phase, self.optimizer, rate, share, self.policy.objective)
         down = instruction.sections
         self._bounds = {} if self._defended else bounds_of(down, rate, self.shared.buffers)  # a robust rule needs no bounds
-        self.record = RoundRecord(round, phase.value, rate, tensors_down=count_tensors(down), bytes_down=self.rounding.nbytes(down))
+        self.record = RoundRecord(round, phase.value, rate, tensors_down=count_tensors(down), bytes_down=section_bytes(down))
         return instruction
 
     def intake(self, cohort: Sequence[int]) -> Intake | None:
@@ -146,11 +144,11 @@ class Server:
                 parts, self.left_out = [part for part in parts if part is not worst], {worst.client}
                 refused[worst.client] = error.refusal(worst)
                 why = f"{why}: nothing changes, and the next round goes without {called.client(worst.client)}"
-            self.record = with_clients(self.record, replies, parts, refused, self.rounding, called)
+            self.record = with_clients(self.record, replies, parts, refused, called)
             LOGGER.warning("round %s: %s", self.round, why)
             return False
         self.record = replace(
-            with_clients(self.record, replies, parts, refused, self.rounding, called, distances),
+            with_clients(self.record, replies, parts, refused, called, distances),
             aggregated=True,
             drift=Drift.between(before, shared.statistics()),
         )
@@ -187,7 +185,7 @@ class Server:
             raise TooFew(f"nothing changes, since {error}") from error
         statistics = self.shared.combined(parts, phase, defence, self.pace())
         weights = [self._weight(part) for part in parts]
-        step = ServerStep(parts, weights, self.optimizer, self.record.learning_rate, defence, replies.sum, phase, self.rounding)
+        step = ServerStep(parts, weights, self.optimizer, self.record.learning_rate, defence, replies.sum, phase)
         return self.shared.change(step, statistics)
 
     def defence_of(self, parts: Sequence[Reply], refused: int) -> Defence | None:

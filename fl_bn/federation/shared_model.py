@@ -28,7 +28,7 @@ from fl_bn.federation.composition import learns
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.network import Copy
 from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.federation.payload import EXACT, Named, PayloadDtype, Sections, decode_moments, tensor_name
+from fl_bn.federation.payload import Named, Sections, decode_moments, tensor_name
 from fl_bn.federation.recalibration import epsilons
 from fl_bn.federation.unit_scale import producers, rescaled
 from fl_bn.federation.values import Instruction, Reply
@@ -84,7 +84,6 @@ class ServerStep:
         defence: The defence against Byzantine clients; None: there is none.
         sum: The weighted sum of the replies, if each was added to it when it arrived.
         phase: The phase of the round. It decides which parameters are frozen.
-        rounding: The rounding of the weights that clients received.
     """
 
     parts: Sequence[Reply]
@@ -94,7 +93,6 @@ class ServerStep:
     defence: Defence | None = None
     sum: WeightedSum | None = None
     phase: Phase = Phase.TRAIN
-    rounding: PayloadDtype = EXACT
 
 
 def median_steps(steps: Iterable[int]) -> int:
@@ -365,9 +363,8 @@ class SharedModel:
         else:
             mean, report = defence.update(tensors, None if section == "gradients" else state)
             distances = [float(distance) for distance in report.distances]
-        for name in mean if section == "weights" else ():
-            if name in self._frozen - names or step.rounding.unmoved(name, mean[name], state[name]):
-                mean[name].copy_(state[name])
+        for name in (self._frozen - names) & mean.keys() if section == "weights" else ():
+            mean[name].copy_(state[name])
         learnable = {name: tensor for name, tensor in mean.items() if name in names}
         if section == "gradients":
             step.optimizer.step_within(state, learnable, None, step.rate)

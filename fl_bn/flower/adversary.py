@@ -7,7 +7,6 @@ checks. So the server treats a rewritten reply like the reply of a real attacker
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -16,11 +15,10 @@ import torch
 
 from fl_bn.bn.moments import Moments, plain_average, pool
 from fl_bn.federation.defence import Defence
-from fl_bn.federation.payload import EXACT, Payload, PayloadDtype, tensor_name
+from fl_bn.federation.payload import Payload, tensor_name
 from fl_bn.flower.population import Client
 from fl_bn.flower.wire.replies import Decoded
 from fl_bn.robust.attacks import Adversary, Damage
-from fl_bn.support.wire import WireError
 
 VARIANCES = {"statistics": ("running_mean", "running_var"), "moments": ("mean", "var")}
 
@@ -32,7 +30,6 @@ def corrupt(
     adversary: Adversary,
     defence: Defence,
     sent: Payload,
-    rounding: PayloadDtype = EXACT,
 ) -> list[Decoded]:
     """Rewrite the replies of the Byzantine clients, which are the last ``adversary.f`` clients of the run.
 
@@ -43,13 +40,12 @@ def corrupt(
     ``cohort`` are the clients of the round, of ``population`` in the run, and ``sent`` the
     tensors that the server sent to all of them.
     """
-    index, sent = {client.node: client.index for client in cohort}, rounding.widen(sent)
+    index = {client.node: client.index for client in cohort}
     readable: dict[int, tuple[int, Payload]] = {}  # client -> position in ``replies``, arrays
     for place, reply in enumerate(replies):
         if reply.node in index and reply.payload and reply.problem is None:
-            with suppress(WireError):
-                arrays = {section: dict(arrays) for section, arrays in rounding.widen(reply.payload).items()}
-                readable.setdefault(index[reply.node], (place, arrays))
+            arrays = {section: dict(arrays) for section, arrays in reply.payload.items()}
+            readable.setdefault(index[reply.node], (place, arrays))
     liars = [client for client in sorted(readable) if client >= population - adversary.f]
     truths = [readable[client][1] for client in sorted(readable) if client not in liars and _finite(readable[client][1])]
     lies, rewritten = [readable[client][1] for client in liars], list(replies)
@@ -65,7 +61,7 @@ def corrupt(
         for client in liars:
             place, lie = readable[client]
             true = rewritten[place]
-            rewritten[place] = replace(true, payload=true.payload | rounding.narrow({section: lie[section]}, overflows=True))
+            rewritten[place] = replace(true, payload=true.payload | {section: lie[section]})
     return rewritten
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fl_bn.federation.callbacks import Callback, Callbacks, Running
 from fl_bn.federation.passes import Newest, Passes
-from fl_bn.federation.payload import EXACT, Named, Payload, to_numpy
+from fl_bn.federation.payload import Named, Payload, to_numpy
 from fl_bn.federation.policy import MEMORY
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.schema import instruction as shared_tensors
@@ -103,7 +103,7 @@ class GridTransport(Transport):
         self._newest: Newest | None = None  # None before ``start``
         self._round: Round | None = None
         self._expected = shared_tensors(self.shared.model, self.shared.locality)
-        self._down, self._rounding = Payload(), EXACT  # what the last messages carry, and how it is rounded
+        self._down = Payload()  # what the last messages carry
 
     @property
     def record(self) -> RoundRecord:
@@ -213,8 +213,8 @@ class GridTransport(Transport):
         """
         phase = Phase(self.record.phase)
         expected = self.server.expects(number, phase, {client.index: client.samples for client in self.cohort})
-        header = header_for(self.shared, number, phase, self.policy.payload)
-        reading = Reading(self.cohort, header, expected, self.server.rounding)
+        header = header_for(self.shared, number, phase)
+        reading = Reading(self.cohort, header, expected)
         read = self._read(self.overheard(replies), reading)
         if self._round is not None:
             self._round.replies = read
@@ -351,13 +351,9 @@ class GridTransport(Transport):
 
         The round's number is added to that config. The messages live for ``steps`` times the
         round's timeout.
-
-        Raises:
-            Overflow: a weight is too large for the dtype in which weights are sent.
         """
-        self._rounding = self.server.rounding if kind == "train" else EXACT
-        self._down = self._rounding.narrow({section: to_numpy(tensors) for section, tensors in instruction.sections.items()})
-        content = to_records(self._down, header_for(self.shared, instruction.round, instruction.phase, self._rounding.dtype))
+        self._down = {section: to_numpy(tensors) for section, tensors in instruction.sections.items()}
+        content = to_records(self._down, header_for(self.shared, instruction.round, instruction.phase))
         add_to_config(content, {**values, "version": here(), **self.recovery.run_id.to_config()})
         group, ttl = str(instruction.round), self.policy.timeout * steps
         messages = [Message(RecordDict(dict(content.items())), client.node, kind, ttl=ttl, group_id=group) for client in clients]
@@ -381,4 +377,4 @@ class GridTransport(Transport):
             return decoded
         from fl_bn.flower.adversary import corrupt  # for experiments alone
 
-        return corrupt(list(decoded), clients, self.policy.clients, self.method.adversary, self.server.defence, self._down, self._rounding)
+        return corrupt(list(decoded), clients, self.policy.clients, self.method.adversary, self.server.defence, self._down)

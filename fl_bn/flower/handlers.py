@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fl_bn.federation.fields import Values
 from fl_bn.federation.network import Network
-from fl_bn.federation.payload import AS_THE_MODEL, EXACT, Payload, PayloadDtype, to_numpy, to_tensors
+from fl_bn.federation.payload import Payload, to_numpy, to_tensors
 from fl_bn.federation.recording import Connect
 from fl_bn.federation.schema import KEPT, difference
 from fl_bn.federation.values import ClientState, Instruction, Reply
@@ -47,14 +47,12 @@ class Request:
         instruction: the instruction for the client's round. For an evaluation, its phase is
             ``Phase.MEASURE``, in which nothing is trained.
         config: the checked values of the message's config.
-        rounding: the dtype in which weights are sent, in both directions.
         transcript: in FedTAN's layer-wise exchange by replay, the server's answers so far.
     """
 
     header: Header
     instruction: Instruction
     config: Values
-    rounding: PayloadDtype = EXACT
     transcript: Transcript = field(default=())
 
     def kept(self, store: StateStore) -> ClientState:
@@ -111,10 +109,9 @@ def request_of(header: Header, payload: Payload, config: Values, network: Networ
     """
     phase, form = Phase(header.phase), config.form
     transcript = detach(payload, config) if form is TO_TRAIN and phase is Phase.EXCHANGE else []
-    mine = Header(network.method.name, header.phase, header.round, network.signature, header.payload)
-    mine.check(header, lambda: difference(network.instruction(), payload, dtypes=header.payload == AS_THE_MODEL))
-    rounding = PayloadDtype.of(header.payload, network.original)
-    sections = {section: to_tensors(arrays) for section, arrays in rounding.widen(payload).items()}
+    mine = Header(network.method.name, header.phase, header.round, network.signature)
+    mine.check(header, lambda: difference(network.instruction(), payload))
+    sections = {section: to_tensors(arrays) for section, arrays in payload.items()}
     instruction = Instruction(header.round, phase, sections)
     if form is TO_TRAIN:
         rate, share, objective = config["learning-rate"], config["rate-share"], config["objective"]
@@ -123,17 +120,13 @@ def request_of(header: Header, payload: Payload, config: Values, network: Networ
         instruction = replace(instruction, measured=config["measured"], memory=config["exchange-memory"])
     else:
         instruction = replace(instruction, phase=Phase.MEASURE)
-    return Request(header, instruction, config, rounding, transcript)
+    return Request(header, instruction, config, transcript)
 
 
-def reply_to(message: Message, header: Header, reply: Reply, rounding: PayloadDtype = EXACT) -> Message:
-    """Return ``reply`` as a Flower message that answers ``message``, with the instruction's header.
-
-    Raises:
-        Overflow: a weight is too large for the dtype of ``rounding``.
-    """
+def reply_to(message: Message, header: Header, reply: Reply) -> Message:
+    """Return ``reply`` as a Flower message that answers ``message``, with the instruction's header."""
     arrays = {section: to_numpy(tensors) for section, tensors in reply.sections.items()}
-    content = to_records(rounding.narrow(arrays), header)
+    content = to_records(arrays, header)
     content[f"{OURS}metrics"] = MetricRecord({"samples": reply.samples, **metrics_of(reply)})
     return Message(content, reply_to=message)
 

@@ -26,7 +26,7 @@ from fl_bn.federation.composition import check_composition
 from fl_bn.federation.engines.vectorised import with_others
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.network import Network
-from fl_bn.federation.payload import AS_THE_MODEL, Overflow, Sections, to_numpy
+from fl_bn.federation.payload import Sections, to_numpy
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training import SampleLoop
 from fl_bn.federation.values import ClientState, Reply
@@ -130,8 +130,7 @@ class BatchNormClient(Participant, NumPyClient):
         Args:
             request: the checked content of a message.
             pack: makes the outgoing message from the reply. The client's tensors are stored
-                only if this succeeds. On ``Overflow`` (a weight is too large for the dtype in
-                which it is sent), the client sits the round out.
+                only if this succeeds.
 
         Returns:
             The result of ``pack``. The reply that ``pack`` gets has 0 samples if the client
@@ -151,10 +150,7 @@ class BatchNormClient(Participant, NumPyClient):
             if joins is not None:
                 joins(0).close()
             return pack(self._sits_out(instruction.round, reason))
-        try:
-            packed = pack(reply)
-        except Overflow as reason:
-            return pack(self._sits_out(instruction.round, reason))
+        packed = pack(reply)
         if instruction.trains and (sections := self.stores(keeps, kept, instruction.round)):
             store.write(instruction.round, sections)
         return packed
@@ -225,7 +221,7 @@ class BatchNormClient(Participant, NumPyClient):
         request = self._request(parameters, config, TO_MEASURE if config["phase"] == Phase.MEASURE.value else TO_TRAIN)
 
         def listed(reply: Reply) -> tuple[list[np.ndarray], int, dict[str, Any]]:
-            arrays, layout = flatten(request.rounding.narrow({section: to_numpy(named) for section, named in reply.sections.items()}))
+            arrays, layout = flatten({section: to_numpy(named) for section, named in reply.sections.items()})
             return arrays, reply.samples, {"layout": layout, **metrics_of(reply)}
 
         return self.compute(request, listed)
@@ -242,7 +238,7 @@ class BatchNormClient(Participant, NumPyClient):
         return metrics.pop("loss"), len(self.site.test), metrics
 
     def _request(self, parameters: list[np.ndarray], config: Mapping[str, Any], form: Form) -> Request:
-        header = Header(**HEADER.read({"payload": AS_THE_MODEL, **config}))
+        header = Header(**HEADER.read(config))
         payload = unflatten(parameters, LAYOUT.read(config)["layout"])
         return request_of(header, payload, form.read(config), self.network)
 
@@ -277,7 +273,7 @@ def _work(build: Callable[[Context], BatchNormClient], message: Message, context
     request = read(message, client.network)
     limits = Limits.of(context)  # a site that limits its evaluations sends no further ones with its training replies
     client.tells_tests = limits.max_evaluations is None and len(client.site.test) >= limits.min_samples
-    return client.compute(request, partial(reply_to, message, request.header, rounding=request.rounding))
+    return client.compute(request, partial(reply_to, message, request.header))
 
 
 def _evaluate(build: Callable[[Context], BatchNormClient], message: Message, context: Context) -> Message:

@@ -142,7 +142,7 @@ class OwnRound:
             reply, kept = self.local.sit_out(0, {})
         else:
             reply, kept = self.local.reply(samples, told.get("loss", math.nan))
-        answer = reply_to(self._message, self._request.header, reply, self._request.rounding)
+        answer = reply_to(self._message, self._request.header, reply)
         answer.content[OWN_METRICS] = MetricRecord({EXAMPLES: reply.samples, **told, **own})
         if kept.sections and kept.round == reply.round:  # otherwise the store keeps the earlier state
             self._kept = kept

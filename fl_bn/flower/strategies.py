@@ -27,7 +27,6 @@ from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.network import Network
 from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.federation.payload import check_payload
 from fl_bn.federation.policy import ServerPolicy, constant_rate
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LocalTraining
@@ -168,7 +167,6 @@ class OwnAppStrategy(BatchNormStrategy):
             objective=objective.described,
             **{"timeout": TIMEOUT, **options},
         )
-        check_payload(self._policy.payload, method)
         self._model, self._method, self._clients = model, method, clients
         self._optimizer, self._defence, self._callbacks = optimizer, defence, checked_callbacks(callbacks)
 

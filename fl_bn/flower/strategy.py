@@ -18,7 +18,6 @@ from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.norm_layers import describe_layers
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Measured, Newest, TooFewMeasured
-from fl_bn.federation.payload import Overflow
 from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.record import RoundRecord, batches_trained, in_words, why_failed
@@ -281,7 +280,7 @@ class BatchNormStrategy(Strategy):
         except BaseException as error:
             problem = error
             newest.say(server.method)
-            if isinstance(error, TooFewMeasured | Diverged | Overflow):
+            if isinstance(error, TooFewMeasured | Diverged):
                 problem = RunFailed(str(error))
                 raise problem from error
             raise

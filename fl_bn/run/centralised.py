@@ -105,7 +105,7 @@ def run_centralised(config: RunConfig) -> RunDirectory:
 
 WITHOUT_EFFECT = {
     *("calibrate", "client-weights", "engine"),
-    *("payload-dtype", "secure-aggregation", "server-learning-rate"),
+    *("secure-aggregation", "server-learning-rate"),
 }
 """Keys that are about clients or a server, and that centralised training does not read."""
 

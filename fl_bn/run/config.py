@@ -22,7 +22,6 @@ from fl_bn.federation.defence import Defence
 from fl_bn.federation.engines.vectorised import VECTORISED
 from fl_bn.federation.gradients import STEP, chosen
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, ServerOptimizer
-from fl_bn.federation.payload import check_payload
 from fl_bn.federation.policy import (
     AS_METHOD,
     MUCH,
@@ -259,7 +258,6 @@ class RunConfig(RunKeys):
         method, policy = self.build_method(), self.round_policy()
         check_composition(method, self.local_training(), self.changes.attackers > 0 or self.defence().active, self.server_optimizer)
         check_weights(method, self.client_weights)
-        check_payload(self.payload_dtype, method)
         self.defence().check(size := policy.least_cohort)
         refuse((self.min_cohort > size, f"min-cohort must be 1..{size}, the clients in the cohort of round 1, but got {self.min_cohort}"))
         self.build_server_optimizer()

@@ -57,7 +57,6 @@ class RunKeys(DataKeys):
         100, "training rounds; 0, with calibrate: only measure the statistics of the network in model-weights, without training", ">= 0"
     )
     client_weights: str = declared(LocalTraining, "weigh_all")
-    payload_dtype: str = declared(ServerPolicy, "payload")
     min_replies: float = declared(ServerPolicy, "min_replies")
     min_cohort: int = declared(ServerPolicy, "min_cohort")
     max_failed_rounds: int = declared(ServerPolicy, "max_failed")

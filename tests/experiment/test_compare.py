@@ -151,7 +151,6 @@ def test_the_report_of_a_comparison_by_hand(tmp_path: Path) -> None:
 @listed("key", sorted(WITHOUT_EFFECT))
 def test_a_centralised_variant_has_no_keys_about_clients(key: str, tmp_path: Path) -> None:
     value = {"calibrate": 2, "client-weights": "'uniform'", "engine": "'vectorised'"}
-    value |= {"payload-dtype": "'bfloat16'"}
     value |= {"secure-aggregation": "true", "server-learning-rate": 0.5}
     with refusing(key):
         compared(f"centralised:{key}={value[key]}").cells(tmp_path)

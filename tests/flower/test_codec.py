@@ -131,21 +131,17 @@ def test_it_survives_pickling_and_cannot_be_changed() -> None:
     assert not lazy.numpy().flags.writeable
 
 
-@pytest.mark.parametrize(
-    ("name", "payload"), [("hbn", "float32"), ("fedtan", "float32"), ("fbn", "float32"), ("hbn", "bfloat16"), ("fedavg", "float16")]
-)
-def test_a_run_has_the_same_bits_whether_arrays_are_handed_over_or_encoded(
-    name: str, payload: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", ["hbn", "fedtan", "fbn"])
+def test_a_run_has_the_same_bits_whether_arrays_are_handed_over_or_encoded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method = METHODS[name]()
     settings = LocalTraining(batch_size=4, steps=2, momentum=0.9, maintain="reset" if method.exchanges else "local")
-    handed = run(method, equal_clients(3), 3, settings=settings, policy={"payload": payload})
+    handed = run(method, equal_clients(3), 3, settings=settings)
 
     def encoded(arrays: dict[str, np.ndarray]) -> ArrayRecord:
         return ArrayRecord({name: Array(np.asarray(array, order="C")) for name, array in arrays.items()})
 
     for module in ("wire.codec", "client_state", "layerwise.transcript"):
         monkeypatch.setattr(f"fl_bn.flower.{module}.to_record", encoded)
-    over_the_wire = run(method, equal_clients(3), 3, settings=settings, policy={"payload": payload})
+    over_the_wire = run(method, equal_clients(3), 3, settings=settings)
     assert not any(isinstance(a, LazyArray) for a in over_the_wire.result.arrays.values())
     assert all(identical(tensors, over_the_wire.trajectory[round]) for round, tensors in handed.trajectory.items())

@@ -81,10 +81,6 @@ SCENARIOS: dict[str, Scenario] = {
     "fbn maintained": Scenario("fbn", settings=GLOBAL),
     "fedbn unseen": Scenario("fedbn", policy={"unseen": True}),
     "fbn gradients": Scenario("fbn", settings=LocalTraining(batch_size=64, steps=1, update="gradients")),
-    "fbn bfloat16": Scenario("fbn", policy={"payload": "bfloat16"}),
-    "fbn float16 gradients": Scenario(
-        "fbn", settings=LocalTraining(batch_size=64, steps=1, update="gradients"), policy={"payload": "float16"}
-    ),
     "fbn secure": Scenario("fbn", secure=True),
     "hbn secure": Scenario("hbn", secure=True),
     "fedavg secure": Scenario("fedavg", secure=True),

@@ -46,7 +46,7 @@ LONGEST = 60  # seconds; a case that takes longer counts as hanging
 HUGE = 1024.0  # MB that one case may take: the largest message has some 200, and the liar is in this process, too
 CHUNK = 200  # sequences that hypothesis draws from one seed
 STEPS = 30  # calls of a sequence
-CLIENTS_OF = ["fedavg", "fbn", "hbn", "fedbn unseen", "fedtan", "fbn maintained", "fbn bfloat16", "fbn secure"]
+CLIENTS_OF = ["fedavg", "fbn", "hbn", "fedbn unseen", "fedtan", "fbn maintained", "fbn secure"]
 
 Attack = Callable[[str, Rng], tuple[str, Outcome]]
 TARGETS: dict[str, tuple[Attack, list[str], float]] = {  # the attack, its scenarios, and its share of all mutations

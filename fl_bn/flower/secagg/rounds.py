@@ -15,7 +15,7 @@ from fl_bn.bn.moments import Moments, Running
 from fl_bn.exchange.session import LARGEST_COUNT
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.defence import Defence
-from fl_bn.federation.payload import AS_THE_MODEL, Sections, tensor_name, to_tensors
+from fl_bn.federation.payload import Sections, tensor_name, to_tensors
 from fl_bn.federation.policy import ServerPolicy, unbounded
 from fl_bn.federation.record import with_clients
 from fl_bn.federation.server import Server
@@ -59,7 +59,6 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: ServerPoli
         (one_by_one, f"{masked}, and a defence against Byzantine clients compares them: choose one of the two"),
         (layerwise, f"{masked}, and {method.name} exchanges moments layer by layer in the clear: take another method"),
         (own, f"{masked}, and {method.name} needs them here: leave out its ablations (hbn-separate, hbn-merge)"),
-        (rounds.payload != AS_THE_MODEL, f"{masked} as whole numbers, which payload-dtype would round: set it to {AS_THE_MODEL!r}"),
         (
             others,
             f"{masked}, but {others} would be sent in the clear: leave out maintain-momentum, or the objective that needs these tensors",

@@ -20,7 +20,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
 from fl_bn.federation.aggregation import dtype_name
-from fl_bn.federation.payload import AS_THE_MODEL, Payload, to_numpy, views
+from fl_bn.federation.payload import Payload, to_numpy, views
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower.compat import fill
 from fl_bn.flower.wire.messages import HEADER, OURS, our_records
@@ -41,14 +41,12 @@ class Header:
         phase: the round's phase.
         round: the round's number. 0: before round 1.
         signature: a hash of the model's tensors and the method.
-        payload: the dtype in which weights are sent; ``AS_THE_MODEL``: the model's own.
     """
 
     method: str
     phase: str
     round: int
     signature: str
-    payload: str = AS_THE_MODEL
 
     def check(self, other: Header, why: Callable[[], str] = lambda: HINT) -> None:
         """Check that ``other`` has the same fields. ``why`` returns the reason for another signature, in words.
@@ -61,9 +59,9 @@ class Header:
                 raise WireError("header", key, f"expected {expected!r}, but got {actual!r}" + (f": {why()}" if key == "signature" else ""))
 
 
-def header_for(shared: SharedModel, round: int, phase: Phase, payload: str = AS_THE_MODEL) -> Header:
+def header_for(shared: SharedModel, round: int, phase: Phase) -> Header:
     """Return the header of a message in ``round``, with the method and signature of ``shared``."""
-    return Header(shared.method.name, phase.value, round, shared.signature, payload=payload)
+    return Header(shared.method.name, phase.value, round, shared.signature)
 
 
 class LazyArray(Array):

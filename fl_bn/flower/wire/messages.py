@@ -41,7 +41,6 @@ from fl_bn.federation.fields import (
     wholes,
     wholes_by_name,
 )
-from fl_bn.federation.payload import PAYLOADS
 from fl_bn.federation.replies import REPLIED as SAMPLES
 from fl_bn.federation.replies import TRAINED as NUMBERS
 from fl_bn.methods import INPUTS, MEASURED, Phase
@@ -201,7 +200,6 @@ HEADER = Form(
         "phase": one_of(*(phase.value for phase in Phase)),
         "round": whole(),
         "signature": text(64),
-        "payload": one_of(*PAYLOADS),
     },
 )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 
-from fl_bn.federation.payload import EXACT, Payload, PayloadDtype
+from fl_bn.federation.payload import Payload
 from fl_bn.federation.replies import Expected
 from fl_bn.federation.values import Reply
 from fl_bn.flower.population import Client
@@ -84,13 +84,10 @@ class Reading:
         header: the header of the instruction, which a reply must repeat.
         expected: the tensors and numbers of a valid reply. None: the replies have only records
             of the user's.
-        rounding: the dtype in which weights and gradients are sent.
     """
 
-    def __init__(
-        self, cohort: Sequence[Client], header: Header | None = None, expected: Expected | None = None, rounding: PayloadDtype = EXACT
-    ) -> None:
-        self._cohort, self._header, self._expected, self._rounding = cohort, header, expected, rounding
+    def __init__(self, cohort: Sequence[Client], header: Header | None = None, expected: Expected | None = None) -> None:
+        self._cohort, self._header, self._expected = cohort, header, expected
         self._by_node, self.parts = {client.node: client for client in cohort}, dict[int, Reply]()
         self.own, self.refused, self.wrong = dict[int, Mapping[str, MetricRecord]](), dict[int, str](), set[int]()
 
@@ -117,7 +114,7 @@ class Reading:
         assert self._header is not None
         self._header.check(reply.header)
         values = expected.numbers(client, reply.metrics)
-        return expected.reply(client, values, self._rounding.widen(reply.payload))
+        return expected.reply(client, values, reply.payload)
 
     def end(self) -> None:
         """Refuse the clients that have not replied. Call it after the last reply."""
