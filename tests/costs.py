@@ -161,7 +161,6 @@ ENOUGH = {
     "tests/hostile/test_own_app.py::test_an_evaluation_that_no_client_makes_is_not_counted": ("[accuracy", "[no num", "[a long"),
     "tests/doors/test_federation_workers.py::test_workers_give_the_bits_of_one_after_the_other": ("[hbn-with",),
     "tests/doors/test_per_client.py::test_each_client_has_its_own_optimiser": ("[sequential", "[vectorised"),
-    "tests/training/test_vectorised.py::test_fedtan_averages_gradients_too": ("[1]",),
     "tests/loops/test_batches.py::test_a_round_of_many_steps_is_compiled_twice": ("[fixbn]",),
     "tests/flower/test_malformed_replies.py::test_a_reply_is_gone_from_memory_once_it_was_read": ("[header", "[nothing"),
 }

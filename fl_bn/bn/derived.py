@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from fl_bn.bn.copying import copied
 from fl_bn.bn.roles import RECOMPUTE, STATED, Role, roles
 
 MOST_STEPS = 200  # of the power iteration from the previous vectors; more are needed only if two singular values are nearly equal
@@ -44,42 +43,6 @@ def derivation(module: nn.Module) -> str:
         if isinstance(hook, BasePruningMethod):
             return f"torch.nn.utils.prune of {hook._tensor_name!r}"
     return ""
-
-
-def to_pickle(model: nn.Module) -> nn.Module:
-    """Return ``model`` in a form that can be pickled.
-
-    Returns:
-        ``model`` itself if no layer is parametrized. Otherwise a copy whose parametrized layers have their original
-        classes again, because torch refuses to pickle the classes that it made. ``from_pickle`` is the inverse.
-    """
-    if not any(map(is_parametrized, model.modules())):
-        return model
-    model = copied(model)
-    for module in model.modules():
-        if is_parametrized(module):
-            module.__class__ = type(module).__bases__[0]
-    return model
-
-
-def from_pickle(model: nn.Module) -> nn.Module:
-    """Undo ``to_pickle``, in place: give the parametrized layers of ``model`` the classes that torch makes for them.
-
-    Returns:
-        ``model``.
-    """
-    for module in model.modules():
-        lists = module._modules.get("parametrizations")
-        if isinstance(lists, nn.ModuleDict) and not is_parametrized_class(module):
-            parametrize._inject_new_class(module)
-            for name in lists:
-                parametrize._inject_property(module, name)
-    return model
-
-
-def is_parametrized_class(module: nn.Module) -> bool:
-    """Return whether torch made the class of ``module`` for its parametrizations."""
-    return type(module).__name__.startswith("Parametrized") and type(module).__module__ == parametrize.__name__
 
 
 def results(module: nn.Module) -> frozenset[str]:

@@ -47,8 +47,7 @@ class FederationSpec(RunSpec):
         engine: ``sequential``: one client after the other. ``vectorised``: the clients of a cohort together, in
             one vectorised program, which needs ``SeededBatches``.
         workers: The number of processes that compute clients. Every number gives the same bits. 0: this process at
-            first. Worker processes start if the remaining rounds then take less time, clients train on a CPU, and tasks and
-            loaders are fl-bn's or torch's own (all conditions: ``engines.processes.why_stay``).
+            first, and worker processes once the remaining rounds then take less time, if clients train on a CPU.
         progress: Whether to show a progress bar on a terminal.
 
     Raises:
@@ -64,10 +63,11 @@ class FederationSpec(RunSpec):
         ENGINES,
     )
     workers: int = option(
-        0,
+        1,
         "fl-bn run and sweeps: number of processes that compute clients at the same time, with the same results bit for bit; 0: one per "
         "core, once the remaining rounds save more time than the processes take to start",
         f"0..{MOST_WORKERS}",
+        run=0,
     )
     progress: bool = True
 

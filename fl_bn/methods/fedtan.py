@@ -7,9 +7,6 @@ In the backward pass, the gradients with respect to these moments are averaged o
 average is a call of ``exchange(key, local, count)``. After that step, the average of the clients' models, weighted by
 batch sizes, is the model that centralised training would give. Steps 2, 3, ... use each client's own batches.
 
-If all clients of the cohort are rows of one ``torch.func.vmap`` (``OneProgram``), no exchange is needed. The
-moments are means over the rows, and the gradients of the sum of the clients' losses are those of Algorithm 3.
-
 There are two schedules with equal results. ``paper`` exchanges means, then variances about the common mean,
 then gradients (3L exchanges for L layers). ``merged`` sends mean and variance together, and adds the spread
 of the means by the law of total variance (2L).
@@ -45,44 +42,6 @@ FROZEN_RATE = 0.02
 """Share of the learning rate after the freeze in FedTAN-II: .5 before, .01 after (FedTAN paper, section 6.5)."""
 
 
-@dataclass(frozen=True)
-class OneProgram:
-    """Replace the exchange between clients if the whole cohort is computed by one ``torch.func.vmap``, with a client per row.
-
-    Attributes:
-        clients: number of rows, which are the clients of the cohort. All clients' batches have the same size.
-    """
-
-    clients: int
-
-    def close(self, error: str = "") -> None:
-        """Do nothing, because no other process waits for this one."""
-
-
-class OverRows(torch.autograd.Function):
-    """Average ``x`` over all rows of a ``torch.func.vmap``, with gradients."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        """Copy ``x``. Without ``vmap`` there is one row, which is its own mean."""
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-        """Save nothing, because ``backward`` needs no tensors."""
-        pass
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        """Return the gradient unchanged."""
-        return grad
-
-    @staticmethod
-    def vmap(info, in_dims, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
-        """Average ``x`` over the rows."""
-        return x.mean(in_dims[0]), None  # autograd differentiates this mean, so ``backward`` is not used
-
-
 @dataclass
 class Live:
     """Connect a BatchNorm layer to its client's exchange with the cohort, for as long as the exchange lasts.
@@ -96,7 +55,7 @@ class Live:
         through: whether a backward pass went through the layer.
     """
 
-    exchange: Exchange | OneProgram
+    exchange: Exchange
     name: str
     answers: list[Answer] = field(default_factory=list)
     through: bool = False
@@ -136,9 +95,6 @@ class CohortBatchNorm(SharedNorm):
             self._count()
             running = (self.running_mean, self.running_var)
             return F.batch_norm(x, *running, self.weight, self.bias, True, self.momentum, self.eps)
-        if isinstance(self.live.exchange, OneProgram):
-            self._count()
-            return self._normalise_together(x, self.live.exchange.clients)
         return self._normalise_over_cohort(x, self.live, self.live.exchange)
 
     @eagerly
@@ -189,24 +145,6 @@ class CohortBatchNorm(SharedNorm):
     def _count(self) -> None:
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-
-    def _normalise_together(self, x: Tensor, clients: int) -> Tensor:
-        """Normalise ``x``, the batch of one row of the ``vmap``, with the moments of all rows' batches, which have one size."""
-        mean_C, var_C = channel_moments(x)
-        common_C = OverRows.apply(mean_C)
-        about_C = var_C + (mean_C - common_C).square()
-        common_var_C = OverRows.apply(about_C)
-        if not self.share_gradients:  # use the cohort's values, but the derivatives by the client's own batch
-            about_C = var_C + (mean_C - common_C.detach()).square()
-            common_C, common_var_C = (own + (value - own).detach() for own, value in ((mean_C, common_C), (about_C, common_var_C)))
-        with torch.no_grad():
-            count = clients * (x.numel() // x.shape[1])
-            for running, new in ((self.running_mean, common_C), (self.running_var, common_var_C * (count / max(count - 1, 1)))):
-                running.mul_(1 - self.momentum).add_(new.to(running.dtype), alpha=self.momentum)  # lerp_ is slow under vmap
-        shape, scale_C = (1, -1, *([1] * (x.dim() - 2))), torch.rsqrt(common_var_C + self.eps)
-        scale_C = scale_C if self.weight is None else scale_C * self.weight
-        shift_C = -common_C * scale_C if self.bias is None else self.bias - common_C * scale_C
-        return torch.addcmul(shift_C.view(shape), x.to(scale_C.dtype), scale_C.view(shape)).to(x.dtype)
 
     def _moments(self, x: Tensor, call: int, name: str, exchange: Exchange) -> Answer:
         """Return mean and biased variance (2C,) of the cohort's inputs (Algorithm 2)."""
@@ -264,7 +202,7 @@ class _Normalise(torch.autograd.Function):
 
 
 @contextmanager
-def exchanging(model: nn.Module, exchange: Exchange | OneProgram) -> Iterator[None]:
+def exchanging(model: nn.Module, exchange: Exchange) -> Iterator[None]:
     """Connect the layers of ``model`` to ``exchange``, for the first local step of a round (Algorithm 1 of FedTAN's paper).
 
     Inside the block, forward and backward pass give the same results as for one model on all batches of the cohort.

@@ -101,7 +101,6 @@ ROWS = [
         **(TAN | {"method": "fixbn"}), rounds=1, calibrate=5, only=("running",)),
     Row("fedtan: rounds are steps of centralised training", training, FORWARD | {"fedavg": BN, "a step less": {"rounds": 1}},
         sgd={"weight_decay": 0.01}, doors=("federation", "flower", "channels last"), slow=("replay", "workers"), **TAN),
-    Row("fedtan: in one program", training, FORWARD | {"fedavg": BN}, doors=("vectorised",), **(TAN | {"clients": make_clients(5, 5, 5)})),
     Row("fedtan2: then with frozen statistics, at a fiftieth of the rate", two_stages,
         FORWARD | {"a tenth": partial(two_stages, share=0.1), "never frozen": training}, options={"freeze_after": 1}, rounds=3,
         doors=("federation", "flower"), **(TAN | {"method": "fedtan2"})),

@@ -175,6 +175,4 @@ ROWS = [
         options={"schedule": "paper"}, doors=("federation", "flower"), slow=("replay", "workers"), **STEPS),
     Row("fedtan: steps 2, 3 are local, momentum begins anew", of(fresh=True), {"kept": rounds}, options={"momentum": "restarted"},
         doors=("federation", "flower"), **STEPS),
-    Row("fedtan: momentum begins anew in one program", of(fresh=True), FORWARD | {"kept": rounds}, options={"momentum": "restarted"},
-        epochs=3, doors=("vectorised",), **(STEPS | {"clients": make_clients(5, 5, 5)})),
 ]  # fmt: skip

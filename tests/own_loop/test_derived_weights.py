@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from functools import lru_cache
 
 import pytest
 import torch
-from joblib import wrap_non_picklable_objects
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 from torch.optim import SGD
 
 from fl_bn import Federation, convert, local_round, methods, server_round, server_state, set_buffer_roles
-from fl_bn.bn.derived import from_pickle, recompute, to_pickle
+from fl_bn.bn.derived import recompute
 from fl_bn.methods import METHODS
 from tests.conformance.cases import every_method
 from tests.doors.doors import DOORS, RATE, through, wide
 from tests.doors.inner import Unconvertible, derivation, server_optimizer
-from tests.doors.naming import naming
 from tests.federation import random_samples
 from tests.listed import listed
 
@@ -163,19 +160,6 @@ def test_fedtan_takes_the_centralised_step_through_it(kind: str) -> None:
     learnt = {name: p.detach() for name, p in central.named_parameters()}
     assert farthest(ours, learnt) < 1e-9
     assert not farthest(fedavg, learnt) < 1e-6  # control: each client's own statistics
-
-
-def test_workers_get_the_same_network() -> None:
-    """Torch itself serialises no parametrized module (control)."""
-    for kind in KINDS:
-        model = derived(kind)
-        if parametrize.is_parametrized(model[1]):
-            with naming("parametrized", RuntimeError):
-                pickle.dumps(model)
-        there = from_pickle(pickle.loads(pickle.dumps(wrap_non_picklable_objects(to_pickle(model), keep_wrapper=False))))
-        assert derivation(there[1]) == derivation(model[1])
-        assert torch.equal(there.eval()(X), model.eval()(X))
-        assert list(there.state_dict()) == list(model.state_dict())
 
 
 def test_recomputing_takes_what_the_parametrization_gets_and_batch_norm_has_none() -> None:

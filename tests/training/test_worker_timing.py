@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from fl_bn import Federation, SeededBatches, methods
 from fl_bn.federation.engines import workers as engine
-from fl_bn.federation.engines.processes import why_stay
 from fl_bn.federation.engines.workers import WorkerTiming
 from fl_bn.flower import in_process
-from fl_bn.task import Classification
 from tests.listed import listed
 
 
@@ -30,8 +27,7 @@ from tests.listed import listed
         pytest.param(2, 100, [1.0], False, id="the first round alone says nothing"),
         pytest.param(2, 100, [0.1, 0.1], False, id="4.9 seconds saved"),
         pytest.param(8, 100, [0.1, 0.1], True, id="8.6 seconds saved by eight"),
-        pytest.param(2, 100, [60.0, 1.0], False, id="each process loads data for a minute, too"),
-        pytest.param(2, 200, [60.0, 1.0, 1.0], True, id="which many rounds are worth"),
+        pytest.param(2, 100, [60.0, 0.1], False, id="the last round counts"),
     ],
 )
 def test_workers_start_where_they_save_more_than_they_cost(workers: int, rounds: int, seconds: list[float], expected: bool) -> None:
@@ -63,32 +59,12 @@ def test_a_run_on_a_gpu_starts_no_workers_by_itself(device: str, gpu: bool, watc
     assert (given[0] is not None) is watched
 
 
-class Own(Dataset):  # type: ignore[type-arg]
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.zeros(3), 0
-
-
-class OwnTask(Classification):
-    pass
-
-
 X, Y = torch.randn(8, 3), torch.randint(0, 2, (8,))
 
 
 def federation(client: object, **options: object) -> Federation:
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     return Federation(net, methods.fedavg(), [client, SeededBatches(X, Y, 4)], progress=False, **options)  # type: ignore[list-item, arg-type]
-
-
-def test_large_data_are_not_copied_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fl_bn.federation.engines.processes.MOST_BYTES", 2**20)
-    clients = federation(SeededBatches(X, Y, 4))._transport.clients
-    assert not why_stay(clients)
-    monkeypatch.setattr("fl_bn.federation.engines.processes.MOST_BYTES", 2 * (X.nbytes + Y.nbytes))
-    assert "GiB" in why_stay(clients)
 
 
 @pytest.mark.slow
@@ -106,44 +82,6 @@ def test_a_federation_goes_on_in_workers_with_the_same_bits(worth: bool, monkeyp
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
 
 
-RATE, SEEDED, DATA = 0.1, SeededBatches(X, Y, 4), TensorDataset(X, Y)
-
-
-def rate_of_this_module(parameters: object) -> SGD:
-    return SGD(parameters, lr=RATE)  # type: ignore[arg-type]
-
-
-def rate_of_round(round: int, rounds: int) -> float:
-    return RATE
-
-
-class OwnSampler(RandomSampler):
-    pass
-
-
-@listed(
-    ("expected", "client", "options"),
-    [
-        pytest.param(True, SEEDED, {}, id="seeded"),
-        pytest.param(True, DataLoader(DATA, 4, shuffle=True), {}, id="tensors"),
-        pytest.param(True, DataLoader(DATA, 4, sampler=RandomSampler(DATA)), {}, id="torch's sampler"),
-        pytest.param(False, DataLoader(DATA, 4, sampler=OwnSampler(DATA)), {}, id="own sampler"),
-        pytest.param(True, [(X, Y)], {}, id="a list"),
-        pytest.param(False, DataLoader(Own(), 4), {}, id="own data set"),
-        pytest.param(True, DataLoader(DATA, 4, collate_fn=lambda rows: (X, Y)), {}, id="own batches"),
-        pytest.param(False, SEEDED, {"task": OwnTask()}, id="own task"),
-        pytest.param(True, SEEDED, {"optimizer": partial(SGD, lr=0.1)}, id="partial of torch's"),
-        pytest.param(True, SEEDED, {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}, id="no variable"),
-        pytest.param(True, SEEDED, {"optimizer": lambda parameters: SGD(parameters, lr=RATE)}, id="a global variable"),
-        pytest.param(False, SEEDED, {"optimizer": partial(rate_of_this_module)}, id="partial of one's own"),
-        pytest.param(False, SEEDED, {"schedule": rate_of_round}, id="schedule of this module"),
-    ],
-)
-def test_what_a_worker_would_import_or_draw_otherwise_stays(expected: bool, client: object, options: dict[str, object]) -> None:
-    """Processes that started by themselves must go on as this one: with its variables, and its samplers' draws."""
-    assert (not why_stay(federation(client, **options)._transport.clients)) is expected
-
-
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "START", -1e6)
@@ -153,7 +91,7 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_cannot_be_moved_is_said_in_one_sentence(workers: int, two_cores: None, caplog: pytest.LogCaptureFixture) -> None:
     lock = threading.Lock()
-    fed = federation(SEEDED, workers=workers, optimizer=lambda parameters: SGD(parameters, lr=0.1 if lock else 0))
+    fed = federation(SeededBatches(X, Y, 4), workers=workers, optimizer=lambda parameters: SGD(parameters, lr=0.1 if lock else 0))
     with caplog.at_level("INFO"), nullcontext() if workers == 0 else pytest.raises(ValueError, match="cannot be moved"):
         assert len(list(fed.run(4))) == 4
     assert caplog.text.count("cannot be moved") == (workers == 0)

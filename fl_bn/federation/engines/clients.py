@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fl_bn.bn.derived import from_pickle, to_pickle
 from fl_bn.exchange.local import LocalExchange
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import Outcome, Result, client_round
@@ -72,7 +71,7 @@ class Clients:
     model: nn.Module
     method: Method
     device: torch.device
-    own: Sequence[Own]
+    own: list[Own]
     schedule: Callable[[int, int], float]
     seed: int
     given: Sequence[nn.Parameter] = ()
@@ -81,11 +80,10 @@ class Clients:
         self.network = Network(self.model, self.method, self.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "network"} | {"model": to_pickle(self.model)}
+        return {name: value for name, value in vars(self).items() if name != "network"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.model = from_pickle(self.model)
         self.__post_init__()
 
     @contextmanager

@@ -51,7 +51,7 @@ class LocalTransport(Transport):
         clients: All clients, with their loaders and settings.
         tests: Each client's test batches. None: there is no evaluation.
         workers: The number of processes that compute clients. 1: only this process. 0: this process at first, and
-            several worker processes as soon as they save time (see ``WorkerTiming``), unless ``in_workers`` finds a reason against it.
+            several worker processes as soon as they save time (see ``WorkerTiming``), if the clients can be moved.
         one_program: Whether clients are computed together in one vectorised program, if possible.
     """
 
@@ -83,15 +83,15 @@ class LocalTransport(Transport):
                 self._workers = None
 
     def _move(self, count: int) -> None:
-        """Start ``count`` worker processes, which nobody has asked for, or say once why the clients stay in this process."""
+        """Start ``count`` worker processes, or say once why the clients stay in this process."""
         try:
-            self._start_workers(count, asked=False)
+            self._start_workers(count)
         except CannotMove as reason:
             self._timing = WorkerTiming(1, 1)
-            LOGGER.info("workers=0: the clients stay in one process: %s. workers=%s computes them in several", reason, count)
+            LOGGER.info("workers=0: the clients stay in one process: %s", reason)
 
-    def _start_workers(self, count: int, asked: bool = True) -> None:
-        self._workers = self._serving.enter_context(in_workers(self.clients, count, asked))
+    def _start_workers(self, count: int) -> None:
+        self._workers = self._serving.enter_context(in_workers(self.clients, count))
 
     def train(self, instruction: Instruction) -> RoundReplies:
         """Let the round's cohort train, and return the checked replies."""
@@ -103,9 +103,9 @@ class LocalTransport(Transport):
                 begin = time.perf_counter()
                 replies = self._in_parts(instruction, cohort)
                 self._timing.note(instruction.round, time.perf_counter() - begin)
-            elif (together := self._together(instruction, cohort)) is not None:
-                replies = together
             else:
+                if self._one_program:
+                    self._fallback.say(CannotVectorise(f"{self.server.method.name} exchanges statistics within a local step"))
                 replies, session = self._exchange(instruction, cohort)
         return self._checked(replies, instruction, session)
 
@@ -286,11 +286,10 @@ class LocalTransport(Transport):
 
     def _as_one_program(self, instruction: Instruction, clients: Sequence[int]) -> list[Result]:
         every = [self.clients.own[client] for client in clients]
-        exchanges = instruction.phase is Phase.EXCHANGE
         if not all(isinstance(own.loader, SeededBatches) for own in every):
             raise CannotVectorise("the clients' batches must be SeededBatches, but some are not")
-        if len({own.alike for own in every}) > 1 or (exchanges and self.server.defence.active):
-            raise CannotVectorise("all clients need the same task, loss, optimiser and scheduler, and FedTAN no robust rule (defence)")
+        if len({own.alike for own in every}) > 1:
+            raise CannotVectorise("all clients need the same task, loss, optimiser and scheduler")
         with ExitStack() as returned:
             lent, own = [returned.enter_context(self._on_cpu.lend()) for _ in clients], self.clients
             rounds = [

@@ -28,15 +28,13 @@ from fl_bn.bn.roles import inputs_like
 from fl_bn.data.dataset import to_input
 from fl_bn.exchange.local import Turns
 from fl_bn.federation import optimizers
-from fl_bn.federation.auxiliary import restart
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import Outcome, Result, concluded
 from fl_bn.federation.engines.stack import Seen, Stack, groups
 from fl_bn.federation.gradients import Centring, clip_rows
 from fl_bn.federation.local import Samples, measuring
 from fl_bn.federation.training import IndexBatches, OwnLoop, SampleLoop, Trained, loss_of
-from fl_bn.methods import Phase, StatisticsReport
-from fl_bn.methods.fedtan import OneProgram, exchanging
+from fl_bn.methods import StatisticsReport
 from fl_bn.models.head import head_of
 from fl_bn.objectives import FedProx, Objective, Start, Step
 from fl_bn.task import Task
@@ -44,7 +42,7 @@ from fl_bn.task import Task
 LOGGER = logging.getLogger("flwr")
 ENGINES = SEQUENTIAL, VECTORISED = "sequential", "vectorised"
 AT_ONCE = 64
-"""The largest number of clients that are computed together, except in a layer-wise exchange. More clients gain little."""
+"""The largest number of clients that are computed together. More clients gain little."""
 OBJECTIVES = (Objective, FedProx)
 """Objectives for stacked clients: row k of the gradient of the sum of all losses is the gradient of client k's own loss."""
 ELEMENTWISE = (SGD, Adam, optimizers.SGD, optimizers.Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop)
@@ -75,7 +73,7 @@ def outcomes(rounds: Sequence[LocalRound], loops: Sequence[OwnLoop], device: tor
 
     Raises:
         CannotVectorise: There is an obstacle, or torch cannot batch the network or the task, the optimiser is not in
-            ``ELEMENTWISE``, or first batches differ in size with FedTAN.
+            ``ELEMENTWISE``.
     """
     if reason := _why_not(rounds, [loop.samples for loop in loops], loops[0].task):
         raise CannotVectorise(reason)
@@ -299,13 +297,10 @@ class _Training:
             self.first_batches = {row: len(y) for row, (_, y) in now.items()}
         self.optimizer.zero_grad()
         forward = partial(self._forward, now)
-        with self._exchanging(now):
-            self.objective.gradient(Step(torch.empty(0), forward, forward))
+        self.objective.gradient(Step(torch.empty(0), forward, forward))
         if self.clip != "none":
             clip_rows(self.trained.values(), self.clip, self.limits, self.head)
         self.optimizer.step()
-        if self.first.phase is Phase.EXCHANGE and self.number == 0:
-            restart(self.optimizer, self.first.method)
         if self.scheduler is not None:
             self.scheduler.step()
         self.number += 1
@@ -328,20 +323,6 @@ class _Training:
             self.total[rows] += loss_k.detach().double() * y.shape[1]
             losses.append(loss_k.sum())
         return torch.stack(losses).sum()
-
-    @contextmanager
-    def _exchanging(self, now: Mapping[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
-        """Let BatchNorm normalise with the statistics of all clients' batches together in the ``with`` block, in FedTAN's first step."""
-        if self.first.phase is not Phase.EXCHANGE or self.number > 0:
-            yield
-            return
-        if len(sizes := {len(y) for _, y in now.values()}) > 1:
-            raise CannotVectorise(
-                f"{self.first.method.name} needs first batches of the same size at all clients here, but they have {min(sizes)} to "
-                f"{max(sizes)} samples"
-            )
-        with exchanging(self.stack.template, OneProgram(len(now))):
-            yield
 
     @contextmanager
     def _observing(self) -> Iterator[dict[str, list[Moments]]]:

@@ -18,7 +18,7 @@ from concurrent.futures import BrokenExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from statistics import median
+from logging.handlers import QueueHandler
 from typing import Any, NamedTuple
 
 from joblib import Parallel, delayed
@@ -169,32 +169,22 @@ def _logged(function: Callable[..., Any], task: tuple[Any, ...], path: list[str]
 
 
 def _travelling(error: Exception) -> Exception:
-    """Return ``error`` with its traceback as a note, in a form that can be pickled.
-
-    An error that cannot be pickled and read again would end the pool. It is replaced by a RuntimeError with the error's
-    name and message.
-    """
-    error.add_note("".join(traceback.format_exception(error)).rstrip())
+    """Return ``error`` with its traceback as a note, or a RuntimeError with its name and message if it cannot be pickled and read."""
+    trace = "".join(traceback.format_exception(error)).rstrip()
     try:
         pickle.loads(dumps(error))
     except Exception:
-        substitute = RuntimeError(f"{type(error).__name__}: {error}")
-        for note in error.__notes__:
-            substitute.add_note(note)
-        return substitute
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(trace)
     return error
 
 
 @contextmanager
 def _collected() -> Iterator[list[logging.LogRecord]]:
-    handlers, records = LOGGER.handlers, list[logging.LogRecord]()
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            record.msg, record.args, record.exc_info = record.getMessage(), None, None  # only this text can be pickled
-            records.append(record)
-
-    LOGGER.handlers, propagates, LOGGER.propagate = [Keep()], LOGGER.propagate, False
+    handlers, propagates, records = LOGGER.handlers, LOGGER.propagate, list[logging.LogRecord]()
+    keep: Any = QueueHandler(records)  # type: ignore[arg-type]  # it makes records that can be pickled
+    keep.enqueue = records.append
+    LOGGER.handlers, LOGGER.propagate = [keep], False
     try:
         yield records
     finally:
@@ -220,15 +210,11 @@ class WorkerTiming:
         self.seconds[round] = self.seconds.get(round, 0.0) + seconds
 
     def worth_it(self, round: int) -> bool:
-        """Tell whether worker processes save more time than they cost, if they compute the rounds from ``round`` on.
+        """Tell whether worker processes would save more than ``START`` seconds, if they compute the rounds from ``round`` on.
 
-        They cost the time to start, to load the data, and to build the network. The last two are estimated from the
-        first round: the time by which it was slower than later rounds. False until ``WATCHED`` rounds were timed, and
-        with fewer than two workers.
+        The last round tells how long the next ones take. False until ``WATCHED`` rounds were timed, and with fewer than two workers.
         """
         before = [seconds for number, seconds in sorted(self.seconds.items()) if number < round]
         if self.workers < 2 or len(before) < WATCHED:
             return False
-        first, later = before[0], median(before[1:])
-        saved = (self.rounds - round + 1) * later * (1 - 1 / self.workers)
-        return saved > START + max(0.0, first - later)
+        return (self.rounds - round + 1) * before[-1] * (1 - 1 / self.workers) > START
