@@ -129,12 +129,11 @@ def checked(answer: Answer, key: Key, local: Tensor) -> Answer:
     Raises:
         ExchangeFailed: the answer has another shape or dtype, or counts no activations or no samples.
     """
-    (shape, dtype), wanted = (tuple(answer.values.shape), answer.values.dtype), (tuple(local.shape), local.dtype)
-    if (shape, dtype) != wanted or min(answer.count, answer.batch) < 1:
-        raise ExchangeFailed(
-            f"{key}: expected an answer of shape {wanted[0]} and {wanted[1]} about at least 1 activation and 1 sample, but got shape "
-            f"{shape} and {dtype} about {answer.count} and {answer.batch}"
-        )
+    actual, wanted = (tuple(answer.values.shape), answer.values.dtype), (tuple(local.shape), local.dtype)
+    if actual != wanted:
+        raise ExchangeFailed(f"{key}: expected an answer of shape {wanted[0]} and {wanted[1]}, but got shape {actual[0]} and {actual[1]}")
+    if min(answer.count, answer.batch) < 1:
+        raise ExchangeFailed(f"{key}: expected an answer about activations and samples, but got {answer.count} and {answer.batch} of them")
     return answer
 
 

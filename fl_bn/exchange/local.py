@@ -185,10 +185,7 @@ class LocalExchange:
 
     def __init__(self, token: str, batch: int) -> None:
         if token not in _sessions or (here := Turns.here()) is None:
-            raise ExchangeFailed(
-                "the local exchange needs a token of this round, and all clients in this process: use Federation, `fl-bn run` or "
-                "run_in_process, or another exchange"
-            )
+            raise ExchangeFailed("the local exchange needs a token of this round, and all clients in this process: choose another exchange")
         self.batch, self.seconds, self._closed = batch, 0.0, False
         (self._session, self._client), (self._turns, self._index) = _sessions[token], here
         self._ask(Join(batch))

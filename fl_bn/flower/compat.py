@@ -27,12 +27,9 @@ NEWEST = "1.42"  # the newest version on which the tests ran
 # module of Flower -> its names that fl-bn needs; two modules with one name: it has moved
 PLACES = {
     # the library, seen on 1.25 to 1.42: messages of SecAgg+, its masks, and the simulation's actors
-    "flwr.common.recorddict_compat": "fitres_to_recorddict parameters_to_arrayrecord",
-    "flwr.compat.common.recorddict_compat": "fitres_to_recorddict parameters_to_arrayrecord",
-    "flwr.server.compat.grid_client_proxy": "GridClientProxy",
+    "flwr.common.recorddict_compat": "fitres_to_recorddict",
+    "flwr.compat.common.recorddict_compat": "fitres_to_recorddict",
     "flwr.common.secure_aggregation.secaggplus_constants": "Key Stage RECORD_KEY_STATE",
-    "flwr.common.secure_aggregation.secaggplus_utils": "share_keys_plaintext_separate",
-    "flwr.common.secure_aggregation.crypto.symmetric_encryption": "decrypt",
     "flwr.supercore.task_identity": "TaskIdentity",  # 1.42 alone
     "flwr.simulation.ray_transport.ray_actor": "BasicActorPool",  # 1.25 alone
     # deployments, 1.25 alone: the programs that fl-bn starts and repairs

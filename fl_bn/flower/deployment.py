@@ -63,11 +63,7 @@ def exchange_in(settings: ExchangeSettings) -> ExchangeSettings:
         return settings
     defaults = ExchangeSettings()
     if own := [name for name in ADDRESS if getattr(settings, name) != getattr(defaults, name)]:
-        raise ValueError(
-            f"the app's ExchangeSettings have {', '.join(f'{name}={getattr(settings, name)!r}' for name in own)} and no certificates, so "
-            "the layer-wise exchange would be unencrypted, while this deployment is encrypted: leave "
-            f"{', '.join(own)} out to use the kit's address and certificate, or give certificates=Certificates(...)"
-        )
+        raise ValueError(f"this deployment encrypts its connections: leave out {', '.join(own)} of ExchangeSettings, or give certificates")
     folder = Path(os.environ[SERVER])
     try:
         lines = tomllib.loads((folder / "server.toml").read_text(encoding="utf-8"))

@@ -34,10 +34,7 @@ if TYPE_CHECKING:
     from fl_bn.flower.secagg.rounds import SecureRounds
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
-NO_MODEL = (
-    "evaluate_fn is not called from round %d on: under %s every client keeps its BatchNorm, so there is no global model. %s. Clients may "
-    "send their BatchNorm layers for an average: answer(..., tells=True) in client_app.py (in fl-bn's application: unseen-client = true)"
-)
+NO_MODEL = "evaluate_fn is not called from round %d on: under %s clients keep their BatchNorm. %s. answer(tells=True) sends it"
 AVERAGED = "evaluate_fn gets a model with the average of the clients' BatchNorm, since every client keeps its own under %s"
 NOTHING_SHARED = "evaluate_fn is not called: under %s clients share no weights, so there is no global model"
 CONVERTED = "evaluate_fn gets the arrays of the converted network, since %s replaces BatchNorm: load them into fl_bn.convert(Net(), method)"
@@ -202,9 +199,7 @@ class Evaluations:
         if self.evaluate_fn is None or (arrays := self._global_model(number, tensors)) is None:
             return {}
         if not isinstance(metrics := self.evaluate_fn(number, arrays), MetricRecord | None):
-            raise RunFailed(
-                f"evaluate_fn(round, arrays) must return a MetricRecord or None, but in round {number} returned {metrics!r:.200}"
-            )
+            raise RunFailed(f"evaluate_fn must return a MetricRecord or None, but in round {number} returned {metrics!r:.200}")
         if metrics is not None:
             self._run.result.evaluate_metrics_serverapp[number] = metrics
         return numbers_of(metrics)

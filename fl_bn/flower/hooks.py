@@ -43,19 +43,13 @@ NOT_EVALUATED = "%s's evaluation is not counted: %s"
 NOT_COUNTED = "%s's own training metrics are not counted: %s"
 LIST = "metric %s is a list, and lists are not averaged: to combine it, give the strategy %s_metrics_aggr_fn=..."
 CHANGED = "a hook changed the arrays in a way that clients would refuse (%s): return all arrays that it got, with their names and shapes"
-NOISE = (
-    "for noise take fl-bn's own application with secure-aggregation=true and dp-noise (docs/privacy.md), or opacus in your training loop "
-    "(docs/how-to/opacus.md)"
-)
 Pair = tuple[ArrayRecord | None, MetricRecord | None]
 
 
 def outside(strategy: Strategy) -> RunFailed:
     """Return the error for a hook of ``strategy`` that somebody else than its own ``start`` called, such as Flower's noisy wrappers."""
-    return RunFailed(
-        f"only strategy.start(grid, ...) of {type(strategy).__name__} itself calls its hooks: put your steps into overridden hooks, "
-        f"evaluate_fn and callbacks, in place of a loop of your own or of a strategy around it ({NOISE})"
-    )
+    advice = "put your steps into overridden hooks, evaluate_fn or callbacks (for noise, see docs/privacy.md)"
+    return RunFailed(f"only strategy.start(grid, ...) of {type(strategy).__name__} itself calls its hooks: {advice}")
 
 
 def overrides(strategy: Strategy, hook: str) -> bool:
@@ -71,10 +65,7 @@ def check_secure(strategy: Strategy) -> None:
         ValueError: ``strategy`` overrides one of the hooks ``REPLIES``.
     """
     if called := [hook for hook in REPLIES if overrides(strategy, hook)]:
-        raise ValueError(
-            f"{type(strategy).__name__} overrides {called[0]}, but with secure aggregation the server sees no client's reply, so this "
-            "hook is never called: remove the hook, or switch secure aggregation off"
-        )
+        raise ValueError(f"{type(strategy).__name__} overrides {called[0]}, but secure aggregation hides all replies: remove the hook")
 
 
 def wrong(hook: str, wanted: str, returned: Any) -> RunFailed:

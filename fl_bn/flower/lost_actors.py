@@ -53,10 +53,7 @@ def submit(self: Any, ask: Any, job: tuple[Any, Any, str, Any]) -> Any:
     with _free:
         while not _free.wait_for(lambda: bool(self.pool), PATIENCE):
             if not self.num_actors:
-                raise NoProcess(
-                    f"all processes for clients were lost with their nodes, and none came back for {PATIENCE:.0f} s: start nodes again "
-                    "(ray start --address=...), and go on with resume, if the run has checkpoints"
-                )
+                raise NoProcess(f"all processes for clients were lost, and none came for {PATIENCE:.0f} s: start nodes, and resume")
         actor = self.pool.pop()
     future = ask(actor, *job)
     self._future_to_actor[future] = (actor, ask, job)
@@ -107,16 +104,8 @@ def _lose(self: Any, future: Any, error: Exception) -> tuple[Any, Any]:
         actor, ask, job = self._future_to_actor.pop(future)
         self.num_actors -= 1
         remaining = self.num_actors
-    _, message, client, _ = job
-    log(
-        logging.WARNING,
-        "client %s was lost in round %s (%s) with the process that served it (%s): it is asked again; processes left: %d",
-        client,
-        message.metadata.group_id,
-        message.metadata.message_type,
-        type(error).__name__,
-        remaining,
-    )
+    (_, message, client, _), line = job, "client %s was lost in round %s with its process (%s): it is asked again; processes left: %d"
+    log(logging.WARNING, line, client, message.metadata.group_id, type(error).__name__, remaining)
     ray.kill(actor)  # it may still be running, if only the connection to it was lost
     _replace(self)
     return ask, job

@@ -24,10 +24,7 @@ from fl_bn.support.wire import WireError, printable, reason
 POLICY = "NotAllowed: "  # begins the error of a site whose policy refuses the run
 PATIENCE = 120.0  # seconds that an app of one's own waits for a node's answer, and for further nodes once enough have come
 POLL = 0.2  # seconds between two looks at who is there
-NO_HANDLER = (
-    "the ClientApp has no handler for fl-bn's introduction: add fl_bn.flower.answer(app, Net, method, batches) to client_app.py "
-    "(an app with a client_fn: make it by legacy_client_app(...))"
-)
+NO_HANDLER = "the ClientApp has no handler for fl-bn's introduction: add fl_bn.flower.answer(app, Net, method, batches) to client_app.py"
 
 
 class RunFailed(Exception):  # no RuntimeError, which Flower 1.25 would mistake for one of its own, and not end the run
@@ -185,12 +182,8 @@ class Population:
             advice = f"start others, lower min_available_nodes, or wait: start(..., timeout={5 * meeting.timeout:.0f})"
             return f"{why}. {here} of {meeting.least} nodes may take part: {advice}"
         missing = self.called.clients(sorted(self._starting() - self.clients.keys()))
-        config = federation_config({"num-supernodes": "..."})
-        return (
-            f"only {here} of {needed} clients came within {meeting.wait:.0f} s (missing: {missing}): start the others, lower `clients` or "
-            f"`clients-at-start` (in simulation: {config}), or wait longer, as for Ray on a busy machine: "
-            f'--run-config "wait-timeout={max(600.0, 5 * meeting.wait):.0f}"'
-        )
+        advice = f"start the others, lower `clients` or `clients-at-start`, or set wait-timeout={max(600.0, 5 * meeting.wait):.0f}"
+        return f"only {here} of {needed} clients came within {meeting.wait:.0f} s (missing: {missing}): {advice}"
 
     def _begin(self) -> None:
         """Fix the number of clients, and who is here at the start."""
@@ -346,10 +339,8 @@ class Population:
                     who = self.called.client(index)
                     log(logging.WARNING, "%s is refused: %s is already served by node %s", self.called.node(rival), who, holder)
                 continue
-            problem = (
-                f"nodes {' and '.join(map(str, nodes))} call themselves {self.called.client(index)}, so none of them takes part: "
-                "give every SuperNode a partition-id of its own, and stop those that are not that client"
-            )
+            who = f"nodes {' and '.join(map(str, nodes))} call themselves {self.called.client(index)}"
+            problem = f"{who}, so none of them takes part: give every SuperNode a partition-id of its own"
             log(logging.WARNING, "%s", problem)
         return problem
 

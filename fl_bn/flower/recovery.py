@@ -162,10 +162,7 @@ class Recovery:
                 after it.
         """
         if checkpoint.round >= rounds:
-            raise RunFailed(
-                f"there is nothing to resume: the checkpoint is of round {checkpoint.round}, and the run has only {rounds} rounds: "
-                "raise the number of rounds"
-            )
+            raise RunFailed(f"there is nothing to resume after round {checkpoint.round}: the run has only {rounds} rounds")
         try:
             shared.restore(checkpoint.arrays, checkpoint.auxiliary)
         except ValueError as error:
@@ -185,10 +182,7 @@ class Recovery:
                 continue
             index, kept, known = part.client, int(part.metrics["kept"]), self._kept.get(part.client, 0)
             if kept < known:
-                line = (
-                    "round %s: %s kept tensors in round %s, but started from %s: the later ones were lost with its process or disk "
-                    "(state-dir in the node config keeps them in files)"
-                )
+                line = "round %s: %s kept tensors in round %s, but started from %s: state-dir in the node config keeps them in files"
                 log(logging.WARNING, line, round, self._called.client(index), known, f"those of round {kept}" if kept else "none")
             self._kept[index] = round
 
@@ -216,10 +210,7 @@ class Starts:
         for name in {**tensors, **self._shared.tensors()}:
             given, here = (str(tuple(one[name].shape)) if name in one else "nothing" for one in (tensors, own))
             if given != here:
-                raise ValueError(
-                    f"initial_arrays: {printable(name)} has shape {given}, but in the strategy's network {here}: give "
-                    "ArrayRecord(net.state_dict()) of the network that the strategy has"
-                )
+                raise ValueError(f"initial_arrays: expected shape {here} of {printable(name)}, but got {given}: give net.state_dict()")
         self._shared.load(tensors)
         self._sends = True
 

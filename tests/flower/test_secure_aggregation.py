@@ -13,7 +13,7 @@ from ray import cloudpickle
 from scipy.stats import kstest
 
 from fl_bn.bn.moments import Running
-from fl_bn.flower.secagg import masks
+from fl_bn.flower.secagg import masks, workflow
 from fl_bn.flower.secagg.sums import Plan, Weighting, additive, flags, layout, references, to_vector
 from fl_bn.methods import METHODS, NORMALISERS, Phase, fbn, hbn
 from fl_bn.secure.additive import average_error, moments_error, scale
@@ -145,8 +145,8 @@ def test_no_message_shows_a_client_s_moments(clients: list[Samples], monkeypatch
         assert not any(shows(m, mean) for m in grid.received)
     # control 2: without masks, the same protocol shows them
     zeros = lambda seed, num_range, shapes: [np.zeros(shape, dtype=np.int64) for shape in shapes]  # noqa: E731
-    for half in (masks.client_half, masks.server_half):
-        monkeypatch.setattr(half, "pseudo_rand_gen", zeros)
+    monkeypatch.setattr(masks.client_half, "pseudo_rand_gen", zeros)
+    monkeypatch.setattr(workflow, "key_stream", zeros)
     unmasked, bare = measured(hbn(), clients, SecureAggregation())
     assert all(shows(answer, secret) for answer, secret in zip(first_answers(bare), secrets, strict=True))
     monkeypatch.undo()
@@ -201,7 +201,8 @@ def test_a_client_may_be_lost_in_any_stage(stage: str, tiny_clients: Clients) ->
 
 
 @pytest.mark.parametrize(
-    ("stage", "counted"), [("setup", "2 of 4"), ("share_keys", "2 of 4"), ("collect_masked_vectors", "2 of 4"), ("unmask", "too few")]
+    ("stage", "counted"),
+    [("setup", "2 of 4"), ("share_keys", "2 of 4"), ("collect_masked_vectors", "2 of 4"), ("unmask", "2 clients sent shares")],
 )
 def test_below_the_threshold_nothing_changes_and_nothing_is_asked(
     stage: str, counted: str, tiny_clients: Clients, log: pytest.LogCaptureFixture
@@ -229,7 +230,7 @@ def test_masks_that_do_not_cancel_are_noticed(clients: list[Samples], log: pytes
     """A server that makes masks otherwise than the clients gets noise, and must not take it for statistics."""
     start, _ = measured(hbn(), clients, None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(masks.server_half, "pseudo_rand_gen", pseudo_rand_gen)
+        patch.setattr(workflow, "key_stream", pseudo_rand_gen)
         assert identical(measured(hbn(), clients, SecureAggregation(), start)[0], start)
     assert "the masks did not cancel" in log.text
     assert not identical(measured(hbn(), clients, SecureAggregation(), start)[0], start)  # control

@@ -8,10 +8,10 @@ from functools import cache
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Message, RecordDict
 
 from fl_bn.federation.optimizers import server_optimizer
-from tests.hostile.liars import LIAR, SecureAggregation, Spoil, alters, both, ending, lacks, lied, people, sets
+from tests.hostile.liars import LIAR, SecureAggregation, Spoil, alters, ending, lacks, lied, people, sets
 from tests.in_process import identical
 
 HELLO = {
@@ -63,64 +63,31 @@ SECURE: dict[str, tuple[Spoil, str]] = {
     "activations deep": (sets("train collect_masked_vectors", "fitres.metrics", activations="[" * 100_000), "fitres.metrics/activations: "),
     "activations unlike the others'": (
         sets("train collect_masked_vectors", "fitres.metrics", activations='{"1": 63, "5": 64}'),
-        "fitres.metrics/activations: ",
+        "fitres.metrics: ",
     ),
-    "nids of a stranger": (sets("train unmask", "secaggplus_configs", nids=[1, 2, 3, 4, 999]), "secaggplus_configs/nids: "),
+    "nids of a stranger": (sets("train unmask", "secaggplus_configs", nids=[1, 2, 3, 4, 999]), ""),  # its vector is in the sum
 }
 
 
-LAST = [case for case in SECURE if "shares" in case.split() or "nids" in case.split()]
-
-
 @pytest.mark.parametrize("case", SECURE)
-def test_in_a_secure_round_too(case: str, log: pytest.LogCaptureFixture) -> None:
+def test_in_a_secure_round_too(case: str) -> None:
     spoil, begins = SECURE[case]
     (record,) = lied(spoil, "fbn", secure=SecureAggregation(), rounds=1).records
     assert record.aggregated
     assert not any(c.refused for c in record.clients if c.client != LIAR)
-    if case in LAST:  # its vector is in the sum, and the others' shares suffice
-        assert f"client {LIAR}" in log.text
-        assert begins in log.text
-    else:
-        assert record.clients[LIAR].refused.startswith(begins)
+    assert record.clients[LIAR].refused.startswith(begins)
 
 
-def altered(kind: str, field: str, change: Callable[[bytes], bytes]) -> Spoil:
-    """In replies to ``kind`` every item of the list ``field`` is changed."""
-
+@pytest.mark.parametrize("change", [lambda s: s[:4] + bytes(len(s) - 4), lambda s: bytes(4) + s[4:], lambda s: b"\x01\0\0\0" + s[4:]])
+@pytest.mark.parametrize(("kind", "field"), [("train unmask", "shares"), ("train share_keys", "ctxts")])
+def test_false_shares_change_nothing(kind: str, field: str, change: Callable[[bytes], bytes]) -> None:
     def spoil(message: Message, asked: str, content: RecordDict) -> None:
         if asked == kind:
             record = content.config_records["secaggplus_configs"]
             record[field] = [change(item) for item in record[field]]
 
-    return spoil
-
-
-def test_who_seals_shares_that_nobody_can_read_is_left_out_and_the_others_begin_again() -> None:
-    ran = lied(altered("train share_keys", "ctxts", lambda sealed: sealed[:-8]), "fbn", secure=SecureAggregation(), rounds=1)
-    (record,) = ran.records
-    assert [c.client for c in record.accepted] == [0, 2, 3, 4]
-    assert identical(ran.trajectory[1], lied(lacks("train setup", "plan"), "fbn", secure=SecureAggregation(), rounds=1).trajectory[1])
-
-
-def test_of_two_that_accuse_each_other_both_are_left_out() -> None:
-    def spoil(message: Message, asked: str, content: RecordDict) -> None:
-        if asked == "train collect_masked_vectors":
-            for record in list(content):
-                del content[record]
-            content["secaggplus_configs"] = ConfigRecord({"unreadable": [4]})
-
-    (record,) = lied(spoil, "fbn", secure=SecureAggregation(), rounds=1).records
-    assert [c.client for c in record.accepted] == [0, 2, 4]
-    assert "[4]" in record.clients[LIAR].refused
-
-
-@pytest.mark.parametrize("change", [lambda s: s[:4] + bytes(len(s) - 4), lambda s: bytes(4) + s[4:], lambda s: b"\x01\0\0\0" + s[4:]])
-def test_false_shares_are_found_where_the_others_suffice(change: Callable[[bytes], bytes], log: pytest.LogCaptureFixture) -> None:
-    ran, honest = (lied(altered(k, "shares", change), "fbn", secure=SecureAggregation(), rounds=1) for k in ("train unmask", ""))
-    assert len(ran.records[0].accepted) == 5
-    assert f"client {LIAR}'s shares" in log.text
-    assert identical(ran.trajectory[1], honest.trajectory[1])
+    ran = lied(spoil, "fbn", secure=SecureAggregation(), rounds=1, policy={"max_failed": 2}, may_fail=True)
+    assert not ran.records[0].aggregated
 
 
 # reports and steps that are not finite together
@@ -142,18 +109,6 @@ def test_weights_that_overflow_in_the_server_s_step_are_never_stored(optimizer: 
     ran = lied(spoil, "gn", people(3), rounds=3, optimizer=server_optimizer(optimizer, 20.0))
     assert all(record.aggregated for record in ran.records)
     assert all(np.isfinite(array).all() for array in ran.trajectory[3].values())
-
-
-# counts in a secure sum
-
-
-@pytest.mark.parametrize("passes", [2**50])
-def test_counts_beside_which_the_others_vanish_cost_their_sender_its_part(passes: int) -> None:
-    """It introduces itself with as many. Before, all the others refused the sum in every round, since it would not have held them."""
-    boast = both(sets("query.hello", "hello", samples=2**50), sets("train setup", "plan", samples=2**50, passes=passes))
-    for record in lied(boast, "fbn", secure=SecureAggregation()).records:
-        assert record.aggregated
-        assert [c.client for c in record.accepted] == [0, 2, 3, 4]
 
 
 @pytest.mark.parametrize("name", ["fbn", "hbn"])

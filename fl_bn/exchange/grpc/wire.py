@@ -56,10 +56,7 @@ def decode_request(data: bytes, layers: Mapping[str, Layer]) -> Request | None:
         return Local(key, _tensor(values, layers[key.layer].dtype), _whole(fields["count"]))
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         known = f"one of {len(layers)} BatchNorm layers ({printable(', '.join(layers), 40)}) and a quantity"
-        raise Refused(
-            f"expected a request that names {known}, but got {len(data)} bytes, {excerpt(head)}: does the client run the same model and "
-            "version?"
-        ) from error
+        raise Refused(f"expected a request that names {known}, but got {len(data)} bytes, {excerpt(head)}") from error
 
 
 @lru_cache(maxsize=8)

@@ -43,11 +43,7 @@ from fl_bn.support.wire import WireError, reason
 BY_PASSES = "Statistics are measured by one pass per layer instead"
 POLL = 0.1  # seconds between two checks for replies
 SAME = 1e-3  # by what share a repetition of a round may come to other values: a GPU adds up in another order each time
-NOT_REPEATED = (
-    "its repetition of the round computed other values than before. With exchange='replay' a round is computed again for each answer, so "
-    "the loop must draw the same numbers again: seed every generator of your own (np.random.default_rng(seed)) by the round, and draw "
-    "batches inside the block of training(...). Or choose exchange='grpc'"
-)
+NOT_REPEATED = "its repetition of the round computed other values than before: seed your generators by the round, or use another exchange"
 
 
 class Exchanges:
@@ -223,16 +219,10 @@ class Exchanges:
                 log(logging.WARNING, "%s cannot use the exchange at %s: %s", self.called.client(client), address, why)
             return ""
         if unable:
-            raise RunFailed(
-                f"the exchange at {address} fails: {session.failure or next(iter(unable.values()))}. Check exchange-host in "
-                "server.toml (the name by which clients reach this machine, and for which the certificate is valid), exchange-port and the "
-                "certificates. The clients' own logs say more: their node configs must allow the address (exchange-addresses). Or set "
-                "exchange='replay'"
-            )
-        return (
-            f"the exchange needs all {len(cohort)} clients of a cohort to run at once, but {session.failure or 'none joined'}. "
-            f"{_simulation_hint(len(cohort), os.cpu_count() or 1)}; or set exchange='replay', which works with any number, but slowly"
-        )
+            advice = "check exchange-host, exchange-port and certificates at the server, and exchange-addresses in node configs"
+            raise RunFailed(f"the exchange at {address} fails: {session.failure or next(iter(unable.values()))}: {advice}")
+        needed = f"the exchange needs all {len(cohort)} clients of a cohort to run at once, but {session.failure or 'none joined'}"
+        return f"{needed}. {_simulation_hint(len(cohort), os.cpu_count() or 1)}; or set exchange='replay', which is slow"
 
     @cached_property
     def settings(self) -> ExchangeSettings:
@@ -399,13 +389,9 @@ def _simulation_hint(clients: int, cpus: int) -> str:
     at a time, and at most 4 more than there are CPUs.
     """
     per_client, ray_cpus = "backend.client-resources.num-cpus", "backend.init-args.num-cpus"
-    share: dict[str, object] = (
-        {per_client: f"{math.floor(100 * cpus / clients) / 100:g}"} if pinned() else {ray_cpus: clients, per_client: 1}
-    )
-    return (
-        f"In simulation it needs {clients} workers, and Flower runs at most {min(32, cpus + 4)} at a time on {cpus} CPUs: "
-        f"{federation_config(share)}, or `fl-bn run` for more"
-    )
+    part = math.floor(100 * cpus / clients) / 100
+    share: dict[str, object] = {per_client: f"{part:g}"} if pinned() else {ray_cpus: clients, per_client: 1}
+    return f"In simulation (at most {min(32, cpus + 4)} at a time): {federation_config(share)}"
 
 
 def _by_client(clients: Sequence[Client], messages: Iterable[Message]) -> dict[int, Message]:

@@ -76,10 +76,7 @@ class ReplayExchange:
             raise Unanswered(Local(key, local.detach().cpu(), count), self.batch, self._passed)
         answered, answer = self._remaining.pop(0)
         if answered != key:
-            raise ExchangeFailed(
-                f"the transcript's next answer is for {answered}, but this repetition of the round needs {key}: make the forward pass "
-                "deterministic"
-            )
+            raise ExchangeFailed(f"the transcript's next answer is for {answered}, but this repetition of the round needs {key}")
         self._passed += size(local)
         return checked(answer, key, local)
 

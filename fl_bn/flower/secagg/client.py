@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from cryptography.fernet import InvalidToken
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
 
@@ -24,7 +23,7 @@ from fl_bn.federation.payload import Sections, to_tensors
 from fl_bn.federation.settings import seeded
 from fl_bn.federation.training import BATCHES
 from fl_bn.federation.values import ClientState
-from fl_bn.flower.compat import RECORD_KEY_STATE, Key, Stage, decrypt, fitres_to_recorddict, log, share_keys_plaintext_separate
+from fl_bn.flower.compat import RECORD_KEY_STATE, Key, Stage, fitres_to_recorddict, log
 from fl_bn.flower.handlers import read
 from fl_bn.flower.local_client import BatchNormClient
 from fl_bn.flower.secagg import sums
@@ -60,9 +59,6 @@ def secured(build: Callable[[Context], BatchNormClient]) -> Handler:
             client, cohort = build(context), messages.SET_UP.of(content)["cohort"]
             plan, own = plan_of(client, message, header, context), history_of(kept_in(client, message, header))
         elif stage == Stage.COLLECT_MASKED_VECTORS and not why:
-            if unreadable := _unreadable(messages.COLLECT.of(content), state, context.node_id):
-                del context.state[RECORD_KEY_STATE]
-                return Message(RecordDict({RECORD_KEY_CONFIGS: ConfigRecord({"unreadable": unreadable})}), reply_to=message)
             history = from_config(records_of(content, ConfigRecord).get(COMBINED_HISTORY.name), COMBINED_HISTORY, header.round)
             client = build(context)
             why = problem(kept_in(client, message, header), history, Limits.of(context).unknown_rounds)
@@ -123,10 +119,8 @@ def setup_refusals(asked: Mapping[str, Any], state: Any, node: int) -> Iterator[
     if not shares < 2 * threshold <= 2 * shares:
         yield f"the threshold must be more than half of the {shares} shares (else minorities could unmask) and at most all, not {threshold}"
     if asked["mod_range"] != MODULUS or clients * levels >= MODULUS or asked["max_weight"] != 1.0:
-        yield (
-            f"expected modulus {MODULUS}, weight 1 and a product of clients and levels below the modulus, but the server asks for modulus "
-            f"{asked['mod_range']}, weight {asked['max_weight']}, {clients} clients and {levels} levels"
-        )
+        told = f"{asked['mod_range']}, {asked['max_weight']}, {clients} and {levels}"
+        yield f"expected modulus {MODULUS}, weight 1, and clients times levels below the modulus, but the server asks for {told}"
 
 
 def keys_refusals(asked: Mapping[str, Any], state: Any, node: int) -> Iterator[str]:
@@ -158,10 +152,8 @@ def unmask_refusals(asked: Mapping[str, Any], state: Any, node: int) -> Iterator
     """
     active, lost, held = asked["active_nids"], asked["dead_nids"], sorted(state.rd_seed_share_dict)
     if sorted(active + lost) != held:
-        yield (
-            f"one share of each of nodes {excerpt(held)} removes the masks of this sum, and any other could unmask a client, but the "
-            f"server asks for those of {excerpt(sorted(active))} in the sum and {excerpt(sorted(lost))} lost"
-        )
+        asks = f"{excerpt(sorted(active))} in the sum and {excerpt(sorted(lost))} lost"
+        yield f"any other than one share of each of nodes {excerpt(held)} could unmask a client, but the server asks for those of {asks}"
     if node not in active:
         yield "the server counts this client among the lost clients, although this client sent its masked vector"
     if len(active) < state.threshold:
@@ -174,20 +166,6 @@ RULES = {  # of a stage's message: its form, and what depends on the stages befo
     Stage.COLLECT_MASKED_VECTORS: (messages.COLLECT, shares_refusals),
     Stage.UNMASK: (messages.UNMASK, unmask_refusals),
 }
-
-
-def _unreadable(asked: Mapping[str, Any], state: Any, node: int) -> list[int]:
-    """Return the nodes whose shares cannot be read. Either the node or the server is at fault."""
-    pairs = zip(asked["srcs"], asked["ctxts"], strict=True)
-    return [source for source, sealed in pairs if not _readable(sealed, state.ss2_dict[source], source, node)]
-
-
-def _readable(sealed: bytes, key: bytes, source: int, node: int) -> bool:
-    try:
-        sender, recipient, mask_share, key_share = share_keys_plaintext_separate(decrypt(key, sealed))
-    except (InvalidToken, ValueError, TypeError):
-        return False
-    return (sender, recipient) == (source, node) and all(len(share) >= 20 and len(share) % 16 == 4 for share in (mask_share, key_share))
 
 
 def weight_refusals(weighting: Weighting, sections: Iterable[str], plan: Plan, levels: int) -> Iterator[str]:

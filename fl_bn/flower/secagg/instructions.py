@@ -205,16 +205,11 @@ def problem(kept: ClientState, together: History, most_unknown: int | None = Non
     """
     own = history_of(kept)
     if kept.sections and kept.round not in own:
-        return (
-            f"this client's state is of round {kept.round}, which had no secure sum, so this client does not know the others' instructions"
-        )
+        return f"this client's state is of round {kept.round}, which had no secure sum: the others' instructions are unknown"
     for round, digest in sorted(own.items()):
         if together.get(round) != digest:
             return f"the others got another instruction in round {round} than this client, so their vectors might not hide this client's"
     unknown = sorted(together.keys() - own.keys())
     if most_unknown is not None and len(unknown) > most_unknown:
-        return (
-            f"this site allows max-unknown-rounds = {most_unknown}, but the others' states come from rounds {excerpt(unknown)}, "
-            "in which it took no part"
-        )
+        return f"this site allows max-unknown-rounds = {most_unknown}, but took no part in rounds {excerpt(unknown)} of the others' states"
     return ""

@@ -1,4 +1,4 @@
-"""Run Flower's two halves of SecAgg+, its client mod and its server workflow, with stronger masks.
+"""Run Flower's client mod of SecAgg+ with stronger masks.
 
 Flower (1.25 to 1.42) reduces the 32-byte seed of a mask to the 32 bits that seed a Mersenne
 Twister (``pseudo_rand_gen``). The seed of a pair of clients is base64 text, of which only 28
@@ -6,13 +6,13 @@ bits remain. The server removes the private masks, as the protocol requires. It 
 the pairwise masks by trying all seeds.
 
 Here a mask is the key stream of AES-256 in counter mode. Its key is the SHA-256 of the whole
-seed and of the client's instruction (``instructions``). Keys, shares, encryption and stages are
+seed and of the client's instruction (``instructions``). Keys, shares and encryption are
 Flower's.
 
-Flower's two modules are loaded a second time under other names. So Flower's own modules stay
-unchanged for everyone else. Other code calls the client's half through ``secagg_mod``, which is
-defined here. Pickle stores a function by its module and name. So a pickled handler that uses
-``secagg_mod`` loads this module, and not Flower's.
+Flower's module is loaded a second time under another name. So Flower's own module stays
+unchanged for everyone else. Other code calls it through ``secagg_mod``, which is defined here.
+Pickle stores a function by its module and name. So a pickled handler that uses ``secagg_mod``
+loads this module, and not Flower's.
 
 References:
     Bell et al., Secure Single-Server Aggregation with (Poly)Logarithmic Overhead, CCS 2020.
@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import ModuleType
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -71,19 +71,11 @@ def key_stream(seed: bytes, num_range: int, dimensions_list: list[tuple[int, ...
     return masks
 
 
-def _strengthened(name: str) -> ModuleType:
-    module = copy_of(name)
-    if not hasattr(module, "pseudo_rand_gen"):
-        raise ImportError(
-            f"{name} makes its masks in another way than flwr 1.25, so fl-bn cannot replace them by stronger ones. Install the version "
-            "of flwr in constraints.txt"
-        )
-    vars(module)["pseudo_rand_gen"] = key_stream
-    return module
-
-
-client_half: Any = _strengthened(SECAGG_CLIENT)
-server_half: Any = _strengthened(SECAGG_SERVER)
+server_half: Any = import_module(SECAGG_SERVER)  # its functions for keys, shares and quantised numbers, wherever Flower keeps them
+client_half: Any = copy_of(SECAGG_CLIENT)
+if not hasattr(client_half, "pseudo_rand_gen"):
+    raise ImportError(f"{SECAGG_CLIENT} makes its masks in a way that fl-bn cannot replace: install the flwr of constraints.txt")
+client_half.pseudo_rand_gen = key_stream
 
 
 def secagg_mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message], digest: bytes = b"") -> Message:

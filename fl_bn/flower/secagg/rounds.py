@@ -59,10 +59,7 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: ServerPoli
         (one_by_one, f"{masked}, and a defence against Byzantine clients compares them: choose one of the two"),
         (layerwise, f"{masked}, and {method.name} exchanges moments layer by layer in the clear: take another method"),
         (own, f"{masked}, and {method.name} needs them here: leave out its ablations (hbn-separate, hbn-merge)"),
-        (
-            others,
-            f"{masked}, but {others} would be sent in the clear: leave out maintain-momentum, or the objective that needs these tensors",
-        ),
+        (others, f"{masked}, but {others} would be sent in the clear: leave out maintain-momentum or the objective"),
         (weighted, "differential privacy (dp-noise) needs the same weight for every client: set client-weights to 'uniform'"),
     ):
         if conflict:
@@ -145,10 +142,8 @@ class SecureRounds:
             server.record = record
             for key in ("statistics", "update"):
                 if "cut" in average and (cut := _clients(total, average, key, limit)):
-                    what = (
-                        f"%d of %d clients had to cut their {key} to the quantiser's range (secagg-clipping-range %g); their logs say where"
-                    )
-                    log(logging.WARNING, f"round %s: {what}", record.round, cut, len(parts), limit)
+                    line = f"round %s: %d of %d clients had to cut their {key} to the quantiser's range (secagg-clipping-range %g)"
+                    log(logging.WARNING, line, record.round, cut, len(parts), limit)
             before, after = shared.statistics(), self._combined(total, moments, server.pace())
             weights = to_tensors(from_records(messages[0].content)[0].get("weights", {}))
             sections = update_of(average, weights) or {"weights": {}}
@@ -208,9 +203,7 @@ class SecureRounds:
             try:
                 self.accountant.spend(sums.releases(shapes))
             except OSError as error:
-                raise SumFailed(
-                    f"the privacy cost of this round cannot be stored ({error}), so the sum is not started: free some disk space", {}
-                ) from error
+                raise SumFailed(f"the privacy cost of this round cannot be stored: {error}", {}) from error
         total = SecureSum(
             grid,
             messages,
@@ -233,28 +226,17 @@ class SecureRounds:
         """Return the moments of all clients together, by layer.
 
         Raises:
-            WireError: the clients' layers see different numbers of activations per sample, so
-                samples cannot be the clients' weights; or a layer has more than
-                ``LARGEST_COUNT`` activations.
+            WireError: a layer has more than ``LARGEST_COUNT`` activations.
         """
-        counted = {tuple(sorted(own.items())) for own in total.activations.values()}
-        if len(counted) != 1:
-            expected = "expected the same activations per sample at every client (inputs of one size)"
-            raise WireError("moments", "count", f"{expected}, but got {excerpt(sorted(counted))}")
         passes = sum(plan.passes for plan in total.plans.values())
-        counts = {layer: n * passes for layer, n in counted.pop()}
+        counts = {layer: n * passes for layer, n in total.activations.items()}
         if (most := max(counts.values(), default=0)) > LARGEST_COUNT:
             raise WireError("moments", "count", f"expected at most {LARGEST_COUNT} activations in all, but got {excerpt(most)}")
         samples = sum(plan.samples for plan in total.plans.values())
         moments, negative = moments_of(average, reference, samples, counts, self.settings.clipping_range)
         if negative:
-            log(
-                logging.WARNING,
-                "the summed variance of %d channels is negative, and is set to 0: the shared statistics are too far from the data for the "
-                "precision of the sum (quantisation%s); exchange statistics again, with the new ones as reference",
-                negative,
-                "" if self.settings.privacy is None else " and noise",
-            )
+            line = "the summed variance of %d channels is negative, and is set to 0: the shared statistics are too far from the data"
+            log(logging.WARNING, line, negative)
         return moments
 
     def _imprecise(self, total: Sum, average: Sections, moments: Mapping[str, Moments], reference: Mapping[str, Running]) -> str:

@@ -5,13 +5,12 @@ The vector (d,) holds these parts in the order of ``layout``:
 * the weights minus those that were sent, or the gradients,
 * the statistics as standardised deviations from a reference that all clients know (``secure.additive``),
 * the training loss,
-* two flags: whether statistics, and whether values of the update, were cut off to fit the quantiser,
-* two constants (``CHECK``).
+* two flags: whether statistics, and whether values of the update, were cut off to fit the quantiser.
 
 The vector travels without names. Both sides derive the layout from model, method and phase.
 
-In a sum of evaluations, the vector holds the client's loss, the task's own metric, and the
-constants. The server learns the means. Each client counts once, as in evaluations outside of
+In a sum of evaluations, the vector holds the client's loss and the task's own metric. The server
+learns the means. Each client counts once, as in evaluations outside of
 secure sums. The standard deviation, the worst client and accuracies per class are not reported.
 With three clients, mean and standard deviation nearly reveal each client's number. The accuracy
 of a class may come from few samples. Loss and metric are scaled to the range that the task
@@ -39,8 +38,6 @@ Layout = dict[str, dict[str, tuple[int, ...]]]
 STATISTICS = ("statistics", "moments")
 EVALUATION, LOSS = "evaluation", "loss"
 LOSS_RANGE = 64.0  # the largest loss in a sum; larger ones are cut off
-# constants that every client sends, as shares of the quantiser's range: their means are right only if the masks cancelled
-CHECK = (0.5, -0.25)
 REFERENCE = "reference"  # section of a message with a reference for deviations, if it is not the message's own statistics
 
 
@@ -82,7 +79,7 @@ class Weighting:
 
     def of(self, section: str, plan: Plan) -> float:
         """Return the weight that a client with the counts ``plan`` has in ``section``, in (0, 1]."""
-        if section in ("cut", "check"):
+        if section == "cut":
             return 1.0
         if section in STATISTICS:
             share, whole = plan.passes if section == "moments" else plan.samples, self.statistics
@@ -103,12 +100,12 @@ def layout(expected: Schema, loss: bool, cut: bool = True) -> Layout:
         section: {name: spec.shape for name, spec in specs.items() if (section, name.rpartition(".")[2]) != ("moments", "count")}
         for section, specs in expected.sections.items()
     }
-    return {**tensors, **numbers, "check": {"check": (len(CHECK),)}}
+    return {**tensors, **numbers}
 
 
 def releases(shapes: Layout) -> int:
-    """Return the number of vectors in a sum that get noise of their own: the update and the statistics. Constants get none."""
-    return len({"statistics" if section in STATISTICS else "update" for section in shapes if section != "check"})
+    """Return the number of vectors in a sum that get noise of their own: the update and the statistics."""
+    return len({"statistics" if section in STATISTICS else "update" for section in shapes})
 
 
 def length(shapes: Layout) -> int:
@@ -171,35 +168,25 @@ def activations(reply: Sections, plan: Plan) -> dict[str, int]:
     for layer, moments in decode_moments(reply.get("moments", {})).items():
         per_sample[layer], rest = divmod(moments.count, max(plan.passes, 1))
         if rest:
-            raise WireError(
-                "moments",
-                tensor_name(layer, "count"),
-                f"expected equally many activations of every sample, but got {moments.count} activations of {plan.passes} samples: in "
-                "secure aggregation all inputs must have one size, and every layer must run equally often for each sample",
-            )
+            problem = f"expected equally many activations of every sample, but got {moments.count} of {plan.passes} samples"
+            raise WireError("moments", tensor_name(layer, "count"), problem)
     return per_sample
 
 
 def flags(loss: float, weight: float, statistics: bool, update: bool, limit: float) -> Sections:
     """Return the numbers that each client adds to a secure sum beside its tensors, scaled to the quantiser's range.
 
-    They are the loss times the client's ``weight``, two flags (whether statistics, or values of
-    the update, were cut off), and the constants ``CHECK``, whose mean shows whether the masks
-    cancelled.
+    They are the loss times the client's ``weight``, and two flags: whether statistics, or values
+    of the update, were cut off.
     """
     share = torch.tensor([min(loss / LOSS_RANGE, 1.0) * limit * weight])
     cut = {"statistics": torch.tensor([limit * statistics]), "update": torch.tensor([limit * update])}
-    return {"loss": {"loss": share}, "cut": cut} | constants(limit)
-
-
-def constants(limit: float) -> Sections:
-    """Return the constants ``CHECK``, scaled to the quantiser's range ``[-limit, limit]``."""
-    return {"check": {"check": torch.tensor(CHECK, dtype=torch.float64) * limit}}
+    return {"loss": {"loss": share}, "cut": cut}
 
 
 def evaluation_layout(task: type[Task] | Task) -> Layout:
     """Return section -> name -> shape of the values in a secure sum of evaluations."""
-    return {EVALUATION: {LOSS: (1,), task.metric: (1,)}, "check": {"check": (len(CHECK),)}}
+    return {EVALUATION: {LOSS: (1,), task.metric: (1,)}}
 
 
 def evaluation_parts(metrics: Mapping[str, float], task: Task, limit: float) -> Sections:
@@ -212,12 +199,10 @@ def evaluation_parts(metrics: Mapping[str, float], task: Task, limit: float) -> 
     shares = {}
     for name in (LOSS, task.metric):
         if math.isnan(value := metrics[name]):
-            raise ValueError(
-                f"the {name} of this evaluation is NaN, which cannot be part of a sum: lower the learning rate, or check the test data"
-            )
+            raise ValueError(f"the {name} of this evaluation is NaN, which cannot be part of a sum")
         low, high = _range(name, task)
         shares[name] = torch.tensor([(min(max(value, low), high) - low) / (high - low) * limit], dtype=torch.float64)
-    return {EVALUATION: shares} | constants(limit)
+    return {EVALUATION: shares}
 
 
 def evaluation_means(average: Sections, task: Task, limit: float) -> dict[str, float]:

@@ -301,12 +301,9 @@ PLAN = Form("plan", {"samples": whole(), "passes": whole(), "steps": whole()})
 OWN_HISTORY = Form("told", HASHES)
 KEYS = Form(RECORD_KEY_CONFIGS, {"pk1": data(KEY, 1), "pk2": data(KEY, 1)}, prefix="")
 SHARES_OUT = Form(RECORD_KEY_CONFIGS, {"dsts": wholes(NODES), "ctxts": blobs(NODES, SHARE)}, prefix="")
-UNREADABLE = Form(RECORD_KEY_CONFIGS, {"unreadable": wholes(NODES, default=None)}, prefix="")  # sent in place of a masked vector
 MASKED = Form(RECORD_KEY_CONFIGS, {"masked_params": blobs(2, 2**40)}, prefix="")  # ``secagg.workflow`` checks the vector's size
-DIGEST = Form(  # of the client's instruction
-    "fitres.metrics", {"digest": text(64, "[0-9a-f]{64}", wanted="64 hexadecimal digits")}, prefix=""
-)
-RESULT = Form("fitres.metrics", {"activations": wholes_by_name(LAYERS)}, prefix="").and_also(DIGEST)
+SHA256 = text(64, "[0-9a-f]{64}", wanted="64 hexadecimal digits")
+RESULT = Form("fitres.metrics", {"activations": wholes_by_name(LAYERS), "digest": SHA256}, prefix="")  # digest: of the instruction
 SHARES_BACK = Form(RECORD_KEY_CONFIGS, {"nids": wholes(NODES), "shares": blobs(NODES, SHARE)}, prefix="")
 
 SET_UP = Form(
