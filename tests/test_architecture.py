@@ -47,7 +47,6 @@ FLOWER_PUBLIC = {"flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp
 FLOWER_LEGACY = {  # public, too, but of Flower's older API: the files that still need it
     "fl_bn/flower/local_client.py": {"flwr.client"},
     "fl_bn/flower/legacy.py": {"flwr.common", "flwr.server", "flwr.server.strategy"},
-    "fl_bn/flower/secagg/workflow.py": {"flwr.common", "flwr.server", "flwr.server.strategy"},
     "fl_bn/flower/secagg/client.py": {"flwr.common"},
 }
 RAY = {  # the files that use Ray itself
