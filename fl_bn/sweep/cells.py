@@ -315,7 +315,8 @@ def _config(file: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     try:
-        return {**RunConfig().to_mapping(), **renewed(keys)} if keys else {}
+        own = renewed(keys)
+        return {**RunConfig.from_mapping({"setup": own.get("setup", "")}).to_mapping(), **own} if keys else {}
     except ConfigError as error:
         raise ConfigError(f"{file.parent} holds another run: {error}") from error
 

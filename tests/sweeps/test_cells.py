@@ -61,14 +61,15 @@ def test_a_cell_that_another_process_runs_is_left_alone(tmp_path: Path, ran: lis
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.log"]
 
 
-def test_a_cell_that_ran_on_another_device_and_engine_is_finished_and_kept_as_it_ran(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setup", ["", "experiments.papers:Papers"])
+def test_a_cell_that_ran_on_another_device_and_engine_is_finished_and_kept_as_it_ran(setup: str, tmp_path: Path) -> None:
     """What changes last digits alone is no other run; what the file says of it does not hide how it was run."""
-    there = a_cell(tmp_path, engine="vectorised", **{"memory-format": "channels-last", "data-path": "here"})
+    there = a_cell(tmp_path, engine="vectorised", **{"memory-format": "channels-last", "data-path": "here", "setup": setup})
     finish(there, [0.5, 0.6])
     (tmp_path / "a" / "environment.json").write_text('{"commit": "abc"}')
-    here = a_cell(tmp_path, device="cpu", **{"data-path": "here"})
+    here = a_cell(tmp_path, device="cpu", **{"data-path": "here", "setup": setup})
     assert here.finished()
-    (kept,) = finished([here], [a_cell(tmp_path, device="cpu", **{"data-path": "{data}"})])
+    (kept,) = finished([here], [a_cell(tmp_path, device="cpu", **{"data-path": "{data}", "setup": setup})])
     assert {key: kept.config.get(key) for key in ("engine", "memory-format", "device", "data-path")} == {
         "engine": "vectorised",
         "memory-format": "channels-last",
@@ -76,7 +77,7 @@ def test_a_cell_that_ran_on_another_device_and_engine_is_finished_and_kept_as_it
         "data-path": "{data}",
     }
     with naming("learning-rate", ConfigError):  # control
-        a_cell(tmp_path, **{"learning-rate": 0.1, "data-path": "here"}).finished()
+        a_cell(tmp_path, **{"learning-rate": 0.1, "data-path": "here", "setup": setup}).finished()
 
 
 def test_a_centralised_run_is_not_taken_for_a_federated_one(tmp_path: Path) -> None:
