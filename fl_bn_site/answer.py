@@ -25,7 +25,7 @@ from fl_bn_site.signing import Accepted, NotSigned
 OURS = "fl-bn/fl-bn"  # the id of fl-bn's own app
 UNLOADABLE, RAISED, DIED = 1, 2, 8  # Flower's error codes
 ABSENT = 15.0  # seconds for which the gate looks for the program that runs the apps
-NOBODY = f"the program that runs its ClientApps does not answer for {ABSENT:.0f} s: read the site's logs/clientapp.log"
+NOBODY = f"the program that runs its ClientApps does not answer for {ABSENT:.0f} s: read the output of `fl-bn start` there"
 RESTARTED = "the program that runs its ClientApps was restarted while it worked on the message"
 LATE = "its process did not answer before the deadline of the message, and was ended"
 

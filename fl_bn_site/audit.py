@@ -28,6 +28,7 @@ HEAD, LOCK = "head", "lock"
 HEAD_LINE = re.compile(rb"([0-9]{20}) ([0-9a-f]{64})\n")
 START = "0" * 64  # the hash in line 1, which has no line before it
 LARGEST = 16 << 20  # size of a file, in bytes, from which a new file is begun
+LARGEST_NUMBER = 10**18  # larger numbers are none that a site writes
 BLOCK = 1 << 16  # bytes that are read at once, from the end of a file
 
 
@@ -59,14 +60,18 @@ class Line:
 
 
 def parse(data: bytes) -> dict[str, Any] | None:
-    """Return the fields of a line; None: ``data`` is not a line of an audit log."""
+    """Return the fields of a line; None: ``data`` is not a line of an audit log, as ``append`` and ``leaving`` write them."""
     try:
         values = json.loads(data)
-    except (ValueError, RecursionError):
+        numbers = [values["line"], values.get("round") or 0, values.get("message-bytes", 0)]
+        for of in (values.get("sections") or {}).values():
+            numbers += [of["tensors"], of["bytes"], of.get("samples", 0)]
+        json.dumps(values, ensure_ascii=False).encode()  # no half of a surrogate pair
+        datetime.fromisoformat(values["time"])
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
         return None
-    if not isinstance(values, dict) or type(values.get("line")) is not int or type(values.get("before")) is not str:
-        return None
-    return values
+    sound = type(values["before"]) is str and all(type(number) is int and 0 <= number < LARGEST_NUMBER for number in numbers)
+    return values if sound else None
 
 
 def digest(data: bytes) -> str:

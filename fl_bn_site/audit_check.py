@@ -115,48 +115,28 @@ def _forgotten(lines: Sequence[Line]) -> int:
 
 
 def _faults(lines: Sequence[Line], forgotten: int) -> list[str]:
-    """Return a sentence for each fault between the first line and the last.
+    """Return a sentence for each line that does not follow the line before it, by number and hash.
 
     ``forget`` has removed ``forgotten`` lines before the first line of ``lines``. Their absence is not a fault.
     """
     found: list[str] = []
-    number, before, doubted = 0, START, False  # the number and the hash of the line before, and whether it was changed
-    if forgotten and lines[0].values is not None:
-        number, before = forgotten, str(lines[0].values["before"])
-    displaced: set[int] = set()  # the numbers of lines that are missing here, but come further down
-    for index, line in enumerate(lines):
-        where = f"{line.file}, line {line.place} of the file"
+    number, before = forgotten, str(lines[0].values["before"]) if forgotten and lines[0].values else START
+    for line in lines:
+        expected, where = number + 1, f"({line.file}, line {line.place} of the file)"
         if line.values is None:
-            found.append(f"line {number + 1} was changed: it is no line of this log ({where})")
-            number, before, doubted = number + 1, line.hash, True
+            found.append(f"line {expected} was changed: it is no line of this log {where}")
+            number, before = expected, line.hash
             continue
-        if line.number <= number:
-            if line.number not in displaced:
-                found.append(f"line {line.number} appears again after line {number}: it was inserted ({where})")
-            continue
-        if line.number > number + 1:
-            missing = range(number + 1, line.number)
-            if displaced := {later.number for later in lines[index + 1 :]}.intersection(missing):
-                found.append(f"line {min(displaced)} stands after line {line.number}: lines were swapped ({where})")
-            else:
-                found.append(_gap(missing, line, where))
-        elif line.values["before"] != before and not doubted:
-            follower = lines[index + 1] if index + 1 < len(lines) else None
-            itself = number == forgotten or (follower is not None and (follower.values is None or follower.values["before"] != line.hash))
-            changed = line.number if itself else number
-            found.append(f"line {changed} was changed: the lines beside it carry other hashes ({where})")
-            number, before, doubted = line.number, line.hash, itself
-            continue
-        if f"file {HEAD} was missing" in (note := str(line.values.get("note", ""))):
+        if line.number > expected:
+            found.append(f"lines {expected} to {line.number - 1} were removed or moved {where}")
+        elif line.number < expected:
+            found.append(f"line {line.number} was inserted or moved: it stands after line {number} {where}")
+        elif line.values["before"] != before:
+            found.append(f"line {number} or line {expected} was changed: the hashes differ {where}")
+        elif f"file {HEAD} was missing" in (note := str(line.values.get("note", ""))):
             found.append(f"before line {line.number}, {note}")
-        number, before, doubted = line.number, line.hash, False
+        number, before = line.number, line.hash
     return found
-
-
-def _gap(missing: range, line: Line, where: str) -> str:
-    if missing[0] == 1:
-        return f"{_lines(missing)} {_were(missing)} removed or moved away: the log begins with line {line.number} ({where})"
-    return f"{_lines(missing)} {_were(missing)} removed: after line {missing[0] - 1} comes line {line.number} ({where})"
 
 
 def _end(folder: Path, lines: Sequence[Line], head: tuple[int, str] | None) -> list[str]:
@@ -165,17 +145,8 @@ def _end(folder: Path, lines: Sequence[Line], head: tuple[int, str] | None) -> l
     if head is None:
         return [f"the file {HEAD} is missing or damaged: it is unknown whether lines were cut off at the end"] if files_in(folder) else []
     if head[0] > last:
-        gone = range(last + 1, head[0] + 1)
-        return [f"{_lines(gone)} {_were(gone)} cut off at the end: the file {HEAD} names line {head[0]} as the last"]
+        return [f"lines {last + 1} to {head[0]} were cut off at the end: the file {HEAD} names line {head[0]} as the last"]
     if all(line.number != head[0] or line.hash != head[1] for line in lines):
         follower = any(line.number == head[0] + 1 for line in lines)
         return [] if follower else [f"line {head[0]} was changed: the file {HEAD} has another hash of it"]
     return []
-
-
-def _lines(numbers: range) -> str:
-    return f"line {numbers[0]}" if len(numbers) == 1 else f"lines {numbers[0]} to {numbers[-1]}"
-
-
-def _were(numbers: range) -> str:
-    return "was" if len(numbers) == 1 else "were"

@@ -6,15 +6,12 @@ Each command imports its modules only when it runs, since an import of torch tak
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Group
-from rich.markup import escape
 
 from fl_bn.cli.refusal import refused
 from fl_bn_site.audit_command import audit
@@ -22,9 +19,6 @@ from fl_bn_site.days import SERVER_DAYS
 
 if TYPE_CHECKING:
     from fl_bn_site.folders import ServerFolder
-    from fl_bn_site.status import Status
-
-WATCH = 2.0  # seconds between two looks at the server
 
 kit = typer.Typer(no_args_is_help=True, help="Certificates, keys and one folder per machine, for running on separate machines.")
 
@@ -65,14 +59,12 @@ def create(
     ] = "submitter",
 ) -> None:
     """Make a kit: an authority, the server's folder, and one folder per site."""
-    from fl_bn_site.kit import KitError, KitPlan
+    from fl_bn_site.kit import KitPlan
     from fl_bn_site.kit import create as make
 
-    try:
+    with _refusals():
         plan = KitPlan(superlink, _split(sites), exchange_host, _split(also), days, fleet_port, exchange_port, _split(submitters))
         make(plan, output)
-    except (KitError, OSError, ValueError) as error:
-        raise refused(error) from error
     typer.echo(
         f"{output}: read {output / 'README.md'} first. Keys are in authority/, server/, sites/*/ and submitters/*/: "
         "each belongs to one machine, or one person, only."
@@ -146,11 +138,11 @@ def renew(
             typer.echo(f"send {signs / 'ca.crt'} to every site, to put in the place of its own: {', '.join(folder.sites)}")
             if files:
                 typer.echo(f"the sites' folders of this kit have the new ca.crt already: {', '.join(file.parent.name for file in files)}")
-            typer.echo("a site can connect once it has the new ca.crt. `fl-bn start` notices new files by itself, here and at the sites")
+            typer.echo("start `fl-bn start` again here, and at each site once it has the new ca.crt")
         else:
             former = renew_server(folder, signs, days)
             typer.echo(f"{folder.certificate} is valid for {days_left(folder)[1]} days; the former one is in {former}")
-            typer.echo("`fl-bn start` starts the SuperLink again by itself. Sites connect again, and need no new files")
+            typer.echo("start `fl-bn start` again here. Sites connect again, and need no new files")
 
 
 @kit.command()
@@ -161,13 +153,13 @@ def verify(
     ] = "",
 ) -> None:
     """Check whether the parts of a kit fit together: certificates, keys, modes, TOML files, audit logs. Exit code 1 if not."""
-    from fl_bn_site.verify import verify as checks_of
+    from fl_bn_site.verify import verify as findings_of
 
-    checks = checks_of(folder.absolute(), noted)
-    for check in checks:
-        typer.echo(str(check))
-    failed = sum(not check.ok for check in checks)
-    typer.echo(f"{failed} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks passed")
+    findings = list(findings_of(folder.absolute(), noted))
+    for finding in findings:
+        typer.echo(str(finding))
+    failed = sum(finding.status == "fail" for finding in findings)
+    typer.echo(f"{failed} of {len(findings)} checks failed" if failed else f"all {len(findings)} checks passed")
     if failed:
         raise typer.Exit(1)
 
@@ -181,23 +173,21 @@ def start(
 ) -> None:
     """Start the programs of this machine, and keep them running until Ctrl-C or SIGTERM."""
     from fl_bn_site.commands import commands, prepare
-    from fl_bn_site.folders import FolderError, ServerFolder, read_folder
+    from fl_bn_site.folders import ServerFolder, read_folder
     from fl_bn_site.membership import check_expiry, renews
-    from fl_bn_site.supervisor import AlreadyRunning, supervise
+    from fl_bn_site.supervisor import supervise
 
-    try:
+    with _refusals():
         kit_folder = read_folder(folder)
+        run = commands(kit_folder, only)
         if show:
-            typer.echo("\n".join(str(command) for command in commands(kit_folder, only)))
+            typer.echo("\n".join(map(str, run)))
             return
         if isinstance(kit_folder, ServerFolder) and renews(kit_folder):
             print(f"renewed: {kit_folder.certificate}", file=sys.stderr, flush=True)
         if warning := check_expiry(kit_folder):
             print(warning, file=sys.stderr, flush=True)
-        run = commands(kit_folder, only)
         supervise(run, prepare(kit_folder, only))
-    except (FolderError, AlreadyRunning, OSError, ValueError) as error:
-        raise refused(error) from error
 
 
 def register(folder: ServerArgument, control: ControlOption = "") -> None:
@@ -205,14 +195,11 @@ def register(folder: ServerArgument, control: ControlOption = "") -> None:
 
     `fl-bn start` does this, too.
     """
-    from fl_bn_site.control import ControlError, register_sites
-    from fl_bn_site.folders import FolderError, ServerFolder
+    from fl_bn_site.control import register_sites
 
-    try:
-        for site, outcome in register_sites(ServerFolder.read(folder), control):
+    with _refusals(1):
+        for site, outcome in register_sites(_server(folder), control):
             typer.echo(f"{site}: {outcome}")
-    except (FolderError, ControlError, OSError) as error:
-        raise refused(error, 1) from error
 
 
 def submit(
@@ -315,67 +302,18 @@ def abort(folder: ServerArgument, run: RunArgument, control: ControlOption = "")
 def status(
     folder: ServerArgument,
     control: ControlOption = "",
-    watch: Annotated[bool, typer.Option("--watch", help="show the status again every two seconds, until Ctrl-C")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs; with --watch, one line each time")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
 ) -> None:
     """Show which sites are online, when each was last seen, and how far each run is."""
-    from rich.live import Live
-
+    from fl_bn_site.status import status as of
     from fl_bn_site.tables import tables_of_status, wide_console
 
     with _refusals():
-        statuses = _statuses(folder, control)
-        current, problem = next(statuses)
-        if not watch:
-            if as_json:
-                typer.echo(current.to_json())
-            else:
-                wide_console().print(tables_of_status(current))
-            return
-        try:
-            if as_json:
-                typer.echo(current.to_json().replace("\n", ""))
-                for current, problem in statuses:
-                    typer.echo(problem or current.to_json().replace("\n", ""), err=bool(problem))
-            with Live(tables_of_status(current), auto_refresh=False) as live:
-                for current, problem in statuses:
-                    live.update(Group(tables_of_status(current), escape(problem)), refresh=True)
-        except KeyboardInterrupt:
-            return
-
-
-def _statuses(folder: Path, control: str) -> Iterator[tuple[Status, str]]:
-    """Yield the status of a server every two seconds.
-
-    Args:
-        folder: The server's folder.
-        control: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
-
-    Yields:
-        The last status that could be read, and the reason why no newer one could be read (empty: the status is new).
-
-    Raises:
-        FolderError, ControlError, OSError: The first status cannot be read, or no status could be read for
-            ``SILENCE`` seconds.
-    """
-    from fl_bn_site.control import SILENCE, ControlError
-    from fl_bn_site.folders import FolderError
-    from fl_bn_site.status import status as of
-
-    current, problem, answered = of(_server(folder), control), "", time.monotonic()
-    while True:
-        yield current, problem
-        time.sleep(WATCH)
-        try:
-            current, problem, answered = (
-                of(_server(folder), control),
-                "",
-                time.monotonic(),
-            )  # reads server.toml again, since sites may have been added or removed
-        except (FolderError, ControlError, OSError) as error:
-            if time.monotonic() - answered > SILENCE:
-                raise
-            problem = f"{error}; trying again"
+        current = of(_server(folder), control)
+    if as_json:
+        typer.echo(current.to_json())
+    else:
+        wide_console().print(tables_of_status(current))
 
 
 def _server(folder: Path) -> ServerFolder:
@@ -407,15 +345,14 @@ def _tell_superlink(server: ServerFolder) -> None:
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
+def _refusals(code: int = 2) -> Iterator[None]:
     from fl_bn_site.control import ControlError
-    from fl_bn_site.folders import FolderError
-    from fl_bn_site.kit import KitError
+    from fl_bn_site.supervisor import AlreadyRunning
 
     try:
         yield
-    except (KitError, FolderError, ControlError, OSError, ValueError) as error:
-        raise refused(error, 2) from error
+    except (ControlError, AlreadyRunning, OSError, ValueError) as error:  # FolderError and KitError are ValueErrors
+        raise refused(error, code) from error
 
 
 def _split(text: str) -> list[str]:

@@ -8,7 +8,7 @@ import shlex
 import sys
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from fl_bn.support.flower_config import NODES, SERVER, Scalar, flower_config
@@ -21,7 +21,6 @@ SUPERNODE = SUPERLINK.with_name("supernode.py")  # Flower's SuperNode, which ask
 GATE, APPS = "fl_bn_site.gate", "fl_bn_site.apps"  # the modules that guard a site, and run its apps
 COMPAT = Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"  # run by its path, since the package around it imports torch
 PROGRAMS = ("supernode", "clientapp")  # the programs of a site; each may run as a user of its own
-UNREACHABLE = "Connection attempt failed"  # Flower prints this, also when another process of this site has just ended
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,6 @@ class Command:
         env: Environment variables that are added to those of this process.
         cwd: The working directory of the program.
         once: True: the program is started again only after a failure. False: it is also started again after exit code 0.
-        hints: Part of a line that the program may print -> an explanation for the user: what the line means, and what to do.
-        reads: Files that the program reads at its start. When one changes, the program is started again.
     """
 
     name: str
@@ -43,8 +40,6 @@ class Command:
     env: Mapping[str, str]
     cwd: Path
     once: bool = False
-    hints: Mapping[str, str] = field(default_factory=dict)
-    reads: tuple[Path, ...] = ()
 
     def __str__(self) -> str:
         """Return the command as one line that can be pasted into a shell."""
@@ -86,14 +81,14 @@ def check_flower(what: str) -> None:
 
 
 def prepare(folder: ServerFolder | SiteFolder, only: str = "") -> Path:
-    """Make the folders for state (readable by their owner only), results and logs.
+    """Make the folders for state (readable by their owner only) and results.
 
     Args:
         folder: The server's folder, or a site's.
         only: The program of a site for which to make folders, ``supernode`` or ``clientapp``; empty: both.
 
     Returns:
-        The folder of the logs.
+        The folder to lock while the programs run. Where each program has a user of its own, each has a folder of its own.
     """
     if isinstance(folder, ServerFolder):
         folder.results.mkdir(parents=True, exist_ok=True)
@@ -103,9 +98,7 @@ def prepare(folder: ServerFolder | SiteFolder, only: str = "") -> Path:
         private += [] if only else [folder.packages, folder.apps_socket.parent]  # with two users, site-users.sh has made these
     for path in private:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    logs = private[0] / "logs" if only else folder.logs  # where each program has a user of its own, it has logs of its own
-    logs.mkdir(parents=True, exist_ok=True)
-    return logs
+    return private[0] if only else folder.path
 
 
 def server_commands(server: ServerFolder) -> list[Command]:
@@ -134,7 +127,6 @@ def superlink(server: ServerFolder) -> Command:
         (sys.executable, "-P", str(SUPERLINK), "--enable-supernode-auth", *_flat(options)),
         _environment(server.state),
         server.path,
-        reads=(server.authority, server.certificate, server.key),
     )
 
 
@@ -165,18 +157,6 @@ def supernode(site: SiteFolder) -> Command:
         "--clientappio-api-address": site.clientappio,
         "--node-config": flower_config(node_config(site)),
     }
-    hints = {
-        UNREACHABLE: f"{site.superlink} does not answer, or its certificate is not signed by ca.crt. The SuperNode tries again; "
-        "`fl-bn doctor .` finds out which of the two it is",
-        "CERTIFICATE_VERIFY_FAILED": f"the certificate of {site.superlink} is not signed by ca.crt: another server "
-        "answers there, or the server has the folder of another kit",
-        "No SuperNode found with the given public key": "the server does not know this site's key yet. The SuperNode tries again. If this "
-        "line keeps coming, send site.pub to the server's operator, who enters it: `fl-bn kit add-site`, or `fl-bn kit renew --site`",
-        "Invalid timestamp": "this machine's clock is 5 s or more ahead of the server's, or 305 s or more behind, and Flower refuses that: "
-        "correct the wrong clock of the two (chrony, systemd-timesyncd). The SuperNode tries again",
-        "could not be activated": "the server still counts this site as connected, as it does for a minute after a crash. The SuperNode "
-        "tries again; if this line keeps coming, another machine uses this site's key",
-    }
     own = {
         "--home": site.node_dir,
         "--policy": site.policy,
@@ -186,7 +166,7 @@ def supernode(site: SiteFolder) -> Command:
     }
     node = (sys.executable, "-P", str(SUPERNODE), "--poll-seconds", str(site.poll_seconds), *_flat(options))
     argv = (sys.executable, "-P", "-m", GATE, *_flat(own), "--", *node)
-    return Command("supernode", argv, _environment(site.node_dir), site.path, hints=hints, reads=(site.private_key, site.root_certificates))
+    return Command("supernode", argv, _environment(site.node_dir), site.path)
 
 
 def clientapp(site: SiteFolder) -> Command:

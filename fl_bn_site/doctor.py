@@ -14,10 +14,11 @@ from fl_bn.checks.guard import guard, guard_each, reason
 from fl_bn.checks.run import parse, run, this_machine
 from fl_bn.support.finding import Finding
 from fl_bn.support.locks import hold
-from fl_bn_site.checks import network, tls
-from fl_bn_site.checks.credentials import expiry, kit_files, site_keys
+from fl_bn_site import checks
 from fl_bn_site.commands import node_config
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port, read_folder
+from fl_bn_site.supervisor import LOCK
+from fl_bn_site.verify import verify
 
 
 def diagnose(folder: Path, overrides: str = "") -> Iterator[Finding]:
@@ -36,8 +37,8 @@ def diagnose(folder: Path, overrides: str = "") -> Iterator[Finding]:
     except (FolderError, OSError) as error:
         yield Finding("fail", "folder", reason(error), "give the folder kit/server or kit/sites/NAME, or correct that file")
         return
-    checks = _site(kit_folder, overrides) if isinstance(kit_folder, SiteFolder) else _server(kit_folder, overrides)
-    yield from guard_each("folder", lambda: checks)
+    findings = _site(kit_folder, overrides) if isinstance(kit_folder, SiteFolder) else _server(kit_folder, overrides)
+    yield from guard_each("folder", lambda: findings)
 
 
 def _site(site: SiteFolder, overrides: str) -> Iterator[Finding]:
@@ -45,8 +46,7 @@ def _site(site: SiteFolder, overrides: str) -> Iterator[Finding]:
     sys.path[:0] = [folder for folder in site.code if folder not in sys.path]  # as the ClientApp has them
     host, port = host_port(site.superlink)
     yield Finding("ok", "folder", f"{site.path}: site {site.site}")
-    yield from guard_each("kit", lambda: kit_files(site.path))
-    yield guard("expiry", lambda: expiry([site.root_certificates], mend="ask the server's operator for another kit"))
+    yield from guard_each("kit", lambda: verify(site.path))
     yield guard("gpu", lambda: machine.gpu(site.device, "site.toml"))
     yield guard("state-dir", lambda: machine.storage("state-dir", site.state_dir))
     if site.audit is not None:  # else it is in state-dir
@@ -54,9 +54,10 @@ def _site(site: SiteFolder, overrides: str) -> Iterator[Finding]:
     yield guard("policy", lambda: _policy(site.policy))
     if site.code:
         yield guard("code", lambda: _code(site))
-    running = any(_running(folder) for folder in (site.logs, site.node_dir / "logs"))
-    yield guard("clientappio", lambda: network.port_free("clientappio", site.clientappio, "clientappio in site.toml", running=running))
-    yield from _superlink(host, port, site.root_certificates)
+    running = any(_running(folder) for folder in (site.path, site.node_dir))
+    yield guard("clientappio", lambda: checks.port_free("clientappio", site.clientappio, "clientappio in site.toml", running=running))
+    yield guard("proxy", lambda: checks.proxy(host))
+    yield from guard_each("superlink", lambda: checks.connection(host, port, site.root_certificates))
     yield from guard_each("run config", lambda: _site_run(site, overrides, node))
 
 
@@ -94,50 +95,24 @@ def _submitter(server: ServerFolder) -> Finding:
     )
 
 
-def _superlink(host: str, port: int, authority: Path) -> Iterator[Finding]:
-    """Check the connection to the SuperLink: proxy, name, port, TLS and clock.
-
-    Port and TLS are checked only where the check before succeeded.
-
-    Args:
-        host: The name or address of the SuperLink.
-        port: Its port for SuperNodes.
-        authority: The certificate file of the kit's authority.
-    """
-    skew = None
-    yield guard("proxy", lambda: network.proxy(host))
-    yield (finding := guard("superlink name", lambda: network.resolves(host, port)))
-    if finding.status == "ok":
-        yield (finding := guard("superlink port", lambda: network.reachable(host, port)))
-        if finding.status == "ok":
-            yield (finding := guard("superlink TLS", lambda: tls.handshake(host, port, authority)))
-            if finding.status != "fail":
-                skew = partial(tls.server_skew, host, port, authority)
-    yield guard("clock", lambda: tls.clock(authority, skew))
-
-
 def _site_run(site: SiteFolder, overrides: str, node: Mapping[str, Any]) -> Iterator[Finding]:
     values = parse(overrides)
     yield from [values] if isinstance(values, Finding) else experiment.site_experiment(values, node)
 
 
 def _server(server: ServerFolder, overrides: str) -> Iterator[Finding]:
-    port = host_port(server.fleet)[1]
     yield Finding("ok", "folder", f"{server.path}: the server of {', '.join(server.sites)}")
-    yield from guard_each("kit", lambda: kit_files(server.path))
-    yield guard("expiry", lambda: expiry([server.authority, server.certificate]))
-    yield guard("site keys", lambda: site_keys(server))
+    yield from guard_each("kit", lambda: verify(server.path))
     yield guard("submitter", lambda: _submitter(server))
     yield guard("state", lambda: machine.storage("state", server.state))
     yield guard("results", lambda: machine.storage("results", server.results))
-    running = _running(server.logs)
+    running = _running(server.path)
     addresses = {"fleet": server.fleet, "control": server.control, "serverappio": server.serverappio}
     for line, address in addresses.items():
-        yield guard(line, partial(network.port_free, line, address, f"{line} in server.toml", running=running))
-    exchange = (server.exchange_port, server.last_exchange_port, "exchange-port, exchange-ports in server.toml")
-    yield guard("exchange-port", lambda: network.ports_free("exchange-port", *exchange, running=running))
-    yield guard("exposure", lambda: network.exposure(server))
-    yield guard("superlink name", lambda: network.leads_here(server.superlink, port))
+        yield guard(line, partial(checks.port_free, line, address, f"{line} in server.toml", running=running))
+    yield guard("exchange-port", lambda: checks.exchange_ports(server, running=running))
+    yield guard("exposure", lambda: checks.exposure(server))
+    yield guard("superlink name", lambda: checks.resolves(server.superlink))
     yield from guard_each("run config", lambda: _server_run(server, overrides))
 
 
@@ -158,10 +133,10 @@ def _server_run(server: ServerFolder, overrides: str) -> Iterator[Finding]:
     yield from run(values)
 
 
-def _running(logs: Path) -> bool:
-    """Return whether ``fl-bn start`` runs for the folder with these ``logs``. While it runs, it locks a file in ``logs``."""
+def _running(folder: Path) -> bool:
+    """Return whether ``fl-bn start`` runs for a folder."""
     try:
-        with open(logs / ".lock") as lock:
+        with (folder / LOCK).open() as lock:
             hold(lock, shared=True)
     except BlockingIOError:
         return True

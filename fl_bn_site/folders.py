@@ -177,11 +177,6 @@ class Folder:
         """Return the dataclass fields that stand for lines of the file: all but ``path``."""
         return [spec for spec in fields(cls) if spec.name != "path"]
 
-    @property
-    def logs(self) -> Path:
-        """Return the folder in which the programs of this machine write their logs."""
-        return self.path / "logs"
-
 
 @dataclass(frozen=True)
 class ServerFolder(Folder):

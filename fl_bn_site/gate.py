@@ -23,13 +23,13 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from fl_bn_site.answer import Answer, Site
-from fl_bn_site.apps import PACKET, PROGRAM, listen
+from fl_bn_site.apps import PACKET, PROGRAM, fork, listen
 from fl_bn_site.commands import COMPAT
 from fl_bn_site.policy import Policy, PolicyError
 
@@ -74,30 +74,17 @@ def serve(site: Site, listener: socket.socket, programs: Mapping[str, subprocess
         if ready.poll(TICK * 1000):
             connection, _ = listener.accept()
             with connection:
-                if not (child := os.fork()):
-                    _run(run, connection, listener)
-                children.add(child)
+                children.add(fork(partial(_work, run, connection, listener)))
 
 
-def _run(run: Callable[[], None], connection: socket.socket, listener: socket.socket) -> None:
-    """Do the work of one command in this process, and end it."""
-    code = 1
-    try:
-        listener.close()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
-        sys.argv = [PROGRAM, *json.loads(connection.recv(PACKET))]
-        threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
-        run()
-        code = 0
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+def _work(run: Callable[[], None], connection: socket.socket, listener: socket.socket) -> None:
+    """Do the work of one command in this process."""
+    listener.close()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    sys.argv = [PROGRAM, *json.loads(connection.recv(PACKET))]
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    run()
 
 
 def _end_with(connection: socket.socket) -> None:

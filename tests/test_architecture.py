@@ -61,7 +61,6 @@ FLOWER = {  # the files outside fl_bn/flower that use Flower, and all of it that
     "fl_bn_site/leaving.py": {"flwr.app"},
     "fl_bn_site/answer.py": {"flwr.app"},
     "fl_bn_site/wire.py": {"flwr.app"},
-    "fl_bn_site/supernode.py": {"flwr.app"},
 }
 
 

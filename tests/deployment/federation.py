@@ -60,7 +60,7 @@ def processes(*words: str) -> list[int]:
             line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if line and all(word in line for word in words) and not any(name in line for name in ("tether.py", "fl_bn_site.gate")):
+        if line and all(word in line for word in words) and "fl_bn_site.gate" not in line:
             found.append(int(entry.parent.name))
     return sorted(found)
 
@@ -190,6 +190,13 @@ class Federation:
         for site in self.sites:
             wait_until(f"site {site} is connected", partial(self._connected, site), 240)
 
+    def start_again(self, *parts: str) -> None:
+        """Start sites that were stopped, and wait until they are connected."""
+        before = {part: self.log(part).count("SuperNode ID") for part in parts}
+        self.start(*parts)
+        for part in parts:
+            wait_until(f"{part} is back", lambda part=part: self.log(part).count("SuperNode ID") > before[part], 300)  # type: ignore[misc]
+
     def membership(self, command: str, name: str, *options: str, code: int = 0) -> str:
         """Run ``fl-bn kit COMMAND`` for the site ``name``; return its output. ``code`` is the exit status that it must have."""
         argv = [*FL_BN, "kit", command, str(self.kit / "server"), name, *options]
@@ -218,8 +225,8 @@ class Federation:
             process.kill()
             process.wait()
 
-    def log(self, part: str, program: str) -> str:
-        file = self.kit / part / "logs" / f"{program}.log"
+    def log(self, part: str, program: str = "") -> str:
+        file = self.kit / part / "start.out"
         return file.read_text(errors="replace") if file.exists() else ""
 
     def find(self, program: str, site: str = "") -> list[int]:

@@ -30,5 +30,4 @@ from fl_bn_site.signing import KEY, OF_SERVER, NotSigned, Submitter
 from fl_bn_site.status import status
 from fl_bn_site.submit import COMPLETED, resume, run_config, submit
 from fl_bn_site.submitters import Package, hand_out, key_file, read_key, write_submitter_key
-from fl_bn_site.supernode import own_options
 from fl_bn_site.verify import verify

@@ -34,7 +34,6 @@ from tests.deployment.inner import (
     environment,
     flower_config,
     node_config,
-    own_options,
     parse_overrides,
     read_public,
     run_config,
@@ -77,7 +76,7 @@ def test_flower_accepts_the_supernode_and_reads_its_node_config(kit: Path) -> No
     folder = kit / "sites/B"
     gate, supernode = options(list(command.argv[4:]))
     assert gate == Site(*(folder / name for name in ("node", "policy.toml", "node/audit", "packages", "run/apps.sock")))
-    _, rest = own_options(supernode[supernode.index(str(SUPERNODE)) + 1 :])
+    rest = supernode[supernode.index(str(SUPERNODE)) + 3 :]
     args = _parse_args_run_supernode().parse_args(rest)
     assert (args.superlink, args.isolation, args.clientappio_api_address) == ("fl.example.org:9092", "process", "127.0.0.1:9094")
     assert app.argv[-2:] == ("fl_bn_site.apps", str(folder / "run/apps.sock"))

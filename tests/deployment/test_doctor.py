@@ -89,18 +89,18 @@ def test_a_sound_server(tmp_path: Path) -> None:
     kit = tls_servers.make_kit(tmp_path / "kit", tls_servers.free_port())
     findings = list(diagnose(kit / "server"))
     assert [finding for finding in findings if finding.status != "ok" and finding.check not in MACHINES] == []
-    assert {"fleet", "control", "serverappio", "exchange-port", "site keys", "expiry", "model"} <= {finding.check for finding in findings}
+    assert {"fleet", "control", "serverappio", "exchange-port", "kit", "model"} <= {finding.check for finding in findings}
 
 
 @listed(
     ("breaking", "overrides", "check"),
     [
-        (lambda kit: tls_servers.reissue(kit, ["localhost", "127.0.0.1"], begins=-9, ends=-2), "", "expiry"),
+        (lambda kit: tls_servers.reissue(kit, ["localhost", "127.0.0.1"], begins=-9, ends=-2), "", "kit"),
         (lambda kit: tls_servers.reissue(kit, ["127.0.0.1"]), "", "kit"),
         (lambda kit: tls_servers.write_line(kit / "server/server.toml", "state", "ca.crt"), "", "state"),
         (lambda kit: tls_servers.write_line(kit / "server/server.toml", "superlink", "no-such-host.invalid"), "", "superlink name"),
-        (lambda kit: (kit / "server/sites/B.pub").write_bytes((kit / "server/sites/A.pub").read_bytes()), "", "site keys"),
-        (lambda kit: (kit / "server/sites/B.pub").write_text("ssh-ed25519 nonsense"), "", "site keys"),
+        (lambda kit: (kit / "server/sites/B.pub").write_bytes((kit / "server/sites/A.pub").read_bytes()), "", "kit"),
+        (lambda kit: (kit / "server/sites/B.pub").write_text("ssh-ed25519 nonsense"), "", "kit"),
         (lambda kit: None, "clients=3", "clients"),
         (lambda kit: None, "method='fbnn'", "run config"),
         (lambda kit: None, "model='no-such-net'", "model"),
@@ -123,8 +123,7 @@ def test_ports_in_use_by_the_folders_own_programs_are_no_failure(tmp_path: Path)
         kit = tls_servers.make_kit(tmp_path / "kit", tls_servers.port_of(fleet))
         tls_servers.write_line(kit / "server" / "server.toml", "fleet", f"127.0.0.1:{tls_servers.port_of(fleet)}")
         assert list(failed(list(diagnose(kit / "server")))) == ["fleet"]
-        (kit / "server" / "logs").mkdir()
-        with open(kit / "server" / "logs" / ".lock", "w") as lock:
+        with open(kit / "server" / ".running", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             running = {finding.check: finding for finding in diagnose(kit / "server")}
     assert running["fleet"].status == "ok"
@@ -146,7 +145,7 @@ def test_a_check_that_faints_is_a_failed_check_and_the_others_go_on(setup: Setup
     def faint(*_: object) -> Finding:
         raise ZeroDivisionError("by nothing\nat all")
 
-    for check in ("fl_bn.checks.machine.memory", "fl_bn_site.doctor.kit_files", "fl_bn.checks.experiment.site_data"):
+    for check in ("fl_bn.checks.machine.memory", "fl_bn_site.doctor.verify", "fl_bn.checks.experiment.site_data"):
         monkeypatch.setattr(check, faint)
     findings = list(diagnose(setup.site))
     assert list(failed(findings)) == ["memory", "kit", "data"]

@@ -170,7 +170,7 @@ def test_an_interrupted_run_ends_and_is_to_be_submitted_again(federation: Federa
     out, _ = process.communicate(timeout=240)
     assert process.returncode == 1, out
     assert f"if it is interrupted: {AGAIN}" in out
-    assert f"server/logs/serverapp.log says why it ended; {AGAIN}: fl-bn submit {federation.kit / 'server'} --app FOLDER" in out
+    assert f"the output of `fl-bn start` says why it ended; {AGAIN}: fl-bn submit {federation.kit / 'server'} --app FOLDER" in out
     run = state_of(federation, "killed")
     assert run["status"] == "finished:failed"
     assert run["round"] >= 1

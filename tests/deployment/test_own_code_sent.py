@@ -167,9 +167,7 @@ def test_where_only_installed_code_runs_the_site_s_own_copy_of_a_module_is_calle
         (folder / "loaders/mynets.py").write_text(NETS)
         federation.edit(f"sites/{site}", {"allow-modules": "mynets"})
         (folder / "policy.toml").write_text('allow-code = "installed"\n')
-        (folder / "logs/supernode.log").unlink()
-    federation.start("sites/a", "sites/b")
-    wait_until("both are back", lambda: all("SuperNode ID" in federation.log(f"sites/{site}", "supernode") for site in "ab"), 300)
+    federation.start_again("sites/a", "sites/b")
     config = "model='mynets:build' method='fbn' rounds=1 local-steps=1 pictures=false dataset='sites' classes=10 channels=3 image-size=20"
     assert "2/2 clients" in submitted(federation, modules.parent, "--app", str(modules), "--run-config", config)
     assert len(list(modules.parent.glob("called*"))) == 1, "the server's own process, and no site's"

@@ -125,9 +125,7 @@ def test_each_policy_lets_in_what_it_says_and_nothing_of_the_rest_is_kept(federa
         if what == "sent again":  # not even after a restart of the site
             shutil.move(federation.result("genuine"), tmp_path / "genuine")
             federation.stop("sites/signed")
-            (federation.kit / "sites/signed/logs/supernode.log").rename(tmp_path / "supernode.log")
-            federation.start("sites/signed")
-            wait_until("the site is back", lambda: "SuperNode ID" in federation.log("sites/signed", "supernode"), 240)
+            federation.start_again("sites/signed")
         before = {site: files(federation, site) for site in POLICIES}
         summary = (server.carry_out(config, package, tmp_path) / "summary.md").read_text()
         table[what] = {site: said for site in POLICIES if (said := refusal(summary, site))}

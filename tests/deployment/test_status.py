@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from fl_bn_site.control import Control
 from fl_bn_site.registered import Node
-from tests.deployment.inner import KitPlan, ServerFolder, Submitted, app, create, remove_site, status
+from tests.deployment.inner import KitPlan, ServerFolder, Submitted, app, create, status
 
 SEEN = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
 
@@ -77,23 +77,3 @@ def test_no_width_cuts_a_name_or_a_state(server: ServerFolder, monkeypatch: pyte
         assert name in "".join(row.split()[0] for row in rows if row.strip())
     else:
         assert name in output
-
-
-def test_watching_notices_sites_that_come_and_go_and_what_is_wrong_for_a_while(
-    server: ServerFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = server.path / "server.toml"
-    whole = file.read_text()
-    steps = [lambda: (file.write_text(whole), remove_site(server, "south")), lambda: file.write_text(whole + "sights = 1\n")]
-
-    def sleep(seconds: float) -> None:
-        if not steps:
-            raise KeyboardInterrupt
-        steps.pop()()
-
-    monkeypatch.setattr("fl_bn_site.cli.time.sleep", sleep)
-    shown = CliRunner().invoke(app, ["status", str(server.path), "--watch", "--json"])
-    first, wrong, last = shown.output.splitlines()
-    names = [[site["name"] for site in json.loads(line)["sites"]] for line in (first, last)]
-    assert names == [["north", "south", "east"], ["north", "east"]]
-    assert "sights" in wrong

@@ -1,27 +1,21 @@
-"""The supervisor, with small programs in Flower's place; and once with Flower's."""
+"""The supervisor, with small programs in Flower's place; and the SuperNode's shorter pauses."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from fl_bn_site import supernode
 from fl_bn_site.commands import Command
-from fl_bn_site.supervisor import AlreadyRunning, Delays, supervise
-
-QUICK = Delays(first=0.2, longest=0.8, grace=1.0)
-
-
-def command(name: str, code: str, folder: Path, **more: object) -> Command:
-    return Command(name, (sys.executable, "-I", "-S", "-u", "-c", code), {"SUPERVISED": "yes"}, folder, **more)  # type: ignore[arg-type]
+from fl_bn_site.supervisor import AlreadyRunning, Program, supervise
 
 
 def lines(path: Path) -> list[str]:
@@ -35,22 +29,6 @@ def until(true: Callable[[], object], seconds: float = 20) -> None:
         time.sleep(0.02)
 
 
-def supervised(commands: list[Command], folder: Path, end_when: Callable[[], object], patience: Delays = QUICK) -> list[str]:
-    """Supervises until ``end_when``, then sends SIGTERM; what the supervisor itself said."""
-
-    def end() -> None:
-        try:
-            until(end_when)
-        finally:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = threading.Thread(target=end)
-    thread.start()
-    supervise(commands, folder, patience)
-    thread.join()
-    return [line[24:] for line in lines(folder / "fl-bn.log")]
-
-
 def running(pid: int) -> bool:
     """And no zombie: what has ended may stay in the table of processes until someone asks for its exit code."""
     try:
@@ -59,78 +37,60 @@ def running(pid: int) -> bool:
         return False
 
 
-def test_a_program_that_ends_is_started_again_after_longer_and_longer_waits(tmp_path: Path) -> None:
-    starts = tmp_path / "starts"
-    code = f"import time; print(time.monotonic(), file=open({str(starts)!r}, 'a')); raise SystemExit(3)"
-    supervised([command("faulty", code, tmp_path)], tmp_path, lambda: len(lines(starts)) >= 5)
-    times = [float(line) for line in lines(starts)]
-    gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
-    assert all(gap >= wait for gap, wait in zip(gaps, [0.2, 0.4, 0.8, 0.8], strict=False)), gaps
+@pytest.mark.parametrize(("code", "once", "starts"), [(3, False, [0, 1, 3, 7, 15, 31, 61, 91]), (0, True, [0])])
+def test_what_ends_is_started_again_after_longer_and_longer_waits(code: int, once: bool, starts: list[int], tmp_path: Path) -> None:
+    """Flower refuses a site whose SuperNode died for a minute: after that it is tried at least every 30 s."""
+    program = Program(Command("faulty", (sys.executable, "-ISc", f"raise SystemExit({code})"), {}, tmp_path, once))
+    found = []
+    for second in range(100):
+        program.look(second)
+        if program.process is not None:
+            found.append(second)
+            program.process.wait()
+            program.look(second)
+    assert found == starts
 
 
-def test_a_program_starts_again_when_a_file_that_it_has_read_changes(tmp_path: Path) -> None:
-    """A site's new key, though a SuperNode that tries to connect does not hear SIGTERM. While the file is away, nothing happens."""
-    key, starts = tmp_path / "site.key", tmp_path / "starts"
-    key.write_text("old")
-    ignores = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-    code = f"{ignores}import time; print(open({str(key)!r}).read(), file=open({str(starts)!r}, 'a')); time.sleep(60)"
-    steps: list[str] = []
-
-    def done() -> bool:
-        if not steps and lines(starts) == ["old"]:
-            key.unlink()
-            steps.append("away")
-            time.sleep(0.5)
-            assert lines(starts) == ["old"]
-            key.write_text("new")
-        return lines(starts) == ["old", "new"]
-
-    supervised([command("supernode", code, tmp_path, reads=(key,))], tmp_path, done)
-
-
-def test_programs_are_asked_to_end_and_killed_if_they_do_not(tmp_path: Path) -> None:
-    ready, polite = tmp_path / "ready", tmp_path / "polite"
-    on_term = "import os, signal, sys, time; signal.signal(signal.SIGTERM, lambda *a: {then}); {ready}; time.sleep(60)"
-    tells = f"print(os.getpid(), file=open({str(ready)!r}, 'a'))"
-    bye = f"(print('bye', file=open({str(polite)!r}, 'a')), sys.exit(0))"
-    commands = [
-        command(name, on_term.format(then=then, ready=tells), tmp_path) for name, then in (("polite", bye), ("deaf", "time.sleep(60)"))
-    ]
-    start = time.monotonic()
-    supervised(commands, tmp_path, lambda: len(lines(ready)) == 2)
-    assert lines(polite) == ["bye"]
-    assert time.monotonic() - start < 15
-    until(lambda: not any(running(int(pid)) for pid in lines(ready)))  # a killed process takes a moment to end
-
-
-def test_a_folder_is_started_once(tmp_path: Path) -> None:
-    refused = []
-
-    def try_again() -> bool:
-        if lines(tmp_path / "fl-bn.log"):
-            with pytest.raises(AlreadyRunning) as error:
-                supervise([], tmp_path)  # the lock comes before the signals, which only a main thread may set
-            refused.append(error)
-        return bool(refused)
-
-    supervised([command("one", "import time; time.sleep(60)", tmp_path)], tmp_path, try_again)
-    assert refused
-
-
-def test_programs_and_what_they_started_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+def test_programs_and_what_they_started_die_with_a_supervisor_that_is_ended_or_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     code = (
         "import os, signal, subprocess, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); p = subprocess.Popen(['sleep', '60']);"
         f"print(os.getpid(), p.pid, file=open({str(pids)!r}, 'a')); time.sleep(60)"
     )
     script = (
-        "import sys; from pathlib import Path; from fl_bn_site.commands import Command;"
-        "from fl_bn_site.supervisor import supervise;"
-        f"supervise([Command('deaf', (sys.executable, '-S', '-c', {code!r}), {{}}, Path({str(tmp_path)!r}))], Path({str(tmp_path)!r}))"
+        "import sys; from pathlib import Path; from fl_bn_site.commands import Command; from fl_bn_site import supervisor;"
+        f"supervisor.GRACE = 0.5; folder = Path({str(tmp_path)!r});"
+        f"supervisor.supervise([Command('deaf', (sys.executable, '-S', '-c', {code!r}), {{}}, folder)], folder)"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL) as supervisor:
-        until(lambda: lines(pids), 60)
-        both = [int(pid) for pid in lines(pids)[0].split()]
-        assert all(running(pid) for pid in both)
-        supervisor.kill()
-    until(lambda: not any(running(pid) for pid in both), 10)
+    for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
+        pids.unlink(missing_ok=True)
+        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL) as supervisor:
+            until(lambda: lines(pids), 60)
+            program, child = (int(pid) for pid in lines(pids)[0].split())
+            assert running(program)
+            with pytest.raises(AlreadyRunning):
+                supervise([], tmp_path)
+            end(supervisor)
+        until(lambda program=program: not running(program), 10)  # type: ignore[misc]
+        if running(child):  # the supervisor was killed: the service manager ends what is left
+            os.kill(child, 9)
+            assert end is subprocess.Popen.kill
+
+
+def test_the_supernode_s_pauses_are_short_while_messages_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept = list[float]()
+    monkeypatch.setattr(time, "sleep", slept.append)
+    pauses = supernode.Pauses(0.5)
+    for seconds in (3.0, 0.5, 3.0):
+        pauses.sleep(seconds)
+    assert slept == [3.0, 0.1, 0.5]
+
+
+@pytest.mark.parametrize("said", ["Failed to receive message %s: %s", "Run ID %s is not in `RUNNING` status. Ignoring message %s."])
+def test_a_supernode_whose_message_is_lost_ends(said: str) -> None:
+    """With Flower's own words, in 1.25."""
+    codes = list[int]()
+    for message in (said, "Receiving: %s message (ID: %s)"):
+        record = logging.LogRecord("flwr", 20, "", 0, message, ("a", "b"), None)
+        assert supernode.end_when_lost(record, codes.append)
+    assert codes == [1]

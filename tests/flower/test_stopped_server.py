@@ -13,8 +13,6 @@ import grpc
 import pytest
 
 from fl_bn.flower.compat import repeat_cancelled
-from fl_bn_site import supernode
-from tests.flower.inside import find
 
 LARGE = b"0" * 5_000_000  # bytes: too many for the buffers between two processes, so a call takes until its reader has read them
 CALLERS = 16
@@ -112,25 +110,3 @@ def test_flower_decides_about_errors_that_are_not_of_grpc(given_up: bool) -> Non
     invoker = SimpleNamespace(should_giveup=lambda error: given_up)
     repeat_cancelled(invoker)
     assert invoker.should_giveup(ConnectionResetError("the server of a later Flower stopped")) is given_up
-
-
-@pinned
-def test_a_site_s_connection_has_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = find("start_client_internal").__globals__
-    monkeypatch.setitem(module, "_make_fleet_connection_retry_invoker", module["_make_fleet_connection_retry_invoker"])
-    stopped = Stopped()
-    assert module["_make_fleet_connection_retry_invoker"](max_retries=1).should_giveup(stopped), "control: Flower's own"
-    supernode.repeat_cancelled_calls(module)
-    made = module["_make_fleet_connection_retry_invoker"](max_retries=1, max_wait_time=None, connection_error_type=grpc.RpcError)
-    assert not made.should_giveup(stopped)
-    assert made.max_tries == 2
-
-
-class Stopped(grpc.RpcError):
-    """The error of a call that a stopping server cancelled."""
-
-    def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.CANCELLED
-
-    def details(self) -> str:
-        return "CANCELLED"
