@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 from statistics import median
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fl_bn.bn.moments import Average, Moments, weighted_mean
@@ -138,9 +139,17 @@ class Defence:
         Returns:
             The combined tensors by name, and the rule's report.
         """
-        rows = [{k: t.double() - (0.0 if origin is None else origin[k].double()) for k, t in part.items()} for part in parts]
+        sizes = {name: tensor.numel() for name, tensor in parts[0].items()}
+        rows = torch.empty(len(parts), sum(sizes.values()), dtype=torch.float64)
+        for row, part in zip(rows, parts, strict=True):
+            for name, own in zip(sizes, row.split([*sizes.values()]), strict=True):
+                own.copy_(part[name].reshape(-1))
+                if origin is not None:
+                    own.sub_(origin[name].double().reshape(-1))
         value, report = self.update_rule(rows, self.f)
-        return {k: t if origin is None else origin[k].double() + t for k, t in value.items()}, report
+        pieces = zip(sizes, value.split([*sizes.values()]), strict=True)
+        combined = {name: piece.view(parts[0][name].shape) for name, piece in pieces}
+        return {name: t if origin is None else origin[name].double() + t for name, t in combined.items()}, report
 
     def believed(self, reports: Sequence[Mapping[str, Moments]], steps: Sequence[int]) -> tuple[list[dict[str, Moments]], list[int]]:
         """Replace the counts of each layer, and the numbers of local steps, by those of the median client.

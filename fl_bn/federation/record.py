@@ -16,7 +16,7 @@ from fl_bn.exchange.session import Traffic
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.payload import count_tensors, section_bytes
 from fl_bn.methods import Phase
-from fl_bn.robust.view import FAR
+from fl_bn.robust.rows import FAR
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.task import Task
 

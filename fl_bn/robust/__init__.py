@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fl_bn.robust.rows import Outcome, Report
 from fl_bn.robust.rules import (
     PREAGGREGATIONS,
     RULES,
@@ -17,7 +18,6 @@ from fl_bn.robust.rules import (
     rule_named,
     trimmed_mean,
 )
-from fl_bn.robust.view import Outcome, Report
 
 __all__ = [
     "PREAGGREGATIONS",

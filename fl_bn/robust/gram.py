@@ -13,18 +13,36 @@ distance would be so large that the other rows' distances lose their precision.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from fl_bn.robust.table import NonFinite, Table
-
+BLOCK_BYTES = 1 << 19  # the size of a block: the block, a sorted or mixed copy and the results fit a second-level cache
+PAD = 16  # unused columns after each row of a block: with a power of two, rows would compete for the same cache lines
 FLOAT32_LOSS = 0.05  # float32 resolves a squared distance to five digits if it is at least this share of the squared norms
 FLOAT64_LOSS = 1e-9
 HORIZON = 1e6  # usual distances
 ITERATIONS = 10_000
 FEW = 12  # up to this number of rows torch (MKL) is four times as fast as NumPy (OpenBLAS)
+
+
+def blocks(matrix: np.ndarray, used: np.ndarray | None = None) -> Iterator[tuple[slice, np.ndarray]]:
+    """Yield the columns of each block, and a copy of the block (n, width), which the next one overwrites.
+
+    Args:
+        matrix: the rows (n, d).
+        used: indices of the rows to read. None: all.
+    """
+    n, d = len(matrix) if used is None else len(used), matrix.shape[1]
+    width = max(64, BLOCK_BYTES // (matrix.itemsize * n) // 64 * 64)
+    buffer = np.empty((n, width + PAD), matrix.dtype)
+    for start in range(0, d, width):
+        columns = slice(start, min(start + width, d))
+        block = buffer[:, : columns.stop - start]
+        block[:] = matrix[:, columns] if used is None else matrix[used, columns]
+        yield columns, block
 
 
 @dataclass(frozen=True)
@@ -33,11 +51,9 @@ class Gram:
 
     Attributes:
         products: (n, n), float64.
-        centre: the index of the row that is subtracted from all rows. None: no row is subtracted.
     """
 
     products: np.ndarray
-    centre: int | None = None
 
     @property
     def squared_distances(self) -> np.ndarray:
@@ -58,31 +74,18 @@ class Gram:
         return centred
 
 
-def gram(table: Table, checked: bool = False) -> Gram:
-    """Compute the inner products of a table's rows, precisely enough for the distances between rows.
+def gram(matrix: np.ndarray) -> Gram:
+    """Compute the inner products of finite rows (n, d), precisely enough for the distances between rows.
 
-    float32 rows are multiplied in float32, and the blocks are summed in float64. If the rows are so similar
-    that rounding hides their differences, the products are computed again in float64. If that is not enough,
+    float32 rows are multiplied in float32, and the blocks are summed in float64. If the products overflow, or the rows are so
+    similar that rounding hides their differences, the products are computed again in float64. If that is not enough,
     the ``medoid`` is subtracted from all rows first.
-
-    Args:
-        table: the rows.
-        checked: whether the rows are known to be finite.
-
-    Returns:
-        The inner products.
-
-    Raises:
-        NonFinite: a row is not finite, or so large that the sum of its squares overflows float64.
     """
-    products = _products(table, double=table.double, checked=checked)
-    if not table.double and (not np.isfinite(products).all() or _lost(products, FLOAT32_LOSS)):
-        products = _products(table, double=True, checked=checked)
-    if not np.isfinite(products).all():
-        raise NonFinite
+    products = _products(matrix, double=False)
+    if matrix.dtype != np.float64 and (not np.isfinite(products).all() or _lost(products, FLOAT32_LOSS)):
+        products = _products(matrix, double=True)
     if _lost(products, FLOAT64_LOSS):
-        centre = medoid(Gram(products).squared_distances)
-        return Gram(_products(table, double=True, checked=True, centre=centre), centre)
+        products = _products(matrix, double=True, centre=medoid(Gram(products).squared_distances))
     return Gram(products)
 
 
@@ -121,16 +124,14 @@ def _lost(products: np.ndarray, loss: float) -> bool:
     return bool((np.maximum(squares, usual) < loss * (norms[:, None] + norms[None, :])).any())
 
 
-def _products(table: Table, double: bool, checked: bool, centre: int | None = None) -> np.ndarray:
-    total = np.zeros((table.n, table.n))
+def _products(matrix: np.ndarray, double: bool, centre: int | None = None) -> np.ndarray:
+    total = np.zeros((len(matrix), len(matrix)))
     with np.errstate(over="ignore", invalid="ignore"):
-        for start, stop in table.blocks():
-            block = table.load(start, stop, checked)
-            if double and not table.double:
-                block = table.wide(block)
+        for _, block in blocks(matrix):
+            block = block.astype(np.float64, copy=False) if double else block
             if centre is not None:
                 block -= block[centre].copy()
-            rows = torch.as_tensor(block) if table.n <= FEW else block
+            rows = torch.as_tensor(block) if len(matrix) <= FEW else block
             total += np.asarray(rows @ rows.T)
     return total
 

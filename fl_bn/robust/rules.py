@@ -1,8 +1,7 @@
 """Combine n rows, of which at most f are Byzantine, into one, by robust rules.
 
-A rule is a function ``rule(rows, f) -> Outcome(value, report)`` without state. ``rows`` is a matrix (n, d), a
-list of vectors, or a list of named layers ``{name: array}`` of any shapes. The arrays are NumPy's or torch's,
-on the CPU or a GPU. The value has the same form as one row. Inputs are never changed.
+A rule is a function ``rule(rows, f) -> Outcome(value, report)`` without state. ``rows`` is a matrix (n, d), or a
+list of vectors: arrays of NumPy or torch, on the CPU or a GPU. The value is like one row. Inputs are never changed.
 
 A row with NaN or Inf counts as Byzantine. It is removed first, and f goes down by one. All rows count alike:
 weights would be claims of the clients.
@@ -20,8 +19,7 @@ import numpy as np
 
 from fl_bn.robust import coordinate
 from fl_bn.robust.gram import clip, weiszfeld
-from fl_bn.robust.table import Rows
-from fl_bn.robust.view import Outcome, View, on_view
+from fl_bn.robust.rows import Outcome, Rows, View, on_view
 
 
 class Rule(Protocol):
@@ -116,7 +114,7 @@ def multi_krum(rows: Rows | View, f: int = 0, *, select: int | None = None, neig
         scores = squares.sum(1)
         weights = np.zeros(n)
         weights[np.argsort(scores, kind="stable")[:chosen]] = 1 / chosen
-        return view.linear(weights, scores)
+        return view.linear(weights)
 
     return on_view(rows, f, 2 * f + 3, "krum", rule)
 

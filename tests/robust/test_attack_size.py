@@ -65,8 +65,6 @@ def test_an_attack_does_not_hide_what_rows_have_in_common(name: str, dtype: str,
     rows = cohort.rows(offset * ratio) + offset
     rows = rows.astype(dtype).astype(np.float64)
     want, got = rule_named(name)(rows - offset, cohort.f), rule_named(name)(rows.astype(dtype), cohort.f)
-    if want.report.weights is not None:
-        close(got.report.weights, want.report.weights)
     close(got.value - offset, want.value, 10 * offset * np.finfo(dtype).eps)
 
 
@@ -82,7 +80,6 @@ def test_rows_with_one_number_that_is_none_leave(name: str, dtype: str, data: st
     got, want = rule_named(name)(rows, cohort.f), rule_named(name)(rows[alone], 0)
     np.testing.assert_array_equal(got.value, want.value)
     assert list(got.report.rejected) == cohort.liars
-    assert (got.report.n, got.report.f) == (cohort.n, cohort.f)
     if name in (*SELECTING, "krum", "multi-krum"):
         close(got.value, rule_named(name)(cohort.rows(SIZES[dtype][-1], dtype), cohort.f).value, TOLERANCE[dtype])
 

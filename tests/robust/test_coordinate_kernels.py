@@ -1,15 +1,13 @@
-"""Order statistics of columns against NumPy's for every number of rows, and the networks that sort them, by the 0-1 principle."""
+"""Order statistics of columns against NumPy's for every number of rows."""
 
 from __future__ import annotations
 
 import warnings
 
 import numpy as np
-import pytest
 
 from fl_bn.robust import coordinate as kernels
 from fl_bn.robust import median, trimmed_mean
-from fl_bn.robust.coordinate import Keep, batcher, selection
 from tests.listed import listed
 
 COUNTS = [*range(1, 41), 100, 128, 129, 254, 255, 256, 257, 300]
@@ -68,54 +66,3 @@ def test_denormals_and_huge_numbers_raise_no_warning() -> None:
             x = np.resize(np.array([3e38, -3e38, 1e-45, 0.0, 1.0], np.float32), (n, 7))
             median(x, n // 5 + 1)
             trimmed_mean(x, n // 5 + 1)
-
-
-WIRES = range(1, 25)
-MANY = [25, 33, 50, 64, 100, 128]
-
-
-def zeros_and_ones(n: int) -> np.ndarray:
-    """(n, cases): every one up to 12 wires, above 4096 at random with any number of ones."""
-    if n <= 12:
-        return (np.arange(2**n)[None] >> np.arange(n)[:, None] & 1).astype(np.int8)
-    rng = np.random.default_rng(n)
-    return (rng.random((n, 4096)) < rng.random(4096)).astype(np.int8)
-
-
-def run(wires: np.ndarray, n: int, trim: int) -> np.ndarray:
-    wires = wires.copy()
-    for low, high, keep in selection(n, trim):
-        a, b = wires[low].copy(), wires[high].copy()
-        wires[low] = np.minimum(a, b) if keep & Keep.LOW else -99  # nobody may read it
-        wires[high] = np.maximum(a, b) if keep & Keep.HIGH else 99
-    return wires
-
-
-@listed("n", [*WIRES, *MANY])
-def test_batchers_network_sorts(n: int) -> None:
-    wires = zeros_and_ones(n)
-    want = np.sort(wires, axis=0)
-    for i, j in batcher(n):
-        assert 0 <= i < j < n
-        wires[[i, j]] = np.minimum(wires[i], wires[j]), np.maximum(wires[i], wires[j])
-    np.testing.assert_array_equal(wires, want)
-
-
-@pytest.mark.parametrize("n", [2, 5, 8, 13, 16])
-def test_no_exchange_of_it_can_be_left_out(n: int) -> None:
-    """Negative control of the 0-1 test."""
-    pairs = batcher(n)
-    for left_out in range(len(pairs)):
-        wires = zeros_and_ones(n)
-        for i, j in pairs[:left_out] + pairs[left_out + 1 :]:
-            wires[[i, j]] = np.minimum(wires[i], wires[j]), np.maximum(wires[i], wires[j])
-        assert (np.diff(wires, axis=0) < 0).any()
-
-
-@listed("n", [*WIRES, *MANY])
-def test_the_middle_wires_hold_the_middle_order_statistics(n: int) -> None:
-    numbers = np.random.default_rng(n).permuted(np.tile(np.arange(n), (300, 1)).T, axis=0)
-    for cases in (zeros_and_ones(n), numbers):  # all different, in case the order of those in the middle matters
-        in_order = np.sort(cases, 0)
-        for trim in range((n + 1) // 2):
-            np.testing.assert_array_equal(np.sort(run(cases, n, trim)[trim : n - trim], 0), in_order[trim : n - trim])

@@ -11,25 +11,14 @@ from torch import Tensor
 
 from fl_bn.robust import median, rule_named
 from tests.listed import listed
-from tests.robust.cases import NAMES, close, same_report
+from tests.robust.cases import NAMES, same_report
 
-SHAPES = {"scalar": (), "none": (0,), "odd": (3, 2, 1), "wide": (150,), "matrix": (7, 11), "end": (2, 0, 3)}
 D, N, F = 234, 9, 1
-KINDS = ["matrix", "vectors", "layers", "torch matrix", "torch vectors", "torch layers", "read-only", "strided", "transposed", "reordered"]
-
-
-def layers_of(row: np.ndarray) -> dict[str, np.ndarray]:
-    made, start = {}, 0
-    for name, shape in SHAPES.items():
-        size = int(np.prod(shape))
-        made[name], start = row[start : start + size].reshape(shape), start + size
-    return made
+KINDS = ["matrix", "vectors", "torch matrix", "torch vectors", "read-only", "strided", "transposed"]
 
 
 def flat(value: Any) -> np.ndarray:
-    """Any value as a float64 vector, layers in the order of SHAPES."""
-    if isinstance(value, dict):
-        return np.concatenate([flat(value[name]) for name in SHAPES])
+    """Any value as a float64 vector."""
     return (value.double().numpy() if isinstance(value, Tensor) else np.asarray(value, np.float64)).reshape(-1)
 
 
@@ -44,15 +33,10 @@ def of_kind(kind: str, x: np.ndarray) -> Any:
         return list(np.repeat(x, 3, axis=1)[:, ::3])
     if kind == "transposed":
         return np.asfortranarray(x)
-    if kind == "reordered":  # the same names in another order
-        listed = [layers_of(row) for row in x]
-        return [listed[0], *(dict(reversed(layers.items())) for layers in listed[1:])]
     if kind.startswith("torch"):
         rows = of_kind(kind.removeprefix("torch "), x)
-        if isinstance(rows, np.ndarray):
-            return torch.from_numpy(rows)
-        return [{k: torch.from_numpy(v) for k, v in r.items()} if isinstance(r, dict) else torch.from_numpy(r) for r in rows]
-    return list(x) if kind == "vectors" else [layers_of(row) for row in x]
+        return torch.from_numpy(rows) if isinstance(rows, np.ndarray) else [torch.from_numpy(row) for row in rows]
+    return list(x)
 
 
 def numbers(rng: np.random.Generator, dtype: str = "float64") -> np.ndarray:
@@ -62,9 +46,7 @@ def numbers(rng: np.random.Generator, dtype: str = "float64") -> np.ndarray:
 
 
 def alike(value: Any, row: Any) -> bool:
-    """Type, dtype, shape, device and names."""
-    if isinstance(row, dict):
-        return isinstance(value, dict) and list(value) == list(row) and all(alike(value[k], row[k]) for k in row)
+    """Type, dtype, shape and device."""
     if isinstance(row, Tensor):
         return isinstance(value, Tensor) and (value.dtype, value.shape, value.device) == (row.dtype, row.shape, row.device)
     return isinstance(value, np.ndarray) and (value.dtype, value.shape) == (row.dtype, row.shape)
@@ -83,18 +65,12 @@ def test_all_kinds_agree(name: str, dtype: str, rng: np.random.Generator) -> Non
         same_report(got.report, want.report)
 
 
-@listed("first", [torch.bfloat16, torch.float32, torch.float64])
-@listed("second", [torch.bfloat16, torch.float32, torch.float64])
 @listed("name", ["mean", "nnm+median", "krum"])
-def test_layers_may_have_a_dtype_each(name: str, first: torch.dtype, second: torch.dtype, rng: np.random.Generator) -> None:
-    """As in a network in bfloat16 whose batch normalisation counts in float32."""
-    rows = [{"a": torch.from_numpy(a[:20]).to(first), "b": torch.from_numpy(a[20:]).to(second)} for a in numbers(rng)]
-    got = rule_named(name)(rows, F)
-    want = rule_named(name)(torch.stack([torch.cat([row["a"].double(), row["b"].double()]) for row in rows]), F)
+def test_rows_in_bfloat16_are_combined_in_float32(name: str, rng: np.random.Generator) -> None:
+    rows = torch.from_numpy(numbers(rng)).bfloat16()
+    got, want = rule_named(name)(rows, F), rule_named(name)(rows.float(), F)
     assert alike(got.value, rows[0])
-    digits = {torch.bfloat16: 1e-2, torch.float32: 1e-6, torch.float64: 1e-13}
-    close(got.value["a"], want.value[:20], digits[first])
-    close(got.value["b"], want.value[20:], digits[second])
+    assert torch.equal(got.value, want.value.bfloat16())
 
 
 @listed("name", NAMES)
