@@ -48,7 +48,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from numbers import Integral, Real
 from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
-from fl_bn.support.names import expected, names_of, nearest, short
+from fl_bn.support.names import expected, names_of, nearest, short, visible
 
 Value = str | int | float | bool
 Values = str | Collection[str]
@@ -234,17 +234,14 @@ class Key:
         return float(value) if kind is float else value
 
 
-CONTROL = re.compile("[\\x00-\\x1f\\x7f\\ud800-\\udfff]")
-
-
 def _unfit(value: Any, kind: type) -> str:
     """Return what ``value`` must be so that files and messages can hold it, such as "a finite number"; empty: they can hold it."""
     if kind is float and not abs(value) <= LARGEST:
         return "a finite number"
     if kind is int and not -(2**63) <= value < 2**63:
         return "a whole number of at most 63 bits"
-    if kind is str and CONTROL.search(value):
-        return "a text without control characters"
+    if kind is str and not visible(value):
+        return "a text without control or invisible characters"
     return ""
 
 

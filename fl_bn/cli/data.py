@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from fl_bn.cli.refusal import refused
+
 data = typer.Typer(no_args_is_help=True, help="Check the files of a data set, and describe the columns of tables.")
 COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
 
@@ -25,8 +27,7 @@ def check_set(
     try:
         findings = check_files(name, path)
     except ValueError as error:
-        typer.echo(f"{typer.style('ValueError', fg=typer.colors.RED)}: {error}", err=True)
-        raise typer.Exit(2) from error
+        raise refused(error) from error
     for finding in findings:
         line = str(finding)
         typer.echo(typer.style(line[:4], fg=COLOURS[finding.status]) + line[4:])
@@ -50,5 +51,4 @@ def draft_columns(
     try:
         typer.echo(draft(path, target, regression=regression, delimiter=delimiter), nl=False)
     except (ValueError, FileNotFoundError) as error:
-        typer.echo(f"{typer.style(type(error).__name__, fg=typer.colors.RED)}: {error}", err=True)
-        raise typer.Exit(2) from error
+        raise refused(error) from error

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from fl_bn.support.extras import EXTRAS, sentence
 from fl_bn.support.locks import Unsupported
+from fl_bn.support.names import escaped
 
 
 def refused(error: Exception, code: int = 2) -> typer.Exit:
@@ -20,7 +21,7 @@ def refused(error: Exception, code: int = 2) -> typer.Exit:
         error: The error. Its message is printed as it stands, without Rich's markup.
         code: The exit code.
     """
-    Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {escape(str(error))}", highlight=False, soft_wrap=True)
+    Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {escape(escaped(str(error)))}", highlight=False, soft_wrap=True)
     return typer.Exit(code)
 
 

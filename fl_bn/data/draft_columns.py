@@ -16,7 +16,7 @@ import tomli_w
 from fl_bn.data.columns import DELIMITERS, DROP, Columns, Scale, columns_of, is_missing
 from fl_bn.data.csv_files import NUMBER, csv_files, read_lines, read_rows, split
 from fl_bn.data.record import expect
-from fl_bn.support.names import nearest, short
+from fl_bn.support.names import escaped, nearest, short
 
 MOST_CATEGORIES = 50  # a column with more different texts (names of persons, say) is ignored
 
@@ -68,7 +68,7 @@ def draft(path: str, target: str, *, regression: bool = False, delimiter: str = 
     if regression:
         values |= {f"target-{key}": value for key, value in _rounded(scales[target]).items()}
     tables = ("numeric", "categorical")
-    return tomli_w.dumps({key: value for key, value in values.items() if key not in tables} | {key: values[key] for key in tables})
+    return escaped(tomli_w.dumps({key: value for key, value in values.items() if key not in tables} | {key: values[key] for key in tables}))
 
 
 def _cells(files: Sequence[Path], delimiter: str) -> dict[str, set[str]]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fl_bn.bn.moments import bounds
+from fl_bn.support.wire import printable
 
 
 class ExchangeFailed(RuntimeError):
@@ -69,8 +70,7 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         """Describe the exchange in one short line for the log. A long or unprintable layer name is cut and quoted."""
-        name = self.layer if self.layer.isprintable() and len(self.layer) <= 80 else repr(self.layer[:60]) + " ..."
-        return f"{name or 'the model'} ({self.quantity.value}{f', call {self.call + 1}' if self.call else ''})"
+        return f"{printable(self.layer) or 'the model'} ({self.quantity.value}{f', call {self.call + 1}' if self.call else ''})"
 
 
 @dataclass(frozen=True)

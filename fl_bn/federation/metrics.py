@@ -28,12 +28,13 @@ def fits(task: Task, name: str, value: float) -> bool:
     return math.isfinite(value) and low <= value <= high
 
 
-def over_clients(task: Task, measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def over_clients(task: Task, measured: Sequence[Mapping[str, float]], robust: bool = False) -> dict[str, float]:
     """Summarise the metrics of several clients, each client counted once.
 
     Args:
         task: The task. It declares its metrics.
         measured: Each client's metrics by name.
+        robust: Whether the loss, which has no range, is the clients' median.
 
     Returns:
         Name -> value. For the task's own metric: the mean, the standard deviation and the worst value (``accuracy``,
@@ -43,7 +44,8 @@ def over_clients(task: Task, measured: Sequence[Mapping[str, float]]) -> dict[st
     own = np.array([metrics[task.metric] for metrics in measured])
     worst = own.min() if task.higher_is_better else own.max()
     spread = {task.metric: own.mean(), f"{task.metric}-std": own.std(), f"{task.metric}-{task.worst()}": worst}
-    summary = {name: float(value) for name, value in spread.items()} | {"loss": float(np.mean([metrics["loss"] for metrics in measured]))}
+    losses = [metrics["loss"] for metrics in measured]
+    summary = {name: float(value) for name, value in spread.items()} | {"loss": float(np.median(losses) if robust else np.mean(losses))}
     for stem in task.declared():
         if stem != task.metric:
             for name in _names(stem, measured):

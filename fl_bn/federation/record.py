@@ -16,6 +16,7 @@ from fl_bn.exchange.session import Traffic
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.payload import count_tensors, section_bytes
 from fl_bn.methods import Phase
+from fl_bn.options import LARGEST
 from fl_bn.robust.rows import FAR
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.task import Task
@@ -150,7 +151,12 @@ class RoundRecord:
 
     @property
     def loss(self) -> float:
-        """Return the clients' mean training loss, weighted by their samples; NaN if no reply was used."""
+        """Return the clients' mean training loss, weighted by their samples; NaN if no reply was used.
+
+        Under a robust rule, which gives each client a distance, it is their median: a false loss moves it little.
+        """
+        if any(not math.isnan(c.distance) for c in self.accepted):
+            return median([c.loss for c in self.accepted if not math.isnan(c.loss)] or [math.nan])
         total = sum(c.samples for c in self.accepted)
         return sum(c.samples * c.loss for c in self.accepted) / total if total else float("nan")
 
@@ -255,12 +261,16 @@ def watch(record: RoundRecord, first_loss: float = math.nan, last: bool = False,
             f"{drift.layer or 'model'} moved by {drift.largest:.3g} standard deviations. The statistics no longer follow the weights: "
             f"{LOWER} or the number of local steps"
         )
+    far = next((f"client {c.client} says a loss of {c.loss:.4g}" for c in record.accepted if abs(c.loss) > LARGEST), "")
     diverged = not math.isfinite(record.loss) or record.loss > RUNAWAY_LOSS * max(first_loss, 1.0)
     if record.aggregated and diverged and "masked" not in record.bytes_up:  # with masks nothing is known of a client that diverges
         untold = "no training loop gave it to round.reply(samples, loss), or " if math.isnan(record.loss) else ""
         ends = "the run ends with a model that diverged: do not use it. " if last and not untold else ""
         before = f", and was {first_loss:.4g} in the first round" if math.isfinite(record.loss) else ""
-        yield f"{ends}round {record.round}: the training loss is {record.loss:.4g}{before}: {untold}training diverged; {LOWER}"
+        whose = f" ({far})" if far else ""
+        yield f"{ends}round {record.round}: the training loss is {record.loss:.4g}{before}{whose}: {untold}training diverged; {LOWER}"
+    elif far:
+        yield f"round {record.round}: {far}: its training diverged, or the number is false"
 
 
 def in_words(record: RoundRecord, rounds: int, task: Task, called: ClientNames = UNNAMED) -> str:

@@ -167,7 +167,7 @@ class Evaluations:
         if not metrics:
             return None, {}
         own = {index: {k: m[k] for k in ("loss", metric)} for index, m in metrics.items()}
-        return MetricRecord({**over_clients(run.task, [dict(m) for m in metrics.values()])}), own
+        return MetricRecord({**over_clients(run.task, [dict(m) for m in metrics.values()], run.server.defence.active)}), own
 
     def _as_a_sum(self, secure: SecureRounds, messages: list[Message]) -> MetricRecord | None:
         """Return the mean metrics over the clients from a secure sum, which hides single clients. None: the sum failed."""

@@ -349,7 +349,8 @@ class GridTransport(Transport):
     ) -> list[Message]:
         """Make one message per client, with the same ``instruction`` for all, ``values`` in fl-bn's config, and the user's ``config``.
 
-        The round's number is added to that config. The messages live for ``steps`` times the
+        The round's number is added to that config, which a user's mod may read in messages of
+        every kind. The messages live for ``steps`` times the
         round's timeout.
         """
         self._down = {section: to_numpy(tensors) for section, tensors in instruction.sections.items()}
@@ -357,7 +358,7 @@ class GridTransport(Transport):
         add_to_config(content, {**values, "version": here(), **self.recovery.run_id.to_config()})
         group, ttl = str(instruction.round), self.policy.timeout * steps
         messages = [Message(RecordDict(dict(content.items())), client.node, kind, ttl=ttl, group_id=group) for client in clients]
-        for message in messages if config is not None else ():  # each message has its own copy, which its client or a hook may change
+        for message in messages:  # each message has its own copy, which its client or a hook may change
             theirs = {**with_share(config or {}, instruction.rate_share), "server-round": instruction.round}
             message.content["config" if self.own_app is None else self.own_app.config_key] = ConfigRecord(theirs)
         return messages

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
@@ -25,6 +26,7 @@ from fl_bn.flower.compat import log
 from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.wire.codec import tensors_of
 from fl_bn.support.client_names import ClientNames
+from fl_bn.support.names import visible
 from fl_bn.support.wire import WireError, excerpt, printable
 
 if TYPE_CHECKING:
@@ -182,6 +184,8 @@ class NamedRates:
 class OwnMetrics:
     """Combine the clients' own metrics: by the user's functions, or by the means over the clients that send a metric.
 
+    Against Byzantine clients, it is the median over these clients.
+
     A client is left out, and the log names it, if its weight is missing, if a number is not
     finite, or if a name cannot be printed. Lists are not averaged.
 
@@ -191,8 +195,8 @@ class OwnMetrics:
             ``train_metrics_aggr_fn``.
         evaluate_fn: combines evaluations in place of the mean, as Flower's
             ``evaluate_metrics_aggr_fn``.
-        alike: whether all clients have the same weight. A defence against Byzantine clients
-            needs that.
+        alike: whether there is a defence against Byzantine clients, so that all clients count
+            alike.
     """
 
     key: str = EXAMPLES
@@ -230,7 +234,9 @@ class OwnMetrics:
         means = dict[str, float]()
         for name in dict.fromkeys(name for metrics in numbers.values() for name in metrics):
             having = [client for client, metrics in numbers.items() if name in metrics]
-            if total := sum(weights[client] for client in having):
+            if self.alike:
+                means[name] = median(numbers[client][name] for client in having)
+            elif total := sum(weights[client] for client in having):
                 means[name] = sum(weights[client] / total * numbers[client][name] for client in having)
         return (MetricRecord({**means}) if means else None), numbers
 
@@ -254,7 +260,7 @@ class OwnMetrics:
         if len(metrics) > MOST_NAMES:
             raise WireError("metrics", "", f"expected at most {MOST_NAMES} metrics, but got {len(metrics)}")
         for name, value in metrics.items():
-            if len(name) > LONGEST_NAME or not name.isprintable() or not (isinstance(value, list) or FINITE.fits(value)):
+            if len(name) > LONGEST_NAME or not visible(name) or not (isinstance(value, list) or FINITE.fits(value)):
                 problem = f"expected {FINITE.wanted} by a name of up to {LONGEST_NAME} printable characters, but got {excerpt(value)}"
                 raise WireError("metrics", name, problem)
         return metrics, float(weight or 0)

@@ -38,6 +38,7 @@ from fl_bn.support.user_code import OWN
 OWNER = {"allow-modules": OWN}  # the user owns this process, so the run config may name modules
 CLIENT_APP_RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 App = TypeVar("App")
+_traced = set[str]()  # the tracebacks that the log has: each once in a run
 
 
 class InProcessGrid(Grid):
@@ -73,6 +74,7 @@ class InProcessGrid(Grid):
         self._run = SimpleNamespace(run_id=1)
         self.result: Any = None
         identify(1)
+        _traced.clear()
         self._answers: dict[str, Message] = {}
         self._fallback = Fallback() if run_config.get("engine") == VECTORISED else None
         shared = dict(run_config)  # one for all clients: thousands of copies would take more memory than the clients' data
@@ -259,7 +261,10 @@ def _answer_of(app: ClientApp | str, message: Message, context: Context) -> Mess
     try:
         return _loaded(app)(message=message, context=context)
     except Exception as error:  # whatever the user's code raises
-        log(logging.ERROR, "client %s raised:\n%s", context.node_config["partition-id"], traceback.format_exc())
+        where = "".join(traceback.format_tb(error.__traceback__))
+        text = f"{type(error).__name__}: {error}" if where in _traced else traceback.format_exc()
+        _traced.add(where)
+        log(logging.ERROR, "client %s raised:\n%s", context.node_config["partition-id"], text)
         return Message(Error(CLIENT_APP_RAISED, f"{type(error).__name__}: {error}"), reply_to=message)
     finally:
         if context.run_config == shared:

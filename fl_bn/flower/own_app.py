@@ -51,6 +51,7 @@ from fl_bn.flower.wire.gate import OWN_METRICS, Gate, admit_own
 from fl_bn.flower.wire.messages import STATISTICS, TO_EVALUATE, TO_MEASURE, TO_TRAIN
 from fl_bn.methods import Method, Phase, StatisticsReport
 from fl_bn.objectives import PLAIN, Objective
+from fl_bn.support.names import short
 from fl_bn.task import CLASSIFICATION, Task, batch_size
 
 P = TypeVar("P", bound=Participant)
@@ -135,7 +136,7 @@ class OwnRound:
             metrics: your own training metrics by name, such as ``{"train_acc": 0.9}``. The
                 strategy combines them.
         """
-        own: Any = {name: _plain(value) for name, value in metrics.items()}
+        own: Any = numbers(metrics)
         loss = own.get("loss") if loss is None and is_number(own.get("loss")) else loss
         told = {} if loss is None else {"loss": float(loss)}
         if samples == 0 and not self.steps:
@@ -157,9 +158,20 @@ class OwnRound:
             self._store.write(self._kept.round, self._kept.sections)
 
 
-def _plain(value: Any) -> Any:
-    """Return the number in a tensor of one value or in a NumPy scalar; anything else as it is."""
-    return value.item() if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1) else value
+def numbers(metrics: Mapping[str, Any]) -> MetricRecord:
+    """Return a user's metrics as Flower sends them. NumPy's scalars, and tensors of one value, become Python's numbers.
+
+    Raises:
+        ValueError: a metric is neither a number nor a list of numbers.
+    """
+    record = MetricRecord()
+    for name, value in metrics.items():
+        one = value.item() if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1) else value
+        try:
+            record[name] = one
+        except (TypeError, ValueError):
+            raise ValueError(f"metric {short(name)}: expected a number or a list of numbers, but got {short(value)}") from None
+    return record
 
 
 class RoundGoesOn(Exception):

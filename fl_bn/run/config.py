@@ -221,14 +221,14 @@ class RunConfig(RunKeys):
 
     def _check_keys(self) -> None:
         """Check that keys fit together. Raise ValueError otherwise."""
-        plain = re.fullmatch(FOLDER, self.name) and self.name == self.name.strip() and self.name.isprintable()
+        plain = re.fullmatch(FOLDER, self.name) and self.name == self.name.strip()
         length = len(self.name.encode())
         home = [key for key in ("output", "data-path", "model-weights") if str(self[key]).startswith("~")]
         sites, unknown_shape = self.dataset == SITES, [name for name in ("classes", "channels", "image-size") if not self[name]]
         freezes_itself = "freeze-after" in options_by_key(METHODS[self.method])
         refuse(
             (self.name and not plain,
-             f"name must be a plain file name of printable characters that starts with no '.', '-' or '~', but got {short(self.name)}"),
+             f"name must be a plain file name that starts with no '.', '-' or '~', but got {short(self.name)}"),
             (length > LONGEST, f"name must be at most {LONGEST} bytes long, but got {length}: {short(self.name)}"),
             (self.rounds == 0 and self.calibrate in (0, AS_METHOD),
              "rounds must be >= 1, but got 0. A run of 0 rounds only measures statistics (re-calibration). It needs calibrate=-1, to "

@@ -29,6 +29,7 @@ from fl_bn.federation.record import RoundRecord
 from fl_bn.methods import Method
 from fl_bn.options import Options, hidden_options, kebab, own_options
 from fl_bn.run.errors import ConfigError
+from fl_bn.support.names import short
 from fl_bn.support.user_code import OWN, Modules, function
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def _setup_class(name: str, allowed: Modules) -> type[Setup]:
     try:
         found = function("a setup", name, allowed)
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"setup={name!r}: {error}") from error
+        raise ConfigError(f"setup={short(name)}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Setup)):
         raise ConfigError(f"setup={name!r} must name a class that derives from fl_bn.run.setup.Setup, but got {found!r}")
     return found

@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from fl_bn.support.names import visible
+
 Scalar = str | int | float | bool
 PROGRESS = "progress.jsonl"  # the file in a run's folder to which a user's own app writes the progress of its rounds
 OUR_APP = "fl-bn/fl-bn"  # the id of fl-bn's own app
@@ -31,7 +33,7 @@ def _scalar(name: str, value: Scalar) -> str:
     if not isinstance(value, str):
         return repr(value)
     single = '"' in value or "\\" in value
-    if not value.isprintable() or (single and "'" in value):
+    if not visible(value) or (single and "'" in value):
         raise ValueError(
             f"{name}: Flower cannot read the value {value!r} from a config: remove line breaks and other unprintable characters. A value "
             "with a single quote may have no double quotes and no backslashes"

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import difflib
+import re
+import unicodedata
 from collections.abc import Collection
 
 LONG = 200  # most characters of a value in an error
+BLANK = re.compile("[\\u034f\\u115f\\u1160\\u17b4\\u17b5\\u180b-\\u180f\\u2800\\u3164\\ufe00-\\ufe0f\\uffa0\\U000e0100-\\U000e01ef]")
+"""Letters and marks that show nothing."""
+
+
+def visible(text: str) -> bool:
+    """Return whether all characters of ``text`` can be seen. Control, invisible and direction characters, and line breaks, cannot."""
+    return all(c.isprintable() or unicodedata.category(c) == "Zs" for c in text) and not BLANK.search(text)  # Zs: spaces of any width
+
+
+def escaped(text: str) -> str:
+    r"""Return ``text`` with characters that cannot be seen, but line breaks, as ``\u202e`` or so, which Python and TOML read."""
+    return "".join(c if c == "\n" or visible(c) else f"\\u{ord(c):04x}" if ord(c) < 0x10000 else f"\\U{ord(c):08x}" for c in text)
 
 
 def short(value: object) -> str:
     """Return ``repr(value)``, cut after ``LONG`` characters."""
-    text = repr(value)
+    text = escaped(repr(value))
     return text if len(text) <= LONG else f"{text[:LONG]}..."
 
 
 def nearest(name: object, known: Collection[str]) -> str:
     """Return ``: did you mean 'fedbn'?`` with the name in ``known`` that is most similar to ``name``. Empty: none is similar."""
     near = difflib.get_close_matches(name, known, 1) if isinstance(name, str) and name not in known else []
-    return f": did you mean {near[0]!r}?" if near else ""
+    return f": did you mean {short(near[0])}?" if near else ""
 
 
 def names_of(text: str) -> tuple[str, ...]:

@@ -24,6 +24,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from fl_bn.support.names import short
+
 GROUP = "fl_bn"  # the group of entry points by which packages add names
 VARIABLE = "FL_BN_ALLOW_MODULES"  # environment variable for machines and programs without a node config
 OWN = "*"  # allows every module outside of Python's own and of installed packages
@@ -115,7 +117,7 @@ def function(what: str, name: str, modules: Modules | None = None) -> Callable[.
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not all(part.isidentifier() for part in [*module_name.split("."), function_name]):
-        raise ValueError(f"{what} must be named as package.module:function, but got {name!r}")
+        raise ValueError(f"{what} must be named as package.module:function, but got {short(name)}")
     if modules is not None:
         _check(modules, what, name, module_name)
     try:

@@ -6,6 +6,8 @@ import copyreg
 import re
 from typing import Any
 
+from fl_bn.support.names import escaped, visible
+
 SHOWN = 80  # most characters of a received text in an error
 REASON = 500  # most characters of another side's error in a log and a record
 END = "'>"
@@ -47,8 +49,8 @@ def check_samples(samples: int) -> None:
 
 
 def printable(text: str, most: int = SHOWN) -> str:
-    """Return a received text for a log. A text of more than ``most`` characters, or with control characters, is cut and quoted."""
-    return text if len(text) <= most and text.isprintable() else f"{text[:most]!r}{' ...' if len(text) > most else ''}"
+    """Return a received text for a log. A text that is long, or has characters that cannot be seen, is cut and quoted."""
+    return text if len(text) <= most and visible(text) else f"{escaped(repr(text[:most]))}{' ...' if len(text) > most else ''}"
 
 
 def reason(text: str | None) -> str:
@@ -59,7 +61,7 @@ def reason(text: str | None) -> str:
     text = (text or "")[: 4 * REASON]
     if raised := RAISED.match(text):
         text = f"{raised[1]}: {text[raised.end() :].removesuffix(END)}"
-    line = "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
+    line = "".join(c if visible(c) else " " for c in " ".join(text.split()))
     return line if len(line) <= REASON else f"{line[:REASON]} ..."
 
 
@@ -69,7 +71,7 @@ def excerpt(value: object) -> str:
     Small values are shown. A long text is cut, and a long list or a huge number is described, as in "a list of 12".
     """
     if isinstance(value, str | bytes):
-        return f"{value[:SHOWN]!r}" + (f" ... ({len(value)} long)" if len(value) > SHOWN else "")
+        return escaped(repr(value[:SHOWN])) + (f" ... ({len(value)} long)" if len(value) > SHOWN else "")
     if isinstance(value, list | tuple):
         return f"a {type(value).__name__} of {len(value)}" if len(value) > 8 else f"[{', '.join(map(excerpt, value))}]"
     if isinstance(value, int) and abs(value) > 2**200:

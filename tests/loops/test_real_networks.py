@@ -19,7 +19,6 @@ import torch
 import torchvision
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torchmetrics.classification import MulticlassAUROC
 from torchvision.models.detection import FasterRCNN, fasterrcnn_mobilenet_v3_large_320_fpn
 from torchvision.models.detection.backbone_utils import mobilenet_backbone
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
@@ -367,21 +366,3 @@ def test_methods_about_statistics_refuse_a_network_of_frozen_layers(method: str,
 def test_groups_that_do_not_divide_are_refused_by_layer() -> None:
     with pytest.raises(ValueError, match="bn1"):
         convert(built("timm efficientnet_b0"), methods.gn(groups=5))
-
-
-@pytest.mark.parametrize("method", ["fbn", "hbn", "fedtan"])
-def test_what_monai_s_loader_yields_trains_as_plain_tensors_do(method: str) -> None:
-    """Its ``MetaTensor`` looks for the metadata of each sample where a batch is sliced. Statistics and metrics are no samples."""
-    from monai.data import DataLoader, MetaTensor
-
-    def trained(kind: Callable[[Tensor], Tensor]) -> list[str]:
-        torch.manual_seed(0)
-        body = [nn.Conv3d(1, 8, 3), nn.BatchNorm3d(8), nn.ReLU(), nn.Conv3d(8, 8, 3), nn.BatchNorm3d(8)]
-        net = nn.Sequential(*body, nn.Flatten(), nn.Linear(64, 2))
-        samples = torch.randn(3, 8, 1, 6, 6, 6)
-        clients = [DataLoader([{"image": kind(x), "label": i % 2} for i, x in enumerate(own)], batch_size=4) for own in samples]
-        task = Classification(target_key="label", input_keys=("image",))
-        given = {"task": task, "metrics": {"auc": MulticlassAUROC(2)}, "test": clients[0], "progress": False}
-        return [f"{record.loss} {record.evaluation}" for record in Federation(net, METHODS[method], clients, **given).run(2)]
-
-    assert trained(MetaTensor) == trained(torch.clone)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_bn import Classification, Federation, SeededBatches, methods, per_client
-from fl_bn.task import ClassificationAUC, MetricState, extended
+from fl_bn import Classification, Federation, SeededBatches, methods
+from fl_bn.task import MetricState, extended
 from tests.listed import listed
 from tests.training.core import evaluate
 
@@ -107,25 +106,6 @@ class Vector:
 
     def reset(self) -> None:
         self.seen = []
-
-
-@pytest.mark.parametrize("action", ["error", "ignore", "default"])
-def test_a_placeholder_of_torchmetrics_is_missing_like_the_auc_of_the_task(action: Any) -> None:
-    """Before, the mean had a 0 for the client with one class, or ended in torchmetrics' warning."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
-    clients = [[(x.float(), y.clamp(max=most))] for most, (x, y) in zip((0, 1, 1), (data(24, seed) for seed in range(3)), strict=True)]
-    metrics = {"exact": torchmetrics.MulticlassAUROC(2), "ap": torchmetrics.MulticlassAveragePrecision(2)}
-    given = {"task": ClassificationAUC(), "metrics": metrics, "test": per_client(clients), "progress": False}
-    fed = Federation(net, methods.fbn(), clients, **given)
-    with warnings.catch_warnings():
-        warnings.simplefilter(action)
-        (record,) = fed.run(1)
-    for name in ("auc", *metrics):
-        missing, *others = (own[name] for own in record.client_evaluation.values())
-        assert np.isnan(missing)
-        assert record.evaluation[name] == pytest.approx(np.mean(others))
-        assert np.mean(others) != pytest.approx(np.mean([0, *others]), rel=0.1)  # control
 
 
 class Count(Vector):

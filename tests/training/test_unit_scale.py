@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import numpy as np
@@ -12,7 +11,7 @@ import torchvision
 from torch import Tensor, nn
 
 from experiments.networks import fbn_cnn
-from fl_bn import Federation, convert
+from fl_bn import convert
 from fl_bn.federation.unit_scale import producers, rescaled
 from fl_bn.methods import METHODS, freeze
 from fl_bn.methods.hbn import SCALE
@@ -122,20 +121,6 @@ def test_a_run_starts_on_unit_scale(tiny_clients: Clients) -> None:
         close = np.allclose(first.grid.train(1)[0]["weights"]["0.weight"], scaled * sent["weights"]["0.weight"], rtol=1e-5)
         assert close is bool(scaled)
         assert first.strategy.transport.shared.scales == (dict.fromkeys(("1", "5"), scaled) if scaled else {})
-
-
-def test_sync_batch_norm_trains_like_the_layer_that_it_replaced() -> None:
-    """Before, the rule asked for ``nn.BatchNorm1d`` behind a linear layer."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(300, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-    clients = [[(x, (x[:, 0] > 0).long()) for x in torch.randn(2, 16, 300)] for _ in range(3)]
-
-    def losses(network: nn.Module, unit_scale: bool = True) -> list[float]:
-        return [record.loss for record in Federation(network, METHODS["fbn"](), clients, unit_scale=unit_scale, progress=False).run(3)]
-
-    synced = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(net))
-    assert losses(synced) == losses(net)
-    assert losses(synced) != losses(synced, unit_scale=False)  # control
 
 
 def on_unit_scale_of(model: nn.Module) -> dict[str, np.ndarray]:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-from flwr.app import Message, RecordDict
+from flwr.app import Message
 from flwr.serverapp import Grid
 from torch import nn
 
@@ -35,7 +35,7 @@ from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.layerwise.transcript import attach, read_request, size
 from fl_bn.flower.population import Client, RunFailed
 from fl_bn.flower.wire.codec import header_of
-from fl_bn.flower.wire.messages import RENDEZVOUS, add_to_config
+from fl_bn.flower.wire.messages import RENDEZVOUS, add_to_config, greeting
 from fl_bn.flower.wire.messaging import copy_of, pulled
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import WireError, reason
@@ -208,7 +208,7 @@ class Exchanges:
             RunFailed: the service cannot listen, or clients cannot reach it or do not trust its
                 certificate.
         """
-        messages = {c.index: Message(RecordDict(), c.node, RENDEZVOUS, ttl=timeout, group_id="0") for c in cohort}
+        messages = {c.index: Message(greeting(), c.node, RENDEZVOUS, ttl=timeout, group_id="0") for c in cohort}
         settings = self.settings
         session = Session(messages, {}, policy=settings.policy, join_deadline=settings.join_deadline, called=self.called)
         self._carry("grpc", grid, messages, session, timeout, timeout)

@@ -342,7 +342,7 @@ def here() -> str:
 
 def greeting() -> RecordDict:
     """Return the content of the message that asks a client to introduce itself."""
-    return RecordDict({TO_GREET.name: ConfigRecord({"version": here()})})
+    return RecordDict({TO_GREET.name: ConfigRecord({"version": here()}), "config": ConfigRecord({"server-round": 0})})
 
 
 def server_differs(content: RecordDict) -> str:

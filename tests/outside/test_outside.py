@@ -1,0 +1,182 @@
+"""What public reports, other people's apps and attacks broke: one case each, with the right value from plain PyTorch or float64.
+
+The letters are those of the cases. Every test failed before its case was mended (ed712ff).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import tomllib
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from flwr.app import Context, Message
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from typer.testing import CliRunner
+
+from fl_bn import Federation, methods, per_client
+from fl_bn.cli.main import app as command
+from fl_bn.exchange.call import ExchangeFailed
+from fl_bn.federation.defence import Defence
+from fl_bn.flower import FBN, FedBN, InProcessGrid, RunFailed
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.task import Classification
+from tests.flower.own_apps import CLIENTS, client_of, own_app
+from tests.flower.own_apps import net as own_net
+from tests.listed import listed
+
+Batch = tuple[Tensor, Tensor]
+
+
+def net(inputs: int = 3, classes: int = 2) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(inputs, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, classes))
+
+
+def clients(inputs: int = 3, number: int = 3) -> list[list[Batch]]:
+    draw = torch.Generator().manual_seed(1)
+    return [[(x, (x[:, 0] > 0).long()) for x in torch.randn(2, 16, inputs, generator=draw)] for _ in range(number)]
+
+
+def run(app: Any, strategy: Any, rounds: int = 2, evaluate_fn: Any = None, **given: Any) -> Any:
+    torch.manual_seed(0)
+    return strategy(own_net(), **given).start(InProcessGrid(app, CLIENTS, {}), num_rounds=rounds, evaluate_fn=evaluate_fn)
+
+
+def losses(network: nn.Module, method: Any, data: Sequence[Any], rounds: int = 3, **given: Any) -> list[float]:
+    return [record.loss for record in Federation(network, method, data, progress=False, **given).run(rounds)]
+
+
+# Networks and data
+
+
+@listed("method", ["fbn", "hbn", "fedtan"])
+def test_a_what_monai_s_loader_yields_trains_as_plain_tensors_do(method: str) -> None:
+    from monai.data import DataLoader, MetaTensor
+
+    def trained(kind: Callable[[Tensor], Tensor]) -> list[float]:
+        torch.manual_seed(0)
+        body = [nn.Conv3d(1, 8, 3), nn.BatchNorm3d(8), nn.ReLU(), nn.Conv3d(8, 8, 3), nn.BatchNorm3d(8)]
+        volumes = torch.randn(3, 8, 1, 6, 6, 6)
+        data = [DataLoader([{"image": kind(x), "label": i % 2} for i, x in enumerate(own)], batch_size=4) for own in volumes]
+        task = Classification(target_key="label", input_keys=("image",))
+        given = {"task": task, "metrics": {"auc": torchmetrics.AUROC("multiclass", num_classes=2)}, "test": data[0]}
+        return losses(nn.Sequential(*body, nn.Flatten(), nn.Linear(64, 2)), methods.METHODS[method](), data, 2, **given)
+
+    assert trained(MetaTensor) == trained(torch.clone)
+
+
+def test_b_sync_batch_norm_trains_like_the_layer_that_it_replaced() -> None:
+    data, plain = clients(300), net(300)
+    synced = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+    assert losses(synced, methods.fbn(), data) == losses(plain, methods.fbn(), data)
+    assert losses(synced, methods.fbn(), data) != losses(synced, methods.fbn(), data, unit_scale=False)  # control
+
+
+@listed("action", ["error", "ignore", "default"])
+def test_c_a_metric_that_torchmetrics_calls_undefined_is_missing(action: Any) -> None:
+    data = clients()
+    data[0] = [(x, torch.zeros_like(y)) for x, y in data[0]]
+    auc = torchmetrics.AUROC("multiclass", num_classes=2)
+    fed = Federation(net(), methods.fbn(), data, metrics={"auc": auc}, test=per_client(data), progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter(action)
+        (record,) = fed.run(1)
+    right = []
+    for own in data[1:]:
+        x, y = (torch.cat(parts) for parts in zip(*own, strict=True))
+        right.append(float(torchmetrics.functional.auroc(fed.model.eval()(x), y, "multiclass", num_classes=2)))
+    assert record.evaluation["auc"] == pytest.approx(np.mean(right))
+    assert math.isnan(record.client_evaluation[0]["auc"])
+
+
+class Recurrent(nn.Module):
+    """Calls its BatchNorm layer once per step of the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.stack([self.norm(step) for step in x.unbind(1)]).mean(0))
+
+
+def test_d_clients_that_differ_in_an_exchange_are_named_with_the_layer_of_each() -> None:
+    data = [[(torch.randn(8, length, 2), torch.arange(8) % 2)] for length in (3, 5)]
+    for order in (data, data[::-1]):
+        with pytest.raises(ExchangeFailed, match=r"client 0 sent norm .*client 1 sent norm .*same layers in the same order"):
+            list(Federation(Recurrent(), methods.fedtan(), order, progress=False).run(1))
+
+
+def test_e_a_client_without_a_batch_is_named_with_its_samples_and_batch_size(caplog: pytest.LogCaptureFixture) -> None:
+    five = DataLoader(TensorDataset(torch.randn(5, 3), torch.arange(5) % 2), batch_size=8, drop_last=True)
+    losses(net(), methods.fbn(), [five, *clients()], 1)
+    (said,) = [record.getMessage() for record in caplog.records if "gave no batch" in record.getMessage()]
+    assert "client 0" in said
+    assert "5 samples, batch_size=8, drop_last=True" in said
+    assert "generator" not in said
+
+
+# What clients say, and what is printed
+
+
+def test_j_a_mod_of_the_whole_app_finds_the_round_in_every_message() -> None:
+    seen = set[tuple[str, int]]()
+
+    def mod(message: Message, context: Context, handle: Callable[[Message, Context], Message]) -> Message:
+        seen.add((message.metadata.message_type, int(message.content["config"]["server-round"])))
+        return handle(message, context)
+
+    run(own_app("fedbn", mods=([mod], [], []), tells=True), FedBN, evaluate_fn=lambda number, arrays: None)
+    assert {kind for kind, _ in seen} == {"query.hello", "query.kept", "train", "evaluate"}
+    assert max(number for kind, number in seen if kind == "train") == 2
+
+
+@listed("value", [True, "0.9", None, [0.5, True]])
+def test_k_a_metric_that_cannot_be_sent_is_named_at_the_client(value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(RunFailed, match="client 0.*metric 'mine': expected a number"):
+        run(own_app("fbn", metrics=lambda loss, client: {"fine": 0.5, "mine": value}), FBN)
+    assert caplog.text.count("Traceback") == 1
+
+
+@listed("lies", [(1e300,), (-1e300,), (1.7e308, 1.7e308)])
+@listed("defence", [None, Defence(1, "median", "median")], ids=["mean", "defence"])
+def test_l_the_far_client_is_named_and_a_defence_shows_the_median(
+    lies: tuple[float, ...], defence: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lie(message: Message, context: Context, reply: Message) -> None:
+        reply.content["fl-bn/metrics"]["loss"] = dict(enumerate(lies)).get(client_of(context), 0.7)
+
+    record = run(own_app("fbn", after=lie), FBN, rounds=1, **({"defence": defence} if defence else {})).records[-1]
+    assert f"client 0 says a loss of {lies[0]:.4g}" in caplog.text
+    if defence is not None and len(lies) == 1:
+        assert record.loss == pytest.approx(0.7)
+
+
+INVISIBLE = [*"\u200b\u202e\u2066\u3164\u034f\ufe0f\u2800\u00ad\uffa0", "\U000e0100"]
+TEXTS = [key for key, value in RunConfig().to_mapping().items() if isinstance(value, str)]
+
+
+@listed("character", INVISIBLE, ids=ascii)
+def test_n_no_key_takes_a_character_that_cannot_be_seen(character: str) -> None:
+    for key in TEXTS:
+        with pytest.raises(ConfigError) as told:
+            RunConfig.from_mapping({key: f"a{character}b"})
+        assert character not in str(told.value)
+    RunConfig.from_mapping({"name": "\u0639\u0631\u0628 e\u0301 \u6f22"})  # control: of any language
+
+
+def test_n_the_draft_of_columns_escapes_it_and_is_read_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("a\u202eb,c\u3164,y\n1,x\u200b,0\n2,z,1\n3,z,1\n", encoding="utf-8")
+    text = CliRunner().invoke(command, ["data", "columns", str(tmp_path), "--target", "y"]).stdout
+    assert not any(character in text for character in INVISIBLE)
+    drafted = tomllib.loads(text)
+    assert [*drafted["numeric"], *drafted["categorical"]] == ["a\u202eb", "c\u3164"]
