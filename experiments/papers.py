@@ -166,7 +166,6 @@ class Papers(Setup):
     scaffold_option: int = declared(Scaffold, "option")
     maintain_momentum: str = declared(LocalTraining, "maintain")
     drop_last: bool = declared(LocalTraining, "drop_last")
-    local_evaluation: bool = declared(LocalTraining, "local_evaluation")
 
     def dataset(self, config: RunConfig) -> Dataset:
         """Return the data with the shifts and within the limits that the options describe."""

@@ -39,9 +39,6 @@ class FederationSpec(RunSpec):
     """Hold the options of a ``Federation``: those of every run, and those of a run in this process.
 
     Args:
-        local_evaluation: Whether each client tests its network on its test batches before and after local
-            training. The results are ``before`` and ``after`` in its record. This takes two evaluations per client
-            and round.
         clip: ``auto``: gradients are clipped if the method needs it, all clients use SGD, and the objective has no
             control variates. ``none``: gradients are not clipped.
         engine: ``sequential``: one client after the other. ``vectorised``: the clients of a cohort together, in
@@ -54,7 +51,6 @@ class FederationSpec(RunSpec):
         ValueError: A value is out of range, or two values do not fit together.
     """
 
-    local_evaluation: bool = shared(LocalTraining, "local_evaluation", False)
     clip: str = shared(LocalTraining, "clip", "auto")
     engine: str = option(
         "sequential",

@@ -102,7 +102,7 @@ class Federation:
         device: The device on which clients train. Default: the device of ``model``.
         callbacks: Objects whose methods the run calls at its start and end, and after rounds and evaluations, see ``Callback``.
         options: The fields of ``FederationSpec`` by name: ``fraction``, ``evaluate_every``, ``seed``, ``calibrate``, ``unit_scale``,
-            ``local_evaluation``, ``clip``, ``engine``, ``workers`` and ``progress``.
+            ``clip``, ``engine``, ``workers`` and ``progress``.
 
     Raises:
         ValueError: An argument has a wrong type or value, or two of them do not fit together.
@@ -134,8 +134,6 @@ class Federation:
         given = {"model": model, "method": method, "clients": clients, "objective": objective, "server_optimizer": server_optimizer}
         check_fits(ARGUMENTS, {**given, "defence": defence, "schedule": schedule, "local_epochs": local_epochs})
         refuse(
-            (spec.local_evaluation and test is None,
-             "local_evaluation needs the clients' test batches, but test is None: give test=per_client(...) or one loader"),
         )  # fmt: skip
         for number, loader in enumerate(clients):
             check_loader(f"client {number}", loader)
@@ -143,7 +141,7 @@ class Federation:
         self.clients = clients
         self.tests = self._tests(test, model)
         self.progress, self.callbacks = spec.progress, checked_callbacks(callbacks)
-        settings = LocalTraining(batch_size=2, epochs=local_epochs, objective=objective, local_evaluation=spec.local_evaluation)
+        settings = LocalTraining(batch_size=2, epochs=local_epochs, objective=objective)
         check_composition(method, settings, robust=defence.active)
         check_learns(model)
         tasks, makers = tasks_of(task, loss, metrics, count), each("optimizer", optimizer, count)
@@ -174,7 +172,7 @@ class Federation:
         schedulers = each("scheduler", scheduler, count)
         kinds = [by_kind[id(make)] for make in makers]
         loaders = in_dtype(clients, inputs_like(model).dtype)
-        every = zip(loaders, tasks, makers, schedulers, kinds, trials.shares, self.tests or (None,) * count, strict=True)
+        every = zip(loaders, tasks, makers, schedulers, kinds, trials.shares, strict=True)
         own = [Own(*one) for one in every]
         common = Clients(pristine, method, where, own, schedule, spec.seed, [*model.parameters()])
         self._transport = LocalTransport(self.server, common, self.tests, spec.workers, spec.engine == VECTORISED)

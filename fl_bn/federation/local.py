@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -151,24 +150,6 @@ def evaluate(model: nn.Module, data: Samples | Iterable[Any], batch_size: int = 
     for x, y in batches:
         state.update(task.predict(model, x), y)
     return state
-
-
-def tested(model: nn.Module, test: Any, task: Task) -> float | None:
-    """Evaluate a client's network as it is now on the client's own test data, by the task's metric.
-
-    The network and the modes of its modules stay unchanged. So do torch's random generators of the CPU and of the network's
-    device, and those of the test data's loader.
-
-    Returns:
-        The value of the metric. None without test data, or if the value is not finite.
-    """
-    if test is None:
-        return None
-    device = inputs_like(model).device
-    with kept_modes(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), unmoved([test]):
-        state = evaluate(model, test, task=task)
-    value = state[task.metric] if state.sums else math.nan
-    return value if math.isfinite(value) else None
 
 
 @torch.no_grad()

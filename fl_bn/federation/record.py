@@ -52,8 +52,6 @@ class ClientRecord:
         waited: The seconds that it spent in exchanges, including the time to send.
         distance: The distance (L2) of its update to the result of a robust rule; NaN without such a rule.
         refused: The reason why its reply was not used; empty if it was used.
-        before: The task's metric of its network on its own test data, before local training; NaN if unknown.
-        after: The same metric after local training.
     """
 
     client: int
@@ -66,8 +64,6 @@ class ClientRecord:
     waited: float = 0.0
     distance: float = float("nan")
     refused: str = ""
-    before: float = float("nan")
-    after: float = float("nan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +194,7 @@ def with_clients(
         up, tensors_up = section_bytes(part.sections), count_tensors(part.sections)
         back, waited = sum(up.values()) + layers.up, part.metrics.get("waited", 0.0)
         distance = known.get(client, math.nan)
-        one = ClientRecord(client, part.samples, part.steps, part.loss, sent, back, layers.exchanges, waited, distance)
-        clients.append(replace(one, before=part.metrics.get("before", math.nan), after=part.metrics.get("after", math.nan)))
+        clients.append(ClientRecord(client, part.samples, part.steps, part.loss, sent, back, layers.exchanges, waited, distance))
     if traffic:
         down = {**down, "exchange": max(t.down for t in traffic.values())}
         up = {**up, "exchange": max(t.up for t in traffic.values())}

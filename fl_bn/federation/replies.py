@@ -48,8 +48,6 @@ TRAINED = REPLIED.and_also(
             "waited": number(0, default=0.0),
             "kept": whole(default=None),
             "batch": whole(default=None),
-            "before": a_number(default=None),
-            "after": a_number(default=None),
         },
     )
 )

@@ -68,7 +68,6 @@ class LocalTraining(Options):
             different samples that it trained on in the round.
         drop_last: Whether a last batch smaller than ``batch_size`` is left out. A client with fewer samples
             then sits the round out.
-        local_evaluation: Whether a client tests its network before and after local training.
 
     Raises:
         ValueError: A value is out of range, or two values do not fit together.
@@ -134,17 +133,6 @@ class LocalTraining(Options):
         hidden=True,
     )
 
-    local_evaluation: bool = option(
-        False,
-        "each client tests its network on its own test data before and after local training, in every round that it trains in (costs two "
-        "evaluations each)",
-        hidden=True,
-        used=Used(
-            "update='weights' without secure-aggregation, under which clients send no numbers of their own",
-            lambda c: c["update"] == "weights" and not c["secure-aggregation"],
-        ),
-    )
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.objective.on:
@@ -153,9 +141,6 @@ class LocalTraining(Options):
         refuse(
             (self.clip not in CLIPS, f"clip must be one of {', '.join(CLIPS)}, but got {self.clip!r}"),  # the method decides what auto is
             (not 0 <= self.step_clip < math.inf, f"step_clip must be >= 0 and finite, but got {self.step_clip}"),
-            (gradients and self.local_evaluation,
-             "local_evaluation tests a client's network before and after its local steps, but update='gradients' makes no local steps: "
-             "set local_evaluation=False"),
             ((self.epochs > 0) == (self.steps > 0),
              f"give either local epochs or local steps, but got epochs={self.epochs} and steps={self.steps}"),
             (self.optimizer == "adam" and self.momentum > 0,

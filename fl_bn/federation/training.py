@@ -27,7 +27,7 @@ from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import Outcome
 from fl_bn.federation.gradients import clip
-from fl_bn.federation.local import NO_VARIANCE, PASS_BATCH, Samples, pieces, tested, torch_seed
+from fl_bn.federation.local import NO_VARIANCE, PASS_BATCH, Samples, pieces, torch_seed
 from fl_bn.federation.locality import Locality
 from fl_bn.federation.recording import Connect, restored
 from fl_bn.federation.settings import LocalTraining, seeded
@@ -64,7 +64,6 @@ class OwnLoop(ABC):
         seed: The seed of the run.
         client: The client's number.
         task: Reads a batch, and computes its loss.
-        test: The client's own test data, as samples or as batches; None if it has none.
         samples: The client's samples, if they are in memory.
         passes: How often a training round iterates over ``batches``.
     """
@@ -72,7 +71,6 @@ class OwnLoop(ABC):
     seed: int
     client: int
     task: Task
-    test: Any
     samples: Samples
     passes: int = 1
 
@@ -123,7 +121,6 @@ class OwnLoop(ABC):
         batches = self.batches(round)  # before the statistics pass, to refuse small clients first
         if round.reports is StatisticsReport.PASS:
             self.measure(round)
-        before = self.tested(round)
         optimizer = self.optimizer(round)
         if round.momentum is not None:
             round.momentum.load(optimizer)
@@ -132,26 +129,18 @@ class OwnLoop(ABC):
             trained = [train(round, batches, self.task, optimizer, scheduler) for _ in range(self.passes)]
         if round.momentum is not None:
             round.momentum.keep(optimizer)
-        return self.outcome(round, batches, trained, before)
+        return self.outcome(round, batches, trained)
 
-    def tested(self, round: LocalRound) -> float | None:
-        """Evaluate the network as it is now on the client's own test data, if the settings of training ask for it."""
-        return tested(round.model, self.test, self.task) if round.settings.local_evaluation else None
-
-    def outcome(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained], before: float | None) -> Outcome:
+    def outcome(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
         """Return the numbers for the client's reply after training.
 
         Args:
             round: The client's round.
             batches: The training batches.
             trained: The result of each pass over them.
-            before: The client's own test metric before training; None if it was not measured.
         """
-        one, after, left_out = self.weighed(round, batches, trained), self.tested(round), sum(of.left_out for of in trained)
-        metrics = {LEFT_OUT: float(left_out)} if left_out else {}
-        if before is not None and after is not None and one.samples:
-            metrics |= {"before": before, "after": after}
-        return replace(one, metrics=metrics)
+        left_out = sum(of.left_out for of in trained)
+        return replace(self.weighed(round, batches, trained), metrics={LEFT_OUT: float(left_out)} if left_out else {})
 
 
 def train(
@@ -273,14 +262,12 @@ class SampleLoop(OwnLoop):
         seed: The seed of the run.
         client: The client's number.
         task: Computes the loss.
-        test: The client's test samples, for settings with ``local_evaluation``.
     """
 
     samples: Samples
     seed: int
     client: int
     task: Task = CLASSIFICATION
-    test: Samples | None = None
 
     def batches(self, round: LocalRound) -> IndexBatches:
         """Draw the training batches. Raise ClientTooSmall if there are too few samples for a batch."""

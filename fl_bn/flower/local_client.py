@@ -116,7 +116,6 @@ class BatchNormClient(Participant, NumPyClient):
         counts = site.label_counts or ()
         super().__init__(network, site.client, site.clients, lambda: len(site.train), state, site.state, site.exchange, tells, counts)
         self.method, self.settings, self.site, self.seed, self.task = method, settings, site, seed, task
-        self.tells_tests = True  # a training reply may also have metrics on the test data, if the settings ask for them
         self.stores = own_sections  # chooses what the client stores after a round
 
     @property
@@ -141,8 +140,7 @@ class BatchNormClient(Participant, NumPyClient):
         kept, joins = request.kept(store), request.connect(self.exchange)
         try:
             with self.network.lend() as lent:
-                test = self.site.test if self.tells_tests else None
-                loop = SampleLoop(self.site.train, self.seed, self.site.client, self.task, test=test)
+                loop = SampleLoop(self.site.train, self.seed, self.site.client, self.task)
                 reply, keeps = client_round(lent, self.method, instruction, kept, partial(with_others, loop), self.settings, joins)
         except Unanswered as pending:
             return pack(question(pending, self.site.client))
@@ -271,8 +269,6 @@ def _work(build: Callable[[Context], BatchNormClient], message: Message, context
         return secured(build)(message, context)
     client = build(context)
     request = read(message, client.network)
-    limits = Limits.of(context)  # a site that limits its evaluations sends no further ones with its training replies
-    client.tells_tests = limits.max_evaluations is None and len(client.site.test) >= limits.min_samples
     return client.compute(request, partial(reply_to, message, request.header))
 
 

@@ -111,7 +111,6 @@ def client_rows(record: RoundRecord, task: Task = CLASSIFICATION, called: Client
             "exchanges": client.exchanges,
             "waited": round(client.waited, 4),
             "distance": _finite(client.distance),
-            **({} if math.isnan(client.before) else {f"{task.metric}-before": client.before, f"{task.metric}-after": client.after}),
             "refused": client.refused,
         }
     for index, metrics in record.client_evaluation.items():
@@ -158,7 +157,6 @@ def record_of(row: Mapping[str, Any], task: Task = CLASSIFICATION) -> RoundRecor
             keys = ("client", "samples", "steps", "bytes-down", "bytes-up", "exchanges", "waited", "refused")
             values: dict[str, Any] = {key.replace("-", "_"): client[key] for key in keys}
             values |= {key: _number(client[key]) for key in ("loss", "distance")}
-            values |= {key: _number(client.get(f"{task.metric}-{key}")) for key in ("before", "after")}
             clients.append(ClientRecord(**values))
         if task.metric in client:
             own[client["client"]] = {task.metric: client[task.metric], "loss": _number(client["test-loss"])}

@@ -52,7 +52,6 @@ def summary(
     if evaluated:
         lines += _metric(evaluated, task)
         lines += _chosen(config)
-    lines += _before_and_after(records, task)
     lines += [
         f"- {config.clients} clients, partition `{config.partition}` ({config.partition_parameter:g}), model `{config.model}`",
         f"- {len(records)} rounds of {_local(config)}, batches of {config.batch_size}, {config.optimizer} at {config.learning_rate:g} "
@@ -168,20 +167,6 @@ def _composition(config: RunConfig) -> list[str]:
     if config.secure_aggregation:
         parts.append("secure aggregation")
     return [f"- {', '.join(parts)}"] if parts else []
-
-
-def _before_and_after(records: Sequence[RoundRecord], task: Task) -> list[str]:
-    """Return a line with the clients' metric before and after local training, in the last round that has both."""
-    for record in reversed(records):
-        if told := [client for client in record.accepted if math.isfinite(client.before) and math.isfinite(client.after)]:
-            before = task.format_metric(sum(client.before for client in told) / len(told))
-            after = task.format_metric(sum(client.after for client in told) / len(told))
-            clients = f"{len(told)} client{'s' * (len(told) > 1)}"
-            return [
-                f"- {task.metric} on a client's own test data in round {record.round}: {before} before training, {after} after it (mean "
-                f"over {clients}; the values of each client are in clients.csv)"
-            ]
-    return []
 
 
 def _chosen(config: RunConfig) -> list[str]:

@@ -107,7 +107,7 @@ def test_how_often_is_evaluated_does_not_change_what_is_trained(kind: str) -> No
 
 def test_an_evaluation_on_the_training_batches_does_not_change_what_is_trained() -> None:
     usual = weights_after("fedavg", "generator", evaluate_every=4)
-    for options in ({}, {"evaluate_every": 2}, {"local_evaluation": True}):
+    for options in ({}, {"evaluate_every": 2}):
         assert torch.equal(weights_after("fedavg", "generator", on_training_batches=True, **options), usual)
 
 
@@ -150,7 +150,7 @@ def test_seeded_batches_have_the_network_s_dtype_in_every_pass(method: str) -> N
             for p in model.parameters():
                 p.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
         own = METHODS[method]()
-        fed = Federation(model, own, [SeededBatches(x, y, 8)] * 2, test=SeededBatches(x, y, 8), local_evaluation=True, progress=False)
+        fed = Federation(model, own, [SeededBatches(x, y, 8)] * 2, test=SeededBatches(x, y, 8), progress=False)
         return [(record.loss, record.evaluation) for record in fed.run(2)] + [fed.evaluate(SeededBatches(x, y, 8))]
 
     assert records(x) == records(x.double())

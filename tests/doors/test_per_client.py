@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -126,23 +125,3 @@ def test_clients_of_several_tasks_have_the_metrics_of_each() -> None:
     assert record.evaluation["r2"] == record.client_evaluation[1]["r2"]
     first, last = record.client_evaluation[0]["accuracy"], record.client_evaluation[2]["accuracy"]
     assert record.evaluation["accuracy"] == pytest.approx((10 * first + 22 * last) / 32)
-
-
-def test_a_client_tests_its_network_before_and_after_local_training() -> None:
-    """In every engine the same; by hand of one client. Control: off, nothing is measured, and no bit of training changes."""
-    mine = [[made(client)] for client in range(3)]
-    found: dict[str, list[float]] = {}
-    for engine, options in ENGINES.items():
-        fed = federation(test=per_client(mine), local_evaluation=True, optimizer=FAST, **options)
-        trained = weights(fed)
-        found[engine] = [value for record in fed.history for client in record.clients for value in (client.before, client.after)]
-        if engine != "vectorised":
-            assert torch.equal(trained, weights(federation(test=per_client(mine), optimizer=FAST, **options)))
-    assert found["sequential"] == found["workers"] == pytest.approx(found["vectorised"])
-    assert found["sequential"][0] == evaluate(net(), mine[0])["accuracy"]
-    one = federation(clients=CLIENTS[:1], optimizer=FAST)
-    weights(one, 1)
-    assert found["sequential"][1] == evaluate(one.model, mine[0])["accuracy"] != found["sequential"][0]
-    off = federation(test=per_client(mine))
-    weights(off, 1)
-    assert all(math.isnan(client.before) and math.isnan(client.after) for client in off.history[0].clients)

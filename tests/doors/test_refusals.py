@@ -114,7 +114,6 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "client that is a dataset of samples": ({"clients": [loader().dataset]}, "client 0"),
     "test of samples": ({"test": Subset(Pictures(), [1])}, "test"),
     "test for too few": ({"test": per_client(TESTS[:2])}, "test"),
-    "local_evaluation without a test": ({"local_evaluation": True}, "test"),
     **{f"client that is a {kind}": ({"clients": [batches(), make()]}, "client 1") for kind, make in ONCE.items()},
     **{f"test that is a {kind}": ({"test": make()}, "test") for kind, make in ONCE.items()},
     "callbacks of a class": ({"callbacks": [EarlyStop]}, "callbacks"),
@@ -250,14 +249,13 @@ def penalised(model: nn.Module, output: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(output, y) + sum(p.abs().sum() for p in model.parameters())
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_loss_that_uses_the_given_network_is_refused_by_its_gradients(workers: int) -> None:
+def test_a_loss_that_uses_the_given_network_is_refused_by_its_gradients() -> None:
     model = net()
     for loss in (partial(penalised, model), lambda output, y: F.cross_entropy(output, y) + model[0].weight.sum()):
         with naming("gradients"):
-            list(fed(model=model, loss=loss, workers=workers).run(1))
+            list(fed(model=model, loss=loss).run(1))
     other = partial(penalised, net())  # control, a teacher's, say: not the network that clients copy
-    assert next(fed(model=model, loss=other, workers=workers).run(1)).aggregated
+    assert next(fed(model=model, loss=other).run(1)).aggregated
 
 
 def test_a_run_does_not_go_on_after_a_later_one() -> None:

@@ -299,11 +299,3 @@ def test_of_centralised_training(tmp_path: Path) -> None:
     assert len(directory.records) < 30
     assert directory.path is not None
     assert (directory.path / "best.safetensors").exists()
-
-
-def test_accuracy_before_and_after_local_training_in_the_files(tmp_path: Path) -> None:
-    path = run_of_keys(small_run(tmp_path, rounds=2, local_evaluation=True, checkpoint_every=0))
-    trained = [row for row in rows(path / "clients.csv") if row["steps"]]
-    assert trained
-    assert all(0 <= float(row[f"accuracy-{when}"]) <= 1 for row in trained for when in ("before", "after"))
-    assert "before training, " in (path / "summary.md").read_text()

@@ -173,7 +173,6 @@ TOGETHER: list[dict[str, Any]] = [
     {"byzantine": 3, "attack": "mimic", "attack_strength": 1.5},
     {"byzantine": 3, "attack": "mimic", "attack_strength": -1.0},
     {"byzantine": 3, "attack": "gaussian", "attack_strength": -1.0},
-    {"local_evaluation": True, "update": "gradients", "local_steps": 1},
 ]
 JUST_ENOUGH: list[dict[str, Any]] = [
     {"byzantine": 4, "statistics_rule": "median", "update_rule": "nnm+trimmed-mean"},

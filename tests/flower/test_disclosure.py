@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,16 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from fl_bn.flower import BatchNormStrategy, Rounds
 from fl_bn.flower.disclosure import FEW, NAMED
 from fl_bn.methods import METHODS, Refresh
 from tests.conformance.cases import every_method
-from tests.federation import random_samples
-from tests.flower.inside import Disclosure, LocalTraining, RoundRecord, Samples
-from tests.hostile.bisecting import with_node_config
+from tests.flower.inside import Disclosure, LocalTraining, Samples
 from tests.in_process import TWO_STEPS, Run, WatchedGrid, client_app, run, sections
 from tests.listed import listed
-from tests.networks import seeded_network
 
 Clients = Callable[..., list[Samples]]
 ONE_STEP, EPOCHS = LocalTraining(batch_size=4, steps=1), LocalTraining(batch_size=4, epochs=3)
@@ -139,29 +134,3 @@ def test_every_evaluation_is_counted_with_the_fewest_samples_behind_a_number(tin
             counts = clients[index].y.bincount()
             assert disclosure.samples == int(counts[counts > 0].min())
             assert disclosure.nbytes == 8 * 6
-
-
-# Accuracy before and after local training: sent where the site allows it, withheld where it bounds its evaluations
-
-DATA: list[Samples] = [random_samples(n, seed=n) for n in (12, 8)]
-
-
-def record(evaluates: bool = True, **node_config: Any) -> RoundRecord:
-    model, method = seeded_network("cnn"), METHODS["fedavg"]()
-    settings = LocalTraining(batch_size=4, steps=1, local_evaluation=evaluates)
-    grid = with_node_config(WatchedGrid(client_app(method, DATA, settings, model=model), len(DATA)), **node_config)
-    strategy = BatchNormStrategy(model, method, Rounds(clients=2, wait=0.0))
-    strategy.start(grid, num_rounds=1)
-    return strategy.transport.record
-
-
-@pytest.mark.parametrize(
-    ("node_config", "told"),
-    [({}, 2), ({"min-samples": 10}, 1), ({"min-samples": 20}, 0), ({"max-evaluations": 100}, 0)],
-)
-def test_what_a_site_allows(node_config: dict[str, Any], told: int) -> None:
-    made = record(**node_config)
-    known = [client for client in made.clients if not math.isnan(client.before)]
-    assert len(known) == told
-    assert all(0 <= client.before <= 1 and 0 <= client.after <= 1 for client in known)
-    assert len(made.accepted) == 2

@@ -37,7 +37,6 @@ class Own:
         make_scheduler: Makes the scheduler of the learning rate within a round. None: the rate stays the same.
         settings: The settings of local training.
         rate_share: The client's learning rate divided by the instruction's learning rate.
-        test: Its test batches; None if it has none.
     """
 
     loader: Loader
@@ -46,7 +45,6 @@ class Own:
     make_scheduler: Callable[[Optimizer], LRScheduler] | None
     settings: LocalTraining
     rate_share: float = 1.0
-    test: Loader | None = None
 
     @property
     def alike(self) -> tuple[Any, ...]:
@@ -80,7 +78,7 @@ class Clients:
         self.network = Network(self.model, self.method, self.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "network"}
+        return {name: value for name, value in vars(self).items() if name not in ("network", "given")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -141,7 +139,7 @@ class LoaderLoop(OwnLoop):
 
     def __init__(self, clients: Clients, client: int, rounds: int) -> None:
         own = self.own = clients.own[client]
-        self.client, self.seed, self.task, self.test = client, clients.seed, own.task, own.test
+        self.client, self.seed, self.task = client, clients.seed, own.task
         self._schedule, self._rounds = clients.schedule, rounds
         if isinstance(own.loader, SeededBatches):  # whose ``epochs`` returns the batches of all epochs
             self.samples, self.passes = own.loader.samples, 1

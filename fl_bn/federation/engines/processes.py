@@ -82,8 +82,7 @@ def in_workers(clients: Clients, count: int) -> Iterator[InWorkers]:
     Raises:
         CannotMove: A loader has worker processes of its own, or a part of the clients cannot be pickled by joblib's cloudpickle.
     """
-    loaders = [loader for own in clients.own for loader in (own.loader, own.test if own.settings.local_evaluation else None)]
-    if number := max(getattr(loader, "num_workers", 0) for loader in loaders):
+    if number := max(getattr(own.loader, "num_workers", 0) for own in clients.own):
         raise CannotMove(f"worker processes cannot start those of a DataLoader with num_workers={number}: give num_workers=0, or workers=1")
     workers = Workers(count)
     try:
@@ -139,8 +138,7 @@ def _work(
     task, optimizer, scheduler, clients.schedule = functions
     clients.own[client] = one = replace(clients.own[client], task=task, make_optimizer=optimizer, make_scheduler=scheduler)
     _set_states(own := generators(one.loader), states)
-    with clients.given_unused():
-        reply, keeps = clients.compute(_unpacked(packed), rounds, client, _unpacked(kept))
+    reply, keeps = clients.compute(_unpacked(packed), rounds, client, _unpacked(kept))
     return _packed(reply), _packed(keeps), [one.get_state().numpy() for one in own]
 
 

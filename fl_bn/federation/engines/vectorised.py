@@ -83,10 +83,8 @@ def outcomes(rounds: Sequence[LocalRound], loops: Sequence[OwnLoop], device: tor
     batches = [cast(IndexBatches, loop.batches(round)) for round, loop in zip(rounds, loops, strict=True)]
     if rounds[0].reports is StatisticsReport.PASS:
         measure_together(rounds, loops, device)
-    before = [loop.tested(round) for round, loop in zip(rounds, loops, strict=True)]
     trained = train_together(rounds, batches, loops[0], device)
-    ends = zip(rounds, loops, batches, trained, before, strict=True)
-    return [loop.outcome(round, own, [one], tested) for round, loop, own, one, tested in ends]
+    return [loop.outcome(round, own, [one]) for round, loop, own, one in zip(rounds, loops, batches, trained, strict=True)]
 
 
 class Fallback:

@@ -244,7 +244,7 @@ def _summand(client: BatchNormClient, header: Header, digest: bytes, message: Me
     state: Mapping[str, Any] = context.state.config_records[RECORD_KEY_STATE]
     if why := next(weight_refusals(weighting, shapes, plan, state[Key.TARGET_RANGE]), ""):
         raise Insecure(why)
-    client.tells_tests, client.stores = False, partial(with_history, training_digest(message, context.run_config))
+    client.stores = partial(with_history, training_digest(message, context.run_config))
     reply = client.compute(request, lambda reply: reply)  # the reply becomes a vector, and never leaves
     limit: float = state[Key.CLIPPING_RANGE]
     parts, cut = sums.additive(reply.sections, sent.get("weights", {}), reference, limit)
