@@ -51,7 +51,7 @@ class Quantity(Enum):
         if end:
             yield "gradients" if self is Quantity.GRADIENTS else "means", values[:end], -largest_mean, largest_mean
         if end < len(values):
-            yield "variances", values[end:], 0.0, largest_variance
+            yield "variances", values[end:], 0.0, largest_variance / 2  # an unbiased variance may be twice as large
 
 
 class Key(NamedTuple):

@@ -274,7 +274,9 @@ class Session:
             self._deliver(Answer(torch.empty(0), 0, self._together(list(joins.values()))))
             return
         local = {client: request for client, request in requests.items() if isinstance(request, Local)}
-        if not (self._agree({client: request.key for client, request in local.items()}, self._done & self.active) and self._average(local)):
+        if self._agree({client: request.key for client, request in local.items()}, self._done & self.active):
+            self._average(local)
+        else:
             self._advance()
 
     def _agree(self, keys: Mapping[int, Key], left: set[int]) -> bool:
@@ -291,44 +293,30 @@ class Session:
         Returns:
             Whether all agree.
         """
-        votes: Counter[Key | None] = Counter({**keys, **dict.fromkeys(left)}.values())
-        (right, top), *others = votes.most_common()
+        said: dict[int, Key | None] = {**keys, **dict.fromkeys(left)}
+        (right, top), *others = Counter(said.values()).most_common()
         if others and others[0][1] == top:
-            at = {key: self.called.clients([*left] if key is None else [k for k, sent in keys.items() if sent == key]) for key in votes}
-            said = ", ".join(f"{who} {'has finished' if key is None else f'sent {key}'}" for key, who in at.items())
-            self.fail(f"the clients are not at the same layer: {said}. {SAME}")
+            at = "; ".join(f"{self.called.client(client)}: {key or 'finished'}" for client, key in said.items())
+            self.fail(f"the clients are not at the same layer ({at}). {SAME}")
             return False
-        if right is not None and left:
-            self._remove(left, f"left the round and did not send its values of {right}")
-        for other, _ in others:
-            most = "most have finished the round" if right is None else f"most sent {right}"
-            odd = [client for client, sent in keys.items() if sent == other]
-            self._remove(odd, f"sent {other} where {most}. {SAME}")
+        for client, key in said.items():
+            if key != right:
+                self._remove([client], f"is at {key or 'the end'} where most are at {right or 'the end'}. {SAME}")
         return not others
 
-    def _average(self, requests: Mapping[int, Local]) -> bool:
-        """Answer with the average of the clients' vectors (d,). If it overflows, drop the client with the largest values instead.
-
-        Returns:
-            Whether the requests were answered.
-        """
+    def _average(self, requests: Mapping[int, Local]) -> None:
+        """Answer with the average of the clients' vectors (d,), which cannot overflow (``Quantity.ranges``)."""
         key, batches = next(iter(requests.values())).key, [self.batches[client] for client in requests]
         values, statistics = reduce(list(requests.values()), batches, self.average), key.quantity is Quantity.STATISTICS
         count = self._together([request.count for request in requests.values()], median if statistics else median_low)
         if statistics and count > 1:
             values[len(values) // 2 :] *= count / (count - 1)  # unbiased, as ``Moments.bessel``
         values = values.to(self.layers[key.layer].dtype)
-        if not bool(values.isfinite().all()):
-            largest = {client: float(request.values.abs().max()) for client, request in requests.items()}
-            client = max(largest, key=largest.__getitem__)
-            self._remove({client}, f"refused: {key}: its values, up to {largest[client]:.2g}, make the cohort's average overflow")
-            return False
         self.exchanges += 1
         for client in requests:
             traffic = self.traffic[client]
             self.traffic[client] = Traffic(traffic.exchanges + 1, traffic.up + values.nbytes, traffic.down + values.nbytes)
         self._deliver(Answer(values, count, self._together(batches)))
-        return True
 
     def _together(self, claims: list[int], usual: Callable[[list[int]], float] = median_low) -> int:
         """Return the cohort's total of activations, or of samples, from the numbers that the clients report.

@@ -36,7 +36,7 @@ from fl_bn.federation.record import Disclosure, RoundRecord
 from fl_bn.federation.values import Reply
 from fl_bn.flower.compat import log
 from fl_bn.flower.population import Client
-from fl_bn.flower.wire.replies import Decoded, decode
+from fl_bn.flower.wire.codec import Decoded, decode
 from fl_bn.methods import NORMALISERS, Phase, Refresh, StatisticsReport
 from fl_bn.methods.fedtan import CohortBatchNorm
 from fl_bn.support.client_names import UNNAMED, ClientNames

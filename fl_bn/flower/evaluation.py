@@ -22,10 +22,9 @@ from fl_bn.federation.values import Instruction
 from fl_bn.flower.compat import log
 from fl_bn.flower.hooks import NOT_EVALUATED, ByClient, OwnMetrics, asked, messages_of, numbers_of, same, wrong
 from fl_bn.flower.population import Client, RunFailed, sample_cohort
-from fl_bn.flower.wire.codec import arrays_of, header_for
+from fl_bn.flower.wire.codec import Decoded, Reading, arrays_of, header_for
 from fl_bn.flower.wire.messages import SAVE, evaluated
 from fl_bn.flower.wire.messaging import copy_of
-from fl_bn.flower.wire.replies import Decoded, Reading
 from fl_bn.methods import Phase, Place
 from fl_bn.support.wire import reason
 

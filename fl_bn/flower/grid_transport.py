@@ -39,12 +39,11 @@ from fl_bn.flower.hooks import (
     with_share,
 )
 from fl_bn.flower.layerwise.exchanges import BY_PASSES, Exchanges
-from fl_bn.flower.population import Client, Meeting, Population
+from fl_bn.flower.population import Client, Population
 from fl_bn.flower.recovery import Checkpoint, Recovery, Starts
-from fl_bn.flower.wire.codec import arrays_of, header_for, to_records
+from fl_bn.flower.wire.codec import Decoded, Reading, arrays_of, header_for, to_records
 from fl_bn.flower.wire.messages import STATISTICS, add_to_config, here
 from fl_bn.flower.wire.messaging import receive, send_and_receive
-from fl_bn.flower.wire.replies import Decoded, Reading
 from fl_bn.methods import Phase
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.task import CLASSIFICATION, Task
@@ -121,8 +120,8 @@ class GridTransport(Transport):
         if self.own_app is not None:
             self.population = self.own_app.population
         else:
-            meeting = Meeting.of(self.policy, self.shared.signature, self.recovery.run_id.gone_back_to + 1)
-            self.population = Population(grid, meeting)
+            policy, round = self.policy, self.recovery.run_id.gone_back_to + 1
+            self.population = Population(grid, policy, self.shared.signature, policy.called, policy.clients, round=round)
             self.population.gather()
 
     def everyone(self) -> list[Client]:

@@ -264,9 +264,9 @@ def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
 
 def _work(build: Callable[[Context], BatchNormClient], message: Message, context: Context) -> Message:
     if RECORD_KEY_CONFIGS in message.content:  # only train messages have it; the gate refuses it in others
-        from fl_bn.flower.secagg.client import secured  # imported here, since a run without secure aggregation does not need it
+        from fl_bn.flower.secagg.client import secure  # imported here, since a run without secure aggregation does not need it
 
-        return secured(build)(message, context)
+        return secure(build, message, context)
     client = build(context)
     request = read(message, client.network)
     return client.compute(request, partial(reply_to, message, request.header))

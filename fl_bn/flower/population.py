@@ -6,23 +6,22 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.schema import COMPARE
-from fl_bn.flower.compat import federation_config, log, simulates
+from fl_bn.flower.compat import log
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.wire.messages import ASK_HELLO, HELLO, client_differs, greeting
 from fl_bn.flower.wire.messaging import PASSING, receive
-from fl_bn.support.client_names import UNNAMED, ClientNames
+from fl_bn.support.client_names import ClientNames
 from fl_bn.support.wire import WireError, printable, reason
 
 POLICY = "NotAllowed: "  # begins the error of a site whose policy refuses the run
-PATIENCE = 120.0  # seconds that an app of one's own waits for a node's answer, and for further nodes once enough have come
 POLL = 0.2  # seconds between two looks at who is there
 NO_HANDLER = "the ClientApp has no handler for fl-bn's introduction: add fl_bn.flower.answer(app, Net, method, batches) to client_app.py"
 
@@ -60,41 +59,6 @@ def round_half_up(x: float) -> int:
     return int(x + 0.5)
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Describe whom a run waits for before it starts.
-
-    Attributes:
-        signature: the signature of the server's model and method. Clients must have the same.
-        clients: the number of clients. 0: the nodes vote on it, each by its ``num-partitions``,
-            and the most frequent value wins.
-        least: in an app of one's own, the smallest number of nodes that may take part: nodes
-            that cannot, or that do not come for ``wait`` seconds, are left out. 0: all clients
-            are needed, or ``at_start``, and a node that cannot take part ends the run.
-        timeout: seconds that a message lives, and for ``least`` nodes to come.
-        wait: seconds for clients to come.
-        called, at_start, min_sites, joining: as in ``ServerPolicy``.
-        round: the round with which the run starts or goes on.
-    """
-
-    signature: str
-    clients: int
-    least: int = 0
-    timeout: float = 600.0
-    wait: float = 120.0
-    called: ClientNames = UNNAMED
-    at_start: int = 0
-    min_sites: int = 0
-    joining: Mapping[int, int] = field(default_factory=dict)
-    round: int = 1
-
-    @classmethod
-    def of(cls, rounds: ServerPolicy, signature: str, round: int) -> Meeting:
-        """Describe the meeting of fl-bn's application."""
-        whom = rounds.called, rounds.at_start, rounds.min_sites, rounds.joining
-        return cls(signature, rounds.clients, 0, rounds.timeout, rounds.wait, *whom, round)
-
-
 class Population:
     """Track all clients of a run, by index. Flower's node ids are random, so only an index is reproducible.
 
@@ -102,24 +66,37 @@ class Population:
     client (``called.nodes``), an index belongs to the listed node only. Without this list, the
     first node that served an index keeps it. While that node is offline, another node may serve
     the index. If several nodes claim an index that no node has served yet, none of these nodes
-    gets it; but in an app of one's own, they get different indices (``seated``).
+    gets it.
+
+    Args:
+        grid: Flower's grid.
+        policy: whom the run waits for, and how long.
+        signature: the signature of the server's model and method. Clients must have the same.
+        called: the names of clients and nodes.
+        number: the number of clients. 0: the nodes vote on it, each by its ``num-partitions``,
+            and the most frequent value wins.
+        least: in an app of one's own, the smallest number of nodes that may take part: nodes
+            that cannot, or that do not come for ``policy.wait`` seconds, are left out. 0: all
+            clients are needed, or ``policy.at_start``, and a node that cannot take part ends
+            the run.
+        round: the round with which the run starts or goes on.
 
     Attributes:
-        meeting: whom the run waits for.
         clients: the clients that have introduced themselves, by index.
         number: the number of clients; 0 as long as it is not known.
         absent: client whose site refuses the run by its policy -> the reason.
     """
 
-    def __init__(self, grid: Grid, meeting: Meeting) -> None:
-        self.grid, self.meeting, self.called, self.round, self.number = grid, meeting, meeting.called, meeting.round, meeting.clients
+    def __init__(
+        self, grid: Grid, policy: ServerPolicy, signature: str, called: ClientNames, number: int, least: int = 0, round: int = 1
+    ) -> None:
+        self.grid, self.policy, self.signature, self.called = grid, policy, signature, called
+        self.number, self.least, self.round = number, least, round
         self.clients, self.absent = dict[int, Client](), dict[int, str]()
         self._claims: dict[int, Client] = {}  # node -> the client that it claims to be, whether or not it serves that index
-        self._refused: dict[int, str] = {}  # node -> why it cannot take part
+        self._refused: dict[int, tuple[int | None, str]] = {}  # node -> its client, as far as is known, and why it cannot take part
         self._holders: dict[int, list[int]] = {}  # index -> the node that served it first since the start, and the one that did so last
-        self._seats: dict[int, int] = {}  # node -> the index that it was given in place of the one that it claims
         self._online, self._problem = frozenset[int](), ""  # connected nodes at the last look, and what was wrong with them
-        self._strangers = set[int]()  # refused nodes that belong to no client, as far as is known
         self._gone, self._joined = set[int](), set[int]()  # clients that are offline, and those that took part in a round, or were asked to
 
     def gather(self) -> int:
@@ -129,30 +106,24 @@ class Population:
             RunFailed: too few came in time, or may take part, or the vote on their number is a
                 tie. The message says what to do.
         """
-        meeting, logged = self.meeting, -1
         begin = enough = time.monotonic()
-        complete = meeting.least > 0 and isinstance(self.grid, InProcessGrid)  # no further node will ever come
+        complete, logged = self.least > 0 and isinstance(self.grid, InProcessGrid), -1  # complete: no further node will ever come
         while True:
             problem, now = self.greet(), time.monotonic()
-            too_few = len(self._online) < meeting.least
-            enough = now if too_few else enough
-            late = complete or (now - begin > meeting.timeout if too_few else now - enough > meeting.wait)
+            if len(self._online) < self.least and now - begin < self.policy.timeout:
+                enough = now
+            late = complete or now - enough > self.policy.wait
             here, needed = self._here_and_needed()
-            if here >= needed > 0 or (late and 0 < meeting.least <= here and self._agreed()):
+            if here >= needed > 0 or (late and 0 < self.least <= here and self._agreed()):
                 break
-            if late or (problem and not self._may_do_without()):
-                raise RunFailed((not meeting.least and problem) or self._too_few(here, needed))
+            if late or (problem and not self.least):
+                raise RunFailed((not self.least and problem) or self._too_few(here, needed))
             if here != logged:
                 logged = here
                 log(logging.INFO, "waiting for clients: %d of %s are here", here, needed or "an unknown number")
             time.sleep(POLL)
         self._begin()
         return self.number
-
-    def _may_do_without(self) -> bool:
-        """Return whether enough others may still come if a node cannot take part. Each node is asked only once."""
-        sites = self.called.nodes
-        return self.meeting.least > 0 and (not sites or len({*sites, *self._claims} - self._refused.keys()) >= self.meeting.least)
 
     def _agreed(self) -> int:
         """Return the number of clients, if it is known or has more votes than any other; else 0."""
@@ -161,43 +132,35 @@ class Population:
 
     def _here_and_needed(self) -> tuple[int, int]:
         """Return how many clients are here, and with how many the run starts at once; 0 if that is not known."""
-        if not self.meeting.least:
-            return len(self.everyone()), self.meeting.at_start or len(self._starting() - self.absent.keys())
+        if not self.least:
+            return len(self.everyone()), self.policy.at_start or len(self.policy.starting(self.round) - self.absent.keys())
         usable, number = len(self._claims), self._agreed()
-        return usable, max(self.meeting.least, min(number, usable) if len(self._online) >= number else number) if number else 0
-
-    def _starting(self) -> set[int]:
-        return {client for client in range(self.number) if self.meeting.joining.get(client, 1) <= self.round}
+        return usable, max(self.least, min(number, usable) if len(self._online) >= number else number) if number else 0
 
     def _too_few(self, here: int, needed: int) -> str:
         """Say, with advice, why the run cannot start."""
-        meeting = self.meeting
-        if meeting.least:
-            if here >= meeting.least:
+        wait = self.policy.wait
+        if self.least:
+            if here >= self.least:
                 votes = sorted(Counter(client.clients for client in self._claims.values()).items())
-                counts = ", ".join(f"{count} say {number}" for number, count in votes)
-                return f"nodes do not agree on the number of clients (num-partitions): {counts}. Give clients=... to the strategy"
+                return f"nodes do not agree on num-partitions (number, votes): {votes}. Give clients=... to the strategy"
             silent = len(self._online) - here - len(self._refused)
-            why = next(iter(self._refused.values()), f"{silent} nodes did not introduce themselves" if silent else "no other node came")
-            advice = f"start others, lower min_available_nodes, or wait: start(..., timeout={5 * meeting.timeout:.0f})"
-            return f"{why}. {here} of {meeting.least} nodes may take part: {advice}"
-        missing = self.called.clients(sorted(self._starting() - self.clients.keys()))
-        advice = f"start the others, lower `clients` or `clients-at-start`, or set wait-timeout={max(600.0, 5 * meeting.wait):.0f}"
-        return f"only {here} of {needed} clients came within {meeting.wait:.0f} s (missing: {missing}): {advice}"
+            unknown = f"{silent} nodes did not introduce themselves" if silent else "no other node came"
+            _, why = next(iter(self._refused.values()), (None, unknown))
+            return f"{why}. {here} of {self.least} nodes may take part: start others, or lower min_available_nodes"
+        missing = self.called.clients(sorted(self.policy.starting(self.round) - self.clients.keys()))
+        advice = f"start the others, lower `clients` or `clients-at-start`, or set wait-timeout={max(600.0, 5 * wait):.0f}"
+        return f"only {here} of {needed} clients came within {wait:.0f} s (missing: {missing}): {advice}"
 
     def _begin(self) -> None:
         """Fix the number of clients, and who is here at the start."""
-        if self.meeting.least:
+        if self.least:
             self.number, claims = self._agreed(), self._claims
             if len(self.called.nodes) != self.number:  # the app counts its clients in a way of its own
                 self.called = ClientNames(registered=self.called.registered)
             self._claims = {}
             for node, client in sorted(claims.items()):
                 self._enter(node, client)
-            self._seats = seated({node: client.index for node, client in self._claims.items()}, self.number)
-            for node, index in self._seats.items():
-                who, has = self.called.client(self._claims[node].index), self.called.client(index)
-                log(logging.WARNING, "node %s calls itself %s, as another node does: it takes part as %s", node, who, has)
             self._assign()
         self._joined = {client.index for client in self.everyone()}
         self._holders = {client.index: [client.node] * 2 for client in self.clients.values()}
@@ -207,8 +170,8 @@ class Population:
             log(logging.INFO, "starting with %d clients; %s may join later", len(self._joined), self.called.clients(later))
 
     def wait_for(self, least: int, round: int) -> None:
-        """Wait up to ``meeting.wait`` seconds for ``least`` clients before ``round``, and log which clients join in this round."""
-        self.round, wait = round, self.meeting.wait
+        """Wait up to ``policy.wait`` seconds for ``least`` clients before ``round``, and log which clients join in this round."""
+        self.round, wait = round, self.policy.wait
         self.greet()
         end = time.monotonic() + wait
         if (here := len(self.everyone())) < least:
@@ -227,8 +190,7 @@ class Population:
         Return a problem that keeps a node from taking part, with advice; empty if there is none.
         """
         online = frozenset(self.grid.get_node_ids())
-        known = {node for node in self._strangers if self.called.client_of(node) is not None}  # a site's key was renewed
-        self._strangers -= known
+        known = {node for node, (client, _) in self._refused.items() if self.called.client_of(node) != client}  # a site's key was renewed
         self._refused = {node: why for node, why in self._refused.items() if node in online - known}
         if online == self._online and online == self._claims.keys() | self._refused.keys():
             return self._problem  # all nodes are known already; the cost of a round must not grow with the population
@@ -242,8 +204,8 @@ class Population:
             self._gone |= set(gone)
         self._claims = {node: client for node, client in self._claims.items() if node in online}
         silent = new = online - self._claims.keys() - self._refused.keys()
-        messages = [Message(greeting(), node, ASK_HELLO, ttl=self.meeting.timeout, group_id="0") for node in sorted(new)]
-        patience = min(self.meeting.timeout, max(self.meeting.wait, 1.0))
+        messages = [Message(greeting(), node, ASK_HELLO, ttl=self.policy.timeout, group_id="0") for node in sorted(new)]
+        patience = min(self.policy.timeout, max(self.policy.wait, 1.0))
         for reply in receive(self.grid, messages, patience, called=called):
             node = reply.metadata.src_node_id
             silent -= {node}
@@ -253,11 +215,9 @@ class Population:
             else:
                 wrong = self._admit(node, reply)
                 problem = problem or wrong
-                if wrong and self.meeting.least and not self._joined and not self._may_do_without():
-                    break
         for node in silent if self._joined else ():  # before the start, the run waits for them
             self._refuse(node, f"it did not introduce itself within {patience:.0f} s; it is asked again after it has reconnected")
-        self._problem = self._assign() if self._joined or not self.meeting.least else ""
+        self._problem = self._assign() if self._joined or not self.least else ""
         return self._problem or problem
 
     def _admit(self, node: int, reply: Message) -> str:
@@ -271,8 +231,8 @@ class Population:
         if other := client_differs(said["version"]):
             return self._refuse(node, other)
         client = Client(said["client"], node, said["samples"], said["label-counts"], said["clients"])
-        if said["signature"] != self.meeting.signature:
-            theirs = f"signature {printable(said['signature'])}, here {self.meeting.signature}"
+        if said["signature"] != self.signature:
+            theirs = f"signature {printable(said['signature'])}, here {self.signature}"
             other = f"{self.called.client(client.index)} has another model, method, option of it, or version of fl-bn ({theirs})"
             return self._refuse(node, f"{other}: name the same unconverted network and method on both sides. {COMPARE}", fatal=False)
         if self.number:
@@ -284,14 +244,10 @@ class Population:
         """Enter the client of a node, if it can be one of the run's. Return the problem as ``_admit`` does."""
         index, number, called = client.index, self.number, self.called
         if client.clients != number:
-            set_it = f'--run-config "clients={client.clients}" or {federation_config({"num-supernodes": number})}'
-            return self._refuse(
-                node, f"it says that there are {client.clients} clients (num-partitions), but the run has {number}: {set_it}"
-            )
+            return self._refuse(node, f"it says that num-partitions is {client.clients}, but the run has clients={number}")
         if index >= number:
             return self._refuse(node, f"it calls itself client {index} of {number}: correct its partition-id", fatal=False)
         if called.nodes and (owner := called.client_of(node)) != index:
-            self._strangers |= {node} if owner is None else set()
             theirs = "no client" if owner is None else called.client(owner)
             return self._refuse(node, f"it calls itself {called.client(index)}, but its key belongs to {theirs}: correct its partition-id")
         self._claims[node] = client
@@ -300,14 +256,12 @@ class Population:
     def _refused_by(self, node: int, error: str) -> str:
         """Refuse a node that answered with an error. Return the problem; empty if the run may go on without its client."""
         client, why = self.called.client_of(node), reason(error)
-        self._strangers |= {node} if self.called.nodes and client is None else set()
         if not why.startswith(POLICY):
             unknown = any(words in error for words in ("No query function registered", "Invalid message type: query"))
             return self._refuse(node, NO_HANDLER if unknown else why)
-        policy, remaining = why.removeprefix(POLICY), len(self._starting() - self.absent.keys() - {client})
-        without = f"or go on without it: min-sites={remaining} in the run config, or a smaller min_available_nodes"
-        why = f"its policy refuses the run: {policy}. Its owner may change policy.toml on that machine, {without}"
-        if client is None or not 0 < self.meeting.min_sites <= remaining:
+        policy, remaining = why.removeprefix(POLICY), len(self.policy.starting(self.round) - self.absent.keys() - {client})
+        why = f"its policy refuses the run: {policy}. Its owner may change policy.toml, or go on without it (min-sites)"
+        if client is None or not 0 < self.policy.min_sites <= remaining:
             return self._refuse(node, why)
         self.absent[client] = policy
         return self._refuse(node, why, fatal=False)
@@ -315,9 +269,10 @@ class Population:
     def _refuse(self, node: int, why: str, fatal: bool = True) -> str:
         """Refuse a node, and return the problem in a sentence; empty if it is not ``fatal`` for a run that needs all clients."""
         who = self.called.node(node)
-        self._refused[node] = f"{who} cannot take part: {why}"
+        problem = f"{who} cannot take part: {why}"
+        self._refused[node] = self.called.client_of(node), problem
         log(logging.WARNING, "%s is refused: %s", who, why)
-        return self._refused[node] if fatal or self.meeting.least else ""
+        return problem if fatal else ""
 
     def _assign(self) -> str:
         """Choose a node for each client index: that which served it first, else that which does now, else the only one that claims it.
@@ -327,8 +282,7 @@ class Population:
         """
         claims: dict[int, dict[int, Client]] = {}
         for node, client in sorted(self._claims.items()):
-            index = self._seats.get(node, client.index)
-            claims.setdefault(index, {})[node] = replace(client, index=index)
+            claims.setdefault(client.index, {})[node] = client
         before, self.clients, problem = self.clients, {}, ""
         for index, nodes in claims.items():
             first, now = self._holders.get(index, [0, 0])[0], before[index].node if self._joined and index in before else 0
@@ -367,31 +321,5 @@ class Population:
         return [self.clients[index] for index in chosen]
 
     def everyone(self) -> list[Client]:
-        """Return the connected clients that may already train (``rounds.joining``), sorted by index."""
-        joining = self.meeting.joining
-        return [client for index, client in sorted(self.clients.items()) if joining.get(index, 1) <= self.round]
-
-
-def seated(claims: Mapping[int, int], clients: int) -> dict[int, int]:
-    """Return node -> new number, for each node whose claimed number belongs to another node.
-
-    Of several nodes that claim one number, the node with the smallest id gets it, since Flower
-    draws these ids at random. The others, in the order of their ids, get the smallest of the
-    numbers up to ``clients`` that nobody claims. The result is empty if there are more nodes
-    than numbers.
-    """
-    if len(claims) > clients:
-        return {}
-    first: dict[int, int] = {}
-    for node in sorted(claims):
-        first.setdefault(claims[node], node)
-    free = iter(sorted(set(range(clients)) - set(claims.values())))
-    return {node: next(free) for node in sorted(claims) if first[claims[node]] != node}
-
-
-def meet(grid: Grid, signature: str, clients: int, least: int, timeout: float, called: ClientNames) -> Population:
-    """Meet the clients of an app of the user's own. The arguments are those of ``Meeting``, and the errors those of ``gather``."""
-    wait = timeout if simulates(grid) else min(timeout, PATIENCE)  # Ray may be slow to start
-    population = Population(grid, Meeting(signature, clients, least, timeout, wait, called))
-    population.gather()
-    return population
+        """Return the connected clients that may already train (``policy.joining``), sorted by index."""
+        return [client for index, client in sorted(self.clients.items()) if self.policy.joining.get(index, 1) <= self.round]

@@ -30,11 +30,11 @@ from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.policy import ServerPolicy, constant_rate
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.flower.compat import log
+from fl_bn.flower.compat import log, simulates
 from fl_bn.flower.deployment import called_in
 from fl_bn.flower.grid_transport import GridTransport
 from fl_bn.flower.hooks import EXAMPLES, Combine, NamedRates, OwnApp, OwnMetrics
-from fl_bn.flower.population import meet
+from fl_bn.flower.population import Population
 from fl_bn.flower.strategy import BatchNormStrategy
 from fl_bn.flower.wire.messages import CLIENTS, OURS
 from fl_bn.methods import METHODS, Method
@@ -42,6 +42,7 @@ from fl_bn.objectives import PLAIN, Objective
 from fl_bn.options import Options, check_fits, option
 
 TIMEOUT = 3600.0  # Flower's
+PATIENCE = 120.0  # seconds that an app of one's own waits for a node's answer, and for further nodes once enough have come
 COMBINES = lambda value: value is None or callable(value), "a function of (records, weighted_by_key)"
 
 
@@ -68,6 +69,9 @@ class FlowersArguments(Options):
         super().__post_init__()
         given = {"train_metrics_aggr_fn": self.train_metrics_aggr_fn, "evaluate_metrics_aggr_fn": self.evaluate_metrics_aggr_fn}
         check_fits(dict.fromkeys(given, COMBINES), given)
+
+
+FLOWERS = [one.name for one in fields(FlowersArguments)]
 
 
 class OwnAppStrategy(BatchNormStrategy):
@@ -132,16 +136,6 @@ class OwnAppStrategy(BatchNormStrategy):
         model: nn.Module,
         method: Method,
         *,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = EXAMPLES,
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: Combine | None = None,
-        evaluate_metrics_aggr_fn: Combine | None = None,
         optimizer: ServerOptimizer | None = None,
         defence: Defence = NO_DEFENCE,
         objective: Objective = PLAIN,
@@ -149,12 +143,8 @@ class OwnAppStrategy(BatchNormStrategy):
         clients: int = 0,
         **options: Any,
     ) -> None:
-        self.fraction_train, self.fraction_evaluate = fraction_train, fraction_evaluate  # by Flower's names, as its FedAvg has them
-        self.min_train_nodes, self.min_evaluate_nodes = min_train_nodes, min_evaluate_nodes
-        self.min_available_nodes, self.weighted_by_key = min_available_nodes, weighted_by_key
-        self.arrayrecord_key, self.configrecord_key = arrayrecord_key, configrecord_key
-        self.train_metrics_aggr_fn, self.evaluate_metrics_aggr_fn = train_metrics_aggr_fn, evaluate_metrics_aggr_fn
-        self._flowers()
+        flowers = FlowersArguments(**{name: options.pop(name) for name in FLOWERS if name in options})
+        vars(self).update(vars(flowers))  # by Flower's names, as its FedAvg has them
         check_kinds(model, method)
         check_fits(OBJECTS, {"optimizer": optimizer, "defence": defence, "objective": objective})
         settings = LocalTraining(batch_size=2, epochs=1, objective=objective)  # the clients' own loops decide all others
@@ -162,7 +152,7 @@ class OwnAppStrategy(BatchNormStrategy):
         check_layers(model, method)
         self._policy = ServerPolicy(
             clients=clients or CLIENTS,
-            fraction=fraction_train,
+            fraction=flowers.fraction_train,
             auxiliary=auxiliary(settings),
             objective=objective.described,
             **{"timeout": TIMEOUT, **options},
@@ -176,7 +166,7 @@ class OwnAppStrategy(BatchNormStrategy):
         Raises:
             ValueError: an argument is out of its range, or is not supported.
         """
-        return FlowersArguments(**{one.name: getattr(self, one.name) for one in fields(FlowersArguments)})
+        return FlowersArguments(**{name: getattr(self, name) for name in FLOWERS})
 
     def summary(self) -> None:
         """Log what the method does with every normalisation layer."""
@@ -189,20 +179,21 @@ class OwnAppStrategy(BatchNormStrategy):
         """Wait for the clients, and make the transport of the run with them, which every ``start`` makes anew."""
         if self._policy is None:
             return super()._begun(grid, timeout, train_config)
-        now, called, rate = self._flowers(), called_in(grid), self._policy.rate
+        now, rate = self._flowers(), self._policy.rate
         seconds = self._policy.timeout if timeout is None else timeout
         if words := self._method.other_fraction(now.fraction_train):
             log(logging.WARNING, "%s", words)
         wanted = Network(convert(self._model, self._method), self._method).signature
-        population = meet(grid, wanted, self._clients, now.min_available_nodes, seconds, called)
-        clients = population.number
+        wait = seconds if simulates(grid) else min(seconds, PATIENCE)  # Ray may be slow to start
+        meeting = replace(self._policy, timeout=seconds, wait=wait)
+        population = Population(grid, meeting, wanted, called_in(grid), self._clients, now.min_available_nodes)
+        clients, called = population.gather(), population.called
         for name in ("min_train_nodes", "min_evaluate_nodes"):
             if (least := getattr(now, name)) > max(clients, 2):
                 log(logging.WARNING, "%s is %d, but there are %d clients: all of them take part in every round", name, least, clients)
         if rate is constant_rate:
             rate = NamedRates()
             rate.note(1, train_config)
-        known = called if len(called.nodes) == clients else replace(called, nodes=(), names=())  # else the app counts in a way of its own
         policy = replace(
             self._policy,
             clients=clients,
@@ -214,8 +205,8 @@ class OwnAppStrategy(BatchNormStrategy):
             evaluate_share=now.fraction_evaluate,
             evaluate_least=now.min_evaluate_nodes,
             rate=rate,
-            nodes=known.nodes,
-            names=known.names,
+            nodes=called.nodes,
+            names=called.names,
             registered=called.registered,
         )
         combine = now.train_metrics_aggr_fn, now.evaluate_metrics_aggr_fn

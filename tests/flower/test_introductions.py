@@ -11,11 +11,11 @@ from flwr.app import Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fl_bn import convert
-from fl_bn.flower import RunFailed
+from fl_bn.flower import RunFailed, ServerPolicy
 from fl_bn.flower import population as introductions
-from fl_bn.flower.population import meet
+from fl_bn.flower.population import Population
 from fl_bn.methods import METHODS
-from fl_bn.support.client_names import ClientNames
+from fl_bn.support.client_names import UNNAMED, ClientNames
 from tests.flower.inside import signature
 from tests.hostile.liars import sets
 from tests.hostile.own_app import CLIENTS, LyingGrid, Spoil, net, own_app
@@ -67,12 +67,18 @@ class Elsewhere(Grid):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(introductions, "PATIENCE", 1.0)
     monkeypatch.setattr(introductions, "POLL", 0.02)
 
 
+def meet(grid: Grid, clients: int, least: int, timeout: float, called: ClientNames = UNNAMED) -> Population:
+    policy = ServerPolicy(clients=clients or 100_000, timeout=timeout, wait=1.0)
+    population = Population(grid, policy, RIGHT, called, clients, least)
+    population.gather()
+    return population
+
+
 def nodes(grid: Grid, least: int = 2, clients: int = 0) -> tuple[int, list[int]]:
-    population = meet(grid, RIGHT, clients, least, 5.0, ClientNames())
+    population = meet(grid, clients, least, 5.0)
     return population.number, [client.node for client in population.everyone()]
 
 
@@ -106,14 +112,13 @@ def test_those_who_come_first_decide_nothing(fields: dict[str, Any]) -> None:
 )
 def test_where_too_few_come_the_run_fails_in_time(grid: dict[str, Any], seconds: float, field: str) -> None:
     with pytest.raises(RunFailed) as told:
-        meet(Elsewhere(**grid), RIGHT, 0, 2, seconds, ClientNames())
+        meet(Elsewhere(**grid), 0, 2, seconds)
     assert field in str(told.value)
 
 
 # Where the sites of the run are known
 
 REFUSAL = "<class 'fl_bn_site.policy.NotAllowed'>:<'this site's policy has allow-code = installed'>"
-OTHER = "<class 'ImportError'>:<'no module scipy'>"
 FIVE = ClientNames(("a", "b", "c", "d", "e"), (1, 2, 3, 4, 5))
 
 
@@ -141,35 +146,17 @@ class Refusing(Elsewhere):
         return [*errors, *super().pull_messages([name for name in names if not name.startswith("refused by")])]
 
 
-def failure(grid: Elsewhere, called: ClientNames, least: int = 2) -> tuple[str, float]:
-    begin = time.monotonic()
-    with pytest.raises(RunFailed) as told:
-        meet(grid, RIGHT, 0, least, 60.0, called)
-    return str(told.value), time.monotonic() - begin
-
-
-@pytest.mark.parametrize(
-    ("refusing", "silent", "error", "site"),
-    [([2, 3, 4, 5], [], REFUSAL, "b"), ([2, 3, 4, 5], [1], REFUSAL, "b"), ([1, 2, 3, 4], [], OTHER, "a")],
-    ids=["one takes part", "one is silent", "another error"],
-)
-def test_nobody_is_waited_for_once_too_few_sites_can_take_part(
-    refusing: list[int], silent: list[int], error: str, site: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(introductions, "PATIENCE", 20.0)
-    words, seconds = failure(Refusing(refusing, error, silent=silent), FIVE)
-    assert seconds < 10.0
-    assert words.startswith(f"site {site} "), words
-    assert error.split("'")[-2] in words
-
-
 @listed(("refusing", "after", "least"), [([2], {}, 2), ([2, 3], {4: 0.4, 5: 0.4}, 3)], ids=["they are there", "they come later"])
 def test_enough_sites_go_on_without_those_that_refuse(refusing: list[int], after: dict[int, float], least: int) -> None:
-    population = meet(Refusing(refusing, after=after), RIGHT, 0, least, 5.0, FIVE)
+    population = meet(Refusing(refusing, after=after), 0, least, 5.0, FIVE)
     assert (population.number, len(population.everyone())) == (CLIENTS, CLIENTS - len(refusing))
 
 
-def test_where_the_sites_are_not_known_others_may_come() -> None:
-    words, seconds = failure(Refusing([2, 3, 4, 5]), ClientNames())
-    assert 1.0 <= seconds < 10.0
-    assert "allow-code" in words
+@listed(("called", "who"), [(FIVE, "site b "), (UNNAMED, "node 2 ")], ids=["sites", "nodes"])
+def test_where_too_few_may_take_part_the_run_fails_by_name(called: ClientNames, who: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(RunFailed) as told:
+        meet(Refusing([2, 3, 4, 5]), 0, 2, 60.0, called)
+    assert 1.0 <= time.monotonic() - begin < 10.0
+    assert str(told.value).startswith(who)
+    assert "allow-code" in str(told.value)

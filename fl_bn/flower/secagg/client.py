@@ -32,7 +32,7 @@ from fl_bn.flower.secagg.masks import client_half, secagg_mod
 from fl_bn.flower.secagg.sums import REFERENCE, STATISTICS, Plan, Weighting, to_vector
 from fl_bn.flower.wire import messages
 from fl_bn.flower.wire.codec import Header, arrays_in, header_of
-from fl_bn.flower.wire.gate import Handler, Insecure, Limits, evaluations_left, sums_evaluations
+from fl_bn.flower.wire.gate import Insecure, Limits, evaluations_left, sums_evaluations
 from fl_bn.flower.wire.messages import COMBINED_HISTORY, OURS, OWN_HISTORY, PLAN, RECORD_KEY_CONFIGS, WEIGHED, our_records, records_of
 from fl_bn.methods import NORMALISERS, Phase, StatisticsPass, StatisticsReport
 from fl_bn.secure.additive import beyond
@@ -44,43 +44,40 @@ ROUNDING = 100  # stands for this random generator in its seed; federation/train
 NOBODY = Plan(0, 0, 0)
 
 
-def secured(build: Callable[[Context], BatchNormClient]) -> Handler:
-    """Return the handler that answers a secure sum's messages, which are train messages of Flower, after the ``Gate`` has checked them.
+def secure(build: Callable[[Context], BatchNormClient], message: Message, context: Context) -> Message:
+    """Answer a message of a secure sum, which is a train message of Flower, after the ``Gate`` has checked it.
 
-    It raises ``Insecure`` if the protocol's parameters or the requested shares would reveal a single
-    client's vector.
+    Raises:
+        Insecure: the protocol's parameters or the requested shares would reveal a single client's
+            vector.
     """
-
-    def secure(message: Message, context: Context) -> Message:
-        content, state = message.content, client_half.SecAggPlusState(**context.state.config_records.get(RECORD_KEY_STATE, ConfigRecord()))
-        stage, why = content.config_records[RECORD_KEY_CONFIGS].get(Key.STAGE), next(refusals(content, state, context.node_id), "")
-        header, digest, vector = header_of(content), b"", _no_vector
-        if stage == Stage.SETUP and not why:
-            client, cohort = build(context), messages.SET_UP.of(content)["cohort"]
-            plan, own = plan_of(client, message, header, context), history_of(kept_in(client, message, header))
-        elif stage == Stage.COLLECT_MASKED_VECTORS and not why:
-            history = from_config(records_of(content, ConfigRecord).get(COMBINED_HISTORY.name), COMBINED_HISTORY, header.round)
-            client = build(context)
-            why = problem(kept_in(client, message, header), history, Limits.of(context).unknown_rounds)
-            digest = instruction_digest(message, context.run_config, state)
-            vector = partial(_evaluated if sums_evaluations(message) else _summand, client, header, digest)
-        if why:
+    content, state = message.content, client_half.SecAggPlusState(**context.state.config_records.get(RECORD_KEY_STATE, ConfigRecord()))
+    if why := next(refusals(content, state, context.node_id), ""):
+        raise Insecure(why)
+    stage, header, digest, vector = content.config_records[RECORD_KEY_CONFIGS][Key.STAGE], header_of(content), b"", _no_vector
+    if stage == Stage.SETUP:
+        client, cohort = build(context), messages.SET_UP.of(content)["cohort"]
+        plan, own = plan_of(client, message, header, context), history_of(kept_in(client, message, header))
+    elif stage == Stage.COLLECT_MASKED_VECTORS:
+        client = build(context)
+        history = from_config(records_of(content, ConfigRecord).get(COMBINED_HISTORY.name), COMBINED_HISTORY, header.round)
+        if why := problem(kept_in(client, message, header), history, Limits.of(context).unknown_rounds):
             raise Insecure(why)
-        before = np.random.get_state()  # noqa: NPY002
-        try:
-            reply = secagg_mod(message, context, vector, digest)
-        finally:
-            np.random.set_state(before)  # noqa: NPY002
-        if stage == Stage.SETUP:
-            reply.content[PLAN.name] = MetricRecord(asdict(plan))
-            if own:
-                reply.content[OWN_HISTORY.name] = ConfigRecord({**to_config(own)})
-            context.state.config_records[RECORD_KEY_STATE]["cohort"] = sorted(cohort)
-        elif stage == Stage.UNMASK:
-            del context.state[RECORD_KEY_STATE]  # the keys and shares are no longer needed
-        return reply
-
-    return secure
+        digest = instruction_digest(message, context.run_config, state)
+        vector = partial(_evaluated if sums_evaluations(message) else _summand, client, header, digest)
+    before = np.random.get_state()  # noqa: NPY002
+    try:
+        reply = secagg_mod(message, context, vector, digest)
+    finally:
+        np.random.set_state(before)  # noqa: NPY002
+    if stage == Stage.SETUP:
+        reply.content[PLAN.name] = MetricRecord(asdict(plan))
+        if own:
+            reply.content[OWN_HISTORY.name] = ConfigRecord({**to_config(own)})
+        context.state.config_records[RECORD_KEY_STATE]["cohort"] = sorted(cohort)
+    elif stage == Stage.UNMASK:
+        del context.state[RECORD_KEY_STATE]  # the keys and shares are no longer needed
+    return reply
 
 
 def _no_vector(message: Message, context: Context) -> Message:
