@@ -246,7 +246,6 @@ DRILLS = (
     "tests/examples/test_examples.py::test_the_notebook",
     "tests/examples/test_flower_apps.py::test_its_tracker_gets_every_metric",
     "tests/exchange/test_grpc_leaks.py::test_two_hundred_rounds_leave_nothing_behind",
-    "tests/exchange/test_kill_drills.py::test_one_of_five_is_killed_in_the_exchange",
     "tests/integration/test_ray.py::test_a_failing_run_exits_non_zero_and_says_which_file_is_missing",
     "tests/integration/test_ray.py::test_a_wrong_number_of_supernodes_says_what_to_set",
     "tests/integration/test_ray.py::test_the_exchange_under_tls_gives_the_same_bits",

@@ -50,7 +50,7 @@ Pair = tuple[ArrayRecord | None, MetricRecord | None]
 
 def outside(strategy: Strategy) -> RunFailed:
     """Return the error for a hook of ``strategy`` that somebody else than its own ``start`` called, such as Flower's noisy wrappers."""
-    advice = "put your steps into overridden hooks, evaluate_fn or callbacks (for noise, see docs/privacy.md)"
+    advice = "put your steps into overridden hooks, evaluate_fn or callbacks (for noise: dp-noise, docs/privacy.md)"
     return RunFailed(f"only strategy.start(grid, ...) of {type(strategy).__name__} itself calls its hooks: {advice}")
 
 

@@ -1,17 +1,12 @@
-"""Make malformed replies of every kind, each with the text with which the server's refusal must begin."""
+"""Take replies apart, so that tests can change their parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-import numpy as np
 from flwr.app import Array, ConfigRecord, Message, MetricRecord, RecordDict
 
 from tests.flower.inside import Header, Payload, from_records, to_records
-
-Rng = np.random.Generator
-Metrics = dict[str, object]
 
 
 @dataclass
@@ -23,13 +18,8 @@ class Reply:
 
     payload: Payload
     header: dict[str, object]
-    metrics: Metrics
+    metrics: dict[str, object]
     raw: dict[tuple[str, str], Array]
-
-    def pick(self, rng: Rng, *endings: str) -> tuple[str, str]:
-        """Return the section and name of a random tensor; if ``endings`` are given, of one whose name has such an ending."""
-        found = [(s, n) for s, arrays in self.payload.items() for n in arrays if n.endswith(endings or "")]
-        return found[rng.integers(len(found))]
 
     def content(self) -> RecordDict:
         content = to_records(self.payload, Header("", "", 0, ""))
@@ -45,6 +35,3 @@ def taken_apart(message: Message) -> Reply:
     payload, header = from_records(message.content)
     own = {s: {n: a.copy() for n, a in arrays.items()} for s, arrays in payload.items()}
     return Reply(own, dict(asdict(header)), dict(message.content.metric_records["fl-bn/metrics"]), {})
-
-
-Spoil = Callable[[Reply, Rng], str]  # spoils the reply and returns what the refusal must begin with

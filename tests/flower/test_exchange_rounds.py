@@ -119,7 +119,7 @@ class PartlyAway(Away):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         for message, identity in zip(messages := list(messages), super().push_messages(messages), strict=True):
             if message.metadata.dst_node_id > 1:
-                del self._answers[identity]
+                self._answers.pop(identity, None)
                 Thread(target=self._join, args=(message, identity), daemon=True).start()
             yield identity
 
@@ -139,6 +139,21 @@ def test_one_client_that_cannot_meet_ends_the_run_under_abort_alone(policy: str,
         with pytest.raises(RunFailed, match="client 0: .*a lie") if policy == "abort" else nullcontext():
             assert carrier._meet(PartlyAway("a lie"), cohort, 10.0) == ""
             assert "client 0 cannot use the exchange" in log.text
+    finally:
+        carrier.stop()
+
+
+def test_no_round_waits_for_a_client_that_has_not_answered_an_earlier_one() -> None:
+    """It died or hangs, and Flower has not noticed yet."""
+    carrier = Exchanges(ExchangeSettings(policy="shrink", join_deadline=0.3), seeded_network("cnn"), {})
+    grid, cohort = PartlyAway(""), [Client(index, index + 1, 4) for index in range(3)]
+    carrier.carrier = "grpc"
+    try:
+        messages = [Message(RecordDict(), client.node, "query.rendezvous", ttl=60.0, group_id="1") for client in cohort]
+        assert len(carrier.round(grid, cohort, messages, 10.0)) == 2
+        assert carrier.late_clients(grid) == {0}
+        grid._answers["to 1"] = Message(Error(8, "it died"), reply_to=messages[0])
+        assert carrier.late_clients(grid) == set()
     finally:
         carrier.stop()
 
