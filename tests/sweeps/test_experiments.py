@@ -24,7 +24,7 @@ EXPECTED = {
     "002": "T1 T2 T3 T4 T5 T6 F5 F6",
     "003": "F1 F2 F3 F4 F5 F6 F7 F8 F9 F10 F11 F12 F13",
     "004": "T1 T2 T3 T4 F4 F5 F6 F7 F8 F10 F11 F12 F14",
-    "own": "fedtan gradient-deviation local-steps loss-curves recalibration robust-updates similarity unseen-domain what-stays",
+    "own": "fedtan gradient-deviation local-steps loss-curves pretrained recalibration robust-updates similarity unseen-domain what-stays",
 }
 ALL = find()
 SWEEPS = [experiment for experiment in ALL if not experiment.program]
