@@ -20,7 +20,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from fl_bn.options import Option, Options, hidden_options, options_by_key, own_options
+from fl_bn.options import Option, Options, own_options
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 COPIES = "repository/"
@@ -141,12 +141,12 @@ class Docstrings(griffe.Extension):
         text = obj.docstring.value
         if isinstance(obj, griffe.Function) and any(str(decorator.value).startswith("takes(") for decorator in obj.decorators):
             constructor = getattr(importlib.import_module(obj.module.path), obj.name)
-            options = dict([*options_by_key(constructor).values(), *hidden_options(constructor).values()])
+            options = own_options(constructor.options) if hasattr(constructor, "options") else {}
             obj.parameters = griffe.Parameters(*_parameters(constructor, options))
             text = _with_section(text, "Args", options)
         elif isinstance(obj, griffe.Class) and (options := _own_options(obj)):
             for name, spec in options.items():
-                obj.parameters[name].default = repr(spec.default)
+                obj.parameters[name].default = repr(spec.neutral)
             text = _with_section(text, "Attributes", options)
         text = DOCTEST.sub(lambda found: f"```pycon\n{found[0]}\n```", text)
         obj.docstring.value = outside(text, lambda part: NAMED.sub(r"[\2](../\1/\2.md)", part))
@@ -167,7 +167,7 @@ def _parameters(constructor: Any, options: Mapping[str, Option]) -> Iterator[gri
     for name, parameter in inspect.signature(constructor).parameters.items():
         note = parameter.annotation
         text = note if isinstance(note, str) else inspect.formatannotation(note)
-        yield griffe.Parameter(name, annotation=text, kind=griffe.ParameterKind.positional_or_keyword, default=repr(options[name].default))
+        yield griffe.Parameter(name, annotation=text, kind=griffe.ParameterKind.positional_or_keyword, default=repr(options[name].neutral))
 
 
 def _with_section(text: str, title: str, options: Mapping[str, Option]) -> str:
@@ -180,6 +180,5 @@ def _with_section(text: str, title: str, options: Mapping[str, Option]) -> str:
 def _meaning(spec: Option) -> str:
     """Describe an option: its meaning, its values, and the meaning of None."""
     values = spec.values if isinstance(spec.values, str) else ", ".join(map(str, spec.values))
-    default = spec.otherwise if spec.default is None else ""
-    sentences = [spec.meaning, f"Values: {values}" if values else "", f"None: {default}" if default else ""]
+    sentences = [spec.help, f"Values: {values}" if values else ""]
     return " ".join(f"{sentence}." for sentence in sentences if sentence)

@@ -30,7 +30,7 @@ from fl_bn.methods.hbn import HBNOptions
 from fl_bn.methods.method import BOUNDED_FROZEN_RATE, FROZEN_RATE
 from fl_bn.models import without_dropout
 from fl_bn.objectives.scaffold import Scaffold
-from fl_bn.options import Used, declared, method_where, option, refuse, used_with
+from fl_bn.options import Used, declared, option, refuse, used_with
 from fl_bn.robust.attacks import ATTACKS, LABEL_FLIP, ON, STRENGTHS, flip_labels
 from fl_bn.run.assembly import shape
 from fl_bn.run.config import SITES
@@ -44,15 +44,16 @@ if TYPE_CHECKING:
     from fl_bn.run.config import RunConfig
 
 
-def _freezes_later(method: Method, config: Any) -> bool:
+def _freezes_later(config: Any) -> bool:
+    method = config.build_method()
     first, last = (method.freezes_statistics(method.phase(round, config["rounds"])) for round in (1, max(1, config["rounds"])))
     return last and not first
 
 
-FREEZES_LATER = method_where("statistics that freeze after some rounds (fixbn, fedtan2, freeze-after)", _freezes_later)
-HAS_WHAT_IS_ATTACKED = method_where(
+FREEZES_LATER = Used("statistics that freeze after some rounds (fixbn, fedtan2, freeze-after)", _freezes_later)
+HAS_WHAT_IS_ATTACKED = Used(
     "a method whose BatchNorm statistics the server combines",
-    lambda method, config: config["attack-on"] != "statistics" or method.has_statistics,
+    lambda config: config["attack-on"] != "statistics" or config.build_method().has_statistics,
 )
 DATASETS: dict[str, Callable[[str, int], Dataset]] = {
     "mnist-m": digits_five.load_mnist_m,

@@ -1,4 +1,4 @@
-"""Declare options: one line states an option's default, range, meaning, unit, symbol and run-config key.
+"""Declare options: one line states an option's default, range, meaning and run-config key.
 
 An options class is a frozen dataclass derived from ``Options`` whose fields are made by ``option``. Its
 values are checked when it is made. ``takes`` turns a function of an options class into a constructor with the
@@ -7,7 +7,7 @@ same arguments, so that signature and class cannot differ:
 >>> @dataclass(frozen=True)
 ... class SmoothingOptions(Options):
 ...     name: ClassVar[str] = "smoothing"
-...     strength: float = option(0.5, "weight of the new value", "(0, 1]", symbol="alpha")
+...     strength: float = option(0.5, "weight of the new value (alpha in the paper)", "(0, 1]")
 >>> @takes(SmoothingOptions)
 ... def smoothing(options: SmoothingOptions) -> float:
 ...     return options.strength
@@ -42,8 +42,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from numbers import Integral, Real
 from typing import Any, ClassVar, ParamSpec, TypeVar, cast
@@ -51,7 +52,6 @@ from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 from fl_bn.support.names import expected, names_of, nearest, short, visible
 
 Value = str | int | float | bool
-Values = str | Collection[str]
 LARGEST = 3.4e38  # the largest number of float32, rounded down
 OPTION = "option"  # the key under which a dataclass field's metadata hold its ``Option``
 REQUIRED = MISSING  # an option's default that says: the constructor has no default, only the run config has one
@@ -127,29 +127,6 @@ def used_with(key: str, *values: Value) -> Used:
     return Used(f"{key}={' or '.join(map(in_config, values))}", lambda config: config[key] in values)
 
 
-def method_where(owner: str, holds: Callable[[Any, Any], bool]) -> Used:
-    """Return the owner of options that belong to some methods.
-
-    Args:
-        owner: The methods in words, such as "a method with which clients keep layers".
-        holds: ``(method, run config) -> bool``: whether it is such a method.
-    """
-    return Used(owner, lambda config: holds(config.build_method(), config))
-
-
-def parses(parse: Callable[[str], object]) -> Callable[[str], bool]:
-    """Return a function that returns False for a text for which ``parse`` raises a ValueError, else True."""
-
-    def check(text: str) -> bool:
-        try:
-            parse(text)
-        except ValueError:
-            return False
-        return True
-
-    return check
-
-
 def in_config(value: Value) -> str:
     """Return ``value`` as it is written in a run config.
 
@@ -157,9 +134,6 @@ def in_config(value: Value) -> str:
     ("'fbn'", 'true', '0.1')
     """
     return repr(value) if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else f"{value:g}"
-
-
-_NUMBER = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
 
 
 def range_of(text: str) -> Callable[[Any], bool]:
@@ -172,246 +146,148 @@ def range_of(text: str) -> Callable[[Any], bool]:
     Raises:
         ValueError: The text is not a range.
     """
-    tests = [_range_of(part, text) for part in text.split(" or ")]
+    tests = [_interval(part, text) for part in text.split(" or ")]
     return lambda value: -LARGEST <= value <= LARGEST and any(test(value) for test in tests)
 
 
-def _range_of(part: str, text: str) -> Callable[[Any], bool]:
-    if match := re.fullmatch(rf"(>=?) ({_NUMBER})", part):
-        low = float(match[2])
-        return (lambda value: value >= low) if match[1] == ">=" else (lambda value: value > low)
-    if match := re.fullmatch(rf"({_NUMBER})\.\.({_NUMBER})", part):
-        first, last = float(match[1]), float(match[2])
-        return lambda value: first <= value <= last
-    if match := re.fullmatch(rf"([(\[])({_NUMBER}), ({_NUMBER})([)\]])", part):
-        low, high, open_low, open_high = float(match[2]), float(match[3]), match[1] == "(", match[4] == ")"
-        return lambda value: low <= value <= high and not (open_low and value == low) and not (open_high and value == high)
-    if re.fullmatch(_NUMBER, part):
-        only = float(part)
-        return lambda value: value == only
-    raise ValueError(f"a range must be like '>= 1', '> 0', '0..9', '(0, 1]' or '0 or >= 2', but is {text!r}")
-
-
-@dataclass(frozen=True)
-class Key:
-    """Describe one key of the run config.
-
-    Attributes:
-        name: The key.
-        default: Its default.
-        help: Its meaning.
-        values: The allowed names, a range of numbers, or a description of the allowed texts.
-        accepts: Returns whether a value of the right type is allowed.
-        like: Names that may occur in the value. If a name in the value is not one of them, the error suggests the nearest.
-    """
-
-    name: str
-    default: Value
-    help: str
-    values: Values
-    accepts: Callable[[Any], bool]
-    like: Collection[str] = ()
-
-    @property
-    def shown(self) -> str:
-        """Return the allowed values in words."""
-        return self.values if isinstance(self.values, str) else ", ".join(self.values)
-
-    def check(self, value: Any) -> Value:
-        """Check a value of the key and return it. An int becomes a float if the key's type is float.
-
-        Raises:
-            ValueError: The value is of another type, is out of range, or cannot be written to a file or sent.
-        """
-        kind = type(self.default)
-        if type(value) is not kind and not (kind is float and type(value) is int):
-            problem = f"{self.name} must be of type {kind.__name__}, but got {short(value)}"
-        elif unfit := _unfit(value, kind):
-            problem = f"{self.name} must be {unfit}, but got {short(value)}"
-        else:
-            problem = "" if self.accepts(value) else _out_of_range(self.name, value, self.values, self.help, self.like)
-        refuse((problem, problem))
-        return float(value) if kind is float else value
-
-
-def _unfit(value: Any, kind: type) -> str:
-    """Return what ``value`` must be so that files and messages can hold it, such as "a finite number"; empty: they can hold it."""
-    if kind is float and not abs(value) <= LARGEST:
-        return "a finite number"
-    if kind is int and not -(2**63) <= value < 2**63:
-        return "a whole number of at most 63 bits"
-    if kind is str and not visible(value):
-        return "a text without control or invisible characters"
-    return ""
-
-
-def _out_of_range(called: str, value: object, values: Values, help: str, like: Collection[str] = ()) -> str:
-    """Return the message for a value out of range. If ``help`` explains a special value after a semicolon, the message does, too."""
-    if not isinstance(values, str):
-        return expected(called, value, values)
-    wrong = next((part for part in names_of(value) if part not in like), "") if isinstance(value, str) else ""
-    _, _, special = help.partition("; ")
-    meaning = f" ({special})" if special and re.match(r"-?\d", special) else ""
-    return f"{called} must be {'in ' if values[0] in '([' else ''}{values}, but got {short(value)}{meaning}{nearest(wrong, like)}"
+def _interval(part: str, text: str) -> Callable[[Any], bool]:
+    number = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
+    if not re.fullmatch(rf">=? {number}|{number}(\.\.{number})?|[(\[]{number}, {number}[)\]]", part):
+        raise ValueError(f"a range must be like '>= 1', '> 0', '0..9', '(0, 1]' or '0 or >= 2', but is {text!r}")
+    ends = [float(end) for end in re.findall(number, part)]
+    low, high = ends[0], math.inf if part[0] == ">" else ends[-1]
+    without = {low} if part.startswith(("> ", "(")) else set()
+    without |= {high} if part.endswith(")") else set()
+    return lambda value: low <= value <= high and value not in without
 
 
 @dataclass(frozen=True)
 class Option:
-    """Hold the declaration of one option, as ``option`` makes it.
+    """Declare one option: a field of an options class, and its key in the run config.
 
     Attributes:
-        default: The constructor's default.
-        help: The meaning of the option.
+        name: The run-config key.
+        default: The run config's default. Its type is that of the key.
+        help: The meaning. The meaning of a special value comes last, after a semicolon.
         values: For a number, its range. For a text, the allowed names, or a description of the allowed texts.
-        test: Returns whether a value is allowed.
-        unit: The unit of a number, in words.
-        symbol: The symbol in the paper.
-        key: The run-config key. Default: the class's prefix and the field's name.
+        accepts: Returns False, or raises a ValueError, for a value of the right type that is not allowed.
+        neutral: The constructor's default.
         unset: The key's value that selects the constructor's default, such as -1 for a default of None, because a run
             config cannot hold None. None: there is no such value.
-        otherwise: In words, which value is used if the option is unset. Empty: the constructor's default.
         like: Names that may occur in a text. If a name in the text is not one of them, the error suggests the nearest.
         used: What the option belongs to, beside its class. None: it has an effect whenever its class is used.
-        run: The run config's default. None: it is the constructor's default, or ``unset``.
         read: Converts the key's value to the field's value. None: they are the same.
+        hidden: Whether it is an argument in Python alone. It has a run-config key only in a run whose ``setup`` declares one.
+        field: The name of the field.
     """
 
+    name: str
     default: Any
     help: str
-    values: Values
-    test: Callable[[Any], bool]
-    unit: str = ""
-    symbol: str = ""
-    key: str = ""
+    values: str | Collection[str]
+    accepts: Callable[[Any], object]
+    neutral: Any
     unset: Value | None = None
-    otherwise: str = ""
     like: Collection[str] = ()
     used: Used | None = None
-    run: Value | None = None
     read: Callable[[Any], Any] | None = None
     hidden: bool = False
+    field: str = ""
 
     @property
-    def in_run(self) -> Any:
-        """Return the default of the option's key in the run config. The constructor's default may be another one, such as None."""
-        if self.run is not None:
-            return self.run
-        return self.default if self.unset is None else self.unset
+    def shown(self) -> str:
+        """Return the key's allowed values in words."""
+        values = self.values if isinstance(self.values, str) else ", ".join(self.values)
+        return values if self.unset is None else f"{_shown(self.unset)} or {values}"
 
-    @property
-    def kind(self) -> type:
-        """Return the type of the key's value."""
-        return type(self.in_run)
+    def allows(self, value: Any) -> bool:
+        """Return whether a value of the right type is allowed."""
+        try:
+            return self.accepts(value) is not False
+        except ValueError:
+            return False
 
-    @property
-    def meaning(self) -> str:
-        """Return help, unit and symbol in one sentence; the meaning of a special value comes last."""
-        what, *special = self.help.split("; ", 1)
-        unit, symbol = f", {self.unit}" if self.unit else "", f" ({self.symbol} in the paper)" if self.symbol else ""
-        return "; ".join([what + unit + symbol, *special])
-
-    def check(self, called: str, value: object) -> None:
-        """Check a field's value. If the option has a ``read`` function, nothing is checked here: the field's class does so.
+    def check(self, value: Any, called: str = "") -> Value:
+        """Check a value, and return it in the key's type.
 
         Args:
-            called: The option's name in errors.
-            value: The field's value.
+            value: The value.
+            called: The option's name in errors. Default: the key.
 
         Raises:
-            ValueError: The value is of another type, or out of range.
+            ValueError: The value is of another type, is out of range, or cannot be written to a file or sent.
         """
-        if self.read is not None or (value is None and self.default is None):
-            return
-        kind: type = {int: Integral, float: Real}.get(self.kind, self.kind)
-        if not isinstance(value, kind) or (isinstance(value, bool) and self.kind is not bool):
-            problem = f"{called} must be of type {self.kind.__name__}, but got {short(value)}"
-        else:
-            problem = "" if self.test(value) else _out_of_range(called, value, self.values, self.help, self.like)
-        refuse((problem, problem))
-
-    def as_key(self, name: str) -> Key:
-        """Return the run-config key of this option.
-
-        If ``self.unset`` is not None, the key's default is ``self.unset``. This value selects the constructor's default.
-
-        Args:
-            name: The key's name.
-        """
-        if name not in self._keys:
-            self._keys[name] = self._as_key(name)
-        return self._keys[name]
-
-    @functools.cached_property
-    def _keys(self) -> dict[str, Key]:  # every run config asks for the keys, and a sweep makes hundreds of run configs
-        return {}
-
-    def _as_key(self, name: str) -> Key:
-        if self.unset is None:
-            return Key(name, self.in_run, self.meaning, self.values, self.test, self.like)
-        shown = f"{_shown(self.unset)} or {self.values}"
-        help = f"{self.meaning}; {_shown(self.unset)}: {self.otherwise}" if self.otherwise else self.meaning
-        return Key(name, self.unset, help, shown, lambda value: value == self.unset or self.test(value))
-
-    @property
-    def left_out(self) -> str:
-        """Return, in words, which value is used if the option is not given."""
-        return self.otherwise or _shown(self.default)
+        called, kind = called or self.name, type(self.default)
+        if not isinstance(value, {int: Integral, float: Real}.get(kind, kind)) or isinstance(value, bool) is not (kind is bool):
+            raise ValueError(f"{called} must be of type {kind.__name__}, but got {short(value)}")
+        if (kind is int and not -(2**63) <= value < 2**63) or (kind is str and not visible(value)):
+            wanted = "a whole number of at most 63 bits" if kind is int else "a text without control characters"
+            raise ValueError(f"{called} must be {wanted}, but got {short(value)}")
+        if value == self.unset or self.allows(value):
+            return cast(Value, kind(value))
+        if not isinstance(self.values, str):
+            raise ValueError(expected(called, value, self.values))
+        wrong = next((part for part in names_of(value) if part not in self.like), "") if kind is str else ""
+        inside = "in " if self.values[0] in "([" else ""
+        raise ValueError(f"{called} must be {inside}{self.shown}, but got {short(value)}{nearest(wrong, self.like)}")
 
 
-def option(default: Any, help: str, values: Values = "", check: Callable[[Any], bool] | None = None, **more: Any) -> Any:
+def option(
+    neutral: Any,
+    help: str,
+    values: str | Collection[str] = "",
+    check: Callable[[Any], object] | None = None,
+    *,
+    key: str = "",
+    run: Value | None = None,
+    unset: Value | None = None,
+    **more: Any,
+) -> Any:
     """Declare a field of an options class.
 
     Args:
-        default: The constructor's default. ``REQUIRED``: there is no default. A class, such as ``dict``: its constructor
+        neutral: The constructor's default. ``REQUIRED``: there is no default. A class, such as ``dict``: its constructor
             makes the default anew for each object.
         help: The meaning of the option.
         values: For a number, its range (``range_of``). For a text, the allowed names, or a description of the allowed texts.
-        check: Returns whether a value is allowed. None: ``values`` decides, and allows any text if it is a description.
-        more: The other attributes of ``Option``, by name, such as ``unit``, ``key``, ``used`` and ``run``. A ``hidden`` option is an
-            argument in Python alone: it has a run-config key only in a run whose ``setup`` declares one.
+        check: Returns False, or raises a ValueError, for a value that is not allowed. None: ``values`` decides, or ``read``.
+        key: The run-config key. Default: the class's prefix and the field's name.
+        run: The run config's default. None: ``unset``, or the constructor's default.
+        unset: The key's value that selects the constructor's default.
+        more: The other attributes of ``Option``, by name.
     """
-    spec = Option(default, help, values, check or (lambda value: True), **more)
-    if spec.kind is bool:
-        spec = replace(spec, values="true, false")
-    elif check is None and not isinstance(values, str):
-        spec = replace(spec, test=values.__contains__)
-    elif check is None and isinstance(values, str) and spec.kind in (int, float):
-        spec = replace(spec, test=range_of(values))
-    return _field(default, spec)
+    default = next(value for value in (run, unset, neutral) if value is not None)
+    if check is None and not isinstance(values, str):
+        check = values.__contains__
+    elif check is None and type(default) in (int, float):
+        check = range_of(cast(str, values))
+    values = "true, false" if type(default) is bool else values
+    return _field(Option(key, default, help, values, check or more.get("read") or _any_value, neutral, unset, **more))
 
 
-def _field(default: Any, spec: Option) -> Any:
-    if isinstance(default, type):
-        return field(default_factory=default, metadata={OPTION: spec})
-    return field(default=default, metadata={OPTION: spec})
+def _any_value(value: Any) -> bool:
+    return True
 
 
-def shared(kind: type, name: str, default: Any, read: Callable[[Any], Any] | None = None) -> Any:
-    """Return a dataclass field whose value comes from the run-config key of another class's option.
+def _field(spec: Option) -> Any:
+    if isinstance(spec.neutral, type):
+        return field(default_factory=spec.neutral, metadata={OPTION: spec})
+    return field(default=spec.neutral, metadata={OPTION: spec})
+
+
+def declared(kind: type, name: str, neutral: Any = REQUIRED, read: Callable[[Any], Any] | None = None) -> Any:
+    """Return a dataclass field for an option that another class declares.
 
     Args:
         kind: The class that declares the option.
         name: The option's field in ``kind``.
-        default: The constructor's default in the class that gets the field.
-        read: Converts the key's value to the field's value. None: they are the same.
+        neutral: The constructor's default in the class that gets the field. Default: the run config's default.
+        read: Converts the key's value to the field's value with this default. None: they are the same.
     """
-    return _field(default, replace(_keyed(kind, name), default=default, read=read))
-
-
-def declared(kind: type, name: str) -> Any:
-    """Return a dataclass field for an option that another class declares. The default is the run config's, not the constructor's.
-
-    Args:
-        kind: The class that declares the option.
-        name: The option's field in ``kind``.
-    """
-    spec = replace(_keyed(kind, name), hidden=False)
-    return _field(spec.in_run, spec)
-
-
-def _keyed(kind: type, name: str) -> Option:
     spec = own_options(kind)[name]
-    return replace(spec, key=_key(kind, name, spec))
+    if neutral is REQUIRED:
+        return _field(replace(spec, neutral=spec.default, hidden=False))
+    return _field(replace(spec, neutral=neutral, read=read))
 
 
 class Options:
@@ -426,16 +302,25 @@ class Options:
     prefix: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
-        for field_name, spec in own_options(cast(Any, type(self))).items():
-            if getattr(self, field_name) is None and spec.unset is not None and spec.default is not REQUIRED:
-                object.__setattr__(self, field_name, spec.default)
-            spec.check(f"{self.name}'s {field_name}", getattr(self, field_name))
+        for name, spec in own_options(cast(Any, type(self))).items():
+            value = getattr(self, name)
+            if spec.read is not None:
+                continue  # the class checks the field's value
+            if spec.unset is not None and spec.neutral is not REQUIRED and (value is None or value == spec.unset):
+                object.__setattr__(self, name, spec.neutral)
+            elif value is not None or spec.neutral is not None:
+                spec.check(value, f"{self.name}'s {name}")
 
 
 @functools.cache
 def own_options(kind: type) -> dict[str, Option]:
     """Return the options of a dataclass, by the names of their fields."""
-    return {spec.name: spec.metadata[OPTION] for spec in fields(kind) if OPTION in spec.metadata}
+    prefix = getattr(kind, "prefix", "")
+    prefix = getattr(kind, "name", "") if prefix is None else prefix
+    options = {one.name: one.metadata[OPTION] for one in fields(cast(Any, kind)) if OPTION in one.metadata}
+    return {
+        name: replace(spec, name=spec.name or kebab(f"{prefix}-{name}" if prefix else name), field=name) for name, spec in options.items()
+    }
 
 
 def takes(options: Callable[P, Chosen]) -> Callable[[Callable[[Chosen], T]], Callable[P, T]]:
@@ -460,28 +345,15 @@ def takes(options: Callable[P, Chosen]) -> Callable[[Callable[[Chosen], T]], Cal
     return decorate
 
 
-def options_by_key(constructor: object) -> dict[str, tuple[str, Option]]:
-    """Return, for a constructor, a dict: run-config key -> (name of the field, option). It is empty if there are no options."""
+def options_by_key(constructor: object, hidden: bool = False) -> dict[str, Option]:
+    """Return a constructor's options by their run-config keys; with ``hidden``, the hidden ones by the keys that they would have."""
     kind = constructor if isinstance(constructor, type) and is_dataclass(constructor) else getattr(constructor, "options", None)
-    return {} if kind is None else _by_key(kind, hidden=False)
-
-
-def hidden_options(constructor: object) -> dict[str, tuple[str, Option]]:
-    """Return what ``options_by_key`` does, for the options that are arguments in Python alone, by the keys that they would have."""
-    kind = constructor if isinstance(constructor, type) and is_dataclass(constructor) else getattr(constructor, "options", None)
-    return {} if kind is None else _by_key(kind, hidden=True)
+    return {} if kind is None else _by_key(kind, hidden)
 
 
 @functools.cache
-def _by_key(kind: Any, hidden: bool) -> dict[str, tuple[str, Option]]:
-    return {_key(kind, name, spec): (name, spec) for name, spec in own_options(kind).items() if spec.hidden == hidden}
-
-
-def _key(kind: Any, name: str, spec: Option) -> str:
-    if spec.key:
-        return spec.key
-    prefix = kind.name if kind.prefix is None else kind.prefix
-    return kebab(f"{prefix}-{name}" if prefix else name)
+def _by_key(kind: Any, hidden: bool) -> dict[str, Option]:
+    return {spec.name: spec for spec in own_options(kind).values() if spec.hidden == hidden}
 
 
 def build(constructor: Callable[..., T], value_of: Callable[[str], Value], **computed: Any) -> T:
@@ -496,15 +368,16 @@ def build(constructor: Callable[..., T], value_of: Callable[[str], Value], **com
         The constructor's result.
     """
     arguments = dict(computed)
-    for key, (name, spec) in options_by_key(constructor).items():
-        if name in arguments or (spec.unset is not None and value_of(key) == spec.unset):
-            continue
-        arguments[name] = value_of(key) if spec.read is None else spec.read(value_of(key))
+    for key, spec in options_by_key(constructor).items():
+        if spec.field not in arguments:
+            arguments[spec.field] = value_of(key) if spec.read is None else spec.read(value_of(key))
     return constructor(**arguments)
 
 
-def keys_of(registry: Mapping[str, object]) -> dict[str, Key]:
+def keys_of(registry: Mapping[str, object]) -> dict[str, Option]:
     """Return the run-config keys of all constructors of a registry, by name.
+
+    If they mean different things to several constructors, the help says which means what.
 
     Args:
         registry: Name -> constructor.
@@ -516,53 +389,32 @@ def keys_of(registry: Mapping[str, object]) -> dict[str, Key]:
 
 
 @functools.lru_cache(maxsize=64)  # every run config asks for the keys, and a sweep makes hundreds of run configs
-def _keys_of(registry: tuple[tuple[str, object], ...]) -> dict[str, Key]:
+def _keys_of(registry: tuple[tuple[str, object], ...]) -> dict[str, Option]:
     takers: dict[str, dict[str, Option]] = {}
     for name, constructor in registry:
-        for key, (_, spec) in options_by_key(constructor).items():
+        for key, spec in options_by_key(constructor).items():
             takers.setdefault(key, {})[name] = spec
-    merged_keys = {}
+    merged: dict[str, Option] = {}
     for key, specs in takers.items():
-        keys = {name: spec.as_key(key) for name, spec in specs.items()}
-        same_key(*keys.values())
-        merged_keys[key] = replace(next(iter(keys.values())), help=_help(specs, everyone=len(specs) == len(registry)))
-    return merged_keys
+        meanings: dict[str, list[str]] = {}
+        for name, spec in specs.items():
+            same_key(merged.setdefault(key, spec), spec)
+            meanings.setdefault(spec.help, []).append(name)
+        if len(meanings) > 1 or len(specs) < len(registry):
+            text = "; ".join(f"{', '.join(names)}: {meaning}" for meaning, names in meanings.items())
+            merged[key] = replace(merged[key], help=text)
+    return merged
 
 
-def same_key(*keys: Key) -> None:
-    """Check that declarations of one key agree.
+def same_key(one: Option, other: Option) -> None:
+    """Check that two declarations of one key agree.
 
     Raises:
-        ValueError: Two declarations differ in the default or in the allowed values.
+        ValueError: They differ in the default or in the allowed values.
     """
-    for other in keys[1:]:
-        if (other.default, other.shown) != (keys[0].default, keys[0].shown):
-            variants = " and ".join(f"{_shown(key.default)} of {key.shown}" for key in (keys[0], other))
-            raise ValueError(f"the run-config key {other.name!r} is declared twice, with different defaults or values: {variants}")
-
-
-def _help(specs: Mapping[str, Option], everyone: bool) -> str:
-    """Return the help text of one key: its meaning for each constructor, without repeating equal meanings.
-
-    Args:
-        specs: Name of a constructor -> its option.
-        everyone: Whether all constructors of the registry take the key.
-    """
-    meanings = _grouped((spec.meaning, name) for name, spec in specs.items())
-    all_meanings = "; ".join(f"{', '.join(names)}: {text}" for text, names in meanings.items())
-    text = next(iter(meanings)) if everyone and len(meanings) == 1 else all_meanings
-    left_out = _grouped((spec.left_out, name) for name, spec in specs.items() if spec.unset is not None)
-    if not left_out:
-        return text
-    default = next(iter(left_out)) if len(left_out) == 1 else ", ".join(f"{what} ({', '.join(names)})" for what, names in left_out.items())
-    return f"{text}; {_shown(next(iter(specs.values())).unset)}: {default}"
-
-
-def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = {}
-    for text, name in pairs:
-        groups.setdefault(text, []).append(name)
-    return groups
+    if (other.default, other.shown) != (one.default, one.shown):
+        variants = " and ".join(f"{_shown(spec.default)} of {spec.shown}" for spec in (one, other))
+        raise ValueError(f"the run-config key {other.name!r} is declared twice, with different defaults or values: {variants}")
 
 
 def _shown(value: object) -> str:

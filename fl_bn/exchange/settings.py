@@ -92,8 +92,8 @@ class ExchangeSettings(Options):
         used=EXCHANGES,
     )
     policy: str = option("abort", "what happens if a client dies or is late", POLICIES, hidden=True)
-    deadline: float = option(30.0, "how long an exchange waits for late clients", "> 0", unit="seconds", hidden=True)
-    join_deadline: float = option(30.0, "how long clients wait for another client to join a round", "> 0", unit="seconds", hidden=True)
+    deadline: float = option(30.0, "how long an exchange waits for late clients, seconds", "> 0", hidden=True)
+    join_deadline: float = option(30.0, "how long clients wait for another client to join a round, seconds", "> 0", hidden=True)
     host: str = option("127.0.0.1", "the name by which clients reach the ServerApp's machine", "host name or address", hidden=True)
     bind: str = option("", "address to listen on; empty: as host says", "address", hidden=True)
     port: int = option(0, "the first port to try; 0: any free port", "0..65535", hidden=True)

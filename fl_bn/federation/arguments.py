@@ -25,7 +25,7 @@ from fl_bn.federation.loaders import Loader, check_loader
 from fl_bn.federation.policy import RunSpec
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.objectives import Objective
-from fl_bn.options import Fits, check_fits, is_a, option, refuse, shared
+from fl_bn.options import Fits, check_fits, declared, is_a, option, refuse
 from fl_bn.task import MetricObject, Task, extended
 
 Loss = Callable[[Any, Any], Tensor]
@@ -51,7 +51,7 @@ class FederationSpec(RunSpec):
         ValueError: A value is out of range, or two values do not fit together.
     """
 
-    clip: str = shared(LocalTraining, "clip", "auto")
+    clip: str = declared(LocalTraining, "clip", "auto")
     engine: str = option(
         "sequential",
         "fl-bn run and sweeps: sequential, or vectorised: the clients of a cohort as one batched program (for a GPU; equal up to "

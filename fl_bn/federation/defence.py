@@ -18,18 +18,18 @@ from torch import Tensor
 from fl_bn.bn.moments import Average, Moments, weighted_mean
 from fl_bn.bn.roles import Role
 from fl_bn.federation.payload import Named
-from fl_bn.options import method_where, option, parses
+from fl_bn.options import Used, option
 from fl_bn.robust import PREAGGREGATIONS, RULES, Report, Rule, rule_named
 
 ruled = partial(
     option,
     values=f"{', '.join(RULES)}; before it {' or '.join(f'{name}+' for name in PREAGGREGATIONS)}",
-    check=parses(rule_named),
+    check=rule_named,
     like=[*RULES, *(f"{before}+{rule}" for before in PREAGGREGATIONS for rule in RULES)],
 )
 
-HAS_STATISTICS = method_where("a method whose BatchNorm statistics the server combines", lambda method, config: method.has_statistics)
-SHARES_WEIGHTS = method_where("a method with which clients share weights", lambda method, config: method.shares(Role.WEIGHT))
+HAS_STATISTICS = Used("a method whose BatchNorm statistics the server combines", lambda config: config.build_method().has_statistics)
+SHARES_WEIGHTS = Used("a method with which clients share weights", lambda config: config.build_method().shares(Role.WEIGHT))
 
 
 def _rule(rule: str | Rule) -> Rule:

@@ -277,11 +277,11 @@ def _without_memory(like: Tensor) -> Tensor:
 
 
 def _momentum(default: float, what: str) -> Any:
-    return option(default, what, "[0, 1)", key="server-momentum", unset=-1.0)
+    return option(default, f"{what} (-1: {default:g})", "[0, 1)", key="server-momentum", unset=-1.0)
 
 
 def _adaptivity() -> Any:
-    return option(1e-3, "keeps the step finite where gradients are small", "> 0", symbol="tau", key="server-adaptivity", hidden=True)
+    return option(1e-3, "keeps the step finite where gradients are small (tau in the paper)", "> 0", key="server-adaptivity", hidden=True)
 
 
 @dataclass(frozen=True)
@@ -360,7 +360,7 @@ class FedAdamOptions(ServerOptions):
 
     name: ClassVar[str] = "fedadam"
     momentum: float = _momentum(0.9, "beta_1")
-    beta2: float = option(0.99, "weight of the old second moment", "[0, 1)", symbol="beta_2", key="server-beta2", hidden=True)
+    beta2: float = option(0.99, "weight of the old second moment (beta_2 in the paper)", "[0, 1)", key="server-beta2", hidden=True)
     adaptivity: float = _adaptivity()
 
 

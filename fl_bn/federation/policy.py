@@ -15,7 +15,7 @@ from fl_bn.federation.settings import ALL_SAMPLES, LEARNING_RATE, LocalTraining
 from fl_bn.methods import Method, Phase, Refresh, StatisticsReport
 from fl_bn.methods.fbn import BOUNDED_SCALE
 from fl_bn.methods.hbn import SCALE
-from fl_bn.options import REQUIRED, Options, method_where, option, parses, refuse, shared
+from fl_bn.options import REQUIRED, Options, Used, declared, option, refuse
 from fl_bn.support.client_names import ClientNames, nodes_of, sites_of
 from fl_bn.support.names import names_of
 
@@ -120,19 +120,19 @@ def _at_server(weights: str) -> str:
     return "samples" if weights == ALL_SAMPLES else weights
 
 
-KEEPS_LAYERS = method_where("a method with which clients keep BatchNorm tensors", lambda method, config: method.personal)
-EVALUATE = method_where(
+KEEPS_LAYERS = Used("a method with which clients keep BatchNorm tensors", lambda config: config.build_method().personal)
+EVALUATE = Used(
     "clients that evaluate: models of their own, or on data of their own (dataset='sites')",
-    lambda method, config: method.personal or config["dataset"] == "sites" or "kept" in config["buffers"],
+    lambda config: config.build_method().personal or config["dataset"] == "sites" or "kept" in config["buffers"],
 )
-MEASURES = method_where(
+MEASURES = Used(
     "runs whose clients make the statistics of all layers exact, in the clear and without attackers (hbn, fbn, static-bn, "
     "freeze-after=0, a freeze after few local steps, calibrate=-1)",
-    measures_in_the_clear,
+    lambda config: measures_in_the_clear(config.build_method(), config),
 )
-RESCALES = method_where(
+RESCALES = Used(
     "training that starts with calibrated statistics (hbn, fbn, freeze-after=0)",
-    lambda method, config: config["rounds"] > 0 and config["calibrate"] != 0 and method.uses_shared(config["rounds"]),
+    lambda config: config["rounds"] > 0 and config["calibrate"] != 0 and config.build_method().uses_shared(config["rounds"]),
 )
 
 
@@ -239,28 +239,27 @@ class ServerPolicy(RunSpec):
 
     clients: int = option(
         REQUIRED,
-        "clients in the population, in simulation equal to options.num-supernodes",
+        "clients in the population, in simulation equal to options.num-supernodes; 0: one per file or folder in data-path, where each is a "
+        "client (see partition), else 10",
         "1..100000",
         unset=0,
-        otherwise="one per file or folder in data-path, where each is a client (see partition), else 10",
     )
     _: KW_ONLY  # the order of the others may change
     min_replies: float = option(0.5, "fraction of a cohort's replies that must be usable, else the round changes nothing", "0..1")
     max_failed: int = option(3, "failed rounds in a row that stop the run", ">= 1", key="max-failed-rounds")
-    timeout: float = option(600.0, "deadline and time to live of every message", "> 0", unit="seconds", key="round-timeout")
+    timeout: float = option(600.0, "deadline and time to live of every message, seconds", "> 0", key="round-timeout")
     wait: float = option(
         120.0,
-        "how long the server waits for all clients before round 1, and for min-cohort of them later",
+        "how long the server waits for all clients before round 1, and for min-cohort of them later, seconds",
         ">= 0",
-        unit="seconds",
         key="wait-timeout",
     )
     evaluate_clients: int = option(0, "largest number of clients that evaluate in a round; 0: all", ">= 0", used=EVALUATE)
-    client_weights: str = shared(LocalTraining, "weigh_all", "samples", _at_server)
-    update: str = shared(LocalTraining, "update", "weights")
+    client_weights: str = declared(LocalTraining, "weigh_all", "samples", _at_server)
+    update: str = declared(LocalTraining, "update", "weights")
     rate: Callable[[int, int], float] = constant_rate
     exchange: ExchangeSettings = ExchangeSettings()
-    max_steps: int = shared(LocalTraining, "steps", 0)
+    max_steps: int = declared(LocalTraining, "steps", 0)
     planned_steps: Callable[[int], int] = unbounded
     min_cohort: int = option(
         1,
@@ -304,7 +303,6 @@ class ServerPolicy(RunSpec):
         dict,
         "clients that take part only from a later round, '4:10,5:20': client 4 from round 10",
         "CLIENT:ROUND,...",
-        parses(joins_of),
         key="join-rounds",
         hidden=True,
         run="",
@@ -315,7 +313,6 @@ class ServerPolicy(RunSpec):
         "Flower's node ids of clients 0, 1, ..., so that no other node can pose as one of them (fl-bn submit fills this in); empty: the "
         "server believes the number that each node states",
         "NODE,NODE,...",
-        parses(nodes_of),
         key="client-nodes",
         run="",
         read=nodes_of,
@@ -325,7 +322,6 @@ class ServerPolicy(RunSpec):
         "names of the sites of clients 0, 1, ..., for logs, errors, records and pictures (fl-bn submit fills this in); empty: clients are "
         "named by their numbers",
         "NAME,NAME,...",
-        parses(sites_of),
         key="client-names",
         run="",
         read=sites_of,
@@ -350,6 +346,7 @@ class ServerPolicy(RunSpec):
         clients, first = self.clients, len(self.starting(1))
         strangers = sorted(client for client in self.joining if not 0 <= client < clients)
         refuse(
+            (not clients, "clients must be in 1..100000, but got 0"),
             (self.min_cohort > clients, f"min_cohort must be 1..{clients}, the number of clients, but got {self.min_cohort}"),
             (not callable(self.rate),
              f"rate must be a function of (round, rounds) that returns the learning rate, but got {self.rate!r}"),

@@ -103,11 +103,9 @@ class FBNOptions(Options):
     tracking: float = tracking(0.02)
     momentum: float | None = option(
         None,
-        "weight of one batch in the shared statistics, as in Algorithm 2, instead of tracking",
+        "weight of one batch in the shared statistics, as in Algorithm 2, instead of tracking (beta in the paper); 0: tracking",
         "(0, 1]",
-        symbol="beta",
         unset=0.0,
-        otherwise="tracking",
     )
     report: str = option(
         "first",

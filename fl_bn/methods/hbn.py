@@ -67,11 +67,9 @@ class HBNOptions(Options):
     name: ClassVar[str] = "hbn"
     lam: float | None = option(
         None,
-        "weight of a round's pooled moments in the global statistics, instead of tracking",
+        "weight of a round's pooled moments in the global statistics, instead of tracking (lambda in the paper); 0: tracking",
         "(0, 1]",
-        symbol="lambda",
         unset=0.0,
-        otherwise="tracking",
     )
     stat_samples: int = option(
         AS_TRAINED,

@@ -473,7 +473,7 @@ def freeze_after() -> Any:
 
     In a run config, the same key makes any other method freeze its statistics.
     """
-    return option(None, "last round before the statistics freeze", ">= 0", key="freeze-after", unset=-1, otherwise="half of the rounds")
+    return option(None, "last round before the statistics freeze; -1: half of the rounds", ">= 0", key="freeze-after", unset=-1)
 
 
 def frozen_rate() -> Any:

@@ -39,7 +39,7 @@ class _Proximal(Round):
 class FedProx(Objective):
     """Add FedProx's proximal term to the loss. The term is over the trained weights that are shared, and no others."""
 
-    mu: float = option(0.01, "strength of mu/2 times the squared distance from the received weights; 0: off", ">= 0", symbol="mu")
+    mu: float = option(0.01, "strength of mu/2 times the squared distance from the received weights (mu in the paper); 0: off", ">= 0")
     name: ClassVar[str] = "fedprox"
     switch: ClassVar[str] = "mu"
     anchored: ClassVar[bool] = True

@@ -47,7 +47,7 @@ class _Sharpness(Round):
 class FedSAM(Objective):
     """Compute each gradient after FedSAM's ascent step. ``rho`` is the step's Euclidean length, over all trained parameters."""
 
-    rho: float = option(0.05, "radius of the ascent step; 0: off", ">= 0", symbol="rho")
+    rho: float = option(0.05, "radius of the ascent step (rho in the paper); 0: off", ">= 0")
     name: ClassVar[str] = "fedsam"
     switch: ClassVar[str] = "rho"
     repeats: ClassVar[bool] = True

@@ -115,8 +115,8 @@ class _Contrast(Round):
 class Moon(Objective):
     """Add MOON's contrastive term to the loss."""
 
-    mu: float = option(1.0, "weight of the contrastive term; 0: off", ">= 0", symbol="mu")
-    temperature: float = option(0.5, "temperature of the contrastive term's softmax", ">= 1e-6", symbol="tau", hidden=True)
+    mu: float = option(1.0, "weight of the contrastive term (mu in the paper); 0: off", ">= 0")
+    temperature: float = option(0.5, "temperature of the contrastive term's softmax (tau in the paper)", ">= 1e-6", hidden=True)
     name: ClassVar[str] = "moon"
     switch: ClassVar[str] = "mu"
     anchored: ClassVar[bool] = True

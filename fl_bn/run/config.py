@@ -34,7 +34,7 @@ from fl_bn.federation.settings import LocalTraining, Schedule
 from fl_bn.flower.wire.messages import FOLDER
 from fl_bn.methods import METHODS, Method, freeze
 from fl_bn.objectives import OBJECTIVES, Objective
-from fl_bn.options import Key, Option, Value, build, kebab, keys_of, options_by_key, own_options, refuse, same_key
+from fl_bn.options import Option, Value, build, kebab, keys_of, options_by_key, own_options, refuse, same_key
 from fl_bn.run.errors import ConfigError as ConfigError
 from fl_bn.run.keys import LONGEST
 from fl_bn.run.run_keys import VALUES, RunKeys, general_options
@@ -99,7 +99,7 @@ class RunConfig(RunKeys):
         check_used(self, given, REGISTRIES, self._general())
 
     def _general(self) -> dict[str, Option]:
-        return {**general_options(), **{key: spec for key, (_, spec) in options_by_key(setup_class(self.setup)).items()}}
+        return {**general_options(), **options_by_key(setup_class(self.setup))}
 
     @cached_property
     def changes(self) -> Setup:
@@ -129,7 +129,7 @@ class RunConfig(RunKeys):
         return frozenset(unused(self, REGISTRIES, self._general()))
 
     @classmethod
-    def keys(cls, setup: str = "") -> dict[str, Key]:
+    def keys(cls, setup: str = "") -> dict[str, Option]:
         """Return every key of the run config, in the order of docs/config.md.
 
         Args:
@@ -141,14 +141,14 @@ class RunConfig(RunKeys):
         """
         try:
             import_extensions()
-            general = {name: spec.as_key(name) for name, spec in general_options().items()}
-            keys: dict[str, Key] = {}
+            general = general_options()
+            keys: dict[str, Option] = {}
             for name, key in general.items():
                 keys[name] = key
                 for of, addition in keys_of(REGISTRIES.get(name, {})).items():
                     same_key(general.get(of) or keys.setdefault(of, addition), addition)
-            for name, (_, spec) in options_by_key(setup_class(setup)).items():
-                same_key(keys.setdefault(name, spec.as_key(name)), spec.as_key(name))
+            for name, spec in options_by_key(setup_class(setup)).items():
+                same_key(keys.setdefault(name, spec), spec)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         return keys
@@ -190,7 +190,7 @@ class RunConfig(RunKeys):
             except KeyError as error:
                 raise AttributeError(str(error)) from error
 
-    def _key(self, name: str) -> Key:
+    def _key(self, name: str) -> Option:
         if name not in (keys := self.keys(self.setup)):
             raise KeyError(unknown("config key", name, keys))
         return keys[name]

@@ -13,7 +13,7 @@ from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS
 from fl_bn.models import MODELS
-from fl_bn.options import declared, option, parses
+from fl_bn.options import declared, option
 from fl_bn.run import used as when
 from fl_bn.task import AUTO, TASKS
 
@@ -47,7 +47,7 @@ class DataKeys:
         f"role of each of the network's own buffers ({', '.join(BUFFER_ROLES)}), such as '*.codebook=shared, site_*=kept'; empty: buffers "
         "of known layers have the role of their kind, all others are shared",
         "NAME=ROLE,...",
-        parses(parse_buffer_roles),
+        parse_buffer_roles,
     )
     task: str = option(
         AUTO,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import tomli_w
 
-from fl_bn.options import Key
+from fl_bn.options import Option
 from fl_bn.support.names import names_of
 
 LONGEST = 255  # the longest name of a file, in bytes
@@ -53,16 +53,16 @@ OFTEN = (
 """The keys that `fl-bn run --help` names, and that come first in docs/config.md."""
 
 
-def often_used(keys: Mapping[str, Key]) -> list[tuple[str, str, str]]:
+def often_used(keys: Mapping[str, Option]) -> list[tuple[str, str, str]]:
     """Return name, default and meaning, without the meaning of special values, of the keys that are often used."""
     return [(name, _default(keys[name]) or "empty", keys[name].help.partition("; ")[0]) for name in OFTEN]
 
 
-def _default(key: Key) -> str:
+def _default(key: Option) -> str:
     return str(key.default).lower() if isinstance(key.default, bool) else str(key.default)
 
 
-def described(keys: Mapping[str, Key]) -> str:
+def described(keys: Mapping[str, Option]) -> str:
     """Return all keys as Markdown: a line with those that are often used, and one list per section, as in docs/config.md."""
     lines = [f"Often used: {', '.join(f'`{name}`' for name in OFTEN)}."]
     for key in keys.values():
@@ -75,6 +75,6 @@ def described(keys: Mapping[str, Key]) -> str:
     return "\n".join(lines)
 
 
-def defaults(keys: Mapping[str, Key]) -> str:
+def defaults(keys: Mapping[str, Option]) -> str:
     """Return the defaults of all keys as TOML, as they stand in ``[tool.flwr.app.config]`` of pyproject.toml."""
     return tomli_w.dumps({key.name: key.default for key in keys.values()}).rstrip("\n")

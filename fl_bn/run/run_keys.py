@@ -23,7 +23,7 @@ from fl_bn.federation.optimizers import SERVER_OPTIMIZERS
 from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.settings import LocalTraining, Schedule
 from fl_bn.objectives import OBJECTIVES
-from fl_bn.options import Option, declared, kebab, option, options_by_key, own_options, same_key
+from fl_bn.options import Option, declared, option, options_by_key, own_options, same_key
 from fl_bn.run import keys
 from fl_bn.run import used as when
 from fl_bn.run.data_keys import DataKeys
@@ -180,14 +180,14 @@ def general_options() -> Mapping[str, Option]:
 def _general_options(
     values: tuple[tuple[type[Any], type[Any]], ...],
 ) -> Mapping[str, Option]:  # cached, since it is needed for every run config
-    options = {kebab(name): spec for name, spec in own_options(RunKeys).items()}
+    options = {spec.name: spec for spec in own_options(RunKeys).values()}
     order = list(options)
     for base, kind in values:
         if not issubclass(kind, base):
             raise ValueError(f"VALUES[{base.__name__}] must be derived from {base.__name__}, but got {kind.__name__}")
         before = order[-1]
-        for key, (_, spec) in options_by_key(kind).items():
-            same_key(options.setdefault(key, spec).as_key(key), spec.as_key(key))
+        for key, spec in options_by_key(kind).items():
+            same_key(options.setdefault(key, spec), spec)
             if key not in order:
                 order.insert(order.index(before) + 1, key)
             before = key

@@ -27,7 +27,7 @@ from fl_bn.data.record import TEST
 from fl_bn.federation.local import Samples
 from fl_bn.federation.record import RoundRecord
 from fl_bn.methods import Method
-from fl_bn.options import Options, hidden_options, kebab, own_options
+from fl_bn.options import Options, options_by_key, own_options
 from fl_bn.run.errors import ConfigError
 from fl_bn.support.names import short
 from fl_bn.support.user_code import OWN, Modules, function
@@ -112,14 +112,14 @@ class Setup(Options):
 
         An option of a setup that has the key of such an argument (``hbn-mixing`` of ``hbn``'s ``mixing``) gives its value.
         """
-        fields, hidden = _fields_by_key(cast(Any, type(self))), hidden_options(constructor)
-        given = {name: (getattr(self, fields[key]), spec.unset) for key, (name, spec) in hidden.items() if key in fields}
-        return {name: value for name, (value, unset) in given.items() if value != unset}
+        own, hidden = _own(cast(Any, type(self))), options_by_key(constructor, hidden=True)
+        given = [(spec, getattr(self, own[key])) for key, spec in hidden.items() if key in own]
+        return {spec.field: value for spec, value in given if value != spec.unset}
 
 
 @cache
-def _fields_by_key(kind: Any) -> dict[str, str]:
-    return {kebab(name): name for name in own_options(kind)}
+def _own(kind: Any) -> dict[str, str]:
+    return {spec.name: name for name, spec in own_options(kind).items()}
 
 
 def setup_class(name: str) -> type[Setup]:

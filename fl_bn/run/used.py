@@ -12,7 +12,7 @@ from typing import Any
 
 from fl_bn.data.partition import BY_DOMAIN, PARAMETRISED
 from fl_bn.methods import METHODS
-from fl_bn.options import Option, Used, hidden_options, in_config, options_by_key, used_with
+from fl_bn.options import Option, Used, in_config, options_by_key, used_with
 from fl_bn.run.errors import ConfigError
 
 
@@ -47,7 +47,7 @@ def conditions(config: Any, registries: Registries, general: Mapping[str, Option
         takers: dict[str, list[str]] = {}
         for name, constructor in registry.items():
             own = {key for key in options_by_key(constructor) if key not in general}
-            for key in own | (hidden_options(constructor).keys() & general.keys()):
+            for key in own | (options_by_key(constructor, hidden=True).keys() & general.keys()):
                 takers.setdefault(key, []).append(name)
         owners |= {key: used_with(chooser, *names) for key, names in takers.items() if config[chooser] not in names}
     return owners

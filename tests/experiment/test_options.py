@@ -21,7 +21,7 @@ from fl_bn import options
 from fl_bn.flower import FBN, HBN, FedTAN2, Rounds, run_in_process
 from fl_bn.methods import METHODS, Method, Refresh
 from fl_bn.objectives import OBJECTIVES
-from fl_bn.options import Options, hidden_options, keys_of, option, options_by_key, range_of, takes
+from fl_bn.options import Options, keys_of, option, options_by_key, range_of, takes
 from fl_bn.run.config import REGISTRIES
 from tests.experiment.inside import RunConfig, command, config, ends_with_a_sentence, kebab, refusing
 from tests.extension.package import installed
@@ -63,10 +63,11 @@ def test_the_constructor_its_signature_and_the_run_config_say_the_same(key: str,
     neutral = comparable(alone)
     assert comparable(made) == (comparable(alone.bounded()) if key == "method" else neutral)  # a run clips
     taken = inspect.signature(make).parameters  # type: ignore[arg-type]
-    said = {field: one.default for field, one in (*options_by_key(make).values(), *hidden_options(make).values())}
+    said = {one.field: one.neutral for hidden in (False, True) for one in options_by_key(make, hidden).values()}
     assert {field: taken[field].default for field in taken} == said
-    for of, (field, declared) in options_by_key(make).items():
-        assert RunConfig()[of] == RunConfig.keys()[of].default == declared.as_key(of).default
+    for of, declared in options_by_key(make).items():
+        field = declared.field
+        assert RunConfig()[of] == RunConfig.keys()[of].default == declared.default
         if declared.unset is not None:
             assert comparable(make(**{field: None})) == neutral  # type: ignore[operator]
         for wrong in ("no such name", -0.5, float("nan")):

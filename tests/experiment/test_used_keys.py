@@ -107,7 +107,7 @@ def test_an_option_counts_with_its_owners_alone(key: str) -> None:
     (chosen_by, owners), default = OWNERS[key], KEYS[key].default
     numbers = [not default] if isinstance(default, bool) else [] if isinstance(default, str) else [default + 3, default - 1, 0.25]
     near = numbers or [*KEYS[key].values]
-    value = next(value for value in near if value != default and KEYS[key].accepts(value) and type(value) is type(default))
+    value = next(value for value in near if value != default and KEYS[key].allows(value) and type(value) is type(default))
     if stranger := next((name for name in REGISTRIES[chosen_by] if name not in (*owners, *FITTING, "fedavg", "none")), ""):
         with refusing(f"{key}=", chosen_by, by=HasNoEffect):
             config({key: value, chosen_by: stranger})

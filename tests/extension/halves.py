@@ -18,7 +18,7 @@ REPORTS = {"first": StatisticsReport.FIRST, "pass": StatisticsReport.PASS}
 @dataclass(frozen=True)
 class HalvesOptions(Options):
     name: ClassVar[str] = "halves"
-    weight: float = option(0.5, "weight of a round's pooled moments", "(0, 1]", symbol="h")
+    weight: float = option(0.5, "weight of a round's pooled moments (h in the paper)", "(0, 1]")
     report: str = option("first", "moments that clients report", REPORTS)
 
 

@@ -127,7 +127,7 @@ def test_what_is_entered_must_be_derived_from_what_stands_there(monkeypatch: pyt
 
 def test_a_line_of_the_run_config_is_named_by_its_key() -> None:
     """Else its attribute and its key would differ."""
-    named = {name: spec.key for name, spec in own_options(RunKeys).items() if spec.key}
+    named = {name: spec.name for name, spec in own_options(RunKeys).items()}
     assert len(named) > 30
     assert {name: key for name, key in named.items() if name.replace("_", "-") != key} == {}
 
@@ -151,7 +151,7 @@ def test_the_run_config_differs_from_a_constructor_where_it_is_said() -> None:
         (kind.__name__, name)
         for kind in VALUES
         for name, spec in own_options(kind).items()
-        if spec.in_run != spec.default and not spec.read
+        if spec.default != spec.neutral and not spec.read
     }
     required = {
         ("LocalTraining", "batch_size"),

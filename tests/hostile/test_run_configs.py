@@ -23,7 +23,7 @@ def some_config(rng: random.Random) -> dict[str, Any]:
         if type(key.default) is bool:
             usual = [True, False]
         elif type(key.default) is str:
-            usual = [part for part in key.shown.split(", ") if key.accepts(part)] or TEXTS
+            usual = [part for part in key.shown.split(", ") if key.allows(part)] or TEXTS
         values[name] = rng.choice(rng.choice([usual, usual, usual, TEXTS, OTHERS]))
     return values | ({rng.choice(["", "Rounds", "learning_rate", "\0", "rounds "]): 1} if rng.random() < 0.02 else {})
 
