@@ -7,7 +7,6 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 
 from fl_bn.flower import BatchNormClient, Site, make_client_app
-from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses
 from fl_bn.run.assembly import (
     OwnData,
     allow_modules,
@@ -54,7 +53,7 @@ def build_client(context: Context, folder: Path | None = None) -> BatchNormClien
         device=where,
         folder=kept,
         label_counts=counts if bool(node.get("share-label-counts", True)) and not secure else None,
-        exchange=ExchangeAddresses.of(node),
+        node_config=node,
         state=kept if "state-dir" in node or config.checkpoint_every else None,
     )
     lent = network(config, where)

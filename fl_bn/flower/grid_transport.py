@@ -43,7 +43,7 @@ from fl_bn.flower.population import Client, Population
 from fl_bn.flower.recovery import Checkpoint, Recovery, Starts
 from fl_bn.flower.wire.codec import Decoded, Reading, arrays_of, header_for, to_records
 from fl_bn.flower.wire.messages import STATISTICS, add_to_config, here
-from fl_bn.flower.wire.messaging import receive, send_and_receive
+from fl_bn.flower.wire.messaging import receive
 from fl_bn.methods import Phase
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.task import CLASSIFICATION, Task
@@ -364,7 +364,7 @@ class GridTransport(Transport):
 
     def send(self, messages: Iterable[Message]) -> list[Message]:
         """Send messages, and return the replies."""
-        return send_and_receive(self.grid, messages, self.timeout, self.policy.retry, self.policy.called)
+        return list(receive(self.grid, messages, self.timeout, self.policy.retry, self.policy.called))
 
     def overheard(self, replies: Iterable[Message], without_training: bool = False) -> Iterable[Decoded]:
         """Decode the replies, and record for the disclosure report which data they reveal.

@@ -3,39 +3,168 @@
 fl-bn's own application, users' own Flower apps and secure aggregation all use these functions.
 Handlers are functions of a module, since Flower's ``run_simulation`` pickles inner functions
 with copies of all that they use.
+
+Between its rounds, a client keeps the tensors that stay with it, and the optimizer's momentum,
+in Flower's ``context.state`` or in files. ``context.state`` is in the memory of the simulation
+or of the SuperNode. Files survive the end of both. In a resumed run, each client reads from its
+files the state of the round to which the run goes back.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import json
+import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fl_bn.federation.fields import Values
 from fl_bn.federation.network import Network
-from fl_bn.federation.payload import Payload, to_numpy, to_tensors
+from fl_bn.federation.payload import Payload, Sections, to_numpy, to_tensors
 from fl_bn.federation.recording import Connect
 from fl_bn.federation.schema import KEPT, difference
-from fl_bn.federation.values import ClientState, Instruction, Reply
-from fl_bn.flower.client_state import StateStore, store_of
-from fl_bn.flower.compat import deployed
-from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect
+from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
+from fl_bn.flower.compat import deployed, log
+from fl_bn.flower.layerwise.exchange_address import connect
 from fl_bn.flower.layerwise.transcript import Transcript, detach
-from fl_bn.flower.wire.codec import Header, header_of, payload_of, to_records
+from fl_bn.flower.wire.codec import Header, header_of, payload_of, to_record, to_records
 from fl_bn.flower.wire.gate import Limits
-from fl_bn.flower.wire.messages import HEADER, HELLO, OURS, TO_MEASURE, TO_MEET, TO_TELL, TO_TRAIN, Form, here
+from fl_bn.flower.wire.messages import HEADER, HELLO, OURS, TO_MEASURE, TO_MEET, TO_TELL, TO_TRAIN, Form, RunId, here, our_records
 from fl_bn.methods import Phase
+from fl_bn.support import durable
 from fl_bn.support.wire import WireError
 
 COUNTS = ("steps", "batch", "measured", "kept", "fewest", "count")  # metrics that are whole numbers
+
+
+OWNER = f"{OURS}kept-for"  # the record that says to which run, model and method the tensors belong
+PREVIOUS = "previous/"  # prefix for the sections of the state before the newest one
+
+
+class MemoryState:
+    """Store the newest state of a client, and the one before it, in Flower's ``context.state``.
+
+    The older state is needed when a client gets the message of the newest round again. Tensors
+    of another ``signature`` (of model and method) or of another ``run`` are not used. An empty
+    ``run``: those of any run are.
+    """
+
+    def __init__(self, state: RecordDict, signature: str, run: str = "") -> None:
+        self._state, self._signature, self._run = state, signature, run
+
+    def read(self, before: int) -> ClientState:
+        """Return the newest state from a round before ``before``; ``NOTHING`` if this store has none."""
+        owner: Any = self._state.get(OWNER, {})
+        if owner.get("signature") != self._signature or (self._run and owner["run"] not in ("", self._run)):
+            return NOTHING
+        for prefix in ("", PREVIOUS):
+            if 0 < (round := owner[f"{prefix}round"]) < before:
+                records = {
+                    name.removeprefix(PREVIOUS): r
+                    for name, r in our_records(self._state, ArrayRecord).items()
+                    if name.startswith(PREVIOUS) == bool(prefix)
+                }
+                sections = {section: to_tensors({k: a.numpy() for k, a in record.items()}) for section, record in records.items()}
+                return ClientState(round, sections)
+        return NOTHING
+
+    def write(self, round: int, sections: Sections) -> None:
+        """Store ``sections`` as the state after ``round``. Of the states from earlier rounds, only the newest is kept."""
+        before = self.read(round)
+        for section in our_records(self._state, ArrayRecord):
+            del self._state[OURS + section]
+        kept = dict(sections) | {f"{PREVIOUS}{section}": tensors for section, tensors in before.sections.items()}
+        for section, tensors in kept.items():
+            self._state[OURS + section] = to_record(to_numpy(tensors))
+        self._state[OWNER] = ConfigRecord(
+            {"signature": self._signature, "run": self._run, "round": round, f"{PREVIOUS}round": before.round}
+        )
+
+
+class FileState:
+    """Store the states of one client in one run, in one file per round.
+
+    Files of rounds to which the run cannot go back any more are deleted. A file that is
+    damaged, or belongs to another client, model or method, is renamed with a message in the
+    log, and not used.
+    """
+
+    def __init__(self, folder: Path, run_id: RunId, client: int, signature: str) -> None:
+        self.folder, self.run_id = folder / run_id.run / f"client-{client}", run_id
+        self._owner = {"run": run_id.run, "client": str(client), "signature": signature}
+
+    def read(self, before: int) -> ClientState:
+        """Return the newest state from a round before ``before``; ``NOTHING`` if there is none.
+
+        A run that was resumed has undone the rounds after its checkpoint. States of these
+        rounds are ignored.
+        """
+        for round, attempt, path in self._files():
+            if round < before and self.run_id.counts(round, attempt) and (sections := self._load(path)) is not None:
+                return ClientState(round, sections)
+        return NOTHING
+
+    def write(self, round: int, sections: Sections) -> None:
+        """Write the tensors in ``sections`` as the state after ``round``, and delete files that are no longer needed."""
+        tensors = {f"{section}/{name}": tensor for section, part in sections.items() for name, tensor in part.items()}
+        path = self.folder / f"round-{round:06}.{self.run_id.attempt}{durable.SUFFIX}"
+        durable.save_tensors(
+            path, tensors, {**self._owner, "round": str(round), "what": "the tensors that one fl-bn client keeps to itself"}
+        )
+        needed = True
+        for kept, attempt, old in self._files():
+            on_the_line = self.run_id.counts(kept, attempt)
+            if not needed or (attempt in self.run_id.attempts and not on_the_line):
+                old.unlink(missing_ok=True)
+            needed = needed and not (on_the_line and kept <= self.run_id.durable)
+
+    def _files(self) -> list[tuple[int, str, Path]]:
+        """Return round, token (``RunId.attempt``) and path of every file, the newest round first."""
+        names = {path: re.fullmatch(rf"round-(\d+)\.(\w+){re.escape(durable.SUFFIX)}", path.name) for path in self.folder.glob("round-*")}
+        return sorted(((int(name[1]), name[2], path) for path, name in names.items() if name), reverse=True)
+
+    def _load(self, path: Path) -> dict[str, dict[str, Tensor]] | None:
+        try:
+            tensors, about = durable.load_tensors(path)
+            for key, expected in self._owner.items():
+                if about.get(key) != expected:
+                    raise durable.Damaged(f"{path}: expected a state for {key} {expected!r}, but it is for {about.get(key)!r}")
+        except durable.Damaged as problem:
+            log(
+                logging.WARNING,
+                "%s. The file is renamed to %s; the client goes on from an older state, if it has one",
+                problem,
+                durable.set_aside(path).name,
+            )
+            return None
+        sections: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            section, _, key = name.partition("/")
+            sections.setdefault(section, {})[key] = tensor
+        return sections
+
+
+StateStore = MemoryState | FileState
+"""Keeps a client's own tensors (those that it does not share) between its rounds, by round and section."""
+
+
+def store_of(state: RecordDict, folder: Path | None, config: Mapping[str, Any], client: int, signature: str) -> StateStore:
+    """Return the store for a client's own tensors: a ``FileState`` in ``folder``, or else a ``MemoryState`` in ``state``.
+
+    ``config`` is that of a message. If it names no run, nothing is stored in files.
+    """
+    run_id = RunId.of(config)
+    if folder is None or not run_id.run:
+        return MemoryState(state, signature, run_id.run)
+    return FileState(folder, run_id, client, signature)
 
 
 @dataclass(frozen=True)
@@ -65,10 +194,10 @@ class Request:
         kept = store.read(before=self.instruction.round + (not trains))
         return replace(kept, counted=int(self.config.get("counted", kept.round)) >= kept.round) if trains else kept
 
-    def connect(self, addresses: ExchangeAddresses) -> Connect | None:
+    def connect(self, node_config: Mapping[str, Any]) -> Connect | None:
         """Return the function by which the client joins the layer-wise exchange of its round; None: there is no exchange."""
         if self.instruction.phase is Phase.EXCHANGE or (not self.instruction.trains and self.config.get("exchange")):
-            return partial(connect, addresses, self.config, self.transcript)
+            return partial(connect, node_config, self.config, self.transcript)
         return None
 
 
@@ -148,7 +277,8 @@ class Participant:
         state: Flower's ``context.state``.
         folder: the folder for files with the tensors that the client keeps; None: they are kept
             in ``state``.
-        exchange: the addresses of a layer-wise exchange to which the client may connect.
+        node_config: the client's node config, which says to which addresses of a layer-wise
+            exchange it may connect.
         tells: whether the client sends the BatchNorm layers that it keeps.
         label_counts: the number of training samples per label; empty: the client does not tell
             it.
@@ -160,7 +290,7 @@ class Participant:
     samples: Callable[[], int]
     state: RecordDict
     folder: Path | None = None
-    exchange: ExchangeAddresses = ExchangeAddresses()
+    node_config: Mapping[str, Any] = field(default_factory=dict)
     tells: bool = False
     label_counts: Sequence[int] = ()
 
@@ -212,7 +342,7 @@ def _kept(build: Build, message: Message, context: Context) -> Message:
 
 def _rendezvous(build: Build, message: Message, context: Context) -> Message:
     """Join the layer-wise exchange, and leave it. The server tests by this whether a cohort's clients can all run at the same time."""
-    connect(build(context).exchange, TO_MEET.of(message.content), [], 1).close()
+    connect(build(context).node_config, TO_MEET.of(message.content), [], 1).close()
     return Message(RecordDict(), reply_to=message)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +32,6 @@ from fl_bn.federation.training import SampleLoop
 from fl_bn.federation.values import ClientState, Reply
 from fl_bn.flower.compat import log
 from fl_bn.flower.handlers import QUERIES, Answer, Participant, Request, metrics_of, read, register, reply_to, request_of
-from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses
 from fl_bn.flower.layerwise.transcript import Unanswered, question
 from fl_bn.flower.wire.codec import Header, flatten, unflatten
 from fl_bn.flower.wire.gate import Gate, Limits, enough
@@ -58,7 +57,8 @@ class Site:
         state: the folder for tensors that the client keeps between rounds. Each run has a
             subfolder of its name. None: the tensors are kept in Flower's ``context.state``, as
             long as the simulation or the SuperNode runs.
-        exchange: the addresses of a layer-wise exchange to which the client may connect.
+        node_config: the node config, which says to which addresses of a layer-wise exchange the
+            client may connect.
     """
 
     client: int
@@ -69,7 +69,7 @@ class Site:
     folder: Path | None = None
     label_counts: tuple[int, ...] | None = None
     state: Path | None = None
-    exchange: ExchangeAddresses = ExchangeAddresses()
+    node_config: Mapping[str, Any] = field(default_factory=dict)
 
 
 class BatchNormClient(Participant, NumPyClient):
@@ -114,7 +114,7 @@ class BatchNormClient(Participant, NumPyClient):
         check_composition(method, settings)
         network = model if isinstance(model, Network) else Network(model, method, site.device)
         counts = site.label_counts or ()
-        super().__init__(network, site.client, site.clients, lambda: len(site.train), state, site.state, site.exchange, tells, counts)
+        super().__init__(network, site.client, site.clients, lambda: len(site.train), state, site.state, site.node_config, tells, counts)
         self.method, self.settings, self.site, self.seed, self.task = method, settings, site, seed, task
         self.stores = own_sections  # chooses what the client stores after a round
 
@@ -137,7 +137,7 @@ class BatchNormClient(Participant, NumPyClient):
                 answer.
         """
         instruction, store = request.instruction, self.store(request.config)
-        kept, joins = request.kept(store), request.connect(self.exchange)
+        kept, joins = request.kept(store), request.connect(self.node_config)
         try:
             with self.network.lend() as lent:
                 loop = SampleLoop(self.site.train, self.seed, self.site.client, self.task)

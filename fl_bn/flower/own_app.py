@@ -42,10 +42,8 @@ from fl_bn.federation.local import torch_seed
 from fl_bn.federation.network import Network
 from fl_bn.federation.own_loop import local_round
 from fl_bn.federation.values import ClientState
-from fl_bn.flower.client_state import StateStore
-from fl_bn.flower.handlers import QUERIES, Participant, Request, read, register, reply_to
+from fl_bn.flower.handlers import QUERIES, Participant, Request, StateStore, read, register, reply_to
 from fl_bn.flower.hooks import EXAMPLES, is_number
-from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses
 from fl_bn.flower.layerwise.transcript import Unanswered, question
 from fl_bn.flower.wire.gate import OWN_METRICS, Gate, admit_own
 from fl_bn.flower.wire.messages import STATISTICS, TO_EVALUATE, TO_MEASURE, TO_TRAIN
@@ -276,7 +274,7 @@ def training(
     instruction, store = request.instruction, client.store(request.config)
     if method.reports(instruction.phase) is StatisticsReport.PASS and batches is None:
         raise ValueError(f"{method.name} measures the training data before training: call training(..., batches=trainloader)")
-    kept, joins = request.kept(store), request.connect(client.exchange)
+    kept, joins = request.kept(store), request.connect(client.node_config)
     repeatable = ExitStack()
     if instruction.phase is Phase.EXCHANGE:
         seed = int(np.random.default_rng([context.run_id, client.client, instruction.round]).integers(2**62))
@@ -371,7 +369,7 @@ def _measure(build: Callable[[Context], _Measuring], message: Message, context: 
     admit_own(message, context, evaluates=False)
     client = build(context)
     request = read(message, client.network, TO_MEASURE)
-    kept, joins = request.kept(client.store(request.config)), request.connect(client.exchange)
+    kept, joins = request.kept(client.store(request.config)), request.connect(client.node_config)
     with local_round(client.network.original, client.network.method, request.instruction, kept, connect=joins) as local:
         local.measure(client.batches, client.task)
     reply, _ = local.reply(local.statistics_pass.samples)
@@ -384,8 +382,7 @@ def _client(context: Context, model: nn.Module, method: Method, kind: type[P]) -
     if missing := {"partition-id", "num-partitions"} - {*node}:
         raise ValueError(f"this client's node config has no {min(missing)!r}: --node-config 'partition-id=0 num-partitions=5' gives both")
     network, folder = Network(convert(model, method), method), Path(str(node["state-dir"])) if "state-dir" in node else None
-    addresses, clients = ExchangeAddresses.of(node), int(node["num-partitions"])
-    return kind(network, int(node["partition-id"]), clients, lambda: 0, context.state, folder, addresses)
+    return kind(network, int(node["partition-id"]), int(node["num-partitions"]), lambda: 0, context.state, folder, node)
 
 
 MOST_BATCHES = 1_000_000

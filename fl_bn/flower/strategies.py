@@ -168,13 +168,6 @@ class OwnAppStrategy(BatchNormStrategy):
         """
         return FlowersArguments(**{name: getattr(self, name) for name in FLOWERS})
 
-    def summary(self) -> None:
-        """Log what the method does with every normalisation layer."""
-        if self._policy is None:
-            super().summary()
-        else:
-            self._describe(self._model, convert(self._model, self._method), self._method)
-
     def _begun(self, grid: Grid, timeout: float | None, train_config: ConfigRecord) -> tuple[GridTransport, float]:
         """Wait for the clients, and make the transport of the run with them, which every ``start`` makes anew."""
         if self._policy is None:

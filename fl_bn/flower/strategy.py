@@ -183,10 +183,7 @@ class BatchNormStrategy(Strategy):
     def summary(self) -> None:
         """Log what the method does with every normalisation layer."""
         transport = self.transport
-        self._describe(transport.server.source, transport.shared.model, transport.method)
-
-    def _describe(self, source: nn.Module, model: nn.Module, method: Method) -> None:
-        first, *others = describe_layers(source, model, method)
+        first, *others = describe_layers(transport.server.source, transport.shared.model, transport.method)
         log(logging.INFO, "\t%s", first)
         for line in others:
             log(logging.INFO, "\t%s", line, extra={DETAIL: True})

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
 from fl_bn.federation.shared_model import SharedModel
-from fl_bn.flower.client_state import NOTHING, ClientState, FileState, MemoryState
+from fl_bn.flower.handlers import NOTHING, ClientState, FileState, MemoryState
 from fl_bn.flower.recovery import Recovery
 from fl_bn.methods import METHODS
 from fl_bn.support import durable

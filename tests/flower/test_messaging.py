@@ -14,9 +14,8 @@ from flwr.serverapp import Grid
 
 from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed
 from fl_bn.flower.wire import messaging as module
-from fl_bn.flower.wire.messaging import DIED, FEW, LOOK, PASSING, POLL, SAY, receive, send_and_receive
+from fl_bn.flower.wire.messaging import DIED, FEW, LOOK, PASSING, POLL, SAY, receive
 from fl_bn.methods import METHODS, Method
-from fl_bn.support.client_names import ClientNames
 from tests.flower.inside import RoundRecord, Samples
 from tests.flower.test_recovery import with_files
 from tests.in_process import WatchedGrid, a_tenth, client_app, identical, run
@@ -108,7 +107,7 @@ def sources(replies: Iterable[Message]) -> list[int]:
 
 def test_replies_are_taken_as_they_come_and_not_asked_for_again(clock: Clock, clients: list[Samples]) -> None:
     grid = SlowGrid(inner(clients), clock, lambda message: 1.0 * message.metadata.dst_node_id)
-    replies = send_and_receive(grid, iter(hellos(grid)), 60.0)
+    replies = list(receive(grid, iter(hellos(grid)), 60.0))
     assert sources(replies) == [1, 2, 3]
     assert clock.now == pytest.approx(1003, abs=2 * POLL)  # and no longer than the last takes
     assert {len(wanted) for wanted in grid.pulls} == {1}  # each is pulled alone, so that one that cannot be opened costs no other
@@ -124,11 +123,11 @@ def test_what_is_late_or_lost_is_not_waited_for_beyond_the_deadline(
     """From time to time the log says who is waited for. A reply that comes with the deadline counts."""
     begin = clock.now
     grid = SlowGrid(inner(clients), clock, lambda message: {1: 0.0, 2: None, 3: 1000.0}[message.metadata.dst_node_id])
-    assert sources(send_and_receive(grid, hellos(grid), timeout)) == [1]
+    assert sources(receive(grid, hellos(grid), timeout)) == [1]
     assert timeout <= clock.now - begin <= timeout + POLL
     assert log.text.count("1 of 3 replies are here") == timeout // SAY
     grid = SlowGrid(inner(clients), clock, lambda message: timeout)
-    assert sources(send_and_receive(grid, hellos(grid), timeout)) == [1, 2, 3]
+    assert sources(receive(grid, hellos(grid), timeout)) == [1, 2, 3]
 
 
 def test_few_replies_are_fetched_at_a_time(clock: Clock, clients: list[Samples]) -> None:
@@ -189,7 +188,7 @@ def test_a_node_that_died_is_asked_again_once_it_is_back(code: int, clock: Clock
     grid, begin = Lossy(answering, clock, {2: 1}, code), clock.now
     grid.offline = lambda node, now: node == 2 and now < begin + 20
     sent = trains(grid)
-    replies = send_and_receive(grid, sent, 60.0, patience=30.0)
+    replies = list(receive(grid, sent, 60.0, patience=30.0))
     assert outcome(replies) == {"reply": 3}
     assert 20 <= clock.now - begin <= 20 + LOOK + 2 * POLL
     assert sorted(reply.metadata.src_node_id for reply in replies) == [1, 2, 3]
@@ -222,27 +221,10 @@ def test_a_node_is_given_up(
 ) -> None:
     grid, begin = Lossy(answering, clock, {2: times}, code), clock.now
     grid.offline = lambda node, now: node == 2 and now < begin + back
-    assert outcome(send_and_receive(grid, trains(grid), timeout, patience))["reply"] == 2
+    assert outcome(receive(grid, trains(grid), timeout, patience))["reply"] == 2
     assert until[0] <= clock.now - begin <= until[1] + 4 * POLL
     assert asked is None or [node for _, node in grid.kinds].count(2) == asked
-    assert code != DIED or outcome(send_and_receive(Lossy(answering, clock, {2: 2}), trains(grid), timeout, patience)) == {"reply": 3}
-
-
-def test_a_site_whose_key_is_renewed_in_mid_round_is_asked_at_its_new_node(clock: Clock, answering: WatchedGrid) -> None:
-    """Site y had node 2, and has node 3 since. Its reply counts as that of node 2, which the round has as its client."""
-    registered: dict[int, str] = {}
-    called = ClientNames(("x", "y"), (1, 2), lambda: registered)
-
-    def ask() -> dict[int, bool]:
-        grid = Lossy(answering, clock, {2: 1}, 5)
-        grid.offline = lambda node, now: node == 2
-        sent = [message for message in trains(grid) if message.metadata.dst_node_id != 3]
-        replies = send_and_receive(grid, sent, 60.0, patience=10.0, called=called)
-        return {reply.metadata.src_node_id: reply.has_error() for reply in replies}
-
-    assert ask() == {1: False, 2: True}  # control: nobody says whose node 3 is
-    registered[3] = "y"
-    assert ask() == {1: False, 2: False}
+    assert code != DIED or outcome(receive(Lossy(answering, clock, {2: 2}), trains(grid), timeout, patience)) == {"reply": 3}
 
 
 @pytest.mark.parametrize(("name", "files"), [("fbn", False), ("hbn", False), ("fedbn", True), ("hbn", True)])

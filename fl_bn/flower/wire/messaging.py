@@ -31,13 +31,6 @@ FEW = 8  # the most replies to fetch at a time, since each is freed after use
 SAY = 60.0  # seconds between two lines of the log that say how many replies have come
 
 
-def send_and_receive(
-    grid: Grid, messages: Iterable[Message], timeout: float, patience: float = 0.0, called: ClientNames = UNNAMED
-) -> list[Message]:
-    """Do the same as ``receive``, and return the replies as a list."""
-    return list(receive(grid, messages, timeout, patience, called))
-
-
 def receive(
     grid: Grid, messages: Iterable[Message], timeout: float, patience: float = 0.0, called: ClientNames = UNNAMED
 ) -> Iterator[Message]:
@@ -122,11 +115,10 @@ def _instead(message: Message, why: str, code: int = UNREADABLE) -> Message:
     return Message(Error(code, why), reply_to=message)
 
 
-def copy_of(message: Message, ttl: float | None = None, kind: str = "", node: int | None = None) -> Message:
-    """Return a message with the same records, but an id of its own; and another time to live, type or addressee, if given."""
+def copy_of(message: Message, ttl: float | None = None, kind: str = "") -> Message:
+    """Return a message with the same records, but an id of its own; and another time to live or type, if given."""
     m = message.metadata
-    to, kind = m.dst_node_id if node is None else node, kind or m.message_type
-    return Message(RecordDict(dict(message.content.items())), to, kind, ttl=ttl or m.ttl, group_id=m.group_id)
+    return Message(RecordDict(dict(message.content.items())), m.dst_node_id, kind or m.message_type, ttl=ttl or m.ttl, group_id=m.group_id)
 
 
 class Mailbox:
@@ -143,7 +135,6 @@ class Mailbox:
         self.lost: list[tuple[int, Message, Message]] = []  # nodes that may come back: node, its message, the error
         self.until: dict[int, float] = {}  # lost node -> the time until which it may come back
         self.died: set[int] = set()  # nodes whose process died on this message
-        self.original: dict[str, int] = {}  # message that was sent again -> its addressee when the round began
 
     def replies(self, messages: list[Message]) -> Iterator[Message]:
         """Send the messages, and yield the replies until all have come or the time is over.
@@ -168,11 +159,8 @@ class Mailbox:
         for _, _, error in self.lost:
             yield error
 
-    def _push(self, messages: list[Message]) -> list[str]:
-        """Send ``messages``. Return the ids of those that the grid took."""
-        taken = {identity: m for identity, m in zip(self.grid.push_messages(messages), messages, strict=False) if identity}
-        self.waiting |= taken
-        return list(taken)
+    def _push(self, messages: list[Message]) -> None:
+        self.waiting |= {identity: m for identity, m in zip(self.grid.push_messages(messages), messages, strict=False) if identity}
 
     def _arrived(self) -> Iterator[Message]:
         """Yield the replies that have come. Few are fetched at a time, and each is freed when the caller asks for the next one."""
@@ -188,8 +176,7 @@ class Mailbox:
 
     def _is_final(self, reply: Message, sent: Message) -> bool:
         """Return whether ``reply`` counts. If it is the error of a node that may come back, or too late, it does not."""
-        node = self.original.get(reply.metadata.reply_to_message_id, sent.metadata.dst_node_id)
-        reply.metadata.__dict__["_src_node_id"] = node  # the reader of the reply knows the client by its earlier node
+        node = sent.metadata.dst_node_id
         if not reply.has_error() or reply.error.code not in PASSING:
             return True
         code, why, now = reply.error.code, reason(reply.error.reason), time.monotonic()
@@ -215,19 +202,11 @@ class Mailbox:
         now, lost, self.lost = time.monotonic(), self.lost, []
         online = set(self.grid.get_node_ids()) if lost else set()
         for node, sent, error in lost:
-            if (here := self._node_now(node, online)) is not None:
-                again = copy_of(sent, ttl=max(1.0, self.end - now), node=here)
+            if node in online:
                 if error.error.code != DIED:
-                    log(logging.INFO, "%s: %s is back, and is asked again", again.metadata.message_type, self.called.node(node))
-                self.original |= dict.fromkeys(self._push([again]), node)
+                    log(logging.INFO, "%s: %s is back, and is asked again", sent.metadata.message_type, self.called.node(node))
+                self._push([copy_of(sent, ttl=max(1.0, self.end - now))])
             elif now < self.until[node]:
                 self.lost.append((node, sent, error))
             else:
                 yield error
-
-    def _node_now(self, node: int, online: set[int]) -> int | None:
-        """Return the node that now serves the client of ``node``: a new one if its site's key was renewed. None: the client is offline."""
-        if node in online:
-            return node
-        client = self.called.client_of(node)
-        return None if client is None else next((one for one in sorted(online) if self.called.client_of(one) == client), None)
