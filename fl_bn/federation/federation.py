@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from fl_bn.bn.copying import copied
@@ -54,6 +53,7 @@ from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
 from fl_bn.methods import Method
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.options import check_fits, refuse
+from fl_bn.support.durable import save_network
 from fl_bn.task import CLASSIFICATION, Task
 
 __all__ = ["Diverged", "Federation"]
@@ -235,8 +235,7 @@ class Federation:
         Args:
             path: The file. A folder that is missing is made.
         """
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        save_file(self.server.shared.whole(self._newest.tensors, batches_trained(self.history)), str(path))
+        save_network(Path(path), self.server.shared.whole(self._newest.tensors, batches_trained(self.history)))
 
     def run(self, rounds: int) -> Iterator[RoundRecord]:
         """Train for ``rounds`` rounds, and yield each round's record: loss, evaluation, drift of the statistics.

@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import logging
 import sys
+import traceback
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +32,7 @@ PLACES = {
     "flwr.compat.common.recorddict_compat": "fitres_to_recorddict",
     "flwr.common.secure_aggregation.secaggplus_constants": "Key Stage RECORD_KEY_STATE",
     "flwr.supercore.task_identity": "TaskIdentity",  # 1.42 alone
+    "flwr.server.superlink.fleet.vce.vce_api": "start_vce",
     "flwr.simulation.ray_transport.ray_actor": "BasicActorPool",  # 1.25 alone
     # deployments, 1.25 alone: the programs that fl-bn starts and repairs
     "flwr.server.superlink.linkstate": "InMemoryLinkState SqliteLinkState",
@@ -134,6 +136,18 @@ def fill(record: Any, items: Mapping[str, Any]) -> None:
 def simulates(grid: Any) -> bool:
     """Return whether ``grid`` is the grid of Flower's simulation, in which clients share the workers of one machine."""
     return type(grid).__name__ == "InMemoryGrid"
+
+
+def has_ended(grid: Any) -> bool:
+    """Return whether the simulation behind ``grid`` has ended before its ServerApp, which Flower then waits for.
+
+    The simulation goes on for as long as a thread of this process is in Flower's ``start_vce``.
+    """
+    if not simulates(grid):
+        return False
+    code = find("start_vce").__code__
+    stacks = [traceback.walk_stack(top) for top in sys._current_frames().values()]
+    return not any(frame.f_code is code for stack in stacks for frame, _ in stack)
 
 
 def repeat_cancelled(invoker: Any) -> None:

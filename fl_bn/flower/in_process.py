@@ -32,6 +32,7 @@ from fl_bn.federation.engines.vectorised import AT_ONCE, VECTORISED, CannotVecto
 from fl_bn.federation.engines.workers import Workers, WorkerTiming, cores
 from fl_bn.flower.compat import address, identify, log
 from fl_bn.flower.wire.messages import config_of
+from fl_bn.support.durable import FULL
 from fl_bn.support.gpu import on_gpu
 from fl_bn.support.user_code import OWN
 
@@ -262,9 +263,10 @@ def _answer_of(app: ClientApp | str, message: Message, context: Context) -> Mess
         return _loaded(app)(message=message, context=context)
     except Exception as error:  # whatever the user's code raises
         where = "".join(traceback.format_tb(error.__traceback__))
-        text = f"{type(error).__name__}: {error}" if where in _traced else traceback.format_exc()
+        short = where in _traced or getattr(error, "errno", None) in FULL
+        text = f"{type(error).__name__}: {error}" if short else f"\n{traceback.format_exc()}"
         _traced.add(where)
-        log(logging.ERROR, "client %s raised:\n%s", context.node_config["partition-id"], text)
+        log(logging.ERROR, "client %s raised: %s", context.node_config["partition-id"], text)
         return Message(Error(CLIENT_APP_RAISED, f"{type(error).__name__}: {error}"), reply_to=message)
     finally:
         if context.run_config == shared:

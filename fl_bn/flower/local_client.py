@@ -15,7 +15,6 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from safetensors.torch import save_file
 from torch import nn
 
 from fl_bn.bn.derived import plain_names
@@ -37,6 +36,7 @@ from fl_bn.flower.wire.codec import Header, flatten, unflatten
 from fl_bn.flower.wire.gate import Gate, Limits, enough
 from fl_bn.flower.wire.messages import HEADER, LAYOUT, RECORD_KEY_CONFIGS, SAVE, TO_EVALUATE, TO_MEASURE, TO_SAVE, TO_TELL, TO_TRAIN, Form
 from fl_bn.methods import Method, Phase
+from fl_bn.support.durable import save_network
 from fl_bn.task import CLASSIFICATION, Task
 
 T = TypeVar("T")
@@ -174,10 +174,9 @@ class BatchNormClient(Participant, NumPyClient):
         if self.site.folder is None:
             return
         path = self.site.folder / str(request.config["save"]) / "clients" / f"client-{self.site.client}.safetensors"
-        path.parent.mkdir(parents=True, exist_ok=True)
         with self._own_model(request) as model:
             names = plain_names(model)
-            save_file({names[k]: t.contiguous().cpu().clone() for k, t in model.state_dict().items()}, path)
+            save_network(path, {names[k]: t for k, t in model.state_dict().items()})
 
     @contextmanager
     def _own_model(self, request: Request) -> Iterator[nn.Module]:

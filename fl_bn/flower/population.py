@@ -18,16 +18,13 @@ from fl_bn.flower.compat import log
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.wire.messages import ASK_HELLO, HELLO, client_differs, greeting
 from fl_bn.flower.wire.messaging import PASSING, receive
+from fl_bn.flower.wire.messaging import RunFailed as RunFailed
 from fl_bn.support.client_names import ClientNames
 from fl_bn.support.wire import WireError, printable, reason
 
 POLICY = "NotAllowed: "  # begins the error of a site whose policy refuses the run
 POLL = 0.2  # seconds between two looks at who is there
 NO_HANDLER = "the ClientApp has no handler for fl-bn's introduction: add fl_bn.flower.answer(app, Net, method, batches) to client_app.py"
-
-
-class RunFailed(Exception):  # no RuntimeError, which Flower 1.25 would mistake for one of its own, and not end the run
-    """Report that the run cannot go on; the message advises what to do."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from pathlib import Path
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
-from safetensors.torch import save_file
 from torch import nn
 
 from fl_bn.federation.callbacks import Callback
@@ -33,6 +32,7 @@ from fl_bn.flower.recovery import Checkpoint
 from fl_bn.methods import Method
 from fl_bn.options import Fits, check_fits
 from fl_bn.secure.settings import SecureAggregation
+from fl_bn.support.durable import save_network
 from fl_bn.task import CLASSIFICATION, Task
 
 NOTHING = "a run of 0 rounds only measures statistics: set calibrate to -1, or to a number of passes (now it asks for none)"
@@ -196,8 +196,7 @@ class BatchNormStrategy(Strategy):
         Args:
             path: the path of the file.
         """
-        tensors = self.transport.running.arrays()
-        save_file(dict(tensors), str(path))
+        save_network(Path(path), self.transport.running.arrays())
 
     def start(
         self,

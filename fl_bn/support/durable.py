@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".safetensors"
 UNFINISHED, STALE = ".unfinished-", 3600.0  # prefix of a file being written; after these seconds its writer must be dead
+FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)  # a disk, or what a user may write
 CHECKSUM, BLANK = "sha256", "0" * 64
 
 
@@ -54,8 +55,10 @@ def write(path: Path, data: bytes, mode: int = 0o600) -> None:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
-    except BaseException:
+    except BaseException as error:
         beside.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a full disk names none
         raise
     sync_folder(path.parent)
 
@@ -103,6 +106,17 @@ def _make(folder: Path) -> None:
         _make(folder.parent)
         folder.mkdir(exist_ok=True)
         sync_folder(folder.parent)
+
+
+def save_network(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a network's tensors durably to a safetensors file without metadata, whose permissions are those of any new file.
+
+    Raises:
+        OSError: The file cannot be written. The former content stays, as for ``write``.
+    """
+    from safetensors.torch import save
+
+    write(path, save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}), mode=0o666)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:

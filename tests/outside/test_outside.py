@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import resource
 import tomllib
 import warnings
 from collections.abc import Callable, Sequence
@@ -123,6 +124,40 @@ def test_e_a_client_without_a_batch_is_named_with_its_samples_and_batch_size(cap
     assert "client 0" in said
     assert "5 samples, batch_size=8, drop_last=True" in said
     assert "generator" not in said
+
+
+# Machines
+
+
+class InMemoryGrid(InProcessGrid):
+    """The grid of a simulation whose engine has ended: nobody answers."""
+
+    def push_messages(self, messages: Any) -> list[str]:
+        return [str(index) for index, _ in enumerate(messages)]
+
+    def pull_messages(self, message_ids: Any) -> list[Message]:
+        return []
+
+
+def test_h_a_simulation_that_has_ended_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fl_bn.flower.wire.messaging.InProcessGrid", type(None))  # so that it waits, as for any other grid
+    with pytest.raises(RunFailed, match="simulation has ended"):
+        FBN(own_net()).start(InMemoryGrid(own_app("fbn"), CLIENTS, {}), num_rounds=1, timeout=10)
+
+
+def test_m_a_model_that_a_full_disk_cannot_hold_leaves_the_former_one(tmp_path: Path) -> None:
+    fed, path = Federation(net(), methods.fbn(), clients(), progress=False), tmp_path / "new" / "model.safetensors"
+    list(fed.run(1))
+    fed.save(path)
+    before, (_, hard) = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match="model.safetensors"):
+            fed.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert path.read_bytes() == before
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 # What clients say, and what is printed

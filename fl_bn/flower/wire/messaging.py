@@ -15,7 +15,7 @@ import grpc
 from flwr.app import Error, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fl_bn.flower.compat import answering, log, simulates
+from fl_bn.flower.compat import answering, has_ended, log, simulates
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import excerpt, reason
@@ -26,9 +26,17 @@ UNREADABLE = 0  # Flower's error code for all other errors
 EXPIRED = 3  # the code of an error for a message whose time to live is over, which is the time until the deadline
 NEAR = 2.0  # seconds before the deadline; a message that expires after that only means that its reply is late
 POLL = 0.2  # seconds between two checks for replies; Flower's own loop over gRPC waits 3
-LOOK = 2.0  # seconds between two checks for lost nodes
+LOOK = 2.0  # seconds between two checks for lost nodes, and for a simulation that has ended
 FEW = 8  # the most replies to fetch at a time, since each is freed after use
 SAY = 60.0  # seconds between two lines of the log that say how many replies have come
+ENDED = (
+    "Flower's simulation has ended, and its clients with it: its own error is in the log above. Perhaps a client is to have more CPUs or "
+    "GPUs than this machine has (num-cpus, num-gpus), or client_app.py cannot be loaded"
+)
+
+
+class RunFailed(Exception):  # no RuntimeError, which Flower 1.25 would mistake for one of its own, and not end the run
+    """Report that the run cannot go on; the message advises what to do."""
 
 
 def receive(
@@ -140,6 +148,9 @@ class Mailbox:
         """Send the messages, and yield the replies until all have come or the time is over.
 
         A lost node that does not come back gives an error in place of its reply.
+
+        Raises:
+            RunFailed: the simulation with the clients has ended.
         """
         self._push(messages)
         looked = logged = time.monotonic()
@@ -150,6 +161,8 @@ class Mailbox:
                 time.sleep(POLL)
             if (now := time.monotonic()) - looked >= LOOK:
                 looked = now
+                if has_ended(self.grid):
+                    raise RunFailed(ENDED)
                 yield from self._ask_again()
             if now - logged >= SAY:
                 logged, kind, here = now, messages[0].metadata.message_type, len(messages) - len(self.waiting) - len(self.lost)
