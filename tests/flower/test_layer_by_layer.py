@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.hostile.test_layers_used_twice import Siamese
 from torch import Tensor, nn
 
 from fl_bn import Federation
@@ -19,7 +20,6 @@ from fl_bn.methods import METHODS, Role
 from tests.costs import common_first
 from tests.federation import random_samples
 from tests.flower.inside import Defence, ExchangeSettings, Samples, running_statistics
-from tests.hostile.test_layers_used_twice import Siamese
 from tests.in_process import Run, WatchedGrid, client_app, identical, run
 from tests.listed import listed
 from tests.networks import seeded_network
