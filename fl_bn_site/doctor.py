@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from fl_bn.checks import experiment, machine
-from fl_bn.checks.guard import guard, guard_each, reason
-from fl_bn.checks.run import parse, run, this_machine
-from fl_bn.support.finding import Finding
+from fl_bn.checks import machine
+from fl_bn.checks.run import parse, refusal, run, site_experiment, this_machine
+from fl_bn.support.finding import Finding, guard, guard_each, reason
 from fl_bn.support.locks import hold
 from fl_bn_site import checks
 from fl_bn_site.commands import node_config
@@ -58,7 +56,7 @@ def _site(site: SiteFolder, overrides: str) -> Iterator[Finding]:
     yield guard("clientappio", lambda: checks.port_free("clientappio", site.clientappio, "clientappio in site.toml", running=running))
     yield guard("proxy", lambda: checks.proxy(host))
     yield from guard_each("superlink", lambda: checks.connection(host, port, site.root_certificates))
-    yield from guard_each("run config", lambda: _site_run(site, overrides, node))
+    yield from guard_each("run config", lambda: site_experiment(parse(overrides), node))
 
 
 def _policy(file: Path) -> Finding:
@@ -95,9 +93,6 @@ def _submitter(server: ServerFolder) -> Finding:
     )
 
 
-def _site_run(site: SiteFolder, overrides: str, node: Mapping[str, Any]) -> Iterator[Finding]:
-    values = parse(overrides)
-    yield from [values] if isinstance(values, Finding) else experiment.site_experiment(values, node)
 
 
 def _server(server: ServerFolder, overrides: str) -> Iterator[Finding]:
@@ -123,7 +118,7 @@ def _server_run(server: ServerFolder, overrides: str) -> Iterator[Finding]:
     try:
         values = run_config(server, overrides)
     except ConfigError as error:
-        yield experiment.refusal(error)
+        yield refusal(error)
         return
     if values["clients"] != len(server.sites):
         what = (

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
 
-from fl_bn.checks.guard import reason
-from fl_bn.support.finding import Finding
+from fl_bn.support.finding import Finding, reason
 from fl_bn_site.audit_check import check, is_log
 from fl_bn_site.certificates import is_for, key_in, names_in, public_half, read_certificate, read_public
 from fl_bn_site.days import SOON

@@ -1,22 +1,28 @@
-"""Check this machine, and a run on it."""
+"""Check this machine, and a run on it: its config, the model's normalisation layers, the data, and the batches that are drawn from them.
+
+torch and Flower are imported inside the functions, so that ``fl-bn doctor`` works even if they are missing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from fl_bn.checks import experiment, machine
-from fl_bn.checks.guard import guard, guard_each
-from fl_bn.support.finding import Finding
+from fl_bn.checks import machine
+from fl_bn.support.finding import Finding, guard, guard_each, reason
+
+if TYPE_CHECKING:
+    from fl_bn.federation.local import Samples
+    from fl_bn.federation.settings import LocalTraining
+    from fl_bn.run.config import RunConfig
+
+FEW = 4  # the variance of fewer samples is mostly noise
 
 
 def this_machine() -> Iterator[Finding]:
-    """Check packages, memory and clock of this machine."""
-    yield guard("python", machine.python)
-    for name in machine.PACKAGES:
-        yield guard(name, partial(machine.package, name))
-    yield guard("memory", machine.memory)
+    """Check packages and clock of this machine."""
+    yield guard("packages", machine.packages)
     yield guard("time service", machine.time_service)
 
 
@@ -30,29 +36,7 @@ def diagnose(overrides: str = "") -> Iterator[Finding]:
         The findings of each check. Anything that is wrong is a finding; nothing is raised.
     """
     yield from this_machine()
-    yield from guard_each("run config", lambda: _run_here(overrides))
-
-
-def _run_here(overrides: str) -> Iterator[Finding]:
-    values = parse(overrides)
-    yield from [values] if isinstance(values, Finding) else run(values)
-
-
-def run(values: Mapping[str, Any]) -> Iterator[Finding]:
-    """Make the checks of a run that its server needs: run config, GPU, data and model.
-
-    Args:
-        values: Keys of the run config.
-
-    Yields:
-        The finding of each check.
-    """
-    finding, config = experiment.run_config(values)
-    yield finding
-    if config is not None:
-        yield guard("gpu", lambda: machine.gpu(config.device, "run config"))
-        yield guard("data", lambda: experiment.run_data(config))
-        yield guard("model", lambda: experiment.model_layers(config))
+    yield from guard_each("run config", lambda: run(parse(overrides)))
 
 
 def parse(overrides: str) -> dict[str, Any] | Finding:
@@ -63,4 +47,194 @@ def parse(overrides: str) -> dict[str, Any] | Finding:
     try:
         return parse_overrides(overrides)
     except ConfigError as error:
-        return experiment.refusal(error)
+        return refusal(error)
+
+
+def run(values: Mapping[str, Any] | Finding) -> Iterator[Finding]:
+    """Make the checks of a run that its server needs: run config, GPU, data and model.
+
+    Args:
+        values: Keys of the run config, or the finding that they cannot be read.
+
+    Yields:
+        The finding of each check.
+    """
+    finding, config = run_config(values)
+    yield finding
+    if config is not None:
+        yield guard("gpu", lambda: machine.gpu(config.device, "run config"))
+        yield guard("data", lambda: run_data(config))
+        yield guard("model", lambda: model_layers(config))
+
+
+def run_config(values: Mapping[str, Any] | Finding) -> tuple[Finding, RunConfig | None]:
+    """Check that ``values`` (key -> value) make a valid run config."""
+    from fl_bn.run.config import SITES, ConfigError, RunConfig
+
+    if isinstance(values, Finding):
+        return values, None
+    try:
+        config = RunConfig.from_mapping(values)
+    except ConfigError as error:
+        return refusal(error), None
+    text = f"method={config.method} model={config.model} dataset={config.dataset} clients={config.clients} rounds={config.rounds}"
+    if config.dataset == SITES:
+        text += f" classes={config.classes} channels={config.channels} image-size={config.image_size}"
+        text += f" columns-digest='{config.columns_digest}'" if config.columns_digest else ""
+    return Finding("ok", "run config", text), config
+
+
+def refusal(error: Exception) -> Finding:
+    """Return the finding for a run config that is refused."""
+    return Finding("fail", "run config", str(error), "correct --run-config; `fl-bn config` prints every key")
+
+
+def model_layers(config: RunConfig) -> Finding:
+    """Say which normalisation layers the model has, and what the method does with them."""
+    from fl_bn.federation.norm_layers import describe_layers, has_batch_norm, no_batch_norm
+    from fl_bn.run.assembly import client_model, source_model
+
+    source, method = source_model(config), config.build_method()
+    text = "; ".join(describe_layers(source, client_model(config), method))
+    if method.has_statistics and (why := no_batch_norm(source, method)):
+        return Finding("fail", "model", f"{text}; {why}", "choose a model with BatchNorm, or method='fedavg'")
+    if not has_batch_norm(source):
+        do = f"choose a model with BatchNorm, or accept that {config.method} is plain averaging here"
+        return Finding("warn", "model", f"{text}; this model has no BatchNorm layer", do)
+    return Finding("ok", "model", text)
+
+
+def run_data(config: RunConfig) -> Finding:
+    """Load the data of a run, and say what they are."""
+    from fl_bn.data.csv_files import TableData
+    from fl_bn.data.record import describe, untrained_classes
+    from fl_bn.run.assembly import dataset
+    from fl_bn.run.config import SITES
+
+    if config.dataset == SITES:
+        return Finding("ok", "data", "every site has its own data, and the server has none")
+    data = dataset(config)
+    text = f"{config.dataset}: {len(data.y_train):,} + {len(data.y_test):,} samples {tuple(data.x_train.shape[1:])} of "
+    text += describe(data.y_train, data.classes) + (f", domains {', '.join(data.domains)}" if data.domains else "")
+    if isinstance(data, TableData):
+        keys = f"classes={data.classes} channels={data.channels} image-size=1 columns-digest='{data.columns.digest}'"
+        text += f"; a run of sites with such files has dataset='sites' {keys}"
+    if data.notes:
+        return Finding("warn", "data", f"{text}; {'; '.join(data.notes)}", "nothing to do, if this is on purpose")
+    if missing := untrained_classes(data):
+        return Finding("warn", "data", f"{text}; no training sample has label {missing}", "go on if the class is only rare")
+    return Finding("ok", "data", text)
+
+
+def own_form(node: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Add run-config keys that describe this site's own data, unless ``values`` name data: classes, channels and image size.
+
+    Args:
+        node: The site's node config.
+        values: The keys of the run.
+    """
+    if not node.get("dataset") or "dataset" in values:
+        return dict(values)
+    from fl_bn.data.csv_files import TableData
+    from fl_bn.data.dataset import load
+    from fl_bn.run.config import SITES
+
+    data = load(str(node["dataset"]), str(node.get("data-path", "")), int(values.get("image-size", 0)))
+    shape = {"classes": data.classes, "channels": data.channels, "image-size": data.image_size}
+    if not isinstance(data, TableData):
+        return {**values, "dataset": SITES, **shape}
+    usual = {"model": "mlp", "task": "classification" if data.columns.classes else "regression"}  # the default network is for images
+    return {**usual, **values, "dataset": SITES, **shape, "columns-digest": data.columns.digest}
+
+
+def site_experiment(values: Mapping[str, Any] | Finding, node: Mapping[str, Any]) -> Iterator[Finding]:
+    """Make all checks of a run on a site: its run config, model, data and batches.
+
+    Args:
+        values: Keys of the run config, or the finding that they cannot be read. Without ``dataset``, the form of the data
+            is that of this site's own.
+        node: The site's node config.
+
+    Yields:
+        The finding of each check. Checks that need the data follow only if these can be loaded.
+    """
+    from fl_bn.run.assembly import OwnData, allow_modules, client_samples, partition_of
+
+    named = isinstance(values, Finding) or "dataset" in values
+    try:
+        finding, config = run_config(values if isinstance(values, Finding) else own_form(node, values))
+        yield finding
+        if config is None:
+            return
+        allow_modules(Path(__file__).parents[2], node)  # as fl-bn's Flower app does at this site
+        yield guard("model", lambda: model_layers(config))
+        index = partition_of(node, config) if "partition-id" in node else 0
+        train, test, counts = client_samples(config, index, OwnData.of(node, config))
+    except (ValueError, FileNotFoundError) as error:
+        yield Finding("fail", "data", reason(error), "correct dataset and data-path in site.toml, or --run-config, or put the data there")
+        return
+    own = str(node.get("dataset", ""))
+    yield guard("data", lambda: site_data(train, test, counts, own, counted=not named))
+    yield (finding := guard("batches", lambda: smallest_batch(len(train), config.local_training())))
+    if finding.status != "fail":
+        yield guard("model on data", lambda: model_on_data(config, train))
+
+
+def site_data(train: Samples, test: Samples, counts: Sequence[int], own: str, counted: bool = False) -> Finding:
+    """Check how many samples a site has, of what shape, and of which classes.
+
+    Args:
+        train: The training samples.
+        test: The test samples.
+        counts: The number of training samples per class; empty: they have no classes.
+        own: The data set that the site names for itself; empty: it has a share of the run's data.
+        counted: Whether the number of classes was counted from these data. Then a missing class is a warning.
+    """
+    missing = [str(label) for label, count in enumerate(counts) if not count]
+    text = f"own data ({own})" if own else "no data of its own, so this checks a client's share of the run's"
+    text += f"; {len(train)} training and {len(test)} test samples {tuple(train.x.shape[1:])}"
+    text += f"; training samples per class: {', '.join(map(str, counts))}" if counts else ""
+    if not train.x.is_floating_point() and int(train.x.max()) <= 1:
+        return Finding("warn", "data", f"{text}; no pixel of 0..255 is above 1", "save floats in 0..1 as np.rint(x * 255).astype('uint8')")
+    if own and counted and missing:
+        do = "check that labels count from 0, and that the largest label is right; go on if a class is only rare"
+        return Finding("warn", "data", f"{text}; none of {', '.join(missing)}", do)
+    return Finding("ok", "data", text)
+
+
+def smallest_batch(samples: int, settings: LocalTraining) -> Finding:
+    """Check the smallest batch of a round. BatchNorm cannot train on one sample, and hardly on a few.
+
+    Args:
+        samples: The number of training samples.
+        settings: The settings of local training.
+    """
+    import numpy as np
+
+    from fl_bn.data.batches import epoch_batches
+
+    if samples < (least := settings.fewest(2)):
+        text = f"{samples} training samples, but a batch that BatchNorm can train on has at least {least}"
+        return Finding("fail", "batches", text, "add samples, or leave this site out of the run")
+    batches = epoch_batches(samples, settings.batch_size, np.random.default_rng(0), drop_last=settings.drop_last)
+    smallest = min(len(batch) for batch in batches[: settings.steps or None])
+    text = f"{samples} training samples in batches of {settings.batch_size}: the smallest that is drawn has {smallest}"
+    if smallest < FEW:
+        return Finding("warn", "batches", f"{text}: the statistics of so few are noise", "choose another batch-size, or add samples")
+    return Finding("ok", "batches", text)
+
+
+def model_on_data(config: RunConfig, train: Samples) -> Finding:
+    """Pass a batch of the site's data through the model."""
+    import numpy as np
+
+    from fl_bn.bn.roles import inputs_like
+    from fl_bn.run.assembly import source_model
+    from fl_bn.run.preflight import try_batch
+
+    x, y = train.batch(np.arange(min(len(train), config.batch_size)), inputs_like(source_model(config)))
+    try:
+        try_batch(config, x, y)
+    except ValueError as error:
+        return Finding("fail", "model on data", str(error), "choose a model that takes them, or check the data's shape")
+    return Finding("ok", "model on data", f"the model takes a batch {tuple(x.shape)}")

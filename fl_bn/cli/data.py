@@ -1,51 +1,57 @@
-"""Define ``fl-bn data check`` and ``columns``. These commands import torch only when they run."""
+"""Define ``fl-bn data partition`` and ``columns``. These commands import torch only when they run."""
 
 from __future__ import annotations
 
+import csv
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fl_bn.cli.refusal import refused
 
-data = typer.Typer(no_args_is_help=True, help="Check the files of a data set, and describe the columns of tables.")
-COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
+data = typer.Typer(no_args_is_help=True, help="Show how data are divided among clients, and describe the columns of tables.")
 
 
-@data.command("check")
-def check_set(
-    name: Annotated[str, typer.Argument(help="the name of a data set (docs/data.md)")],
-    path: Annotated[str, typer.Option(help="the key data-path of the run; empty: data")] = "",
+@data.command()
+def partition(
+    run_config: Annotated[str, typer.Option("--run-config", help="keys of the run: \"partition='dirichlet' clients=5\"")] = "",
+    output: Annotated[Path, typer.Option(help="folder for counts.csv and labels.png")] = Path("partition"),
 ) -> None:
-    """Check that the files of a data set are complete and in the right form. Nothing is downloaded.
-
-    It prints one line per finding: ok, warn or fail, and what to do. The exit code is 1 after a failure, 2 for an
-    unknown name, else 0.
-    """
-    from fl_bn.data.check import check_files
+    """Show how the training data of a run are divided among its clients, in a table and a picture."""
+    from fl_bn.data.partition import label_counts
+    from fl_bn.run.assembly import dataset, partitions, shape
+    from fl_bn.run.config import RunConfig
+    from fl_bn.run.overrides import parse_overrides
+    from fl_bn.run.pictures import draw_labels
 
     try:
-        findings = check_files(name, path)
-    except ValueError as error:
+        config = RunConfig.from_mapping(parse_overrides(run_config))
+        whole, parts = dataset(config), [part.numpy() for part in partitions(config)]
+    except (ValueError, FileNotFoundError) as error:
         raise refused(error) from error
-    for finding in findings:
-        line = str(finding)
-        typer.echo(typer.style(line[:4], fg=COLOURS[finding.status]) + line[4:])
-    if any(finding.status == "fail" for finding in findings):
-        raise typer.Exit(1)
+    counts = label_counts(whole.y_train.numpy(), parts, shape(config)[0]).tolist()
+    owners = () if whole.domain_train is None else whole.domain_train.numpy()
+    domains = {name: [int((owners[part] == index).sum()) for part in parts] for index, name in enumerate(whole.domains)}
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / "counts.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["client", *(f"class-{label}" for label in range(len(counts[0]))), *domains, "total"])
+        for client, part in enumerate(parts):
+            writer.writerow([client, *counts[client], *(held[client] for held in domains.values()), len(part)])
+    totals = {client: counts[client] or [len(part)] for client, part in enumerate(parts)}
+    draw_labels(totals, config, output / "labels.png", domains)
+    typer.echo(f"{output / 'counts.csv'} and {output / 'labels.png'}")
 
 
-@data.command("columns")
-def draft_columns(
+@data.command()
+def columns(
     path: Annotated[str, typer.Argument(help="a folder of CSV files, or files, separated by commas")],
     target: Annotated[str, typer.Option(help="name of the target column")],
     regression: Annotated[bool, typer.Option(help="the target is a number, and no class")] = False,
     delimiter: Annotated[str, typer.Option(help="character between cells")] = ",",
 ) -> None:
-    """Print a draft of columns.toml, the description of a table's columns, for you to read and correct.
-
-    The draft has the categories and the rounded means of these files: look at it before you give it to another site.
-    """
+    """Print a draft of columns.toml, the description of a table's columns, for you to read and correct."""
     from fl_bn.data.draft_columns import draft
 
     try:

@@ -16,15 +16,13 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperCommand
 
-from fl_bn.cli.adapt import adapt
 from fl_bn.cli.advise import advise
 from fl_bn.cli.data import data
 from fl_bn.cli.doctor import doctor
 from fl_bn.cli.new import new
-from fl_bn.cli.partition import partition
-from fl_bn.cli.recalibrate import recalibrate
 from fl_bn.cli.refusal import Commands, refused
 from fl_bn.cli.sweep import compare, report, sweep
+from fl_bn.cli.trained import adapt, recalibrate
 from fl_bn.support.extras import DEPLOYMENT, NotInstalled, lacking
 from fl_bn.support.imports import without_gc
 
@@ -301,7 +299,6 @@ OF_OTHER_FILES: Mapping[str, Sequence[Callable[..., None]]] = {
 for _panel, _commands in OF_OTHER_FILES.items():
     for _command in _commands:
         app.command(rich_help_panel=_panel)(_command)
-data.command()(partition)
 app.add_typer(data, name="data", rich_help_panel=LOOK)
 
 if __name__ == "__main__":

@@ -7,10 +7,11 @@ from the data, so the data of one site do not change the numbers of another.
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -137,27 +138,80 @@ def read_rows(file: Path, columns: Columns) -> Rows:
     """Read the rows of one CSV file.
 
     Raises:
-        DataError: the file is empty or not CSV, a column is missing or not described, a cell cannot be read, or no row is
-            left.
+        DataError: a cell, the header or the number of cells in a line is wrong; or there are no rows. ``part`` says where.
     """
     lines = list(read_lines(file, columns.delimiter))
     header = _checked_header(file, *lines[0], columns)
+    rows: list[tuple[list[float], float, str]] = []
+    counts = Counter[str]()
     for line, cells in lines[1:]:
         expect(len(cells) == len(header), file, f"line {line}", f"{len(header)} cells, as the header has", len(cells))
-    reader = _Reader(file, columns, [line for line, _ in lines[1:]])
-    cells_of = {name: [cells[place] for _, cells in lines[1:]] for place, name in enumerate(header)}
-    x = [reader.numbers(name, cells_of[name], scale) for name, scale in columns.numeric.items()]
+        try:
+            row, replaced = _row(file, line, dict(zip(header, cells, strict=True)), columns)
+        except _LeftOut as error:
+            counts[str(error)] += 1
+        else:
+            rows.append(row)
+            counts.update(replaced)
+    expect(bool(rows), file, "", "rows below the header", f"none: {len(lines) - 1} were left out" if lines[1:] else "none")
+    note = f"{len(rows)} rows are used; {', '.join(f'{what}: {n}' for what, n in sorted(counts.items()))}" if counts else ""
+    x, y, groups = zip(*rows, strict=True)
+    return Rows(
+        np.array(x).astype(np.float32),
+        np.array(y, dtype=np.int64 if columns.classes else np.float32),
+        tuple(groups) if columns.group else (),
+        note,
+    )
+
+
+class _LeftOut(Exception):
+    """Say why a row is left out."""
+
+
+def _row(file: Path, line: int, cells: Mapping[str, str], columns: Columns) -> tuple[tuple[list[float], float, str], list[str]]:
+    """Convert a row to inputs, target and group, and list the cells that were replaced.
+
+    Raises:
+        DataError: a cell is wrong.
+        _LeftOut: the row is not used, as ``columns`` says.
+    """
+    replaced: list[str] = []
+
+    def instead(name: str, policy: str, reason: str, what: str, wanted: str, found: str) -> None:
+        if policy == DROP:
+            raise _LeftOut(f"rows left out for {reason}")
+        expect(policy in (FILL, ZEROS), file, place(line, name), wanted, found)
+        replaced.append(what)
+
+    def absent(name: str, *, fillable: bool = True) -> bool:
+        if not is_missing(cells[name]):
+            return False
+        policy = columns.missing if fillable or columns.missing == DROP else REFUSE
+        what, wanted = "missing cells read as the stated mean, or as no category", f"a value, or missing = 'drop' in {FILE}"
+        instead(name, policy, "a missing value", what, wanted, short(cells[name]))
+        return True
+
+    def number(name: str, scale: Scale) -> float:
+        value = (float(cells[name]) - scale.mean) / scale.std if NUMBER.fullmatch(cells[name]) else math.nan
+        expect(abs(value) <= LARGEST, file, place(line, name), "a finite number, like -12.5 or 3e4", short(cells[name]))
+        return value
+
+    x = [0.0 if absent(name) else number(name, scale) for name, scale in columns.numeric.items()]
     for name, categories in columns.categorical.items():
-        codes = reader.codes(name, cells_of[name], categories)
-        x += [(codes == code).astype(np.float64) for code in range(len(categories))]
-    y = reader.targets(cells_of[columns.target])
-    groups = cells_of.get(columns.group, [])
-    reader.refuse_missing(columns.group, groups)
-    used = np.array([row not in reader.left for row in range(len(y))], dtype=bool)
-    expect(bool(used.any()), file, "", "rows below the header", f"none: {len(reader.left)} were left out" if reader.left else "none")
-    note = f"{used.sum()} rows are used; {reader.counts()}" if reader.counts() else ""
-    inputs = np.stack(x, 1).astype(np.float32)
-    return Rows(inputs[used], y[used], tuple(cell for cell, use in zip(groups, used, strict=False) if use), note)
+        cell = cells[name]
+        if cell not in categories and not absent(name):
+            wanted, found = f"one of {short(', '.join(categories))}", f"{short(cell)}{nearest(cell, categories)}"
+            instead(name, columns.unknown, "an unknown category", "unknown categories read as none", wanted, found)
+        x += [float(cell == category) for category in categories]
+    cell = cells[columns.target]
+    if cell not in columns.classes:
+        absent(columns.target, fillable=False)
+        known = f"one of the classes {short(', '.join(columns.classes))}"
+        expect(not columns.classes, file, place(line, columns.target), known, f"{short(cell)}{nearest(cell, columns.classes)}")
+    y = columns.classes.index(cell) if columns.classes else number(columns.target, columns.target_scale)
+    if columns.group:
+        absent(columns.group, fillable=False)
+    return (x, y, cells.get(columns.group, "")), replaced
 
 
 def read_lines(file: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
@@ -197,90 +251,6 @@ def _checked_header(file: Path, line: int, header: list[str], columns: Columns) 
 def place(line: int, column: str) -> str:
     """Return the part of a CSV file that a ``DataError`` is about."""
     return f"line {line}, column {column!r}"
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """Convert the columns of one file to numbers, and note the rows to leave out and the cells that were replaced.
-
-    Attributes:
-        file: path of the file.
-        columns: the description of the columns.
-        lines: number of each row's line.
-        left: row -> why it is left out.
-        replaced: the row of each replaced cell, and what took the cell's place.
-    """
-
-    file: Path
-    columns: Columns
-    lines: list[int]
-    left: dict[int, str] = field(default_factory=dict)
-    replaced: list[tuple[int, str]] = field(default_factory=list)
-
-    def numbers(self, name: str, cells: list[str], scale: Scale, *, fillable: bool = True) -> NDArray[np.float64]:
-        """Return the scaled numbers of a column (N,): 0, the stated mean, in place of a missing one."""
-        values = np.zeros(len(cells))
-        for row, cell in enumerate(cells):
-            if is_missing(cell):
-                self._missing(row, name, cell, fillable)
-                continue
-            value = (float(cell) - scale.mean) / scale.std if NUMBER.fullmatch(cell) else np.nan
-            if not abs(value) <= LARGEST:
-                self._refuse(row, name, f"expected a finite number, like -12.5 or 3e4, but got {short(cell)}: correct the cell")
-            values[row] = value
-        return values
-
-    def codes(self, name: str, cells: list[str], categories: tuple[str, ...]) -> NDArray[np.int64]:
-        """Return the place of each cell of a column among ``categories`` (N,): -1 for a missing or unknown one."""
-        codes = {category: code for code, category in enumerate(categories)}
-        for row, cell in enumerate(cells):
-            if cell not in codes and is_missing(cell):
-                self._missing(row, name, cell)
-            elif cell not in codes:
-                problem = f"expected one of {short(', '.join(categories))}, but got {short(cell)}{nearest(cell, categories)}"
-                todo = f"{problem}: list the category for all sites, or set unknown to 'drop' or 'zeros' in {FILE}"
-                self._instead(row, name, self.columns.unknown, "an unknown category", "unknown categories read as none", todo)
-        return np.array([codes.get(cell, -1) for cell in cells], dtype=np.int64)
-
-    def targets(self, cells: list[str]) -> NDArray[np.generic]:
-        """Return the labels or values (N,)."""
-        name, classes = self.columns.target, self.columns.classes
-        if not classes:
-            return self.numbers(name, cells, self.columns.target_scale, fillable=False).astype(np.float32)
-        self.refuse_missing(name, [cell if cell not in classes else "listed" for cell in cells])
-        for row, cell in enumerate(cells):
-            if cell not in classes and not is_missing(cell):
-                found = f"expected one of the classes {short(', '.join(classes))}, but got {short(cell)}{nearest(cell, classes)}"
-                self._refuse(row, name, f"{found}: correct the cell, or list the class in {FILE}")
-        return np.array([classes.index(cell) if cell in classes else -1 for cell in cells], dtype=np.int64)
-
-    def refuse_missing(self, name: str, cells: list[str]) -> None:
-        """Leave out the rows, or refuse the file, where a cell that is never filled in has no value."""
-        for row, cell in enumerate(cells):
-            if is_missing(cell):
-                self._missing(row, name, cell, fillable=False)
-
-    def counts(self) -> str:
-        """Return what was left out or replaced, and how often. Cells of a row that is left out do not count."""
-        replaced = [what for row, what in self.replaced if row not in self.left]
-        return ", ".join(f"{what}: {count}" for what, count in sorted(Counter([*self.left.values(), *replaced]).items()))
-
-    def _missing(self, row: int, name: str, cell: str, fillable: bool = True) -> None:
-        policy = self.columns.missing if fillable or self.columns.missing == DROP else REFUSE
-        todo = f"the cell has no value ({short(cell)}): give one, or set missing to 'drop'{' or fill' if fillable else ''} in {FILE}"
-        self._instead(row, name, policy, "a missing value", "missing cells read as the stated mean, or as no category", todo)
-
-    def _instead(self, row: int, name: str, policy: str, reason: str, replaced: str, problem: str) -> None:
-        """Leave out the row, count a replaced cell, or refuse the file, as ``policy`` says."""
-        if policy == DROP:
-            self.left.setdefault(row, f"rows left out for {reason}")
-        elif policy in (FILL, ZEROS):
-            self.replaced.append((row, replaced))
-        else:
-            self._refuse(row, name, problem)
-
-    def _refuse(self, row: int, name: str, problem: str) -> None:
-        raise DataError(self.file, problem, place(self.lines[row], name))
 
 
 def split(rows: Rows, columns: Columns) -> NDArray[np.bool_]:

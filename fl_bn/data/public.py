@@ -20,7 +20,7 @@ ROOT = "data"  # the default path, relative to the current folder
 CLASSES = {"CIFAR10": 10, "CIFAR100": 100, "MNIST": 10, "SVHN": 10, "USPS": 10}  # by the names of torchvision's classes
 
 
-def load_public(kind: str, path: str, image_size: int, *, download: bool = True) -> Dataset:
+def load_public(kind: str, path: str, image_size: int) -> Dataset:
     """Load the data set that torchvision calls ``kind``, one of ``CLASSES``, from the folder ``path``; ``data`` if empty.
 
     | kind | train + test | image | citation |
@@ -29,8 +29,6 @@ def load_public(kind: str, path: str, image_size: int, *, download: bool = True)
     | MNIST | 60,000 + 10,000 | 1, 28, 28 | LeCun et al. 1998 |
     | SVHN | 73,257 + 26,032 | 3, 32, 32 | Netzer et al. 2011 |
     | USPS | 7,291 + 2,007 | 1, 16, 16 | Hull 1994 |
-
-    ``download``: whether missing files are downloaded, and archives unpacked.
 
     Raises:
         DataNotFound: files are missing and cannot be downloaded.
@@ -41,17 +39,17 @@ def load_public(kind: str, path: str, image_size: int, *, download: bool = True)
 
     read = getattr(datasets, kind)
     root = Path(path or ROOT)
-    x_train, y_train = _arrays(_split(read, root, train=True, download=download), image_size)
-    x_test, y_test = _arrays(_split(read, root, train=False, download=download), image_size)
+    x_train, y_train = _arrays(_split(read, root, train=True), image_size)
+    x_test, y_test = _arrays(_split(read, root, train=False), image_size)
     return Dataset(kind.lower(), x_train, y_train, x_test, y_test, classes=CLASSES[kind])
 
 
-def _split(kind: Any, root: Path, *, train: bool, download: bool) -> Any:
+def _split(kind: Any, root: Path, *, train: bool) -> Any:
     """Return one split as torchvision's data set object."""
     # SVHN has a third split, so torchvision takes the split's name.
     arguments: dict[str, Any] = {"split": "train" if train else "test"} if kind.__name__ == "SVHN" else {"train": train}
     try:
-        return kind(root, download=download, **arguments)
+        return kind(root, download=True, **arguments)
     except (OSError, HTTPException, RuntimeError) as error:  # torchvision raises RuntimeError for missing or wrong files
         files = " and ".join(map(str, _published(kind, root)))
         raise DataNotFound(

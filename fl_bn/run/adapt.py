@@ -1,8 +1,4 @@
-"""Adapt the model of a finished run to a client that the run did not have.
-
-The ways of adapting are in ``federation.adaptation``. This module reads the data of the new client, and writes the
-results. Training samples are used without labels, for statistics. Test samples are used for the metrics.
-"""
+"""Adapt the model of a finished run to a client that the run did not have."""
 
 from __future__ import annotations
 
@@ -28,7 +24,6 @@ from fl_bn.run import assembly
 from fl_bn.run.assembly import OwnData
 from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.run.former import values_of
-from fl_bn.run.pictures import draw_bars
 from fl_bn.run.usage import Usage
 from fl_bn.support import durable
 from fl_bn.support.names import expected
@@ -90,54 +85,33 @@ class Outcome:
     note: str = ""
 
 
-def read_config(folder: Path) -> RunConfig:
-    """Read the run config of a finished run.
-
-    Raises:
-        ConfigError: ``folder`` is not the folder of a run, or its run config cannot be read.
-    """
-    return Usage().config(values_of(folder))
-
-
 def read_run(folder: Path) -> Adaptation:
     """Read the model of a finished run, and the models of its clients if there are any.
 
     Raises:
-        ConfigError: ``folder`` is not the folder of a run, has no model, lacks the BatchNorm tensors that stayed at the
-            clients, or has a damaged file.
+        ConfigError: ``folder`` is not the folder of a run, has no model, or has a damaged file.
         NotAdaptable: The model cannot be adapted, as ``Adaptation`` says.
     """
-    config = read_config(folder)
+    config = Usage().config(values_of(folder))
     method, network = config.build_method(), assembly.source_model(config)
     files = sorted((folder / CLIENTS).glob("client-*.safetensors"), key=lambda file: (len(file.name), file.name)) if method.personal else []
-    own = {
-        plain: name for name, plain in plain_names(network).items()
-    }  # names in the files lack the prefixes of wrappers such as torch.compile
+    own = {plain: name for name, plain in plain_names(network).items()}  # names in files lack the prefixes of wrappers (torch.compile)
 
     def tensors(file: Path) -> dict[str, Tensor]:
-        return {own.get(name, name): tensor for name, tensor in _tensors(file).items()}
+        try:
+            return {own.get(name, name): tensor for name, tensor in load_file(file).items()}
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{file} cannot be read ({error}): expected the folder of a finished run, with whole files") from error
 
     clients = {file.stem.replace("-", " "): tensors(file) for file in files}
     average = tensors(folder / AVERAGE) if method.personal and (folder / AVERAGE).exists() else {}
     made = Adaptation(network, method, Known(tensors(folder / MODEL), clients, average))
     if not (clients or average or method.shares(Role.AFFINE)):
         raise ConfigError(
-            f"{folder}: with {config.method}, scale and shift of BatchNorm stay at the clients, so the model lacks them. To adapt it, "
-            f"the clients' models ({CLIENTS}/client-0.safetensors ..., which a simulation writes) or their average ({AVERAGE}) are needed, "
-            "but the folder has neither"
+            f"{folder} has neither {CLIENTS}/ nor {AVERAGE}, and with {config.method} scale and shift of BatchNorm stay at the clients: "
+            "set unseen-client=true in the run"
         )
     return made
-
-
-def _tensors(file: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(file)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{file} is missing: a run writes this file at its end, so let the run end first") from error
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"{file} is not a safetensors file, or is incomplete: {error}. Put it back from a copy, or choose another run"
-        ) from error
 
 
 def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
@@ -149,34 +123,21 @@ def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
         data: Other data: the name of a data set, a name with a path such as npz:PATH, or package.module:function; empty: none.
 
     Raises:
-        ConfigError: Both ``domain`` and ``data`` are given; or both are empty, and the run held out no domain; or the data
-            cannot be loaded, or do not suit the model of the run.
+        ConfigError: There are two sources of data or none, or the data do not suit the model of the run.
         DataNotFound: A file of the data is missing.
     """
-    if data and domain:
-        raise ConfigError(f"expected one source of the client's data, but got --domain {domain} and --data {data}: give one of them")
+    name = domain or config.hold_out
+    if (data and domain) or not (data or name):
+        raise ConfigError("expected one source of the client's data: --domain, a domain of the run's data, or --data, data of its own")
     as_tested = replace(config, validation_share=0.0)  # the client's own test samples, whatever the run was tested on
     if data:
         kind, _, path = data.partition(":")
         own = OwnData(kind, path) if kind in DATASETS else OwnData(data)
         brought = assembly.site_dataset(as_tested, own)
         return Newcomer(Path(path).stem if kind in DATASETS and path else data, brought.x_train, Samples(brought.x_test, brought.y_test))
-    name = domain or config.hold_out
-    if not name:
-        raise ConfigError(
-            "there is no client to adapt to, since the run held out no domain: give --domain with a domain of the run's data, or --data "
-            "with the client's own data"
-        )
-    if config.dataset == SITES:
-        raise ConfigError(f"the run's data are at its sites, so the domain {name!r} cannot be loaded on this machine: give --data")
-    if config.changes.split != TEST:
-        raise ConfigError(f"the run was tested on {config.changes.split} samples, so it has no test samples of {name!r}: give --data")
-    try:
-        part = only_domain(assembly.dataset(replace(as_tested, hold_out="")), name)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    if config.dataset == SITES or config.changes.split != TEST:
+        raise ConfigError(f"the run's data have no test samples of {name!r} on this machine: give --data")
+    part = only_domain(assembly.dataset(replace(as_tested, hold_out="")), name)
     return Newcomer(name, part.x_train, Samples(part.x_test, part.y_test), seen=name != config.hold_out)
 
 
@@ -190,9 +151,7 @@ def ways(run: Adaptation, text: str) -> list[str]:
         return [how for how in HOW if not run.refusal(how)]
     chosen = list(dict.fromkeys(part.strip() for part in text.split(",")))
     for how in chosen:
-        if how not in HOW:
-            raise ConfigError(expected("--how", how, ("all", *HOW), ", or several separated by commas"))
-        if reason := run.refusal(how):
+        if reason := expected("--how", how, ("all", *HOW)) if how not in HOW else run.refusal(how):
             raise ConfigError(reason)
     return chosen
 
@@ -214,11 +173,8 @@ def adapt(
         The outcome of each way, in the order of ``how``.
 
     Raises:
-        ConfigError: ``how`` has ``test-batch``, and ``batch_size`` is below 2.
         NotAdaptable: The model cannot be adapted in one of the ways, as ``Adaptation.adapt`` says.
     """
-    if TEST_BATCH in how and batch_size < 2:
-        raise ConfigError(f"batch-size must be at least 2 (a batch of one has no variance), but got {batch_size}")
     plain = run.before()
     before = None if plain is None else evaluate(plain.to(device), client.test, task=task)
     outcomes = []
@@ -232,18 +188,8 @@ def adapt(
     return outcomes
 
 
-def check_new(folder: Path) -> None:
-    """Check that ``folder`` has no results of an earlier adaptation. They would be mixed with those of this one.
-
-    Raises:
-        ConfigError: It has such results.
-    """
-    if (folder / TABLE).exists():
-        raise ConfigError(f"{folder} has the results of an earlier adapt: give another folder (--output), or remove this one")
-
-
 def write(outcomes: Sequence[Outcome], client: Newcomer, config: RunConfig, folder: Path) -> None:
-    """Write ``adaptation.csv`` and ``adaptation.png`` for all ways of adapting, and ``model-HOW.safetensors`` for each way.
+    """Write ``adaptation.csv`` for all ways of adapting, and ``model-HOW.safetensors`` for each way.
 
     Args:
         outcomes: The results of the ways.
@@ -251,13 +197,12 @@ def write(outcomes: Sequence[Outcome], client: Newcomer, config: RunConfig, fold
         config: The run config.
         folder: The folder, which is made if it does not exist.
     """
-    task = assembly.task(config, client.test.y)
-    metric, scale = task.metric, task.scale()
+    metric = assembly.task(config, client.test.y).metric
+    name = metric.replace("-", "_")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / TABLE).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        named = (f"{metric.replace('-', '_')}_before", metric.replace("-", "_"))
-        writer.writerow(["how", *named, "loss_before", "loss", "statistics_samples", "test_samples", "note"])
+        writer.writerow(["how", f"{name}_before", name, "loss_before", "loss", "statistics_samples", "test_samples", "note"])
         for outcome in outcomes:
             before, after = outcome.before, outcome.after
             figures = ("" if before is None else before[metric], after[metric], "" if before is None else before.loss, after.loss)
@@ -268,7 +213,3 @@ def write(outcomes: Sequence[Outcome], client: Newcomer, config: RunConfig, fold
         names = plain_names(outcome.model)
         state = {names[name]: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in outcome.model.state_dict().items()}
         durable.write(folder / f"model-{outcome.how}.safetensors", save(state, metadata), mode=0o666)
-    bars = {outcome.how: {} if outcome.before is None else {"before": [scale * outcome.before[metric]]} for outcome in outcomes}
-    for outcome in outcomes:
-        bars[outcome.how]["after"] = [scale * outcome.after[metric]]
-    draw_bars({f"{config.method}: {client.name}, {len(client.test)} test samples": bars}, folder / "adaptation.png", task)

@@ -24,7 +24,7 @@ from fl_bn.bn.roles import parse_buffer_roles, set_buffer_roles
 from fl_bn.data.csv_files import TableData
 from fl_bn.data.dataset import Dataset, load
 from fl_bn.data.partition import BY_DOMAIN, Indices, label_counts, partition
-from fl_bn.data.record import DataError, describe
+from fl_bn.data.record import DataError, describe, untrained_classes
 from fl_bn.data.subsets import HeldOut, hold_out, without_domain
 from fl_bn.federation.callbacks import Callback, EarlyStop, KeepBest
 from fl_bn.federation.local import Samples
@@ -33,7 +33,6 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.compat import LOGGER, federation_config
 from fl_bn.models import build
 from fl_bn.run.config import REGISTRIES, SITES, ConfigError, RunConfig
-from fl_bn.run.labels import check_labels, say_notes
 from fl_bn.run.memory_layout import memory_format
 from fl_bn.run.run_keys import VALUES
 from fl_bn.run.setup import allow, modules
@@ -119,7 +118,7 @@ def _modules_of(app: Path | None, allowed: str, variable: str) -> Modules:  # ca
 
 
 @contextmanager
-def _as_config_error() -> Iterator[None]:
+def as_config_error() -> Iterator[None]:
     """Turn errors of data, model and partition into ConfigError, since run-config keys cause them. FileNotFoundError is kept."""
     try:
         yield
@@ -131,7 +130,7 @@ def _as_config_error() -> Iterator[None]:
         raise ConfigError(str(error) or type(error).__name__) from error
 
 
-@_as_config_error()
+@as_config_error()
 def dataset(config: RunConfig) -> Dataset:
     """Return the data of a run.
 
@@ -165,7 +164,7 @@ def _checked(data: Dataset) -> Dataset:  # cached, since several run configs sha
 _without = lru_cache(maxsize=2)(without_domain)
 
 
-@_as_config_error()
+@as_config_error()
 def task(config: RunConfig, targets: Tensor | None = None) -> Task:
     """Return the task of a run.
 
@@ -180,7 +179,7 @@ def task(config: RunConfig, targets: Tensor | None = None) -> Task:
     return find_task(config.task, None if targets is None else kind_of(targets), modules())
 
 
-@_as_config_error()
+@as_config_error()
 def callback_makers(config: RunConfig) -> list[Callable[..., Any]]:
     """Return the classes and functions that the run config names as callbacks, without calling them.
 
@@ -197,7 +196,7 @@ def callback_makers(config: RunConfig) -> list[Callable[..., Any]]:
     return makers
 
 
-@_as_config_error()
+@as_config_error()
 def own_callbacks(config: RunConfig, folder: Path | None) -> list[Callback]:
     """Make the callbacks that the keys ``keep-best``, ``early-stop`` and ``callbacks`` ask for.
 
@@ -230,7 +229,7 @@ def shape(config: RunConfig) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=4)
-@_as_config_error()
+@as_config_error()
 def source_model(config: RunConfig) -> nn.Module:
     """Return the network before its conversion, with the run's initial weights. It is cached: copy it before a change.
 
@@ -248,7 +247,7 @@ def source_model(config: RunConfig) -> nn.Module:
 
 
 @lru_cache(maxsize=4)
-@_as_config_error()
+@as_config_error()
 def client_model(config: RunConfig) -> nn.Module:
     """Return the network with the method's layers, with which every client starts. It is cached: copy it before a change.
 
@@ -291,7 +290,7 @@ def at_client(config: RunConfig) -> RunConfig:
 
 
 @lru_cache(maxsize=4)
-@_as_config_error()
+@as_config_error()
 def partitions(config: RunConfig) -> list[Tensor]:
     """Return for every client the indices of its training samples in ``dataset(config)``.
 
@@ -302,7 +301,7 @@ def partitions(config: RunConfig) -> list[Tensor]:
 
 
 @lru_cache(maxsize=2)
-@_as_config_error()
+@as_config_error()
 def _validated(config: RunConfig) -> HeldOut:
     return hold_out(_whole_dataset(config), _honest_parts(config), config.validation_share, config.seed)
 
@@ -347,7 +346,7 @@ def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> 
     return train, test, tuple(int(n) for n in counts)
 
 
-@_as_config_error()
+@as_config_error()
 def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
     """Load a client's own data, and check that they have the form of the run's data.
 
@@ -475,3 +474,26 @@ def _whole(node: Mapping[str, Any], key: str) -> int:
         return int(node[key])
     except (ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"{key} in this client's node config must be a whole number, but got {node[key]!r:.200}") from error
+
+
+def check_labels(data: Dataset) -> None:
+    """Check that the data of a run have training samples of every class. Data of a single site are not checked: they may lack classes.
+
+    If the number of classes was stated, as by folders or by columns.toml, a missing class is only a warning.
+
+    Raises:
+        ConfigError: A class has no training sample, and the number of classes is the largest label plus one.
+    """
+    say_notes(data)
+    if not (missing := untrained_classes(data)):
+        return
+    problem = f"dataset {data.name!r}: no training sample has label {missing}, but labels are 0..{data.classes - 1}"
+    if data.counted:
+        raise ConfigError(f"{problem}: labels count from 0 without gaps, and every class needs training samples; correct the labels")
+    LOGGER.warning("%s: if that is a mistake, correct the labels", problem)
+
+
+def say_notes(data: Dataset) -> None:
+    """Warn of rows that were left out, and of missing or unknown cells that were replaced."""
+    for note in data.notes:
+        LOGGER.warning("dataset %r: %s", data.name, note)

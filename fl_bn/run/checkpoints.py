@@ -88,39 +88,18 @@ def run_to_resume(config: RunConfig) -> Path:
         ConfigError: There is no such run, or its run config differs in other keys. The message names these keys.
     """
     root = Path(config.output)
-    if config.resume != "latest":
-        named = root / config.resume
-        if not list((named / FOLDER).glob(f"round-*{durable.SUFFIX}")):
-            raise ConfigError(f"resume={config.resume!r}: {named} has no checkpoint. Choose one of the {_unfinished(root)}")
-        if differing := _differences(named, config):
-            raise ConfigError(f"resume={config.resume!r}: that run has another run config: {differing}. Give the same values again")
-        return named.resolve()
-    runs = _with_checkpoints(root)
-    if config.name:
-        runs = [run for run in runs if run.name == config.name]
-    for run in runs:
-        if not _differences(run, config):
+    files = sorted(root.glob(f"*/{FOLDER}/round-*{durable.SUFFIX}"), key=lambda file: file.stat().st_mtime, reverse=True)
+    runs = dict.fromkeys(file.parents[1] for file in files)  # a finished run has no checkpoints any more
+    wanted = config.name if config.resume == "latest" else config.resume
+    named = [run for run in runs if wanted in ("", run.name)]
+    differing = {run: _differences(run, config) for run in named}
+    for run in named:
+        if not differing[run]:
             return run.resolve()
-    if runs:
-        differing = _differences(runs[0], config)
-        raise ConfigError(
-            f"resume='latest': the newest unfinished run, {runs[0].name}, has another run config: {differing}. Give the same values again"
-        )
-    raise ConfigError(f"resume='latest' found no run to resume among the {_unfinished(root)}")
-
-
-def _with_checkpoints(root: Path) -> list[Path]:
-    """Return the folders of all runs with checkpoints, the newest first. Finished runs have no checkpoints any more."""
-    newest = {
-        path.parent.parent: path.stat().st_mtime
-        for path in sorted(root.glob(f"*/{FOLDER}/round-*{durable.SUFFIX}"), key=lambda p: p.stat().st_mtime)
-    }
-    return sorted(newest, key=newest.__getitem__, reverse=True)
-
-
-def _unfinished(root: Path) -> str:
-    names = ", ".join(run.name for run in _with_checkpoints(root))
-    return f"unfinished runs with checkpoints in {root}: {names or 'none (checkpoint-every makes them)'}"
+    if named:
+        raise ConfigError(f"resume={config.resume!r}: {named[0].name} has another run config: {differing[named[0]]}. Give the same values")
+    there = ", ".join(run.name for run in runs) or "none (checkpoint-every makes them)"
+    raise ConfigError(f"resume={config.resume!r}: expected an unfinished run with checkpoints in {root}, which has {there}")
 
 
 def _differences(run: Path, config: RunConfig) -> str:

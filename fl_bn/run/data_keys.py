@@ -65,7 +65,7 @@ class DataKeys:
     channels: int = of_sites(0, "dataset=sites: channels of the images", ">= 0")
     columns_digest: str = of_sites(
         "",
-        "dataset=sites: digest of the columns.toml that all sites with dataset='csv' must have (`fl-bn data check csv`)",
+        "dataset=sites: digest of the columns.toml that all sites with dataset='csv' must have (`fl-bn doctor` prints it)",
         "16 hexadecimal digits",
         lambda digest: not digest or re.fullmatch("[0-9a-f]{16}", digest) is not None,
     )

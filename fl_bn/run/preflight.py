@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -20,17 +18,15 @@ from fl_bn.federation.settings import seeded
 from fl_bn.flower.compat import LOGGER
 from fl_bn.methods import Method
 from fl_bn.run import recalibrate
-from fl_bn.run.assembly import callback_makers, client_model, dataset, partitions, shape, source_model, task
+from fl_bn.run.assembly import as_config_error, callback_makers, client_model, dataset, partitions, shape, source_model, task
 from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.run.history import round_columns
-from fl_bn.support.wire import WireError
-from fl_bn.task import Classification, Task
+from fl_bn.task import Classification
 
 
+@as_config_error()
 def check(config: RunConfig) -> None:
     """Try the parts of a run: callbacks, partition, payload and augmentation, and the network on two samples.
-
-    For classification, the shape of the network's output is checked. For other tasks, loss and metrics are computed.
 
     Raises:
         DataNotFound: A file of the data is missing.
@@ -39,142 +35,74 @@ def check(config: RunConfig) -> None:
     callback_makers(config)
     if config.rounds == 0:
         recalibrate.check(config)
-    if config.dataset != SITES:
-        partitions(config)
     model, method = client_model(config), config.build_method()
-    try:
-        check_layers(source_model(config), method)
-    except ValueError as error:
-        raise ConfigError(f"model {config.model!r}: {error}") from error
+    check_layers(source_model(config), method)
     measured = config.calibrate == -1 or config.calibrate > 0
     if measured and (reason := why_not(model, method, trains=True)):
         raise ConfigError(f"calibrate={config.calibrate} would do nothing: {reason}. Set calibrate to 0")
-    try:
-        to_numpy(model.state_dict())
-    except WireError as error:
-        raise ConfigError(f"model {config.model!r}: {error}") from error
-    try:
-        round_columns(task(config))
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    if (two := _two_samples(config)) is not None:
-        _try(config, *two)
-    if config.dataset != SITES and (change := augmenter(config.augment, seeded(config.seed))) is not None:
+    to_numpy(model.state_dict())  # raises an error for a dtype that cannot be sent
+    round_columns(task(config))  # raises an error for a metric that has the name of another column
+    if config.dataset != SITES:
+        partitions(config)
         data = dataset(config)
-        try:
+        try_batch(config, to_input(data.x_train[:2]), data.y_train[:2])
+        if change := augmenter(config.augment, seeded(config.seed)):
             change(data.x_train[:2], data.y_train[:2])
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+    elif ":" not in config.model:  # else the network may take other inputs than images
+        try_batch(config, torch.zeros(2, config.channels, config.image_size, config.image_size))
+    _warn(config, method, model)
+
+
+def _warn(config: RunConfig, method: Method, model: nn.Module) -> None:
+    """Warn of statistics that freeze too early, and of a defence that counts on no attacker."""
+    norms = batch_norms(model)
     untouched = method.freezes_statistics(method.phase(1, config.rounds)) and method.shares(Role.STATISTIC)
-    by_itself = config.calibrate == AS_METHOD and not config.dp_noise
-    if config.rounds and untouched and not measured and not by_itself and not config.model_weights and batch_norms(model):
+    unmeasured = config.calibrate == 0 or (config.calibrate == AS_METHOD and config.dp_noise)
+    if config.rounds and untouched and unmeasured and not config.model_weights and norms:
         LOGGER.warning(
-            "%s: the statistics freeze before round 1 (freeze-after=%s of rounds=%s) with the values of a new network, which describe no "
-            "data. Set freeze-after to 1 or more, calibrate to -1, or model-weights to the file of a trained network",
+            "%s: the statistics freeze before round 1, with the values of a new network: set freeze-after to 1 or more, calibrate to -1, "
+            "or model-weights to the file of a trained network",
             config.method,
-            config.rounds // 2 if config.freeze_after < 0 else config.freeze_after,
-            config.rounds,
         )
-    _warn_of_an_early_freeze(config, method, model)
-    defence = config.defence()
-    if defence.active and not defence.f:
-        LOGGER.warning(
-            "declared-byzantine is 0, so statistics-rule=%r and update-rule=%r protect against no attack, and trimmed-mean, multi-krum and "
-            "nnm are the mean: set declared-byzantine to the number of clients that may attack",
-            config.statistics_rule,
-            config.update_rule,
-        )
-
-
-def _warn_of_an_early_freeze(config: RunConfig, method: Method, model: nn.Module) -> None:
-    """Warn if the statistics freeze so early that they still consist largely of the initial values (mean 0, variance 1).
-
-    There is no warning if the clients measure statistics before round 1 (``calibrate``).
-    """
-    left = start_left(method, config, [layer.momentum for layer in batch_norms(model).values() if layer.momentum is not None])
+    left = start_left(method, config, [layer.momentum for layer in norms.values() if layer.momentum is not None])
     if left > MUCH and config.round_policy().calibrate in (0, AS_METHOD):
         LOGGER.warning(
-            "%s: the statistics freeze early, while %.0f %% of each running mean and variance still comes from the initial values 0 and 1. "
-            "So the run may be less accurate than fedavg. Take more local steps, freeze later (freeze-after), or measure the statistics "
-            "before round 1 (calibrate=-1)",
+            "%s: the statistics freeze early, while %.0f %% of each running mean and variance comes from the initial values: take more "
+            "local steps, freeze later (freeze-after), or measure the statistics before round 1 (calibrate=-1)",
             config.method,
             100 * left,
         )
+    defence = config.defence()
+    if defence.active and not defence.f:
+        LOGGER.warning("statistics-rule and update-rule protect against no attack while declared-byzantine is 0: set it to their number")
 
 
-def _two_samples(config: RunConfig) -> tuple[Tensor, Tensor | None] | None:
-    """Return inputs and targets of two samples, on which the network is tried.
-
-    If the data are at the sites, the inputs are images of zeros and there are no targets. None: the network is the
-    user's own and the data are at the sites, so the form of its inputs is unknown.
-    """
-    if config.dataset != SITES:
-        data = dataset(config)
-        return to_input(data.x_train[:2]), data.y_train[:2]
-    if ":" in config.model:
-        return None
-    _, channels, size = shape(config)
-    return torch.zeros(2, channels, size, size), None
-
-
-def _try(config: RunConfig, x: Tensor, y: Tensor | None) -> None:
-    """Pass a batch through the network in evaluation mode, where no layer needs other clients, and check its output.
+def try_batch(config: RunConfig, x: Tensor, y: Tensor | None = None) -> None:
+    """Pass a batch through the network in evaluation mode, where no layer needs other clients, and see whether the task can use its output.
 
     Args:
         config: The run config.
-        x: The inputs of two samples.
-        y: The targets of the two samples; None: they are unknown, and the loss is not tried.
+        x: The inputs.
+        y: The targets; None: they are not known.
 
     Raises:
-        ConfigError: The network or the task fails, or the output has a wrong shape.
+        ConfigError: It cannot. The message has the reason.
     """
-    classes, of = shape(config)[0], task(config, y)
-    model = copied(client_model(config)).eval()
-    x = (x if len(x) > 1 else x.expand(2, *x.shape[1:])).to(inputs_like(model).dtype)
+    of, model = task(config, y), copied(client_model(config)).eval()
+    x, y = (part.expand(2, *part.shape[1:]) if part is not None and len(part) == 1 else part for part in (x, y))  # type: ignore[assignment]
     try:
         with torch.no_grad(), torch_seed(config.seed, torch.device("cpu")):
-            raw = model(x)
-    except Exception as error:  # a stranger's network: anything may happen in it
-        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            out = of.output(model(x.to(inputs_like(model).dtype)))
+        if not isinstance(of, Classification):
+            if y is not None:
+                state = of.state()
+                state.update(out, y)
+                state.result()[of.metric]
+        elif not isinstance(out, Tensor) or tuple(out.shape[:2]) != (len(x), shape(config)[0]):
+            got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise ValueError(f"expected scores {(len(x), shape(config)[0])}, one for each class, but got {got}")
+    except Exception as error:  # a stranger's network and task: anything may happen in them
         raise ConfigError(
-            f"the network cannot take these data: model={config.model!r} under method={config.method!r} fails on a batch of shape "
-            f"{tuple(x.shape)}: {problem}. Choose another model, method or image-size"
+            f"model={config.model!r} under method={config.method!r} or task={config.task!r} fails on a batch {tuple(x.shape)}: "
+            f"{type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
-    out = _predicted(config, of, raw)
-    if not isinstance(of, Classification):
-        if y is not None:
-            _try_loss(config, of, out, y if len(y) > 1 else y.expand(2, *y.shape[1:]))
-        return
-    if not isinstance(out, Tensor) or out.ndim < 2 or tuple(out.shape[:2]) != (2, classes):
-        raise ConfigError(
-            f"the network must return scores (2, {classes}, ...) for a batch of 2 samples, one for each class, but model={config.model!r} "
-            f"returns {_described(out)}"
-        )
-
-
-def _predicted(config: RunConfig, of: Task, raw: Any) -> Any:
-    try:
-        return of.output(raw)
-    except Exception as error:  # a stranger's task: anything may happen in it
-        raise ConfigError(f"task={config.task!r} finds no prediction in the output of model={config.model!r}: {error}") from error
-
-
-def _try_loss(config: RunConfig, of: Task, out: Any, y: Tensor) -> None:
-    """Compute loss and metrics of the batch, to see whether the task works.
-
-    Raises:
-        ConfigError: The task fails.
-    """
-    try:
-        state = of.state()
-        state.update(out, y)
-        state.result()[of.metric]
-    except Exception as error:  # a stranger's task: anything may happen in it
-        raise ConfigError(
-            f"task={config.task!r} fails on a batch of 2 samples. The output of model={config.model!r} is {_described(out)}, the targets "
-            f"are {tuple(y.shape)}: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _described(out: Any) -> str:
-    return str(tuple(out.shape)) if isinstance(out, Tensor) else f"a {type(out).__name__}"

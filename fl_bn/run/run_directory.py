@@ -213,29 +213,31 @@ class RunDirectory(Callback):
 
     def _finish(self, path: Path, error: BaseException | None) -> None:
         assert self._history is not None
-        counts: dict[int, tuple[int, ...]] = {}
-        if self.transport is not None:
-            if error is None or self.records or self.transport.statistics.outcomes:  # else nothing was trained or measured
-                self._save_model(self.transport)
-            population = self.transport.population
-            counts = {c.index: c.label_counts for c in population.everyone()} if population else {}
-        passes = [] if self.transport is None else self.transport.statistics.outcomes
+        config, transport = self.config, self.transport
+        population = None if transport is None else transport.population
+        counts = {c.index: c.label_counts for c in population.everyone()} if population else {}
+        passes = [] if transport is None else transport.statistics.outcomes
+        if transport is not None and (error is None or self.records or passes):  # else nothing was trained or measured
+            self._save_model(path, transport)
         kinds = self._disclosed.kinds(counts)
-        (path / DISCLOSURE).write_text(disclosure_csv(kinds, self.config.called), newline="")
-        accountant = self.transport.secure.accountant if self.transport and self.transport.secure else None
-        privacy = "" if accountant is None else accountant.statement()
-        table = disclosure_table(kinds, self.config.called)
+        (path / DISCLOSURE).write_text(disclosure_csv(kinds, config.called), newline="")
         self._write_passes()
-        try:
-            self._draw(path, counts)
-        finally:  # it lists the files that are there
-            absent = [f"{self.config.called.client(index)}: {why}" for index, why in self._absent().items()]
-            about = (self.config, self.records, error, passes, table, privacy, self.task, absent)
-            early = self._running.reason if self._running else ""
-            layers = self._layers()
-            text = summary(*about, lambda name: name == "run.log" or (path / name).exists(), early, layers)
-            durable.write(path / "summary.md", text.encode(), mode=0o666)
+        accountant = transport.secure.accountant if transport and transport.secure else None
+        text = summary(
+            config,
+            self.records,
+            error,
+            passes,
+            disclosure_table(kinds, config.called),
+            privacy="" if accountant is None else accountant.statement(),
+            task=self.task,
+            absent=[f"{config.called.client(index)}: {why}" for index, why in population.absent.items()] if population else [],
+            early=self._running.reason if self._running else "",
+            layers=[*describe_layers(transport.server.source, transport.shared.model, transport.method)] if transport else [],
+        )
+        durable.write(path / "summary.md", text.encode(), mode=0o666)
         self._history.lengths()
+        self._draw(path, counts)
         if error is None:  # the run is complete, so it cannot be resumed
             for folder in (path / FOLDER, *path.glob("state-*")):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -243,20 +245,12 @@ class RunDirectory(Callback):
         if error is not None:
             self._say_how_to_go_on(path, "interrupted" if isinstance(error, KeyboardInterrupt) else "the run failed")
 
-    def _absent(self) -> dict[int, str]:
-        """Return client -> the reason why it takes no part in the run."""
-        population = None if self.transport is None else self.transport.population
-        return {} if population is None else population.absent
-
-    def _layers(self) -> list[str]:
-        """Return what the method does with the tensors of the network, a line each."""
-        if self.transport is None:
-            return []
-        return list(describe_layers(self.transport.server.source, self.transport.shared.model, self.transport.method))
-
     def _draw(self, path: Path, counts: Mapping[int, tuple[int, ...]]) -> None:
         """Draw the pictures for which the run has numbers."""
-        if not (self.records and self.config.pictures and self._can_draw()):
+        if not (self.records and self.config.pictures):
+            return
+        if problem := extras.lacking("a run that is to end with pictures", "matplotlib", "tensorboard"):
+            LOGGER.warning("there are no pictures: %s", problem)
             return
         from fl_bn.run.pictures import draw_labels, draw_run  # imported here, since matplotlib takes a second, for which no round waits
 
@@ -268,40 +262,26 @@ class RunDirectory(Callback):
     def _say_how_to_go_on(self, path: Path, what: str) -> None:
         last = max(self._checkpoints.rounds(), default=0) if self._checkpoints else 0
         server = os.environ.get(SERVER, "")
-        if last:
-            run = f"{shlex.quote(server)} {path.name}" if server else as_typed(path)
-            advice = f"Go on from round {last}: fl-bn resume {run}"
-        elif self.config.checkpoint_every:
-            advice = f"Start it again: the first checkpoint would be after round {self.config.checkpoint_every}"
-        else:
-            advice = "It cannot go on, since it has no checkpoints: checkpoint-every=5 makes them"
+        run = f"{shlex.quote(server)} {path.name}" if server else as_typed(path)
+        advice = f"Go on from round {last}: fl-bn resume {run}" if last else "It cannot go on: it has no checkpoint (checkpoint-every)"
         LOGGER.info("%s after round %s of %s. %s", what, len(self.records), self.config.rounds, advice)
-
-    def _can_draw(self) -> bool:
-        problem = extras.lacking("a run that is to end with pictures", "matplotlib", "tensorboard")
-        if problem:
-            LOGGER.warning("there are no pictures: %s", problem)
-        return not problem
 
     def _write_passes(self) -> None:
         if self.path is not None and self.transport is not None and (passes := self.transport.statistics.outcomes):
             write_passes(passes, self.path / "recalibration.csv")
 
-    def _save_model(self, transport: GridTransport) -> None:
+    def _save_model(self, path: Path, transport: GridTransport) -> None:
         """Save the shared model as it was evaluated last, without the tensors that stay at the clients.
 
         Tensors have their names in the network before its conversion. If the method replaces BatchNorm by other layers (gn,
         ln, FedWon, ...), tensors have their names in the converted network.
         """
-        assert self.path is not None
         metadata = {"method": self.config.method, "model": self.config.model, "rounds": str(min(len(self.records), self.config.rounds))}
-        tensors = dict(transport.running.arrays())
-        durable.write(self.path / "model.safetensors", durable.in_order(save(tensors, metadata)), mode=0o666)
-
-        if transport.evaluations.unseen:
-            plain = plain_names(transport.shared.model)
-            unseen = {plain[name]: tensor for name, tensor in transport.evaluations.unseen.items()}
-            durable.write(self.path / "unseen-client.safetensors", durable.in_order(save(unseen, metadata)), mode=0o666)
+        plain = plain_names(transport.shared.model)
+        unseen = {plain[name]: tensor for name, tensor in transport.evaluations.unseen.items()}
+        for name, tensors in (("model", dict(transport.running.arrays())), ("unseen-client", unseen)):
+            if tensors or name == "model":
+                durable.write(path / f"{name}.safetensors", durable.in_order(save(tensors, metadata)), mode=0o666)
 
 
 def as_typed(path: Path) -> str:
@@ -316,16 +296,10 @@ def _locked(path: Path) -> IO[str]:
     Raises:
         RunFailed: Another process has locked the folder.
     """
-
-    def warn() -> None:
-        LOGGER.warning("%s cannot be locked: make sure that no second process continues the same run", path)
-
     try:
-        return take(path / LOCK, warn)
+        return take(path / LOCK, lambda: LOGGER.warning("%s cannot be locked: make sure that no second process continues the run", path))
     except BlockingIOError as error:
-        raise RunFailed(
-            f"{path} is still being written by another process: wait for the end of that process, or end the process first"
-        ) from error
+        raise RunFailed(f"{path} is still being written by another process: end that process first, or wait for its end") from error
 
 
 def to_toml(values: Mapping[str, Value]) -> str:

@@ -16,9 +16,9 @@ import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,7 +33,6 @@ from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.former import renewed
 from fl_bn.run.history import read_rows
 from fl_bn.support import durable, locks
-from fl_bn.support.gpu import mps_runs, on_gpu
 
 CENTRALISED = "centralised"  # in a sweep, the name of training on all clients' data; also as centralised-METHOD
 OUTCOME = "cell.json"
@@ -94,11 +93,8 @@ class Cell:
         deciding = [k for k in {**there, **here} if k not in free]
         if differing := [f"{k} is {there.get(k)!r} there, {here.get(k)!r} here" for k in deciding if there.get(k) != here.get(k)]:
             raise ConfigError(f"{self.path} holds another run ({'; '.join(differing)}): give another output folder, or remove {self.path}")
-        if outcome.get("status") != "finished":
-            return False
-        return (
-            self.config.rounds == 0 or len(self.rows()) == self.config.rounds
-        )  # rounds = 0: a re-calibration, which has as many rows as it made passes
+        whole = self.config.rounds in (0, len(self.rows()))  # 0: a re-calibration, which has as many rows as it made passes
+        return outcome.get("status") == "finished" and whole
 
     def outcome(self) -> dict[str, Any]:
         """Return the content of ``cell.json``; empty: the run has not ended, or the file cannot be read."""
@@ -120,12 +116,6 @@ class Cell:
         about = {"axes": dict(self.axes), "config": self.config.to_mapping(), "centralised": self.centralised}
         text = json.dumps({**about, "status": status, "seconds": round(seconds, 2), "error": error}, indent=1) + "\n"
         durable.write(self.path / OUTCOME, text.encode(), mode=0o666)
-
-    def remove_failed(self) -> None:
-        """Delete the folder of the run, with its checkpoints, if the run failed and no other process runs it again."""
-        with suppress(Elsewhere), self.held():
-            if self.outcome().get("status") == "failed":
-                shutil.rmtree(self.path)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -159,37 +149,23 @@ def trained_as(method: str) -> tuple[str, bool]:
     return method.removeprefix(f"{CENTRALISED}-"), method.startswith(f"{CENTRALISED}-")
 
 
-def log_of(path: Path) -> Path:
-    """Return the log file of the run in the folder ``path``. The file is beside the folder."""
-    return path.parent / f"{path.name}.log"
-
-
 def run_cell(cell: Cell) -> None:
-    """Lock a cell and run it, unless it is finished. Worker processes call this function. The log goes to ``log_of(cell.path)``.
-
-    An interrupted run of the same cell is resumed from its last checkpoint. It is begun anew if it has no checkpoint, or is
-    centralised.
-
-    Raises:
-        Elsewhere: Another process runs the cell already. In this case the cell is not marked as failed.
-        ConfigError: The folder holds another run.
-        Exception: The run failed with this error. The error is also written to ``cell.json``.
-    """
+    """Lock a cell and run it, unless it is finished. Worker processes call this function. The log lies beside the run's folder."""
     with cell.held():
-        _run(cell)
+        if not cell.finished():
+            _run(cell)
 
 
 def _run(cell: Cell) -> None:
     from fl_bn.run.centralised import run_centralised
 
-    if cell.finished():
-        return
     begin, config = time.monotonic(), cell.config.to_mapping()
-    if not cell.centralised and cell.ran() and any(cell.path.glob(f"{FOLDER}/round-*")):
+    begun = cell.ran() and cell.outcome().get("status") != "failed" and any(cell.path.glob(f"{FOLDER}/round-*"))
+    if begun and not cell.centralised:
         config["resume"] = cell.config.name
     else:
         shutil.rmtree(cell.path, ignore_errors=True)
-    handler, before = logging.FileHandler(log_of(cell.path), mode="w"), LOGGER.handlers
+    handler, before = logging.FileHandler(cell.path.with_name(f"{cell.path.name}.log"), mode="w"), LOGGER.handlers
     LOGGER.handlers = [handler]
     try:
         if cell.centralised:
@@ -208,107 +184,70 @@ def _run(cell: Cell) -> None:
 def run_cells(cells: Sequence[Cell], jobs: int, progress: Callable[[int, int], None]) -> dict[str, str]:
     """Run the cells (runs of a sweep) that are not finished, in worker processes.
 
-    If a worker process dies, for example for lack of memory, only the cell that it ran has failed. The worker
-    processes end with this process, even if SIGKILL ends it. Cells that another process runs are left to it.
+    If a worker dies, the cells that have not ended are run one at a time, to find the one whose worker dies.
 
     Args:
-        cells: The cells. Finished ones are left out.
-        jobs: The number of runs at a time; 0: one per core.
+        cells: The cells.
+        jobs: The number of cells at a time; 0: one per core. It is less if a cell asks for several worker processes.
         progress: Called about twice a second with the number of finished rounds and of all rounds.
 
     Returns:
-        The error of each failed cell, by the name of its folder.
+        The error of each cell that failed, by its name.
     """
-    todo = [cell for cell in cells if not cell.finished()]
-    jobs = at_a_time(min(jobs or cores(), len(todo)), todo)
+    waiting = [cell for cell in cells if not cell.finished()]
+    workers = max((cell.config.workers or 1 for cell in waiting), default=1)
+    jobs = max(1, min(jobs or cores(), len(waiting), cores() // workers if workers > 1 else len(waiting)))
     if jobs > 1:  # the runs share the cores: none of them starts workers unasked
-        todo = [replace(cell, config=replace(cell.config, workers=cell.config.workers or 1)) for cell in todo]
-        _warn_of_turns(jobs, todo)
+        waiting = [replace(cell, config=replace(cell.config, workers=cell.config.workers or 1)) for cell in waiting]
     total = sum(cell.config.rounds for cell in cells)
-    before = total - sum(cell.config.rounds for cell in todo)
-
-    ended: list[int] = []  # the rounds of each cell that has ended
     errors: dict[str, str] = {}
-
-    def show(running: Sequence[Cell]) -> None:
-        progress(before + sum(ended) + sum(cell.rounds_done() for cell in running), total)
-
-    waiting = list(todo)
     while waiting:
-        lost = _run_batch(waiting, jobs, show, ended, errors)
-        suspects, waiting = lost[: jobs + 1], lost[jobs + 1 :]  # the pool takes one cell more than it has workers
-        for cell in suspects:  # each is run again alone, to find the one whose worker dies
-            if _run_batch([cell], 1, show, ended, errors):
-                errors[cell.config.name] = "its process died (killed, or out of memory)"
-                cell.write_outcome("failed", 0.0, errors[cell.config.name])
+        lost = _run_batch(waiting, jobs, errors, lambda: progress(sum(cell.rounds_done() for cell in cells), total))
+        if lost and jobs == 1:
+            errors[lost[0].config.name] = "its process died (killed, or out of memory)"
+            lost[0].write_outcome("failed", 0.0, errors[lost[0].config.name])
+            lost = lost[1:]
+        waiting, jobs = lost, 1
     return errors
 
 
-def _run_batch(
-    batch: Sequence[Cell], jobs: int, show: Callable[[Sequence[Cell]], None], ended: list[int], errors: dict[str, str]
-) -> list[Cell]:
+def _run_batch(batch: Sequence[Cell], jobs: int, errors: dict[str, str], show: Callable[[], None]) -> list[Cell]:
     """Run cells in a pool of worker processes until all have ended, or a worker has died.
 
     Args:
-        batch: The cells, in the order in which they begin.
+        batch: The cells.
         jobs: The number of worker processes.
-        show: Called about twice a second with the cells that run.
-        ended: Gets the number of rounds of each cell that has ended.
-        errors: Gets the error of each cell that failed, by the name of its folder.
+        errors: Gets the errors of cells that fail, by their names.
+        show: Called about twice a second.
 
     Returns:
-        The cells that have not ended, in the order of ``batch``, since a worker died.
+        The cells that have not ended, because a worker died.
     """
-    lost: set[str] = set()
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_end_with_parent)
     try:
-        futures: dict[Future[None], Cell] = {pool.submit(run_cell, cell): cell for cell in batch}
+        futures = {pool.submit(run_cell, cell): cell for cell in batch}
         pending = set(futures)
         while pending:
-            done, pending = wait(pending, timeout=PROGRESS, return_when=FIRST_COMPLETED)
-            for future in done:
-                cell, error = futures[future], future.exception()
-                name = cell.config.name
-                if isinstance(error, BrokenProcessPool):
-                    lost.add(name)
-                    continue
-                ended.append(cell.rounds_done())
-                if error is not None and not isinstance(error, Elsewhere):
-                    errors[name] = f"{type(error).__name__}: {error}"
-            show([futures[future] for future in pending if future.running()])
+            _, pending = wait(pending, timeout=PROGRESS, return_when=FIRST_COMPLETED)
+            show()
     except BaseException:  # Ctrl-C: end the runs without waiting for them
         for process in list((getattr(pool, "_processes", None) or {}).values()):
             process.kill()
         pool.shutdown(wait=True, cancel_futures=True)
         raise
     pool.shutdown()
-    return [cell for cell in batch if cell.config.name in lost]
-
-
-def _warn_of_turns(jobs: int, cells: Sequence[Cell]) -> None:
-    """Warn if several runs would share a GPU that, without NVIDIA's MPS, computes one of them at a time."""
-    if any(on_gpu(cell.config.device) for cell in cells) and not mps_runs():
-        LOGGER.warning(
-            "%s runs at a time share a GPU, which computes one of them at a time. Start NVIDIA's MPS (nvidia-cuda-mps-control -d), with "
-            "which they compute together; for small networks, --run-config \"device='cpu'\" is faster, too (docs/how-to/engines.md)",
-            jobs,
-        )
-
-
-def at_a_time(jobs: int, cells: Sequence[Cell]) -> int:
-    """Return how many cells (runs) to run at a time: ``jobs``, or fewer if a cell asks for several worker processes.
-
-    With several workers per cell, all cells together have at most one process per core. A single cell may exceed this.
-    """
-    workers = max((cell.config.workers or 1 for cell in cells), default=1)
-    return jobs if workers == 1 else max(1, min(jobs, cores() // workers))
+    failed = {future: future.exception() for future in futures}
+    for future, error in failed.items():
+        if error is not None and not isinstance(error, Elsewhere | BrokenProcessPool):
+            errors[futures[future].config.name] = f"{type(error).__name__}: {error}"
+    return [cell for future, cell in futures.items() if isinstance(failed[future], BrokenProcessPool)]
 
 
 def _config(file: Path) -> dict[str, Any]:
     """Read the run config in ``file``, with defaults for keys that it lacks; empty: there is no readable file.
 
     Raises:
-        ConfigError: The file is of an earlier version of fl-bn, with a key that went and decided the run's results.
+        ConfigError: It is one of an earlier version, with a value that no run has any more.
     """
     try:
         keys = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -322,7 +261,7 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _end_with_parent() -> None:
-    """Make this process ignore Ctrl-C, which the parent handles, and end when the parent ends."""
+    """Make a worker process end with its parent, and leave Ctrl-C to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = mp.parent_process()
     assert parent is not None

@@ -9,10 +9,8 @@ from experiments.data.connectomes import SITES, WINDOW, connectome, windows
 from experiments.data.image_folders import DOMAINNET_CLASSES, DOMAINNET_DOMAINS, OFFICE_CLASSES, OFFICE_DOMAINS, PACS_CLASSES, PACS_DOMAINS
 from experiments.data.listing import Image, split
 from experiments.data.shift import SHIFTS, Limit, limited, shifted
-from fl_bn.cli.data import data as data_commands
 from fl_bn.data.augment import AUGMENTATIONS, augmenter
 from fl_bn.data.batches import ClientTooSmall, distinct, draw_batches, epoch_batches
-from fl_bn.data.check import Finding, check_files
 from fl_bn.data.columns import columns_of, read_columns
 from fl_bn.data.csv_files import TableData, load_csv, place, read_rows
 from fl_bn.data.csv_files import split as split_rows

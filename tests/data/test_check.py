@@ -1,16 +1,15 @@
-"""``fl-bn data check``: what is wrong with a data set's files, without a download."""
+"""Public data sets without a network."""
 
 from __future__ import annotations
 
+import re
 import urllib.request
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from tests.data.inner import DATASETS, check_files, data_commands
+from tests.data.inner import DATASETS, DataNotFound, load
 from tests.listed import listed
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise AssertionError("a check downloads nothing")
+        raise OSError("no network")
 
     monkeypatch.setattr(urllib.request, "urlopen", refuse)
 
@@ -40,27 +39,6 @@ def test_every_set_is_on_the_page() -> None:
     ],
 )
 def test_missing_files_are_named_and_nothing_is_written(name: str, file: str, tmp_path: Path) -> None:
-    found = check_files(name, str(tmp_path))
-    assert [finding.status for finding in found] == ["fail"]
-    assert str(tmp_path / file) in found[0].text
-    assert not list(tmp_path.rglob("*.*"))
-
-
-def test_labels_that_a_run_refuses(tmp_path: Path) -> None:
-    x = np.zeros((3, 2, 2), dtype=np.uint8)
-    np.savez(tmp_path / "site.npz", x_train=x, y_train=np.array([0, 1, 1]), x_test=x, y_test=np.array([0, 1, 2]))
-    assert [finding.status for finding in check_files("npz", str(tmp_path / "site.npz"))] == ["ok", "fail"]
-
-
-def test_the_command(tmp_path: Path) -> None:
-    runner = CliRunner()
-    included = runner.invoke(data_commands, ["check", "digits"])
-    assert (included.exit_code, included.output) == (
-        0,
-        "ok    files: 1,437 + 360 samples (3, 20, 20) of 10 classes, domains china, flower\n",
-    )
-    assert runner.invoke(data_commands, ["check", "usps", "--path", str(tmp_path)]).exit_code == 1
-    assert runner.invoke(data_commands, ["check", "no_such_package.data:f"]).exit_code == 1
-    unknown = runner.invoke(data_commands, ["check", "imagenet-21k"])
-    assert unknown.exit_code == 2
-    assert "dataset must be one of" in unknown.output
+    with pytest.raises(DataNotFound, match=re.escape(str(tmp_path / file))):
+        load(name, str(tmp_path))
+    assert not [path for path in tmp_path.rglob("*.*") if path.is_file()]

@@ -14,13 +14,12 @@ import tomli_w
 import torch
 from typer.testing import CliRunner
 
+from fl_bn.cli.main import app
 from tests.data.inner import (
     DataError,
     DataNotFound,
     TableData,
-    check_files,
     columns_of,
-    data_commands,
     draft,
     load_csv,
     place,
@@ -139,7 +138,6 @@ def test_policies_are_stated_and_told(rows: list[str], changes: dict[str, Any], 
     assert len(data.y_train) + len(data.y_test) == left
     assert note in data.notes[0]
     assert load_csv(str(site(tmp_path / "whole", **changes)), 0).notes == ()  # control
-    assert note in " ".join(finding.text for finding in check_files("csv", str(tmp_path)))
 
 
 def test_what_takes_the_place_of_a_missing_cell(tmp_path: Path) -> None:
@@ -301,18 +299,18 @@ def test_a_draft_describes_the_files_and_looks_at_no_test_row(tmp_path: Path) ->
 
 def test_the_commands(tmp_path: Path) -> None:
     file, run = site(tmp_path, rows=[f"{i},{i},1,no,a,{i / 3:.2f}" for i in range(9)]), CliRunner().invoke
-    shown = run(data_commands, ["columns", str(file), "--target", "outcome", "--regression"])
+    shown = run(app, ["data", "columns", str(file), "--target", "outcome", "--regression"])
     assert shown.exit_code == 0, shown.output
     (tmp_path / "columns.toml").write_text(shown.stdout)
     columns = read_columns(tmp_path)
     assert (columns.classes, columns.target_scale.std) == ((), 0.74)
-    checked = run(data_commands, ["check", "csv", "--path", str(tmp_path)])
+    checked = run(app, ["doctor", "--run-config", f"dataset='csv' data-path='{tmp_path}' model='mlp' task='regression'"])
     assert checked.exit_code == 0, checked.output
     assert f"classes=1 channels={columns.inputs} image-size=1 columns-digest='{columns.digest}'" in checked.stdout
-    wrong = run(data_commands, ["columns", str(file), "--target", "outcom"])
+    wrong = run(app, ["data", "columns", str(file), "--target", "outcom"])
     assert wrong.exit_code == 2
     assert "'outcom'" in wrong.output
     wrong_file = site(tmp_path / "wrong", rows=["1,x,1,no,a,1"])
-    failed = run(data_commands, ["check", "csv", "--path", str(wrong_file)])
+    failed = run(app, ["doctor", "--run-config", f"dataset='csv' data-path='{wrong_file}' model='mlp'"])
     assert failed.exit_code == 1
     assert "north.csv, line 2, column 'age'" in " ".join(failed.output.split())

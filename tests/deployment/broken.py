@@ -67,8 +67,8 @@ BROKEN: dict[str, tuple[Callable[[Setup], None], str, str]] = {
     "wrong host name": (wrong_name, "superlink TLS", "fl.example.org, 192.0.2.7"),
     "missing data": (no_data, "data", "elsewhere/site.npz"),
     "port taken": (port_taken, "clientappio", "no program can listen on"),
-    "version mismatch": (other_version, "flwr", "1.31.0 is installed, but fl-bn needs >=1.25,<1.26"),
-    "batch of one": (one_sample, "batches", "BatchNorm cannot train on"),
+    "version mismatch": (other_version, "packages", "flwr is 1.31.0, but fl-bn needs <1.26,>=1.25"),
+    "batch of one": (one_sample, "batches", "BatchNorm can train on"),
 }
 
 

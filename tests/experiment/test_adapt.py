@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from fl_bn.methods import Role
 from fl_bn.run.adapt import newcomer
 from fl_bn.run.assembly import at_client
 from fl_bn.run.former import PAPERS
-from fl_bn.run.recalibrate import elsewhere, planned
-from fl_bn.run.recalibrate import rows as passes
+from fl_bn.run.history import read_rows
+from fl_bn.run.recalibrate import planned
 from tests.experiment.inside import (
     ConfigError,
     RunConfig,
@@ -106,7 +105,6 @@ def test_the_command_end_to_end(method: str, runs: Path, tmp_path: Path) -> None
     assert by_how["average-affine"] > before + 0.2  # a third of the contrast is what own statistics undo
     assert {path.name for path in folder.iterdir()} == {
         "adaptation.csv",
-        "adaptation.png",
         *(f"model-{how}.safetensors" for how in HOW),
     }
 
@@ -119,7 +117,7 @@ def test_a_newcomer_is_tested_on_its_test_samples_whatever_the_run_was_tested_on
 
 
 def test_a_domain_whose_test_samples_a_setup_replaced_is_refused() -> None:
-    with refusing("training", "--data"):
+    with refusing("contrast", "--data"):
         newcomer(config({**KEYS, "evaluate-on": "training"}))
 
 
@@ -198,11 +196,9 @@ def done(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 def test_a_finished_run(trained: Path, done: tuple[Path, str]) -> None:
     folder, text = done[0], " ".join(done[1].split())
-    found = passes(folder)
-    assert [row.number for row in found] == list(range(len(found)))
-    accuracies = [row.metric for row in found]
-    assert all(value is not None for value in accuracies)
-    assert f"accuracy before: {found[0].metric:.1%}, after: {found[-1].metric:.1%}" in text
+    found = read_rows(folder / "rounds.jsonl")[0]
+    assert [row["round"] for row in found] == list(range(len(found)))
+    assert f"accuracy before: **{found[0]['accuracy']:.1%}**, after: **{found[-1]['accuracy']:.1%}**" in text
     assert re.search(r"1 pass over (\d) BatchNorm layers: layer by layer, with \1 exchanges, which makes all of them exact", text)
     before, after = load_file(trained / "model.safetensors"), load_file(folder / "model.safetensors")
     moved = {name for name in before if not torch.equal(before[name], after[name])}
@@ -212,20 +208,7 @@ def test_a_finished_run(trained: Path, done: tuple[Path, str]) -> None:
     assert "accuracy.png" not in {path.name for path in folder.iterdir()}
     lines = rows(folder / "recalibration.csv")
     layers = [name.removesuffix(".running_mean") for name in before if name.endswith("running_mean")]
-    assert [(line["pass"], line["layer"]) for line in lines] == [(str(row.number), layer) for row in found[1:] for layer in layers]
-
-
-def test_the_line_that_is_printed_makes_the_same_run(done: tuple[Path, str], tmp_path: Path) -> None:
-    folder, text = done
-    line = next(line for line in text.splitlines() if line.startswith("flwr run . --run-config "))
-    words = shlex.split(line)
-    assert words[5:] == ["--federation-config", "options.num-supernodes=3"] or words[5:] == []
-    keys = parse_overrides(words[4])
-    there = run_in_process({**RunConfig().to_mapping(), **keys, "output": str(tmp_path)})
-    assert there is not None
-    a, b = (load_file(path / "model.safetensors") for path in (folder, there))
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    assert words[4] in elsewhere(config(keys))
+    assert [(line["pass"], line["layer"]) for line in lines] == [(str(row["round"]), layer) for row in found[1:] for layer in layers]
 
 
 def test_weights_that_no_federation_trained(trained: Path, tmp_path: Path) -> None:
@@ -233,7 +216,7 @@ def test_weights_that_no_federation_trained(trained: Path, tmp_path: Path) -> No
     torch.save(load_file(trained / "model.safetensors"), weights)
     keys = "model='mlp' dataset='digits'"
     ends_well("recalibrate", weights, "--run-config", f"{keys} device='cpu' pictures=false", "--passes", "1")
-    assert [row.number for row in passes(tmp_path / "mine-recalibrated")] == [0, 1]
+    assert len(rows(tmp_path / "mine-recalibrated" / "rounds.csv")) == 2
     made = config(parse_overrides(str(tmp_path / "mine-recalibrated" / "config.toml")))
     assert (made.clients, made.partition, made.method, made.calibrate) == (1, "iid", "fedavg", 1)
     ends_with_a_sentence("recalibrate", weights, "--run-config", keys, about="mine-recalibrated")

@@ -73,17 +73,15 @@ def test_every_line_and_area_of_a_run_says_what_it_is(drawn: list[Figure], tmp_p
     records = [*(record(n, 0.1) for n in (1, 2, 3)), *(record(n, 0.01, "frozen") for n in (4, 5, 6))]
     draw_run(RunConfig(), records, tmp_path / "accuracy.png")
     (figure,) = drawn
-    top, *others = figure.axes
+    top = figure.axes[0]
     assert [axes.get_ylabel().replace("\n", " ") for axes in figure.axes] == [
         "test accuracy (%)", "training loss (clients)", "largest drift of a mean (sd)", "smallest variance"
     ]  # fmt: skip
-    assert texts(top) == ["60.0 %", "learning rate 0.01", "grey: statistics frozen"]
+    assert (texts(top), top.get_title(loc="right")) == (["60.0"], "grey: statistics frozen")
     places = [axes.get_position().bounds[:2] for axes in figure.axes]
     assert len({round(y, 3) for _, y in places}) == 4  # no axes upon others
-    boxes = [text.get_window_extent() for text in top.texts[1:]]
-    assert not boxes[0].overlaps(boxes[1])
     draw_run(RunConfig(), [record(n, 0.1) for n in (1, 2, 3)], tmp_path / "plain.png")  # control
-    assert texts(drawn[-1].axes[0]) == ["30.0 %"]
+    assert (texts(drawn[-1].axes[0]), drawn[-1].axes[0].get_title(loc="right")) == (["30.0"], "")
 
 
 def test_labels_are_bars_one_upon_the_other(drawn: list[Figure], tmp_path: Path) -> None:
@@ -91,7 +89,3 @@ def test_labels_are_bars_one_upon_the_other(drawn: list[Figure], tmp_path: Path)
     (axes,) = drawn[0].axes
     bars = [(bar.get_y(), bar.get_height()) for container in axes.containers for bar in container]  # type: ignore[attr-defined]
     assert bars == [(0, 3), (0, 0), (3, 0), (0, 0), (3, 5), (0, 2)]  # class by class, client by client
-    assert texts(axes) == ["0", "2", "2"]
-    many = np.eye(40, dtype=int) * 7
-    draw_labels({i: tuple(map(int, row)) for i, row in enumerate(many)}, RunConfig(), tmp_path / "many.png")
-    assert [axes.get_ylabel() for axes in drawn[1].axes] == ["training samples", "class"]  # a scale of colours

@@ -197,13 +197,13 @@ def relabelled(folder: Path, labels: dict[int, int], **more: Any) -> str:
         ({}, {"x_test": np.zeros((24, 6, 6), np.uint8)}, "x_test"),
     ],
 )
-def test_files_that_cannot_be_meant_are_refused_by_a_run_and_by_the_check_of_data(
+def test_files_that_cannot_be_meant_are_refused_by_a_run_and_by_the_doctor(
     labels: dict[int, int], more: dict[str, Any], about: str, tmp_path: Path
 ) -> None:
     file = relabelled(tmp_path, labels, **more)
     with refusing(about, by=ValueError):
         start(tmp_path, data_path=file)
-    checked = command("data", "check", "npz", "--path", file)
+    checked = command("doctor", "--run-config", f"dataset='npz' data-path='{file}'")
     assert checked.exit_code != 0
     assert about in said(checked)
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from sklearn.metrics import roc_auc_score
 
 from fl_bn import MultiLabel, Regression
-from fl_bn.checks.experiment import own_form
+from fl_bn.checks.run import own_form
 from fl_bn.data.dataset import load
 from fl_bn.flower import run_in_process
 from fl_bn.methods import METHODS, Role
@@ -189,7 +189,7 @@ def test_npz_files_of_values_and_of_sets_of_labels(tmp_path: Path, rng: np.rando
     shown = config({**SHORT, **keys}).to_mapping()
     (tmp_path / "keys.toml").write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in shown.items()))
     ends_well("data", "partition", "--run-config", tmp_path / "keys.toml", "--output", tmp_path / "partition")
-    assert (tmp_path / "partition" / "counts.csv").read_text().splitlines()[0] == "client,domain,total"
+    assert (tmp_path / "partition" / "counts.csv").read_text().splitlines()[0] == "client,total"
 
 
 FLIPPED = {"setup": "experiments.papers:Papers", "attack": "label-flip"}

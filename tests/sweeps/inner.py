@@ -14,6 +14,6 @@ from fl_bn.report.settings import SEED
 from fl_bn.run.assembly import client_samples, partitions, source_model
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.sweep import cells, run
-from fl_bn.sweep.cells import Cell, at_a_time, run_cell
+from fl_bn.sweep.cells import Cell, run_cell
 from fl_bn.sweep.file import Sweep, parse, read
 from fl_bn.sweep.run import check

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from experiments.kept import finished
 from fl_bn.flower import RunFailed
 from tests.experiment.test_compare import finish
 from tests.refusals import naming
-from tests.sweeps.inner import LOGGER, Cell, ConfigError, RunConfig, at_a_time, cells, run_cell
+from tests.sweeps.inner import LOGGER, Cell, ConfigError, RunConfig, cells, run_cell
 
 
 @pytest.fixture
@@ -32,17 +31,6 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def a_cell(folder: Path, **keys: Any) -> Cell:
     return Cell(RunConfig.from_mapping({"output": str(folder), "name": "a", "rounds": 2, **keys}))
-
-
-@pytest.mark.parametrize(
-    ("cores", "workers", "jobs", "expected"), [(8, 1, 4, 4), (8, 1, 20, 20), (8, 4, 4, 2), (2, 2, 2, 1), (4, 0, 3, 3), (2, 8, 2, 1)]
-)
-def test_cells_with_workers_take_no_more_than_the_cores(
-    cores: int, workers: int, jobs: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cells, "cores", lambda: cores)
-    some = [Cell(RunConfig(name="a", output="x", workers=number)) for number in (1, workers)]
-    assert at_a_time(jobs, some) == expected
 
 
 def test_a_cell_that_another_process_runs_is_left_alone(tmp_path: Path, ran: list[dict[str, Any]]) -> None:
@@ -127,25 +115,5 @@ def test_what_is_retried_is_begun_anew_and_not_from_its_checkpoint(tmp_path: Pat
         (cell.path / "checkpoints" / "round-000001.safetensors").touch()
         if status:
             cell.write_outcome(status, 1.0)
-        cell.remove_failed()
         run_cell(cell)
     assert [config["resume"] for config in ran] == ["", "interrupted"]
-
-
-def no_pool(*args: Any, **keys: Any) -> None:
-    raise NotImplementedError
-
-
-@pytest.mark.parametrize(("device", "mps", "warned"), [("auto", False, True), ("auto", True, False), ("cpu", False, False)])
-def test_runs_that_take_turns_on_a_gpu_are_told_of(
-    device: str, mps: bool, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    if mps:
-        (tmp_path / "control").touch()
-    monkeypatch.setattr(LOGGER, "propagate", True)
-    monkeypatch.setattr(cells, "ProcessPoolExecutor", no_pool)
-    with pytest.raises(NotImplementedError):
-        cells.run_cells([a_cell(tmp_path, name=name, device=device) for name in "ab"], 2, lambda done, total: None)
-    assert ("share a GPU" in caplog.text) is warned

@@ -25,7 +25,6 @@ from fl_bn.federation.adaptation import AVERAGE_AFFINE
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.run.adapt import Newcomer, read_run
 from fl_bn.run.config import RunConfig
-from fl_bn.run.pictures import draw_bars
 from fl_bn.sweep.cells import Cell, run_cells
 from fl_bn.sweep.file import read
 
@@ -39,7 +38,7 @@ SEED = 0  # the seed of the new clients' data, which are the same for all runs
 
 
 def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1) -> list[tuple[str, int, str, float]]:
-    """Run the study, and write ``new_clients.csv`` and ``new_clients.png`` into ``folder``.
+    """Run the study, and write ``new_clients.csv`` into ``folder``.
 
     Args:
         folder: The folder of the files and of the runs. Finished runs are not repeated.
@@ -59,10 +58,6 @@ def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1)
     rows = [(str(cell.axes["method"]), cell.config.seed, way, 100 * value) for cell in cells for way, value in measured(cell).items()]
     with (folder / "new_clients.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("method", "seed", "client", "accuracy"), *rows])
-    panels: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for method, _, way, accuracy in rows:
-        panels.setdefault(way, {}).setdefault(method, {}).setdefault("accuracy", []).append(accuracy)
-    draw_bars(panels, folder / "new_clients.png")
     return rows
 
 

@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from fl_bn.run.palette import STYLE
-from fl_bn.run.recalibrate import planned, rows
+from fl_bn.run.recalibrate import planned
 from fl_bn.run.usage import Usage
 from fl_bn.sweep.cells import Cell, run_cell, run_cells
 
@@ -95,7 +95,7 @@ def recalibrated(cell: Cell) -> list[Result]:
     again = Cell(planned(cell.path, {}))
     if again.outcome().get("status") != "finished":
         run_cell(again)
-    return [Result(str(cell.axes["split"]), cell.config.seed, row.number, row.metric or 0.0) for row in rows(again.path)]
+    return [Result(str(cell.axes["split"]), cell.config.seed, row["round"], row["accuracy"] or 0.0) for row in again.rows()]
 
 
 def measured(cell: Cell) -> dict[str, float]:

@@ -25,7 +25,6 @@ from experiments.data.digits_five import sources
 from fl_bn.federation.adaptation import HOW
 from fl_bn.run.adapt import adapt, newcomer, read_run, ways
 from fl_bn.run.config import ConfigError
-from fl_bn.run.pictures import draw_bars
 from fl_bn.run.usage import Usage
 from fl_bn.sweep.cells import Cell, run_cells
 
@@ -72,7 +71,7 @@ class Row(NamedTuple):
 
 
 def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1) -> list[Row]:
-    """Run the study, and write ``adaptations.csv``, ``table.csv``, ``table.md`` and ``unseen_domain.png``.
+    """Run the study, and write ``adaptations.csv``, ``table.csv`` and ``table.md``.
 
     Args:
         folder: The folder of the files. Its subfolder ``runs`` has the runs; finished runs are not repeated.
@@ -184,11 +183,6 @@ def _write(rows: Sequence[Row], folder: Path) -> None:
         f"Accuracy on the domain held out, in percent, mean (standard deviation) over {seeds} seeds; `{KNOWN}`: the run's, on the others."
     )
     (folder / "table.md").write_text(said + "\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
-    panels: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for row in rows:
-        if row.how != KNOWN:
-            panels.setdefault(f"held out: {row.held_out}", {}).setdefault(row.method, {}).setdefault(row.how, []).append(row.accuracy)
-    draw_bars(panels, folder / "unseen_domain.png")
 
 
 def _write_csv(path: Path, lines: Iterable[Iterable[object]]) -> None:
