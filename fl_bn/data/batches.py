@@ -125,7 +125,4 @@ def _check(n: int, batch_size: int, least: int, drop_last: bool) -> None:
         raise ValueError(f"batch_size must be at least 2 (a batch of one has no variance), but got {batch_size}")
     check_size(n, least)
     if drop_last and n < batch_size:
-        raise ClientTooSmall(
-            f"drop-last leaves out a batch of fewer than {batch_size} samples, and this client has {n} in all: use fewer clients, a "
-            "smaller batch-size, or a partition with larger parts"
-        )
+        raise ClientTooSmall(f"drop-last leaves out a batch of fewer than {batch_size} samples, and this client has {n}: add samples")

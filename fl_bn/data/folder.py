@@ -52,10 +52,7 @@ def load_folder(path: str, image_size: int) -> Dataset:
     for root in roots:
         for folder in (root, *(root / split for split in SPLITS)):
             if not folder.is_dir():
-                raise DataNotFound(
-                    f"dataset 'folder': there is no {str(folder)!r}; expected train/CLASS/* and test/CLASS/* below {str(root)!r} "
-                    f"(a relative path starts at the current folder, {str(Path.cwd())!r})"
-                )
+                raise DataNotFound(f"dataset 'folder': there is no {str(folder)!r} with train/CLASS/* and test/CLASS/* in {Path.cwd()}")
     classes = _classes(roots)
     of_sites = {split: [_files(root / split, classes) for root in roots] for split in SPLITS}
     domains = domains_of(roots, *([len(files) for files in of_sites[split]] for split in SPLITS))

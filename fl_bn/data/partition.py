@@ -84,10 +84,7 @@ def table(labels: Labels, clients: int, k: int, seed: int) -> list[Indices]:
     rng = _generator(len(labels), clients, seed)
     classes = np.unique(labels)
     if clients != 5 or len(classes) != 10 or k not in (2, 4, 6, 8, 10):
-        raise ValueError(
-            f"the class tables are for 5 clients, 10 classes, and 2, 4, 6, 8 or 10 classes per client, but got {clients} clients, "
-            f"{len(classes)} classes, and {k} per client: use partition 'classes', which takes any numbers"
-        )
+        raise ValueError(f"partition 'table' is for 5 clients of 2, 4, 6, 8 or 10 of 10 classes, not {clients} of {k} of {len(classes)}")
     holders = [[client for client in range(5) if (index - 2 * client) % 10 < k] for index in range(10)]
     return _divided(labels, classes, holders, clients, rng)
 
@@ -119,10 +116,7 @@ def dirichlet(labels: Labels, clients: int, concentration: float, seed: int, min
     if not (concentration > 0 and math.isfinite(concentration)):
         raise ValueError(f"the Dirichlet concentration must be positive and finite, but got {concentration}")
     if min_samples < 1 or len(labels) < clients * min_samples:
-        raise ValueError(
-            f"min_samples must be 1..{len(labels) // clients} for {clients} clients and {len(labels)} samples, but got {min_samples}: use "
-            "fewer clients, or change min_samples"
-        )
+        raise ValueError(f"{clients} clients of at least {min_samples} samples need more than {len(labels)}: use fewer clients")
     members = [np.flatnonzero(labels == label) for label in np.unique(labels)]
     for _ in range(_DIRICHLET_DRAWS):
         drawn, sizes = list[tuple[Indices, Indices]](), np.zeros(clients, dtype=np.int64)
@@ -224,10 +218,7 @@ def _owners(domains: Labels, clients: int) -> list[tuple[range, Indices]]:
     """
     present = np.unique(domains)
     if clients < len(present):
-        raise ValueError(
-            f"one domain per client needs at least {len(present)} clients, one for each domain, but got {clients}: use "
-            "more clients, or data of fewer domains"
-        )
+        raise ValueError(f"each of {len(present)} domains needs a client of its own, but there are {clients} clients: use more clients")
     return [(range(n, clients, len(present)), np.flatnonzero(domains == domain)) for n, domain in enumerate(present)]
 
 
@@ -246,10 +237,7 @@ def natural(groups: Labels, clients: int, seed: int) -> list[Indices]:
     _generator(len(groups), clients, seed)
     present = np.unique(groups)
     if clients != len(present):
-        raise ValueError(
-            f"partition 'natural' has one client for each of the {len(present)} groups in the data, but got {clients} clients: set "
-            f"clients={len(present)}. Partition 'domain' takes more clients than groups, and divides a group among several clients"
-        )
+        raise ValueError(f"partition 'natural' has a client per group: set clients={len(present)} in place of {clients}, or take 'domain'")
     return _finished([np.flatnonzero(groups == group) for group in present])
 
 
@@ -346,8 +334,5 @@ def _generator(samples: int, clients: int, seed: int) -> np.random.Generator:
 def _finished(parts: list[Indices]) -> list[Indices]:
     empty = [client for client, part in enumerate(parts) if len(part) == 0]
     if empty:
-        raise ValueError(
-            f"the partition leaves {len(empty)} of {len(parts)} clients without a sample (client {empty[0]} is the "
-            "first): use fewer clients, or another partition"
-        )
+        raise ValueError(f"the partition leaves {len(empty)} of {len(parts)} clients without a sample: use fewer clients")
     return [np.sort(part) for part in parts]

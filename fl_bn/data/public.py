@@ -52,11 +52,7 @@ def _split(kind: Any, root: Path, *, train: bool) -> Any:
         return kind(root, download=True, **arguments)
     except (OSError, HTTPException, RuntimeError) as error:  # torchvision raises RuntimeError for missing or wrong files
         files = " and ".join(map(str, _published(kind, root)))
-        raise DataNotFound(
-            f"dataset {kind.__name__.lower()!r} is not complete below {str(root)!r} and was not downloaded ({type(error).__name__}: "
-            f"{error}). Put the published {files} in place (a relative path starts at the current folder, {str(Path.cwd())!r}), or use "
-            "the dataset 'digits', which works offline"
-        ) from error
+        raise DataNotFound(f"{kind.__name__.lower()!r} could not be downloaded ({error}): put the published {files} in place") from error
 
 
 def _published(kind: Any, root: Path) -> list[Path]:

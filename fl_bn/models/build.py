@@ -64,10 +64,7 @@ def build(
         TypeError: a function of your own returned no ``nn.Module``.
     """
     if min(classes, channels, image_size) < 1:
-        raise ValueError(
-            "a model needs at least 1 output (class), 1 channel and 1 pixel, "
-            f"but got classes={classes}, channels={channels}, image_size={image_size}"
-        )
+        raise ValueError(f"a model needs at least 1 class, channel and pixel, but got {classes=}, {channels=}, {image_size=}")
     maker = maker or _maker(name, modules)
     if seed is None:
         model = maker(classes, channels, image_size)
@@ -95,10 +92,7 @@ def _torchvision(name: str, classes: int, channels: int, image_size: int) -> nn.
         others = ", torchvision's name of a classification model (such as resnet18), or your own function as package.module:function"
         raise ValueError(expected("model", name, MODELS, others, there))
     if channels != 3:
-        raise ValueError(
-            f"torchvision's {name} takes images of 3 channels, but these have {channels}: repeat the channel in the data, or take one of "
-            f"{', '.join(MODELS)}"
-        )
+        raise ValueError(f"torchvision's {name} takes 3 channels, but these data have {channels}: take one of {', '.join(MODELS)}")
     model: nn.Module = models.get_model(name, weights=None, num_classes=classes, **_TORCHVISION_OPTIONS.get(name, {}))
     return model
 

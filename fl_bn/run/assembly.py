@@ -70,10 +70,7 @@ class OwnData:
         """
         own = cls(str(node.get("dataset", "")), str(node.get("data-path", "")))
         if config.dataset == SITES and not own.dataset:
-            raise ConfigError(
-                "the run is for dataset='sites', but this client's node config names no data: start the client with "
-                "--node-config \"dataset='npz' data-path='/data/site.npz' ...\" (or folder, csv, or package.module:function)"
-            )
+            raise ConfigError("the run is for dataset='sites': give this client dataset='npz' data-path='/data/site.npz' in --node-config")
         return own
 
 
@@ -371,21 +368,11 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
     classes, channels, size = shape(config)
     source = f"this client's own {own.dataset!r} ({own.path or 'default path'})"
     if (data.channels, data.image_size) != (channels, size):
-        raise ConfigError(
-            f"{source}: the run takes {channels} channels of {size} x {size} pixels, but these data have {data.channels} of "
-            f"{data.image_size} x {data.image_size}"
-        )
+        raise ConfigError(f"{source}: expected {channels} channels of {size} x {size}, but got {data.channels} of {data.image_size}")
     if kind_of(data.y_train) not in (LABELS, MASKS) and data.classes != classes:
-        description = describe(data.y_train, data.classes)
-        raise ConfigError(
-            f"{source}: the run's network has classes={classes} outputs, but these data have {description}: give data with {classes} "
-            "values or labels per sample"
-        )
+        raise ConfigError(f"{source}: expected {classes} values or labels per sample, but got {describe(data.y_train, data.classes)}")
     if data.classes > classes:
-        raise ConfigError(
-            f"{source}: the run has {classes} classes, 0..{classes - 1}, but these data have labels up to {data.classes - 1}: give data "
-            f"whose labels are 0..{classes - 1}"
-        )
+        raise ConfigError(f"{source}: expected labels 0..{classes - 1}, as the run has classes={classes}, but got {data.classes - 1}")
     return data
 
 
@@ -402,10 +389,7 @@ def _check_columns(config: RunConfig, data: Dataset) -> None:
         run = dataset(config)
         wanted = run.columns.digest if isinstance(run, TableData) else digest
     if digest and not wanted:
-        raise ConfigError(
-            f"this client's columns.toml has the digest {digest}, but the run's columns-digest is empty, so other sites may read the same "
-            f"cells as other numbers: start the run with columns-digest='{digest}'"
-        )
+        raise ConfigError(f"the run has no columns-digest, but this client a columns.toml: start it with columns-digest='{digest}'")
     if digest != wanted:
         here = f"this client's has {digest}" if digest else f"this client's own data, {data.name!r}, have no columns.toml"
         raise ConfigError(f"the run is for a columns.toml with the digest {wanted}, but {here}: give all sites one columns.toml")
@@ -449,21 +433,12 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
             return nodes.index(node_id)
         if (site := str(node.get("site", ""))) in names:  # its key was renewed; the server knows whose key this node has
             return names.index(site)
-        raise ConfigError(
-            f"site {site or '(without a name)'} takes no part in this run, which was submitted for {', '.join(names) or 'other nodes'}. "
-            "The site takes part in runs that are submitted from now on"
-        )
+        raise ConfigError(f"site {site or '(without a name)'} takes no part in this run, which is for {', '.join(names) or 'other nodes'}")
     if "partition-id" not in node or "num-partitions" not in node:
-        raise ConfigError(
-            'this client\'s node config names no partition: start the client with --node-config "partition-id=0 num-partitions=5", or '
-            "submit the run with `fl-bn submit`, which gives every site its place"
-        )
+        raise ConfigError("expected partition-id and num-partitions in this client's node config, or a run made by `fl-bn submit`")
     index, clients = (_whole(node, key) for key in ("partition-id", "num-partitions"))
     if clients != config.clients:
-        raise ConfigError(
-            f"the run is for clients={config.clients}, but this client's node config has num-partitions={clients}: set both alike, "
-            f'e.g. --run-config "clients={clients}" or {federation_config({"num-supernodes": config.clients})}'
-        )
+        raise ConfigError(f"the run is for clients={config.clients}, but this client has num-partitions={clients}: set both alike")
     if not 0 <= index < clients:
         raise ConfigError(f"partition-id in this client's node config must be 0..{clients - 1}, but got {index}")
     return index

@@ -115,10 +115,7 @@ class RunConfig(RunKeys):
         per_site = len(sites) - bool(self.hold_out) + self.changes.attackers if len(sites) > 1 else 0
         if self.partition == AUTO and self.dataset != SITES:
             if per_site and self.clients not in (0, per_site):
-                raise ConfigError(
-                    f"data-path names {len(sites)} files or folders, each of which is a client, so the run has {per_site} clients, but "
-                    f"clients={self.clients}: leave out clients, or name a partition, which divides all samples anew"
-                )
+                raise ConfigError(f"data-path names {per_site} clients, but clients={self.clients}: leave it out, or name a partition")
             object.__setattr__(self, "partition", "natural" if per_site else "classes")
         if not self.clients:
             object.__setattr__(self, "clients", per_site if per_site and self.partition == "natural" else CLIENTS)

@@ -186,10 +186,7 @@ class RunDirectory(Callback):
         except OSError as problem:
             LOGGER.error("some results could not be written to %s: %s", self.path, problem)
             if error is None:
-                raise RunFailed(
-                    f"the run trained all its rounds, but its results could not be written ({problem}). Free disk space, and go on with "
-                    f"resume={self.name!r}, if it has checkpoints"
-                ) from problem
+                raise RunFailed(f"results could not be written ({problem}): free disk space, and resume={self.name!r}") from problem
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:

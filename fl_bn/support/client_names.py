@@ -100,8 +100,5 @@ def sites_of(text: str) -> tuple[str, ...]:
     """
     names = names_of(text)
     if not all(map(SITE.fullmatch, names)) or len({name.casefold() for name in names}) < len(names):
-        raise ValueError(
-            "expected names of sites separated by commas, each site once (a name begins with a letter or digit, and has only letters, "
-            f"digits, '.', '_' and '-'), but got {text!r}"
-        )
+        raise ValueError(f"expected different names of sites (letters, digits, '.', '_' and '-'), separated by commas, but got {text!r}")
     return names

@@ -34,10 +34,7 @@ def _scalar(name: str, value: Scalar) -> str:
         return repr(value)
     single = '"' in value or "\\" in value
     if not visible(value) or (single and "'" in value):
-        raise ValueError(
-            f"{name}: Flower cannot read the value {value!r} from a config: remove line breaks and other unprintable characters. A value "
-            "with a single quote may have no double quotes and no backslashes"
-        )
+        raise ValueError(f"{name}: Flower cannot read {value!r} in a config: remove unprintable characters, and quotes of one kind")
     return f"'{value}'" if single else f'"{value}"'
 
 

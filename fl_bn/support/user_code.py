@@ -153,10 +153,7 @@ def import_extensions() -> None:
             point.load()
         except Exception as error:  # another package's code may raise anything
             whose = f"the installed package {point.dist.name}" if point.dist else "an installed package"
-            raise ValueError(
-                f"{whose} extends fl-bn by {point.value}, but importing that raised {type(error).__name__}: {error}: correct the package, "
-                "or uninstall it"
-            ) from error
+            raise ValueError(f"{whose} extends fl-bn by {point.value}, whose import failed: {type(error).__name__}: {error}") from error
 
 
 def _check(modules: Modules, what: str, name: str, module: str) -> None:

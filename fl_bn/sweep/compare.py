@@ -73,10 +73,7 @@ def check_metric(cells: Sequence[Cell]) -> None:
     """
     if len(splits := {(cell.config.validation_share, cell.config.changes.split) for cell in cells}) > 1:
         parts = sorted({f"{share:g} of the training" if share else evaluated_on(share, on) for share, on in splits})
-        raise ConfigError(
-            f"methods are compared on the same samples, but these runs are tested on {' and '.join(parts)} samples: give "
-            "validation-share, and what a setup tests on, to all runs alike (--run-config)"
-        )
+        raise ConfigError(f"methods are compared on the same samples, but these runs are tested on {' and '.join(parts)} samples")
     if len(metrics := {task(cell.config).metric for cell in cells}) > 1:
         raise ConfigError(
             f"methods are compared by one metric, but these runs have {' and '.join(sorted(metrics))}: give all the same task"

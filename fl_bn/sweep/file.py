@@ -382,10 +382,7 @@ def _overridden(axis: str, values: Axis, overrides: Mapping[str, Any]) -> Axis:
         varied = [key for key in overrides if values[one].get(key) != values[other].get(key)]
         if axis in varied or (varied and remaining[one] == remaining[other]):
             key = axis if axis in varied else varied[0]
-            raise ConfigError(
-                f"[axes.{axis}] has different values of {key} for {one!r} and {other!r}, so --run-config cannot set {key} for all runs: "
-                f"leave it out"
-            )
+            raise ConfigError(f"[axes.{axis}] has several values of {key}, so --run-config cannot set it for all runs: leave it out")
     return remaining
 
 

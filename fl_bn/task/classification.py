@@ -184,12 +184,12 @@ def labels_of(output: Tensor, targets: Tensor) -> Tensor:
         targets = targets.squeeze(1)
     soft = targets.shape == output.shape and targets.is_floating_point()
     if not soft and (targets.is_floating_point() or targets.shape != (*output.shape[:1], *output.shape[2:])):
-        raise ValueError(
-            f"expected whole numbers {(*output.shape[:1], *output.shape[2:])} as labels of scores {tuple(output.shape)} (samples, classes, "
-            f"...), but the targets are {tuple(targets.shape)} {str(targets.dtype).removeprefix('torch.')}: change them "
-            "(targets.long()), or give the task that fits, such as task=MultiLabel() for 0 or 1 per label, or a loss of your own"
-        )
+        raise ValueError(f"expected labels for scores {tuple(output.shape)}, but got {_form(targets)}: see targets.long(), MultiLabel()")
     return targets if soft else targets.long()
+
+
+def _form(targets: Tensor) -> str:
+    return f"{tuple(targets.shape)} {str(targets.dtype).removeprefix('torch.')}"
 
 
 def _cross_entropy_of_labelled(output: Tensor, labels: Tensor) -> Tensor:
@@ -241,11 +241,7 @@ def confusion_counts(output: Tensor, targets: Tensor, ignore: int = IGNORE) -> T
             a label has no score.
     """
     if output.ndim < 2 or output.shape[1] < 2 or targets.is_floating_point() or targets.shape != (len(output), *output.shape[2:]):
-        raise ValueError(
-            "classification is evaluated by scores (B, C) of at least 2 classes and whole numbers (B,) as labels, but the network's "
-            f"output is {tuple(output.shape)} and the targets are {tuple(targets.shape)} {str(targets.dtype).removeprefix('torch.')}: give "
-            "the task that fits, such as task=MultiLabel() for 0 or 1 per label, or one of your own with sums and metrics"
-        )
+        raise ValueError(f"expected scores (B, C) of 2 classes or more and labels (B,), but got {tuple(output.shape)} and {_form(targets)}")
     classes, predicted = output.shape[1], output.argmax(1)
     if classes == 2 and targets.ndim == 1:
         _check_two_classes(targets)
@@ -253,10 +249,7 @@ def confusion_counts(output: Tensor, targets: Tensor, ignore: int = IGNORE) -> T
         labelled = (targets >= 0) & (targets != ignore) if targets.ndim > 1 else targets >= 0
         predicted, targets = predicted[labelled], targets[labelled]
     if targets.numel() and (highest := int(targets.max())) >= classes:
-        raise ValueError(
-            f"the network scores {classes} classes, 0 to {classes - 1}, but a label is {highest}: give the network an output for every "
-            "class, or write -100 in the place of the label where there is none"
-        )
+        raise ValueError(f"the network scores the classes 0..{classes - 1}, but a label is {highest}: -100 says that there is none")
     return torch.bincount(targets * classes + predicted, minlength=classes**2).view(classes, classes)
 
 

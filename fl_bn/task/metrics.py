@@ -142,10 +142,7 @@ class MetricState:
             ValueError: the task has metric objects, which have no sums.
         """
         if self.objects:
-            raise ValueError(
-                f"task {self.task.name}: {', '.join(self.objects)} cannot be sent: metric objects have no sums; write a Task of your own "
-                "whose sums() and metrics() compute these metrics"
-            )
+            raise ValueError(f"task {self.task.name}: {', '.join(self.objects)} have no sums that could be sent: write a Task")
         numbers = {"total": torch.tensor(self.total, dtype=torch.float64), "count": torch.tensor(self.count)}
         return numbers | {f"sums/{name}": value.cpu() for name, value in self.sums.items()}
 
@@ -192,11 +189,7 @@ def extended(task: Own, loss: Callable[[Any, Any], torch.Tensor] | None = None, 
     made, further = copy.copy(task), {**task.objects(), **(metrics or {})}
     for name in metrics or {}:
         if not NAME.fullmatch(name) or name.endswith("-") or name == "loss" or name in task.declared() or name in task.objects():
-            raise ValueError(
-                f"metrics: the name {name!r} is not allowed. A name begins with a lower-case letter, ends in a lower-case letter or digit, "
-                "and has only lower-case letters, digits and single hyphens. These names are taken: loss, "
-                f"{', '.join([*task.declared(), *task.objects()])}"
-            )
+            raise ValueError(f"metrics: {name!r} is taken, or is not in lower-case letters, digits and single hyphens: choose another name")
     if loss is not None:
         vars(made)["loss"] = loss  # in place of the method of the class
     if metrics:
@@ -250,15 +243,9 @@ def compute(objects: Mapping[str, MetricObject]) -> dict[str, float]:
             value = torch.as_tensor(computed)
         except (RuntimeError, TypeError, ValueError) as error:
             what = "None" if computed is None else f"a {type(computed).__name__}"
-            raise ValueError(
-                f"metric {name!r} must compute one number, but computed {what}: return one number, such as math.nan where there is none, "
-                "and give several numbers as several metrics"
-            ) from error
+            raise ValueError(f"metric {name!r} must compute one number (math.nan: there is none), but computed {what}") from error
         if value.numel() != 1:
-            raise ValueError(
-                f"metric {name!r} must compute one number, but computed a tensor of shape {tuple(value.shape)}: choose an average over "
-                "classes"
-            )
+            raise ValueError(f"metric {name!r} must compute one number, but computed {tuple(value.shape)}: choose an average")
         if value.is_complex():
             raise ValueError(f"metric {name!r} must compute one real number, but computed {computed}: return its real part or its size")
         values[name] = float(value)

@@ -84,7 +84,4 @@ def check_labels(targets: Tensor) -> None:
     """
     if bool(((targets != 0) & (targets != 1)).any()):
         other = targets[(targets != 0) & (targets != 1)].flatten()[0].item()
-        raise ValueError(
-            f"task multi-label: each target is 0 or 1, but one is {other:g}: replace uncertain labels, or give a task of your own that "
-            "leaves them out"
-        )
+        raise ValueError(f"task multi-label: each target is 0 or 1, but one is {other:g}: replace it, or give a task of your own")

@@ -84,10 +84,7 @@ def batch_size(inputs: Any, targets: Any) -> int:
     if len(rows) == 1:
         return rows.pop()
     if shown is None:
-        raise ValueError(
-            f"the number of samples of a batch is unclear: its inputs are a {type(inputs).__name__}, its targets a "
-            f"{type(targets).__name__}; give targets (B, ...), or a task whose read(batch) returns them"
-        )
+        raise ValueError(f"the size of a batch is unclear from a {type(targets).__name__} of targets: give (B, ...), or override read")
     return shown
 
 

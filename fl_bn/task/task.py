@@ -62,10 +62,7 @@ class Task(ABC):
         names = [*getattr(cls, "ranges", {}), *([cls.metric] if hasattr(cls, "metric") else [])]
         for name in names:
             if not NAME.fullmatch(name) or name == "loss":
-                raise ValueError(
-                    f"task {cls.__name__}: a metric's name must begin with a lower-case letter, have only lower-case letters, digits and "
-                    f"single hyphens, and not be 'loss', but got {name!r}"
-                )
+                raise ValueError(f"task {cls.__name__}: {name!r} is 'loss', or not in lower-case letters, digits and single hyphens")
 
     @abstractmethod
     def loss(self, output: Any, targets: Any) -> Tensor:
@@ -124,10 +121,7 @@ class Task(ABC):
             ValueError: ``read`` returned no targets.
         """
         if targets is None:
-            raise ValueError(
-                f"task {self.name}: read(batch) returns None as the targets, so an evaluation cannot count the samples: return something "
-                "with one entry per sample, such as the inputs again"
-            )
+            raise ValueError(f"task {self.name}: read(batch) returned no targets, so samples cannot be counted: return the inputs again")
         return batch_size(None, targets)
 
     def read(self, batch: Any) -> tuple[Any, Any]:
@@ -148,10 +142,7 @@ class Task(ABC):
             targets = [self.target_key] if self.target_key else [key for key in _TARGET_KEYS if key in batch]
             inputs = list(self.input_keys) or [key for key in batch if key not in targets]
             if len(targets) != 1 or not inputs or any(key not in batch for key in [*targets, *inputs]):
-                raise ValueError(
-                    f"task {self.name}: which of {', '.join(map(str, batch))} are inputs and targets? Name them: "
-                    f"{type(self).__name__}(target_key=..., input_keys=(...,))"
-                )
+                raise ValueError(f"task {self.name}: expected target_key and input_keys that tell {', '.join(map(str, batch))} apart")
             return batch[inputs[0]] if len(inputs) == 1 else {key: batch[key] for key in inputs}, batch[targets[0]]
         if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2:
             return batch[0], batch[1]
@@ -198,19 +189,13 @@ class Task(ABC):
         """
         if isinstance(self.output_key, str) and not isinstance(raw, Mapping | Tensor):
             if not hasattr(raw, self.output_key):
-                raise ValueError(
-                    f"task {self.name}: output_key={self.output_key!r}, but the network's output is a {type(raw).__name__} without an "
-                    "attribute or entry of this name: give its index, or the name of an entry of a dict"
-                )
+                raise ValueError(f"task {self.name}: output_key={self.output_key!r}, but a {type(raw).__name__} has no such attribute")
             return getattr(raw, self.output_key)
         if isinstance(raw, Mapping):
             keys = list(raw) if len(raw) == 1 else [key for key in _OUTPUT_KEYS if key in raw]
             key = self.output_key if self.output_key is not None else keys[0] if len(keys) == 1 else None
             if key not in raw:
-                raise ValueError(
-                    f"task {self.name}: which of the network's outputs {', '.join(map(str, raw))} is the prediction? Name it: "
-                    f"{type(self).__name__}(output_key=...)"
-                )
+                raise ValueError(f"task {self.name}: expected output_key, one of {', '.join(map(str, raw))} of the network's output")
             return raw[key]
         return raw[int(self.output_key or 0)] if isinstance(raw, tuple | list) else raw
 
