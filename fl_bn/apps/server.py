@@ -10,7 +10,7 @@ from fl_bn.flower import BatchNormStrategy, RunFailed
 from fl_bn.flower.compat import LOGGER
 from fl_bn.run.assembly import allow_modules, limit_threads, own_callbacks, source_model
 from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.run.console import bars, shown
+from fl_bn.run.console import shown
 from fl_bn.run.device import device
 from fl_bn.run.preflight import check
 from fl_bn.run.run_directory import RunDirectory
@@ -66,7 +66,7 @@ def run(grid: Grid, context: Context, folder: Path | None) -> None:
             config.round_policy(),
             optimizer=config.build_server_optimizer(),
             evaluate=lambda trained: test_metrics(config, trained, target),
-            callbacks=[*bars(directory.task), directory, *own_callbacks(config, directory.path)],
+            callbacks=[directory, *own_callbacks(config, directory.path)],
             save_clients=directory.name,
             defence=config.defence(),
             keep_checkpoint=directory.keep_checkpoint,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -52,43 +52,27 @@ class AllCommands(Commands):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return the command ``cmd_name``; None: there is no such command."""
-        if cmd_name in DEPLOYED:
-            return _deployed(cmd_name)
-        if cmd_name == EXPERIMENTS and _in_checkout():
-            return _experiments()
+        if cmd_name in DEPLOYED and (missing := lacking(f"fl-bn {cmd_name}", *DEPLOYMENT)):
+            raise refused(NotInstalled(missing))
+        if cmd_name in DEPLOYED or (cmd_name == EXPERIMENTS and _in_checkout()):
+            return _further(cmd_name == EXPERIMENTS)[cmd_name]
         return super().get_command(ctx, cmd_name)
 
 
-def _deployed(name: str) -> Any:
-    """Return the command ``name`` of a deployment. If its packages are missing, return a command that says what to install."""
-    if lacking("a deployment", *DEPLOYMENT):
-        commands, anything = typer.Typer(), {"ignore_unknown_options": True, "allow_extra_args": True}
-        commands.command(name, context_settings=anything, add_help_option=False)(_not_installed)
-        return typer.main.get_command(commands)
-    return _commands_of_deployments()[name]
-
-
 @cache
-def _commands_of_deployments() -> Mapping[str, Any]:
-    from fl_bn_site.cli import add_to
-
+def _further(experiments: bool) -> Mapping[str, Any]:
+    """Return the commands of experiments, or else those of deployments."""
     commands = typer.Typer()
-    add_to(commands, DEPLOY)
+    if experiments:
+        sys.path += [] if str(CHECKOUT) in sys.path else [str(CHECKOUT)]
+        from experiments.cli import experiments as group
+
+        commands.add_typer(group, name=EXPERIMENTS, rich_help_panel=COMPARE)
+    else:
+        from fl_bn_site.cli import add_to
+
+        add_to(commands, DEPLOY)
     return typer.main.get_group(commands).commands
-
-
-def _not_installed(context: typer.Context) -> None:
-    raise refused(NotInstalled(lacking(f"fl-bn {context.info_name}", *DEPLOYMENT)))
-
-
-def _experiments() -> Any:
-    if str(CHECKOUT) not in sys.path:
-        sys.path.append(str(CHECKOUT))
-    from experiments.cli import experiments
-
-    commands = typer.Typer()
-    commands.add_typer(experiments, name=EXPERIMENTS, rich_help_panel=COMPARE)
-    return typer.main.get_group(commands).commands[EXPERIMENTS]
 
 
 def _in_checkout() -> bool:
@@ -136,18 +120,17 @@ def run(run_config: RunConfigOption = "", verbose: Verbose = False) -> None:
     from fl_bn.run.errors import ConfigError
     from fl_bn.run.overrides import parse_overrides
 
-    with ExitStack() as end:
-        try:
-            values = parse_overrides(run_config)
-            workers = end.enter_context(_started(values.get("workers", 0)))
+    try:
+        values = parse_overrides(run_config)
+        with _started(values.get("workers", 0)) as workers:
             with without_gc():
                 from fl_bn.run.config import RunConfig
             config = RunConfig.from_mapping(values)
             if config.output and "checkpoint-every" not in values:
                 config = replace(config, checkpoint_every=CHECKPOINT_EVERY)
-        except (ConfigError, OSError) as error:
-            raise refused(error) from error
-        _run(config, verbose, workers)
+            _run(config, verbose, workers)
+    except (ConfigError, OSError) as error:
+        raise refused(error) from error
 
 
 @contextmanager
@@ -155,43 +138,26 @@ def _started(count: object) -> Iterator[Workers | None]:
     """Start worker processes, which import torch at the same time as this process.
 
     Args:
-        count: The value of the run-config key ``workers``, not checked yet.
-
-    Yields:
-        The workers; None: the run needs no workers, starts them itself later, or will be refused.
+        count: The number of workers, which is not checked yet. Below 2: none are started.
     """
     if type(count) is not int or count < 2:
         yield None
         return
     from fl_bn.federation.engines.workers import MOST_WORKERS, Workers
 
-    if count > MOST_WORKERS:
-        yield None
-        return
-    workers = Workers(count)
-    workers.load("fl_bn.apps.client")
-    try:
+    with closing(Workers(min(count, MOST_WORKERS))) as workers:
+        workers.load("fl_bn.apps.client")
         yield workers
-    finally:
-        workers.close()
 
 
 @app.command(rich_help_panel=TRAIN)
 def resume(
     folder: Annotated[Path, typer.Argument(help="the run's folder, e.g. runs/NAME; for a deployed run, the server's folder: kit/server")],
-    name: Annotated[
-        str, typer.Argument(metavar="[RUN]", help="the name of a deployed run; default: the run with the newest checkpoint")
-    ] = "",
+    name: Annotated[str, typer.Argument(metavar="[RUN]", help="the name of a deployed run; default: that of the newest checkpoint")] = "",
     verbose: Verbose = False,
-    control: Annotated[
-        str, typer.Option("--control", metavar="HOST:PORT", help="for a deployed run: the address of the SuperLink's Control API")
-    ] = "",
-    key: Annotated[
-        Path | None, typer.Option("--key", metavar="FILE", help="for a deployed run: the submitter's key; default: as for `fl-bn submit`")
-    ] = None,
-    own: Annotated[
-        Path | None, typer.Option("--app", metavar="FOLDER", help="for a deployed run: the folder of modules that it was submitted with")
-    ] = None,
+    control: Annotated[str, typer.Option(metavar="HOST:PORT", help="for a deployed run: the SuperLink's Control API")] = "",
+    key: Annotated[Path | None, typer.Option(metavar="FILE", help="for a deployed run: the submitter's key")] = None,
+    own: Annotated[Path | None, typer.Option("--app", metavar="FOLDER", help="for a deployed run: the folder of its modules")] = None,
 ) -> None:
     """Resume an interrupted run from its last checkpoint, with the run config in its folder."""
     if (folder / "server.toml").exists():
@@ -233,9 +199,7 @@ def layers(
     model: str,
     method: Annotated[str, typer.Option(help="name of a method")] = "fedavg",
     classes: int = 10,
-    channels: Annotated[
-        int, typer.Option(help="number of channels of the images; for a table, the number of its inputs, with --image-size 1")
-    ] = 3,
+    channels: Annotated[int, typer.Option(help="channels of the images; of a table: its inputs, with --image-size 1")] = 3,
     image_size: int = 32,
     buffers: Annotated[str, typer.Option(help="roles of buffers, as in the run-config key buffers")] = "",
     tensors: Annotated[bool, typer.Option("--tensors", help="also print a line per tensor: name, role, shape, dtype")] = False,
@@ -273,9 +237,7 @@ def layers(
 
 @app.command(rich_help_panel=LOOK)
 def config(
-    toml: Annotated[
-        bool, typer.Option("--toml", help="print the defaults, in the form of \\[tool.flwr.app.config] in pyproject.toml")
-    ] = False,
+    toml: Annotated[bool, typer.Option("--toml", help="print the defaults as \\[tool.flwr.app.config] of pyproject.toml")] = False,
 ) -> None:
     """Print every key of the run config: its default, its values and its meaning.
 

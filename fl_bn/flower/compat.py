@@ -234,9 +234,8 @@ def prints(handler: logging.Handler) -> bool:
 LOGGER = logging.getLogger("flwr")
 log = LOGGER.log
 DETAIL = "detail"  # the attribute of a log record that `fl-bn run` prints with --verbose alone; run.log has it always
-OF_A_ROUND = "of_a_round"  # the attribute of a log record that is a round's line, which a progress bar shows in its own way
 
 
 def say_round(line: str) -> None:
     """Log the line of a round."""
-    log(logging.INFO, "%s", line, extra={OF_A_ROUND: True})
+    log(logging.INFO, "%s", line)

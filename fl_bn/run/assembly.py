@@ -30,7 +30,7 @@ from fl_bn.federation.callbacks import Callback, EarlyStop, KeepBest
 from fl_bn.federation.local import Samples
 from fl_bn.federation.network import Network
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.flower.compat import LOGGER, federation_config
+from fl_bn.flower.compat import LOGGER
 from fl_bn.models import build
 from fl_bn.run.config import REGISTRIES, SITES, ConfigError, RunConfig
 from fl_bn.run.memory_layout import memory_format

@@ -1,4 +1,4 @@
-"""Print the log of a run: as a progress bar on a terminal, else as one short line per round."""
+"""Print the log of a run as one short line per message, and write it to a file."""
 
 from __future__ import annotations
 
@@ -9,74 +9,42 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fl_bn.federation.bar import Bar
-from fl_bn.flower.compat import DETAIL, LOGGER, OF_A_ROUND, prints
-from fl_bn.task import Task
+from fl_bn.flower.compat import DETAIL, LOGGER, prints
 
 
-class Console(logging.Handler):
-    """Print Flower's log in place of Flower's own handler.
-
-    On a terminal, a progress bar shows the rounds, and messages are printed above it. Elsewhere, every message is a
-    line with the time and without colours.
+class Lines(logging.Handler):
+    """Print Flower's log in place of Flower's own handler: every message as a line with the time and without colours.
 
     Args:
         flower: Flower's handler.
         verbose: Print messages in Flower's format, and also details.
     """
 
-    def __init__(self, flower: Any, verbose: bool = False) -> None:
+    def __init__(self, flower: Any, verbose: bool) -> None:
         super().__init__(flower.level)
         self.flower, self._verbose = flower, verbose
-        self.bar = Bar(flower.stream) if flower.stream.isatty() and not verbose else None
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one message."""
         if self._verbose:
             self.flower.handle(record)
-            return
-        if hasattr(record, DETAIL):
-            return
-        level = "" if record.levelno <= logging.INFO else f"{record.levelname}: "
-        text = f"{level}{record.getMessage().rstrip()}".replace("\t", "  ")
-        try:
-            if self.bar is None:
-                self.flower.stream.write(f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {text}\n")
+        elif not hasattr(record, DETAIL):
+            level = "" if record.levelno <= logging.INFO else f"{record.levelname}: "
+            text = record.getMessage().rstrip().replace("\t", "  ")
+            with suppress(OSError):  # the run goes on if the disk is full, or the program that reads the output has ended
+                self.flower.stream.write(f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {level}{text}\n")
                 self.flower.flush()
-            elif not hasattr(record, OF_A_ROUND):
-                self.bar.say(text, "yellow" if level else "")
-        except OSError:  # the run goes on if the disk is full, or the program that reads the output has ended
-            self.handleError(record)
-
-    def close(self) -> None:
-        """Close the bar, if there is one."""
-        if self.bar is not None:
-            self.bar.on_end(None)
-        super().close()
 
 
 @contextmanager
 def shown(verbose: bool = False) -> Iterator[None]:
-    """Print the log through ``Console`` inside the ``with`` block.
-
-    The handlers with which Flower prints are replaced. Other handlers stay, among them a ``Console`` from an outer block.
-    """
+    """Print the log through ``Lines`` inside the ``with`` block, unless an outer block does so."""
     before = LOGGER.handlers
-    LOGGER.handlers = [Console(one, verbose) if prints(one) else one for one in before]
+    LOGGER.handlers = [Lines(one, verbose) if prints(one) else one for one in before]
     try:
         yield
     finally:
-        for handler in set(LOGGER.handlers) - set(before):
-            handler.close()
         LOGGER.handlers = before
-
-
-def bars(task: Task) -> list[Bar]:
-    """Make the progress bars on the terminal show the metric of ``task``, and return these bars."""
-    displayed = [handler.bar for handler in LOGGER.handlers if isinstance(handler, Console) and handler.bar is not None]
-    for bar in displayed:
-        bar.task = task
-    return displayed
 
 
 class LogFile(logging.Handler):

@@ -53,9 +53,7 @@ class RunKeys(DataKeys):
     client_nodes: str = declared(ServerPolicy, "nodes")
     client_names: str = declared(ServerPolicy, "names")
     fraction: float = declared(ServerPolicy, "fraction")
-    rounds: int = option(
-        100, "training rounds; 0, with calibrate: only measure the statistics of the network in model-weights, without training", ">= 0"
-    )
+    rounds: int = option(100, "training rounds; 0, with calibrate: only measure the statistics of model-weights", ">= 0")
     client_weights: str = declared(LocalTraining, "weigh_all")
     min_replies: float = declared(ServerPolicy, "min_replies")
     min_cohort: int = declared(ServerPolicy, "min_cohort")
@@ -64,14 +62,8 @@ class RunKeys(DataKeys):
     wait_timeout: float = declared(ServerPolicy, "wait")
     retry_timeout: float = declared(ServerPolicy, "retry")
     checkpoint_every: int = declared(ServerPolicy, "checkpoint_every")
-    resume: str = option(
-        "",
-        "the run to continue from its last checkpoint: latest (the newest run in output that is not finished), or the name of its folder",
-        "latest or a name",
-    )
-    run_signature: str = option(
-        "", "the submitter's signature of a deployed run, which `fl-bn submit` makes", "made by `fl-bn submit`, or empty"
-    )
+    resume: str = option("", "the run to continue: latest (the newest in output that is not finished), or its name", "latest or a name")
+    run_signature: str = option("", "the signature that `fl-bn submit` makes", "made by `fl-bn submit`, or empty")
     # layer-wise exchange (fedtan, fedtan2, fedavg-alg2; recalibration)
     exchange: str = declared(ExchangeSettings, "carrier")
     # the defence against Byzantine clients
@@ -79,9 +71,7 @@ class RunKeys(DataKeys):
     update_rule: str = declared(Defence, "updates")
     declared_byzantine: int = declared(Defence, "f")
     # secure aggregation, and differential privacy
-    secure_aggregation: bool = option(
-        False, "the server sees only sums over clients of updates, statistics and evaluations (SecAgg+); FedTAN's exchange is not protected"
-    )
+    secure_aggregation: bool = option(False, "the server sees only sums over clients (SecAgg+), save for FedTAN's exchange")
     secagg_shares: int = declared(SecureAggregation, "shares")
     dp_noise: float = declared(Privacy, "noise")
     dp_clip: float = declared(Privacy, "clip")
@@ -104,51 +94,23 @@ class RunKeys(DataKeys):
     # local objective
     objective: str = option("none", "what clients minimise beside the loss, or how they correct its gradient", OBJECTIVES)
     # server
-    server_optimizer: str = option(
-        "fedavg",
-        "the server's optimiser, which steps on the pseudo-gradient of weights and affine parameters, and never on statistics",
-        SERVER_OPTIMIZERS,
-        used=SHARES_WEIGHTS,
-    )
+    server_optimizer: str = option("fedavg", "the optimiser of all but statistics", SERVER_OPTIMIZERS, used=SHARES_WEIGHTS)
     # evaluation, machine and output
     evaluate_every: int = declared(ServerPolicy, "evaluate_every")
     evaluate_clients: int = declared(ServerPolicy, "evaluate_clients")
     seed: int = declared(ServerPolicy, "seed")
-    device: str = option(
-        "auto",
-        "where clients train: auto (a GPU if there is one), cpu, cuda, cuda:0 ...; a client's node config may say otherwise",
-        "auto, cpu, cuda or cuda:0 ...",
-        keys.known_device,
-    )
+    device: str = option("auto", "where clients train; auto: a GPU if there is one", "auto, cpu, cuda or cuda:0 ...", keys.known_device)
     precision: str = declared(LocalTraining, "precision")
-    deterministic: bool = option(
-        True,
-        "on a GPU, use kernels with a fixed order of summation, so that the same seed gives the same bits; torch warns of layers without "
-        "such a kernel",
-    )
-    memory_format: str = option(
-        AUTO,
-        "memory layout of the clients' networks; channels-last: faster convolutions on many machines, with results equal up to the order "
-        "of sums; auto: channels-last on a CPU for networks with 2-D convolutions, contiguous otherwise",
-        (AUTO, *MEMORY_FORMATS),
-    )
+    deterministic: bool = option(True, "on a GPU, use kernels whose order of sums is fixed")
+    memory_format: str = option(AUTO, "layout of networks; auto: channels-last for 2-D convolutions on a CPU", (AUTO, *MEMORY_FORMATS))
     engine: str = declared(FederationSpec, "engine")
     threads: int = option(1, "CPU threads per process", f"1..{MOST_THREADS}")
     workers: int = declared(FederationSpec, "workers")
     output: str = option("runs", "folder in which each run makes a folder of its own; empty: write nothing", "path")
     name: str = option("", "the run folder's name; empty: time, method, data and seed", "a file name", used=when.WRITES)
     pictures: bool = option(True, "draw pictures at the end, and write TensorBoard events after every round")
-    early_stop: int = option(
-        0,
-        "the run ends after this many evaluations in a row without a new best metric; 0: it never ends early",
-        ">= 0",
-    )
-    keep_best: bool = option(
-        False,
-        "keep the model of the best evaluation, too, as best.safetensors in the run's folder: the shared tensors, without those that "
-        "clients keep",
-        used=when.WRITES & SHARES_WEIGHTS,
-    )
+    early_stop: int = option(0, "evaluations in a row without a new best metric after which the run ends; 0: it never does", ">= 0")
+    keep_best: bool = option(False, "keep the model of the best evaluation, as best.safetensors", used=when.WRITES & SHARES_WEIGHTS)
     setup: str = option(
         "",
         "class of your own (fl_bn.run.setup.Setup) that changes the run where no key does, and has keys of its own",

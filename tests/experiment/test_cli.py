@@ -1,4 +1,4 @@
-"""The command ``fl-bn``: what ``run``, ``compare`` and ``layers`` write, on a terminal and in a pipe, and what Ctrl-C leaves."""
+"""The command ``fl-bn``: what ``run``, ``compare`` and ``layers`` write, in a pipe, and what Ctrl-C leaves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.experiment.inside import command, ends_well, ends_with_a_sentence, override, said
 from tests.experiment.small_data import small_sites
-from tests.experiment.terminal import in_a_pipe, lines, on_a_terminal
+from tests.experiment.terminal import in_a_pipe
 from tests.integration.runs import TINY, bits, differences
 from tests.listed import listed
 
@@ -92,7 +92,7 @@ def test_layers_of_a_network_of_ones_own_in_this_folder(tmp_path: Path, monkeypa
     assert "method fbn is about the statistics of BatchNorm" in refused
 
 
-# What a run prints on a terminal and in a pipe, what Ctrl-C leaves, and that fl-bn resume goes on from there
+# What a run prints in a pipe, what Ctrl-C leaves, and that fl-bn resume goes on from there
 
 
 ROUNDS = 40
@@ -119,23 +119,6 @@ def test_a_pipe_and_the_log_file_get_a_short_line_per_round(tmp_path: Path) -> N
     assert kept in log
     assert kept in (tmp_path / "run" / "summary.md").read_text()
     assert log.splitlines()[-1].endswith(f"results: {tmp_path / 'run'}")
-
-
-def test_a_terminal_shows_one_bar_and_warnings_above_it(tmp_path: Path) -> None:
-    wild = run_config(
-        tmp_path, "run", method="fedavg", learning_rate=30.0, learning_rate_schedule="constant", learning_rate_decay=0.3, clip="none"
-    )
-    status, came = on_a_terminal("run", "--run-config", wild)
-    assert status == 0, came
-    assert "\x1b[" in came
-    seen = lines(came)
-    assert not any("[round" in line for line in seen)
-    (bar,) = [place for place, line in enumerate(seen) if "━" in line]
-    assert re.search(r"━ round 3/3  loss \S+  accuracy \d+\.\d% 0:00:00 left$", seen[bar]), seen
-    warnings = [place for place, line in enumerate(seen) if "WARNING: round" in line]
-    assert warnings
-    assert max(warnings) < bar
-    assert any("0:00:0" in part and "left" in part for part in came.split("round 1/3"))  # while it ran, too
 
 
 @pytest.fixture(scope="module")
@@ -172,16 +155,3 @@ def test_the_resumed_run_has_the_bits_of_one_that_nobody_interrupted(interrupted
     assert differences(whole, early) != []  # control
     assert "Interrupted" not in (path / "summary.md").read_text()
     ends_with_a_sentence("resume", path, about=f"all of its {ROUNDS} rounds are done")
-
-
-def test_ctrl_c_on_a_terminal(tmp_path: Path) -> None:
-    status, came = on_a_terminal("run", "--run-config", run_config(tmp_path, "run", rounds=ROUNDS), type_at=f"round 2/{ROUNDS}")
-    assert status == 130, came
-    seen = lines(came)
-    bar = max(place for place, line in enumerate(seen) if "━" in line)
-    assert "interrupted after round" in seen[-1], "below the bar"
-    assert bar == len(seen) - 3, seen
-    assert not seen[bar].endswith("left"), "nobody waits for it any more"
-    assert any("interrupted after round" in line and "the first checkpoint would be after round 5" in line for line in seen), seen
-    assert not any("Traceback" in line for line in seen)
-    assert "\x1b[?25h" in came  # the cursor is back
