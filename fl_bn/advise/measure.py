@@ -85,9 +85,7 @@ def measure(config: RunConfig) -> Measured:
         ConfigError: The data are at the sites (``dataset='sites'``), or cannot be loaded or divided as configured.
     """
     if config.dataset == SITES:
-        raise ConfigError(
-            f"dataset={SITES!r}: the clients' data are at their sites, so they cannot be measured here: run fl-bn advise at a site"
-        )
+        raise ConfigError(f"dataset={SITES!r}: the data are at the sites, so they cannot be measured here: run advise at a site")
     parts = [client_samples(config, client)[0] for client in range(config.clients - config.changes.attackers)]
     sizes = [len(part) for part in parts]
     middle = int(median(sizes))

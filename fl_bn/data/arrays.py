@@ -150,9 +150,7 @@ def _float32(x: Array) -> Tensor:
 def _read(file: Path) -> dict[str, Array]:
     """Read the four arrays of an archive."""
     if not file.is_file():
-        raise DataNotFound(
-            f"dataset 'npz': there is no file {str(file)!r} (a relative path starts at the current folder, {str(Path.cwd())!r})"
-        )
+        raise DataNotFound(f"dataset 'npz': there is no file {str(file)!r} in {Path.cwd()}")
     key, arrays = "", dict[str, Array]()
     try:
         archive = np.load(file, allow_pickle=False)

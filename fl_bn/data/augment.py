@@ -51,13 +51,9 @@ def augmenter(name: str, rng: np.random.Generator) -> Augment | None:
 
     def augment(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         if x.dtype != torch.uint8 or x.ndim != 4:
-            raise ValueError(
-                f"augment {name!r} changes uint8 images (B, C, H, W), but got {x.dtype} {tuple(x.shape)}: use 'none' for measurements"
-            )
+            raise ValueError(f"augment {name!r} changes uint8 images (B, C, H, W), but got {x.dtype} {tuple(x.shape)}: use 'none'")
         if name != "segmentation" and y.ndim != 1:
-            raise ValueError(
-                f"augment {name!r} needs one label per image, but got targets {tuple(y.shape)}: use 'segmentation' for masks, or 'none'"
-            )
+            raise ValueError(f"augment {name!r} needs one label per image, but got {tuple(y.shape)}: use 'segmentation' for masks")
         return change(x, y, rng)
 
     return augment

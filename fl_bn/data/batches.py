@@ -115,9 +115,7 @@ def check_size(n: int, least: int = 2) -> None:
     if least == 1 and n < 1:
         raise ClientTooSmall("a client needs at least 1 sample, but this client has none: use fewer clients, or another partition")
     if n < least:
-        raise ClientTooSmall(
-            f"batch statistics need at least 2 samples, but this client has {n}: use fewer clients, or a partition with larger parts"
-        )
+        raise ClientTooSmall(f"batch statistics need at least 2 samples, but this client has {n}: use fewer clients")
 
 
 def _check(n: int, batch_size: int, least: int, drop_last: bool) -> None:

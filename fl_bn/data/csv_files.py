@@ -105,9 +105,7 @@ def csv_files(path: str) -> list[Path]:
     expect(bool(paths(path)), "csv", "data-path", f"a folder with a .csv file per site and {FILE}, or files separated by commas", "none")
     for part in paths(path):
         if not part.exists() or not _inside(part):
-            raise DataNotFound(
-                f"csv: there is no .csv file {str(part)!r} (a relative path starts at the current folder, {str(Path.cwd())!r})"
-            )
+            raise DataNotFound(f"csv: there is no .csv file {str(part)!r} in {Path.cwd()}")
     return listed(path)
 
 

@@ -103,9 +103,7 @@ def _own(name: str, modules: Modules | None, classes: int, channels: int, image_
     try:
         inspect.signature(made).bind(**arguments)
     except TypeError as error:
-        raise ValueError(
-            f"model {name!r} must be callable as function(classes=..., channels=..., image_size=...), but its signature differs: {error}"
-        ) from error
+        raise ValueError(f"model {name!r} must take classes=, channels= and image_size=, but: {error}") from error
     model = made(**arguments)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model {name!r} must return a torch.nn.Module, but returned {type(model).__name__}")

@@ -141,9 +141,7 @@ def read_cells(folder: Path) -> list[Cell]:
     """
     files = sorted((folder / "runs").glob("*/cell.json"), key=lambda file: _natural(file.parent.name))
     if not files:
-        raise ConfigError(
-            f"{folder} has no runs yet that have ended: expected files {folder.name}/runs/CELL/cell.json, as `fl-bn sweep` writes them"
-        )
+        raise ConfigError(f"{folder} has no runs yet that have ended: expected {folder.name}/runs/CELL/cell.json")
     return [_read(file) for file in files]
 
 

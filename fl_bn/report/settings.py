@@ -127,24 +127,16 @@ def parse_settings(tables: Mapping[str, Any], name: str, text: str) -> Settings:
     report = _values(tables, "report", REPORT)
     paper = _values(tables, "paper", {"source": str, "note": str, "numbers": None})
     notes = _values(tables, "notes", {"text": str})
-    if (at := report.get("at", "last")) not in AT:
-        raise ConfigError(expected("at", at, AT))
-    x = report.get("x", ("round",))
-    if unknown_x := [quantity for quantity in x if quantity not in X]:
-        raise ConfigError(expected("x", unknown_x[0], X))
+    for key, known, named in (("at", AT, [report.get("at", "last")]), ("x", X, report.get("x", ()))):
+        if others := [name for name in named if name not in known]:
+            raise ConfigError(expected(key, others[0], known))
     if (domains := report.get("domains", False)) not in (True, False, AVERAGE):
         raise ConfigError(f"domains must be true, false or {AVERAGE!r}, but got {domains!r}")
+    own = {key: value for key, value in report.items() if key not in ("title", "domains")}
     return Settings(
+        **own,
         title=report.get("title") or str(tables.get("title") or name),
-        rows=report.get("rows", ""),
-        columns=report.get("columns"),
-        metric=report.get("metric", ""),
-        at=at,
-        x=x,
-        against=report.get("against", ()),
         domains=AVERAGE if domains == AVERAGE else EACH if domains else "",
-        apart=report.get("apart", ()),
-        worst=report.get("worst", ""),
         paper=Paper(paper.get("source", ""), paper.get("note", ""), _numbers(paper.get("numbers", {}))),
         notes=notes.get("text", ""),
         order=_order(tables),
@@ -229,13 +221,9 @@ def _values(tables: Mapping[str, Any], name: str, kinds: Mapping[str, Any]) -> d
 
 
 def _checked(key: str, value: Any, kind: Any) -> Any:
-    if kind is str:
-        if not isinstance(value, str):
-            raise ConfigError(f"{key} must be a text, but got {value!r}")
-        return value.strip()
-    if kind == TEXTS:
-        values = [value] if isinstance(value, str) else value
-        if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
-            raise ConfigError(f"{key} must be {TEXTS}, but got {value!r}")
-        return tuple(values)
-    return value
+    texts = [value] if isinstance(value, str) else value
+    if kind is None:
+        return value
+    if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts) or (kind is str and not isinstance(value, str)):
+        raise ConfigError(f"{key} must be {'a text' if kind is str else TEXTS}, but got {value!r}")
+    return value.strip() if kind is str else tuple(texts)

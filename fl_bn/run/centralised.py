@@ -103,10 +103,7 @@ def run_centralised(config: RunConfig) -> RunDirectory:
     return directory
 
 
-WITHOUT_EFFECT = {
-    *("calibrate", "client-weights", "engine"),
-    *("secure-aggregation", "server-learning-rate"),
-}
+WITHOUT_EFFECT = {"calibrate", "client-weights", "engine", "secure-aggregation", "server-learning-rate"}
 """Keys that are about clients or a server, and that centralised training does not read."""
 
 
@@ -116,15 +113,15 @@ def check_centralised(config: RunConfig) -> None:
     Raises:
         ConfigError: A key needs clients or a server, or the method exists only in a federation.
     """
-    if (method := config.build_method()) and _federates(method, config.rounds):
-        raise ConfigError(f"method={config.method!r} needs clients, and centralised training has none: choose fedavg, fixbn, gn, ...")
-    if config.changes.attackers or config.round_policy().joining:
-        raise ConfigError("centralised training has no clients: leave out what the setup says of them (byzantine, join-rounds)")
-    for key, without in (("objective", "none"), ("server-optimizer", "fedavg")):
-        if (value := config[key]) != without:
-            raise ConfigError(f"centralised training has no clients and no server: leave out {key}, which is {value!r}")
-    if config.defence().active:
-        raise ConfigError("centralised training has no replies to combine: leave out statistics-rule, update-rule and declared-byzantine")
+    wrong = {
+        f"method {config.method}": _federates(config.build_method(), config.rounds),
+        "attackers, join-rounds": config.changes.attackers > 0 or bool(config.round_policy().joining),
+        f"objective {config.objective}": config.objective != "none",
+        f"server-optimizer {config.server_optimizer}": config.server_optimizer != "fedavg",
+        "statistics-rule, update-rule, declared-byzantine": config.defence().active,
+    }
+    if asked := [what for what, there in wrong.items() if there]:
+        raise ConfigError(f"centralised training has no clients and no server: choose fedavg, fixbn or gn, and leave out {asked[0]}")
 
 
 def _federates(method: Method, rounds: int) -> bool:
@@ -134,9 +131,7 @@ def _federates(method: Method, rounds: int) -> bool:
 
 def _optimizer(settings: LocalTraining, parameters: list[nn.Parameter], rate: float) -> Optimizer:
     optimizer = settings.make_optimizer(parameters, rate)
-    if (
-        settings.update == "gradients" and settings.momentum > 0
-    ):  # as the clients do: momentum as an exponential moving average that starts from 0
+    if settings.update == "gradients" and settings.momentum > 0:  # as the clients do: an exponential moving average from 0
         for group in optimizer.param_groups:
             group["dampening"] = settings.momentum
         for parameter in parameters:

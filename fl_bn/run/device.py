@@ -27,10 +27,8 @@ def device(config: RunConfig, node: Mapping[str, Any] | None = None) -> torch.de
     """
     chosen = _device(config, node)
     if chosen.type == "cuda":
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # torch requires it for deterministic kernels; it is read when the GPU is first used
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time, and is needless since nothing here reads uninitialised memory
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch wants it before deterministic kernels are first used
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time, and nothing reads it
         torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
     return chosen
 
@@ -43,14 +41,9 @@ def _device(config: RunConfig, node: Mapping[str, Any] | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen, seen = torch.device(name), torch.cuda.device_count()
     if chosen.type == "cuda" and (chosen.index or 0) >= seen:
-        share = {"num-supernodes": config.clients, "backend.client-resources.num-cpus": 1, "backend.client-resources.num-gpus": 0.2}
-        hidden = node is not None and simulated()  # by Ray, which hides the GPUs from clients
-        raise ConfigError(
-            f"device={name}, but torch sees {seen or 'no'} GPU in this process. "
-            + (
-                f"Give each client a share of a GPU, by the profile local-simulation-gpu or {federation_config(share)}"
-                if hidden
-                else "See fl-bn doctor, or take device='auto', which takes a GPU if there is one"
-            )
-        )
+        todo = "take device='auto', or see fl-bn doctor"
+        if node is not None and simulated():  # Ray hides the GPUs from clients
+            share = {"num-supernodes": config.clients, "backend.client-resources.num-gpus": 0.2}
+            todo = f"give each client a share of a GPU: {federation_config(share)}"
+        raise ConfigError(f"device={name}, but torch sees {seen} GPUs in this process: {todo}")
     return chosen

@@ -52,9 +52,7 @@ def values_of(run: Path) -> dict[str, Any]:
     try:
         values = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError(
-            f"{run} is not the folder of a run, since it has no {CONFIG}: give a folder such as runs/NAME (the run's log names it)"
-        ) from error
+        raise ConfigError(f"{run} is not the folder of a run, since it has no {CONFIG}: give one such as runs/NAME") from error
     except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"{run / CONFIG} cannot be read: {reason(str(error))}. Put it back from a copy, or choose another run") from error
     return renewed(values)
@@ -71,9 +69,7 @@ def renewed(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     if lost := {key: value for key, value in values.items() if GONE.get(key) not in (None, value)}:
         key, value = next(iter(lost.items()))
-        raise ConfigError(
-            f"the run had {key}={in_config(value)}, and {key} is no run-config key any more: CHANGELOG.md says what to do instead"
-        )
+        raise ConfigError(f"the run had {key}={in_config(value)}, which is gone: CHANGELOG.md says what to do instead")
     setup = values.get("setup", "")
     kept = {k: v for k, v in values.items() if k not in GONE and (k not in IN_PAPERS or v != IN_PAPERS[k])}
     network = str(kept.get("model", ""))

@@ -7,7 +7,6 @@ import io
 import json
 import math
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
@@ -31,7 +30,6 @@ AFTER = (
     "test-loss", "min-var", "drift", "drift-layer", "seconds", "exchanges", "carrier", "waited",
     *(f"bytes-{way}-{section}" for way in ("down", "up") for section in SECTIONS),
 )  # fmt: skip
-SYNC_EVERY = 1.0  # seconds
 ANEW = "put this file back from a copy, or start the run anew"
 PASS_COLUMNS = ("pass", "clients", "layer", "mean-moved", "variance-factor")  # moved: in standard deviations; factor: new / old
 DIAGNOSTIC_COLUMNS = ("round", "layer", "client", "quantity", "value")
@@ -221,8 +219,8 @@ def write_passes(passes: Sequence[Pass], path: Path) -> None:
 class History:
     """Append every round of a run to its files.
 
-    Every round is in the files when it is over. A power cut can remove rounds of the last ``SYNC_EVERY`` seconds, but none
-    that a checkpoint contains. To sync each round would make short rounds longer.
+    Every round is in the files when it is over. A power cut can remove rounds, but none that a checkpoint contains. To sync
+    each round would make short rounds longer.
 
     If a round cannot be written, for example because the disk is full, it is kept in memory and written with the next
     round. Incomplete lines are removed from the files.
@@ -240,8 +238,6 @@ class History:
         self.folder, self.task, self.called = folder, task, called
         self.files = (*self.FILES, "diagnostics.csv") if diagnostics else self.FILES
         self._waiting = dict.fromkeys(self.files, "")
-        self._unsynced = dict.fromkeys(self.files, "")  # lines in the files that a power cut could still remove
-        self._synced_at = -math.inf
         self._columns = {"rounds.csv": round_columns(task), "clients.csv": client_columns(task, called)}
         if diagnostics:
             self._columns["diagnostics.csv"] = DIAGNOSTIC_COLUMNS
@@ -265,7 +261,7 @@ class History:
             self._waiting[file] += _csv(columns, rows[file])
         self._waiting["rounds.jsonl"] += json.dumps(round_line(record, self.task, self.called)) + "\n"
         try:
-            self._write(sync=time.monotonic() - self._synced_at >= SYNC_EVERY)
+            self._write(sync=False)
         except OSError as error:
             LOGGER.warning("round %s could not be written to %s: %s. The next round tries again", record.round, self.folder, error)
 
@@ -307,30 +303,18 @@ class History:
             raise Damaged(f"{path}: {problem}. {ANEW.capitalize()}") from error
 
     def _write(self, sync: bool = True) -> None:
-        """Append the waiting lines to the files; with ``sync``, return only when the system has stored them on the disk."""
+        """Append what waits for each file. If that fails, the file is as before, and the text waits on."""
         for file, text in self._waiting.items():
-            if not text and not (sync and self._unsynced[file]):
+            if not text and not sync:
                 continue
             with (self.folder / file).open("ab", buffering=0) as target:
                 length, data = target.tell(), text.encode()
-                try:
-                    if (written := target.write(data)) < len(data):
-                        raise OSError(f"only {written} of {len(data)} bytes fit into {target.name}: the disk is full")
-                except OSError:
+                if (written := target.write(data)) < len(data):
                     target.truncate(length)
-                    raise
-                self._waiting[file], self._unsynced[file] = "", self._unsynced[file] + text
-                if not sync:
-                    continue
-                try:
+                    raise OSError(f"only {written} of {len(data)} bytes fit into {target.name}: the disk is full")
+                self._waiting[file] = ""
+                if sync:
                     os.fsync(target.fileno())
-                except OSError:  # nobody knows which of these lines are on the disk
-                    lost = self._unsynced[file]
-                    target.truncate(length + len(data) - len(lost.encode()))
-                    self._waiting[file], self._unsynced[file] = lost, ""
-                    raise
-                self._unsynced[file] = ""
-        self._synced_at = time.monotonic() if sync else self._synced_at
 
 
 def _csv(columns: Sequence[str], rows: Sequence[Mapping[str, Value | None]]) -> str:

@@ -14,10 +14,7 @@ from fl_bn.support.wire import reason
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)  # torch has channels-last kernels for these
 
 VECTOR = 16  # float32 values in the widest vector register of a CPU (AVX-512)
-OVERRUN = (
-    "torch would write past the memory of layer {0!r}, a strided 1 x 1 convolution of fewer than {1} channels, in channels-last on a CPU "
-    "(a fault of oneDNN)"
-)
+OVERRUN = "oneDNN writes past the memory of layer {!r}, a strided 1 x 1 convolution of few channels, in channels-last on a CPU"
 
 
 def memory_format(name: str, model: nn.Module, image: tuple[int, int], device: torch.device) -> torch.memory_format:
@@ -40,13 +37,12 @@ def memory_format(name: str, model: nn.Module, image: tuple[int, int], device: t
     broken = overrun(model) if device.type == "cpu" else ""
     if name != AUTO:
         if broken and MEMORY_FORMATS[name] is torch.channels_last:
-            why = OVERRUN.format(broken, VECTOR)
-            raise ValueError(f"memory-format='{name}' cannot be used for this network: {why}. Take 'contiguous' or 'auto'")
+            raise ValueError(f"memory-format='{name}' cannot be used: {OVERRUN.format(broken)}. Take 'auto'")
         return MEMORY_FORMATS[name]
     if device.type != "cpu" or not any(isinstance(module, CONVOLUTIONS) for module in model.modules()):
         return torch.contiguous_format
     if broken:
-        LOGGER.info("memory-format: the network stays contiguous: %s", OVERRUN.format(broken, VECTOR))
+        LOGGER.info("memory-format: the network stays contiguous: %s", OVERRUN.format(broken))
         return torch.contiguous_format
     channels, size = image
     trial = copied(model).to(memory_format=torch.channels_last).eval()

@@ -33,7 +33,6 @@ from fl_bn.run.disclosure_report import FILE as DISCLOSURE
 from fl_bn.run.disclosure_report import DisclosureTotals, disclosure_csv, disclosure_table
 from fl_bn.run.environment import environment
 from fl_bn.run.history import History, write_passes
-from fl_bn.run.interrupts import held
 from fl_bn.run.summary import summary
 from fl_bn.run.tensorboard import TensorBoard
 from fl_bn.run.testing import note_domains
@@ -152,17 +151,16 @@ class RunDirectory(Callback):
         note_domains(self.config, record)
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
-        """Append a round to rounds.csv and the other files with lines per round. Ctrl-C waits until all of them have the round."""
-        with held():
-            self._keep(record)
-            if len(self.records) == 1:  # passes are made before round 1, and a resumed run makes none
-                self._write_passes()
-            if self._history is not None:
-                measured = []
-                if self._diagnostics is not None and self.transport is not None:
-                    measured = [row._asdict() for row in self._diagnostics.after_round(record, self.transport.shared.model)]
-                self._history.add(record, measured)
-            self._board.on_round(record, rounds)
+        """Append a round to rounds.csv and the other files with lines per round."""
+        self._keep(record)
+        if len(self.records) == 1:  # passes are made before round 1, and a resumed run makes none
+            self._write_passes()
+        if self._history is not None:
+            measured = []
+            if self._diagnostics is not None and self.transport is not None:
+                measured = [row._asdict() for row in self._diagnostics.after_round(record, self.transport.shared.model)]
+            self._history.add(record, measured)
+        self._board.on_round(record, rounds)
 
     def keep_checkpoint(self, checkpoint: Checkpoint) -> int:
         """Store a checkpoint, and return the oldest round to which the run can go back; 0: there is none."""

@@ -125,15 +125,11 @@ def function(what: str, name: str, modules: Modules | None = None) -> Callable[.
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module exists, but one of its own imports is missing
-        raise ValueError(
-            f"{what} {name!r}: there is no module {error.name!r}; install its package, or put its folder on PYTHONPATH"
-        ) from error
+        raise ValueError(f"{what} {name!r}: there is no module {error.name!r}: install it, or set PYTHONPATH") from error
     value = getattr(module, function_name, None)
     if not callable(value):
         public = [key for key, member in vars(module).items() if inspect.isfunction(member) and not key.startswith("_")]
-        raise ValueError(
-            f"{what} {name!r}: expected a function {function_name!r} in {module_name}, which has {', '.join(public) or 'no functions'}"
-        )
+        raise ValueError(f"{what} {name!r}: expected a function in {module_name}, which has {', '.join(public) or 'none'}")
     if modules is not None:  # a module also holds what it imported: ``from os import system``
         _check(modules, what, name, str(getattr(value, "__module__", None)))
     return value  # type: ignore[no-any-return]

@@ -51,9 +51,7 @@ def comparison(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[
     for keys in (base, *(variant.overrides for variant in variants)):
         refuse_decided("fl-bn compare", keys, {"method": "the methods are --methods"})
     if any("seed" in variant.overrides for variant in variants):
-        raise ConfigError(
-            "a variant cannot set seed, since all variants have the same seeds: leave seed out, and give the number of seeds by --seeds"
-        )
+        raise ConfigError("a variant cannot set seed, since all variants have the same seeds: leave it out (see --seeds)")
     labels = [variant.label for variant in variants]
     if len(set(labels)) < len(labels):
         raise ConfigError(f"every variant must be given once, but got {labels}")
@@ -75,6 +73,4 @@ def check_metric(cells: Sequence[Cell]) -> None:
         parts = sorted({f"{share:g} of the training" if share else evaluated_on(share, on) for share, on in splits})
         raise ConfigError(f"methods are compared on the same samples, but these runs are tested on {' and '.join(parts)} samples")
     if len(metrics := {task(cell.config).metric for cell in cells}) > 1:
-        raise ConfigError(
-            f"methods are compared by one metric, but these runs have {' and '.join(sorted(metrics))}: give all the same task"
-        )
+        raise ConfigError(f"methods are compared by one metric, but these runs have {' and '.join(sorted(metrics))}")

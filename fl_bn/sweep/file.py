@@ -171,9 +171,7 @@ class Sweep:
             method, centralised = trained_as(keys.get("method", RunConfig.method))
             must = {key for axis, value in where.items() for key in self.axes[axis][str(value)]} if self.strict else set()
             if centralised and (idle := sorted(must & WITHOUT_EFFECT)):
-                raise ConfigError(
-                    f"{_at(where)}: {idle[0]} has no effect in centralised training, which has no clients and no server: leave it out"
-                )
+                raise ConfigError(f"{_at(where)}: {idle[0]} has no effect in centralised training: leave it out")
             try:
                 config = use.config({**keys, "method": method, **own}, must)
             except ConfigError as error:
@@ -181,9 +179,7 @@ class Sweep:
             made.append(Cell(config, where, centralised))
         names = [cell.config.name for cell in made]
         if double := {name for name in names if names.count(name) > 1}:
-            raise ConfigError(
-                f"two values that differ only in punctuation would share a folder, so rename one of them: {', '.join(sorted(double))}"
-            )
+            raise ConfigError(f"two values would share a folder, so rename one of them: {', '.join(sorted(double))}")
         if not made:
             raise ConfigError("the sweep has no runs, since an axis is empty or skip leaves out every combination")
         use.check(self.own)
@@ -328,13 +324,9 @@ def _variant(tables: Mapping[str, Any], variant: str) -> Mapping[str, Any]:
 
 def _axis(axis: str, values: Any) -> Axis:
     if not isinstance(values, dict) or not all(isinstance(keys, dict) for keys in values.values()):
-        raise ConfigError(
-            f'[axes.{axis}] must give each value a name and its keys, as in "IID" = {{ partition = "iid" }}, but got {values!r}'
-        )
+        raise ConfigError(f'[axes.{axis}] must have lines like "IID" = {{ partition = "iid" }}, but got {values!r}')
     if nested := [f"{label}: {key}" for label, keys in values.items() for key, value in keys.items() if isinstance(value, list | dict)]:
-        raise ConfigError(
-            f"a key in [axes.{axis}] must have a single value, but {nested[0]} is a list or a table: make it an axis of its own"
-        )
+        raise ConfigError(f"[axes.{axis}] must have single values, but {nested[0]} is a list or a table: make it an axis")
     return {label: dict(keys) for label, keys in values.items()}
 
 
@@ -365,9 +357,7 @@ def _keys_in(axes: Mapping[str, Any]) -> set[str]:
 
 def _kept(axis: str, values: Axis, labels: list[Any]) -> Axis:
     if unknown := [label for label in labels if label not in values]:
-        raise ConfigError(
-            f"the variant keeps the value {unknown[0]!r} of [axes.{axis}], but that axis has {', '.join(values) or 'no values'}"
-        )
+        raise ConfigError(f"the variant keeps {unknown[0]!r} of [axes.{axis}], which has {', '.join(values) or 'no values'}")
     return {label: values[label] for label in labels}
 
 

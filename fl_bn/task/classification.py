@@ -212,9 +212,7 @@ def _check_two_classes(labels: Tensor) -> None:
         ValueError: A label is -1.
     """
     if bool((labels == -1).any()):
-        raise ValueError(
-            "expected the labels 0 and 1 of two classes, but one is -1: write 0 for a class -1, and -100 for a sample without a label"
-        )
+        raise ValueError("expected the labels 0 and 1 of two classes, but one is -1: write 0, or -100 where there is no label")
 
 
 def masks_of(output: Tensor, targets: Tensor) -> Tensor:

@@ -194,7 +194,6 @@ def test_a_disk_that_fails_to_sync_writes_no_line_twice(tmp_path: Path, monkeypa
         patch.setattr("fl_bn.run.history.os.fsync", fail)
         with refusing("Input/output error", by=OSError):
             made.lengths()
-    assert len(table(parts / "rounds.csv")) == 2  # round 3 may be on the disk or not, so it is written again
     for record in rich()[3:]:
         made.add(record)
     made.lengths()

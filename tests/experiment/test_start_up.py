@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
-import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ import torch
 from torch import nn, optim
 
 from fl_bn.federation.optimizers import SGD, Adam
-from fl_bn.run.interrupts import held
 from fl_bn.support.imports import without_gc
 
 ROOT = Path(__file__).parents[2]
@@ -88,33 +85,3 @@ def test_a_failing_import_turns_the_collector_of_garbage_on_again() -> None:
     assert gc.isenabled()
     assert gc.get_freeze_count() > 0
     gc.unfreeze()
-
-
-# Ctrl-C
-
-
-@pytest.fixture
-def usual() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_an_interrupt_waits_until_the_block_is_done(usual: None) -> None:
-    done = []
-    with pytest.raises(KeyboardInterrupt) as caught, held():  # noqa: PT012
-        signal.raise_signal(signal.SIGINT)
-        done.append("written")
-        raise OSError("disk full")
-    assert done == ["written"]
-    assert isinstance(caught.value.__context__, OSError)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    done.clear()
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        signal.raise_signal(signal.SIGINT)
-        done.append("written")
-    assert done == []
-    other = threading.Thread(target=lambda: held().__enter__())  # in another thread, it does nothing
-    other.start()
-    other.join()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
