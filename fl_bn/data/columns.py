@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_bn.data.record import DataError, DataNotFound
-from fl_bn.options import kebab, option, own_options
+from fl_bn.options import option, own_options
 from fl_bn.support.names import short, unknown
 
 FILE = "columns.toml"
@@ -62,7 +62,7 @@ class Columns:
     unknown: str = option(REFUSE, "what happens to a row with another category", (REFUSE, DROP, ZEROS))
     test_share: float = option(0.2, "share of a file's rows to test on", "(0, 0.9]")
     seed: int = option(0, "seed of the split", ">= 0")
-    delimiter: str = option(",", "character between cells", tuple(map(repr, DELIMITERS)), DELIMITERS.__contains__)
+    delimiter: str = ","
 
     @property
     def inputs(self) -> int:
@@ -103,11 +103,11 @@ def columns_of(values: Mapping[str, Any]) -> Columns:
     Raises:
         ValueError: a key or a value is missing, unknown or out of range.
     """
-    options = {kebab(name): spec for name, spec in own_options(Columns).items()}
-    others = ("classes", "ignore", "numeric", "categorical", "target-mean", "target-std")
+    options = {spec.name: spec for spec in own_options(Columns).values()}
+    others = ("classes", "ignore", "numeric", "categorical", "target-mean", "target-std", "delimiter")
     for key, value in {"target": "", **values}.items():
         if key in options:
-            options[key].check(key, value)
+            options[key].check(value)
         elif key not in others:
             raise ValueError(unknown("key", key, [*options, *others]))
     stated = {key.removeprefix("target-"): values[key] for key in ("target-mean", "target-std") if key in values}
@@ -120,7 +120,9 @@ def columns_of(values: Mapping[str, Any]) -> Columns:
         numeric={name: _scale(f"numeric column {name!r}", value) for name, value in numeric.items()},
         categorical={name: _texts(f"categorical column {name!r}", value, 1) for name, value in categorical.items()},
         ignore=_texts("ignore", values.get("ignore", []), 0),
+        delimiter=values.get("delimiter", ","),
     )
+    _check(columns.delimiter in DELIMITERS, "delimiter", f"one of {', '.join(map(repr, DELIMITERS))}", columns.delimiter)
     _check(columns.inputs > 0, "[numeric] and [categorical]", "columns to learn from", "none")
     roles = [*columns.names, *columns.ignore]
     for name in roles:

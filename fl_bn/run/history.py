@@ -62,7 +62,7 @@ def client_columns(task: Task, called: ClientNames = UNNAMED) -> tuple[str, ...]
     """Return the columns of clients.csv, with ``site`` if the clients have names."""
     who = ("round", "client", *(("site",) if called.names else ()))
     before = (*who, "samples", "steps", "loss", "bytes-down", "bytes-up", "exchanges", "waited", "distance")
-    return (*before, f"{task.metric}-before", f"{task.metric}-after", task.metric, "test-loss", "refused")
+    return (*before, task.metric, "test-loss", "refused")
 
 
 def round_row(record: RoundRecord, task: Task = CLASSIFICATION) -> Row:
