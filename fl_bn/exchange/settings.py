@@ -85,8 +85,8 @@ class ExchangeSettings(Options):
 
     carrier: str = option(
         "auto",
-        "how the layer-wise exchange is carried: grpc, replay (Flower messages, any cohort size, slow), local (fl-bn run); auto: local "
-        "with fl-bn run, otherwise grpc if the whole cohort can run at once, otherwise replay",
+        "how the layer-wise exchange is carried: grpc, replay (Flower messages, any number of clients, slow), local (fl-bn run); auto: "
+        "local with fl-bn run, otherwise grpc if all clients of a round can run at once, otherwise replay",
         CARRIERS,
         key="exchange",
         used=EXCHANGES,

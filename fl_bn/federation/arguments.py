@@ -54,7 +54,7 @@ class FederationSpec(RunSpec):
     clip: str = declared(LocalTraining, "clip", "auto")
     engine: str = option(
         "sequential",
-        "fl-bn run and sweeps: sequential, or vectorised: the clients of a cohort as one batched program (for a GPU; equal up to "
+        "fl-bn run and sweeps: sequential, or vectorised: the clients of a round as one batched program (for a GPU; equal up to "
         "the order of sums)",
         ENGINES,
     )

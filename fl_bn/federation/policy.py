@@ -162,10 +162,8 @@ class RunSpec(Options):
     seed: int = option(0, "decides partition, initial weights, cohorts, batches and dropout", ">= 0")
     calibrate: int = option(
         AS_METHOD,
-        "number of statistics-only exchanges before round 1, in which clients measure BatchNorm's statistics and do not train; -1: as many "
-        "as make the statistics of all layers exact; -2: as -1 if training starts with these statistics (hbn, fbn, freeze-after=0), or if "
-        f"they would freeze while more than {100 * MUCH:.0f} % of a new network's statistics is left in them (after fewer than 29 local "
-        "steps, at torch's momentum); but 0 otherwise, and with dp-noise",
+        "exchanges before round 1 in which clients measure BatchNorm's statistics and do not train; -1: as many as make all layers exact; "
+        "-2: as -1 for hbn, fbn, freeze-after=0, and where statistics freeze after fewer than 29 local steps; else, and with dp-noise, 0",
         ">= -2",
     )
     unit_scale: bool = option(
@@ -245,7 +243,7 @@ class ServerPolicy(RunSpec):
         unset=0,
     )
     _: KW_ONLY  # the order of the others may change
-    min_replies: float = option(0.5, "fraction of a cohort's replies that must be usable, else the round changes nothing", "0..1")
+    min_replies: float = option(0.5, "fraction of a round's replies that must be usable, else the round changes nothing", "0..1")
     max_failed: int = option(3, "failed rounds in a row that stop the run", ">= 1", key="max-failed-rounds")
     timeout: float = option(600.0, "deadline and time to live of every message, seconds", "> 0", key="round-timeout")
     wait: float = option(
