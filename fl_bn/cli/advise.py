@@ -95,7 +95,7 @@ def _keys(data: str, run_config: str) -> dict[str, Any]:
     from fl_bn.data.dataset import DATASETS
     from fl_bn.run.config import ConfigError
     from fl_bn.run.overrides import parse_overrides
-    from fl_bn.support.names import names_of
+    from fl_bn.support.names import names_of, short
 
     keys = parse_overrides(run_config)
     if "method" in keys:
@@ -109,5 +109,7 @@ def _keys(data: str, run_config: str) -> dict[str, Any]:
         paths = [Path(name) for name in names_of(data)]
         kinds = {"csv" if (path / FILE).is_file() else "folder" if path.is_dir() else path.suffix[1:] for path in paths}
         kind, path = kinds.pop() if len(kinds) == 1 else "", data
+        if missing := [path for path in paths if len(path.parts) > 1 and not path.exists() and ":" not in str(path)]:
+            raise ConfigError(f"there is no file or folder {short(str(missing[0]))}")
     of = {"dataset": kind, "data-path": path} if kind in DATASETS else {"dataset": data}
     return {"model": TABLE_MODEL, **keys, **of} if kind == "csv" else {**keys, **of}

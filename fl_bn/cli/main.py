@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -96,6 +97,16 @@ RunConfigOption = Annotated[str, typer.Option("--run-config", help="keys to over
 
 class WithKeys(TyperCommand):
     """Add the run-config keys that are often used to the help of a command. They are read only when somebody asks for the help."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments.
+
+        Raises:
+            BadParameter: The first one is a key without ``--run-config``.
+        """
+        if args and re.match(r"[a-z-]+=", args[0]):
+            raise typer.BadParameter(f'keys follow --run-config: fl-bn {ctx.info_name} --run-config "{" ".join(args)}"', ctx)
+        return list(super().parse_args(ctx, args))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help, and below it a line per key."""
@@ -196,11 +207,11 @@ def _run(config: RunConfig, verbose: bool, workers: Workers | None = None) -> No
 
 @app.command(rich_help_panel=LOOK)
 def layers(
-    model: str,
+    model: Annotated[str, typer.Argument(help="name of a model (docs/config.md), or package.module:function")],
     method: Annotated[str, typer.Option(help="name of a method")] = "fedavg",
-    classes: int = 10,
+    classes: Annotated[int, typer.Option(help="number of classes, or of outputs")] = 10,
     channels: Annotated[int, typer.Option(help="channels of the images; of a table: its inputs, with --image-size 1")] = 3,
-    image_size: int = 32,
+    image_size: Annotated[int, typer.Option(help="pixels along each side")] = 32,
     buffers: Annotated[str, typer.Option(help="roles of buffers, as in the run-config key buffers")] = "",
     tensors: Annotated[bool, typer.Option("--tensors", help="also print a line per tensor: name, role, shape, dtype")] = False,
 ) -> None:

@@ -120,7 +120,8 @@ def _samples(source: object, key: str, x: Array, floats: bool) -> Tensor:
     if floats and np.issubdtype(x.dtype, np.floating):
         return _float32(x)
     wanted = "images of uint8 (0..255), or floats" if floats else "images of uint8: scale other values to 0..255, and round them"
-    expect(x.dtype == np.uint8, source, key, wanted, x.dtype)
+    nan = " with NaN" if np.issubdtype(x.dtype, np.floating) and np.isnan(x).any() else ""
+    expect(x.dtype == np.uint8, source, key, wanted, f"{x.dtype}{nan}")
     fits = x.ndim in (3, 4) and len(x) > 0 and (x.ndim == 3 or x.shape[3] in (1, 3)) and x.shape[1] == x.shape[2]
     expect(fits, source, key, "at least one square image, (N, H, H) or (N, H, H, C) with 1 or 3 channels C last", x.shape)
     return images_to_tensor(x.astype(np.uint8, copy=False))

@@ -9,7 +9,7 @@ from pathlib import Path
 from fl_bn.data import arrays, csv_files, digits, folder, public
 from fl_bn.data.images import to_input
 from fl_bn.data.record import DataNotFound, Dataset, paths
-from fl_bn.support.names import expected
+from fl_bn.support.names import expected, short
 from fl_bn.support.user_code import Modules
 
 __all__ = ["DATASETS", "DataNotFound", "Dataset", "load", "to_input"]
@@ -57,6 +57,9 @@ def _load(name: str, path: str, image_size: int, modules: Modules | None) -> Dat
         raise ValueError(expected("dataset", name, DATASETS, others))
     if image_size < 0:
         raise ValueError(f"image_size must be positive, or 0 for the native size, but got {image_size}")
+    kind, _, files = name.partition(":")
+    if kind in DATASETS and files:
+        raise ValueError(f"dataset={short(name)} has a path: give dataset={kind!r} and data-path={short(files)}")
     if ":" in name:
         return arrays.load_function(name, path, image_size, modules)
     return DATASETS[name](path, image_size)

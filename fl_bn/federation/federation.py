@@ -369,6 +369,8 @@ class Federation:
             (rounds and not torch.is_grad_enabled(),
              "run trains, but gradients are off here: call it outside of torch.no_grad() and torch.inference_mode()"),
         )  # fmt: skip
+        if rounds == 0 and (reason := Passes(self.server).why_idle()):
+            raise ValueError(reason)
         if state is None:
             if self.history and rounds:
                 LOGGER.warning(AGAIN)

@@ -19,7 +19,7 @@ from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.defence import TooFew
 from fl_bn.federation.payload import Named, count_tensors, section_bytes
 from fl_bn.federation.policy import AS_METHOD, UNTIL_STILL
-from fl_bn.federation.recalibration import TOLERANCE, Pass, epsilons, through, unreached
+from fl_bn.federation.recalibration import TOLERANCE, Pass, epsilons, through, unreached, why_not
 from fl_bn.federation.record import RoundRecord, with_clients
 from fl_bn.federation.server import Server
 from fl_bn.federation.transport import Transport
@@ -27,6 +27,7 @@ from fl_bn.federation.values import Instruction, RoundReplies
 from fl_bn.methods import INPUTS, NORMALISERS, Method, Phase, Refresh
 
 LOGGER = logging.getLogger("flwr")
+IDLE = "a run of 0 rounds only measures statistics: set calibrate to -1, or to a number of passes (now it asks for none)"
 NOT_MEASURED = (
     "before round 1: the statistics of no client could be measured, so training begins with those of the network (mean 0, variance 1 in a "
     "new one). The warnings above say why; calibrate=0 leaves these exchanges out"
@@ -82,6 +83,10 @@ class Passes:
         if self.server.policy.calibrate != AS_METHOD:
             return self.server.policy.calibrate
         return UNTIL_STILL if self.server.method.uses_shared(rounds) and not self.private else 0
+
+    def why_idle(self) -> str:
+        """Return why a run of 0 rounds would do nothing. Empty: it measures statistics."""
+        return why_not(self.server.model, self.server.method) or ("" if self.calibration(0) else IDLE)
 
     def rescales(self, rounds: int) -> bool:
         """Tell whether the weights are rescaled before round 1, see ``federation.unit_scale``.

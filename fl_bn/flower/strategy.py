@@ -18,7 +18,6 @@ from fl_bn.federation.norm_layers import describe_layers
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Measured, Newest, TooFewMeasured
 from fl_bn.federation.policy import ServerPolicy
-from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.record import RoundRecord, batches_trained, in_words, why_failed
 from fl_bn.federation.run import Diverged, Start, run
 from fl_bn.federation.server import Server
@@ -35,7 +34,6 @@ from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support.durable import save_network
 from fl_bn.task import CLASSIFICATION, Task
 
-NOTHING = "a run of 0 rounds only measures statistics: set calibrate to -1, or to a number of passes (now it asks for none)"
 STARTS: Fits = {
     "num_rounds": (lambda value: type(value) is int and value >= 0, "a whole number of rounds, 0 or more"),
     "timeout": (lambda value: value is None or type(value) in (int, float) and value > 0, "a number of seconds above 0"),
@@ -254,7 +252,7 @@ class BatchNormStrategy(Strategy):
         if server.method.exchanges:
             transport.exchanges.check(grid)
         server.rounds = num_rounds
-        if num_rounds == 0 and (reason := why_not(server.model, server.method) or ("" if transport.statistics.calibration(0) else NOTHING)):
+        if num_rounds == 0 and (reason := transport.statistics.why_idle()):
             raise RunFailed(reason)
         self.summary()
         begin = Start() if resume is None else Start(resume.round + 1, resume.failed)

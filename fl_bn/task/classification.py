@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fl_bn.bn.hybrid import inside_transform
+from fl_bn.support.wire import excerpt
 from fl_bn.task.targets import LABELS, MASKS
 from fl_bn.task.task import SHARE, Range, Task
 
 IGNORE = 255  # a mask's value for a pixel without a label: it counts neither in the loss nor in the metrics
 UNLABELLED = -100  # the label that torch's losses leave out
+NO_SCORE = "the network scores the classes 0..{}, but a label is {}: -100 says that there is none"
 MEAN_IOU, CLASS = "mean-iou", "accuracy-class-"
 
 
@@ -48,7 +50,10 @@ class Classification(Task):
         """Compute the mean cross-entropy of scores (B, C) and labels (B,), over the samples with a label; 0 if there are none."""
         labels = labels_of(output, targets)
         known = labels.is_floating_point() or (labels.is_cpu and labels.numel() and not inside_transform() and int(labels.min()) >= 0)
-        return F.cross_entropy(output, labels) if known else _cross_entropy_of_labelled(output, labels)
+        try:
+            return F.cross_entropy(output, labels) if known else _cross_entropy_of_labelled(output, labels)
+        except IndexError:
+            raise ValueError(NO_SCORE.format(output.shape[1] - 1, labels.max())) from None
 
     def count(self, targets: Tensor) -> int:
         """Count the labels, one for each sample or position; those below 0 are none."""
@@ -178,8 +183,10 @@ def labels_of(output: Tensor, targets: Tensor) -> Tensor:
     MONAI's masks (B, 1, H, W) have such an axis, and so have MedMNIST's labels (B, 1).
 
     Raises:
-        ValueError: The labels are floats, or have another shape than the scores have without C.
+        ValueError: The labels are no tensor, floats, or of another shape than the scores without C.
     """
+    if not isinstance(targets, Tensor):
+        raise ValueError(f"expected a tensor of whole numbers as labels, one for each class, but got {excerpt(targets)}")
     if targets.ndim == output.ndim > 1 and targets.shape[1] == 1 < output.shape[1]:
         targets = targets.squeeze(1)
     soft = targets.shape == output.shape and targets.is_floating_point()
@@ -247,7 +254,7 @@ def confusion_counts(output: Tensor, targets: Tensor, ignore: int = IGNORE) -> T
         labelled = (targets >= 0) & (targets != ignore) if targets.ndim > 1 else targets >= 0
         predicted, targets = predicted[labelled], targets[labelled]
     if targets.numel() and (highest := int(targets.max())) >= classes:
-        raise ValueError(f"the network scores the classes 0..{classes - 1}, but a label is {highest}: -100 says that there is none")
+        raise ValueError(NO_SCORE.format(classes - 1, highest))
     return torch.bincount(targets * classes + predicted, minlength=classes**2).view(classes, classes)
 
 

@@ -113,7 +113,7 @@ class Recurrent(nn.Module):
 def test_d_clients_that_differ_in_an_exchange_are_named_with_the_layer_of_each() -> None:
     data = [[(torch.randn(8, length, 2), torch.arange(8) % 2)] for length in (3, 5)]
     for order in (data, data[::-1]):
-        with pytest.raises(ExchangeFailed, match=r"client 0 sent norm .*client 1 sent norm .*same layers in the same order"):
+        with pytest.raises(ExchangeFailed, match=r"client 0.* norm .*client 1.* norm .*same layers in the same order"):
             list(Federation(Recurrent(), methods.fedtan(), order, progress=False).run(1))
 
 
@@ -215,3 +215,38 @@ def test_n_the_draft_of_columns_escapes_it_and_is_read_as_it_was(tmp_path: Path)
     assert not any(character in text for character in INVISIBLE)
     drafted = tomllib.loads(text)
     assert [*drafted["numeric"], *drafted["categorical"]] == ["a\u202eb", "c\u3164"]
+
+
+def fed(targets: Any, rounds: int = 1, method: Any = None) -> None:
+    list(Federation(net(), method or methods.fbn(), [[(torch.randn(6, 3), targets)]] * 2, progress=False).run(rounds))
+
+
+def said_by(*arguments: str) -> None:
+    raise ValueError(" ".join(CliRunner().invoke(command, arguments).output.replace("\u2502", " ").split()))
+
+
+def archive(folder: Path, labels: Any, dtype: Any = np.uint8) -> None:
+    x = np.ones((6, 4, 4), dtype)
+    x[0, 0] = math.nan if dtype == np.float32 else 0
+    np.savez(folder / "a.npz", x_train=x, y_train=np.arange(6) % 2, x_test=x, y_test=labels)
+    said_by("run", "--run-config", f"dataset='npz' data-path='{folder}/a.npz' clients=2 rounds=1")
+
+
+@listed(
+    "wrong, words",
+    [
+        (lambda folder: fed(torch.arange(6) % 3), "scores the classes 0..1, but a label is 2"),
+        (lambda folder: fed(["cat", "dog"] * 3), "labels.* but got .'cat', 'dog'"),
+        (lambda folder: fed(torch.arange(6) % 2, 0, methods.fedavg()), "0 rounds only measures"),
+        (lambda folder: archive(folder, np.arange(6) % 3), "no training sample has label 2"),
+        (lambda folder: archive(folder, np.arange(6) % 2, np.float32), "a.npz, x_train: .*float32 with NaN"),
+        (lambda folder: said_by("advise", "/nowhere"), "no file or folder '/nowhere'"),
+        (lambda folder: said_by("run", "--run-config", "dataset='npz:x.npz'"), "dataset='npz' and data-path='x.npz'"),
+        (lambda folder: said_by("run", "rounds=2"), '--run-config "rounds=2"'),
+        (lambda folder: said_by("layers", "--help"), "name of a model"),
+    ],
+    ids=["label", "text", "0 rounds", "npz label", "npz nan", "advise", "npz:", "run key", "layers"],
+)
+def test_o_one_sentence_names_the_cause_and_the_place(wrong: Callable[[Path], None], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        wrong(tmp_path)
