@@ -221,7 +221,7 @@ class Option:
         if not isinstance(value, {int: Integral, float: Real}.get(kind, kind)) or isinstance(value, bool) is not (kind is bool):
             raise ValueError(f"{called} must be of type {kind.__name__}, but got {short(value)}")
         if (kind is int and not -(2**63) <= value < 2**63) or (kind is str and not visible(value)):
-            wanted = "a whole number of at most 63 bits" if kind is int else "a text without control characters"
+            wanted = "a whole number of at most 63 bits" if kind is int else "a text without control or invisible characters"
             raise ValueError(f"{called} must be {wanted}, but got {short(value)}")
         if value == self.unset or self.allows(value):
             return cast(Value, kind(value))

@@ -22,6 +22,7 @@ from fl_bn.federation.policy import AS_METHOD, UNTIL_STILL
 from fl_bn.federation.recalibration import TOLERANCE, Pass, epsilons, through, unreached, why_not
 from fl_bn.federation.record import RoundRecord, with_clients
 from fl_bn.federation.server import Server
+from fl_bn.federation.shared_model import NotFinite
 from fl_bn.federation.transport import Transport
 from fl_bn.federation.values import Instruction, RoundReplies
 from fl_bn.methods import INPUTS, NORMALISERS, Method, Phase, Refresh
@@ -227,9 +228,9 @@ class Passes:
             return None
         clients = 0
         try:
-            replies = transport.store(instruction, replies)
+            transport.store(instruction, replies)
             clients = len(replies.parts)
-        except TooFew as error:
+        except (TooFew, NotFinite) as error:
             LOGGER.warning("the statistics stay as they are, since %s", error)
         after, exchanges = shared.statistics(), 0 if replies.exchange is None else replies.exchange.exchanges
         wrong = unreached(list(before), number) if from_below else ()

@@ -12,25 +12,21 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from fl_bn.exchange.session import Session
 from fl_bn.federation.aggregation import WeightedSum, largest
-from fl_bn.federation.defence import TooFew
 from fl_bn.federation.fields import LARGEST, Field, Form, Values, number, one_of, whole
 from fl_bn.federation.fields import measured as a_number
 from fl_bn.federation.payload import Named, Payload, Sections, to_numpy, views
 from fl_bn.federation.policy import unbounded
 from fl_bn.federation.record import DIVERGED
 from fl_bn.federation.schema import Schema
-from fl_bn.federation.shared_model import NotFinite
 from fl_bn.federation.values import Reply, RoundReplies
-from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import Absent, WireError, check_samples, excerpt, reason
 
-T = TypeVar("T")
 LOGGER = logging.getLogger("flwr")
 WIDEST_WEIGHT = 1e4
 """The largest allowed weight in a reply, as a multiple of the server's largest weight, or of 1 if 1 is larger.
@@ -264,35 +260,6 @@ class Intake:
         self._sum.add(reply.sections[section], self._weigh(reply))
         gone = {name: torch.empty_like(tensor, device="meta") for name, tensor in reply.sections[section].items()}
         self._came[client] = replace(reply, sections={**reply.sections, section: gone})
-
-
-def without_overflow(
-    parts: Sequence[Reply], attempt: Callable[[list[Reply], int], T], called: ClientNames = UNNAMED
-) -> tuple[list[Reply], dict[int, str], T]:
-    """Call ``attempt(parts, 0)``. While it raises NotFinite, leave out the reply with the largest values and call it again.
-
-    Args:
-        parts: The replies.
-        attempt: A function of the remaining replies and of the number of replies left out so far.
-        called: The names of the clients.
-
-    Returns:
-        The replies that were used; client -> the reason, for each refused reply; and the result of ``attempt``.
-
-    Raises:
-        TooFew: ``attempt`` raised it, and the message now names the refused clients.
-    """
-    remaining, refused = list(parts), dict[int, str]()
-    while True:
-        try:
-            return remaining, refused, attempt(remaining, len(refused))
-        except TooFew as error:
-            names = "; ".join(f"{called.client(index)}: {why}" for index, why in refused.items())
-            raise TooFew(f"{error} ({names})" if names else str(error)) from error
-        except NotFinite as problem:
-            worst = problem.worst(remaining)
-            remaining = [part for part in remaining if part is not worst]
-            refused[worst.client] = problem.refusal(worst)
 
 
 def taking_part(session: Session, parts: Sequence[Reply], refused: dict[int, str]) -> list[Reply]:

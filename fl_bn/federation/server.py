@@ -1,8 +1,7 @@
 """Carry out the server's half of a round: (state, replies) -> (state, record).
 
 A round changes the shared model, or leaves the model as it was. The server never stores values that are not finite. If a new shared
-tensor is not finite, the server leaves out the reply with the largest values, and combines the others again. If the replies were added up
-as they arrived, the round changes nothing, and the next one goes without that client.
+tensor is not finite, the round changes nothing, and the next one goes without the client whose reply has the largest values.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
 from fl_bn.federation.payload import count_tensors, section_bytes
 from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.record import RoundRecord, with_clients
-from fl_bn.federation.replies import REPLIED, TRAINED, Expected, Intake, bounds_of, taking_part, without_overflow
+from fl_bn.federation.replies import REPLIED, TRAINED, Expected, Intake, bounds_of, taking_part
 from fl_bn.federation.shared_model import NotFinite, ServerStep, SharedModel
 from fl_bn.federation.values import Instruction, Reply, RoundReplies
 from fl_bn.methods import Method, Phase
@@ -132,11 +131,7 @@ class Server:
             parts = taking_part(replies.exchange, parts, refused)
         before = shared.statistics()
         try:
-            if replies.sum is None:
-                parts, overflowing, distances = without_overflow(parts, lambda used, lost: self._step(used, lost, replies), called)
-                refused |= overflowing
-            else:
-                distances = self._step(parts, 0, replies)
+            distances = self._step(parts, replies)
         except (TooFew, NotFinite) as error:
             why = str(error)
             if isinstance(error, NotFinite):
@@ -156,12 +151,11 @@ class Server:
             say_unmeasured(shared, self.round, self.rounds)
         return True
 
-    def _step(self, parts: list[Reply], overflowing: int, replies: RoundReplies) -> list[float]:
+    def _step(self, parts: list[Reply], replies: RoundReplies) -> list[float]:
         """Update the shared model by the usable replies.
 
         Args:
             parts: The usable replies.
-            overflowing: The number of replies that were left out because their values are too large.
             replies: All replies of the round.
 
         Returns:
@@ -176,11 +170,8 @@ class Server:
         if len(parts) < needed:
             usable = f"{len(parts)} of {cohort} replies could be used"
             raise TooFew(f"only {usable}, but {math.ceil(needed)} are needed (min-replies, min-cohort): nothing changes")
-        if overflowing and phase is Phase.EXCHANGE and policy.exchange.policy == "abort":
-            left_out = f"{overflowing} replies have values that are too large, and the clients exchange layer by layer"
-            raise TooFew(f"nothing changes: {left_out} (set exchange-policy to shrink to go on without such replies)")
         try:
-            defence = self.defence_of(parts, len(replies.wrong) + overflowing)
+            defence = self.defence_of(parts, len(replies.wrong))
         except TooFew as error:
             raise TooFew(f"nothing changes, since {error}") from error
         statistics = self.shared.combined(parts, phase, defence, self.pace())

@@ -6,9 +6,8 @@ from abc import ABC, abstractmethod
 
 from fl_bn.federation.defence import TooFew
 from fl_bn.federation.payload import Named
-from fl_bn.federation.replies import without_overflow
 from fl_bn.federation.server import Server
-from fl_bn.federation.values import Instruction, Reply, RoundReplies
+from fl_bn.federation.values import Instruction, RoundReplies
 
 
 class Transport(ABC):
@@ -67,28 +66,21 @@ class Transport(ABC):
         """Combine the round's ``replies``, which ``train`` returned, and return whether this changed the model."""
         return self.server.conclude(replies)
 
-    def store(self, instruction: Instruction, replies: RoundReplies) -> RoundReplies:
+    def store(self, instruction: Instruction, replies: RoundReplies) -> None:
         """Store measured statistics in the server.
 
         Args:
             instruction: The instruction that the replies answer.
             replies: The checked replies.
 
-        Returns:
-            The replies that were used, with the reasons why others were refused.
-
         Raises:
-            TooFew: There are fewer replies than the defence needs. The statistics stay unchanged.
+            TooFew: There is no reply, or there are fewer than the defence needs. The statistics stay unchanged.
+            NotFinite: A combined statistic is not finite. The statistics stay unchanged.
         """
-        server, what = self.server, instruction.measured
-
-        def attempt(parts: list[Reply], overflowing: int) -> None:
-            if not parts:
-                raise TooFew("there is no reply to combine")
-            server.shared.store(server.shared.measured(parts, server.defence_of(parts, len(replies.wrong) + overflowing), what))
-
-        used, overflowing, _ = without_overflow(replies.parts, attempt, server.policy.called)
-        return replies.only(used, {**replies.refused, **overflowing})
+        server, parts = self.server, replies.parts
+        if not parts:
+            raise TooFew("there is no reply to combine")
+        server.shared.store(server.shared.measured(parts, server.defence_of(parts, len(replies.wrong)), instruction.measured))
 
     def finish_round(self, number: int, changed: bool) -> None:
         """Do what a transport needs at the end of round ``number``, before its record is complete. Default: nothing.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -143,12 +143,3 @@ class RoundReplies:
     carrier: str = ""
     messages: int = 1
     sum: WeightedSum | None = None
-
-    def only(self, parts: Sequence[Reply], refused: Mapping[int, str]) -> RoundReplies:
-        """Return a copy with ``parts`` as the usable replies and ``refused`` as the reasons.
-
-        Args:
-            parts: The usable replies.
-            refused: Client -> the reason why its reply is not used.
-        """
-        return replace(self, parts=parts, refused=refused)

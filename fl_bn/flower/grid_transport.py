@@ -316,9 +316,10 @@ class GridTransport(Transport):
         empty = {client.index: "it has no samples" for client in everyone if client not in clients}
         return replace(read, cohort=[client.index for client in everyone], refused=empty, exchange=exchanges.session, carrier=carrier)
 
-    def store(self, instruction: Instruction, replies: RoundReplies) -> RoundReplies:
-        """Store the measured statistics in the server, and return the replies. A secure sum has stored its statistics already."""
-        return replies if self.secure is not None else super().store(instruction, replies)
+    def store(self, instruction: Instruction, replies: RoundReplies) -> None:
+        """Store the measured statistics in the server. A secure sum has stored its statistics already."""
+        if self.secure is None:
+            super().store(instruction, replies)
 
     def _measuring(self, instruction: Instruction) -> list[Client]:
         return self.cohort if self.method.measures_cohort(instruction.round) else self.everyone()

@@ -95,7 +95,8 @@ class LocalTransport(Transport):
 
     def train(self, instruction: Instruction) -> RoundReplies:
         """Let the round's cohort train, and return the checked replies."""
-        cohort, session = self.cohort(instruction.round), None
+        everyone, session = self.cohort(instruction.round), None
+        cohort = [client for client in everyone if client not in self.server.left_out] or everyone
         with self.clients.given_unused():
             if instruction.phase is not Phase.EXCHANGE:
                 if self._workers is None and self._timing.worth_it(instruction.round):
