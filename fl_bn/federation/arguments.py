@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fl_bn.bn.conversion import check_complete
 from fl_bn.bn.copying import copied
-from fl_bn.federation.checkpoint import of_optimizer
 from fl_bn.federation.composition import OBJECTS, check_rates
 from fl_bn.federation.engines.clients import check_parameters
 from fl_bn.federation.engines.vectorised import ENGINES, VECTORISED
@@ -142,11 +141,6 @@ class Trials:
         """Return each client's learning rate as a share of ``rate``; 1 for a client without one."""
         rate = self.rate or 1.0
         return [(self._rates[id(make)] or rate) / rate for make in self._makers]
-
-    @property
-    def in_words(self) -> str:
-        """Return the kinds and settings of all optimisers, each once."""
-        return ", ".join(dict.fromkeys(of_optimizer(self.optimizers[id(make)]) for make in self._makers))
 
 
 @dataclass(frozen=True)

@@ -9,26 +9,22 @@ buffers. ``global``: the server averages the buffers like the model's weights an
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from fl_bn.federation.locality import Locality
 from fl_bn.federation.payload import Named, Sections
-from fl_bn.methods import Method, Place
+from fl_bn.methods import Place
 from fl_bn.objectives import CONTROL
 
 if TYPE_CHECKING:
     from fl_bn.federation.settings import LocalTraining
 
-LOGGER = logging.getLogger("flwr")
-_WARNED = set[str]()
-"""The classes of optimisers of which this process has warned under FedTAN."""
 MAINTAIN = ("reset", "local", "global")
 SECTIONS = {  # optimiser -> torch's name of a buffer -> the section of messages that holds it
     "sgd": {"momentum_buffer": "momentum"},
@@ -200,26 +196,3 @@ def from_kept(kept: Mapping[str, Tensor]) -> Buffers:
         key, _, name = entry.partition("/")
         buffers.setdefault(key, {})[name] = tensor
     return buffers
-
-
-def restart(optimizer: Optimizer, method: Method) -> None:
-    """Clear the optimiser's buffers if ``method.restarts``. Call this after the first step of phase EXCHANGE.
-
-    Under FedTAN, warn if the optimiser is not SGD, once for each class of optimisers in a process. With another optimiser,
-    the first step differs from the step of centralised training.
-
-    Args:
-        optimizer: The optimiser of one client, or of a stack of clients.
-        method: The method.
-    """
-    exact = method.name in ("fedtan", "fedtan2")
-    if exact and not isinstance(optimizer, SGD) and (kind := type(optimizer).__name__) not in _WARNED:
-        _WARNED.add(kind)
-        LOGGER.warning(
-            "only with SGD does %s's first step equal a step of centralised training. With %s, the average of the clients' steps differs "
-            "from the step by their average gradient: take torch.optim.SGD, if you need this equality",
-            method.name,
-            kind,
-        )
-    if method.restarts:
-        optimizer.state.clear()

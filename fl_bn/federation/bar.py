@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
+import math
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from fl_bn.federation.callbacks import Callback
@@ -18,10 +18,10 @@ class Bar(Callback):
     """Display a run on the terminal ``stream``, with the metric of ``task``. ``on_end`` ends the display."""
 
     def __init__(self, stream: TextIO, task: Task = CLASSIFICATION) -> None:
-        self.task, self._metric, self._first, self._begin = task, "", 0, time.monotonic()
-        columns = (BarColumn(bar_width=24), TextColumn("{task.description}", markup=False), _RemainingTime())
-        self._progress = Progress(*columns, console=Console(file=stream), transient=False)
-        self._line = self._progress.add_task("starting", total=None, end=None)
+        self.task, self._metric = task, ""
+        columns = BarColumn(bar_width=24), TextColumn("{task.description}", markup=False), TimeRemainingColumn()
+        self._progress = Progress(*columns, console=Console(file=stream), speed_estimate_period=math.inf)
+        self._line = self._progress.add_task("starting", total=None)
         self._progress.start()
 
     def say(self, text: str, style: str = "") -> None:
@@ -35,32 +35,11 @@ class Bar(Callback):
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
         """Move the bar, and show the round's loss, the last metric, and the remaining time."""
-        now = time.monotonic()
-        if not self._first:
-            self._first, self._begin = record.round, now - record.seconds
-        each = (now - self._begin) / (record.round - self._first + 1)
         text = f"round {record.round}/{rounds}  loss {record.loss:.4f}{self._metric}"
-        end = now + each * (rounds - record.round)
-        self._progress.update(self._line, total=max(rounds, record.round), completed=record.round, description=text, end=end, refresh=True)
+        self._progress.update(self._line, total=max(rounds, record.round), completed=record.round, description=text, refresh=True)
 
     def on_end(self, error: BaseException | None) -> None:
         """Stop the display."""
         if error is not None:
-            self._progress.update(self._line, end=None)
+            self._progress.update(self._line, total=None)
         self._progress.stop()
-
-
-class _RemainingTime(TextColumn):
-    """Show the remaining time, and count it down between rounds."""
-
-    def __init__(self) -> None:
-        super().__init__("")
-
-    def render(self, task: object) -> Text:
-        """Return the remaining time as text; empty before the first round is over."""
-        if (end := getattr(task, "fields", {}).get("end")) is None:
-            return Text("")
-        remaining = max(0, round(end - time.monotonic()))
-        minutes, seconds = divmod(remaining, 60)
-        hours, minutes = divmod(minutes, 60)
-        return Text(f"{hours}:{minutes:02}:{seconds:02} left", style="cyan")

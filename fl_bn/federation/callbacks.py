@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +22,6 @@ from fl_bn.task import Task
 from fl_bn.task.metrics import lower_is_better
 
 LOGGER = logging.getLogger("flwr")
-LOSS = "loss"
 
 
 def _no_client() -> dict[int, dict[str, Tensor]]:
@@ -177,17 +176,8 @@ class Best(Callback):
         """Begin without a best result or, in a continued run, with the evaluations of its earlier rounds."""
         task = running.task
         self.running, self.name = running, self.metric or task.metric
-        self.higher = self._higher
-        if self.higher is None:
-            self.higher = task.higher_is_better if self.name == task.metric else not lower_is_better(self.name)
-            if self.name != task.metric and self.name != LOSS:
-                LOGGER.info(
-                    "%s: %s values of %s are better (for the contrary: higher_is_better=%s)",
-                    type(self).__name__,
-                    "higher" if self.higher else "lower",
-                    self.name,
-                    not self.higher,
-                )
+        by_name = task.higher_is_better if self.name == task.metric else not lower_is_better(self.name)
+        self.higher = by_name if self._higher is None else self._higher
         self.best, self.round, self.since = math.nan, 0, 0
         for record in running.history:
             if record.evaluation:
@@ -216,19 +206,12 @@ class Best(Callback):
         """Handle an evaluation that is not better than the best one. The base class does nothing; subclasses override this method."""
 
     def _better(self, record: RoundRecord) -> bool:
-        """Tell whether an evaluation is the best so far, and store it if so. NaN and infinite values are not better.
-
-        An evaluation that lacks the metric, where an earlier one had it, is not judged: it does not count in ``since`` either.
-        """
-        if self.name not in record.evaluation and (self.round or self.since):
-            mine = type(self).__name__
-            LOGGER.warning("round %s: %s leaves out this evaluation, which lacks the metric %s", record.round, mine, self.name)
-            return False
+        """Tell whether an evaluation is the best so far, and store it if so. NaN and infinite values are not better."""
         if self.name not in record.evaluation:
-            raise ValueError(
-                f"{type(self).__name__} needs the metric {self.name!r}, but the metrics of round {record.round} are "
-                f"{', '.join(record.evaluation)}: set metric to one of them"
-            )
+            if self.round or self.since:
+                return False  # some clients' evaluation may be missing in a round
+            known = ", ".join(record.evaluation)
+            raise ValueError(f"{type(self).__name__} needs the metric {self.name!r}, but round {record.round} has {known}")
         value = record.evaluation[self.name]
         ahead = value - self.best if self.higher else self.best - value
         better = math.isfinite(value) and (self.round == 0 or ahead > self._least)
@@ -265,10 +248,7 @@ class EarlyStop(Best):
     def did_not(self, record: RoundRecord, rounds: int) -> None:
         """End the run after ``patience`` evaluations in a row that were not better."""
         if self.since >= self.patience and record.round < rounds:
-            self.running.stop(
-                f"{self.name} did not improve in {self.since} evaluation{'s' * (self.since > 1)}; the best was {self.best:.4g}, in round "
-                f"{self.round}"
-            )
+            self.running.stop(f"{self.name} did not improve since round {self.round}, where it was {self.best:.4g}")
 
 
 class KeepBest(Best):
@@ -294,16 +274,10 @@ class KeepBest(Best):
     def on_start(self, running: Running) -> None:
         """Begin without a best result or, in a continued run, with the evaluations of its earlier rounds, as ``Best`` does.
 
-        If the file does not exist, ignore those evaluations and log a warning, because the model of the best one was not saved.
+        If the file does not exist, ignore those evaluations, because the model of the best one was not saved.
         """
-        super().on_start(running)
-        if self.round and not self.path.exists():
-            LOGGER.warning(
-                "the best evaluation so far, of round %s, was made before models were kept: %s will have the best model of later rounds",
-                self.round,
-                self.path,
-            )
-            self.best, self.round, self.since = math.nan, 0, 0
+        super().on_start(running if self.path.exists() else replace(running, history=()))
+        self.running = running
 
     def improved(self, record: RoundRecord) -> None:
         """Write the model of this evaluation to the file, in place of an earlier one."""

@@ -27,7 +27,7 @@ from fl_bn.bn.moments import Moments
 from fl_bn.bn.observation import in_backward, is_traced, observe, whole
 from fl_bn.exchange.local import random_states, set_random_states
 from fl_bn.federation import client_tensors
-from fl_bn.federation.auxiliary import Momentum, auxiliary, restart
+from fl_bn.federation.auxiliary import Momentum, auxiliary
 from fl_bn.federation.client_pass import ClientPass
 from fl_bn.federation.composition import check_rates, first_rate
 from fl_bn.federation.contract import ContractBroken, Lent, frozen_parameters
@@ -284,7 +284,7 @@ class LocalRound:
         self.count_step(stepped, goes_on)
 
     def optimizer_stepped(self, optimizer: Optimizer, goes_on: bool = False) -> None:
-        """Record the rate of a step of ``optimizer``, and clear its buffers if ``auxiliary.restart`` says so, before ``count_step``.
+        """Record the rate of a step of ``optimizer``, and clear its buffers if the method says so, before ``count_step``.
 
         Raises:
             ValueError: The objective needs plain SGD with one learning rate, but ``optimizer`` differs.
@@ -293,8 +293,8 @@ class LocalRound:
             check_rates(self.settings.objective, optimizer, self._rates[-1:] if goes_on else [])
         rate = first_rate(optimizer)
         self._rates += [] if rate is None else [rate]
-        if self.phase is Phase.EXCHANGE and self.steps == goes_on:
-            restart(optimizer, self.method)
+        if self.method.restarts and self.phase is Phase.EXCHANGE and self.steps == goes_on:
+            optimizer.state.clear()
 
     @property
     def mean_rate(self) -> float:

@@ -104,23 +104,14 @@ def check_rates(objective: Objective, optimizer: Optimizer, others: Sequence[flo
     )  # fmt: skip
 
 
-def learns(model: nn.Module) -> bool:
-    """Tell whether ``model`` has a parameter that can be trained, that is, one with ``requires_grad=True``."""
-    return any(parameter.requires_grad for parameter in model.parameters())
-
-
-def check_learns(model: nn.Module, learning: bool | None = None) -> None:
+def check_learns(model: nn.Module) -> None:
     """Check that ``model`` has a parameter that can be trained.
-
-    Args:
-        model: The network as its author wrote it.
-        learning: What ``learns`` returned earlier, when a copy of ``model`` was made. Default: as it is now.
 
     Raises:
         ValueError: No parameter has ``requires_grad=True``.
     """
     refuse(
-        (not (learns(model) if learning is None else learning),
-         f"{type(model).__name__} has no parameter with requires_grad=True, so there is nothing to train: give a network with such "
-         "parameters, or only measure its statistics (fl-bn recalibrate)"),
+        (not any(parameter.requires_grad for parameter in model.parameters()),
+         f"{type(model).__name__} has no parameter with requires_grad=True, so there is nothing to train (fl-bn recalibrate measures its "
+         "statistics)"),
     )  # fmt: skip

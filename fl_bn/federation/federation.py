@@ -33,7 +33,7 @@ from fl_bn.federation.arguments import (
 )
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.callbacks import Callback, Callbacks, Running, checked_callbacks
-from fl_bn.federation.checkpoint import CALENDAR, FederationState, check_same, of_method, of_optimizer, set_generators
+from fl_bn.federation.checkpoint import FederationState, check_same, set_generators
 from fl_bn.federation.checkpoint import generators as global_generators
 from fl_bn.federation.composition import check_composition, check_learns
 from fl_bn.federation.defence import NO_DEFENCE, Defence
@@ -58,10 +58,6 @@ from fl_bn.task import CLASSIFICATION, Task
 
 __all__ = ["Diverged", "Federation"]
 LOGGER = logging.getLogger("flwr")
-AGAIN = (
-    "run was called again: learning rates, phases, cohorts and the order of SeededBatches begin again as in round 1. To train more rounds, "
-    "call run(rounds) once, and iterate over its records"
-)
 SGD_05 = partial(SGD, lr=LEARNING_RATE, momentum=0.9)
 
 
@@ -137,7 +133,7 @@ class Federation:
         )  # fmt: skip
         for number, loader in enumerate(clients):
             check_loader(f"client {number}", loader)
-        count, as_given = len(clients), method
+        count = len(clients)
         self.clients = clients
         self.tests = self._tests(test, model)
         self.progress, self.callbacks = spec.progress, checked_callbacks(callbacks)
@@ -177,13 +173,10 @@ class Federation:
         common = Clients(pristine, method, where, own, schedule, spec.seed, [*model.parameters()])
         self._transport = LocalTransport(self.server, common, self.tests, spec.workers, spec.engine == VECTORISED)
         self._newest = Newest(self.server.shared.tensors())
-        self._present = object()  # the call of ``run`` that made the last round
         self._last: Round | None = None  # the last finished round, of this run or an earlier one
         self._resumed: FederationState | None = None
-        self._optimizers = trials.in_words
         self._decides = {
             "method": method.name,
-            **of_method(as_given),
             "the network": self.server.shared.signature,
             "the number of clients": str(count),
             "local_epochs": str(local_epochs),
@@ -252,14 +245,13 @@ class Federation:
         Raises:
             Diverged: In three rounds in a row, too few replies could be used.
             TooFewMeasured: In a run of 0 rounds, too few clients measured.
-            ValueError: ``rounds`` is no whole number >= 0, gradients are off, or a later call of ``run`` has continued this
-                federation. Or the run continues from a checkpoint (``resume``) with another number of rounds.
+            ValueError: ``rounds`` is no whole number >= 0, or gradients are off. Or the run continues from a checkpoint
+                (``resume``) with another number of rounds.
         """
         callbacks, start = Callbacks([*self._bar(), *self.callbacks]), self._start(rounds)
         shared = self.server.shared
         if self._last is not None and start.round == 1:
             shared.load(self._last.tensors)  # the server may hold the statistics of the last evaluation
-        self._present = present = object()
         running = Running(self.task, lambda: shared.whole(self._newest.tensors, batches_trained(self.history)), self._of_clients)
         if start.round == 1:
             self._newest = Newest(self._newest.tensors)
@@ -273,11 +265,6 @@ class Federation:
                     self.history.append(one.record)
                     callbacks.on_round(one.record, rounds)
                     yield one.record
-                    refuse(
-                        (self._present is not present,
-                         f"this run cannot go on after round {one.record.round} of {rounds}, because run(rounds) was called again on the "
-                         "same federation: make a federation for each run"),
-                    )  # fmt: skip
                     if running.reason:
                         LOGGER.info("the run ends after round %s of %s: %s", one.record.round, rounds, running.reason)
                         self._newest.say(self.method)
@@ -333,8 +320,8 @@ class Federation:
             path: The file.
 
         Raises:
-            ValueError: The file is damaged, or was saved with another network, method, number of clients, optimizer, or other
-                options. Functions, such as a loss, are not compared.
+            ValueError: The file is damaged, or was saved with another network, method, number of clients, seed, schedule, or other
+                options. Functions, optimizers, and options of the method that only the server uses are not compared.
             OSError: The file cannot be read.
         """
         state, server = FederationState.load(Path(path)), self.server
@@ -372,8 +359,6 @@ class Federation:
         if rounds == 0 and (reason := Passes(self.server).why_idle()):
             raise ValueError(reason)
         if state is None:
-            if self.history and rounds:
-                LOGGER.warning(AGAIN)
             return FROM_THE_START
         if state.round >= state.rounds:
             LOGGER.info("the saved run of %s rounds is over: run(%s) starts a new run from the saved model", state.rounds, rounds)
@@ -390,17 +375,10 @@ class Federation:
         return Start(state.round + 1, state.failed)
 
     def _decided(self, rounds: int) -> dict[str, str]:
-        """Return name -> text of every setting that decides the results of a run of ``rounds`` rounds."""
-        weights = [p for p in self.server.model.parameters() if p.requires_grad]
-        stepping = of_optimizer(self.server.optimizer.example(weights)) if weights else ""
-        own = {"the server optimizer": stepping, "the clients' optimizer": self._optimizers}
-        return self._decides | {CALENDAR: self._calendar(rounds)} | own
-
-    def _calendar(self, rounds: int) -> str:
-        """Return a short hash of the phases and the learning rates of all rounds, in a run of ``rounds`` rounds."""
+        """Return name -> text of the settings that a run of ``rounds`` rounds must have to continue another one."""
         method, policy = self.server.method, self.server.policy
         every = [(method.phase(n, rounds).value, policy.scheduled(n, rounds)) for n in range(1, rounds + 1)]
-        return hashlib.sha256(repr(every).encode()).hexdigest()[:16]
+        return self._decides | {"calendar": hashlib.sha256(repr(every).encode()).hexdigest()[:16]}  # of phases and learning rates
 
     def _of_clients(self) -> dict[int, dict[str, torch.Tensor]]:
         """Return client -> the state_dict of its own network; empty if clients keep no tensors."""

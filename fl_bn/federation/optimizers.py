@@ -21,7 +21,7 @@ faster (42 us), but it imports the compiler, too, and its bits differ. ``torch.c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -169,10 +169,6 @@ class ServerOptimizer:
         own = copy(self)
         own._parameters, own._optimizer = {}, None
         return own
-
-    def example(self, weights: Iterable[Tensor]) -> Optimizer:
-        """Return a torch optimiser as this one makes it, for tensors in the shapes of ``weights``. It has no memory of their size."""
-        return self._make([nn.Parameter(_without_memory(weight)) for weight in weights])
 
     def step(self, weights: Named, gradient: Named, learning_rate_factor: float = 1.0) -> dict[str, Tensor]:
         """Return the weights after one step, in float64.

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from fl_bn.federation.values import Reply, RoundReplies
 
 LOGGER = logging.getLogger("flwr")
-RUNAWAY_GROWTH = 10.0  # the factor by which a layer's mean variance grows from one round to the next
-RUNAWAY_DRIFT = 10.0  # the change of a mean from one round to the next, in standard deviations
 RUNAWAY_LOSS = 10.0
 """Training diverged if its loss is above this multiple of the first round's loss, or of 1 if that is larger.
 
@@ -233,10 +231,9 @@ def why_failed(record: RoundRecord) -> str:
 
 
 def watch(record: RoundRecord, first_loss: float = math.nan, last: bool = False, failed: int = 0) -> Iterator[str]:
-    """Yield warnings if the statistics or the training loss of a round show that training diverges, or if a run ends so.
+    """Yield warnings if the training loss of a round shows that training diverges, or if a run ends so.
 
-    Some methods normalise with shared constants in training. With too many steps or too high a learning rate, their
-    statistics change more and more from round to round. A loss shows divergence if it is not finite, or far above that of round 1.
+    A loss shows divergence if it is not finite, or far above that of round 1.
 
     Args:
         record: The record of a round.
@@ -244,18 +241,11 @@ def watch(record: RoundRecord, first_loss: float = math.nan, last: bool = False,
         last: Whether it is the last round of the run.
         failed: The number of failed rounds in a row up to this one.
     """
-    if record.phase == Phase.MEASURE.value:  # nobody trained: a large drift means that the statistics were far off before
+    if record.phase == Phase.MEASURE.value:
         return
     if last and failed:
         rounds = "the last round" if failed == 1 else f"the last {failed} rounds"
         yield f"the run ends, and {rounds} did not change the model. {why_failed(record)}"
-    drift = record.drift if record.aggregated and record.round > 1 else None
-    if drift and (drift.growth > RUNAWAY_GROWTH or drift.largest > RUNAWAY_DRIFT or not math.isfinite(drift.largest)):
-        yield (
-            f"round {record.round}: runaway moments: in one round, a layer's variance grew {drift.growth:.3g}-fold, and a mean in layer "
-            f"{drift.layer or 'model'} moved by {drift.largest:.3g} standard deviations. The statistics no longer follow the weights: "
-            f"{LOWER} or the number of local steps"
-        )
     far = next((f"client {c.client} says a loss of {c.loss:.4g}" for c in record.accepted if abs(c.loss) > LARGEST), "")
     diverged = not math.isfinite(record.loss) or record.loss > RUNAWAY_LOSS * max(first_loss, 1.0)
     if record.aggregated and diverged and "masked" not in record.bytes_up:  # with masks nothing is known of a client that diverges

@@ -19,7 +19,7 @@ from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
 from fl_bn.federation.locality import Locality
 from fl_bn.federation.payload import Payload, tensor_name
 from fl_bn.methods import MOMENTS, Phase, Place, StatisticsReport
-from fl_bn.support.wire import WireError, excerpt, printable
+from fl_bn.support.wire import WireError, excerpt
 
 
 @dataclass(frozen=True)
@@ -115,34 +115,18 @@ class Schema:
 
 
 def difference(expected: Schema, payload: Payload) -> str:
-    """Name the first tensor in which two sides differ.
+    """Name the first tensor in which two sides differ: the tensors of this side, and the arrays of the other side.
 
-    Args:
-        expected: The tensors of this side.
-        payload: The arrays of the other side.
-
-    Returns:
-        A sentence with the difference. If all names, shapes and dtypes agree, it names the other possible differences
-        and the command that shows them.
+    If the arrays are as expected, name the other possible differences, and the command that shows them.
     """
-    for section, ours in expected.sections.items():
-        theirs = payload.get(section, {})
-        for name in [*ours, *(name for name in theirs if name not in ours)]:
-            here = _form(ours[name].shape, ours[name].dtype) if name in ours else "nothing"
-            there = _form(theirs[name].shape, dtype_name(theirs[name].dtype)) if name in theirs else "nothing"
-            if here != there:
-                return f"{printable(name)} is {here} here, and {there} there"
-    return (
-        "all tensors in messages have equal names, shapes and dtypes, so a role, an integer buffer, the method, or an option of the "
-        f"method differs. {COMPARE}"
-    )
+    try:
+        expected.check(payload)
+    except WireError as error:
+        return str(error)
+    return f"all tensors in messages are equal, so a role, an integer buffer, the method, or an option of the method differs. {COMPARE}"
 
 
 COMPARE = "To compare, run on both sides: fl-bn layers MODEL --method METHOD --tensors"
-
-
-def _form(shape: tuple[int, ...], dtype: str) -> str:
-    return f"{tuple(shape)} {dtype}"
 
 
 KEPT = "kept"  # the section, and the query, of layers that clients keep

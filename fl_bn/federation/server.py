@@ -90,7 +90,7 @@ class Server:
         Raises:
             ValueError: The model has no parameter that can be trained, or the learning rate is no finite number >= 0.
         """
-        check_learns(self.source, self.shared.learns)
+        check_learns(self.model)
         phase, scheduled = self.method.phase(round, self.rounds), self.policy.scheduled(round, self.rounds)
         rate = self.method.learning_rate(self.policy.scheduled, round, self.rounds)
         share = 1.0 if rate == scheduled else rate / scheduled
@@ -135,9 +135,9 @@ class Server:
         except (TooFew, NotFinite) as error:
             why = str(error)
             if isinstance(error, NotFinite):
-                worst = error.worst(parts)
+                worst = max(parts, key=lambda part: part.largest)
                 parts, self.left_out = [part for part in parts if part is not worst], {worst.client}
-                refused[worst.client] = error.refusal(worst)
+                refused[worst.client] = f"{error}, and this client's values are the largest, up to {worst.largest:.3g}"
                 why = f"{why}: nothing changes, and the next round goes without {called.client(worst.client)}"
             self.record = with_clients(self.record, replies, parts, refused, called)
             LOGGER.warning("round %s: %s", self.round, why)

@@ -24,7 +24,6 @@ from fl_bn.exchange.session import exchanged_layers
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import WeightedSum, average, combine, difference, fits, running_statistics
 from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
-from fl_bn.federation.composition import learns
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.network import Copy
 from fl_bn.federation.optimizers import ServerOptimizer
@@ -38,38 +37,10 @@ LOGGER = logging.getLogger("flwr")
 
 
 class NotFinite(Exception):
-    """Report that a round would make a tensor of the shared model infinite or NaN. The model stays unchanged.
-
-    Attributes:
-        name: The name of the tensor, or ``section/name`` for an auxiliary tensor.
-    """
+    """Report that a round would make a tensor of the shared model infinite or NaN. The model stays unchanged."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
         super().__init__(f"{name}: the combination of the clients' replies is not finite")
-
-    def worst(self, parts: Sequence[Reply]) -> Reply:
-        """Return the reply with the largest value in this tensor, or in all tensors if those of the replies are added up already."""
-        return max(parts, key=self._size)
-
-    def refusal(self, part: Reply) -> str:
-        """Return the reason for leaving ``part`` out."""
-        return (
-            f"{self.name}: the combination of the clients' replies is not finite, and this client's values are the largest, up to "
-            f"{self._size(part):.3g}"
-        )
-
-    def _size(self, part: Reply) -> float:
-        section, _, name = self.name.rpartition("/")
-        layer, _, key = name.rpartition(".")
-        moment = tensor_name(layer, key.removeprefix("running_"))
-        if section:
-            own = [part.sections[section][name]]
-        else:
-            own = [tensors[n] for tensors in part.sections.values() for n in (name, moment) if n in tensors]
-        if any(tensor.is_meta for tensor in own):
-            return part.largest
-        return max((float(tensor.double().abs().max()) for tensor in own if tensor.numel()), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -110,7 +81,6 @@ class SharedModel:
         method: The method.
         model: The converted network.
         signature: The signature of model and method.
-        learns: Whether the network had a parameter to train when it was given. What its owner freezes later concerns no copy.
         layers: Name -> BatchNorm layer of the converted network.
         auxiliary: Section -> name -> the server's auxiliary tensor.
         buffers: The names of the floating-point buffers outside of norm layers. They are averaged like weights.
@@ -125,7 +95,7 @@ class SharedModel:
 
     def __init__(self, model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = (), clients: int = 1) -> None:
         self.method, self._auxiliary_kinds, self._clients = method, auxiliary, clients
-        self.learns, self._plain = learns(model), plain_names(model)
+        self._plain = plain_names(model)
         self.model = convert(model, method).cpu()
         self._copy = Copy.of(self.model, method)
         self.signature = self._copy.network.signature

