@@ -118,18 +118,13 @@ class Evaluations:
         if len(have_models := self.with_models(everyone)) < len(everyone):
             line = "round %s: %d of %d clients have trained so far, and evaluate models of their own"
             log(logging.INFO, line, number, len(have_models), len(everyone))
-        self.clients = self._drawn(number, have_models, len(everyone))
+        policy, self.clients = run.policy, have_models
+        if (size := policy.evaluators(len(everyone))) < len(have_models):
+            drawn = sample_cohort([client.index for client in have_models], size, random.Random(f"{policy.seed}/evaluate/{number}"))
+            self.clients = [client for client in have_models if client.index in drawn]
         messages = run.messages("evaluate", run.shared.instruction(number, Phase.TRAIN), self.clients, {}, config)
         run.starts.add(messages, self.clients, run.recovery.keeps)
         return messages
-
-    def _drawn(self, number: int, clients: list[Client], population: int) -> list[Client]:
-        """Draw those of ``clients`` that evaluate in round ``number``. ``population`` is the number of all clients."""
-        policy = self._run.policy
-        if (size := policy.evaluators(population)) >= len(clients):
-            return clients
-        chosen = sample_cohort([client.index for client in clients], size, random.Random(f"{policy.seed}/evaluate/{number}"))
-        return [client for client in clients if client.index in set(chosen)]
 
     def with_models(self, clients: list[Client]) -> list[Client]:
         """Return the clients that have stored tensors of their own, so that their models differ; all clients if none has."""

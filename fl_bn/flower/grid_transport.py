@@ -42,7 +42,7 @@ from fl_bn.flower.layerwise.exchanges import BY_PASSES, Exchanges
 from fl_bn.flower.population import Client, Population
 from fl_bn.flower.recovery import Checkpoint, Recovery, Starts
 from fl_bn.flower.wire.codec import Decoded, Reading, arrays_of, header_for, to_records
-from fl_bn.flower.wire.messages import STATISTICS, add_to_config, here
+from fl_bn.flower.wire.messages import STATISTICS, add_to_config
 from fl_bn.flower.wire.messaging import receive
 from fl_bn.methods import Phase
 from fl_bn.secure.settings import SecureAggregation
@@ -355,7 +355,7 @@ class GridTransport(Transport):
         """
         self._down = {section: to_numpy(tensors) for section, tensors in instruction.sections.items()}
         content = to_records(self._down, header_for(self.shared, instruction.round, instruction.phase))
-        add_to_config(content, {**values, "version": here(), **self.recovery.run_id.to_config()})
+        add_to_config(content, {**values, **self.recovery.run_id.to_config()})
         group, ttl = str(instruction.round), self.policy.timeout * steps
         messages = [Message(RecordDict(dict(content.items())), client.node, kind, ttl=ttl, group_id=group) for client in clients]
         for message in messages:  # each message has its own copy, which its client or a hook may change

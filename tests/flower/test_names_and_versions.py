@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, RecordDict
 
 from fl_bn.flower import Rounds, RunFailed
 from fl_bn.flower.wire.messages import here
@@ -83,11 +82,9 @@ def test_who_is_missing_goes_and_comes_back_by_name(
     [
         ("fl_bn.flower.handlers.here", lambda: "0.0.9", "site north .* fl-bn 0.0.9"),
         ("fl_bn.flower.handlers.here", lambda: "", "site north .* an earlier"),
-        ("fl_bn.flower.population.greeting", lambda: RecordDict({"fl-bn/config": ConfigRecord({"version": "9.9.9"})}), "server 9.9.9"),
-        ("fl_bn.flower.grid_transport.here", lambda: "9.9.9", "site north's reply .* server 9.9.9"),  # it came back with another one
     ],
 )
-def test_sides_of_different_versions_refuse_each_other_by_both(
+def test_a_client_of_another_version_is_refused_by_both(
     where: str, what: Any, word: str, clients: list[Samples], log: pytest.LogCaptureFixture
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:

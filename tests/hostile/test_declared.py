@@ -19,7 +19,7 @@ FORMS |= {f"evaluated, {name}": messages.evaluated(task()) for name, task in TAS
 
 EITHER = messages.TO_TRAIN.and_also(messages.TO_MEASURE, messages.TO_EVALUATE, messages.COMBINED_HISTORY)  # a secure sum
 EXPECTED: dict[tuple[str, bool], dict[str, Form]] = {  # by what a message asks for, and whether it is the reply
-    ("query.hello", False): {"fl-bn/config": messages.TO_GREET},
+    ("query.hello", False): {},
     ("query.hello", True): {"fl-bn/hello": messages.HELLO},
     ("train", False): {"fl-bn/header": messages.HEADER, "fl-bn/config": messages.TO_TRAIN},
     ("train", True): {"fl-bn/header": messages.HEADER, "fl-bn/metrics": messages.TRAINED.and_also(messages.REQUESTED)},

@@ -196,15 +196,6 @@ def test_a_reply_holds_what_its_kind_may_and_nothing_else() -> None:
     assert not ask(app_with("train", arrays), "train").has_error()  # control
 
 
-@listed("kind", sorted(KINDS))
-def test_a_server_of_another_version_is_refused_at_the_gate(kind: str) -> None:
-    asked = grid()
-    message = Bisecting(asked).message(1, 0.5, kind)
-    message.content["fl-bn/config"] = ConfigRecord({"version": "0.0.1"})
-    (reply,) = asked.send_and_receive([message])
-    assert "0.0.1" in str(reply.error.reason)
-
-
 # failures
 
 

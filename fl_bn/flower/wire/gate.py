@@ -43,7 +43,6 @@ from fl_bn.flower.wire.messages import (
     SECURE,
     SUM_OF,
     records_of,
-    server_differs,
 )
 from fl_bn.methods import Phase
 from fl_bn.support.durable import append
@@ -175,8 +174,6 @@ class Gate:
     def _refusal(self, message: Message, context: Context, kind: Kind, limits: Limits) -> str:
         """Return why this client must not answer ``message``. Empty if it may."""
         name, exchange = message.metadata.message_type, _exchange(message)
-        if other := server_differs(message.content):
-            return other
         if name not in self.kinds:
             return f"this client's gate knows no {printable(name)} messages, so it answers none of them: add the type to Gate(kinds=...)"
         if kind is SUM and name != "train":  # Flower's mod would let this pass, and the vector would leave unmasked
@@ -211,8 +208,8 @@ def admit_own(message: Message, context: Context, evaluates: bool) -> None:
     Raises:
         Refused: the client must not answer.
     """
-    why, limits = server_differs(message.content), Limits.of(context)
-    if not why and limits.secure:
+    why, limits = "", Limits.of(context)
+    if limits.secure:
         why = f"{REQUIRED} is on, but a user's own app replies unmasked: use fl-bn's application, or set {REQUIRED} to false"
     if not why and evaluates and not _entered.get():
         why = _spend(context, limits)
@@ -230,19 +227,20 @@ def _spend(context: Context, limits: Limits) -> str:
 
     Return why this client may not answer; empty if it may.
     """
-    most, file, spent = limits.max_evaluations, _file(context), _spent(context) + 1
+    most, file = limits.max_evaluations, _file(context)
     if most is None:
         return ""
-    if spent <= most and file is not None:
+    if evaluations_left(context, limits) and file is not None:
         try:
             append(file, b"1")
         except OSError as error:
             return f"this site cannot count its evaluations ({error}), so it answers none"
-        spent = max(spent, _lines(file))  # another process may have counted one, too
-    if spent > most:
-        return f"this site has answered the {most} evaluations that it allows in a run (max-evaluations): more could reveal single samples"
-    context.state[OURS + SPENT] = ConfigRecord({"spent": spent})
-    return ""
+        if _spent(context) <= most:  # another process may have counted one, too
+            return ""
+    elif evaluations_left(context, limits):
+        context.state[OURS + SPENT] = ConfigRecord({"spent": _spent(context) + 1})
+        return ""
+    return f"this site has answered the {most} evaluations that it allows in a run (max-evaluations): more could reveal single samples"
 
 
 def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int], least: int) -> tuple[dict[str, float], int]:
@@ -295,9 +293,9 @@ def _is_vector(reply: Message) -> bool:
 
 
 def _spent(context: Context) -> int:
-    count = int(_config(context.state, OURS + SPENT).get("spent", 0))
-    file = _file(context)
-    return max(count, 0 if file is None else _lines(file))
+    if (file := _file(context)) is None:
+        return int(_config(context.state, OURS + SPENT).get("spent", 0))
+    return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
 def _file(context: Context) -> Path | None:
@@ -313,7 +311,3 @@ def _file(context: Context) -> Path | None:
 
 def _failures(context: Context) -> int:
     return int(_config(context.state, FAILURES).get("failed", 0))
-
-
-def _lines(file: Path) -> int:
-    return file.read_bytes().count(b"\n") if file.exists() else 0

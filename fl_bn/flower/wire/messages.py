@@ -9,9 +9,7 @@ The records that Flower's examples use, ``config``, ``arrays`` and ``metrics``, 
 user, and may have any fields. The names of fl-bn's records begin with ``OURS``. Errors name a
 record without this prefix.
 
-A server and a client with different versions of fl-bn refuse each other. Versions are compared
-when a client introduces itself, and with every later message: a site may return with another
-version in the middle of a run.
+A server refuses a client with another version of fl-bn when the client introduces itself.
 """
 
 from __future__ import annotations
@@ -240,7 +238,6 @@ RUN = Form(
         "run": text(300, f"(?:{NAME.pattern})?", "", "a run NAME/state-XXXXXXXX"),
         "resumes": text(2**20, RESUMES, "", "TOKEN:ROUND,... with one part for each resume"),
         "durable": whole(default=0),
-        "version": text(64, default=""),
     },
     others=True,
 )
@@ -291,7 +288,6 @@ TO_MEASURE = RUN.and_also(Form("config", {"measured": one_of(*MEASURED, default=
 TO_SAVE = RUN.and_also(Form("config", {"save": text(255, FOLDER, wanted="a file name")}))
 TO_EVALUATE = TO_TELL = RUN
 TO_MEET = EXCHANGE
-TO_GREET = Form("config", {"version": text(64, default="")}, others=True)
 
 LAYOUT = Form("config", {"layout": text(2**24)})  # the layout of the arrays for ``NumPyClient``; it never comes from another machine
 
@@ -342,13 +338,7 @@ def here() -> str:
 
 def greeting() -> RecordDict:
     """Return the content of the message that asks a client to introduce itself."""
-    return RecordDict({TO_GREET.name: ConfigRecord({"version": here()}), "config": ConfigRecord({"server-round": 0})})
-
-
-def server_differs(content: RecordDict) -> str:
-    """Return, at a client, why the server that sent ``content`` cannot be answered. Empty if it can."""
-    theirs = str(TO_GREET.of(content)["version"]) if TO_GREET.name in content else ""
-    return "" if theirs in ("", here()) else f"this site has fl-bn {here()}, and the server {printable(theirs)}: {ADVICE}"
+    return RecordDict({"config": ConfigRecord({"server-round": 0})})
 
 
 def client_differs(theirs: str) -> str:
