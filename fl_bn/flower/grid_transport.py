@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from fl_bn.federation.callbacks import Callback, Callbacks, Running
 from fl_bn.federation.passes import Newest, Passes
 from fl_bn.federation.payload import Named, Payload, to_numpy
-from fl_bn.federation.policy import MEMORY
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.schema import instruction as shared_tensors
 from fl_bn.federation.server import Server
@@ -61,8 +60,15 @@ class GridTransport(Transport):
 
     Args:
         server: the server of the run.
+        evaluate: maps the global model to metrics, at the server.
+        callbacks: called at the start, after every round and at the end.
+        save_clients: the name of the run's folder, in which clients with models of their own
+            save these at the end. Empty: they save none.
+        keep_checkpoint: stores a ``Checkpoint``, and returns the oldest round that the run can
+            still go back to.
+        secure: the settings of secure aggregation (SecAgg+). None: updates travel in the clear.
+        task: the task whose metrics clients evaluate, and the log shows.
         own_app: what an app of the user's own adds. None: clients run fl-bn's application.
-        others: as in ``BatchNormStrategy``.
     """
 
     def __init__(
@@ -303,8 +309,7 @@ class GridTransport(Transport):
         everyone = self._measuring(instruction)
         clients, steps = [client for client in everyone if client.samples > 0], 1 + len(self.shared.layers)
         sent = self.messages(STATISTICS, instruction, clients, {"measured": instruction.measured}, steps=steps)
-        tries = policy.recalibration == "exchange"
-        replies, carrier = exchanges.measure(self.grid, clients, sent, self.timeout, MEMORY, tries)
+        replies, carrier = exchanges.measure(self.grid, clients, sent, self.timeout, policy.recalibration == "exchange")
         if not carrier:
             return None
         read = self._measured(self.overheard(replies, without_training=True), instruction, clients)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import nn
 
-from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.norm_layers import describe_layers
 from fl_bn.federation.optimizers import ServerOptimizer
@@ -30,9 +30,7 @@ from fl_bn.flower.population import RunFailed
 from fl_bn.flower.recovery import Checkpoint
 from fl_bn.methods import Method
 from fl_bn.options import Fits, check_fits
-from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support.durable import save_network
-from fl_bn.task import CLASSIFICATION, Task
 
 STARTS: Fits = {
     "num_rounds": (lambda value: type(value) is int and value >= 0, "a whole number of rounds, 0 or more"),
@@ -57,16 +55,10 @@ class BatchNormStrategy(Strategy):
         rounds: the server's settings for rounds.
         optimizer: steps on the pseudo-gradient of the shared weights. Default: the average
             becomes the new model.
-        evaluate: maps the global model to metrics, at the server.
-        callbacks: called at the start, after every round and at the end.
-        save_clients: the name of the run's folder, in which clients with models of their own
-            save these at the end. Empty: they save none.
         defence: the robust rules for statistics and updates. The statistics' rule serves the
             layer-wise exchange (FedTAN), too.
-        keep_checkpoint: stores a ``Checkpoint``, and returns the oldest round that the run can
-            still go back to.
-        secure: the settings of secure aggregation (SecAgg+). None: updates travel in the clear.
-        task: the task whose metrics clients evaluate, and the log shows.
+        options: by name, the other arguments of ``GridTransport``: ``evaluate``, ``callbacks``,
+            ``save_clients``, ``keep_checkpoint``, ``secure``, ``task``.
 
     Raises:
         ValueError: arguments contradict each other.
@@ -81,24 +73,10 @@ class BatchNormStrategy(Strategy):
         rounds: ServerPolicy,
         *,
         optimizer: ServerOptimizer | None = None,
-        evaluate: Callable[[nn.Module], dict[str, float]] | None = None,
-        callbacks: Sequence[Callback] = (),
-        save_clients: str = "",
         defence: Defence = NO_DEFENCE,
-        keep_checkpoint: Callable[[Checkpoint], int] | None = None,
-        secure: SecureAggregation | None = None,
-        task: Task = CLASSIFICATION,
+        **options: Any,
     ) -> None:
-        server = Server(model, method, rounds, optimizer=optimizer, defence=defence)
-        self._transport = GridTransport(
-            server,
-            evaluate=evaluate,
-            callbacks=callbacks,
-            save_clients=save_clients,
-            keep_checkpoint=keep_checkpoint,
-            secure=secure,
-            task=task,
-        )
+        self._transport = GridTransport(Server(model, method, rounds, optimizer=optimizer, defence=defence), **options)
 
     @property
     def transport(self) -> GridTransport:

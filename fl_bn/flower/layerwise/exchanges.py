@@ -29,6 +29,7 @@ from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local
 from fl_bn.exchange.grpc.service import ExchangeService
 from fl_bn.exchange.session import NOT_JOINED, Session
 from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.policy import MEMORY
 from fl_bn.flower.compat import federation_config, log, pinned, simulates
 from fl_bn.flower.deployment import exchange_in
 from fl_bn.flower.in_process import InProcessGrid
@@ -101,7 +102,7 @@ class Exchanges:
         return self._carry(self.carrier, grid, _by_client(cohort, messages), self.session, timeout, timeout)
 
     def measure(
-        self, grid: Grid, clients: Sequence[Client], messages: Iterable[Message], timeout: float, memory: int, simulated: bool
+        self, grid: Grid, clients: Sequence[Client], messages: Iterable[Message], timeout: float, simulated: bool
     ) -> tuple[list[Message], str]:
         """Send the messages of a statistics-only exchange, run it layer by layer, and return the replies and the carrier's name.
 
@@ -109,7 +110,7 @@ class Exchanges:
         joined, the log gives the reason, and no later call tries again.
 
         There are ``timeout`` seconds from one exchange to the next. All clients in this process
-        may keep ``memory`` bytes of activations together. ``simulated``: try it in Flower's
+        may keep ``MEMORY`` bytes of activations together. ``simulated``: try it in Flower's
         simulation, too, which may be unable to run all clients at once.
         """
         if self._cannot_meet:
@@ -121,7 +122,7 @@ class Exchanges:
         carrier = "local" if isinstance(grid, InProcessGrid) else "grpc"
         sent = _by_client(clients, messages)
         for message in sent.values():
-            add_to_config(message.content, {"exchange-memory": memory // len(clients) if carrier == "local" else memory})
+            add_to_config(message.content, {"exchange-memory": MEMORY // len(clients) if carrier == "local" else MEMORY})
         self.session = self._opened(clients, "abort", max(timeout, self.settings.deadline))
         replies = self._carry(carrier, grid, sent, self.session, timeout, timeout * (1 + len(self.layers)))
         if not self.session.batches:
