@@ -20,23 +20,10 @@ from fl_bn.federation.schema import instruction as shared_tensors
 from fl_bn.federation.server import Server
 from fl_bn.federation.transport import Transport
 from fl_bn.federation.values import Instruction, RoundReplies
+from fl_bn.flower import hooks
 from fl_bn.flower.compat import log
 from fl_bn.flower.disclosure import DisclosureReport
 from fl_bn.flower.evaluation import Evaluations
-from fl_bn.flower.hooks import (
-    NamedRates,
-    OwnApp,
-    Round,
-    RunResult,
-    arrays_and_metrics,
-    asked,
-    messages_of,
-    numbers_of,
-    overrides,
-    same,
-    shared_in,
-    with_share,
-)
 from fl_bn.flower.layerwise.exchanges import BY_PASSES, Exchanges
 from fl_bn.flower.population import Client, Population
 from fl_bn.flower.recovery import Checkpoint, Recovery, Starts
@@ -81,7 +68,7 @@ class GridTransport(Transport):
         keep_checkpoint: Callable[[Checkpoint], int] | None = None,
         secure: SecureAggregation | None = None,
         task: Task = CLASSIFICATION,
-        own_app: OwnApp | None = None,
+        own_app: hooks.OwnApp | None = None,
     ) -> None:
         rounds, defence = server.policy, server.defence
         self.server, self.shared, self.method, self.policy, self.task = server, server.shared, server.method, rounds, task
@@ -106,7 +93,7 @@ class GridTransport(Transport):
         self.evaluations = Evaluations(self, evaluate, None if own_app is None else own_app.metrics)
         self.hooks: Strategy | None = None  # the strategy whose hooks are called; None: no run goes on
         self._newest: Newest | None = None  # None before ``start``
-        self._round: Round | None = None
+        self._round: hooks.Round | None = None
         self._expected = shared_tensors(self.shared.model, self.shared.locality)
         self._down = Payload()  # what the last messages carry
 
@@ -115,9 +102,9 @@ class GridTransport(Transport):
         """Return the record of the current round, or of the last one."""
         return self.server.record
 
-    def begin(self, hooks: Strategy, grid: Grid, timeout: float, configs: tuple[ConfigRecord, ConfigRecord], newest: Newest) -> None:
-        """Begin a run of ``hooks``, a strategy, with its configs for training and evaluation. ``newest`` holds the evaluated model."""
-        self.hooks, self.grid, self.timeout, self._newest, self.result = hooks, grid, timeout, newest, RunResult()
+    def begin(self, strategy: Strategy, grid: Grid, timeout: float, configs: tuple[ConfigRecord, ConfigRecord], newest: Newest) -> None:
+        """Begin a run of ``strategy``, with its configs for training and evaluation. ``newest`` holds the evaluated model."""
+        self.hooks, self.grid, self.timeout, self._newest, self.result = strategy, grid, timeout, newest, hooks.RunResult()
         (self.train_config, self.evaluate_config), self.running.reason = configs, ""
 
     def meet(self, grid: Grid) -> None:
@@ -145,7 +132,7 @@ class GridTransport(Transport):
 
     def inward(self, arrays: ArrayRecord) -> dict[str, Tensor]:
         """Convert arrays that a hook returned to the shared tensors, see ``hooks.shared_in``."""
-        return shared_in(arrays, self.shared, self._expected)
+        return hooks.shared_in(arrays, self.shared, self._expected)
 
     # A training round
 
@@ -156,12 +143,12 @@ class GridTransport(Transport):
         gets the new tensors, and may change them. A hook may also change the tensors of the
         ``instruction``, and the learning rate in the config.
         """
-        number, hooks, before = instruction.round, self.hooks, self.shared.tensors()
-        assert hooks is not None, "a round belongs to a start"
+        number, strategy, before = instruction.round, self.hooks, self.shared.tensors()
+        assert strategy is not None, "a round belongs to a start"
         arrays, self.cohort = self.outward(before), self.everyone()  # the cohort of an override that does not call super()
-        self._round = now = Round(before, instruction, dict(arrays), RoundReplies([], [], {}))
-        messages = messages_of("configure_train", hooks.configure_train(number, arrays, self.train_config, self.grid))
-        drawn, self.cohort = self.cohort, asked("configure_train", messages, self.cohort, self.policy.called)
+        self._round = now = hooks.Round(before, instruction, dict(arrays), RoundReplies([], [], {}))
+        messages = hooks.messages_of("configure_train", strategy.configure_train(number, arrays, self.train_config, self.grid))
+        drawn, self.cohort = self.cohort, hooks.asked("configure_train", messages, self.cohort, self.policy.called)
         now.replies = RoundReplies([client.index for client in self.cohort], [], {})
         if drawn and not messages:
             log(logging.INFO, "round %s: configure_train returned no message, so nobody trains", number)
@@ -174,9 +161,9 @@ class GridTransport(Transport):
                 replies: Iterable[Message] = self.exchanges.round(self.grid, self.cohort, messages, self.timeout)
             else:
                 replies = receive(self.grid, messages, self.timeout, self.policy.retry, called=self.policy.called)
-            if overrides(hooks, "aggregate_train"):
+            if hooks.overrides(strategy, "aggregate_train"):
                 replies = list(replies)  # the user's code may read them twice
-            now.returned = arrays_and_metrics(hooks.aggregate_train(number, replies))
+            now.returned = hooks.arrays_and_metrics(strategy.aggregate_train(number, replies))
         return now.replies
 
     def ask_to_train(self, number: int, arrays: ArrayRecord, config: Mapping[str, Any]) -> list[Message]:
@@ -203,8 +190,8 @@ class GridTransport(Transport):
 
     def _instruction(self, number: int, arrays: ArrayRecord, config: Mapping[str, Any]) -> Instruction:
         """Return the instruction of the round. If a hook has changed the tensors or the learning rate, the round begins again."""
-        changed, now = isinstance(self.policy.rate, NamedRates) and self.policy.rate.note(number, config), self._round
-        if now is not None and now.instruction.round == number and not changed and same(arrays, now.given):
+        changed, now = isinstance(self.policy.rate, hooks.NamedRates) and self.policy.rate.note(number, config), self._round
+        if now is not None and now.instruction.round == number and not changed and hooks.same(arrays, now.given):
             return now.instruction
         self.shared.load(self.inward(arrays))
         return self.server.begin(number)
@@ -235,7 +222,7 @@ class GridTransport(Transport):
         if self.own_app is not None:
             own = {index: records for index, records in reading.own.items() if records and index in accepted}
             combined, by_client = self.own_app.metrics.combined(self, own, accepted)
-            self.server.record = replace(self.record, own_metrics=numbers_of(combined), client_metrics=by_client)
+            self.server.record = replace(self.record, own_metrics=hooks.numbers_of(combined), client_metrics=by_client)
             metrics = combined if combined and self.own_app.metrics.train_fn else MetricRecord({**(combined or {}), **metrics})
         return self._new_arrays(), metrics
 
@@ -285,7 +272,7 @@ class GridTransport(Transport):
         if arrays is None:
             self.shared.load(now.before)
             return False
-        if not same(arrays, now.combined):
+        if not hooks.same(arrays, now.combined):
             self.shared.load(self.inward(arrays))
         if not self.record.aggregated and replies.cohort:  # an overridden hook aggregated without super()
             self.server.record = replace(self.record, aggregated=True)
@@ -364,7 +351,7 @@ class GridTransport(Transport):
         group, ttl = str(instruction.round), self.policy.timeout * steps
         messages = [Message(RecordDict(dict(content.items())), client.node, kind, ttl=ttl, group_id=group) for client in clients]
         for message in messages:  # each message has its own copy, which its client or a hook may change
-            theirs = {**with_share(config or {}, instruction.rate_share), "server-round": instruction.round}
+            theirs = {**hooks.with_share(config or {}, instruction.rate_share), "server-round": instruction.round}
             message.content["config" if self.own_app is None else self.own_app.config_key] = ConfigRecord(theirs)
         return messages
 

@@ -138,12 +138,8 @@ class FileState:
                 if about.get(key) != expected:
                     raise durable.Damaged(f"{path}: expected a state for {key} {expected!r}, but it is for {about.get(key)!r}")
         except durable.Damaged as problem:
-            log(
-                logging.WARNING,
-                "%s. The file is renamed to %s; the client goes on from an older state, if it has one",
-                problem,
-                durable.set_aside(path).name,
-            )
+            aside = durable.set_aside(path).name
+            log(logging.WARNING, "%s. The file is renamed to %s; the client goes on from an older state, if it has one", problem, aside)
             return None
         sections: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():

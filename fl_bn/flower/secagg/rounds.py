@@ -16,7 +16,7 @@ from fl_bn.exchange.session import LARGEST_COUNT
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.payload import Sections, tensor_name, to_tensors
-from fl_bn.federation.policy import ServerPolicy, unbounded
+from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.record import with_clients
 from fl_bn.federation.server import Server
 from fl_bn.federation.shared_model import NotFinite, ServerStep, median_steps
@@ -32,7 +32,7 @@ from fl_bn.flower.wire.messaging import copy_of
 from fl_bn.methods import LayerReports, Method, Phase, Refresh, StatisticsReport, replace_by_pooled
 from fl_bn.secure.additive import average_error, lost
 from fl_bn.secure.privacy import Accountant
-from fl_bn.secure.settings import LEAST, SecureAggregation
+from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support.wire import WireError, excerpt
 from fl_bn.task import Task
 
@@ -119,7 +119,6 @@ class SecureRounds:
         except (SumFailed, WireError, NotFinite) as error:
             log(logging.WARNING, "the statistics stay as they are, since %s", error)
             return [], _reasons(error, clients)
-        self._state()
         return _entries(total), total.refused
 
     def train(self, grid: Grid, messages: Iterable[Message], cohort: Sequence[Client], timeout: float) -> tuple[bool, list[Reply]]:
@@ -161,7 +160,6 @@ class SecureRounds:
             log(logging.WARNING, "round %s: nothing changes, since %s", record.round, error)
             return False, parts
         server.record = replace(record, aggregated=True, drift=Drift.between(before, after))
-        self._state()
         return True, parts
 
     def evaluate(
@@ -178,7 +176,7 @@ class SecureRounds:
         for message in messages:
             add_to_config(message.content, {SUM_OF: EVALUATION})
         try:
-            total = SecureSum(grid, messages, clients, self.settings, timeout, shapes, called=self.rounds.called).result()
+            total = SecureSum(grid, messages, clients, self.settings, self.rounds, timeout, shapes).result()
         except SumFailed as error:
             return {}, _reasons(error, clients)
         self._note(_entries(total), True)
@@ -192,8 +190,9 @@ class SecureRounds:
                 vectors (``sums``), averages of weights are differences from the weights that
                 were sent, and averages of statistics are standardised deviations.
         """
-        rounds, privacy, trains = self.rounds, self.settings.privacy, phase is not Phase.MEASURE
-        shapes: Layout = sums.layout(self.shared.expected(phase, rounds.update), loss=trains and privacy is None, cut=privacy is None)
+        rounds, privacy = self.rounds, self.settings.privacy
+        loss = phase is not Phase.MEASURE and privacy is None
+        shapes: Layout = sums.layout(self.shared.expected(phase, rounds.update), loss=loss, cut=privacy is None)
         if privacy is not None:
             noise = {"dp-clip": privacy.clip, "dp-statistics-clip": privacy.statistics_clip, "dp-noise": privacy.noise}
             for message in messages:
@@ -204,19 +203,9 @@ class SecureRounds:
                 self.accountant.spend(sums.releases(shapes))
             except OSError as error:
                 raise SumFailed(f"the privacy cost of this round cannot be stored: {error}", {}) from error
-        total = SecureSum(
-            grid,
-            messages,
-            cohort,
-            self.settings,
-            timeout,
-            shapes,
-            least=max(rounds.min_cohort, math.ceil(rounds.min_replies * len(cohort))) if trains else LEAST,
-            weighted=(rounds.client_weights == "samples" and privacy is None, privacy is None),
-            most_steps=rounds.most_steps if trains else unbounded,
-            once=self.shared.method.report in (StatisticsReport.FIRST, StatisticsReport.PASS),
-            called=rounds.called,
-        ).result()
+            log(logging.INFO, "%s", self.accountant.statement())
+        once = self.shared.method.report in (StatisticsReport.FIRST, StatisticsReport.PASS)
+        total = SecureSum(grid, messages, cohort, self.settings, rounds, timeout, shapes, phase, once).result()
         self._note(_entries(total), False)
         average = from_vector(total.mean, shapes)
         means = {section: sum(weights := total.weights(section)) / len(weights) for section in average}
@@ -267,10 +256,6 @@ class SecureRounds:
                 reports = LayerReports(shared[name], [m], momentum, steps, pace=pace, scale=scale)
                 new[name] = method.combine(reports)
         return new
-
-    def _state(self) -> None:
-        if self.accountant is not None:
-            log(logging.INFO, "%s", self.accountant.statement())
 
 
 def _reasons(error: Exception, clients: Sequence[Client]) -> dict[int, str]:

@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_public_key
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fl_bn.federation.policy import unbounded
+from fl_bn.federation.policy import ServerPolicy
 from fl_bn.flower.compat import Stage
 from fl_bn.flower.population import Client
 from fl_bn.flower.secagg.instructions import History, from_config, put_together, to_config
@@ -42,8 +42,8 @@ from fl_bn.flower.wire import messages as forms
 from fl_bn.flower.wire.codec import LONGEST_HEAD, array_from, header_of
 from fl_bn.flower.wire.messages import OWN_HISTORY, RECORD_KEY_CONFIGS, add_to_config, records_of
 from fl_bn.flower.wire.messaging import receive
+from fl_bn.methods import Phase
 from fl_bn.secure.settings import LEAST, MODULUS, SecureAggregation
-from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import WireError, excerpt, reason
 
 T = TypeVar("T")
@@ -113,16 +113,12 @@ class SecureSum:
         messages: the plain instruction to each client, with a ``config`` record.
         cohort: the clients.
         settings: the settings of secure aggregation.
+        policy: the server's settings for rounds.
         timeout: how many seconds to wait for the replies of a stage.
         shapes: the layout of a client's vector.
-        least: the smallest number of clients in the sum.
-        weighted: two values: whether updates are weighted by samples, and whether statistics
-            are.
-        most_steps: maps a client's number of samples to the largest possible number of steps.
-            0: unknown.
+        phase: the phase of the round. None: clients evaluate.
         once: whether a client's statistics come from a single batch or pass. Then its count
             ``passes`` is limited to its number of samples.
-        called: the names of clients and nodes in the log.
 
     Attributes:
         refused: the reasons why clients are refused, by client index.
@@ -138,19 +134,18 @@ class SecureSum:
         messages: Sequence[Message],
         cohort: Sequence[Client],
         settings: SecureAggregation,
+        policy: ServerPolicy,
         timeout: float,
         shapes: Layout,
-        *,
-        least: int = LEAST,
-        weighted: tuple[bool, bool] = (False, False),
-        most_steps: Callable[[int], int] = unbounded,
+        phase: Phase | None = None,
         once: bool = False,
-        called: ClientNames = UNNAMED,
     ) -> None:
-        self.grid, self.settings, self.timeout, self.shapes = grid, settings, timeout, shapes
-        self.weighted, self.most_steps, self.once, self.called = weighted, most_steps, once, called
+        self.grid, self.settings, self.policy, self.timeout, self.shapes, self.once = grid, settings, policy, timeout, shapes, once
+        self.trains, self.exact = phase not in (None, Phase.MEASURE), phase is not None and settings.privacy is None
         self.round, self.levels = header_of(messages[0].content).round, 2**settings.quantization_range
-        self.least = max(LEAST, settings.threshold_of(len(cohort)), least)
+        self.least = max(LEAST, settings.threshold_of(len(cohort)))
+        if self.trains:
+            self.least = max(self.least, policy.min_cohort, math.ceil(policy.min_replies * len(cohort)))
         self.clients = {client.node: client for client in cohort}
         self.instructions = {message.metadata.dst_node_id: message for message in messages}
         self.refused, self.plans, self.histories = dict[int, str](), dict[int, Plan](), dict[int, History]()
@@ -224,7 +219,7 @@ class SecureSum:
         self.histories[node] = from_config(records_of(content, ConfigRecord).get(OWN_HISTORY.name), OWN_HISTORY, self.round)
         for name, most in (
             ("samples", limit if EVALUATION not in self.shapes else plan.samples),
-            ("steps", self.most_steps(limit) or plan.steps),
+            ("steps", (self.trains and self.policy.most_steps(limit)) or plan.steps),
             ("passes", limit * (1 if self.once else max(plan.steps, 1))),
         ):
             if counts[name] > most:
@@ -249,7 +244,8 @@ class SecureSum:
         """
         plans, together = [self.plans[node] for node in nodes], put_together({node: self.histories[node] for node in nodes})[0]
         most, passes = max(p.samples for p in plans), max(p.passes if "moments" in self.shapes else p.samples for p in plans)
-        weighting = Weighting(most if self.weighted[0] else 0, passes if self.weighted[1] else 0, most)
+        by_samples = self.exact and self.policy.client_weights == "samples"
+        weighting = Weighting(most if by_samples else 0, passes if self.exact else 0, most)
         values = {f"secagg-{key}-weight": value for key, value in asdict(weighting).items()} | to_config(together)
         for node in nodes:
             add_to_config(self.instructions[node].content, values)
@@ -350,7 +346,7 @@ class SecureSum:
             content[RECORD_KEY_CONFIGS] = ConfigRecord({"stage": stage, **request})  # type: ignore[dict-item]
             sent.append(Message(content, node, "train", ttl=m.metadata.ttl, group_id=m.metadata.group_id))
         silent = set(requests)
-        for reply in receive(self.grid, sent, self.timeout, called=self.called):
+        for reply in receive(self.grid, sent, self.timeout, called=self.policy.called):
             node = reply.metadata.src_node_id
             if node not in silent:
                 continue
