@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cryptography import x509
 
-from fl_bn.support.finding import Finding
+from fl_bn.support.finding import Finding, Status
 from fl_bn.support.loopback import EXCEPTIONS, excepted, is_loopback
 from fl_bn_site.certificates import names_in
 from fl_bn_site.folders import ServerFolder, host_port
@@ -82,7 +82,7 @@ def connection(host: str, port: int, authority: Path) -> Iterator[Finding]:
         with socket.create_connection((host, port), TIMEOUT):
             yield Finding("ok", "superlink port", f"{place} accepts connections")
     except OSError as error:
-        status = "warn" if isinstance(error, ConnectionRefusedError) else "fail"
+        status: Status = "warn" if isinstance(error, ConnectionRefusedError) else "fail"
         what = f"{place} cannot be reached: {error.strerror or error}"
         yield Finding(status, "superlink port", what, "start the server (`fl-bn start` there), and let the port through all firewalls")
         return

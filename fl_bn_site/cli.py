@@ -31,7 +31,7 @@ PublicKeyOption = Annotated[
 SiteFolderOption = Annotated[
     Path | None, typer.Option("--output", metavar="FOLDER", help="the site's folder; default: sites/NAME beside FOLDER")
 ]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="the run's name, or the id that `fl-bn runs` shows")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="the run's name, or its id")]
 ControlOption = Annotated[
     str, typer.Option("--control", metavar="HOST:PORT", help="address of the SuperLink's Control API; default: control in server.toml")
 ]
@@ -272,25 +272,6 @@ def _carry_out(run: Callable[[], bool]) -> None:
         raise typer.Exit(1)
 
 
-def runs(
-    folder: ServerArgument,
-    control: ControlOption = "",
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
-) -> None:
-    """List the runs of a server: id, name, state, round, start, seconds, and who signed it."""
-    from fl_bn_site.runs import list_runs, to_json
-    from fl_bn_site.tables import notes_of, table_of_runs, wide_console
-
-    with _refusals():
-        current = list_runs(_server(folder), control)
-    if as_json:
-        typer.echo(to_json(current))
-        return
-    wide_console().print(table_of_runs(current))
-    for note in notes_of(current):
-        typer.echo(note)
-
-
 def abort(folder: ServerArgument, run: RunArgument, control: ControlOption = "") -> None:
     """End a run at once. The results of its rounds so far stay."""
     from fl_bn_site.runs import abort as end
@@ -302,6 +283,7 @@ def abort(folder: ServerArgument, run: RunArgument, control: ControlOption = "")
 def status(
     folder: ServerArgument,
     control: ControlOption = "",
+    all_runs: Annotated[bool, typer.Option("--all", help="show all runs; default: those that go on, and the last five")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
 ) -> None:
     """Show which sites are online, when each was last seen, and how far each run is."""
@@ -309,7 +291,7 @@ def status(
     from fl_bn_site.tables import tables_of_status, wide_console
 
     with _refusals():
-        current = of(_server(folder), control)
+        current = of(_server(folder), control, all_runs)
     if as_json:
         typer.echo(current.to_json())
     else:
@@ -361,7 +343,7 @@ def _split(text: str) -> list[str]:
 
 def add_to(app: typer.Typer, panel: str) -> None:
     """Add the commands of a deployment to ``app``, under the heading ``panel`` of its help."""
-    for command in (start, register, submit, status, runs, abort, audit):
+    for command in (start, register, submit, status, abort, audit):
         app.command(rich_help_panel=panel)(command)
     from fl_bn_site import cli_signing
 

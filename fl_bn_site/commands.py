@@ -14,7 +14,7 @@ from pathlib import Path
 from fl_bn.support.flower_config import NODES, SERVER, Scalar, flower_config
 from fl_bn.support.loopback import with_exceptions
 from fl_bn.support.user_code import VARIABLE
-from fl_bn_site.folders import ServerFolder, SiteFolder
+from fl_bn_site.folders import ServerFolder, SiteFolder, host_port
 
 SUPERLINK = Path(__file__).with_name("superlink.py")  # Flower's SuperLink with repairs
 SUPERNODE = SUPERLINK.with_name("supernode.py")  # Flower's SuperNode, which asks for messages more often
@@ -56,10 +56,8 @@ def commands(folder: ServerFolder | SiteFolder, only: str = "") -> list[Command]
         only: The program of a site whose command to return, ``supernode`` or ``clientapp``; empty: both.
 
     Raises:
-        WrongFlower: The installed version of Flower is not the one that deployments need.
-        ValueError: ``only`` names no program of this folder.
+        ValueError: ``only`` names no program of this folder, or deployments do not know the installed version of Flower.
     """
-    check_flower("fl-bn start")
     all_commands = server_commands(folder) if isinstance(folder, ServerFolder) else [supernode(folder), clientapp(folder)]
     if only and isinstance(folder, ServerFolder):
         raise ValueError(f"--only is for a site's folder, but {folder.path} is the server's: leave out --only")
@@ -68,16 +66,13 @@ def commands(folder: ServerFolder | SiteFolder, only: str = "") -> list[Command]
     return [command for command in all_commands if only in ("", command.name)]
 
 
-def check_flower(what: str) -> None:
-    """Check that the installed version of Flower is the one that deployments need.
-
-    Args:
-        what: The name of the command that needs this version, for the error message.
+def of_1_25() -> bool:
+    """Return whether Flower 1.25 is installed. False: it is 1.42, whose SuperLink has one port for sites, runs and ServerApps.
 
     Raises:
-        WrongFlower: Another version is installed. WrongFlower is a ValueError.
+        ValueError: Another version is installed, on which deployments were not tried.
     """
-    runpy.run_path(str(COMPAT))["check_deployed"](what)
+    return bool(runpy.run_path(str(COMPAT))["deploys_by_grpc"]())
 
 
 def prepare(folder: ServerFolder | SiteFolder, only: str = "") -> Path:
@@ -111,23 +106,25 @@ def superlink(server: ServerFolder) -> Command:
 
     The SuperLink keeps its state in a database and runs apps in separate processes, so runs survive its restart.
     """
-    options = {
+    options: dict[str, object] = {
         "--ssl-ca-certfile": server.authority,
         "--ssl-certfile": server.certificate,
         "--ssl-keyfile": server.key,
         "--isolation": "process",
         "--database": server.state / "superlink.db",
-        "--storage-dir": server.state / "superlink-files",
-        "--fleet-api-address": server.fleet,
-        "--control-api-address": server.control,
-        "--serverappio-api-address": server.serverappio,
     }
-    return Command(
-        "superlink",
-        (sys.executable, "-P", str(SUPERLINK), "--enable-supernode-auth", *_flat(options)),
-        _environment(server.state),
-        server.path,
-    )
+    if of_1_25():
+        argv = [sys.executable, "-P", str(SUPERLINK)]
+        options |= {
+            "--storage-dir": server.state / "superlink-files",
+            "--fleet-api-address": server.fleet,
+            "--control-api-address": server.control,
+            "--serverappio-api-address": server.serverappio,
+        }
+    else:
+        argv = [program("flower-superlink"), "--disable-runtime-dependency-installation"]
+        options |= dict(zip(("--host", "--port"), host_port(server.fleet), strict=True))
+    return Command("superlink", (*argv, "--enable-supernode-auth", *_flat(options)), _environment(server.state), server.path)
 
 
 def serverapp(server: ServerFolder) -> Command:
@@ -135,11 +132,16 @@ def serverapp(server: ServerFolder) -> Command:
 
     The working directory of the ServerApps is the parent of the folder ``results``.
     """
-    options = {"--plugin-type": "serverapp", "--appio-api-address": local(server.serverappio)}
-    argv = (program("flower-superexec"), "--insecure", *_flat(options))
+    options: dict[str, object]
+    if of_1_25():
+        options = {"--plugin-type": "serverapp", "--appio-api-address": local(server.serverappio)}
+        argv = [program("flower-superexec"), "--insecure"]
+    else:
+        options = {"--root-certificates": server.authority, "--runtime-api-address": local(server.fleet)}
+        argv = [program("flower-superexec")]
     allowed = {VARIABLE: server.allow_modules} if server.allow_modules else {}
     told = {SERVER: str(server.path), NODES: str(server.nodes_file)}
-    return Command("serverapp", argv, _environment(server.state) | allowed | told, server.results.parent)
+    return Command("serverapp", (*argv, *_flat(options)), _environment(server.state) | allowed | told, server.results.parent)
 
 
 def register(server: ServerFolder) -> Command:
@@ -154,7 +156,6 @@ def supernode(site: SiteFolder) -> Command:
         "--root-certificates": site.root_certificates,
         "--auth-supernode-private-key": site.private_key,
         "--isolation": "process",
-        "--clientappio-api-address": site.clientappio,
         "--node-config": flower_config(node_config(site)),
     }
     own = {
@@ -163,6 +164,7 @@ def supernode(site: SiteFolder) -> Command:
         "--audit": site.audit_log,
         "--packages": site.packages,
         "--apps": site.apps_socket,
+        "--clientappio": site.clientappio,
     }
     node = (sys.executable, "-P", str(SUPERNODE), "--poll-seconds", str(site.poll_seconds), *_flat(options))
     argv = (sys.executable, "-P", "-m", GATE, *_flat(own), "--", *node)

@@ -1,32 +1,45 @@
-"""Talk to the Control API of a SuperLink: by gRPC, or through Flower's command ``flwr``, which answers in JSON."""
+"""Talk to a SuperLink through Flower's command ``flwr``, which answers in JSON.
+
+That command tells neither the run config of a run nor the key of a node. So fl-bn notes both, beside the SuperLink's database:
+``submitted.jsonl`` has a line per run, and ``keys.json`` the node that each public key was registered as.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import queue
 import subprocess
-import sys
 import tempfile
+import threading
 import time
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from fl_bn.support.durable import write
-from fl_bn_site.certificates import public_in, read_public
-from fl_bn_site.commands import check_flower, environment, local, program
+from fl_bn.support.flower_config import OF_OUR_APP, OUR_APP, Scalar, flower_config
+from fl_bn_site.certificates import read_public
+from fl_bn_site.commands import environment, local, of_1_25, program
 from fl_bn_site.folders import ServerFolder
 from fl_bn_site.membership import former_owner
-from fl_bn_site.registered import Node, Submitted, registered_nodes, run_log, submitted_runs
 
-FEDERATION = "deployment"
-IN_USE = "already in use"  # part of Flower's message where a key is registered already
+NAME = "deployment"  # what Flower calls the SuperLink here
 PREAMBLE = ("Loading project configuration", "Success", "Creating a new `.gitignore`")  # lines of ``flwr`` before the reason of an error
-ANSWER = 300.0  # seconds that ``flwr`` or start_run.py may take to answer; start_run.py sends the whole package
+ANSWER = 300.0  # seconds that ``flwr`` may take to answer; ``flwr run`` sends the whole package
+QUIET = 30.0  # seconds without a line of a log after which the run's status is asked for
 SILENCE = 600.0  # seconds without an answer after which the SuperLink counts as lost
-STARTER = (sys.executable, "-P", str(Path(__file__).with_name("start_run.py")))  # submits a package
-PROJECT = """\
+SUPERLINK = """
+[tool.flwr.federations.deployment]
+address = {address}
+root-certificates = {authority}
+"""
+PROJECT = """
 [project]
 name = "fl-bn-federation"
 version = "0.1.0"
@@ -37,10 +50,6 @@ publisher = "fl-bn"
 [tool.flwr.app.components]
 serverapp = "none:app"
 clientapp = "none:app"
-
-[tool.flwr.federations.{federation}]
-address = {address}
-root-certificates = {authority}
 """
 
 
@@ -52,50 +61,81 @@ class ControlError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Node:
+    """Describe a SuperNode that is registered at the SuperLink.
+
+    Attributes:
+        id: Flower's id of the node.
+        online: Whether the node is connected now.
+        seen: When the node was connected last; None: it was never connected.
+    """
+
+    id: int
+    online: bool
+    seen: datetime | None
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """Describe a run that was submitted to the SuperLink.
+
+    Attributes:
+        id: Flower's id of the run.
+        status: Flower's status: ``pending``, ``starting``, ``running``, ``finished:completed`` or another.
+        config: The run config that was submitted with the run; empty: fl-bn did not submit it from this folder.
+        submitted: When the run was submitted; None: Flower does not tell.
+        ended: When the run ended; None: it has not ended.
+        started: When the run began; None: it has not begun.
+        nbytes: The numbers of bytes so far, as a pair: received from the sites, sent to the sites.
+        code: The SHA-256 of the package (FAB archive) that the sites receive; empty: not known.
+        app: The id of the app, PUBLISHER/NAME; empty: not known.
+    """
+
+    id: int
+    status: str
+    config: Mapping[str, Any]
+    submitted: datetime | None
+    ended: datetime | None
+    started: datetime | None = None
+    nbytes: tuple[int, int] = (0, 0)
+    code: str = ""
+    app: str = ""
+
+    @property
+    def own(self) -> bool:
+        """Return whether the run's app is a user's own Flower app. False: it is fl-bn's app, or is not known."""
+        return self.app not in ("", OUR_APP) and not all(key in self.config for key in OF_OUR_APP)
+
+    @property
+    def name(self) -> str:
+        """Return the name of the run's folder; empty where fl-bn did not submit the run."""
+        return str(self.config.get("resume") or self.config.get("name") or "")
+
+
+@dataclass(frozen=True)
 class Control:
     """Talk to the Control API of one SuperLink.
 
-    Every method except ``log`` raises ControlError where the SuperLink does not answer or refuses the request.
+    Every method raises ControlError where the SuperLink does not answer or refuses the request.
 
     Attributes:
         address: The address of the Control API, HOST:PORT.
-        authority: The certificate file of the authority that signed the SuperLink's certificate.
-        project: A folder whose pyproject.toml tells ``flwr`` the address and the authority.
+        server: The server's folder.
+        home: A folder that tells ``flwr`` the address and the authority.
     """
 
     address: str
-    authority: Path
-    project: Path
+    server: ServerFolder
+    home: Path
 
     def ask(self, *words: str) -> dict[str, Any]:
-        """Run ``flwr WORDS --format json``.
-
-        Args:
-            words: The arguments of ``flwr``.
-
-        Returns:
-            The JSON object that ``flwr`` prints.
-
-        Raises:
-            ControlError: The SuperLink does not answer, or refuses the request.
-        """
-        return self._answer([program("flwr"), *words, "--format", "json"], f"flwr {' '.join(words[:2])}")
-
-    def _answer(self, argv: list[str], called: str) -> dict[str, Any]:
-        """Run a program that prints one JSON object, and return the object.
-
-        Args:
-            argv: The program and its arguments.
-            called: The name of the program in error messages.
-
-        Raises:
-            ControlError: The SuperLink does not answer, or refuses the request.
-        """
-        pipe = subprocess.PIPE
-        with subprocess.Popen(argv, env=_environment(), stdout=pipe, stderr=pipe, text=True) as process:
+        """Run ``flwr WORDS --format json``, and return the JSON object that it prints."""
+        pipe, called = subprocess.PIPE, f"flwr {' '.join(words[:2])}"
+        argv = self._flwr(*words, "--format", "json")
+        with subprocess.Popen(argv, env=self._environment(), cwd=self.home, stdout=pipe, stderr=pipe, text=True) as process:
             try:
                 out, err = process.communicate(timeout=ANSWER)
-            except subprocess.TimeoutExpired:  # ``flwr`` may hang after it has printed its answer: see registered.py
+            except subprocess.TimeoutExpired:  # ``flwr`` may hang after it has printed its answer
                 process.kill()
                 out, err = process.communicate()
         _, brace, rest = out.partition("{")
@@ -109,110 +149,148 @@ class Control:
             raise ControlError(f"the SuperLink at {self.address}: {reason}")
         return answer
 
-    def register(self, public_key: Path) -> bool:
-        """Let the site with this public key connect.
-
-        Args:
-            public_key: The file of the key.
-
-        Returns:
-            True where the SuperLink did not know the key before; False where it did.
-        """
-        try:
-            self.ask("supernode", "register", str(public_key), str(self.project), FEDERATION)
-        except ControlError as error:
-            if IN_USE in str(error):
-                return False
-            raise
-        return True
-
-    def start_run(self, package: Path, run_config: str) -> str:
-        """Submit a package (FAB archive) to the SuperLink, which starts it as a run. Sites receive the same bytes.
-
-        Args:
-            package: The file of the package (``project.build``).
-            run_config: Keys of the run config, as ``flwr run --run-config`` takes them.
-
-        Returns:
-            Flower's id of the run.
-
-        Raises:
-            ControlError: The SuperLink does not answer, or refuses the package.
-        """
-        argv = [*STARTER, self.address, str(self.authority), str(package), run_config]
-        return str(self._answer(argv, "start_run.py")["run-id"])
+    def register(self, public_key: Path) -> int:
+        """Let the site with this public key connect, and return its node id."""
+        return int(self.ask("supernode", "register", str(public_key))["node-id"])
 
     def unregister(self, node: int) -> None:
         """Shut out the site with this node id. It gets no message from now on."""
-        self.ask("supernode", "unregister", str(node), str(self.project), FEDERATION)
+        self.ask("supernode", "unregister", str(node))
+
+    def nodes(self) -> dict[int, Node]:
+        """Return the nodes that may connect, by their ids."""
+        found = {}
+        for told in self.ask("supernode", "list")["nodes"]:
+            if told["status"] in ("registered", "online", "offline"):
+                online = told["status"] == "online"
+                seen = datetime.now().astimezone() if online else _time(told["offline-at"])
+                found[int(told["node-id"])] = Node(int(told["node-id"]), online, seen)
+        return found
+
+    def start_run(self, package: bytes, run_config: Mapping[str, Scalar]) -> str:
+        """Submit a package (FAB archive) to the SuperLink, which starts it as a run. Return Flower's id of the run.
+
+        Raises:
+            ControlError: Also where Flower would pack the package anew with other bytes than those that were signed.
+        """
+        code = hashlib.sha256(package).hexdigest()
+        with tempfile.TemporaryDirectory(prefix="fl-bn-") as folder:
+            app = Path(folder) / "app"
+            with zipfile.ZipFile(io.BytesIO(package)) as archive:
+                archive.extractall(app)
+            if of_1_25():  # its ``flwr run`` reads the address there, and does not pack it
+                with (app / "pyproject.toml").open("a", encoding="utf-8") as file:
+                    file.write(self._superlink())
+            answer = self.ask("run", str(app), "--run-config", flower_config(run_config))
+        run = str(answer["run-id"])
+        if not code.startswith(answer["fab-hash"]):
+            self.stop(run)
+            raise ControlError(f"Flower here packs the run as {answer['fab-hash']}, and {code[:8]} was signed: sign it with this version")
+        self.server.state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with self.server.submitted_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"run": int(run), "code": code, "config": dict(run_config)}) + "\n")
+        return run
 
     def stop(self, run: str) -> None:
         """End the run with this id."""
-        self.ask("stop", run, str(self.project), FEDERATION)
-
-    def all_nodes(self) -> list[Node]:
-        """Return the nodes of all sites that may connect."""
-        try:
-            return registered_nodes(self.address, self.authority.read_bytes())
-        except ConnectionError as error:
-            raise ControlError(str(error)) from error
+        self.ask("stop", run)
 
     def runs(self) -> list[Submitted]:
         """Return all runs of the SuperLink, the newest first."""
-        try:
-            return submitted_runs(self.address, self.authority.read_bytes())
-        except ConnectionError as error:
-            raise ControlError(str(error)) from error
-
-    def registered(self) -> dict[bytes, int]:
-        """Return the node ids of all sites that may connect: public key (in DER) -> node id."""
-        return {public_in(node.key): node.id for node in self.all_nodes()}
-
-    def nodes(self, sites: Sequence[Path]) -> list[int]:
-        """Return the node id of each site, in the order of ``sites``.
-
-        Args:
-            sites: The public key files of the sites.
-
-        Raises:
-            ControlError: The SuperLink does not answer or does not know a key, or a key cannot be read.
-        """
-        keys, nodes = [key_of(site) for site in sites], self.registered()
-        if missing := [site for site, key in zip(sites, keys, strict=True) if key not in nodes]:
-            raise ControlError(
-                f"the SuperLink at {self.address} does not know the key {missing[0]}: `fl-bn start` of the server registers it"
-            )
-        return [nodes[key] for key in keys]
+        file = self.server.submitted_file
+        notes = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+        known = {note["run"]: note for note in notes}
+        found = []
+        for told in self.ask("list")["runs"]:
+            note = known.get(int(told["run-id"]), {"config": {}, "code": ""})
+            times = (_time(told["pending-at"]), _time(told["finished-at"]), _time(told["running-at"]))
+            traffic = told["network-traffic"]
+            nbytes = (traffic["inbound-bytes"], traffic["outbound-bytes"])
+            found.append(Submitted(int(told["run-id"]), told["status"], note["config"], *times, nbytes, note["code"], told["fab-id"]))
+        return sorted(found, key=lambda run: run.submitted or datetime.min.astimezone(), reverse=True)
 
     def status(self, run: str) -> str:
         """Return Flower's status of the run with this id: ``running``, ``finished:completed``, ``finished:failed`` or another."""
         match = next((one for one in self.runs() if str(one.id) == run), None)
         if match is None:
-            raise ControlError(f"the SuperLink at {self.address} has no run {run}: `fl-bn runs` lists the runs")
+            raise ControlError(f"the SuperLink at {self.address} has no run {run}: `fl-bn status --all` lists the runs")
         return match.status
 
-    def log(self, run: str, after: float) -> Iterator[tuple[str, float]]:
-        """Follow the log of a run, as ``run_log`` does. Where the connection breaks, the iterator ends without an error.
+    def log(self, run: str) -> Iterator[str]:
+        """Yield the lines of a run's log from its beginning, and an empty text after each ``QUIET`` seconds without a line.
 
-        Args:
-            run: Flower's id of the run.
-            after: Yield only what was logged after this time, in seconds since 1970; 0: yield the whole log.
-
-        Yields:
-            A piece of the log and its time.
+        It ends when Flower's command does: after the run's end, or where the connection breaks.
         """
-        with suppress(ConnectionError):
-            yield from run_log(self.address, self.authority.read_bytes(), int(run), after)
+        lines: queue.Queue[str | None] = queue.Queue()
+
+        def read() -> None:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.strip() and not line.startswith(PREAMBLE):
+                    lines.put(line.rstrip())
+            lines.put(None)
+
+        argv = self._flwr("log", run, "--stream")
+        pipe, rest = subprocess.PIPE, subprocess.DEVNULL
+        with subprocess.Popen(argv, env=self._environment(), cwd=self.home, stdout=pipe, stderr=rest, text=True) as process:
+            reader = threading.Thread(target=read, daemon=True)
+            reader.start()
+            try:
+                while True:
+                    try:
+                        line = lines.get(timeout=QUIET)
+                    except queue.Empty:
+                        line = ""
+                    if line is None:
+                        return
+                    yield line
+            finally:
+                process.kill()
+                reader.join()
+
+    def _flwr(self, *words: str) -> list[str]:
+        """Return a command line of ``flwr``, with the name of the SuperLink. Flower 1.25 wants a folder that explains the name, too."""
+        before = [program("flwr"), *words]
+        place = next((index for index, word in enumerate(before) if word.startswith("--")), len(before))
+        names = [NAME] if words[0] == "run" or not of_1_25() else [str(self.home), NAME]
+        return [*before[:place], *names, *before[place:]]
+
+    def _superlink(self) -> str:
+        return SUPERLINK.format(address=json.dumps(self.address), authority=json.dumps(str(self.server.authority)))
+
+    def _environment(self) -> dict[str, str]:
+        return environment({"FLWR_HOME": str(self.home), "FLWR_TELEMETRY_ENABLED": "0", "PYTHONUNBUFFERED": "1"})
+
+
+@contextmanager
+def control_of(server: ServerFolder, address: str = "") -> Iterator[Control]:
+    """Make a Control for the SuperLink of a server, for use inside the ``with`` block.
+
+    Args:
+        server: The server's folder.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
+
+    Raises:
+        ControlError: The installed version of Flower is not one that deployments know.
+    """
+    try:
+        legacy = of_1_25()
+    except ValueError as error:
+        raise ControlError(str(error)) from error
+    with tempfile.TemporaryDirectory(prefix="fl-bn-") as home:
+        control = Control(address or local(server.control if legacy else server.fleet), server, Path(home))
+        if legacy:
+            (control.home / "pyproject.toml").write_text(PROJECT + control._superlink())
+        else:
+            (control.home / "config.toml").write_text(control._superlink().replace("[tool.flwr.federations.", "[superlink."))
+        yield control
 
 
 def key_of(site: Path) -> bytes:
-    """Read the public key of a site.
+    """Read the public key of a site, in DER.
 
     Args:
         site: The site's file in the folder ``sites`` of the server.
-
-    Returns:
-        The key in DER.
 
     Raises:
         ControlError: The file is missing or holds no public key. The message names the file.
@@ -224,36 +302,23 @@ def key_of(site: Path) -> bytes:
         raise ControlError(f"{site}: {reason}. server.toml names the site {site.stem}, so this file must hold its public key") from error
 
 
-@contextmanager
-def control_of(server: ServerFolder, address: str = "") -> Iterator[Control]:
-    """Make a Control for the SuperLink of a server, for use inside the ``with`` block.
-
-    Args:
-        server: The server's folder.
-        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
-
-    Yields:
-        The Control.
+def nodes_of(server: ServerFolder, sites: Sequence[str]) -> list[int]:
+    """Return the node id of each site that was registered, in the order of ``sites``.
 
     Raises:
-        ControlError: The installed version of Flower is not the one that deployments need.
+        ControlError: The present key of a site was not registered, or cannot be read.
     """
-    try:
-        check_flower("the command flwr, through which fl-bn talks to a SuperLink,")
-    except ValueError as error:
-        raise ControlError(str(error)) from error
-    address = address or local(server.control)
-    with tempfile.TemporaryDirectory(prefix="fl-bn-") as project:
-        text = PROJECT.format(federation=FEDERATION, address=json.dumps(address), authority=json.dumps(str(server.authority)))
-        (Path(project) / "pyproject.toml").write_text(text)
-        yield Control(address, server.authority, Path(project))
+    known = registered(server)
+    keys = [key_of(server.public_key(site)).hex() for site in sites]
+    if missing := [site for site, key in zip(sites, keys, strict=True) if key not in known]:
+        raise ControlError(f"the SuperLink does not know the key of {missing[0]}: `fl-bn start` of the server registers it")
+    return [known[key] for key in keys]
 
 
 def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) -> Iterator[tuple[str, str]]:
     """Let the sites of ``server.toml`` connect to the SuperLink, and no others.
 
-    Keys that the SuperLink knows, but that belong to no site now, are shut out. They are keys of sites that were
-    removed, or former keys of sites.
+    Nodes that belong to no site now are shut out. They are sites that were removed, or had another key.
 
     Args:
         server: The server's folder.
@@ -266,40 +331,49 @@ def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) 
     Raises:
         ControlError: The SuperLink does not answer or refuses a key, or a site has no public key.
     """
-    for site in server.sites:
-        key_of(server.public_key(site))  # raise for a missing key before waiting for the SuperLink
+    keys = {site: key_of(server.public_key(site)) for site in server.sites}  # a missing key is an error before waiting
     deadline = time.monotonic() + wait
     with control_of(server, address) as control:
         while True:
             try:
-                known = control.registered()
+                nodes = control.nodes()
                 break
             except ControlError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(1)
-        keys = {site: key_of(server.public_key(site)) for site in server.sites}
-        for key, node in known.items():
-            if key not in keys.values():
+        known = {key: node for key, node in registered(server).items() if node in nodes}
+        owners = {node: key for key, node in known.items()}
+        for node in nodes:
+            if (key := owners.get(node, "")) not in (own.hex() for own in keys.values()):
                 control.unregister(node)
-                yield former_owner(server, key) or "a key of no site", "shut out: no site of server.toml has this key"
-        for site, key in keys.items():
-            yield site, "was registered already" if key in known or not control.register(server.public_key(site)) else "registered"
-        _note_nodes(server, keys, control)
+                known.pop(key, None)
+                yield former_owner(server, bytes.fromhex(key)) or "a key of no site", "shut out: no site of server.toml has this key"
+        for site, own in keys.items():
+            new = own.hex() not in known
+            if new:
+                known[own.hex()] = control.register(server.public_key(site))
+                _note(server, known, keys)
+            yield site, "registered" if new else "was registered already"
+        _note(server, known, keys)
 
 
-def _note_nodes(server: ServerFolder, keys: Mapping[str, bytes], control: Control) -> None:
-    """Write the file ``nodes_file``: site -> Flower's id of its node. Active runs read it, since a new key means a new node.
-
-    If this program may not write to the folder, as in docker-compose.yml, there is no such file. Then a site with a new key
-    takes part only in runs that start later.
-    """
-    nodes = control.registered()
-    known = {site: nodes[key] for site, key in keys.items() if key in nodes}
-    with suppress(OSError):
-        server.nodes_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write(server.nodes_file, json.dumps(known).encode())
+def registered(server: ServerFolder) -> dict[str, int]:
+    """Return the node as which each public key was registered: key (DER in hexadecimal digits) -> node id."""
+    file = server.keys_file
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
 
 
-def _environment() -> dict[str, str]:
-    return environment({"FLWR_TELEMETRY_ENABLED": "0", "PYTHONUNBUFFERED": "1"})
+def _note(server: ServerFolder, known: Mapping[str, int], keys: Mapping[str, bytes]) -> None:
+    """Write ``keys_file``, and ``nodes_file``, which active runs read, since a new key means a new node."""
+    server.state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write(server.keys_file, json.dumps(known).encode())
+    nodes = {site: known[key.hex()] for site, key in keys.items() if key.hex() in known}
+    write(server.nodes_file, json.dumps(nodes).encode())
+
+
+def _time(text: str) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:  # N/A
+        return None

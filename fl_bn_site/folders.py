@@ -248,6 +248,16 @@ class ServerFolder(Folder):
         """Return the file that says which Flower node each site has now. ServerApps read this file."""
         return self.state / "nodes.json"
 
+    @property
+    def keys_file(self) -> Path:
+        """Return the file that says as which Flower node each public key was registered."""
+        return self.state / "keys.json"
+
+    @property
+    def submitted_file(self) -> Path:
+        """Return the file with a line for each run that was submitted from this folder."""
+        return self.state / "submitted.jsonl"
+
     def public_key(self, site: str) -> Path:
         """Return the file in which the server keeps the public key of ``site``."""
         return self.path / "sites" / f"{site}.pub"

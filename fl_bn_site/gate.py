@@ -30,7 +30,8 @@ from pathlib import Path
 
 from fl_bn_site.answer import Answer, Site
 from fl_bn_site.apps import PACKET, PROGRAM, fork, listen
-from fl_bn_site.commands import COMPAT
+from fl_bn_site.commands import COMPAT, of_1_25
+from fl_bn_site.folders import host_port
 from fl_bn_site.policy import Policy, PolicyError
 
 SOCKET = "gate.sock"  # in the home of the gate: the command connects there
@@ -103,15 +104,25 @@ def write_command(home: Path) -> Path:
     return folder
 
 
-def options(words: list[str]) -> tuple[Site, list[str]]:
-    """Split the words of a command line into the site and the command of the SuperNode."""
+def options(words: list[str]) -> tuple[Site, dict[str, list[str]]]:
+    """Split the words of a command line into the site and the commands of SuperNode and SuperExec, by their names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("home", "policy", "audit", "packages", "apps"):
         parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--clientappio", required=True)
     parser.add_argument("supernode", nargs="+")
     given = vars(parser.parse_args(words))
-    supernode = given.pop("supernode")
-    return Site(**{name: path.absolute() for name, path in given.items()}), supernode
+    supernode, address = given.pop("supernode"), given.pop("clientappio")
+    superexec = [sys.executable, "-P", str(Path(__file__).with_name("superexec.py")), "--insecure"]
+    if of_1_25():
+        supernode += ["--clientappio-api-address", address]
+        superexec += ["--plugin-type", "clientapp", "--appio-api-address", address]
+    else:
+        host, port = host_port(address)
+        supernode += ["--host", host, "--port", str(port)]
+        superexec += ["--runtime-api-address", address]
+    site = Site(**{name: path.absolute() for name, path in given.items()})
+    return site, {"the SuperNode": supernode, "the SuperExec": superexec}
 
 
 def main() -> None:
@@ -120,17 +131,14 @@ def main() -> None:
     Raises:
         SystemExit: A program of Flower has ended, or the policy file is wrong.
     """
-    site, supernode = options(sys.argv[1:])
+    site, commands = options(sys.argv[1:])
     try:
         Policy.read(site.policy)
     except PolicyError as error:
         sys.exit(str(error))
     listener = listen(site.home / SOCKET)
     environment = {**os.environ, "PATH": f"{write_command(site.home)}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
-    address = supernode[supernode.index("--clientappio-api-address") + 1]
-    superexec = [sys.executable, "-P", str(Path(__file__).with_name("superexec.py")), "--appio-api-address", address]
-    started = {"the SuperNode": supernode, "the SuperExec": superexec}
-    programs = {name: subprocess.Popen(command, env=environment) for name, command in started.items()}
+    programs = {name: subprocess.Popen(command, env=environment) for name, command in commands.items()}
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: sys.exit(0))
     why = ""

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fl_bn.support.flower_config import Scalar, flower_config
-from fl_bn_site.control import Control, ControlError
+from fl_bn.support.flower_config import Scalar
+from fl_bn_site.control import Control, ControlError, nodes_of
 from fl_bn_site.folders import FolderError, ServerFolder
-from fl_bn_site.registered import run_name
 from fl_bn_site.submitters import Package
 
 FREE_DISK = 32  # MiB that must be free on the disks of the state and of temporary files before a run starts
@@ -52,14 +51,14 @@ def sites_of(server: ServerFolder, config: Mapping[str, Scalar]) -> list[str]:
     return list(server.sites) if config["clients"] == len(server.sites) else []
 
 
-def with_sites(server: ServerFolder, given: Mapping[str, Scalar], control: Control) -> dict[str, Scalar]:
+def with_sites(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """Return the whole run config for the keys in ``given``.
 
     The sites are the clients of the run. ``client-nodes`` gets the id of each site's Flower node, found by the public key.
 
     Raises:
         FolderError: A client of the run is not a site in server.toml any more.
-        ControlError: The SuperLink does not know the key of a site.
+        ControlError: The key of a site was not registered.
     """
     config = complete_config(server, given)
     names = sites_of(server, config)
@@ -70,7 +69,7 @@ def with_sites(server: ServerFolder, given: Mapping[str, Scalar], control: Contr
             "Add them again (`fl-bn kit add-site`), or submit a new run"
         )
     if names and not config.get("client-nodes"):
-        config["client-nodes"] = ",".join(map(str, control.nodes([server.public_key(name) for name in names])))
+        config["client-nodes"] = ",".join(map(str, nodes_of(server, names)))
         config["client-names"] = ",".join(names)
     return config
 
@@ -98,10 +97,10 @@ def launch(server: ServerFolder, given: Mapping[str, Scalar], control: Control, 
         active = [run for run in runs if not run.status.startswith("finished")]
         values, resumes = dict(given), str(given.get("resume") or "")
         if resumes:
-            if resumes in map(run_name, active):
+            if resumes in (run.name for run in active):
                 raise NameTaken(f"{resumes} cannot be resumed yet, since it is still going on: see `fl-bn status {server.path}`")
         else:
-            values["name"] = _free_name(server, str(given.get("name") or ""), set(map(run_name, runs)))
+            values["name"] = _free_name(server, str(given.get("name") or ""), {run.name for run in runs})
             if values["name"] != given.get("name") and not rename:
                 raise NameTaken(
                     f"another run here is called {given.get('name')}: give another name, or resume that run: "
@@ -110,11 +109,7 @@ def launch(server: ServerFolder, given: Mapping[str, Scalar], control: Control, 
         _check_disks(server)
         _check_ports(server, len(active))
         values |= package.signed(complete_config(server, values))
-        config = with_sites(server, values, control)
-        with tempfile.NamedTemporaryFile(prefix="fl-bn-", suffix=".fab") as file:
-            file.write(package.content)
-            file.flush()
-            run = control.start_run(Path(file.name), flower_config(package.known(config)))
+        run = control.start_run(package.content, package.known(with_sites(server, values)))
     return resumes or str(values["name"]), run
 
 

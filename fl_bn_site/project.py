@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import tempfile
 import tomllib
 from collections.abc import Iterator
@@ -14,12 +15,14 @@ import tomli_w
 
 from fl_bn.support.commit import COMMIT, commit_of
 from fl_bn.support.flower_config import Scalar
+from fl_bn_site.commands import environment, program
 from fl_bn_site.folders import FolderError, ServerFolder
 from fl_bn_site.signing import KEY
 
 PYPROJECT = "pyproject.toml"
 OF_RUN: dict[str, Scalar] = dict.fromkeys(("name", "client-nodes", "client-names", KEY, "output"), "")
 """Keys that fl-bn fills in for every run of a user's own app, with their empty values."""
+QUIET = {"FLWR_TELEMETRY_ENABLED": "0"}
 SENT = {".py", ".toml", ".md"}  # the kinds of files that Flower sends
 APART = ("pyvenv.cfg", "server/server.toml", "server.toml", "site.toml")  # files that only an environment or a folder of a kit has
 
@@ -55,8 +58,6 @@ def build(server: ServerFolder, own: Path | None = None) -> bytes:
     Raises:
         FolderError: ``own`` is no folder, a file of the project is wrong, or the package is too large for Flower.
     """
-    from fl_bn.flower.compat import find  # imports torch, which a server's queue does not need
-
     if own is not None and not own.is_dir():
         raise FolderError(f"there is no folder {own}: --app needs the folder of a Flower app or of modules")
     is_app = own is not None and (own / PYPROJECT).exists()
@@ -64,11 +65,14 @@ def build(server: ServerFolder, own: Path | None = None) -> bytes:
     with stage(project) as app:
         if own is not None:
             _complete(app, project) if is_app else _add_modules(own, app)
-        try:
-            package: bytes = find("build_fab_from_disk")(app)
-        except ValueError as error:
-            raise FolderError(f"{project} cannot be packed: {error}") from error
-    return package
+        packed = app.with_name("packed")
+        packed.mkdir()
+        argv = [program("flwr"), "build", "--app", str(app)]
+        done = subprocess.run(argv, cwd=packed, env=environment(QUIET), capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise FolderError(f"{project} cannot be packed: {' '.join((done.stdout + done.stderr).split())[-500:]}")
+        (package,) = packed.iterdir()
+        return package.read_bytes()
 
 
 def _complete(app: Path, source: Path) -> None:

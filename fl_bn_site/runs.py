@@ -1,24 +1,18 @@
-"""List the runs of a server, or end a run: ``fl-bn runs`` and ``fl-bn abort``."""
+"""Find out how far the runs of a server are, from the files in their folders; end a run: ``fl-bn abort``."""
 
 from __future__ import annotations
 
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from fl_bn.support.flower_config import PROGRESS, Scalar
-from fl_bn_site.control import Control, control_of
+from fl_bn_site.control import Control, Submitted, control_of
 from fl_bn_site.folders import ServerFolder
 from fl_bn_site.own_config import ROUNDS
-from fl_bn_site.registered import Submitted, run_name
-from fl_bn_site.signing import signer_of
-from fl_bn_site.submitters import known
 
-ACTIVE = ("pending", "starting", "running")
 NOT_TOLD = "its app has reported no rounds: only the strategies of fl_bn.flower report them"
 NOT_RESUMED = "it ended early; fl-bn does not resume the run of a user's own Flower app, so submit it again"
 
@@ -27,61 +21,13 @@ class NoSuchRun(ValueError):
     """Signal that no run has this name or id."""
 
 
-@dataclass(frozen=True)
-class RunLine:
-    """Describe a run, as one line of ``fl-bn runs``.
-
-    Attributes:
-        id: Flower's id of the run.
-        name: The name of the run's folder.
-        state: ``pending``, ``starting``, ``running``, ``completed``, ``failed`` or ``stopped``; ``resumed``: the run ended
-            early, and a later run went on with its folder.
-        round: The number of the last complete round; 0: no round is complete; None: not known. It is not known where a
-            later run went on with the folder, or where a user's own Flower app does not report its rounds.
-        rounds: The number of rounds of the whole run; 0: not known yet.
-        start: When the run started, or was submitted if it has not started, in ISO 8601.
-        seconds: The seconds from ``start`` until the run ended, or until now; None: not known.
-        submitter: Who has signed the run, if the server's folder has that key; empty: not known. Sites check it, not the server.
-        code: The SHA-256 of the app that the sites receive.
-        note: A remark on the run of a user's own Flower app, to print below the table; empty: there is none.
-    """
-
-    id: str
-    name: str
-    state: str
-    round: int | None
-    rounds: int
-    start: str
-    seconds: float | None
-    submitter: str = ""
-    code: str = ""
-    note: str = ""
-
-
-def list_runs(server: ServerFolder, address: str = "") -> list[RunLine]:
-    """Return all runs of a server, the newest first.
-
-    Args:
-        server: The server's folder.
-        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
-
-    Raises:
-        ControlError: The SuperLink does not answer.
-        FolderError: A public key in the server's folder ``submitters`` cannot be read.
-    """
-    with control_of(server, address) as control:
-        runs = control.runs()
-    later, submitters = went_on(runs), known(server.path)
-    return [_run_line(server, run, signer_of(run.config, submitters), run.id in later) for run in runs]
-
-
 def went_on(runs: Sequence[Submitted]) -> set[int]:
     """Return the ids of the runs that a later run resumed. ``runs`` has the newest run first."""
     seen, found = set[str](), set[int]()
     for run in runs:
         if run.own:  # the run of a user's own Flower app is never resumed
             continue
-        if (name := run_name(run)) in seen:
+        if (name := run.name) in seen:
             found.add(run.id)
         elif name:
             seen.add(name)
@@ -110,7 +56,7 @@ def abort(server: ServerFolder, name: str, address: str = "") -> str:
         control.stop(str(run.id))
     from fl_bn_site.submit import how_to_go_on  # imported here, since it imports torch: the run is stopped before that
 
-    return f"{run_name(run) or name} is stopped; {how_to_go_on(server, run_name(run), run.own)}"
+    return f"{run.name or name} is stopped; {how_to_go_on(server, run.name, run.own)}"
 
 
 def folder_of(server: ServerFolder, config: Mapping[str, Any], name: str) -> Path:
@@ -171,34 +117,9 @@ def about_own(server: ServerFolder, run: Submitted) -> tuple[bool, str]:
     if not run.own:
         return True, ""
     begun = run.status == "running" or run.status.startswith("finished")
-    tells = not begun or (folder_of(server, run.config, run_name(run)) / PROGRESS).exists()
+    tells = not begun or (folder_of(server, run.config, run.name) / PROGRESS).exists()
     early = run.status.startswith("finished") and run.status != "finished:completed"
     return tells, "; ".join(note for note, holds in ((NOT_TOLD, not tells), (NOT_RESUMED, early)) if holds)
-
-
-def to_json(runs: list[RunLine]) -> str:
-    """Return ``runs`` as a JSON list of objects."""
-    return json.dumps([asdict(run) for run in runs], indent=1)
-
-
-def _run_line(server: ServerFolder, run: Submitted, submitter: str, resumed: bool) -> RunLine:
-    name, state = run_name(run), run.status.removeprefix("finished:")
-    rows = rows_of(folder_of(server, run.config, name)) if name and not resumed else []
-    tells, note = about_own(server, run)
-    start = run.started or run.submitted
-    end = run.ended or datetime.now().astimezone()
-    return RunLine(
-        str(run.id),
-        name,
-        "resumed" if resumed and run.status.startswith("finished") else state,
-        None if resumed or not tells else rows[-1]["round"] if rows else 0,
-        rounds_of(server, run.config),
-        start.astimezone().isoformat(timespec="seconds") if start else "",
-        round((end - start).total_seconds(), 1) if start else None,
-        submitter,
-        run.code,
-        note=note,
-    )
 
 
 def _find(server: ServerFolder, name: str, control: Control) -> Submitted:
@@ -209,7 +130,8 @@ def _find(server: ServerFolder, name: str, control: Control) -> Submitted:
     """
     runs = control.runs()
     for run in runs:
-        if name and name in (str(run.id), run_name(run)):
+        if name and name in (str(run.id), run.name):
             return run
-    known = ", ".join(dict.fromkeys(filter(None, map(run_name, runs[:5]))))
-    raise NoSuchRun(f"no run of {server.path} is called {name}; the last runs are {known or 'none'} (`fl-bn runs {server.path}` shows all)")
+    known = ", ".join(dict.fromkeys(run.name for run in runs[:5] if run.name))
+    shown = f"`fl-bn status {server.path} --all` shows all"
+    raise NoSuchRun(f"no run of {server.path} is called {name}; the last runs are {known or 'none'} ({shown})")

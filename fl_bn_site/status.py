@@ -6,18 +6,17 @@ The SuperLink knows which sites are online. How many rounds a run has done is re
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
 from fl_bn.support.client_names import ClientNames
-from fl_bn_site.certificates import public_in
-from fl_bn_site.control import control_of, key_of
+from fl_bn_site.control import Submitted, control_of, key_of, registered
 from fl_bn_site.folders import ServerFolder
 from fl_bn_site.membership import days_left
-from fl_bn_site.registered import Submitted, run_name
 from fl_bn_site.runs import about_own, folder_of, rounds_of, rows_of, went_on
+from fl_bn_site.signing import signer_of
+from fl_bn_site.submitters import known as submitters_of
 
 LAST = 5  # the number of ended runs that are shown
 
@@ -46,6 +45,10 @@ class RunStatus:
     Attributes:
         id: Flower's id of the run.
         name: The name of the run's folder.
+        submitter: Who has signed the run, if the server's folder has that key; empty: not known. Sites check it, not the server.
+        code: The SHA-256 of the app that the sites receive; empty: not known.
+        start: When the run started, or was submitted if it has not started, in ISO 8601; empty: not known.
+        total: The seconds from ``start`` until the run ended, or until now; None: not known.
         status: Flower's status; ``finished:resumed``: the run
             ended early, and a later run went on with its folder.
         round: The number of the last complete round; 0: no round is complete; None: not known. It is not known where a
@@ -66,6 +69,10 @@ class RunStatus:
 
     id: int
     name: str
+    submitter: str
+    code: str
+    start: str
+    total: float | None
     status: str
     round: int | None
     rounds: int
@@ -91,7 +98,7 @@ class Status:
         server: The address of the Control API.
         expires: The days until the first certificate of the server expires; negative: it has expired.
         sites: The sites of server.toml, in their order.
-        runs: The active runs and the last ``LAST`` that have ended, the newest first.
+        runs: The active runs and the last ``LAST`` that have ended, or all; the newest first.
     """
 
     at: str
@@ -105,47 +112,46 @@ class Status:
         return json.dumps(asdict(self), indent=1)
 
 
-def status(server: ServerFolder, address: str = "") -> Status:
+def status(server: ServerFolder, address: str = "", all_runs: bool = False) -> Status:
     """Return the present status of a server.
 
     Args:
         server: The server's folder.
         address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
+        all_runs: Whether to describe all runs; else the active ones and the last ones.
 
     Raises:
         ControlError: The SuperLink does not answer, or ``sites/`` lacks the public key of a site.
-        OSError, ValueError: A certificate of the server cannot be read.
+        OSError, ValueError: A certificate of the server, or a public key in its folder ``submitters``, cannot be read.
     """
     with control_of(server, address) as control:
-        nodes, runs = control.all_nodes(), control.runs()
-    keys = {public_in(node.key): node for node in nodes}
+        nodes, runs = control.nodes(), control.runs()
+    known = registered(server)
     sites = []
     for name in server.sites:
-        node = keys.get(key_of(server.public_key(name)))
+        node = nodes.get(known.get(key_of(server.public_key(name)).hex(), 0))
         if node is None:
             sites.append(SiteStatus(name, None, "not registered", ""))
         else:
             seen = node.seen.isoformat(timespec="seconds") if node.seen else ""
             sites.append(SiteStatus(name, node.id, "online" if node.online else "offline", seen))
-    site_of_node = {site.node: site.name for site in sites if site.node is not None}
-    ended = [run for run in runs if run.status.startswith("finished")][:LAST]
+    ended = [run for run in runs if run.status.startswith("finished")][: None if all_runs else LAST]
     shown = [run for run in runs if not run.status.startswith("finished") or run in ended]
-    now = datetime.now().astimezone().isoformat(timespec="seconds")
-    later = went_on(runs)
-    described = [_run(server, run, site_of_node, run.id in later) for run in shown]
-    return Status(now, control.address, days_left(server)[1], sites, described)
+    now, later, submitters = datetime.now().astimezone(), went_on(runs), submitters_of(server.path)
+    described = [_run(server, run, signer_of(run.config, submitters), run.id in later) for run in shown]
+    return Status(now.isoformat(timespec="seconds"), control.address, days_left(server)[1], sites, described)
 
 
-def _run(server: ServerFolder, run: Submitted, site_of_node: Mapping[int, str], resumed: bool) -> RunStatus:
+def _run(server: ServerFolder, run: Submitted, submitter: str, resumed: bool) -> RunStatus:
     """Return the status of a run that was submitted.
 
     Args:
         server: The server's folder.
         run: The run, as the SuperLink describes it.
-        site_of_node: The names of the sites by node id, for a run config that lacks ``client-names``.
+        submitter: Who has signed it.
         resumed: Whether a later run went on with the folder. Then the rounds in the folder are those of the later run.
     """
-    name = run_name(run)
+    name = run.name
     rows = rows_of(folder_of(server, run.config, name)) if name and not resumed else []
     rounds, (tells, note) = rounds_of(server, run.config), about_own(server, run)
     last: dict[str, Any] = rows[-1] if rows else {}
@@ -154,13 +160,19 @@ def _run(server: ServerFolder, run: Submitted, site_of_node: Mapping[int, str], 
     left = None if seconds is None or not rounds or run.status.startswith("finished") else max(0, rounds - last["round"]) * seconds
     names = [part for part in str(run.config.get("client-names", "")).split(",") if part]
     nodes = [int(part) for part in str(run.config.get("client-nodes", "")).split(",") if part]
-    client_names = ClientNames(tuple(names or [site_of_node.get(node, "") for node in nodes]), tuple(nodes))
+    client_names = ClientNames(tuple(names), tuple(nodes))
     unused_rows = [row for row in last.get("clients", ()) if row.get("refused")]
     columns = list(last)
     metric = columns[columns.index("loss") + 1] if "loss" in columns[:-1] else "accuracy"  # the metric of every task stands behind the loss
+    start = run.started or run.submitted
+    end = run.ended or datetime.now().astimezone()
     return RunStatus(
         run.id,
         name,
+        submitter,
+        run.code,
+        start.astimezone().isoformat(timespec="seconds") if start else "",
+        round((end - start).total_seconds(), 1) if start else None,
         "finished:resumed" if resumed and run.status.startswith("finished") else run.status,
         None if resumed or not tells else last.get("round", 0),
         rounds,

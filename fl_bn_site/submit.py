@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from fl_bn_site.launch import complete_config, launch, sites_of
 from fl_bn_site.membership import check_expiry
 from fl_bn_site.own_config import own_config
 from fl_bn_site.project import build
-from fl_bn_site.registered import run_name
 from fl_bn_site.signing import KEY
 from fl_bn_site.submitters import VARIABLE, Package, key_file, read_key, read_signed, write_signed
 
@@ -206,7 +206,7 @@ def _is_of_own_app(server: ServerFolder, name: str, address: str) -> bool:
         return False
     try:
         with control_of(server, address) as control:
-            return any(run.own for run in control.runs() if name in (run_name(run), str(run.id)))
+            return any(run.own for run in control.runs() if name in (run.name, str(run.id)))
     except ControlError:
         return (server.results / name / PROGRESS).exists()
 
@@ -287,7 +287,7 @@ def _carry_out(
 def _wait_for_the_end(control: Control, name: str, say: Say) -> None:
     """Wait until the run ``name`` is over, so that it can be resumed. Flower takes a minute or two to notice that its server died."""
     said = False
-    while any(run_name(run) == name and not run.status.startswith("finished") for run in control.runs() if name):
+    while any(run.name == name and not run.status.startswith("finished") for run in control.runs() if name):
         if not said:
             say(f"{name} waits, since Flower does not count it as ended yet")
         said = True
@@ -310,16 +310,13 @@ def _follow(control: Control, run: str, say: Say) -> str:
     Raises:
         ControlError: The SuperLink has not answered for ``SILENCE`` seconds.
     """
-    rest, seen, last_answer, status, problem = "", 0.0, time.monotonic(), "", ""
+    shown, last_answer, status, problem = 0, time.monotonic(), "", ""
     while True:
-        for text, time_of_it in control.log(run, seen):
-            seen = time_of_it
-            *lines, rest = (rest + text).split("\n")
-            for line in lines:
-                say(line.rstrip())
+        for number, line in enumerate(filter(None, _lines(control, run))):
+            if number >= shown:
+                say(line)
+                shown = number + 1
         if status.startswith("finished"):
-            if rest.strip():
-                say(rest.rstrip())
             return status
         try:
             status = control.status(run)
@@ -334,3 +331,13 @@ def _follow(control: Control, run: str, say: Say) -> str:
                 say(f"the SuperLink at {control.address} answers again")
             last_answer, problem = time.monotonic(), ""
         time.sleep(LOOK)
+
+
+def _lines(control: Control, run: str) -> Iterator[str]:
+    """Yield the lines of a run's log, until Flower's command ends. It may hang after the connection broke: then until the run's end."""
+    for line in control.log(run):
+        yield line
+        if not line:
+            with suppress(ControlError):
+                if control.status(run).startswith("finished"):
+                    return

@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fl_bn.support.durable import write
-from fl_bn.support.flower_config import Scalar, flower_config
+from fl_bn.support.flower_config import Scalar
 from fl_bn_site.certificates import write_private
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, one_line, site_name
 from fl_bn_site.policy import SUBMITTERS, Policy
@@ -150,13 +150,10 @@ class Package:
         Args:
             config: The whole run config.
         """
-        from fl_bn.flower.compat import find  # imports torch, which a kit does not need
-
         kept = {name: value for name, value in self.known(config).items() if name not in OF_SERVER}
         if self.key is None:
             return kept
-        arrives = find("parse_config_args")([flower_config(kept)])  # with values as Flower passes them on to the sites
-        return kept | {KEY: sign(self.key, self.code, (self.defaults or {}) | arrives)}
+        return kept | {KEY: sign(self.key, self.code, (self.defaults or {}) | kept)}
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:

@@ -1,6 +1,6 @@
 """Run Flower's ``flower-superexec`` for ClientApps, so that it asks for work five times a second and not once.
 
-Usage: ``python -P superexec.py --appio-api-address HOST:PORT``. It waits until somebody listens at this address, since Flower
+Usage: ``python -P superexec.py ARGUMENT... HOST:PORT``. It waits until somebody listens at this address, since Flower
 would log each attempt. No name of Flower is used but that of its program.
 """
 
@@ -20,7 +20,7 @@ def main() -> None:
             time.sleep(SHORTER)
     sleep = time.sleep
     time.sleep = lambda seconds: sleep(SHORTER if seconds == PAUSE else seconds)
-    sys.argv = ["flower-superexec", "--insecure", "--plugin-type", "clientapp", *sys.argv[1:]]
+    sys.argv[0] = "flower-superexec"
     next(one for one in entry_points(group="console_scripts") if one.name == "flower-superexec").load()()
 
 

@@ -27,11 +27,11 @@ import inspect
 import logging
 import runpy
 import sqlite3
-import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import wraps
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -148,19 +148,13 @@ def tells(record: logging.LogRecord) -> bool:
 
 def main() -> None:
     """Run the SuperLink until it is stopped."""
-    compat = runpy.run_path(str(Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"))
-    try:
-        compat["check_deployed"]("fl-bn's SuperLink")
-    except ValueError as error:
-        sys.exit(str(error))
-    find = compat["find"]
-    for kind in (find("InMemoryLinkState"), find("SqliteLinkState")):
-        repair(kind)
+    find = runpy.run_path(str(Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"))["find"]
+    repair(find("SqliteLinkState"))
     whole_replies(find("SqliteLinkState"))
     one_at_a_time(find("SqliteObjectStore"))
     wait_for_room(find("SqliteLinkState"), find("SqliteObjectStore"))
     logging.getLogger("flwr").addFilter(tells)
-    find("run_superlink")()
+    next(one for one in entry_points(group="console_scripts") if one.name == "flower-superlink").load()()
 
 
 if __name__ == "__main__":

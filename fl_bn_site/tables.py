@@ -1,4 +1,4 @@
-"""Lay out the tables of ``fl-bn status`` and ``fl-bn runs``, for terminals of 80 columns or more and for pipes."""
+"""Lay out the tables of ``fl-bn status``, for terminals of 80 columns or more and for pipes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
-from fl_bn_site.runs import RunLine
 from fl_bn_site.status import RunStatus, Status
 
 PIPE = 500  # columns of output that goes to no terminal
@@ -21,18 +20,7 @@ def wide_console() -> Console:
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=PIPE)
 
 
-def table_of_runs(runs: Sequence[RunLine]) -> Table:
-    """Return the table of ``fl-bn runs``."""
-    table = Table(box=None)
-    for column in ("id", "name", "state", "round", "start", "seconds", "by"):
-        table.add_column(column, overflow="fold", no_wrap=column in ("state", "round", "seconds"))
-    for run in runs:
-        seconds, start = "" if run.seconds is None else f"{run.seconds:.0f}", run.start[:19].replace("T", " ")
-        table.add_row(run.id, run.name, run.state, _round(run), start, seconds, run.submitter)
-    return table
-
-
-def notes_of(runs: Sequence[RunLine | RunStatus]) -> list[str]:
+def notes_of(runs: Sequence[RunStatus]) -> list[str]:
     """Return a line for each run that has a note, to print below the table."""
     return [f"{run.name or run.id}: {run.note}" for run in runs if run.note]
 
@@ -47,12 +35,13 @@ def tables_of_status(current: Status) -> Group:
     runs, unused = Table(title="runs", box=None), Table(box=None)
     for column in ("run", "site", "not used in the last round"):
         unused.add_column(column, overflow="fold")
-    for column in ("run", "status", "round", "used", "loss", "metric", "s/round", "left"):
-        runs.add_column(column, overflow="fold", no_wrap=column != "run")
+    for column in ("run", "by", "status", "round", "used", "loss", "metric", "s/round", "left"):
+        runs.add_column(column, overflow="fold", no_wrap=column not in ("run", "by"))
     for run in current.runs:
         name = run.name or str(run.id)
         runs.add_row(
             name,
+            run.submitter,
             run.status.removeprefix("finished:"),
             _round(run),
             "" if run.accepted is None else f"{run.accepted}/{run.cohort}",
@@ -66,7 +55,7 @@ def tables_of_status(current: Status) -> Group:
     return Group(sites, runs, *([unused] if unused.row_count else []), *map(escape, notes_of(current.runs)))
 
 
-def _round(run: RunLine | RunStatus) -> str:
+def _round(run: RunStatus) -> str:
     """Return the rounds done and planned, such as ``3/40``; empty for a run that was resumed. ``?``: the number is not known."""
     if run.round is None and not run.note:
         return ""

@@ -84,10 +84,13 @@ def _server(folder: Path) -> Iterator[Finding]:
     yield _private(server.key)
     certificate = server.certificate
     yield _same(f"{server.key} belongs to {certificate}", lambda: public_half(server.key), lambda: key_in(read_certificate(certificate)))
-    keys = list[bytes]()
+    keys = []
     for name in server.sites:
         path = server.public_key(name)
-        yield _same(f"{path} is a public key", lambda path=path: bool(keys.append(read_public(path))), lambda: False)  # type: ignore[misc]
+        try:
+            keys.append(read_public(path))
+        except (OSError, ValueError) as error:
+            yield _true(False, f"{path} is a public key", f"{reason(error)}; {NEW_KIT}")
     yield _true(len(set(keys)) == len(keys), "all sites have different keys", "two files in sites/ are equal: ask for the right site.pub")
 
 

@@ -6,7 +6,6 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -15,7 +14,6 @@ from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.grpc import client
 from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn.support.loopback import EXCEPTIONS, direct, with_exceptions
-from fl_bn_site import registered
 from fl_bn_site.commands import environment
 from tests.exchange.certificates import make_certificates
 
@@ -42,30 +40,17 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
         yield accepted
 
 
-def ask_for_runs(authority: bytes) -> None:
-    with suppress(ConnectionError):
-        registered.submitted_runs(NOBODY, authority, timeout=1)
-
-
-def ask_for_a_log(authority: bytes) -> None:
-    with suppress(ConnectionError):
-        list(registered.run_log(NOBODY, authority, 1, 0.0, timeout=1))
-
-
 def join_an_exchange(authority: bytes) -> None:
     with suppress(ExchangeFailed):
         GrpcExchange(NOBODY, "token", 1, authority, timeout=1)
 
 
-@pytest.mark.parametrize(("call", "module"), [(ask_for_runs, registered), (ask_for_a_log, registered), (join_an_exchange, client)])
-def test_fl_bn_reaches_this_machine_without_the_proxy(
-    call: Callable[[bytes], None], module: Any, asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fl_bn_reaches_this_machine_without_the_proxy(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authority = make_certificates(tmp_path).authority.read_bytes()
-    call(authority)
+    join_an_exchange(authority)
     assert not asked()
-    monkeypatch.setattr(module, "direct", lambda address: [])
-    call(authority)
+    monkeypatch.setattr(client, "direct", lambda address: [])
+    join_an_exchange(authority)
     assert asked(), "control: gRPC excepts no host by itself"
 
 

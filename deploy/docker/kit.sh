@@ -29,7 +29,7 @@ fi
 fresh=$(mktemp -d) # a tmpfs, so that keys are written to no disk but the volumes
 trap 'rm -rf "$fresh"' EXIT
 fl-bn kit create --output "$fresh/kit" --superlink superlink --exchange-host serverapp --sites "$SITES" --also "control${ALSO:+,$ALSO}"
-mkdir -p "$fresh/kit/server/results" # the volume of results is mounted here in the ServerApp
+mkdir -p "$fresh/kit/server/results" "$fresh/kit/server/state" # volumes are mounted here
 for site in $sites; do cp -R "$fresh/kit/sites/$site/." "$kit/sites/$site"; done
 cp -R "$fresh/kit/authority/." "$kit/authority"
 mkdir -p "$kit/submitters" && cp -R "$fresh/kit/submitters/." "$kit/submitters"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
 TRAIN, COMPARE, LOOK, MODEL, DEPLOY = "Train", "Compare", "Look first", "With a trained model", "Separate machines"
-DEPLOYED = ("kit", "start", "register", "submit", "status", "runs", "abort", "audit")  # the commands of fl_bn_site
+DEPLOYED = ("kit", "start", "register", "submit", "status", "abort", "audit")  # the commands of fl_bn_site
 EXPERIMENTS = "experiments"  # the group of commands that only a checkout of the repository has
 CHECKOUT = Path(__file__).parents[2]  # the folder of the repository, if this package is part of a checkout
 

@@ -34,34 +34,16 @@ PLACES = {
     "flwr.supercore.task_identity": "TaskIdentity",  # 1.42 alone
     "flwr.server.superlink.fleet.vce.vce_api": "start_vce",
     "flwr.simulation.ray_transport.ray_actor": "BasicActorPool",  # 1.25 alone
-    # deployments, 1.25 alone: the programs that fl-bn starts and repairs
-    "flwr.server.superlink.linkstate": "InMemoryLinkState SqliteLinkState",
+    # deployments: a SuperLink that is repaired, on 1.25 alone, and a site's gate, on 1.25 and 1.42
+    "flwr.server.superlink.linkstate": "SqliteLinkState",
     "flwr.supercore.object_store.sqlite_object_store": "SqliteObjectStore",
-    "flwr.server.app": "run_superlink",
-    "flwr.proto.control_pb2": "ListNodesRequest ListRunsRequest StreamLogsRequest StartRunRequest",
-    "flwr.proto.control_pb2_grpc": "ControlStub",
-    "flwr.proto.fab_pb2": "Fab",
-    "flwr.supercore.constant": "NOOP_FEDERATION",
-    "flwr.common.config": "parse_config_args",
-    "flwr.common.constant": "ErrorCode",
-    "flwr.common.grpc": "create_channel",
-    "flwr.common.serde": "user_config_to_proto",
-    "flwr.cli.build": "build_fab_from_disk",
-    "flwr.supernode.start_client_internal": "start_client_internal",
-    "flwr.supernode.cli": "flower_supernode",
-    "flwr.supernode.nodestate.in_memory_nodestate": "InMemoryNodeState",
-    "flwr.supernode.servicer.clientappio": "ClientAppIoServicer",
-    "flwr.supernode.runtime.run_clientapp": "run_clientapp",  # a site's gate: seen on 1.25 and 1.42, as the next one
+    "flwr.supernode.runtime.run_clientapp": "run_clientapp",
     "flwr.supernode.cli.flwr_clientapp": "flwr_clientapp",
 }
 SIMULATION = "flwr.simulation.ray_transport.ray_actor"
 CLOSED_HERE = "Channel closed!"  # gRPC's details of a call that this process itself cancelled
 SECAGG_CLIENT = "flwr.client.mod.secure_aggregation.secaggplus_mod"
 SECAGG_SERVER = "flwr.server.workflow.secure_aggregation.secaggplus_workflow"
-
-
-class WrongFlower(ValueError):
-    """Report that a deployment needs another version of Flower than the installed one. The message names both versions."""
 
 
 def __getattr__(name: str) -> Any:
@@ -188,17 +170,16 @@ def copy_of(name: str) -> ModuleType:
     return module
 
 
-def check_deployed(what: str) -> None:
-    """Check that the installed Flower is a version ``DEPLOYED`` (1.25.*), the only one with which deployments work.
-
-    Args:
-        what: the part of a deployment that is about to start, for the message.
+def deploys_by_grpc() -> bool:
+    """Return whether a deployment's programs are those of Flower 1.25 (``DEPLOYED``). False: they are those of 1.42 (``NEWEST``).
 
     Raises:
-        WrongFlower: another version is installed.
+        ValueError: another version is installed, on which deployments were not tried.
     """
-    if not pinned():
-        raise WrongFlower(f"{what} needs Flower {DEPLOYED}, but flwr {version('flwr')} is installed: {_advice(DEPLOYED)}")
+    installed = version("flwr")
+    if not pinned() and not f"{installed}.".startswith(f"{NEWEST}."):
+        raise ValueError(f"deployments need Flower {DEPLOYED} or {NEWEST}, but flwr {installed} is installed: {_advice(DEPLOYED)}")
+    return pinned()
 
 
 def federation_config(options: Mapping[str, object]) -> str:
@@ -218,7 +199,7 @@ def federation_config(options: Mapping[str, object]) -> str:
 
 
 def pinned() -> bool:
-    """Return whether the installed Flower is a version ``DEPLOYED`` (1.25.*), the only one with which deployments work."""
+    """Return whether the installed Flower is a version ``DEPLOYED`` (1.25.*)."""
     return f"{version('flwr')}.".startswith(f"{DEPLOYED}.")
 
 

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fl_bn_site import runs as runs_module
+from fl_bn_site import status as status_module
 from fl_bn_site import submit as submit_module
 from fl_bn_site.folders import EXCHANGE_PORTS
 from tests.deployment.inner import KitPlan, ServerFolder, app, create
@@ -34,14 +35,14 @@ def server(tmp_path: Path) -> ServerFolder:
 
 
 @pytest.fixture
-def superlink(monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = SuperLink()
+def superlink(server: ServerFolder, monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = SuperLink(server)
 
     @contextmanager
     def control_of(server: ServerFolder, address: str = "") -> Iterator[SuperLink]:
         yield made
 
-    for where in (submit_module, runs_module):
+    for where in (submit_module, runs_module, status_module):
         monkeypatch.setattr(where, "control_of", control_of)
     monkeypatch.setattr("fl_bn_site.submit.time.sleep", lambda seconds: None)
     monkeypatch.setattr(submit_module, "build", lambda server, own=None: b"a package")

@@ -16,7 +16,7 @@ from fl_bn_site.audit import append, files_in, lines_in
 from fl_bn_site.audit_check import check
 from fl_bn_site.certificates import read_public, write_site_key
 from fl_bn_site.commands import commands, environment, node_config
-from fl_bn_site.control import ControlError
+from fl_bn_site.control import ControlError, Submitted
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder
 from fl_bn_site.kit import KitError, KitPlan, create
 from fl_bn_site.launch import complete_config, launch, with_sites
@@ -24,8 +24,7 @@ from fl_bn_site.leaving import OTHER
 from fl_bn_site.membership import add_site, remove_site
 from fl_bn_site.policy import Policy, PolicyError
 from fl_bn_site.project import build, stage
-from fl_bn_site.registered import Submitted
-from fl_bn_site.runs import abort, list_runs
+from fl_bn_site.runs import abort
 from fl_bn_site.signing import KEY, OF_SERVER, NotSigned, Submitter
 from fl_bn_site.status import status
 from fl_bn_site.submit import COMPLETED, resume, run_config, submit

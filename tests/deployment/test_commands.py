@@ -40,7 +40,6 @@ from tests.deployment.inner import (
     stage,
     write_site_key,
 )
-from tests.deployment.superlink import stand_in
 from tests.listed import listed
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +73,8 @@ def test_flower_accepts_the_supernode_and_reads_its_node_config(kit: Path) -> No
     site = SiteFolder.read(kit / "sites/B")
     command, app = commands(site)
     folder = kit / "sites/B"
-    gate, supernode = options(list(command.argv[4:]))
+    gate, programs = options(list(command.argv[4:]))
+    supernode = programs["the SuperNode"]
     assert gate == Site(*(folder / name for name in ("node", "policy.toml", "node/audit", "packages", "run/apps.sock")))
     rest = supernode[supernode.index(str(SUPERNODE)) + 3 :]
     args = _parse_args_run_supernode().parse_args(rest)
@@ -159,28 +159,29 @@ def test_registration_waits_for_the_superlink_and_may_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: ServerFolder
 ) -> None:
     away = ControlError("the SuperLink at 127.0.0.1:9093 is unavailable")
-    stranger, former = tmp_path / "stranger.pub", tmp_path / "former.pub"
-    for path in (stranger, former):
-        write_site_key(path.with_suffix(".key"), path, path.stem)
+    former = tmp_path / "former.pub"
+    write_site_key(former.with_suffix(".key"), former, "former")
     (server.path / "sites/former").mkdir()
     (server.path / "sites/former/C.pub.20261122T101112").write_bytes(former.read_bytes())
-    known = {read_public(server.public_key("B")): 4, read_public(stranger): 5, read_public(former): 6}
-    answers: list[Any] = [away, known, known, away]
+    known = {"B": 4, "former": 6}
+    keys = {"B": server.public_key("B"), "former": former}
+    server.state.mkdir()
+    server.keys_file.write_text(json.dumps({read_public(keys[name]).hex(): node for name, node in known.items()}))
+    nodes = [{"node-id": str(node), "status": "online", "offline-at": "N/A"} for node in (4, 5, 6)]
+    asked: list[tuple[str, ...]] = []
 
-    def answer(control: Control) -> Any:
-        if isinstance(first := answers.pop(0), Exception):
-            raise first
-        return first
+    def ask(control: Control, *words: str) -> dict[str, Any]:
+        asked.append(words)
+        if len(asked) in (1, 6):
+            raise away
+        return {"nodes": nodes, "node-id": 7}
 
-    monkeypatch.setattr(Control, "registered", answer)
-    (tmp_path / "yes").write_text(json.dumps({"success": True}))
-    stand_in(tmp_path, monkeypatch, f'echo "$@" >> "{tmp_path}/asked"; cat "{tmp_path}/yes"')
+    monkeypatch.setattr(Control, "ask", ask)
     out = "shut out: no site of server.toml has this key"
     expected = [("a key of no site", out), ("C", out), ("A", "registered"), ("B", "was registered already")]
     assert list(register_sites(server, wait=30)) == expected
-    asked = [line.split()[:3] for line in (tmp_path / "asked").read_text().splitlines()]
-    assert [words[1:2] for words in asked] == [["unregister"], ["unregister"], ["register"]]
-    assert [words[2] for words in asked[:2]] == ["5", "6"]
+    assert [words[1:3] for words in asked[2:]] == [("unregister", "5"), ("unregister", "6"), ("register", str(server.public_key("A")))]
+    assert json.loads(server.nodes_file.read_text()) == {"A": 7, "B": 4}
     with pytest.raises(ControlError):
         list(register_sites(server, wait=-1))
 

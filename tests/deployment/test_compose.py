@@ -79,7 +79,7 @@ def aliases(service: Compose, network: str) -> list[str]:
 def parsed(words: list[str]) -> argparse.Namespace:
     """As the program's own parser reads its command line; SystemExit or click's UsageError where it refuses."""
     if words[:4] == GATE:
-        words = options(words[4:])[1]
+        words = options(words[4:])[1]["the SuperNode"]
     for script, instead in AROUND.items():
         if script in words:
             assert (ROOT / script.removeprefix(IMAGE)).exists()
@@ -175,11 +175,11 @@ def _faults_of_volumes(name: str, service: Compose) -> list[str]:
     allowed = {
         "kit": {"authority": "rw", "server": "rw", "submitter": "rw", **dict.fromkeys(SITES, "rw")},
         "superlink": {"server": "ro", "superlink": "rw"},
-        "register": {"server": "ro"},
+        "register": {"server": "ro", "notes": "rw"},
         "serverapp": {"server": "ro", "results": "rw"},
         f"supernode-{number}": {f"site-{number}": "ro", **{f"{of}-{number}": "rw" for of in ("node", "packages", "run")}},
         f"clientapp-{number}": {f"state-{number}": "rw", f"packages-{number}": "ro", f"run-{number}": "rw"},
-        "run": {"server": "ro", "submitter": "ro"},
+        "run": {"server": "ro", "notes": "rw", "submitter": "ro"},
     }[name]
     mounted = {volume: mode for volume, (_, mode) in volumes(service).items()}
     return [] if mounted == allowed else [f"{name}: mounts {mounted}, not {allowed}"]

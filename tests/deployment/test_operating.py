@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from fl_bn_site.runs import RunLine
+from fl_bn_site.status import RunStatus
 from tests.deployment.federation import FL_BN, ROOT, SMALL, Federation, differing, in_process, wait_until
-from tests.deployment.inner import ServerFolder, list_runs
+from tests.deployment.inner import ServerFolder, status
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 RUN: dict[str, Any] = {**SMALL, "method": "fedavg", "rounds": 3, "evaluate-every": 3, "retry-timeout": 20.0, "checkpoint-every": 1}
@@ -38,8 +38,8 @@ def command(*words: str, timeout: float = 900.0) -> subprocess.CompletedProcess[
     return subprocess.run([*FL_BN, *words], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-def runs(federation: Federation, *states: str) -> list[RunLine]:
-    return [run for run in list_runs(server(federation)) if run.state in states]
+def runs(federation: Federation, *states: str) -> list[RunStatus]:
+    return [run for run in status(server(federation)).runs if run.status in states]
 
 
 def rounds_done(federation: Federation, name: str) -> int:
@@ -94,7 +94,7 @@ def test_a_run_goes_on_after_the_server_s_death(federation: Federation, tmp_path
         submitted.kill()
         submitted.communicate()
     federation.start("server")
-    wait_until("the server is back", lambda: command("runs", str(federation.kit / "server")).returncode == 0, 120)
+    wait_until("the server is back", lambda: command("status", str(federation.kit / "server")).returncode == 0, 120)
     done = command("resume", str(federation.kit / "server"), timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "going on after round " in done.stdout

@@ -101,12 +101,10 @@ class Server:
 
     def carry_out(self, config: Mapping[str, Scalar], package: bytes, folder: Path) -> Path:
         """The folder of a run that must complete."""
-        (folder / "run.fab").write_bytes(package)
         with control_of(self.folder) as control:
-            complete = with_sites(self.folder, config, control)
-            run = control.start_run(folder / "run.fab", flower_config(complete))
+            run = control.start_run(package, with_sites(self.folder, config))
             status = wait_until("the run's end", lambda: (s := control.status(run)).startswith("finished") and s, 400, 1.0)
-            assert status == COMPLETED, "".join(text for text, _ in control.log(run, 0))
+            assert status == COMPLETED, "\n".join(control.log(run))
         return self.folder.results / str(config["name"])
 
 

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from flwr.common.config import parse_config_args
 from flwr.common.serde import user_config_from_proto, user_config_to_proto
 
 from fl_bn_site.policy import NotAllowed
 from fl_bn_site.signing import AHEAD, DAY, LASTS, Accepted, check, fingerprint, read_submitter, sign
 from fl_bn_site.submitters import public_line
-from tests.deployment.inner import KEY, OF_SERVER, NotSigned, Package, Policy, Submitter, find, flower_config, hand_out, read_key
+from tests.deployment.inner import KEY, OF_SERVER, NotSigned, Package, Policy, Submitter, flower_config, hand_out, read_key
 from tests.listed import listed
 
 MINE, OTHER = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
@@ -101,7 +102,7 @@ def test_what_is_signed_is_what_arrives() -> None:
     """Through Flower's text, its protocol and the SuperLink's database, which stores a run config as JSON."""
     config = {**CONFIG, "learning-rate": 1e-5, "seed": -7, "name": "it's", "task": 'a "b"', "dp-delta": 1.0, "x": 0.1 + 0.2}
     package = Package(b"zip", MINE)
-    sent = find("parse_config_args")([flower_config(package.signed(config))])
+    sent = parse_config_args([flower_config(package.signed(config))])
     arrived = json.loads(json.dumps(user_config_from_proto(user_config_to_proto(sent))))
     assert check(package.code, arrived, [ALICE]).submitter == ALICE
 

@@ -17,7 +17,7 @@ import pytest
 from fl_bn_site.certificates import make_authority
 from fl_bn_site.packages import Packages
 from tests.deployment.federation import Federation, farewell, wait_until
-from tests.deployment.inner import KitPlan, SiteFolder, commands, create, find, verify
+from tests.deployment.inner import KitPlan, SiteFolder, commands, create, verify
 from tests.deployment.test_signing import package_of
 
 ROOT = Path(__file__).parents[2]
@@ -195,10 +195,13 @@ def handshake(port: int, authority: Path) -> str:
 
 
 def nodes(port: int, credentials: grpc.ChannelCredentials | None) -> object:
+    from flwr.proto.control_pb2 import ListNodesRequest
+    from flwr.proto.control_pb2_grpc import ControlStub
+
     address = f"127.0.0.1:{port}"
     channel = grpc.insecure_channel(address) if credentials is None else grpc.secure_channel(address, credentials)
     with channel:
-        return find("ControlStub")(channel).ListNodes(find("ListNodesRequest")(), timeout=10)
+        return ControlStub(channel).ListNodes(ListNodesRequest(), timeout=10)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from fl_bn.flower import FedAvgBN, InProcessGrid, compat, run_in_process
 from fl_bn.flower.compat import LOGGER
 from fl_bn.flower.wire.codec import NUMPY
 from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS
-from fl_bn_site.commands import SUPERLINK, check_flower
+from fl_bn_site import commands
 from tests.flower.own_apps import net
 from tests.integration.runs import TINY
 from tests.listed import listed
@@ -68,24 +67,15 @@ def test_what_no_version_has_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 # Deployments
 
 
-@listed(("here", "serves"), [("1.25.0", True), ("1.25.7", True), ("1.42.0", False), ("1.250.0", False), ("2.0", False)])
-def test_a_deployment_says_which_flower_it_needs(here: str, serves: bool) -> None:
+@listed(("here", "legacy"), [("1.25.0", True), ("1.25.7", True), ("1.42.0", False), ("1.250.0", None), ("2.0", None)])
+def test_a_deployment_says_which_flower_it_needs(here: str, legacy: bool | None) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("importlib.metadata.version", lambda name: here)
-        if serves:
-            check_flower("a part")
+        if legacy is not None:
+            assert commands.of_1_25() is legacy
         else:
-            with pytest.raises(ValueError, match=f"a part .*{here}"):
-                check_flower("a part")
-
-
-def test_the_superlink_does_not_start_on_another_flower(tmp_path: Path) -> None:
-    (tmp_path / "flwr-9.9.0.dist-info").mkdir()
-    (tmp_path / "flwr-9.9.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: flwr\nVersion: 9.9.0\n")
-    found = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, "-P", SUPERLINK], env={**os.environ, "PYTHONPATH": found}, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "flwr 9.9.0" in done.stderr
+            with pytest.raises(ValueError, match=here):
+                commands.of_1_25()
 
 
 def test_the_requirements_are_the_versions_that_serve() -> None:
