@@ -277,7 +277,10 @@ def in_words(record: RoundRecord, rounds: int, task: Task, called: ClientNames =
         parts.append(f"loss {record.loss:.4f}")
     parts += [f"{metric} {task.format_metric(evaluation[metric])}"] if metric in evaluation else []
     trained = [(name, value) for name, value in record.own_metrics.items() if name != "loss"][:SHOWN]
-    parts += [f"{name} {value:.4g}" for name, value in (*trained, *([] if metric in evaluation else list(evaluation.items())[:SHOWN]))]
+    tested = [] if metric in evaluation else list(evaluation.items())[:SHOWN]
+    others = {"loss", *(name for name, _ in trained)}  # names of numbers of training
+    parts += [f"{name} {value:.4g}" for name, value in trained]
+    parts += [f"{'test-' if name in others else ''}{name} {value:.4g}" for name, value in tested]
     parts += [f"{task.worst()} {task.format_metric(evaluation[worst])}"] if worst in evaluation else []
     parts += ["nothing changed"] if record.clients and not record.aggregated else []
     parts += [f"far from the others: {called.clients(record.far)}"] if record.far else []

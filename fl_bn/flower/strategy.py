@@ -260,6 +260,10 @@ class BatchNormStrategy(Strategy):
             transport.hooks = None
             transport.exchanges.stop()
             transport.callbacks.on_end(problem)
+        if transport.own_app is not None:  # as Flower's strategies end
+            log(logging.INFO, "Final results:")
+            for line in str(transport.result).splitlines():
+                log(logging.INFO, "\t%s", line)
         return transport.result
 
     def _rounds(self, transport: GridTransport, rounds: int, begin: Start, progress: Progress, newest: Newest) -> None:
