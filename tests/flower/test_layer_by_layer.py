@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.hostile.test_layers_used_twice import Siamese
 from torch import Tensor, nn
 
 from fl_bn import Federation
@@ -84,6 +83,21 @@ def test_a_robust_rule_pools_every_layer(rule: str, sizes: tuple[int, ...], tiny
 
 
 # where passes take its place
+
+
+class Siamese(nn.Module):
+    """An encoder that sees the image and its mirror image; a layer of the head that is used once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4)
+        self.flat, self.head = nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.conv(x))).mean((2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.flat(torch.cat([self.encode(x), self.encode(x.flip(-1))], 1)))
 
 
 class Bright(nn.Module):
