@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fl_bn.flower.secagg.rounds import SecureRounds
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
-NO_MODEL = "evaluate_fn is not called from round %d on: under %s clients keep their BatchNorm. %s. answer(tells=True) sends it"
+NO_MODEL = "evaluate_fn is not called from round %d on: under %s clients keep their BatchNorm. %s. tells=True in client_app.py sends it"
 AVERAGED = "evaluate_fn gets a model with the average of the clients' BatchNorm, since every client keeps its own under %s"
 NOTHING_SHARED = "evaluate_fn is not called: under %s clients share no weights, so there is no global model"
 CONVERTED = "evaluate_fn gets the arrays of the converted network, since %s replaces BatchNorm: load them into fl_bn.convert(Net(), method)"

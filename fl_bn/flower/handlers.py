@@ -315,7 +315,7 @@ class Participant:
         """
         if not self.tells:
             raise PermissionError(
-                "this client does not send the BatchNorm layers that it keeps: allow it by unseen-client, or by answer(..., tells=True)"
+                "this client does not send the BatchNorm layers that it keeps: set unseen-client, or tells=True in client_app.py"
             )
         local, state = self.store(config).read(round + 1).get("local"), self.network.original.state_dict()
         return {name: local.get(name, state[name]) for name in self.network.locality.kept_by_clients()}

@@ -7,6 +7,7 @@ legacy_server_app(server_fn, Net, fixbn())``.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import time
@@ -53,7 +54,7 @@ ClientOf = Callable[[Context], Any]
 
 
 def legacy_client_app(
-    client_fn: Callable[[Context], Any],
+    client_fn: Callable[[Any], Any],
     method: Method,
     *,
     net: str = "net",
@@ -70,8 +71,8 @@ def legacy_client_app(
     optimizer, or a trainer.
 
     Args:
-        client_fn: makes a ``NumPyClient`` from Flower's context, with or without
-            ``.to_client()``.
+        client_fn: makes a ``NumPyClient``, with or without ``.to_client()``, from Flower's
+            context or, in the oldest form, ``client_fn(cid: str)``, from the client's number.
         method: the method, the same as the server's.
         net: the name of the client's attribute that holds its network.
         trainloader: the name of the client's attribute that holds its training batches.
@@ -84,8 +85,11 @@ def legacy_client_app(
     """
     app = ClientApp(mods=[*mods])
 
+    (first, *_) = inspect.signature(client_fn).parameters.values()
+    oldest = first.name == "cid" or first.annotation in (str, "str")
+
     def client_of(context: Context) -> Any:
-        made = client_fn(context)
+        made = client_fn(str(context.node_config["partition-id"]) if oldest else context)
         return getattr(made, "numpy_client", made)
 
     app.train(mods=[replayed])(partial(_fit, client_of, net, trainloader, method, task))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import resource
 import tomllib
 import warnings
@@ -19,6 +20,10 @@ import pytest
 import torch
 import torchmetrics
 from flwr.app import Context, Message, MetricRecord
+from flwr.client import NumPyClient
+from flwr.common import parameters_to_ndarrays
+from flwr.server import ServerAppComponents, ServerConfig
+from flwr.server.strategy import FedAvg
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
@@ -27,10 +32,10 @@ from fl_bn import Federation, methods, per_client
 from fl_bn.cli.main import app as command
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.federation.defence import Defence
-from fl_bn.flower import FBN, FedBN, InProcessGrid, RunFailed
+from fl_bn.flower import FBN, FedBN, InProcessGrid, RunFailed, legacy_client_app, legacy_server_app, run_in_process
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.task import Classification
-from tests.flower.own_apps import CLIENTS, client_of, own_app
+from tests.flower.own_apps import CLIENTS, SAMPLES, client_of, data, own_app
 from tests.flower.own_apps import net as own_net
 from tests.listed import listed
 
@@ -180,6 +185,46 @@ def test_k_a_metric_that_cannot_be_sent_is_named_at_the_client(value: Any, caplo
     with pytest.raises(RunFailed, match="client 0.*metric 'mine': expected a number"):
         run(own_app("fbn", metrics=lambda loss, client: {"fine": 0.5, "mine": value}), FBN)
     assert caplog.text.count("Traceback") == 1
+
+
+class Older(NumPyClient):
+    """A client of Flower's older API, which knows its number alone."""
+
+    def __init__(self, cid: str) -> None:
+        self.net, self.trainloader, self.client = own_net(), data(int(cid)), int(cid)
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        for x, y in self.trainloader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(self.net(x), y).backward()
+            optimizer.step()
+        return [tensor.numpy() for tensor in self.net.state_dict().values()], SAMPLES, {"client": self.client}
+
+
+def test_i_an_app_of_the_older_api_gets_its_number_and_gives_its_results() -> None:
+    def client_fn(cid: str) -> Any:
+        return Older(cid).to_client()
+
+    def server_fn(context: Context) -> ServerAppComponents:
+        told = lambda metrics: {"clients": sorted(one["client"] for _, one in metrics)}  # noqa: E731
+        strategy = FedAvg(fraction_evaluate=0.0, fit_metrics_aggregation_fn=told)
+        return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=2))
+
+    server = legacy_server_app(server_fn, own_net, methods.fedavg())
+    history = run_in_process({"clients": CLIENTS}, server_app=server, client_app=legacy_client_app(client_fn, methods.fedavg()))
+    assert pickle.loads(pickle.dumps(history)).metrics_distributed_fit["clients"] == [(1, [0, 1, 2]), (2, [0, 1, 2])]
+    right = own_net()
+    for _ in range(2):  # FedAvg of equal clients in plain PyTorch
+        states = []
+        for cid in range(CLIENTS):
+            client = Older(str(cid))
+            client.net.load_state_dict(right.state_dict())
+            client.fit(None, None)
+            states.append(client.net.state_dict())
+        right.load_state_dict({name: sum(state[name] for state in states) / CLIENTS for name in states[0]})
+    for (name, tensor), array in zip(right.state_dict().items(), parameters_to_ndarrays(history.parameters), strict=True):
+        assert name.endswith("num_batches_tracked") or np.allclose(tensor, array, rtol=1e-5, atol=1e-6)
 
 
 @listed("lies", [(1e300,), (-1e300,), (1.7e308, 1.7e308)])
