@@ -34,7 +34,7 @@ MODELS = (
 )  # fmt: skip
 DEEPLAB = "deeplabv3plus-"  # with an encoder, the name of a network that ``PAPERS`` has now
 GONE: Mapping[str, Value | None] = {
-    "moon-temperature": 0.5, "server-adaptivity": 1e-3, "server-beta2": 0.99,
+    "payload-dtype": "float32", "moon-temperature": 0.5, "server-adaptivity": 1e-3, "server-beta2": 0.99,
     "recalibration-memory": 1.0, "secagg-quantization-range": 22, "secagg-threshold": 0, "secagg-clipping-range": 8.0,
     "share-drift": None, "share-label-counts": None, "local-evaluation": None,
     **dict.fromkeys(("exchange-policy", "exchange-timeout", "exchange-join-timeout", "exchange-host", "exchange-bind", "exchange-port")),
