@@ -12,7 +12,7 @@ own loop. These modules do the parts of a round, in this order:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from operator import index
@@ -31,7 +31,7 @@ from fl_bn.federation.auxiliary import Momentum, auxiliary
 from fl_bn.federation.client_pass import ClientPass
 from fl_bn.federation.composition import check_rates, first_rate
 from fl_bn.federation.contract import ContractBroken, Lent, frozen_parameters
-from fl_bn.federation.gradients import Centring
+from fl_bn.federation.gradients import centring
 from fl_bn.federation.network import Copy
 from fl_bn.federation.payload import Named
 from fl_bn.federation.recording import Connect, FirstBatch, Recorder, following, restored
@@ -86,7 +86,6 @@ class LocalRound:
         self.in_own_loop, self.recorder = in_own_loop, Recorder()
         self._connect, self.first_batch = connect, FirstBatch(self.model, connect if self.phase is Phase.EXCHANGE else None)
         self._observing = ExitStack()
-        self._centring: Centring | None = None
         self._rates: list[float] = []  # of the steps of a user's own optimisers
         self._lent: Lent | None = None  # None as long as nothing is trained
         self.finish = Finish()  # the objective's tensors at the end of the round
@@ -154,7 +153,7 @@ class LocalRound:
             self._objective = self.settings.objective.begin(start)
             stack.callback(self._objective.close)
             if self.method.centres(self.phase):
-                self._centring = stack.enter_context(Centring(dict(self.model.named_parameters()), self.network.centred))
+                stack.enter_context(centring(dict(self.model.named_parameters()), self.network.centred))
             stack.enter_context(self.first_batch.exchanges)
             self._observe()
             stack.callback(self._observing.close)
@@ -245,15 +244,12 @@ class LocalRound:
         """
         self.count_step()
 
-    def count_step(self, parameters: Container[int] | None = None, goes_on: bool = False) -> None:
+    def count_step(self, goes_on: bool = False) -> None:
         """Count one local step.
 
         Args:
-            parameters: The ids of the parameters that the step moved. None: all.
             goes_on: Whether the step belongs to the one before, as no batch came between them. The number of steps then stays the same.
         """
-        if self._centring is not None:
-            self._centring.stepped(parameters)
         if not goes_on:
             if self.steps == 0:
                 self.first_batch.end(self.first_samples)
@@ -263,10 +259,8 @@ class LocalRound:
             self._observing.close()
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        """Note that a step of ``optimizer`` of a user's loop begins, and centre the gradients that autograd did not compute."""
+        """Note that a step of ``optimizer`` of a user's loop begins."""
         self.recorder.begins(optimizer)
-        if self._centring is not None:
-            self._centring.complete({id(p) for group in optimizer.param_groups for p in group["params"]})
 
     def step_ends(self, optimizer: Optimizer) -> None:
         """Count a step of ``optimizer`` of a user's loop, if it has a parameter of the network with a gradient.
@@ -281,7 +275,7 @@ class LocalRound:
             self._note_opacus()
         goes_on = self.recorder.continues(optimizer, stepped)
         self.optimizer_stepped(optimizer, goes_on)
-        self.count_step(stepped, goes_on)
+        self.count_step(goes_on)
 
     def optimizer_stepped(self, optimizer: Optimizer, goes_on: bool = False) -> None:
         """Record the rate of a step of ``optimizer``, and clear its buffers if the method says so, before ``count_step``.

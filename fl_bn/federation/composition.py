@@ -44,18 +44,15 @@ def check_composition(method: Method, settings: LocalTraining, robust: bool = Fa
         (exchanges and objective.corrects,
          f"{as_centralised} {objective.name} changes each client's gradient by itself: take another objective"),
         (exchanges and objective.repeats,
-         f"{objective.name} runs each batch twice through the network, but {method.name} exchanges the statistics of the first batch "
-         "only once: take another objective"),
+         f"{objective.name} runs each batch twice, but {method.name} exchanges statistics once: take another objective"),
         (exchanges and settings.clip != "none",
          f"{as_centralised} clipping changes each client's gradient by itself: set clip='none'"),
         (objective.anchored and not method.shares(Role.WEIGHT),
          f"{objective.name} compares a client's weights with the server's, but {method.name} shares no weights: set objective to none"),
         (robust and (objective.travels or settings.maintain == "global"),
-         f"{unguarded} are sent with the weights, and no robust rule guards them against Byzantine clients: take another objective, or "
-         "another value of maintain-momentum"),
+         f"no robust rule guards {unguarded}: take another objective, or another value of maintain-momentum"),
         (settings.update == "gradients" and method.frozen - {Role.STATISTIC},
-         f"{method.name} freezes scale and shift at the clients, but with update='gradients' the server changes them: set "
-         "update='weights' or freeze-what='statistics'"),
+         f"{method.name} freezes scale and shift at the clients alone: set update='weights' or freeze-what='statistics'"),
         (settings.update == "gradients" and server_optimizer == "fedacg",
          "server-optimizer fedacg needs the clients' weights after local steps, but update='gradients' sends one gradient: take fedavgm"),
     )  # fmt: skip
@@ -69,8 +66,7 @@ def check_weights(method: Method, client_weights: str) -> None:
     """
     refuse(
         (client_weights != "samples" and method.exchanges,
-         f"{method.name}'s first step equals centralised training only if clients are weighted by the sizes of their batches: "
-         f"client_weights must be 'samples', but got {client_weights!r}"),
+         f"{method.name} weights clients by the sizes of their batches: client_weights must be 'samples', but got {client_weights!r}"),
     )  # fmt: skip
 
 
@@ -94,13 +90,11 @@ def check_rates(objective: Objective, optimizer: Optimizer, others: Sequence[flo
     several = sorted({*rates, *others})
     refuse(
         (not isinstance(optimizer, SGD) or any(group["momentum"] for group in optimizer.param_groups),
-         f"{objective.name}'s control variates are means of the gradients of plain SGD, but the optimiser is "
-         f"{type(optimizer).__name__}{' with momentum' * isinstance(optimizer, SGD)}: take torch.optim.SGD without momentum"),
+         f"{objective.name}'s control variates need torch.optim.SGD without momentum, but the optimiser is {type(optimizer).__name__}"),
         (any(group.get("maximize") for group in optimizer.param_groups),
          f"{objective.name} lowers the loss, but the optimiser has maximize=True: change the sign of the loss instead"),
         (len(several) > 1,
-         f"{objective.name}'s control variates are changes of weights divided by one learning rate, but the loop steps with the rates "
-         f"{', '.join(f'{rate:g}' for rate in several)}: give all parameters the same rate"),
+         f"{objective.name}'s control variates need one learning rate for all parameters, but the loop has {several}"),
     )  # fmt: skip
 
 
@@ -112,6 +106,5 @@ def check_learns(model: nn.Module) -> None:
     """
     refuse(
         (not any(parameter.requires_grad for parameter in model.parameters()),
-         f"{type(model).__name__} has no parameter with requires_grad=True, so there is nothing to train (fl-bn recalibrate measures its "
-         "statistics)"),
+         f"{type(model).__name__} has no parameter with requires_grad=True, so there is nothing to train"),
     )  # fmt: skip

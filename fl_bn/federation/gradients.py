@@ -17,10 +17,9 @@ than ``FEWEST`` inputs per output unit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,11 +61,9 @@ def centred_weights(model: nn.Module) -> list[str]:
     return [name for name, shape in found.values() if math.prod(shape[1:]) >= FEWEST]
 
 
-class Centring:
+@contextmanager
+def centring(parameters: Mapping[str, Tensor], names: Sequence[str], stacked: bool = False) -> Iterator[None]:
     """Centre each gradient as soon as autograd has computed it, inside the ``with`` block. Any training loop can be inside.
-
-    A loop may also write gradients to ``p.grad`` that autograd did not compute there, such as those of
-    ``torch.func.grad``. The method ``complete`` centres these before an optimiser steps along them.
 
     Args:
         parameters: Name -> parameter. While a parameter has ``requires_grad=False``, it has no gradient to centre.
@@ -74,47 +71,16 @@ class Centring:
         stacked: Whether axis 0 of each parameter is the client, as in the vectorised engine.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], names: Sequence[str], stacked: bool = False) -> None:
-        self._weights = {name: parameters[name] for name in names if name in parameters and parameters[name].is_floating_point()}
-        self._axis, self._hooks = 1 + stacked, ExitStack()
-        self._made = set[str]()  # the weights with a centred gradient along which no step was made
+    def centred(gradient: Tensor) -> Tensor:
+        return gradient - gradient.mean(dim=tuple(range(1 + stacked, gradient.dim())), keepdim=True)
 
-    def __enter__(self) -> Centring:
-        for name, weight in self._weights.items():
+    with ExitStack() as hooks:
+        for weight in [parameters[name] for name in names if name in parameters and parameters[name].is_floating_point()]:
             learns = weight.requires_grad
-            if not learns:  # torch takes hooks only of tensors that need gradients, but keeps them when that changes
-                weight.requires_grad_(True)
-            self._hooks.callback(weight.register_hook(partial(self._centred, name)).remove)
+            weight.requires_grad_(True)  # torch takes hooks only of tensors that need gradients, but keeps them when that changes
+            hooks.callback(weight.register_hook(centred).remove)
             weight.requires_grad_(learns)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hooks.close()
-
-    def _centred(self, name: str, gradient: Tensor) -> Tensor:
-        self._made.add(name)
-        return gradient - self._mean(gradient)
-
-    def _mean(self, gradient: Tensor) -> Tensor:
-        return gradient.mean(dim=tuple(range(self._axis, gradient.dim())), keepdim=True)
-
-    @torch.no_grad()
-    def complete(self, parameters: Container[int]) -> None:
-        """Centre ``p.grad``, in place, where autograd did not compute it. ``parameters`` has the ids of the parameters to check."""
-        if len(self._made) == len(self._weights):
-            return
-        for name, weight in self._weights.items():
-            if name not in self._made and weight.grad is not None and id(weight) in parameters:
-                weight.grad.sub_(self._mean(weight.grad))
-                self._made.add(name)
-
-    def stepped(self, parameters: Container[int] | None = None) -> None:
-        """Forget which gradients are centred, since a step was made along them.
-
-        Args:
-            parameters: The ids of the parameters that moved. None: all.
-        """
-        self._made = {name for name in self._made if parameters is not None and id(self._weights[name]) not in parameters}
+        yield
 
 
 def unit_norm(x: Tensor) -> Tensor:

@@ -269,8 +269,7 @@ class ServerPolicy(RunSpec):
     evaluate_least: int = 0
     retry: float = option(
         0.0,
-        "seconds that a round waits until a client whose node or process died comes back and repeats its part; 0: the round goes on "
-        "without it",
+        "seconds that a round waits until a client whose node or process died comes back; 0: the round goes on without it",
         ">= 0",
         key="retry-timeout",
         run=120.0,
@@ -292,8 +291,7 @@ class ServerPolicy(RunSpec):
     )
     min_sites: int = option(
         0,
-        "number of sites with which the run goes on if the policies of the others refuse it (summary.md names the others); 0: a refusal "
-        "ends the run",
+        "number of sites with which the run goes on if the policies of the others refuse it; 0: a refusal ends the run",
         ">= 0",
         key="min-sites",
     )
@@ -308,8 +306,7 @@ class ServerPolicy(RunSpec):
     )
     nodes: tuple[int, ...] = option(
         (),
-        "Flower's node ids of clients 0, 1, ..., so that no other node can pose as one of them (fl-bn submit fills this in); empty: the "
-        "server believes the number that each node states",
+        "Flower's node ids of clients 0, 1, ... (fl-bn submit fills this in); empty: the server believes the number that each node states",
         "NODE,NODE,...",
         key="client-nodes",
         run="",
@@ -317,8 +314,7 @@ class ServerPolicy(RunSpec):
     )
     names: tuple[str, ...] = option(
         (),
-        "names of the sites of clients 0, 1, ..., for logs, errors, records and pictures (fl-bn submit fills this in); empty: clients are "
-        "named by their numbers",
+        "names of the sites of clients 0, 1, ... (fl-bn submit fills this in); empty: clients are named by their numbers",
         "NAME,NAME,...",
         key="client-names",
         run="",
@@ -326,9 +322,8 @@ class ServerPolicy(RunSpec):
     )
     recalibration: str = option(
         "auto",
-        "how the statistics of all layers are made exact (recalibrate, calibrate, hbn-evaluate=exact); passes: with one message and one "
-        "forward pass per layer; exchange: with one message and one forward pass in all, and an exchange per layer, if all clients can "
-        "run at the same time, else as passes; auto: as exchange, but as passes in a simulation",
+        "how statistics are made exact; passes: a message and a forward pass per layer; exchange: one of each in all, and an exchange per "
+        "layer, if all clients can run at the same time, else as passes; auto: as exchange, but as passes in a simulation",
         RECALIBRATIONS,
         hidden=True,
         used=MEASURES,

@@ -82,15 +82,8 @@ class LocalTraining(Options):
     optimizer: str = option("sgd", "the clients' optimiser", OPTIMIZERS)
     momentum: float = option(0.0, "the optimiser's momentum (EMA form, kept over rounds, for update=gradients)", "[0, 1)", run=0.9)
     weight_decay: float = option(0.0, "L2 penalty", ">= 0", run=1e-4)
-    update: str = option(
-        "weights", "clients send weights, or one batch's gradient that the server steps with (DSGD; needs local-steps=1)", UPDATES
-    )
-    precision: str = option(
-        "float32",
-        "precision of local training; mixed: bfloat16 in the operations that torch's autocast chooses; batch statistics and sent tensors "
-        "are float32",
-        PRECISIONS,
-    )
+    update: str = option("weights", "clients send weights, or one batch's gradient (DSGD; needs local-steps=1)", UPDATES)
+    precision: str = option("float32", "precision of local training; mixed: bfloat16 in the operations that autocast chooses", PRECISIONS)
     augment: str = option("none", "random changes of training images, drawn once per batch", AUGMENTATIONS)
     objective: Objective = PLAIN
     maintain: str = option(
@@ -102,25 +95,22 @@ class LocalTraining(Options):
     )
     clip: str = option(
         "none",
-        "how clients clip gradients; norm: to a norm over all parameters; round: the same, with the norm at which SGD moves the weights by "
-        "at most clip-limit in a round; value: each number; adaptive: each output unit, relative to the norm of its weights (FedWon); "
-        f"auto: round with limit {PATH:g} for hbn, fbn and freeze-after=0 with several local steps, and with limit {STEP:g} for fbn with "
-        "one; else none",
+        "how clients clip gradients; norm: all together; round: so that SGD moves weights by at most clip-limit in a round; value: each "
+        "number; adaptive: each output unit, relative to its weights (FedWon); auto: round with limit "
+        f"{PATH:g} for hbn, fbn and freeze-after=0 ({STEP:g} for fbn with one local step), else none",
         ("auto", *CLIPS),
         run="auto",
     )
     clip_limit: float = option(
         1.0,
-        "limit of clip: the largest norm (norm), distance that the weights move in a round (round) or number (value), or the share of the "
-        "weights' norm (adaptive); clip='auto' has limits of its own",
+        "limit of clip: of a norm (norm), the distance in a round (round), a number (value), or the share of the weights' norm (adaptive)",
         "> 0",
         used=CLIP_LIMITS,
     )
     step_clip: float = 0.0
     weigh_all: bool = option(
         False,
-        "weight of a client in the average of the weights; samples: the number of different samples that it trained on in the round; data: "
-        "the number of all its samples; uniform: equal weights, but running statistics are still weighted by samples",
+        "weight of a client in averages of weights; samples: those that it trained on in the round; data: all its samples; uniform: 1",
         ("samples", ALL_SAMPLES, "uniform"),
         key="client-weights",
         run="samples",
@@ -146,20 +136,18 @@ class LocalTraining(Options):
             (self.optimizer == "adam" and self.momentum > 0,
              f"optimizer='adam' has momentum parameters of its own (betas), so momentum must be 0, but got momentum={self.momentum}"),
             (gradients and (self.steps != 1 or self.optimizer != "sgd"),
-             "update='gradients' sends the gradient of one batch per round (DSGD), so it needs steps=1, epochs=0 and optimizer='sgd', "
-             f"but got steps={self.steps}, epochs={self.epochs} and optimizer={self.optimizer!r}"),
+             f"update='gradients' needs steps=1 and optimizer='sgd', but got steps={self.steps} and optimizer={self.optimizer!r}"),
             (self.clip == "round" and self.optimizer != "sgd",
              f"clip='round' needs optimizer='sgd', but got {self.optimizer!r}: set optimizer='sgd' or clip='norm'"),
             (gradients and kept,
-             "with update='gradients' clients always keep their momentum between rounds, so maintain-momentum has no effect: it must be "
-             f"'reset', but got {self.maintain!r}"),
+             f"with update='gradients' clients keep their momentum: maintain-momentum must be 'reset', but got {self.maintain!r}"),
             (kept and self.optimizer == "sgd" and self.momentum == 0,
              f"maintain-momentum={self.maintain!r} needs momentum > 0: set momentum, or maintain-momentum='reset'"),
             (gradients and objective is not PLAIN,
              f"{objective.name} is for several local steps, but update='gradients' sends one gradient: set objective='none'"),
             (objective.travels and (self.optimizer != "sgd" or self.momentum > 0 or self.clip != "none"),
-             f"{objective.name}'s control variates are means of the gradients of plain SGD, so it needs optimizer='sgd', momentum=0 "
-             f"and clip='none', but got optimizer={self.optimizer!r}, momentum={self.momentum} and clip={self.clip!r}"),
+             f"{objective.name} needs plain SGD: optimizer='sgd', momentum=0 and clip='none', but got "
+             f"{self.optimizer!r}, {self.momentum} and {self.clip!r}"),
         )  # fmt: skip
 
     def norm_in_round(self, learning_rate: float, steps: int) -> float:

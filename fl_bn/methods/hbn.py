@@ -72,27 +72,19 @@ class HBNOptions(Options):
     )
     stat_samples: int = option(
         AS_TRAINED,
-        "random samples of the statistics pass before training; 0: all of the client's; -1: as many as it trains on in the round, but at "
-        f"least {FEWEST}. A data loader of your own is read from its start, and with -1 to its end",
+        f"random samples of the statistics pass; 0: all of the client's; -1: as many as it trains on in the round, but at least {FEWEST}",
         "-1..0 or >= 2",
     )
-    lower_layers: str = option(
-        "hybrid",
-        "statistics with which lower layers normalise in the statistics pass: shared, as in evaluation, or hybrid, as in training",
-        LOWER_LAYERS,
-        hidden=True,
-    )
+    lower_layers: str = option("hybrid", "statistics with which lower layers normalise in the statistics pass", LOWER_LAYERS, hidden=True)
     evaluate: str = option(
         "auto",
-        "statistics that are evaluated and saved: exact, of the union of all data (an exchange per layer), or hybrid, as training "
-        "normalises (one exchange); auto: exact for lam=1, else hybrid",
+        "statistics that are evaluated: exact, of all data, or hybrid, as training normalises; auto: exact for lam=1, else hybrid",
         ("auto", "exact", "hybrid"),
         hidden=True,
     )
     measured: str = option(
         INPUTS,
-        "what clients measure in the pass before training: the statistics of the layers' inputs (inputs), or the mixtures of batch and "
-        "global statistics that the layers normalise with (normalisers), as the authors' code does",
+        "what the pass measures: the layers' inputs, or the mixtures that layers normalise with (normalisers), as the authors' code does",
         MEASURED,
         hidden=True,
     )
@@ -101,8 +93,7 @@ class HBNOptions(Options):
     )
     mixing: str = option(
         "learned",
-        "what a training batch is normalised with: a learned mixture, half of its own and half of the global statistics (ablation 5), its "
-        "own alone (batch, ablation 4), or the global ones alone (shared, ablation 3)",
+        "mixture of a batch's own and the global statistics: learned, half (ablation 5), batch alone (4), or shared alone (3)",
         MIXING,
         hidden=True,
     )

@@ -268,10 +268,7 @@ class Method:
         """
         if self.fraction != 1 or share >= 1:
             return ""
-        return (
-            f"{self.name} follows the statistics as fast as if all clients took part in every round, but a share of {share:g} does: give "
-            f"{self.name}(fraction={share:g})"
-        )
+        return f"{self.name} follows the statistics as if all clients took part in every round: give {self.name}(fraction={share:g})"
 
     def place(self, role: Role, home: frozenset[Role] = frozenset()) -> Place:
         """Return where tensors of this role live.

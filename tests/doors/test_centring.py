@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
 from fl_bn import Federation, convert, local_round, methods, server_state
 from fl_bn.methods import METHODS, Method, Phase, freeze
 from fl_bn.objectives import PLAIN, Objective, Scaffold
-from tests.doors.doors import ALL, RATE, Rounds, apart, through, wide
+from tests.doors.doors import ALL, RATE, Rounds, through, wide
 from tests.doors.inner import RunConfig, centred_weights
 from tests.federation import random_samples
 from tests.methods.centralised import rough_network
@@ -80,60 +79,6 @@ def test_a_gradient_is_that_of_plain_torch_without_its_mean() -> None:
     model.zero_grad()
     F.cross_entropy(model(x), y).backward()
     assert all(float(p.grad.flatten(1).mean(1).abs().max()) > MOVES for n, p in model.named_parameters() if n in centred_weights(net))
-
-
-def functionally(round: Any, how: str) -> None:
-    """Write gradients that autograd did not make for the parameters to ``p.grad``, and step along them."""
-    model, x, y = round.model, CLIENTS[0].x, CLIENTS[0].y
-    own = dict(model.named_parameters())
-
-    def loss(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(functional_call(model, values, (x,)), y)
-
-    def one(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return loss(values, x[None], y[None])
-
-    values = {name: p.detach().clone() for name, p in own.items()}
-    if how == "grad":
-        found = torch.func.grad(loss)(values, x, y)
-    elif how == "of the parameters themselves":
-        found = torch.func.grad(loss)(own, x, y)
-    elif how == "of single samples":
-        found = {name: g.mean(0) for name, g in torch.func.vmap(torch.func.grad(one), (None, 0, 0))(values, x, y).items()}
-    elif how == "vjp":
-        out, back = torch.func.vjp(lambda values: loss(values, x, y), values)
-        (found,) = back(torch.ones_like(out))
-    else:
-        leaves = {name: value.requires_grad_() for name, value in values.items()}
-        found = dict(zip(leaves, torch.autograd.grad(loss(leaves, x, y), list(leaves.values())), strict=True))
-    for name, p in own.items():
-        p.grad = found[name]
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
-@pytest.mark.parametrize("how", ["grad", "of the parameters themselves", "of single samples", "vjp", "of copies"])
-def test_gradients_of_torch_func_are_centred_before_the_step(how: str) -> None:
-    """The step is that of plain autograd; and without centring it is plain PyTorch's (control)."""
-    net, ends = rough_network("plain"), {}
-    names = centred_weights(net)
-    for centre in (True, False):
-        method = replace(methods.fbn(), centre=centre)
-        asked = server_state(net, method, rounds=3, clients=3).instruction()
-        for loop in ("plain", how):
-            model = convert(net, method)
-            with local_round(model, method, asked) as round:
-                if loop == "plain":
-                    F.cross_entropy(model(CLIENTS[0].x), CLIENTS[0].y).backward()
-                    torch.optim.SGD(model.parameters(), lr=0.1).step()
-                else:
-                    functionally(round, how)
-            ends[centre, loop] = {key: p.detach() for key, p in model.named_parameters()}
-            ends[centre, loop] |= round.reply(8)[0].sections.get("moments", {})
-        assert apart([ends[centre, how]], [ends[centre, "plain"]]) < 1e-12
-    start = sums(net.state_dict(), names)
-    for centre in (True, False):
-        moves = max(float((a - b).abs().max()) for a, b in zip(sums(ends[centre, how], names), start, strict=True))
-        assert moves < STILL if centre else moves > MOVES
 
 
 @pytest.mark.parametrize("by_hand", [False, True])

@@ -258,15 +258,6 @@ def test_a_loss_that_uses_the_given_network_is_refused_by_its_gradients() -> Non
     assert next(fed(model=model, loss=other).run(1)).aggregated
 
 
-def test_a_run_does_not_go_on_after_a_later_one() -> None:
-    made = fed()
-    first, left = made.run(3), made.run(3)
-    assert next(first).round == next(left).round == 1  # control: a run that was left is no obstacle
-    assert [record.round for record in made.run(2)] == [1, 2]
-    with naming("after round 1"):
-        next(first)
-
-
 class Small(nn.Module):
     """A network of which ``less`` names what its state_dict leaves out, to keep files small."""
 

@@ -30,7 +30,7 @@ FEDTAN = ("fedtan", "fedtan2", "fedavg-alg2")
 ADAPTIVE = ("fedadagrad", "fedadam", "fedyogi")
 REFUSED = {  # method and objective: what the error says
     **{(method, "scaffold"): "changes each client's gradient by itself" for method in FEDTAN},
-    **{(method, "fedsam"): "runs each batch twice through the network" for method in FEDTAN},
+    **{(method, "fedsam"): "runs each batch twice" for method in FEDTAN},
     **{("single", objective): "but single shares no weights" for objective in ("fedprox", "scaffold", "moon")},
 }
 BASE: dict[str, Any] = {

@@ -31,7 +31,7 @@ from fl_bn.federation import optimizers
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import Outcome, Result, concluded
 from fl_bn.federation.engines.stack import Seen, Stack, groups
-from fl_bn.federation.gradients import Centring, clip_rows
+from fl_bn.federation.gradients import centring, clip_rows
 from fl_bn.federation.local import Samples, measuring
 from fl_bn.federation.training import IndexBatches, OwnLoop, SampleLoop, Trained, loss_of
 from fl_bn.methods import StatisticsReport
@@ -242,7 +242,7 @@ def train_together(
         order = sorted(range(len(rounds)), key=lambda place: -len(batches[place]))  # clients that finish first are the last rows
         training = _Training([rounds[place] for place in order], [batches[place] for place in order], loop, device)
         if rounds[0].method.centres(rounds[0].phase):
-            opened.enter_context(Centring(training.trained, rounds[0].network.centred, stacked=True))
+            opened.enter_context(centring(training.trained, rounds[0].network.centred, stacked=True))
         for _ in range(len(batches[order[0]])):
             training.step()
         losses = training.total.tolist()
