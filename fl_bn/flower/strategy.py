@@ -87,7 +87,7 @@ class BatchNormStrategy(Strategy):
                 ``rounds``, it is there from the beginning.)
         """
         if self._transport is None:
-            raise RunFailed("the clients are not known before the start: call strategy.start(...)")
+            raise RunFailed(f"{type(self).__name__} does not know its clients before the start: call strategy.start(...)")
         return self._transport
 
     def _called(self) -> GridTransport:

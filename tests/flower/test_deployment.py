@@ -82,7 +82,7 @@ def test_an_exchange_without_encryption_is_refused_in_a_deployment(given: Any, s
     for ask, error in ((exchange_in, ValueError), (in_a_round, RunFailed)):
         with pytest.raises(error) as told:
             ask(ExchangeSettings(**given))
-        assert all(f"{name}={value!r}" in str(told.value) for name, value in given.items())
+        assert all(name in str(told.value) for name in given)
 
 
 def in_a_round(settings: ExchangeSettings) -> None:

@@ -11,8 +11,6 @@ its clients can take part at the same time. Otherwise it takes one pass over the
 from __future__ import annotations
 
 import logging
-import math
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +28,7 @@ from fl_bn.exchange.grpc.service import ExchangeService
 from fl_bn.exchange.session import NOT_JOINED, Session
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.policy import MEMORY
-from fl_bn.flower.compat import federation_config, log, pinned, simulates
+from fl_bn.flower.compat import log, simulates
 from fl_bn.flower.deployment import exchange_in
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.layerwise.transcript import attach, read_request, size
@@ -223,7 +221,7 @@ class Exchanges:
             advice = "check exchange-host, exchange-port and certificates at the server, and exchange-addresses in node configs"
             raise RunFailed(f"the exchange at {address} fails: {session.failure or next(iter(unable.values()))}: {advice}")
         needed = f"the exchange needs all {len(cohort)} clients of a cohort to run at once, but {session.failure or 'none joined'}"
-        return f"{needed}. {_simulation_hint(len(cohort), os.cpu_count() or 1)}; or set exchange='replay', which is slow"
+        return f"{needed}: in simulation, give Ray a worker for each (docs/reference/exchange.md), or set exchange='replay', which is slow"
 
     @cached_property
     def settings(self) -> ExchangeSettings:
@@ -380,19 +378,6 @@ class Exchanges:
                 requests[client] = request[:2]
                 sizes[client] += size(request[1].values)
         return requests
-
-
-def _simulation_hint(clients: int, cpus: int) -> str:
-    """Return advice on how to get ``clients`` workers in Flower's simulation.
-
-    Flower 1.25 can give each worker a part of a CPU. Later versions give whole CPUs only, so
-    the advice is to tell Ray of more CPUs than there are. All versions run at most 32 workers
-    at a time, and at most 4 more than there are CPUs.
-    """
-    per_client, ray_cpus = "backend.client-resources.num-cpus", "backend.init-args.num-cpus"
-    part = math.floor(100 * cpus / clients) / 100
-    share: dict[str, object] = {per_client: f"{part:g}"} if pinned() else {ray_cpus: clients, per_client: 1}
-    return f"In simulation (at most {min(32, cpus + 4)} at a time): {federation_config(share)}"
 
 
 def _by_client(clients: Sequence[Client], messages: Iterable[Message]) -> dict[int, Message]:
