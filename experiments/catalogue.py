@@ -188,9 +188,7 @@ def study(experiment: Experiment, measure: str = "") -> Study:
         return Study(module.plan if experiment.program else swept, module.AXIS, module.WAYS, module.measured)
     except AttributeError as error:
         names = "plan, AXIS, WAYS and measured" if experiment.program else "AXIS, WAYS and measured"
-        raise ConfigError(
-            f"{experiment.file}: fl-bn cannot keep results of its program: the program must define {names}, but {error}"
-        ) from error
+        raise ConfigError(f"{experiment.file}: its program must define {names}, but {error}") from error
 
 
 def program_of(experiment: Experiment) -> Callable[..., Any]:
@@ -210,9 +208,7 @@ def _module(experiment: Experiment) -> ModuleType:
     file, _, _ = experiment.program.partition(":")
     path, folder = (experiment.file.parent / file).resolve(), (experiment.file.parent / "programs").resolve()
     if path.parent != folder or path.suffix != ".py" or not path.is_file():
-        raise ConfigError(
-            f"{experiment.file}: program must be programs/FILE.py:FUNCTION, with FILE.py in {folder}, but is {experiment.program!r}"
-        )
+        raise ConfigError(f"{experiment.file}: program must be programs/FILE.py:FUNCTION, but is {experiment.program!r}")
     spec = importlib.util.spec_from_file_location(f"experiments.definitions.programs.{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

@@ -304,9 +304,7 @@ def _claim(table: Mapping[str, Any]) -> Claim:
     where = f"claim {table.get('id', '?')}"
     made: Claim = _entry(Claim, table, where)
     if made.id.startswith("own-"):
-        raise ConfigError(
-            f"{FILE}: {where}: the id of a claim must name a table or figure of the paper; move a question of this project to [[own]]"
-        )
+        raise ConfigError(f"{FILE}: {where}: the id of a claim must name a table or figure of the paper (see [[own]])")
     if not (made.compare or made.untestable or made.exact):
         raise ConfigError(f"{FILE}: {where} needs one of the keys 'compare' (comparisons), 'untestable' (a reason) and 'exact' (a test)")
     if made.compare and not 1 <= made.headline <= len(made.compare):
@@ -315,10 +313,7 @@ def _claim(table: Mapping[str, Any]) -> Claim:
         if one.within is not None:
             raise ConfigError(f"{FILE}: {where}: {one}: 'within' is only for questions in [[own]]: write near = true and a margin instead")
         if (one.paper is None) == (not one.figure):
-            raise ConfigError(
-                f'{FILE}: {where}: {one}: give the paper\'s numbers as paper = [LEFT, RIGHT], or figure = "N" if only a figure '
-                "has them, but not both"
-            )
+            raise ConfigError(f'{FILE}: {where}: {one}: expected paper = [LEFT, RIGHT], or figure = "N" if only a figure has them')
         if one.near and one.numbers is None and one.margin is None:
             raise ConfigError(f"{FILE}: {where}: {one}: 'near' needs the paper's two numbers ('paper' or 'about') or a 'margin'")
     return made
@@ -328,9 +323,7 @@ def _own(table: Mapping[str, Any]) -> Own:
     where = f"question {table.get('id', '?')}"
     made: Own = _entry(Own, table, where)
     if not made.id.startswith("own-") or not made.compare:
-        raise ConfigError(
-            f"{FILE}: {where}: a question in [[own]] needs an id that begins with 'own-', and comparisons that answer it ('compare')"
-        )
+        raise ConfigError(f"{FILE}: {where}: a question in [[own]] needs an id that begins with 'own-', and 'compare'")
     return made
 
 

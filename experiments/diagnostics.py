@@ -93,20 +93,12 @@ class Diagnostics:
         if unknown := [name for name in names if name not in DIAGNOSTICS]:
             raise ConfigError(expected("each of diagnostics", unknown[0], DIAGNOSTICS))
         if config.dataset == SITES:
-            raise ConfigError(
-                f"diagnostics need all clients' data in one place, but with dataset={SITES!r} the server has none: leave out diagnostics"
-            )
+            raise ConfigError(f"diagnostics need all clients' data in one place, which dataset={SITES!r} lacks")
         if config.build_method().personal:
-            raise ConfigError(
-                f"diagnostics measure the global model, but under {config.method} every client has a model of its own: leave out "
-                "diagnostics, or choose a method with a global model"
-            )
+            raise ConfigError(f"diagnostics measure a global model, which {config.method} lacks: leave out diagnostics")
         self.config, self.names = config, tuple(names)
         if set(names) & {DRIFT, GRADIENTS} and not batch_norms(client_model(config)):
-            raise ConfigError(
-                f"diagnostics drift and gradients need BatchNorm layers, but under {config.method} the network has none: leave out both, "
-                "or choose a method with BatchNorm"
-            )
+            raise ConfigError(f"diagnostics drift and gradients need BatchNorm layers, which {config.method} lacks")
         self._before: dict[str, Running] = {}
         self._over_rounds: dict[tuple[str, int, str], Moments] = {}
 

@@ -160,18 +160,12 @@ def read_sites(folder: Path) -> dict[str, list[Subject]]:
         ValueError: a file has another form.
     """
     if not folder.is_dir():
-        raise DataNotFound(
-            f"dataset 'abide': there is no folder {str(folder)!r}: give data-path a folder with the files of experiments/data.md (a "
-            f"relative path starts at the current folder, {str(Path.cwd())!r})"
-        )
+        raise DataNotFound(f"dataset 'abide': there is no folder {str(folder)!r} with the files of experiments/data.md")
     if phenotypes := sorted(folder.rglob("Phenotypic*.csv")):
         return _published(folder, phenotypes[0])
     files = [file for file in visible(folder) if file.suffix in (".npz", ".csv")]
     if not files:
-        raise DataNotFound(
-            f"dataset 'abide': {folder} holds neither Phenotypic*.csv with *_rois_ho.1D nor SITE.npz nor SITE.csv: experiments/data.md has "
-            "the forms"
-        )
+        raise DataNotFound(f"dataset 'abide': {folder} has no files in a form of experiments/data.md")
     names = [file.stem for file in files]
     expect(len(set(names)) == len(names), folder, "", "a name of its own for the file of each site", ", ".join(names))
     return {file.stem: _npz(file) if file.suffix == ".npz" else _csv(file) for file in files}
@@ -190,9 +184,7 @@ def _published(folder: Path, phenotypes: Path) -> dict[str, list[Subject]]:
             expect(row["DX_GROUP"] in CLASSES, phenotypes, row["FILE_ID"], "1 or 2 as DX_GROUP", row["DX_GROUP"])
             sites[site].append(Subject(read_series(files[row["FILE_ID"]])[None], CLASSES[row["DX_GROUP"]], ready=False))
     if empty := [site for site, subjects in sites.items() if not subjects]:
-        raise DataNotFound(
-            f"dataset 'abide': no *_rois_ho.1D below {folder} belongs to {', '.join(empty)} (names must be FILE_ID_rois_ho.1D)"
-        )
+        raise DataNotFound(f"dataset 'abide': no FILE_ID_rois_ho.1D below {folder} belongs to {', '.join(empty)}")
     return sites
 
 
@@ -237,9 +229,7 @@ def _csv(file: Path) -> list[Subject]:
     try:
         table = np.loadtxt(file, delimiter=",", ndmin=2)
     except ValueError as error:
-        raise ValueError(
-            f"{file}: expected a label and numbers per line, separated by commas, without a header, but reading failed: {error}"
-        ) from error
+        raise ValueError(f"{file}: expected a label and numbers per line, separated by commas, but: {error}") from error
     return _grouped(file, table[:, 1:], table[:, 0], np.arange(len(table)), ready=True)
 
 

@@ -62,9 +62,7 @@ def _numbered_images(name: str, folder: Path, listing: Path, image_size: int) ->
         files.append(folder / parts[0])
         labels.append(int(parts[1]))
         if not files[-1].is_file():
-            raise DataNotFound(
-                f"dataset {name!r}: {listing.name}, line {number} names {files[-1]}, which is not there: unpack the data set anew"
-            )
+            raise DataNotFound(f"dataset {name!r}: {listing.name}, line {number} names {files[-1]}, which is not there")
     expect(bool(files), listing, "", "one 'FILE DIGIT' per line", "an empty file")
     shape = images_to_tensor(read_picture(files[0])[None]).shape[-2:]
 
@@ -184,10 +182,7 @@ def sources(folder: Path) -> list[Source]:
     for candidates in FIVE:
         source = next((source for source in candidates if source.found(folder)), None)
         if source is None and candidates[0] not in DOWNLOADED:
-            raise DataNotFound(
-                f"dataset 'digits-five': {str(folder)!r} has no files of the domain {candidates[0].domain}: experiments/data.md lists them "
-                f"(a relative path starts at the current folder, {str(Path.cwd())!r})"
-            )
+            raise DataNotFound(f"dataset 'digits-five': {str(folder)!r} has no files of {candidates[0].domain} (experiments/data.md)")
         chosen.append(source or candidates[0])
     return chosen
 

@@ -80,10 +80,7 @@ def domain_folders(
     matches = {file: next(iter(sorted([*root.glob(file), *root.glob(f"*/{file}")])), None) for file in names}
     if any(matches.values()):
         if absent := [file for file, place in matches.items() if place is None]:
-            raise DataNotFound(
-                f"dataset {name!r}: of its split lists, {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} missing below {root}; "
-                "add them, or remove all lists for a random split"
-            )
+            raise DataNotFound(f"dataset {name!r}: the split lists {', '.join(absent)} are missing below {root}")
         places = [place for place in matches.values() if place is not None]
         train, test = (
             [image for i, file in enumerate(places[half::2]) for image in listed_images(name, root, file, classes, i)] for half in (0, 1)
@@ -117,9 +114,7 @@ def tiny_imagenet(path: str) -> Listing:
             raise ValueError(f"{annotations}, line {number}: expected 'FILE WNID ...' with a WNID of wnids.txt, but got {line!r}")
         file = root / "val" / "images" / parts[0]
         if not file.is_file():
-            raise DataNotFound(
-                f"dataset {name!r}: {annotations.name}, line {number} names {file}, which is not there: unpack the data set anew"
-            )
+            raise DataNotFound(f"dataset {name!r}: {annotations.name}, line {number} names {file}, which is not there")
         test.append(Image(file, labels[parts[1]]))
     return Listing(name, train, test, classes)
 
@@ -136,10 +131,7 @@ def imagenet(path: str) -> Listing:
     root = find_root(name, path, ("train", "val"), ("imagenet", "ILSVRC2012"))
     classes = tuple(folder.name for folder in visible(root / "train") if folder.is_dir())
     if not any(entry.is_dir() for entry in visible(root / "val")):
-        raise DataNotFound(
-            f"dataset {name!r}: {root / 'val'} has no folder for each class; the published archive is flat, so sort its images into "
-            "val/WNID first (torchvision.datasets.ImageNet does it from the archive and the devkit)"
-        )
+        raise DataNotFound(f"dataset {name!r}: sort the images of {root / 'val'} into val/WNID first, as torchvision does")
     train, test = (class_images(name, root / part, classes) for part in ("train", "val"))
     return Listing(name, train, test, classes)
 

@@ -91,10 +91,7 @@ def find_root(name: str, path: str, needs: Sequence[str], tops: Sequence[str] = 
     missing = [[need for need in needs if not (root / need).exists()] for root in roots]
     best = min(range(len(roots)), key=lambda i: (len(missing[i]), -i))  # of folders that lack equally many: the last of tops
     if missing[best]:
-        raise DataNotFound(
-            f"dataset {name!r}: {roots[best]} lacks {', '.join(missing[best])} (data-path {path or ROOT!r}; a relative path starts at the "
-            f"current folder, {str(Path.cwd())!r}); experiments/data.md shows which files go where"
-        )
+        raise DataNotFound(f"dataset {name!r}: {roots[best]} lacks {', '.join(missing[best])} (experiments/data.md)")
     return roots[best]
 
 
@@ -132,9 +129,7 @@ def listed_images(name: str, root: Path, listing: Path, classes: Sequence[str], 
         if relative.parent.name not in labels:
             continue
         if not (root / relative).is_file():
-            raise DataNotFound(
-                f"dataset {name!r}: {listing.name}, line {number} names {root / relative}, which is not there: unpack the data set anew"
-            )
+            raise DataNotFound(f"dataset {name!r}: {listing.name}, line {number} names {root / relative}, which is not there")
         images.append(Image(root / relative, labels[relative.parent.name], domain))
     return images
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_bn.data.images import images_to_tensor, resize
-from fl_bn.data.record import CLASSES, DataError, DataNotFound, Dataset, domains_of, expect, paths, same_form
+from fl_bn.data.record import DataError, DataNotFound, Dataset, domains_of, expect, paths, same_form
 from fl_bn.support.user_code import Modules, function
 from fl_bn.task import LABELS, kind_of
 
@@ -46,15 +47,18 @@ def load_npz(path: str, image_size: int) -> Dataset:
     """
     files = paths(path)
     expect(bool(files), "npz", "data-path", "one .npz file, or several separated by commas", "none")
-    archives = [_converted(file, _read(file), floats=False) for file in files]
-    domains = domains_of(files, *([len(archive[f"y_{split}"]) for archive in archives] for split in ("train", "test")))
-    channels = max(archive["x_train"].shape[1] for archive in archives)
-    size = image_size or max(archive["x_train"].shape[2] for archive in archives)
-    for archive in archives:
-        for key in ("x_train", "x_test"):
-            x = archive[key]
-            archive[key] = resize(x.expand(-1, channels, -1, -1) if x.shape[1] == 1 else x, size).contiguous()
-    return _joined("npz", archives, **domains)
+    sets = [_dataset(str(file), _read(file), floats=False) for file in files]
+    channels, size = max(one.channels for one in sets), image_size or max(one.image_size for one in sets)
+    joined: dict[str, Tensor] = {}
+    for key in KEYS:
+        parts = [getattr(one, key) for one in sets]
+        if key[0] == "y":
+            same_form("npz", key, parts)
+        else:
+            parts = [resize(x.expand(-1, channels, -1, -1) if x.shape[1] == 1 else x, size).contiguous() for x in parts]
+        joined[key] = torch.cat(parts)
+    domains = domains_of(files, [len(one.y_train) for one in sets], [len(one.y_test) for one in sets])
+    return Dataset("npz", **joined, classes=max(one.classes for one in sets), counted=sets[0].counted, **domains)
 
 
 def load_function(name: str, path: str, image_size: int, modules: Modules | None = None) -> Dataset:
@@ -83,64 +87,45 @@ def load_function(name: str, path: str, image_size: int, modules: Modules | None
     returned = _called(name, path, image_size, modules)
     four = isinstance(returned, tuple | list) and len(returned) == len(KEYS)
     expect(four, name, "", ", ".join(KEYS), f"{type(returned).__name__} of {len(returned)}" if hasattr(returned, "__len__") else returned)
-    arrays = _converted(name, {key: _array_of(name, key, value) for key, value in zip(KEYS, returned, strict=True)}, floats=True)
-    for key in ("x_train", "x_test"):
-        if arrays[key].dtype == torch.uint8:
-            arrays[key] = resize(arrays[key], image_size)
-    data = _joined(name, [arrays])
+    data = _dataset(name, {key: _array_of(name, key, value) for key, value in zip(KEYS, returned, strict=True)}, floats=True)
+    if data.x_train.dtype == torch.uint8:
+        return replace(data, x_train=resize(data.x_train, image_size), x_test=resize(data.x_test, image_size))
     fits = image_size in (0, data.image_size)
     expect(fits, name, "", f"image-size=0 or {data.image_size}, as floats are never resized", f"image-size={image_size}")
     return data
 
 
-def _joined(name: str, archives: Sequence[Mapping[str, Tensor]], **fields: Any) -> Dataset:
-    """Join converted arrays of several sites, and count the classes: the largest label, plus one."""
-    targets = [archive[key] for archive in archives for key in ("y_train", "y_test")]
+def _dataset(name: str, arrays: Mapping[str, Array], *, floats: bool) -> Dataset:
+    """Convert four arrays, and count the classes: the largest label, plus one. ``Dataset`` checks them.
+
+    Args:
+        name: the source, for errors.
+        arrays: the arrays by their names in ``KEYS``.
+        floats: whether samples may be floats.
+    """
+    tensors = {key: _samples(name, key, arrays[key], floats) if key[0] == "x" else _targets(name, key, arrays[key]) for key in KEYS}
+    targets = [tensors["y_train"], tensors["y_test"]]
     same_form(name, "y_train and y_test", targets)
-    joined: dict[str, Any] = {key: torch.cat([archive[key] for archive in archives]) for key in KEYS}
     labels = kind_of(targets[0]) == LABELS
     outputs = 1 if targets[0].ndim == 1 else targets[0].shape[1]
     classes = 1 + max((int(y.max()) for y in targets if len(y)), default=0) if labels else outputs
-    return Dataset(name, **joined, classes=classes, counted=labels, **fields)
-
-
-def _converted(source: object, arrays: Mapping[str, Array], *, floats: bool) -> dict[str, Tensor]:
-    """Convert the four arrays of a source to tensors. ``floats``: whether samples may be floats."""
-    tensors = {}
-    for split in ("train", "test"):
-        x, y = arrays[f"x_{split}"], arrays[f"y_{split}"]
-        tensors[f"x_{split}"] = _samples(source, f"x_{split}", x, floats)
-        tensors[f"y_{split}"] = _targets(source, f"y_{split}", y, len(x))
-    same_form(source, "x_train and x_test", [tensors["x_train"], tensors["x_test"]])
-    return tensors
+    return Dataset(name, **tensors, classes=classes, counted=labels)
 
 
 def _samples(source: object, key: str, x: Array, floats: bool) -> Tensor:
     """Convert floats to float32, and images to uint8 (N, C, H, H)."""
     if floats and np.issubdtype(x.dtype, np.floating):
         return _float32(x)
-    wanted = "images of uint8 (0..255), or floats" if floats else "images of uint8: scale other values to 0..255, and round them"
+    wanted = "images of uint8 (0..255), (N, H, H) or (N, H, H, C)" + (", or floats" if floats else ": scale other values, and round them")
     nan = " with NaN" if np.issubdtype(x.dtype, np.floating) and np.isnan(x).any() else ""
-    expect(x.dtype == np.uint8, source, key, wanted, f"{x.dtype}{nan}")
-    fits = x.ndim in (3, 4) and len(x) > 0 and (x.ndim == 3 or x.shape[3] in (1, 3)) and x.shape[1] == x.shape[2]
-    expect(fits, source, key, "at least one square image, (N, H, H) or (N, H, H, C) with 1 or 3 channels C last", x.shape)
+    expect(x.dtype == np.uint8 and x.ndim in (3, 4), source, key, wanted, f"{x.dtype}{nan} {x.shape}")
     return images_to_tensor(x.astype(np.uint8, copy=False))
 
 
-def _targets(source: object, key: str, y: Array, samples: int) -> Tensor:
-    """Convert targets: labels int64 (N,), sets of labels int64 (N, K), or values float32 (N,) or (N, D)."""
-    whole, number = np.issubdtype(y.dtype, np.integer), np.issubdtype(y.dtype, np.floating)
-    fits = y.shape[:1] == (samples,) and (y.ndim in (1, 2) and (whole or number) or y.ndim == 2 and y.dtype == bool)
-    wanted = f"labels, integers ({samples},); floats ({samples},) or ({samples}, D) for regression; or 0 or 1 ({samples}, K)"
-    expect(fits, source, key, wanted, f"{y.dtype} {y.shape}")
-    if number:
-        return _float32(y)
-    labels = y.astype(np.int64)
-    if labels.size:
-        low, high = labels.min(), labels.max()
-        most = CLASSES - 1 if y.ndim == 1 else 1
-        expect(low >= 0 and high <= most, source, key, f"0..{most}", f"{low}..{high}")
-    return torch.from_numpy(labels)
+def _targets(source: object, key: str, y: Array) -> Tensor:
+    """Convert targets: whole numbers and truth values to int64, and others to float32."""
+    expect(y.dtype.kind in "biuf", source, key, "labels (N,), 0 or 1 (N, K), or floats for regression", f"{y.dtype} {y.shape}")
+    return _float32(y) if y.dtype.kind == "f" else torch.from_numpy(y.astype(np.int64))
 
 
 def _float32(x: Array) -> Tensor:

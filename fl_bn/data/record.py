@@ -150,7 +150,7 @@ class Dataset:
     def _check_targets(self, part: str, y: Tensor, x: Tensor) -> None:
         kind = kind_of(y)
         if kind not in (VALUES, LABEL_SETS):
-            self._check_indices(part, y, len(x), self.classes)
+            self._check_indices(part, y, len(x), min(self.classes, CLASSES))
             return
         shapes = {(len(x), self.classes), *([(len(x),)] if self.classes == 1 and kind == VALUES else [])}
         fits = y.dtype == (torch.float32 if kind == VALUES else torch.int64) and y.shape in shapes

@@ -65,7 +65,7 @@ def test_several_files_are_domains_of_one_shape(tmp_path: Path) -> None:
         ({"x_test": np.zeros((2, 8, 6), dtype=np.uint8)}, "x_test"),
         ({"x_test": np.zeros((2, 9, 9, 3), dtype=np.uint8)}, "x_train and x_test"),
         ({"y_train": np.zeros(3, dtype=int)}, "y_train"),
-        ({"y_train": np.full((4, 2), 2)}, "y_train"),
+        ({"y_train": np.full((4, 2), 2)}, "y_train and y_test"),
         ({"y_train": np.array([0, 1, -1, 0])}, "y_train"),
         ({"y_train": np.array([0, 1, 65_536, 0])}, "y_train"),
         ({"y_train": np.array([0, "a", None, 1], dtype=object)}, "y_train"),
@@ -78,9 +78,9 @@ def test_malformed_arrays_are_named(tmp_path: Path, changes: dict[str, Any], par
 
 
 def test_targets_are_of_one_kind_and_finite(tmp_path: Path) -> None:
-    with wrong_data("npz", "y_train and y_test"):
+    with wrong_data(tmp_path / "a.npz", "y_train and y_test"):
         load("npz", str(write(tmp_path / "a.npz", y_train=np.zeros(4))))
-    with wrong_data("npz", "y_train") as caught:
+    with wrong_data(tmp_path / "b.npz", "y_train") as caught:
         load("npz", str(write(tmp_path / "b.npz", y_train=np.array([0, 1, 2, np.nan]), y_test=np.zeros(2))))
     assert "sample 3" in caught.value.problem
 

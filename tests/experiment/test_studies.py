@@ -190,18 +190,3 @@ def test_every_domain_is_held_out_for_every_method_and_seed(tmp_path: Path) -> N
         (method, domain, seed) for method in unseen_domain.METHODS.values() for domain in unseen_domain.SHIFTS for seed in range(3)
     }
     assert all(c.config.clients == len(unseen_domain.SHIFTS) - 1 for c in cells)
-
-
-def test_the_table_of_unseen_domains_is_the_mean_over_seeds_and_domains() -> None:
-    known, before = unseen_domain.KNOWN, unseen_domain.BEFORE
-    made = unseen_domain.table(
-        [
-            unseen_domain.Row(domain, "FedBN", seed, how, value + seed)
-            for domain, value in (("a", 10.0), ("b", 30.0))
-            for seed in (0, 1)
-            for how in (known, before, "recompute")
-        ]
-    )
-    assert made[0][:4] == ("held out", "method", known, before)
-    assert made[1] == ("a", "FedBN", "10.5 (0.7)", "10.5 (0.7)", "-", "10.5 (0.7)", "-")
-    assert made[3][:3] == ("mean", "FedBN", "20.5 (0.7)")

@@ -9,14 +9,9 @@ statistics cost. The remaining distance to centralised training is due to the we
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib.pyplot as plt
-import numpy as np
-
-from fl_bn.run.palette import STYLE
 from fl_bn.run.recalibrate import planned
 from fl_bn.run.usage import Usage
 from fl_bn.sweep.cells import Cell, run_cell, run_cells
@@ -45,7 +40,7 @@ class Result(NamedTuple):
 
 
 def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1) -> list[Result]:
-    """Run the study, and write ``recalibration.csv`` and ``recalibration.png``.
+    """Run the study, and write ``recalibration.csv``.
 
     Args:
         folder: The folder of the files. Its subfolder ``runs`` has the runs; finished runs are not repeated.
@@ -66,7 +61,6 @@ def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1)
     found = [result for cell in cells for result in recalibrated(cell)]
     with (folder / "recalibration.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([Result._fields, *found])
-    _draw(found, folder / "recalibration.png")
     return found
 
 
@@ -102,24 +96,3 @@ def measured(cell: Cell) -> dict[str, float]:
     """Return the accuracy (0..1) of a finished run with the averaged and with the exact statistics."""
     first, *_, last = recalibrated(cell)
     return {"averaged": first.accuracy, "exact": last.accuracy}
-
-
-def _draw(found: Sequence[Result], path: Path) -> None:
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-        for index, split in enumerate(SPLITS):
-            for seed in SEEDS:
-                mine = [r for r in found if (r.split, r.seed) == (split, seed)]
-                axes.plot([r.passes for r in mine], [100 * r.accuracy for r in mine], "-", lw=0.7, alpha=0.5, color=f"C{index}")
-            mean = [
-                100 * float(np.mean([r.accuracy for r in found if (r.split, r.passes) == (split, number)]))
-                for number in range(1 + max(r.passes for r in found if r.split == split))
-            ]
-            label = f"{split}: {mean[0]:.1f} → {mean[-1]:.1f} %"
-            axes.plot(range(len(mean)), mean, "o-", ms=4, color=f"C{index}", label=label)
-        axes.set(xlabel="passes (0: FedAvg's averaged statistics)", ylabel="test accuracy (%)", ylim=(0, 100))
-        axes.set_xticks(range(1 + max(r.passes for r in found)))
-        axes.set_title("the same weights, re-calibrated (thin: seeds; last pass: exact in every layer)")
-        axes.legend(frameon=False)
-        figure.savefig(path)
-        plt.close(figure)

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from experiments.data.digits_five import sources
@@ -71,7 +70,7 @@ class Row(NamedTuple):
 
 
 def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1) -> list[Row]:
-    """Run the study, and write ``adaptations.csv``, ``table.csv`` and ``table.md``.
+    """Run the study, and write ``adaptations.csv``.
 
     Args:
         folder: The folder of the files. Its subfolder ``runs`` has the runs; finished runs are not repeated.
@@ -91,7 +90,7 @@ def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1)
     if errors := run_cells(cells, jobs, lambda done, total: None):
         raise RuntimeError(f"{len(errors)} of {len(cells)} runs failed: {'; '.join(f'{name}: {text}' for name, text in errors.items())}")
     rows = [row for cell in cells for row in adapted(cell)]
-    _write(rows, folder)
+    _write_csv(folder / "adaptations.csv", [Row._fields, *rows])
     return rows
 
 
@@ -127,9 +126,7 @@ def adapted(cell: Cell) -> Iterator[Row]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     outcomes = adapt(made, client, ways(made, "all"), BATCH, device)
     if outcomes[0].before is None:
-        raise ConfigError(
-            f"{cell.path} has no models of its clients, but the accuracy before adapting needs them: delete the folder, and repeat the run"
-        )
+        raise ConfigError(f"{cell.path} has no models of its clients: delete the folder, and repeat the run")
     yield Row(*at, BEFORE, 100 * outcomes[0].before["accuracy"])
     for outcome in outcomes:
         yield Row(*at, outcome.how, 100 * outcome.after["accuracy"], outcome.note)
@@ -142,47 +139,6 @@ def measured(cell: Cell) -> dict[str, float]:
     The other names are ways of adapting the model, each with the accuracy on the domain left out after adapting.
     """
     return {row.how: row.accuracy / 100 for row in adapted(cell)}
-
-
-def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Return the lines of a table of accuracies in percent, by domain left out and method.
-
-    The first line has the titles, and the last lines have the mean over the domains. A cell of the table is the mean over
-    the seeds, with the standard deviation over the seeds in brackets.
-    """
-    columns = (KNOWN, BEFORE, *HOW)
-    domains, methods = (list(dict.fromkeys(getattr(row, key) for row in rows)) for key in ("held_out", "method"))
-    made: list[tuple[str, ...]] = [("held out", "method", *columns)]
-    for domain in [*domains, "mean"]:
-        for method in methods:
-            shown = []
-            for how in columns:
-                per_seed: dict[int, list[float]] = {}
-                for row in rows:
-                    if row.method == method and row.how == how and domain in (row.held_out, "mean"):
-                        per_seed.setdefault(row.seed, []).append(row.accuracy)
-                shown.append(_mean_std([float(np.mean(values)) for values in per_seed.values()]))
-            made.append((domain, method, *shown))
-    return made
-
-
-def _mean_std(values: Sequence[float]) -> str:
-    if not values:
-        return "-"
-    return f"{np.mean(values):.1f}" + (f" ({np.std(values, ddof=1):.1f})" if len(values) > 1 else "")
-
-
-def _write(rows: Sequence[Row], folder: Path) -> None:
-    made = table(rows)
-    _write_csv(folder / "adaptations.csv", [Row._fields, *rows])
-    _write_csv(folder / "table.csv", made)
-    lines = ["| " + " | ".join(line) + " |" for line in made]
-    lines.insert(1, "|---|---|" + "---:|" * (len(made[0]) - 2))
-    seeds = len({row.seed for row in rows})
-    said = (
-        f"Accuracy on the domain held out, in percent, mean (standard deviation) over {seeds} seeds; `{KNOWN}`: the run's, on the others."
-    )
-    (folder / "table.md").write_text(said + "\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _write_csv(path: Path, lines: Iterable[Iterable[object]]) -> None:
