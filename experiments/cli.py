@@ -21,7 +21,7 @@ from fl_bn.cli.sweep import (
     OnlyOption,
     RetryOption,
     RunConfigOption,
-    perform,
+    carry_out,
 )
 
 console = Console()
@@ -74,6 +74,8 @@ def run_(
     from experiments.pictures import further
     from fl_bn.federation.engines.workers import cores
     from fl_bn.run.config import ConfigError
+    from fl_bn.run.overrides import parse_overrides
+    from fl_bn.sweep.file import read
 
     folder, failed = Path(output), dict[str, str]()
     try:
@@ -98,7 +100,8 @@ def run_(
                 else:
                     known = known_cells(experiment, variant, results) if results else {}
                     of = data_of(experiment, variant, data, place)
-                    errors = perform(experiment.file, variant, of, place, jobs, retry, run_config, only, known=known, further=further)
+                    sweep = read(experiment.file, variant, of, parse_overrides(run_config))
+                    errors = carry_out(sweep, place, jobs, retry, only, known=known, further=further)
             except Exception as error:  # if several experiments are run, an error in one must not end the others
                 if len(chosen) == 1:
                     raise

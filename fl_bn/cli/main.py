@@ -178,8 +178,8 @@ def resume(
 
         go_on(folder, name, control, key, own)
         return
+    from fl_bn.run.checkpoints import config_to_resume
     from fl_bn.run.errors import ConfigError
-    from fl_bn.run.resume import config_to_resume
 
     try:
         config = config_to_resume(folder)

@@ -79,7 +79,7 @@ def compared(methods: str, seeds: int, keys: Mapping[str, Any], folder: Path, jo
     chosen = range(config.seed, config.seed + seeds)
     sweep = comparison([Variant.parse(text) for text in methods.split(",")], chosen, keys, title)
     check_metric(sweep.cells(folder))
-    return _carry_out(sweep, folder, jobs, retry=True)
+    return carry_out(sweep, folder, jobs, retry=True)
 
 
 def sweep(
@@ -98,10 +98,13 @@ def sweep(
     After an interruption, the same command continues. Given on several machines that share the folder, it divides the runs among them.
     """
     from fl_bn.run.config import ConfigError
+    from fl_bn.run.overrides import parse_overrides
+    from fl_bn.sweep.file import read
 
     folder = Path(output or f"runs/{file.stem}{f'-{variant}' if variant else ''}")
     try:
-        errors = perform(file, variant, data, folder, jobs, retry, run_config, only, dry_run=dry_run)
+        chosen = read(file, variant, data, parse_overrides(run_config))
+        errors = carry_out(chosen, folder, jobs, retry, only, dry_run=dry_run)
     except ConfigError as error:
         raise refused(error) from error
     except KeyboardInterrupt:
@@ -111,49 +114,7 @@ def sweep(
         raise typer.Exit(1)
 
 
-def perform(
-    file: Path,
-    variant: str,
-    data: str,
-    folder: Path,
-    jobs: int,
-    retry: bool,
-    run_config: str,
-    only: str = "",
-    *,
-    known: Mapping[str, str] = NO_CELLS,
-    dry_run: bool = False,
-    further: Further | None = None,
-) -> dict[str, str]:
-    """Check and run the sweep of a file, and write its report.
-
-    Args:
-        file: The sweep file.
-        variant: The name of a variant in the file; empty: the file without any variant.
-        data: The folder whose path replaces ``{data}`` in the file.
-        folder: The folder of the results.
-        jobs: The number of runs at a time; 0: one per core.
-        retry: Run cells again that failed before.
-        run_config: Run-config keys that override those of the file.
-        only: A shell pattern; cells whose names do not match it are left out. Empty: all cells.
-        known: The cells to leave out, since their results are elsewhere: name of the cell -> file of its result.
-        dry_run: Check and list the cells, but run nothing.
-        further: Makes pictures beyond those of ``write_report``, which says how.
-
-    Returns:
-        The error of each failed cell, by its name.
-
-    Raises:
-        ConfigError: The file, the data or a network is wrong. Nothing was run.
-    """
-    from fl_bn.run.overrides import parse_overrides
-    from fl_bn.sweep.file import read
-
-    chosen = read(file, variant, data, parse_overrides(run_config))
-    return _carry_out(chosen, folder, jobs, retry, only, known=known, dry_run=dry_run, further=further)
-
-
-def _carry_out(
+def carry_out(
     chosen: Sweep,
     folder: Path,
     jobs: int,
@@ -164,7 +125,25 @@ def _carry_out(
     dry_run: bool = False,
     further: Further | None = None,
 ) -> dict[str, str]:
-    """Plan, check and run a sweep under a progress bar, and report it. `perform` describes the arguments."""
+    """Plan, check and run a sweep under a progress bar, and write its report.
+
+    Args:
+        chosen: The sweep.
+        folder: The folder of the results.
+        jobs: The number of runs at a time; 0: one per core.
+        retry: Run cells again that failed before.
+        only: A shell pattern; cells whose names do not match it are left out. Empty: all cells.
+        known: The cells to leave out, since their results are elsewhere: name of the cell -> file of its result.
+        dry_run: Check and list the cells, but run nothing.
+        further: Makes pictures beyond those of ``write_report``, which says how.
+
+    Returns:
+        The error of each failed cell, by its name.
+
+    Raises:
+        ConfigError: The data or a network is wrong. Nothing was run.
+    """
+    from fl_bn.report import write_report
     from fl_bn.sweep import run
 
     plan = run.plan(chosen, folder, retry=retry, only=only, known=known)
@@ -184,7 +163,9 @@ def _carry_out(
         task = bar.add_task("", total=None)
         errors = run.run(chosen, plan, folder, jobs, lambda done, total: bar.update(task, completed=done, total=total))
     if any(cell.outcome() for cell in plan.cells):
-        _report(folder, further)
+        files = write_report(folder, further=further)
+        console.print((folder / "table.md").read_text(encoding="utf-8"), highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{folder}: {', '.join(path.name for path in files)}", highlight=False, soft_wrap=True)
     elsewhere = [cell for cell in plan.cells if cell.config.name not in errors and not cell.finished()]
     if elsewhere:
         console.print(f"{len(elsewhere)} runs are computed by other processes: the same command reports them when they are done")
@@ -193,14 +174,6 @@ def _carry_out(
     if errors and not retry:
         console.print("the same command leaves out the failed runs: give --retry to run them again")
     return errors
-
-
-def _report(folder: Path, further: Further | None) -> None:
-    from fl_bn.report import write_report
-
-    files = write_report(folder, further=further)
-    console.print((folder / "table.md").read_text(encoding="utf-8"), highlight=False, markup=False, soft_wrap=True)
-    console.print(f"{folder}: {', '.join(path.name for path in files)}", highlight=False, soft_wrap=True)
 
 
 def report(

@@ -10,10 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 
-from fl_bn.data.columns import DELIMITERS, DROP, Columns, Scale, columns_of, is_missing
+from fl_bn.data.columns import DELIMITERS, DROP, Columns, columns_of, is_missing
 from fl_bn.data.csv_files import NUMBER, csv_files, read_lines, read_rows, split
 from fl_bn.data.record import expect
 from fl_bn.support.names import escaped, nearest, short
@@ -48,27 +49,24 @@ def draft(path: str, target: str, *, regression: bool = False, delimiter: str = 
     files = csv_files(path)
     cells = _cells(files, delimiter)
     expect(target in cells, files[0], "", f"a column {target!r}", f"{short(', '.join(cells))}{nearest(target, cells)}")
-    values: dict[str, object] = {"target": target}
-    if not regression:
-        values["classes"] = _in_order(cells[target])
     kinds = {name: _kind(texts) for name, texts in cells.items() if name != target}
-    values |= {
+    values: dict[str, Any] = {
+        "target": target,
+        **({} if regression else {"classes": _in_order(cells[target])}),
         "missing": "refuse",
         "unknown": "refuse",
         "test-share": 0.2,
         "seed": 0,
         "delimiter": delimiter,
         "ignore": [name for name, kind in kinds.items() if kind == "ignore"],
-        "numeric": {name: {} for name, kind in kinds.items() if kind == "numeric"},
-        "categorical": {name: _in_order(cells[name]) for name, kind in kinds.items() if kind == "categorical"},
     }
-    columns = replace(columns_of(values), missing=DROP)
-    scales = _scales(files, columns)
-    values["numeric"] = {name: _rounded(scales[name]) for name in columns.numeric}
+    numeric = [name for name, kind in kinds.items() if kind == "numeric"]
+    categorical = {name: _in_order(cells[name]) for name, kind in kinds.items() if kind == "categorical"}
+    plain = {**values, "numeric": dict.fromkeys(numeric, {}), "categorical": categorical}
+    scales = _scales(files, replace(columns_of(plain), missing=DROP))
     if regression:
-        values |= {f"target-{key}": value for key, value in _rounded(scales[target]).items()}
-    tables = ("numeric", "categorical")
-    return escaped(tomli_w.dumps({key: value for key, value in values.items() if key not in tables} | {key: values[key] for key in tables}))
+        values |= {f"target-{key}": value for key, value in scales[target].items()}
+    return escaped(tomli_w.dumps({**values, "numeric": {name: scales[name] for name in numeric}, "categorical": categorical}))
 
 
 def _cells(files: Sequence[Path], delimiter: str) -> dict[str, set[str]]:
@@ -95,8 +93,11 @@ def _in_order(texts: set[str]) -> list[str]:
     return sorted(texts, key=(lambda text: (float(text), text)) if numbers else None)
 
 
-def _scales(files: Sequence[Path], columns: Columns) -> dict[str, Scale]:
-    """Compute mean and deviation of every numeric column, also of a numeric target, over the training rows of all files."""
+def _scales(files: Sequence[Path], columns: Columns) -> dict[str, dict[str, float]]:
+    """Compute mean and deviation of every numeric column, also of a numeric target, over the training rows of all files.
+
+    The deviation is rounded to two significant digits, and the mean to the same decimal place.
+    """
     tables = [read_rows(file, columns) for file in files]
     training = [(table, ~split(table, columns)) for table in tables]
     values = {name: [table.x[rows, index] for table, rows in training] for index, name in enumerate(columns.numeric)}
@@ -106,12 +107,7 @@ def _scales(files: Sequence[Path], columns: Columns) -> dict[str, Scale]:
     for name, parts in values.items():
         joined = [float(value) for part in parts for value in part]
         mean = math.fsum(joined) / len(joined)
-        deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in joined) / len(joined))
-        scales[name] = Scale(mean, deviation or 1.0)
+        std = math.sqrt(math.fsum((value - mean) ** 2 for value in joined) / len(joined)) or 1.0
+        place = 1 - math.floor(math.log10(std))
+        scales[name] = {"mean": round(mean, place), "std": round(std, place)}
     return scales
-
-
-def _rounded(scale: Scale) -> dict[str, float]:
-    """Round the deviation of a scale to two significant digits, and its mean to the same decimal place."""
-    place = 1 - math.floor(math.log10(scale.std))
-    return {"mean": round(scale.mean, place), "std": round(scale.std, place)}

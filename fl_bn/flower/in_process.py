@@ -33,7 +33,6 @@ from fl_bn.federation.engines.workers import Workers, WorkerTiming, cores
 from fl_bn.flower.compat import address, identify, log
 from fl_bn.flower.wire.messages import config_of
 from fl_bn.support.durable import FULL
-from fl_bn.support.gpu import on_gpu
 from fl_bn.support.user_code import OWN
 
 OWNER = {"allow-modules": OWN}  # the user owns this process, so the run config may name modules
@@ -238,7 +237,9 @@ def run_in_process(
     _loaded(client_app)  # an error at once
     count = int(config.get("workers", 1))
     decides = count == 0 and config.get("engine") != VECTORISED and isinstance(client_app, str)
-    decides = decides and not on_gpu(str(config.get("device", "auto")))  # on a GPU, worker processes would only take turns
+    device = str(config.get("device", "auto"))
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    decides = decides and not on_gpu  # on a GPU, worker processes would only take turns
     timing = WorkerTiming(cores() // int(config.get("threads", 1)), int(config.get("rounds", 0))) if decides else None
     grid = InProcessGrid(client_app, int(config["clients"]), config, workers or (Workers(count) if count > 1 else None), timing)
     context = Context(run_id=1, node_id=0, node_config=dict(OWNER), state=RecordDict(), run_config=dict(config))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ SHOWN = 10  # the most warnings in summary.md
 BATCHES = re.compile(r"(?<=after )\d+(?= batches)")  # in the description of a disclosure
 
 
-@dataclass(frozen=True)
+@dataclass
 class Kind:
     """Hold the totals of one kind of *disclosure*: content of one kind, such as weights, that one client sent.
 
@@ -33,19 +34,26 @@ class Kind:
         nbytes: The bytes of all messages.
         least: The disclosure whose statistics summarise the fewest samples; None: no statistics were sent.
         least_round: The round of ``least``.
+        last_round: The last round with such a message.
     """
 
-    tensors: int
-    messages: int
-    rounds: int
-    nbytes: int
+    tensors: int = 0
+    messages: int = 0
+    rounds: int = 0
+    nbytes: int = 0
     least: Disclosure | None = None
     least_round: int = 0
+    last_round: int = -1
+
+    @property
+    def fewest(self) -> float:
+        """Return the fewest samples behind a statistic; infinite: no statistics were sent."""
+        return math.inf if self.least is None else self.least.samples
 
     @property
     def traceable(self) -> bool:
         """Return whether a statistic summarises fewer than ``FEW`` samples, so that it may be traced to a person."""
-        return self.least is not None and self.least.samples < FEW
+        return self.fewest < FEW
 
 
 class DisclosureTotals:
@@ -56,19 +64,19 @@ class DisclosureTotals:
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[int, str, str], Kind] = {}
-        self._last: dict[tuple[int, str, str], int] = {}
 
     def add(self, record: RoundRecord) -> None:
         """Add the disclosures in the record of a round. The record of round 1 also has those of ``calibrate`` before round 1."""
-        for disclosure in record.disclosures:
-            key = disclosure.client, disclosure.section, disclosure.what
-            before = self._kinds.get(key, Kind(0, 0, 0, 0))
-            least, round = before.least, before.least_round
-            if disclosure.samples and (least is None or disclosure.samples < least.samples):
-                least, round = disclosure, record.round
-            rounds = before.rounds + (self._last.get(key) != record.round)
-            tensors, nbytes = max(before.tensors, disclosure.tensors), before.nbytes + disclosure.nbytes
-            self._kinds[key], self._last[key] = Kind(tensors, before.messages + 1, rounds, nbytes, least, round), record.round
+        for one in record.disclosures:
+            key = one.client, one.section, one.what
+            kind = self._kinds.setdefault(key, Kind())
+            kind.tensors = max(kind.tensors, one.tensors)
+            kind.messages += 1
+            kind.rounds += kind.last_round != record.round
+            kind.last_round = record.round
+            kind.nbytes += one.nbytes
+            if one.samples and (kind.least is None or one.samples < kind.least.samples):
+                kind.least, kind.least_round = one, record.round
 
     def kinds(self, label_counts: Mapping[int, Sequence[int]]) -> dict[tuple[int, str, str], Kind]:
         """Return what each client disclosed in the run, summed up by kind.
@@ -129,28 +137,21 @@ def disclosure_table(found: Mapping[tuple[int, str, str], Kind], called: ClientN
         groups.setdefault(group, {}).setdefault(client, []).append(kind)
         batches.setdefault(group, set()).update(map(int, BATCHES.findall(what)))
     for (section, alike), by_client in groups.items():
-        what = alike.replace("after N batches", f"after {_spanned(batches[section, alike])} batches")
-        of = [kind for kinds in by_client.values() for kind in kinds]
+        spanned = " to ".join(map(str, sorted({min(of), max(of)}))) if (of := batches[section, alike]) else ""
+        what = alike.replace("after N batches", f"after {spanned} batches")
+        every = [kind for kinds in by_client.values() for kind in kinds]
         nbytes = max(sum(kind.nbytes for kind in kinds) for kinds in by_client.values())
         rounds = max(sum(kind.rounds for kind in kinds) for kinds in by_client.values())
-        least = min(((k.least.samples, k.least.client, k.least_round) for k in of if k.least), default=None)
+        least = min(((k.least.samples, k.least.client, k.least_round) for k in every if k.least), default=None)
         fewest = "" if least is None else f"{least[0]} ({called.client(least[1])}, round {least[2]})"
-        cells = (section, what, len(by_client), max(k.tensors for k in of), size(nbytes), rounds, fewest)
+        cells = (section, what, len(by_client), max(k.tensors for k in every), size(nbytes), rounds, fewest)
         lines.append(f"| {' | '.join(map(str, cells))} |")
     worst: dict[int, Kind] = {}
     for (client, section, _), kind in found.items():
-        if section == EVALUATION or not kind.traceable or kind.least is None:
-            continue
-        if client not in worst or kind.least.samples < worst[client].least.samples:  # type: ignore[union-attr]
+        before = worst.get(client)
+        if section != EVALUATION and kind.traceable and (before is None or kind.fewest < before.fewest):
             worst[client] = kind
     lines += ["", *(f"- **warning**: {warning(k.least, k.least_round, called)}" for k in list(worst.values())[:SHOWN] if k.least)]
     if len(worst) > SHOWN:
         lines.append(f"- and {len(worst) - SHOWN} more clients: see {FILE}")
     return [*lines, ""] if worst else lines
-
-
-def _spanned(numbers: set[int]) -> str:
-    if not numbers:
-        return ""
-    low, high = min(numbers), max(numbers)
-    return f"{low} to {high}" if low < high else f"{low}"

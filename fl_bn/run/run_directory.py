@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shlex
 import shutil
 from collections.abc import Mapping
@@ -11,9 +12,10 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 import tomli_w
+import torch
 from safetensors.torch import save
 
 from fl_bn.bn.derived import plain_names
@@ -31,17 +33,18 @@ from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.console import LogFile
 from fl_bn.run.disclosure_report import FILE as DISCLOSURE
 from fl_bn.run.disclosure_report import DisclosureTotals, disclosure_csv, disclosure_table
-from fl_bn.run.environment import environment
 from fl_bn.run.history import History, write_passes
 from fl_bn.run.summary import summary
 from fl_bn.run.tensorboard import TensorBoard
 from fl_bn.run.testing import note_domains
 from fl_bn.secure.privacy import Journal
 from fl_bn.support import durable, extras
+from fl_bn.support.commit import commit
 from fl_bn.support.flower_config import SERVER
 from fl_bn.support.locks import release, take
 
 LOCK, LOG, RELEASES = ".lock", "run.log", "privacy.jsonl"
+PACKAGES = ("fl-bn", "flwr", "ray", "torch", "torchvision", "numpy", "grpcio", "safetensors", "scikit-learn")
 
 
 class RunDirectory(Callback):
@@ -300,3 +303,17 @@ def _locked(path: Path) -> IO[str]:
 def to_toml(values: Mapping[str, Value]) -> str:
     """Return ``values`` as TOML, one key per line, in their order."""
     return tomli_w.dumps(values)
+
+
+def environment() -> dict[str, Any]:
+    """Return the content of ``environment.json``, which every run writes to its folder."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "threads": torch.get_num_threads(),
+        "packages": {name: extras.version_of(name) for name in PACKAGES},
+        "commit": commit(),
+    }

@@ -14,9 +14,8 @@ from torch import nn
 
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import run_in_process
-from fl_bn.run.environment import environment
 from fl_bn.run.former import renewed
-from fl_bn.run.run_directory import LOCK, RunDirectory
+from fl_bn.run.run_directory import LOCK, RunDirectory, environment
 from tests.experiment.small_data import small_config
 from tests.integration.runs import bits, table
 

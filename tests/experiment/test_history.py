@@ -42,7 +42,7 @@ def records() -> list[RoundRecord]:
 
 def rich() -> list[RoundRecord]:
     """Every kind of round: those of ``records``, one of an exchange, one that diverged, and one without any client."""
-    clients = [ClientRecord(n, 5, 2, 0.3, 100, 60, 4, 0.25, 1.5, before=0.25, after=0.5) for n in range(2)]
+    clients = [ClientRecord(n, 5, 2, 0.3, 100, 60, 4, 0.25, 1.5) for n in range(2)]
     exchange = replace(
         RoundRecord(4, "exchange", 0.02, clients, Drift(0.25, "norm", 0.5, 1.0)),
         **{"carrier": "grpc", "exchanges": 4, "aggregated": True, "seconds": 1.25, "bytes_up": {"weights": 10, "exchange": 20}},

@@ -11,10 +11,9 @@ import pytest
 from fl_bn.methods import METHODS
 from fl_bn.options import options_by_key
 from fl_bn.run import config as config_module
-from fl_bn.run.checkpoints import run_to_resume
+from fl_bn.run.checkpoints import config_to_resume, run_to_resume
 from fl_bn.run.config import REGISTRIES
 from fl_bn.run.former import IN_PAPERS
-from fl_bn.run.resume import config_to_resume
 from fl_bn.run.run_keys import general_options
 from fl_bn.run.used import HasNoEffect, conditions
 from fl_bn.sweep.cells import Cell

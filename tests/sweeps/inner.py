@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from fl_bn.cli.main import app
-from fl_bn.cli.sweep import perform as perform_sweep
+from fl_bn.cli.sweep import carry_out
 from fl_bn.data.dataset import DataNotFound
 from fl_bn.flower.compat import LOGGER
 from fl_bn.flower.population import round_half_up

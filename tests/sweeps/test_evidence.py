@@ -16,7 +16,7 @@ from experiments.evidence_page import markdown
 from experiments.kept import ANY_DATA, cells_of, keep, load, measured, own_config
 from tests.refusals import naming
 from tests.sweeps.evidence_runs import ALL, CLAIMS, DEFINITION, kept, register
-from tests.sweeps.inner import ConfigError, perform_sweep, read, run
+from tests.sweeps.inner import ConfigError, carry_out, read, run
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,7 +54,7 @@ def test_cells_with_a_result_are_not_run_again(
 
     def perform(results: Path | None) -> str:
         known = known_cells(experiment, VARIANT, results) if results else {}
-        perform_sweep(experiment.file, VARIANT, "/somewhere", tmp_path / "again", 0, False, "", known=known, dry_run=True)
+        carry_out(read(experiment.file, VARIANT, "/somewhere"), tmp_path / "again", 0, False, known=known, dry_run=True)
         return " ".join(capsys.readouterr().out.split())
 
     folder = kept(experiment, tmp_path, {name: value for name, value in ALL.items() if "seed2" not in name})
