@@ -103,10 +103,6 @@ def run_centralised(config: RunConfig) -> RunDirectory:
     return directory
 
 
-WITHOUT_EFFECT = {"calibrate", "client-weights", "engine", "secure-aggregation", "server-learning-rate"}
-"""Keys that are about clients or a server, and that centralised training does not read."""
-
-
 def check_centralised(config: RunConfig) -> None:
     """Check that the run config asks for nothing that needs clients or a server.
 

@@ -53,7 +53,9 @@ def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output:
     folder = (output or source.with_name(f"{source.stem if source.is_file() else source.resolve().name}-recalibrated")).absolute()
     own = {"rounds": 0, "calibrate": passes or -1, "model-weights": str(weights.resolve()), "evaluate-every": 1, "hbn-stat-samples": 0}
     place = {"clients-at-start": 0, "resume": "", "checkpoint-every": 0, "name": folder.name, "output": str(folder.parent)}
-    config = Usage().config({**keys, **overrides, **own, **place}, must=overrides)
+    use = Usage()
+    config = use.config({**keys, **overrides, **own, **place})
+    use.check(overrides)
     if config.dataset == SITES:
         raise ConfigError("the run's data are at its sites, so statistics cannot be measured here: submit a run with rounds=0 to them")
     check(config)

@@ -108,18 +108,12 @@ def passes_in_words(passes: Sequence[Pass], clients: int) -> list[str]:
     if not passes:
         return ["no pass was made"]
     last, layers = passes[-1], len(passes[-1].movements)
-    if last.exchanges:
-        end = f"layer by layer, with {last.exchanges} exchanges, which makes all of them exact"
-    elif last.settled:
-        end = f"stopped at pass {last.number}, which moved nothing"
-    elif last.number == layers:
-        end = "one per BatchNorm layer, which makes all of them exact"
-    else:
-        end = f"fewer than the {layers} layers, and the last pass still moved statistics: layers 1 to {last.number} are exact"
+    end = f"layer by layer, with {last.exchanges} exchanges" if last.exchanges else f"the last moved {last.largest[1]:.3g} sd"
+    exact = "all of them exact" if last.exchanges or last.settled or last.number == layers else f"layers 1 to {last.number} exact"
     layer, mean, _ = passes[0].largest
     fewest = min(one.clients for one in passes)
     return [
-        f"{len(passes)} pass{'es' * (len(passes) != 1)} over {layers} BatchNorm layers: {end}",
+        f"{len(passes)} pass{'es' * (len(passes) != 1)} over {layers} BatchNorm layers: {end}, which makes {exact}",
         f"pass {passes[0].number} moved a mean by up to {mean:.3g} sd ({layer or 'model'})",
         f"**not all clients were measured** ({fewest} of {clients}): run it again" if fewest < clients else "",
     ]

@@ -20,33 +20,25 @@ class Usage:
         self._used: set[str] = set()
         self._refusals: dict[str, str] = {}
 
-    def config(self, values: Mapping[str, Any], must: Collection[str] = ()) -> RunConfig:
+    def config(self, values: Mapping[str, Any]) -> RunConfig:
         """Return the run config of one run, without the keys that have no effect in it.
 
         Args:
             values: Values by kebab-case key, as for ``RunConfig.from_mapping``.
-            must: The keys that must have an effect in this run, since the user gave them for this run alone.
 
         Raises:
-            ConfigError: A key is unknown, a value is out of range, or a key of ``must`` has no effect.
+            ConfigError: A key is unknown, or a value is out of range.
         """
         remaining = dict(values)
         while True:
             try:
                 config = RunConfig.from_mapping(remaining)
             except HasNoEffect as error:
-                if refused := {key: sentence for key, sentence in error.by_key.items() if key in must}:
-                    raise HasNoEffect(refused) from error
                 self._refusals = {**error.by_key, **self._refusals}
                 remaining = {key: value for key, value in remaining.items() if key not in error.by_key}
             else:
                 self._used |= remaining.keys()
                 return config
-
-    @property
-    def ignored(self) -> dict[str, str]:
-        """Return key -> the reason why it has no effect, for keys that had no effect in any run config made so far."""
-        return {key: sentence for key, sentence in self._refusals.items() if key not in self._used}
 
     def check(self, keys: Collection[str]) -> None:
         """Check that each of ``keys`` has an effect in at least one run made so far.
@@ -57,5 +49,5 @@ class Usage:
         Raises:
             HasNoEffect: A key has no effect in any of these runs.
         """
-        if refused := {key: sentence for key, sentence in self.ignored.items() if key in keys}:
+        if refused := {key: why for key, why in self._refusals.items() if key in keys and key not in self._used}:
             raise HasNoEffect(refused)

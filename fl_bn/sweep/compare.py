@@ -60,7 +60,8 @@ def comparison(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[
         "seed": {str(seed): {"seed": seed} for seed in seeds},
     }
     report = {"report": {"rows": "method", "columns": []}}
-    return Sweep(title, dict(base), axes, own=frozenset(base), tables=report, strict=True)
+    own = frozenset(key for keys in (base, *(variant.overrides for variant in variants)) for key in keys)
+    return Sweep(title, dict(base), axes, own=own, tables=report)
 
 
 def check_metric(cells: Sequence[Cell]) -> None:
@@ -71,6 +72,6 @@ def check_metric(cells: Sequence[Cell]) -> None:
     """
     if len(splits := {(cell.config.validation_share, cell.config.changes.split) for cell in cells}) > 1:
         parts = sorted({f"{share:g} of the training" if share else evaluated_on(share, on) for share, on in splits})
-        raise ConfigError(f"methods are compared on the same samples, but these runs are tested on {' and '.join(parts)} samples")
+        raise ConfigError(f"give all the same validation-share: these runs are tested on {' and '.join(parts)} samples")
     if len(metrics := {task(cell.config).metric for cell in cells}) > 1:
         raise ConfigError(f"methods are compared by one metric, but these runs have {' and '.join(sorted(metrics))}")

@@ -39,7 +39,7 @@ from __future__ import annotations
 import itertools
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -49,7 +49,6 @@ import tomli_w
 from fl_bn.report.cells import GIGABYTES, MEGABYTES
 from fl_bn.report.layout import DOMAIN
 from fl_bn.report.settings import SEED, check_axis, check_names, parse_settings, table_of
-from fl_bn.run.centralised import WITHOUT_EFFECT
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.history import round_columns
 from fl_bn.run.usage import Usage
@@ -109,8 +108,6 @@ class Sweep:
             variant itself sets. Other keys of the file may have an effect in other variants only.
         where: Keys for some combinations only, which override those of ``keys`` and ``axes``.
         tables: The other tables of the file, such as [report].
-        strict: Whether each key of a label must have an effect in every run with this label. If False, runs leave out
-            keys without effect.
     """
 
     title: str
@@ -120,7 +117,6 @@ class Sweep:
     own: frozenset[str] = frozenset()
     where: tuple[Where, ...] = ()
     tables: Mapping[str, Any] = field(default_factory=dict)
-    strict: bool = False
 
     def points(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Yield two mappings for every combination of values: axis -> value, and run-config key -> value.
@@ -139,15 +135,6 @@ class Sweep:
             if not any(all(str(where.get(name)) == str(value) for name, value in case.items()) for case in self.skip):
                 yield where, keys
 
-    def used(self) -> Sweep:
-        """Return the sweep without keys that have no effect in any run. Other variants of the file may use these keys."""
-        use = Usage()
-        for _, keys in self.points():
-            use.config({**keys, "method": trained_as(keys.get("method", RunConfig.method))[0]})
-        axes = {axis: {label: _without(keys, use.ignored) for label, keys in values.items()} for axis, values in self.axes.items()}
-        where = tuple(replace(case, keys=_without(case.keys, use.ignored)) for case in self.where)
-        return replace(self, keys=_without(self.keys, use.ignored), axes=axes, where=where)
-
     def to_toml(self) -> str:
         """Return the text of a sweep file for this sweep alone, without variants."""
         tables: dict[str, Any] = {"title": self.title, "skip": list(self.skip), "run": self.keys, "axes": self.axes}
@@ -160,7 +147,7 @@ class Sweep:
         """Return the cells (runs) of the sweep, one for each combination. Their folders are in ``output/runs``.
 
         Raises:
-            ConfigError: A key is unknown, its value is out of range, or it has no effect although ``own`` or ``strict``
+            ConfigError: A key is unknown, its value is out of range, or it has no effect although ``own``
                 demands one; or two cells would have the same folder, a folder holds another run, or there is no cell.
         """
         made: list[Cell] = []
@@ -169,17 +156,14 @@ class Sweep:
             name = "-".join(_plain(f"{axis}{value}" if isinstance(value, int | float) else str(value)) for axis, value in where.items())
             own = {"output": str((output / "runs").resolve()), "name": name or "run", "pictures": False}
             method, centralised = trained_as(keys.get("method", RunConfig.method))
-            must = {key for axis, value in where.items() for key in self.axes[axis][str(value)]} if self.strict else set()
-            if centralised and (idle := sorted(must & WITHOUT_EFFECT)):
-                raise ConfigError(f"{_at(where)}: {idle[0]} has no effect in centralised training: leave it out")
             try:
-                config = use.config({**keys, "method": method, **own}, must)
+                config = use.config({**keys, "method": method, **own})
             except ConfigError as error:
                 raise ConfigError(f"{_at(where)}: {error}") from error
             made.append(Cell(config, where, centralised))
         names = [cell.config.name for cell in made]
         if double := {name for name in names if names.count(name) > 1}:
-            raise ConfigError(f"two values would share a folder, so rename one of them: {', '.join(sorted(double))}")
+            raise ConfigError(f"two values that differ only in punctuation share a folder, so rename one: {', '.join(sorted(double))}")
         if not made:
             raise ConfigError("the sweep has no runs, since an axis is empty or skip leaves out every combination")
         use.check(self.own)
@@ -346,10 +330,6 @@ def refuse_decided(command: str, keys: Mapping[str, Any], instead: Mapping[str, 
         raise ConfigError(f"{command} sets {taken[0]} for each of its runs itself: leave it out ({advice[taken[0]]})")
 
 
-def _without(keys: Mapping[str, Any], ignored: Collection[str]) -> dict[str, Any]:
-    return {key: value for key, value in keys.items() if key not in ignored}
-
-
 def _keys_in(axes: Mapping[str, Any]) -> set[str]:
     """Return the run-config keys that the values on the axes set. An axis given as a list of labels adds no keys."""
     return {key for values in axes.values() if isinstance(values, dict) for keys in values.values() for key in keys}
@@ -372,7 +352,7 @@ def _overridden(axis: str, values: Axis, overrides: Mapping[str, Any]) -> Axis:
         varied = [key for key in overrides if values[one].get(key) != values[other].get(key)]
         if axis in varied or (varied and remaining[one] == remaining[other]):
             key = axis if axis in varied else varied[0]
-            raise ConfigError(f"[axes.{axis}] has several values of {key}, so --run-config cannot set it for all runs: leave it out")
+            raise ConfigError(f"[axes.{axis}] has several {key} ({one!r}, {other!r}), so --run-config cannot set it: leave it out")
     return remaining
 
 

@@ -101,7 +101,7 @@ def run(sweep: Sweep, chosen: Plan, output: Path, jobs: int, progress: Callable[
         The error of each cell that failed, now or before, by its name.
     """
     output.mkdir(parents=True, exist_ok=True)
-    (output / FILE).write_text(sweep.used().to_toml(), encoding="utf-8")
+    (output / FILE).write_text(sweep.to_toml(), encoding="utf-8")
     for cell in chosen.cells:  # labels of axes may have been renamed in the file since the cell was run
         if cell.finished() and cell.outcome().get("axes") != dict(cell.axes):
             cell.write_outcome("finished", float(cell.outcome().get("seconds", 0.0)))

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from fl_bn.report import write_report
-from fl_bn.run.centralised import WITHOUT_EFFECT
 from fl_bn.sweep import cells as cells_module
 from fl_bn.sweep.cells import Cell, run_cells
 from fl_bn.sweep.compare import Variant, check_metric, comparison
@@ -146,14 +145,6 @@ def test_the_report_of_a_comparison_by_hand(tmp_path: Path) -> None:
     assert len(rows) == 4 * 3 + 2
     assert rows[:2] == [("fbn-seed0", "finished", "1", "0.2"), ("fbn-seed0", "finished", "2", "0.9")]
     assert ("hbn-seed1", "failed", "", "") in rows
-
-
-@listed("key", sorted(WITHOUT_EFFECT))
-def test_a_centralised_variant_has_no_keys_about_clients(key: str, tmp_path: Path) -> None:
-    value = {"calibrate": 2, "client-weights": "'uniform'", "engine": "'vectorised'"}
-    value |= {"secure-aggregation": "true", "server-learning-rate": 0.5}
-    with refusing(key):
-        compared(f"centralised:{key}={value[key]}").cells(tmp_path)
 
 
 def test_a_report_has_a_metric_that_its_runs_measure_or_may_measure() -> None:
