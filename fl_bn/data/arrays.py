@@ -49,7 +49,7 @@ def load_npz(path: str, image_size: int) -> Dataset:
     expect(bool(files), "npz", "data-path", "one .npz file, or several separated by commas", "none")
     sets = [_dataset(str(file), _read(file), floats=False) for file in files]
     channels, size = max(one.channels for one in sets), image_size or max(one.image_size for one in sets)
-    joined: dict[str, Tensor] = {}
+    joined: dict[str, Any] = {}
     for key in KEYS:
         parts = [getattr(one, key) for one in sets]
         if key[0] == "y":
@@ -103,7 +103,9 @@ def _dataset(name: str, arrays: Mapping[str, Array], *, floats: bool) -> Dataset
         arrays: the arrays by their names in ``KEYS``.
         floats: whether samples may be floats.
     """
-    tensors = {key: _samples(name, key, arrays[key], floats) if key[0] == "x" else _targets(name, key, arrays[key]) for key in KEYS}
+    tensors: dict[str, Any] = {
+        key: _samples(name, key, arrays[key], floats) if key[0] == "x" else _targets(name, key, arrays[key]) for key in KEYS
+    }
     targets = [tensors["y_train"], tensors["y_test"]]
     same_form(name, "y_train and y_test", targets)
     labels = kind_of(targets[0]) == LABELS

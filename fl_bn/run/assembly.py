@@ -6,8 +6,7 @@ The server and every client make the same objects. Each process caches them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -33,6 +32,7 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.compat import LOGGER
 from fl_bn.models import build
 from fl_bn.run.config import REGISTRIES, SITES, ConfigError, RunConfig
+from fl_bn.run.errors import as_config_error
 from fl_bn.run.memory_layout import memory_format
 from fl_bn.run.run_keys import VALUES
 from fl_bn.run.setup import allow, modules
@@ -112,19 +112,6 @@ def allow_modules(app: Path | None, node: Mapping[str, Any]) -> None:
 @lru_cache(maxsize=16)
 def _modules_of(app: Path | None, allowed: str, variable: str) -> Modules:  # cached, since it reads files, and is called for every message
     return Modules.of(app, allowed)
-
-
-@contextmanager
-def as_config_error() -> Iterator[None]:
-    """Turn errors of data, model and partition into ConfigError, since run-config keys cause them. FileNotFoundError is kept."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except FileNotFoundError:
-        raise
-    except (ValueError, TypeError, ImportError, OSError, MemoryError) as error:
-        raise ConfigError(str(error) or type(error).__name__) from error
 
 
 @as_config_error()

@@ -36,6 +36,7 @@ from fl_bn.methods import METHODS, Method, freeze
 from fl_bn.objectives import OBJECTIVES, Objective
 from fl_bn.options import Option, Value, build, kebab, keys_of, options_by_key, own_options, refuse, same_key
 from fl_bn.run.errors import ConfigError as ConfigError
+from fl_bn.run.errors import as_config_error
 from fl_bn.run.keys import LONGEST
 from fl_bn.run.run_keys import VALUES, RunKeys, general_options
 from fl_bn.run.setup import Setup, setup_class
@@ -77,26 +78,19 @@ class RunConfig(RunKeys):
         for name in options:
             if name not in keys or name in FIELDS:
                 raise ConfigError(unknown("option", name, [key for key in keys if key not in FIELDS]))
-        try:
+        with as_config_error():
             values = {
                 name: key.check(getattr(self, FIELDS[name]) if name in FIELDS else options.get(name, key.default))
                 for name, key in keys.items()
             }
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        for name, field in FIELDS.items():
-            object.__setattr__(self, field, values.pop(name))
-        object.__setattr__(self, "options", tuple(values.items()))
-        given = [name for name, key in keys.items() if self[name] != key.default]
-        self._decide_clients()
-        try:
+            for name, field in FIELDS.items():
+                object.__setattr__(self, field, values.pop(name))
+            object.__setattr__(self, "options", tuple(values.items()))
+            given = [name for name, key in keys.items() if self[name] != key.default]
+            self._decide_clients()
             self._check_keys()
             self._check_parts()
-        except ConfigError:
-            raise
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        check_used(self, given, REGISTRIES, self._general())
+            check_used(self, given, REGISTRIES, self._general())
 
     def _general(self) -> dict[str, Option]:
         return {**general_options(), **options_by_key(setup_class(self.setup))}
@@ -108,10 +102,7 @@ class RunConfig(RunKeys):
 
     def _decide_clients(self) -> None:
         """Decide ``partition`` and ``clients`` where the user left them open. Data that are given per site are clients, one per site."""
-        try:
-            sites = PER_SITE[self.dataset](self.data_path) if self.dataset in PER_SITE else []
-        except OSError as error:
-            raise ConfigError(str(error)) from error
+        sites = PER_SITE[self.dataset](self.data_path) if self.dataset in PER_SITE else []
         per_site = len(sites) - bool(self.hold_out) + self.changes.attackers if len(sites) > 1 else 0
         if self.partition == AUTO and self.dataset != SITES:
             if per_site and self.clients not in (0, per_site):
@@ -136,7 +127,7 @@ class RunConfig(RunKeys):
             ConfigError: A package that extends fl-bn cannot be imported, or declares an existing key with another
                 default; or there is no such setup.
         """
-        try:
+        with as_config_error():
             import_extensions()
             general = general_options()
             keys: dict[str, Option] = {}
@@ -146,8 +137,6 @@ class RunConfig(RunKeys):
                     same_key(general.get(of) or keys.setdefault(of, addition), addition)
             for name, spec in options_by_key(setup_class(setup)).items():
                 same_key(keys.setdefault(name, spec), spec)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
         return keys
 
     @classmethod

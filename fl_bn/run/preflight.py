@@ -18,8 +18,9 @@ from fl_bn.federation.settings import seeded
 from fl_bn.flower.compat import LOGGER
 from fl_bn.methods import Method
 from fl_bn.run import recalibrate
-from fl_bn.run.assembly import as_config_error, callback_makers, client_model, dataset, partitions, shape, source_model, task
+from fl_bn.run.assembly import callback_makers, client_model, dataset, partitions, shape, source_model, task
 from fl_bn.run.config import SITES, ConfigError, RunConfig
+from fl_bn.run.errors import as_config_error
 from fl_bn.run.history import round_columns
 from fl_bn.task import Classification
 
