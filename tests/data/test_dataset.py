@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import re
 import subprocess
 import sys
 import urllib.request
@@ -15,7 +16,8 @@ import pytest
 import scipy.io
 import torch
 
-from tests.data.inner import load
+from tests.data.inner import DATASETS, DataNotFound, load
+from tests.listed import listed
 
 
 @pytest.fixture
@@ -24,6 +26,27 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
         raise URLError("no network in tests")
 
     monkeypatch.setattr(urllib.request, "urlopen", refuse)
+
+
+def test_every_set_is_on_the_page() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    assert [name for name in DATASETS if f"`{name}`" not in text and name not in ("npz", "folder", "csv")] == []
+
+
+@listed(
+    ("name", "file"),
+    [
+        ("cifar10", "cifar-10-python.tar.gz"),
+        ("cifar100", "cifar-100-python.tar.gz"),
+        ("mnist", "MNIST/raw/train-images-idx3-ubyte.gz"),
+        ("svhn", "test_32x32.mat"),
+        ("usps", "usps.t.bz2"),
+    ],
+)
+def test_missing_files_are_named_and_nothing_is_written(name: str, file: str, tmp_path: Path, offline: None) -> None:
+    with pytest.raises(DataNotFound, match=re.escape(str(tmp_path / file))):
+        load(name, str(tmp_path))
+    assert not [path for path in tmp_path.rglob("*.*") if path.is_file()]
 
 
 def test_loaded_once_however_the_call_is_written() -> None:

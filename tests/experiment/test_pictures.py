@@ -1,4 +1,4 @@
-"""Pictures of runs: colours that everybody can tell apart, labels for every line, and any runs in one picture."""
+"""Pictures of runs: labels for every line and area."""
 
 from __future__ import annotations
 
@@ -7,42 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fl_bn.run.palette import COLOURS
 from fl_bn.run.pictures import draw_labels, draw_run
 from tests.experiment.inside import ClientRecord, Drift, RoundRecord, RunConfig
-
-SEEN_BY = {  # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB
-    "everybody": np.eye(3),
-    "protanopia": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
-    "deuteranopia": np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]),
-}
-TAB10 = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b")
-
-
-def lab(colour: str, matrix: np.ndarray) -> np.ndarray:
-    """CIE L*a*b* (D65) of a colour as it is seen."""
-    rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-    seen = np.clip(matrix @ linear, 0, 1)
-    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ seen / [0.9505, 1, 1.089]
-    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
-    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
-
-
-def least(colours: tuple[str, ...], matrix: np.ndarray) -> float:
-    found = [lab(colour, matrix) for colour in colours]
-    return min(float(np.linalg.norm(a - b)) for n, a in enumerate(found) for b in found[n + 1 :])
-
-
-def test_everybody_can_tell_the_first_six_colours_apart() -> None:
-    """Negative control: matplotlib's own colours."""
-    assert min(least(COLOURS[:6], eyes) for eyes in SEEN_BY.values()) > 15
-    assert min(least(TAB10, eyes) for eyes in SEEN_BY.values()) < 15 < least(TAB10, SEEN_BY["everybody"])
 
 
 @pytest.fixture

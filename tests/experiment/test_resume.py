@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import shutil
-import subprocess
-import sys
 import time
 import tomllib
 from collections.abc import Callable
@@ -19,12 +16,11 @@ from typing import Any
 import pytest
 
 from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.flower import BatchNormClient, RunFailed
+from fl_bn.flower import BatchNormClient
 from fl_bn.methods import METHODS
 from fl_bn.run.checkpoints import FREE, run_to_resume
-from fl_bn.run.run_directory import LOCK
 from tests.costs import COMMON, slow
-from tests.experiment.inside import RoundRecord, RunDirectory, command, config, ends_with_a_sentence, refusing
+from tests.experiment.inside import command, config, ends_with_a_sentence, refusing
 from tests.experiment.resuming import ROUNDS, Stopped, Values, in_pieces, results, run, small_run, stopped
 from tests.integration.runs import differences
 
@@ -105,39 +101,6 @@ def test_a_run_that_stops_in_the_middle_of_a_round(whole: Whole, tmp_path: Path,
     kept = {path.parent.name: path.name for path in sorted((tmp_path / "pieces" / "run").glob("state-*/client-*/round-*"))}
     assert [name.split("-")[1][:6] for name in kept.values()] == ["000004", "000004", "000003"]  # control: so it was
     assert differences(whole("fedbn"), results(run(values, resume="latest"))) == []
-
-
-PLAY = "import json, sys; from fl_bn.flower import run_in_process; run_in_process(json.loads(sys.argv[1]))"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["fedbn", "server adam"])
-def test_a_process_that_is_killed_goes_on_as_if_nothing_had_happened(case: str, tmp_path: Path) -> None:
-    """SIGKILL at moments that nobody chose, again and again, until a process lives long enough to finish."""
-    rounds, draw, kills = 40, random.Random(case), 0
-    values = small_run(tmp_path / "runs", **CASES[case], rounds=rounds)
-    path, deadline = tmp_path / "runs" / "run", time.monotonic() + 280
-    while not (path / "model.safetensors").exists() or (path / "checkpoints").exists():
-        assert time.monotonic() < deadline
-        resume = {"resume": "run"} if list((path / "checkpoints").glob("round-*")) else {}
-        if not resume and path.exists():
-            shutil.rmtree(path)
-        process = subprocess.Popen([sys.executable, "-c", PLAY, json.dumps(values | resume)], stderr=subprocess.DEVNULL)
-        size, patience = lines(path), draw.randint(1, 12)
-        while process.poll() is None and (kills >= 3 or lines(path) < size + patience):
-            time.sleep(0.01)
-        time.sleep(draw.uniform(0, 0.1))
-        if process.poll() is None:
-            process.kill()
-            kills += 1
-        process.wait()
-    assert kills == 3
-    whole = results(run(small_run(tmp_path / "whole", **CASES[case], rounds=rounds, checkpoint_every=0)))
-    assert differences(whole, results(path)) == []
-
-
-def lines(path: Path) -> int:
-    return (path / "rounds.jsonl").read_bytes().count(b"\n") if (path / "rounds.jsonl").exists() else 0
 
 
 # Controls: what a checkpoint holds is needed
@@ -392,40 +355,3 @@ def test_a_folder_of_no_run_and_one_whose_environment_cannot_be_read(tmp_path: P
     (path / "environment.json").write_text("[" * 100_000)
     assert command("resume", path).exit_code == 0
     ends_with_a_sentence("resume", path, about=f"all of its {ROUNDS} rounds are done")
-
-
-# Nobody else
-
-
-def test_a_run_that_is_still_running_cannot_be_gone_on_with(plain: Values, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_round, tried = RunDirectory.on_round, list[str]()
-
-    def interfere(self: RunDirectory, entry: RoundRecord, rounds: int) -> None:
-        on_round(self, entry, rounds)
-        if entry.round == 3:
-            with refusing("another process", by=RunFailed) as told:
-                RunDirectory.create(config({**plain, "resume": "run"})).__enter__()
-            tried.append(str(told.value))
-
-    monkeypatch.setattr(RunDirectory, "on_round", interfere)
-    path = run(plain)
-    assert len(tried) == 1
-    assert tried[0].startswith(str(path))
-    assert len((path / "rounds.jsonl").read_text().splitlines()) == ROUNDS
-
-
-HOLD = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); time.sleep(60)"
-
-
-def test_a_dead_process_does_not_hold_its_run(plain: Values) -> None:
-    path = stopped(plain, 3, dies=True)
-    assert (path / LOCK).exists()
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(path / LOCK)], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "held\n"
-        for _ in range(2):
-            with refusing("another process", by=RunFailed):
-                run(plain, resume="run")
-        other.kill()
-    run(plain, resume="run")
-    assert not (path / LOCK).exists()
