@@ -85,7 +85,7 @@ def measure(config: RunConfig) -> Measured:
         ConfigError: The data are at the sites (``dataset='sites'``), or cannot be loaded or divided as configured.
     """
     if config.dataset == SITES:
-        raise ConfigError(f"dataset={SITES!r}: the data are at the sites, so they cannot be measured here: run advise at a site")
+        raise ConfigError(f"dataset={SITES!r}: the clients' data are at their sites, and cannot be measured here: run advise there")
     parts = [client_samples(config, client)[0] for client in range(config.clients - config.changes.attackers)]
     sizes = [len(part) for part in parts]
     middle = int(median(sizes))

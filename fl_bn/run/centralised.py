@@ -110,10 +110,10 @@ def check_centralised(config: RunConfig) -> None:
         ConfigError: A key needs clients or a server, or the method exists only in a federation.
     """
     wrong = {
-        f"method {config.method}": _federates(config.build_method(), config.rounds),
-        "attackers, join-rounds": config.changes.attackers > 0 or bool(config.round_policy().joining),
-        f"objective {config.objective}": config.objective != "none",
-        f"server-optimizer {config.server_optimizer}": config.server_optimizer != "fedavg",
+        f"method={config.method!r}": _federates(config.build_method(), config.rounds),
+        "byzantine, join-rounds": config.changes.attackers > 0 or bool(config.round_policy().joining),
+        f"objective={config.objective!r}": config.objective != "none",
+        f"server-optimizer={config.server_optimizer!r}": config.server_optimizer != "fedavg",
         "statistics-rule, update-rule, declared-byzantine": config.defence().active,
     }
     if asked := [what for what, there in wrong.items() if there]:
