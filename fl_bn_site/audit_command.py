@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,15 +22,10 @@ SHOWN = 10  # the most answers in the table of those that did not leave
 def audit(
     folder: Annotated[Path, typer.Argument(metavar="SITE", help="the site's folder, kit/sites/NAME, or the folder of a log")],
     run: Annotated[str, typer.Option(metavar="RUN", help="only this run: its name or its id")] = "",
-    rounds: Annotated[str, typer.Option(metavar="N-M", help="only these rounds: 3, or 3-7; 0: before the first round")] = "",
-    message: Annotated[
-        str, typer.Option(metavar="TYPE", help="only answers to these messages: train, evaluate, exchange, query.hello, ...")
-    ] = "",
     since: Annotated[
         str, typer.Option(metavar="TIME", help="only from this date or time on, in UTC: 2026-11-26, or 2026-11-26T09:30")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print the totals as JSON")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="print the totals as CSV")] = False,
     forget: Annotated[
         str,
         typer.Option(metavar="DATE", help="remove files whose lines are all older, and log that: for the end of a retention period"),
@@ -42,59 +36,47 @@ def audit(
     from fl_bn_site.audit import AuditError
     from fl_bn_site.audit_check import check, is_log
     from fl_bn_site.audit_check import forget as forget_until
-    from fl_bn_site.audit_report import Filter, in_time, report_of
-    from fl_bn_site.folders import FolderError, SiteFolder
+    from fl_bn_site.audit_report import chosen, moment, report_of
+    from fl_bn_site.folders import SiteFolder
 
     try:
-        which = Filter.of(run, rounds, message, since)
-        site = None if is_log(folder) else SiteFolder.read(folder)
-        logs = [folder] if site is None else site.audit_logs()
-        if site is not None and not logs:
-            raise FolderError(
-                f"{site.audit_log} is not there: this site has sent no answer yet, or its audit log is elsewhere (audit in "
-                f"{SiteFolder.file})"
-            )
-        if forget:
-            until = Filter.of(since=forget).since
-            assert until is not None
-            for log in logs:
-                files, through = forget_until(log, until)
-                of = f"{log}: " if len(logs) > 1 else ""
-                typer.echo(
-                    f"{of}{files} files were removed, with the lines up to {through}; the last line of the log says so"
-                    if files
-                    else f"{of}no file is that old"
-                )
+        start, until = (moment(text) if text else None for text in (since, forget))
+        log = folder if is_log(folder) else SiteFolder.read(folder).audit_log
+        if not log.is_dir():
+            raise ValueError(f"{log} is not there: this site has sent no answer yet, or audit in {SiteFolder.file} is another folder")
+        if until:
+            files, through = forget_until(log, until)
+            said = f"{files} files were removed, with the lines up to {through}; the last line of the log says so"
+            typer.echo(said if files else "no file is that old")
             return
-        found = {log: check(log) for log in logs}
+        found = check(log)
         if lines:
-            for entry in in_time(logs, which):
+            for entry in chosen(log, run, start):
                 typer.echo(json.dumps(entry, ensure_ascii=False))
         else:
-            report = report_of(in_time(logs, which))
-            if as_json or as_csv:
-                typer.echo(report.to_json() if as_json else report.to_csv().rstrip("\n"))
+            report = report_of(chosen(log, run, start))
+            if as_json:
+                typer.echo(report.to_json())
             else:
                 from fl_bn_site.tables import wide_console
 
                 wide_console().print(tables_of(report, found))
-    except (FolderError, AuditError, OSError, ValueError) as error:
+    except (AuditError, OSError, ValueError) as error:
         raise refused(error, 2) from error
-    faults = [f"the log{f' in {log}' if len(logs) > 1 else ''} is not whole: {fault}" for log in logs for fault in found[log].faults]
-    for fault in faults:
-        typer.echo(fault, err=True)
-    if faults:
+    for fault in found.faults:
+        typer.echo(f"the log is not whole: {fault}", err=True)
+    if found.faults:
         raise typer.Exit(1)
 
 
-def tables_of(report: Report, found: Mapping[Path, Findings]) -> Group:
-    """Return a table of the totals, a table of the answers that did not leave, and the hash of each log's last line.
+def tables_of(report: Report, found: Findings) -> Group:
+    """Return a table of the totals, a table of the answers that did not leave, and the hash of the last line.
 
-    Whoever keeps these hashes on another machine can detect a later change of the log.
+    Whoever keeps this hash on another machine can detect a later change of the log.
 
     Args:
         report: The totals.
-        found: The folder of each log, and what ``audit_check.check`` found in it.
+        found: What ``audit_check.check`` found in the log.
     """
     from rich.console import Group
     from rich.markup import escape
@@ -129,9 +111,6 @@ def tables_of(report: Report, found: Mapping[Path, Findings]) -> Group:
         f"{report.lines} line{'s' * (report.lines != 1)}; {report.message_bytes:,} bytes in Flower's messages, "
         "without the frames of gRPC and TLS",
         *([f"and {more} more that did not leave: --lines shows all"] if more > 0 else []),
-        *(
-            f"note this elsewhere{f', for {log}' if len(found) > 1 else ''}: line {one.lines} has the hash {one.head}"
-            for log, one in found.items()
-        ),
+        f"note this elsewhere: line {found.lines} has the hash {found.head}",
     ]
     return Group(*([sent] if sent.row_count else []), *([kept] if kept.row_count else []), *map(escape, ended))

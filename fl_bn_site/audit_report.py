@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from heapq import merge
 from pathlib import Path
 from typing import Any
 
@@ -20,56 +16,17 @@ SENT = "sent"
 COLUMNS = ("run", "name", "message", "section", "answers", "tensors", "bytes", "smallest-samples", "first-round", "last-round")
 
 
-@dataclass(frozen=True)
-class Filter:
-    """Choose those lines of the log that satisfy all attributes.
+def moment(text: str) -> datetime:
+    """Read a date or a time in ISO form; without a zone it is UTC.
 
-    Attributes:
-        run: The id or the name of a run; empty: all runs.
-        rounds: The first and the last round; None: all rounds.
-        message: Flower's type of a message, such as ``train``; empty: all types.
-        since: The earliest time; None: any time.
+    Raises:
+        ValueError: ``text`` is neither.
     """
-
-    run: str = ""
-    rounds: tuple[int, int] | None = None
-    message: str = ""
-    since: datetime | None = None
-
-    @classmethod
-    def of(cls, run: str = "", rounds: str = "", message: str = "", since: str = "") -> Filter:
-        """Read a filter from the options of ``fl-bn audit``; an empty text allows all lines.
-
-        Args:
-            run: The id or the name of a run.
-            rounds: One round, or two joined by a hyphen: ``3`` or ``3-7``.
-            message: The type of the message.
-            since: A date or a time in ISO form; without a zone it is UTC.
-
-        Raises:
-            ValueError: ``rounds`` or ``since`` cannot be read.
-        """
-        both = None
-        if rounds:
-            match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", rounds)
-            if match is None:
-                raise ValueError(f"--rounds must be one round, or two rounds joined by a hyphen, such as 3 or 3-7, but got {rounds!r}")
-            both = int(match[1]), int(match[2] or match[1])
-        try:
-            time = datetime.fromisoformat(since) if since else None
-        except ValueError as error:
-            raise ValueError(f"--since and --forget take a date or a time, as 2026-11-26 or 2026-11-26T09:30, but got {since!r}") from error
-        return cls(run, both, message, time.replace(tzinfo=UTC) if time is not None and time.tzinfo is None else time)
-
-    def keeps(self, entry: Mapping[str, Any]) -> bool:
-        """Return whether the filter chooses a line."""
-        if self.run and self.run not in (entry.get("run"), entry.get("name")):
-            return False
-        if self.rounds is not None and not self.rounds[0] <= (entry.get("round") or 0) <= self.rounds[1]:
-            return False
-        if self.message and entry.get("message") != self.message:
-            return False
-        return self.since is None or datetime.fromisoformat(str(entry["time"])) >= self.since
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise ValueError(f"--since and --forget take a date or a time, as 2026-11-26 or 2026-11-26T09:30, but got {text!r}") from error
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True)
@@ -157,35 +114,23 @@ class Report:
         whole = {"lines": self.lines, "message-bytes": self.message_bytes, "totals": rows, "refused": self.refused}
         return json.dumps(whole, indent=1, ensure_ascii=False)
 
-    def to_csv(self) -> str:
-        """Return the totals as CSV."""
-        text = io.StringIO(newline="")
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows(["" if cell is None else cell for cell in row] for row in self.rows())
-        return text.getvalue()
 
+def chosen(folder: Path, run: str = "", since: datetime | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the fields of the lines of a log. Damaged lines are left out; ``audit_check`` reports them.
 
-def chosen(folder: Path, which: Filter) -> Iterator[dict[str, Any]]:
-    """Yield the fields of the lines that ``which`` chooses.
-
-    Damaged lines are left out; ``audit_check`` reports them.
+    Args:
+        folder: The folder of the log.
+        run: Only lines of the run with this name or id; empty: of all runs.
+        since: Only lines from this time on; None: all.
 
     Raises:
         OSError: A file cannot be read.
     """
     for line in lines_in(folder):
-        if line.values is not None and which.keeps(line.values):
-            yield line.values
-
-
-def in_time(folders: Sequence[Path], which: Filter) -> Iterator[dict[str, Any]]:
-    """Yield the fields of the lines of several logs that ``which`` chooses, in the order of their times.
-
-    Raises:
-        OSError: A file cannot be read.
-    """
-    return merge(*(chosen(folder, which) for folder in folders), key=lambda entry: str(entry["time"]))
+        if (values := line.values) is None or (run and run not in (values.get("run"), values.get("name"))):
+            continue
+        if since is None or moment(values["time"]) >= since:
+            yield values
 
 
 def report_of(entries: Iterable[Mapping[str, Any]]) -> Report:

@@ -173,8 +173,8 @@ def start(
 ) -> None:
     """Start the programs of this machine, and keep them running until Ctrl-C or SIGTERM."""
     from fl_bn_site.commands import commands, prepare
-    from fl_bn_site.folders import ServerFolder, read_folder
-    from fl_bn_site.membership import check_expiry, renews
+    from fl_bn_site.folders import read_folder
+    from fl_bn_site.membership import check_expiry
     from fl_bn_site.supervisor import supervise
 
     with _refusals():
@@ -183,8 +183,6 @@ def start(
         if show:
             typer.echo("\n".join(map(str, run)))
             return
-        if isinstance(kit_folder, ServerFolder) and renews(kit_folder):
-            print(f"renewed: {kit_folder.certificate}", file=sys.stderr, flush=True)
         if warning := check_expiry(kit_folder):
             print(warning, file=sys.stderr, flush=True)
         supervise(run, prepare(kit_folder, only))

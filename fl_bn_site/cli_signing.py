@@ -16,13 +16,12 @@ from fl_bn.cli.refusal import refused
 def submitter(
     name: Annotated[str, typer.Argument(metavar="NAME", help="your name: letters, digits, '.', '_' and '-'")],
     output: Annotated[Path, typer.Option(metavar="FOLDER", help="where the two files are written")] = Path(),
-    passphrase: Annotated[bool, typer.Option("--passphrase", help="ask for a passphrase, which encrypts the key")] = False,
 ) -> None:
     """Make the key with which you sign runs: submitter.key, which is yours alone, and submitter.pub for the sites."""
-    from fl_bn_site.submitters import PRIVATE, PUBLIC, ask_passphrase, write_submitter_key
+    from fl_bn_site.submitters import PRIVATE, PUBLIC, write_submitter_key
 
     try:
-        made = write_submitter_key(output, name, ask_passphrase() if passphrase else "")
+        made = write_submitter_key(output, name)
     except (OSError, ValueError) as error:
         raise refused(error) from error
     typer.echo(f"{output / PRIVATE}: yours alone, and never on the server's machine")
@@ -45,6 +44,6 @@ def trust(
         asked = let_in(folder, whom)
     except (OSError, ValueError) as error:
         raise refused(error) from error
-    typer.echo(f"{folder.policy}: runs of {whom} may take place here. Ask {name} whether this fingerprint is right")
+    typer.echo(f"{folder.path}: runs of {whom} may take place here. Ask {name} whether this fingerprint is right")
     if not asked:
         typer.echo('allow-code is not "signed" there, so no signature is asked for')

@@ -72,7 +72,7 @@ def _policy(file: Path) -> Finding:
     text = f"{file}: {'; '.join(set_here) or 'takes part in every run'}"
     if policy.allow_code == ANY:
         what = f"{text}. The policy is open: whoever holds the server runs any code here, on this site's data"
-        return Finding("warn", "policy", what, 'write allow-code = "signed" and trusted-submitters, or allow-code = "installed"')
+        return Finding("warn", "policy", what, 'write allow-code = "signed", or allow-code = "installed"')
     return Finding("ok", "policy", text)
 
 

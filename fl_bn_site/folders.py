@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Self, get_type_hints
+from typing import Any, Self, get_type_hints
 
 import tomli_w
 
@@ -70,49 +70,36 @@ def _sites(names: tuple[str, ...]) -> None:
         raise ValueError(f"must be at least one name, and the names must differ even in lower case, but got {', '.join(names) or 'none'}")
 
 
-def _port(port: int) -> None:
-    if not 0 < port < 65536:
-        raise ValueError(f"must be 1..65535, but got {port}")
+def _must(holds: Callable[[Any], object], expected: str) -> Callable[[Any], None]:
+    """Return a check of a line's value: it raises ValueError where ``holds`` is false for the value, and says what was ``expected``."""
+
+    def check(value: Any) -> None:
+        if not holds(value):
+            raise ValueError(f"must be {expected}, but got {value!r}")
+
+    return check
 
 
-def _hosts(text: str) -> None:
-    for name in filter(None, map(str.strip, text.split(","))):
-        if not HOST.fullmatch(name):
-            try:
-                host_port(name)
-            except ValueError as error:
-                raise ValueError(f"must be HOST or HOST:PORT with a port of 1..65535, separated by commas, but got {name!r}") from error
+def _is_host(text: str) -> bool:
+    """Return whether ``text`` is HOST or HOST:PORT."""
+    try:
+        return bool(HOST.fullmatch(text) or host_port(text))
+    except ValueError:
+        return False
 
 
-def _some(number: int) -> None:
-    if number < 1:
-        raise ValueError(f"must be at least 1, but got {number}")
+def _are_folders(folders: tuple[str, ...]) -> bool:
+    return all(folder and os.pathsep not in folder for folder in folders)
 
 
-def _device(name: str) -> None:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):  # the same values as the key device of a run config
-        raise ValueError(f"must be auto, cpu, cuda, cuda:1, ..., but got {name!r}")
-
-
-def _pace(seconds: float) -> None:
-    if not 0.1 <= seconds <= 60:
-        raise ValueError(f"must be 0.1..60 seconds, but got {seconds:g}")
-
-
-def _seconds(seconds: float) -> None:
-    if not seconds > 0:
-        raise ValueError(f"must be above 0 seconds, but got {seconds:g}")
-
-
-def _code(folders: tuple[str, ...]) -> None:
-    if wrong := [folder for folder in folders if not folder or os.pathsep in folder]:
-        got = f"paths of folders without {os.pathsep}, but got {wrong[0]!r}" if wrong[0] else "paths of folders, but one of them is empty"
-        raise ValueError(f"must be {got}")
-
-
-def _given(text: str) -> None:
-    if not text:
-        raise ValueError("must not be empty")
+_port = _must(lambda port: 0 < port < 65536, "1..65535")
+_some = _must(lambda number: number >= 1, "at least 1")
+_pace = _must(lambda seconds: 0.1 <= seconds <= 60, "0.1..60 seconds")
+_seconds = _must(lambda seconds: seconds > 0, "above 0 seconds")
+_device = _must(re.compile(r"auto|cpu|cuda(:\d+)?").fullmatch, "auto, cpu, cuda, cuda:1, ...")  # as the key device of a run config
+_given = _must(bool, "a text that is not empty")
+_code = _must(_are_folders, f"paths of folders without {os.pathsep}")
+_hosts = _must(lambda text: all(map(_is_host, filter(None, map(str.strip, text.split(","))))), "HOST or HOST:PORT, separated by commas")
 
 
 def _line(text: str, default: Any = MISSING, check: Callable[[Any], object] = lambda value: None) -> Any:
@@ -136,12 +123,10 @@ class Folder:
     Attributes:
         path: The folder.
         file: The name of the TOML file.
-        gone: Lines that only earlier versions had, with their former default, which is ignored, and why they are no longer needed.
     """
 
     path: Path
     file = ""
-    gone: ClassVar[Mapping[str, tuple[object, str]]] = {}
 
     @classmethod
     def read(cls, path: Path | str) -> Self:
@@ -161,9 +146,7 @@ class Folder:
             raise FolderError(f"{source} cannot be read: {error}") from error
         known = {_kebab(spec): spec for spec in cls.lines()}
         for name in values:
-            if name in cls.gone and values[name] != cls.gone[name][0]:
-                raise FolderError(f"{source}: delete the line {name}: {cls.gone[name][1]}")
-            if name not in known and name not in cls.gone:
+            if name not in known:
                 raise FolderError(f"{source}: {unknown('line', name, known)}")
         types = get_type_hints(cls)
         checked = {spec.name: _value(source, name, spec, types[spec.name], values) for name, spec in known.items()}
@@ -207,11 +190,6 @@ class ServerFolder(Folder):
     app: Path | None = _line("folder of the fl-bn project that is submitted; empty: the one that is installed (editable)", "")
 
     file = "server.toml"
-    gone: ClassVar[Mapping[str, tuple[object, str]]] = {
-        "metrics": ("", "fl-bn serves no metrics any more; `fl-bn status --json` prints the same numbers"),
-        "parallel": (1, "runs start at once, beside each other"),
-    }
-
     def __post_init__(self) -> None:
         if self.last_exchange_port > 65535:
             raise ValueError(
@@ -296,7 +274,6 @@ class SiteFolder(Folder):
     audit: Path | None = _line("folder of the audit log, which says what left this site; empty: node/audit", "")
 
     file = "site.toml"
-    gone = dict.fromkeys(("partition-id", "num-partitions"), (None, "the server tells a site its place with every run"))
 
     def __post_init__(self) -> None:
         if self.data_path and ":" not in self.dataset:
@@ -328,11 +305,6 @@ class SiteFolder(Folder):
     def apps_socket(self) -> Path:
         """Return the socket on which the program that runs the apps hears the gate."""
         return self.path / "run" / "apps.sock"
-
-    def audit_logs(self) -> list[Path]:
-        """Return those folders of audit logs that exist: the gate's, and one of an earlier fl-bn, whose ClientApp wrote it."""
-        former = [folder for folder in (self.node_dir / "audit", self.state_dir / "audit") if os.access(folder, os.R_OK | os.X_OK)]
-        return list(dict.fromkeys([*([self.audit_log] if self.audit_log.is_dir() else []), *former]))
 
 
 def read_folder(path: Path | str) -> ServerFolder | SiteFolder:

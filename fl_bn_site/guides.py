@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from string import Template
 
-from fl_bn_site.folders import EXCHANGE_PORTS, one_line
+from fl_bn_site.folders import EXCHANGE_PORTS
 
 
 def kit_file(name: str) -> str:
@@ -43,13 +43,6 @@ def site_guide(site: str, fleet: str, exchange: str) -> str:
     return Template(kit_file("site.md")).substitute(
         install=_install(), site=site, fleet=fleet, exchange=exchange, more_ports=EXCHANGE_PORTS - 1
     )
-
-
-def site_policy(submitters: Sequence[str]) -> str:
-    """Return the policy of a new site. It allows only runs that one of ``submitters`` has signed."""
-    if not submitters:
-        return kit_file("policy.toml").replace("$submitters", "[]  # `fl-bn kit trust . NAME FILE` adds one")
-    return Template(kit_file("policy.toml")).substitute(submitters=one_line(submitters))
 
 
 def _install() -> str:

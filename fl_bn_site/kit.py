@@ -9,7 +9,7 @@ from pathlib import Path
 from fl_bn_site.certificates import alternative_name, make_authority, make_server, write_site_key
 from fl_bn_site.days import SERVER_DAYS
 from fl_bn_site.folders import EXCHANGE_PORTS, ServerFolder, SiteFolder, render, site_name
-from fl_bn_site.guides import kit_file, kit_readme, server_guide, site_guide, site_policy
+from fl_bn_site.guides import kit_file, kit_readme, server_guide, site_guide
 from fl_bn_site.policy import SUBMITTERS
 from fl_bn_site.signing import Submitter
 from fl_bn_site.submitters import hand_out, public_key, write_submitter_key
@@ -159,7 +159,7 @@ def write_site(folder: Path, name: str, fleet: str, exchange: str, ca: bytes, su
     server, exchange_host = (address.rpartition(":")[0] for address in (fleet, exchange))
     other = "" if exchange_host == server else exchange_host
     (folder / SiteFolder.file).write_text(render(SiteFolder, site=name, superlink=fleet, exchange_addresses=other))
-    (folder / "policy.toml").write_text(site_policy([submitter.name for submitter in submitters]))
+    (folder / "policy.toml").write_text(kit_file("policy.toml"))
     hand_out(submitters, folder)
     _script(folder / "start.sh")
     (folder / "GUIDE.md").write_text(site_guide(name, fleet, exchange))

@@ -11,7 +11,7 @@ import shutil
 import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from fl_bn.support.durable import write
 from fl_bn_site.certificates import Identity, make_authority, make_server, names_in, read_certificate, read_public, write_site_key
-from fl_bn_site.days import SERVER_DAYS, SOON
+from fl_bn_site.days import SOON
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port, one_line, site_name
 from fl_bn_site.kit import KitError, joined, write_site
 from fl_bn_site.submitters import known
@@ -158,23 +158,6 @@ def replace_authority(server: ServerFolder, authority: Path, days: int) -> list[
     return trusted
 
 
-def renews(server: ServerFolder) -> bool:
-    """Renew the server's certificate if it expires within ``SOON`` days and the authority's key is on this machine.
-
-    Returns:
-        Whether the certificate was renewed.
-
-    Raises:
-        KitError: The authority is not the one that the sites trust, cannot be read, or has expired.
-        OSError, ValueError: The server's certificate cannot be read.
-    """
-    left = read_certificate(server.certificate).not_valid_after_utc - datetime.now(UTC)
-    if left > timedelta(days=SOON) or not (server.kit_authority / "ca.key").exists():
-        return False
-    renew_server(server, server.kit_authority, SERVER_DAYS)
-    return True
-
-
 def renew_site(server: ServerFolder, name: str, public_key: Path | None, folder: Path) -> None:
     """Replace the key of a site.
 
@@ -222,16 +205,6 @@ def days_left(folder: ServerFolder | SiteFolder) -> tuple[Path, int]:
     return first, (ends[first] - datetime.now(UTC)).days
 
 
-def ago(days: int) -> str:
-    """Return in words how long ago a certificate expired, such as ``3 days ago``.
-
-    Args:
-        days: The days until it expires, rounded down, as ``days_left`` returns them: a negative number.
-    """
-    whole = -days - 1
-    return "less than a day ago" if whole == 0 else f"{whole} day{'s' if whole > 1 else ''} ago"
-
-
 def check_expiry(folder: ServerFolder | SiteFolder) -> str:
     """Return a warning if a certificate in ``folder`` expires within ``SOON`` days; else an empty text.
 
@@ -247,7 +220,7 @@ def check_expiry(folder: ServerFolder | SiteFolder) -> str:
         else "ask the server's operator for a new kit"
     )
     if days < 0:
-        raise FolderError(f"{path} expired {ago(days)}, so no site could connect: {renewal}")
+        raise FolderError(f"{path} expired {-days} days ago, so no site could connect: {renewal}")
     return f"{path} expires in {days} days: {renewal}" if days < SOON else ""
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class Policy:
         allow_modules: The modules whose functions a run config may name. A package allows its submodules, too.
         allow_code: ``signed`` allows the runs that one of ``trusted_submitters`` signed; ``installed`` allows only
             code that equals the fl-bn that is installed here; ``any`` allows whatever the server sends.
-        trusted_submitters: The submitters whose signatures the site accepts.
+        trusted_submitters: The submitters whose signatures the site accepts: those whose keys are in ``submitters`` beside the file.
         max_memory: The memory in GB (2**30 bytes) that the process of each message may use for data.
         min_samples: The smallest number of samples that a statistic or a reply may summarise; 0: no limit.
         max_evaluations: The largest number of evaluations that this site answers in one run.
@@ -77,12 +77,18 @@ class Policy:
             values = tomllib.loads(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise PolicyError(f"{file} cannot be read: {error}") from error
-        known = {spec.name.replace("_", "-"): spec.name for spec in fields(cls)}
-        if others := sorted(values.keys() - known.keys()):
-            raise PolicyError(f"{file}: unknown line {others[0]!r}: expected one of {', '.join(known)}")
-        read = cls(**{known[name]: _check_line(file, name, value) for name, value in values.items()})
+        for name, value in values.items():
+            if name not in LINES:
+                raise PolicyError(f"{file}: unknown line {name!r}: expected one of {', '.join(LINES)}")
+            allowed, expected = LINES[name]
+            if not allowed(value):
+                raise PolicyError(f"{file}: {name} must be {expected}, but got {value!r}")
+        lines: dict[str, Any] = {}
+        for name, value in values.items():
+            lines[name.replace("-", "_")] = tuple(value) if isinstance(value, list) else value
+        read = cls(**lines, trusted_submitters=_trusted(file.parent / SUBMITTERS))
         if read.allow_code == SIGNED and not read.trusted_submitters:
-            raise PolicyError(f'{file}: allow-code = "signed" needs trusted-submitters, who may sign runs: `fl-bn kit trust` adds one')
+            raise PolicyError(f'{file}: allow-code = "signed" needs keys of submitters in {SUBMITTERS}/: `fl-bn kit trust` adds one')
         return read
 
     def check_package(
@@ -209,57 +215,40 @@ def summary_of(reply: Any) -> tuple[int | None, dict[str, int]]:
     return (int(samples[0]) if samples else None), counts
 
 
-def _submitter(file: Path, item: str) -> signing.Submitter:
-    """Return the submitter that one item of ``trusted-submitters`` stands for.
-
-    The item is either a public key, followed by the name of its owner, or only a name. The key of a name is read from the
-    file ``submitters/NAME.pub`` beside the policy.
-    """
-    try:
-        if item.startswith(signing.KIND):
-            return signing.read_submitter(" ".join(item.split()[2:]) or "a key of the policy", item)
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", item):
-            raise ValueError(f"a name begins with a letter or digit, and has only letters, digits, '.', '_' and '-', but got {item!r}")
-        path = file.parent / SUBMITTERS / f"{item}.pub"
-        try:
-            return signing.read_submitter(item, path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path}: {error.strerror if isinstance(error, OSError) else error}") from error
-    except ValueError as error:
-        raise PolicyError(f"{file}: trusted-submitters: {error}") from error
-
-
 def _refusal(line: str, allowed: object, reason: str) -> NotAllowed:
     shown = ", ".join(map(str, allowed)) or "nothing" if isinstance(allowed, tuple) else allowed
     return NotAllowed(f"this site's policy has {line} = {shown}, but {reason}")
 
 
-def _check_line(file: Path, name: str, value: Any) -> Any:
-    """Return the value of the line ``name``, with lists as tuples.
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is str for item in value)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+LINES: dict[str, tuple[Callable[[Any], bool], str]] = {  # line -> whether it may have a value, and which values it may have
+    "allow-methods": (_is_texts, "a list of texts in quotes"),
+    "allow-modules": (_is_texts, "a list of texts in quotes"),
+    "allow-code": (lambda value: value in CODE, f"{', '.join(CODE[:-1])} or {CODE[-1]}"),
+    "max-memory": (lambda value: type(value) in (int, float) and value > 0, "a number of GB above 0"),
+    "min-samples": (lambda value: _is_count(value) and value > 0, "a whole number above 0"),
+    "max-evaluations": (_is_count, "a whole number of at least 0 (0 allows none)"),
+    "max-unknown-rounds": (_is_count, "a whole number of at least 0 (0 allows none)"),
+}
+
+
+def _trusted(folder: Path) -> tuple[signing.Submitter, ...]:
+    """Return the submitters whose public keys, NAME.pub, are in a folder.
 
     Raises:
-        PolicyError: The value is not allowed. The message names ``file`` and the line.
+        PolicyError: A file cannot be read, or is no public key.
     """
-
-    def wrong(expected: str) -> PolicyError:
-        return PolicyError(f"{file}: {name} must be {expected}, but got {value!r}")
-
-    if name in ("allow-methods", "allow-modules"):
-        if not isinstance(value, list) or not all(type(item) is str for item in value):
-            raise wrong("a list of texts in quotes")
-        return tuple(value)
-    if name == "allow-code":
-        if value not in CODE:
-            raise wrong(f"{', '.join(CODE[:-1])} or {CODE[-1]} (which was `sent` in earlier versions)")
-        return value
-    if name == "trusted-submitters":
-        if not isinstance(value, list) or not all(type(item) is str for item in value):
-            raise wrong(f"a list of names (each with a file {SUBMITTERS}/NAME.pub) or of public keys")
-        return tuple(_submitter(file, item) for item in value)
-    if name in ("max-evaluations", "max-unknown-rounds"):
-        if type(value) is not int or value < 0:
-            raise wrong("a whole number of at least 0 (0 allows none)")
-        return value
-    if type(value) not in ((int,) if name == "min-samples" else (int, float)) or not value > 0:
-        raise wrong("a whole number above 0" if name == "min-samples" else "a number of GB above 0")
-    return value
+    found = []
+    for file in sorted(folder.glob("*.pub")):
+        try:
+            found.append(signing.read_submitter(file.stem, file.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise PolicyError(f"{file}: {error}") from error
+    return tuple(found)

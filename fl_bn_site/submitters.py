@@ -9,8 +9,6 @@ import hashlib
 import io
 import json
 import os
-import re
-import sys
 import tomllib
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -23,7 +21,6 @@ from typing import Any
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import (
-    BestAvailableEncryption,
     Encoding,
     NoEncryption,
     PrivateFormat,
@@ -34,7 +31,7 @@ from cryptography.hazmat.primitives.serialization import (
 from fl_bn.support.durable import write
 from fl_bn.support.flower_config import Scalar
 from fl_bn_site.certificates import write_private
-from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, one_line, site_name
+from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, site_name
 from fl_bn_site.policy import SUBMITTERS, Policy
 from fl_bn_site.signing import KEY, OF_SERVER, Submitter, public_line, read_submitter, sign
 
@@ -43,13 +40,12 @@ PRIVATE, PUBLIC = "submitter.key", "submitter.pub"
 FORM = "fl-bn signed run 1"  # the value of ``form`` in a file that --sign-only writes
 
 
-def write_submitter_key(folder: Path, name: str, passphrase: str = "") -> Submitter:
+def write_submitter_key(folder: Path, name: str) -> Submitter:
     """Make the key pair of a submitter: ``submitter.key``, of mode 0600, and ``submitter.pub``.
 
     Args:
         folder: The folder for both files.
         name: The submitter's name.
-        passphrase: The passphrase that encrypts the private key; empty: the key is not encrypted.
 
     Raises:
         FileExistsError: The folder has a submitter.key already.
@@ -57,9 +53,8 @@ def write_submitter_key(folder: Path, name: str, passphrase: str = "") -> Submit
     """
     site_name(name)
     private = Ed25519PrivateKey.generate()
-    encryption = BestAvailableEncryption(passphrase.encode()) if passphrase else NoEncryption()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_private(folder / PRIVATE, private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
+    write_private(folder / PRIVATE, private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     submitter = Submitter(name, private.public_key().public_bytes_raw())
     (folder / PUBLIC).write_text(public_line(submitter), encoding="utf-8")
     return submitter
@@ -223,7 +218,7 @@ def known(folder: Path) -> list[Submitter]:
 
 
 def trust(site: SiteFolder, submitter: Submitter) -> bool:
-    """Let runs of ``submitter`` take place at a site: write the public key, and the name into the site's policy.
+    """Let runs of ``submitter`` take place at a site: write the public key into its folder ``submitters``.
 
     Args:
         site: The site's folder.
@@ -233,42 +228,15 @@ def trust(site: SiteFolder, submitter: Submitter) -> bool:
         Whether the policy asks for signatures (``allow-code = "signed"``).
 
     Raises:
-        FolderError: The site trusts another key of this name, or the policy is not TOML, or its line
-            ``trusted-submitters`` has a form that this function cannot change.
+        FolderError: The site trusts another key of this name.
     """
     path = site.policy.parent / SUBMITTERS / f"{submitter.name}.pub"
     if path.exists() and public_key(submitter.name, path) != submitter:
         raise FolderError(
             f"{path} holds another key of {submitter.name} than the one given: to trust the new key in its place, move this file away first"
         )
-    old = site.policy.read_text(encoding="utf-8") if site.policy.exists() else ""
-    try:
-        values = tomllib.loads(old)
-        names = list(dict.fromkeys([*values.get("trusted-submitters", []), submitter.name]))
-        line = f"trusted-submitters = {one_line(names)}"
-        text, count = re.subn(r"(?ms)^trusted-submitters\s*=\s*\[.*?\]", lambda _: line, old)
-        text = text if count else f"{old.rstrip()}\n{line}\n".lstrip()
-        if count > 1 or tomllib.loads(text) != values | {"trusted-submitters": names}:
-            raise ValueError(f"fl-bn cannot change trusted-submitters in this file: write {line} into it by hand")
-    except (ValueError, TypeError) as error:
-        raise FolderError(f"{site.policy}: {error}") from error
     hand_out([submitter], site.policy.parent)
-    write(site.policy, text.encode(), (site.policy.stat().st_mode & 0o777) if site.policy.exists() else 0o644)
     return Policy.read(site.policy).allow_code == "signed"
-
-
-def ask_passphrase() -> str:
-    """Ask twice for a new passphrase.
-
-    Raises:
-        FolderError: The passphrase is empty, the two inputs differ, or there is no terminal.
-    """
-    if not sys.stdin.isatty():
-        raise FolderError("--passphrase needs a terminal, on which you type the passphrase")
-    first = getpass.getpass("new passphrase: ")
-    if not first or first != getpass.getpass("again: "):
-        raise FolderError("the passphrase is empty, or was not typed twice alike: type it again")
-    return first
 
 
 def describe(file: Path | None) -> str:

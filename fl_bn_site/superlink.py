@@ -1,4 +1,4 @@
-"""Run Flower 1.25's ``flower-superlink`` with four repairs: ``python -P superlink.py ARGUMENT...``.
+"""Run Flower 1.25's ``flower-superlink`` with three repairs: ``python -P superlink.py ARGUMENT...``.
 
 Messages whose tensors have not arrived (``repair``): a ServerApp first sends a message, and then its tensors. If a
 SuperNode asks in between, the SuperLink tells it to wait. Flower 1.25.0 fails when it counts the traffic of that
@@ -14,19 +14,14 @@ never come. Flower hands this reply to the ServerApp, which waits for the tensor
 any deadline of the round. Here, a reply is handed over when it is complete. If its site has gone before that,
 the ServerApp is told that the site does not answer.
 
-Full disks (``wait_for_room``): if the disk of the database is full, Flower cannot store a message or a reply. Then
-the ServerApp or the SuperNode ends. Here, the change is tried again until there is room.
-
 The log is changed, too. Each site may ask for messages several times a second. The lines about these questions are
 left out.
 
 This file is run by its path, and runs ``compat`` by its path, since the package around them would import torch.
 """
 
-import inspect
 import logging
 import runpy
-import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -36,8 +31,6 @@ from pathlib import Path
 from typing import Any
 
 POLL = "[Fleet.PullMessages]"  # part of the log line that Flower writes when a site asks for messages
-FULL = "disk is full"  # part of SQLite's message "database or disk is full"
-PATIENCE, PAUSE = 600.0, 1.0  # seconds that a change waits for room on the disk, and seconds between two tries
 UNDELIVERED = """
     SELECT message_res.message_id AS reply, reply_to_message_id AS asked FROM message_res JOIN node ON node_id = src_node_id
     WHERE reply_to_message_id IN ({marks}) AND delivered_at = '' AND online_until >= ?
@@ -102,45 +95,6 @@ def one_at_a_time(kind: Any) -> None:
         setattr(kind, name, locked(getattr(kind, name)))
 
 
-def wait_for_room(*kinds: Any) -> None:
-    """Make the public methods of classes try again when they fail because the disk is full.
-
-    They try again for at most ``PATIENCE`` seconds. This is safe, since each method is one database transaction.
-    If one of these methods calls another, only the outer method is tried again.
-
-    Args:
-        kinds: The classes. They are changed in place.
-    """
-    thread = threading.local()
-
-    def patient(method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if getattr(thread, "another", False):
-                return method(*args, **kwargs)
-            thread.another, end, reported = True, time.monotonic() + PATIENCE, False
-            try:
-                while True:
-                    try:
-                        return method(*args, **kwargs)
-                    except sqlite3.OperationalError as error:
-                        if FULL not in str(error) or time.monotonic() > end:
-                            raise
-                    if not reported:
-                        logging.getLogger("flwr").warning("the disk with the SuperLink's database is full: make room on it. Trying again")
-                    reported = True
-                    time.sleep(PAUSE)
-            finally:
-                thread.another = False
-
-        return call
-
-    for kind in kinds:
-        for name, method in list(vars(kind).items()):
-            if inspect.isfunction(method) and not name.startswith("_"):
-                setattr(kind, name, patient(method))
-
-
 def tells(record: logging.LogRecord) -> bool:
     """Return False for log records about a site that asks for messages, so that they are left out; else True."""
     return POLL not in str(record.msg)
@@ -152,7 +106,6 @@ def main() -> None:
     repair(find("SqliteLinkState"))
     whole_replies(find("SqliteLinkState"))
     one_at_a_time(find("SqliteObjectStore"))
-    wait_for_room(find("SqliteLinkState"), find("SqliteObjectStore"))
     logging.getLogger("flwr").addFilter(tells)
     next(one for one in entry_points(group="console_scripts") if one.name == "flower-superlink").load()()
 

@@ -110,10 +110,8 @@ def _site(folder: Path, noted: str = "") -> Iterator[Finding]:
         yield _true(False, f"{site.policy} is complete", f"{error}. This site refuses every run until that is corrected")
     pair = f"{site.private_key} belongs to {site.public_key}"
     yield _same(pair, lambda: public_half(site.private_key), lambda: read_public(site.public_key))
-    logs = site.audit_logs()
-    holder = next((log for log in logs if noted and check(log, noted).noted), logs[0] if logs else None)
-    for log in logs:
-        yield from _audit(log, noted if log == holder else "")
+    if site.audit_log.is_dir():
+        yield from _audit(site.audit_log, noted)
 
 
 def _audit(folder: Path, noted: str) -> Iterator[Finding]:

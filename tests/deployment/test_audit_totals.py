@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fl_bn_site.audit_report import Filter, Report, chosen, report_of
+from fl_bn_site.audit_report import Report, chosen, report_of
 from tests.deployment.federation import FL_BN, ROOT, SMALL, Federation, check_bits, free_ports
 from tests.deployment.fleet_proxy import FleetProxy
 from tests.deployment.inner import OTHER, SiteFolder, check
@@ -89,7 +89,7 @@ def test_the_log_of_every_site_says_what_the_server_and_the_wire_say(
     name = run[0]["name"]
     objects = {identity: size for proxy in proxies.values() for identity, size in proxy.objects.items()}
     for site in federation.sites:
-        entries = list(chosen(log_of(federation, site), Filter.of(run=name)))
+        entries = list(chosen(log_of(federation, site), name))
         counted = by_section(report_of(entries))
         assert counted.pop(OTHER)[0] > 0
         assert counted.pop("nothing", [0, 0, 0])[1] == 0

@@ -261,7 +261,7 @@ def test_an_app_ends_with_its_gate(gate: Gate) -> None:
 
 
 def test_of_a_run_that_is_refused_nothing_is_unpacked(gate: Gate) -> None:
-    gate.policy('allow-code = "signed"\ntrusted-submitters = ["alice"]\n')
+    gate.policy('allow-code = "signed"\n')
     content = package()
     signed = Package(content, MINE).signed({"rounds": 2})
     for config, why in (
@@ -284,7 +284,7 @@ def test_of_a_run_that_is_refused_nothing_is_unpacked(gate: Gate) -> None:
 
 def test_a_default_of_the_package_is_covered_by_the_signature(gate: Gate) -> None:
     """The server cannot leave out a key that was signed, nor send another default."""
-    gate.policy('allow-code = "signed"\ntrusted-submitters = ["alice"]\n')
+    gate.policy('allow-code = "signed"\n')
     content = package()
     assert "changed after the signing" in str(gate.ask(content, **Package(content, MINE).signed({}), rounds=9).error.reason)
     gate.told(content, **Package(content, MINE).signed({}))

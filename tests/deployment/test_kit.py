@@ -232,8 +232,7 @@ def test_data_paths_are_absolute_unless_a_function_reads_them(tmp_path: Path, da
         (ServerFolder, "= 9095", "= true", "exchange-port"),
         (ServerFolder, "= 9095", "= 0", "exchange-port"),
         (ServerFolder, "exchange-ports = 4", "exchange-ports = 65000", "exchange-ports"),
-        (ServerFolder, "exchange-ports = 4", 'metrics = "127.0.0.1:9096"', "delete the line metrics"),
-        (ServerFolder, "exchange-ports = 4", "parallel = 2", "delete the line parallel"),
+        (ServerFolder, "exchange-ports = 4", 'metrics = "127.0.0.1:9096"', "metrics"),
         (ServerFolder, '["A", "B"]', '"A,B"', "sites"),
         (ServerFolder, '["A", "B"]', '["A", 1]', "sites"),
         (ServerFolder, '["A", "B"]', '["A", "a"]', "lower case"),
@@ -256,11 +255,6 @@ def test_what_is_wrong_is_named(tmp_path: Path, kind: type[ServerFolder], old: s
         kind.read(folder(tmp_path, kind, text.replace(old, new)))
     assert said in str(error.value)
     assert str(tmp_path / kind.file) in str(error.value)
-
-
-def test_the_lines_of_earlier_versions_are_ignored_as_those_wrote_them(tmp_path: Path) -> None:
-    plain = ServerFolder.read(folder(tmp_path, ServerFolder, SERVER))
-    assert ServerFolder.read(folder(tmp_path, ServerFolder, SERVER + 'metrics = ""\nparallel = 1\n')) == plain
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:

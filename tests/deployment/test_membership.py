@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from fl_bn_site import certificates
 from fl_bn_site.certificates import names_in, public_half, read_certificate
-from fl_bn_site.membership import check_expiry, former_owner, renew_server, renew_site, renews, replace_authority
+from fl_bn_site.membership import check_expiry, former_owner, renew_server, renew_site, replace_authority
 from tests.deployment.inner import (
     FolderError,
     KitError,
@@ -172,21 +172,6 @@ def test_a_stolen_server_key_is_worth_nothing_once_the_authority_is_new(kit: Pat
 
 def private_key(path: Path) -> Any:
     return load_pem_private_key(path.read_bytes(), None)
-
-
-def test_a_certificate_is_renewed_when_it_expires_soon_and_the_authority_is_here(kit: Path, server: ServerFolder) -> None:
-    def days() -> int:
-        return (read_certificate(server.certificate).not_valid_after_utc - datetime.now(UTC)).days
-
-    assert days() in (89, 90)
-    assert not renews(server)
-    renew_server(server, kit / "authority", 29)
-    assert renews(server)
-    assert days() in (89, 90)
-    renew_server(server, kit / "authority", 29)
-    (kit / "authority/ca.key").rename(kit / "authority/elsewhere")
-    assert not renews(server)
-    assert "expires in 28 days" in check_expiry(server)
 
 
 def test_a_renewed_site_has_another_key(kit: Path, server: ServerFolder) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fl_bn_site.guides import site_policy
+from fl_bn_site.guides import kit_file
 from fl_bn_site.policy import NotAllowed
 from tests.deployment.inner import Policy, PolicyError, Submitter, hand_out
 from tests.deployment.test_signing import package_of
@@ -32,7 +32,7 @@ def test_without_a_file_or_a_line_everything_is_allowed(tmp_path: Path) -> None:
 def test_the_template_s_lines_can_be_set(tmp_path: Path) -> None:
     alice = Submitter("alice", bytes(32))
     hand_out([alice], tmp_path)
-    template = site_policy(["alice"])
+    template = kit_file("policy.toml")
     assert policy(tmp_path, template) == Policy(allow_code="signed", trusted_submitters=(alice,)), "a new site takes part in signed runs"
     text = "".join(line.removeprefix("#") + "\n" for line in template.splitlines() if not line.startswith("# "))
     assert policy(tmp_path, text) == Policy(("fedbn", "hbn"), (), "signed", (alice,), 8.0, 8, 40, 0)
@@ -97,14 +97,12 @@ def test_replies_of_few_samples_do_not_leave(tmp_path: Path) -> None:
     [
         "allow-method = []", 'allow-methods = "hbn"', 'allow-code = "sent"', "max-memory = 0", "max-memory = true", "min-samples = 1.5",
         "min-samples", "max-evaluations = -1", "max-evaluations = true", "max-unknown-rounds = -1", 'allow-code = "signed"',
-        'allow-code = "signed"\ntrusted-submitters = []', 'trusted-submitters = ["bob"]', 'trusted-submitters = ["../alice"]',
-        'trusted-submitters = ["ssh-ed25519 AAAA"]', 'trusted-submitters = "alice"',
     ],
 )  # fmt: skip
 def test_a_policy_that_is_wrong_is_no_policy(tmp_path: Path, text: str) -> None:
     with pytest.raises(PolicyError) as refused:
         policy(tmp_path, text)
-    assert text.split(" =")[0] in str(refused.value) or text in ("min-samples", 'trusted-submitters = ["bob"]')
+    assert text.split(" =")[0] in str(refused.value) or text == "min-samples"
 
 
 @listed(

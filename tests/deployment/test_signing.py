@@ -188,7 +188,7 @@ def policy(folder: Path, text: str) -> Policy:
 
 def test_the_policy_asks_who_signed_the_whole_run_config(tmp_path: Path) -> None:
     fab, defaults = package_of(FILES), {"rounds": 1, KEY: ""}
-    mine = policy(tmp_path, 'allow-code = "signed"\ntrusted-submitters = ["alice"]')
+    mine = policy(tmp_path, 'allow-code = "signed"')
     signed = defaults | Package(fab, MINE).signed({"rounds": 2})
     found = mine.check_package(fab, signed)
     assert found is not None
@@ -200,7 +200,7 @@ def test_the_policy_asks_who_signed_the_whole_run_config(tmp_path: Path) -> None
 
 
 def test_a_run_that_lasts_longer_than_its_signature_ends_here(tmp_path: Path) -> None:
-    fab, mine = package_of(FILES), policy(tmp_path, 'allow-code = "signed"\ntrusted-submitters = ["alice"]')
+    fab, mine = package_of(FILES), policy(tmp_path, 'allow-code = "signed"')
     config = {"rounds": 2, KEY: sign(MINE, Package(fab).code, {"rounds": 2}, NOW)}
     mine.check_package(fab, config, now=NOW + LASTS)
     with pytest.raises(NotAllowed, match="a signature lasts 30 days"):

@@ -1,4 +1,4 @@
-"""The repairs of Flower 1.25's SuperLink: late tensors, equal ones at once, replies that never end, and a full disk."""
+"""The repairs of Flower 1.25's SuperLink: late tensors, equal ones at once, and replies that never end."""
 
 from __future__ import annotations
 
@@ -146,37 +146,6 @@ def test_of_a_site_that_left_in_the_midst_of_its_reply_the_server_is_told(tmp_pa
     time.sleep(0.01)
     (reason,) = asked.reply()
     assert "Node Unavailable" in reason
-
-
-def test_what_finds_the_disk_full_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.chdir(tmp_path)
-    kind = find("SqliteLinkState")
-    for name, method in list(vars(kind).items()):
-        if callable(method) and not name.startswith("_"):
-            monkeypatch.setattr(kind, name, method)  # undone at the end
-    link = link_state("state.db")
-    run, line, waits = link.create_run("id", "0.1", "0" * 64, {}, "federation", ConfigRecord(), None), "x" * 10**6, []
-
-    def limit(pages: int) -> None:
-        link.conn.execute(f"PRAGMA max_page_count = {pages}")
-
-    def wait(seconds: float) -> None:
-        waits.append(seconds)
-        if len(waits) == 3:
-            limit(10_000)
-
-    limit(1)  # as many as there are
-    with pytest.raises(sqlite3.OperationalError, match="disk is full"):  # control: Flower 1.25.0 as it is
-        link.add_serverapp_log(run, line)
-    runpy.run_path(str(SCRIPT))["wait_for_room"](kind)
-    monkeypatch.setattr(time, "sleep", wait)
-    caplog.set_level("WARNING", logger="flwr")
-    link.add_serverapp_log(run, line)
-    assert waits == [1.0] * 3
-    assert link.get_serverapp_log(run, None)[0] == line, "once"
-    assert caplog.text.count("make room on it") == 1
-    with pytest.raises(sqlite3.OperationalError, match="no such table"):  # another error is one
-        link.conn.execute("DROP TABLE logs") and link.add_serverapp_log(run, line)
 
 
 def test_it_is_flowers_own_program_otherwise() -> None:
