@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from fl_bn.exchange.session import Traffic
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.payload import count_tensors, section_bytes
+from fl_bn.federation.schema import DIVERGED
 from fl_bn.methods import Phase
 from fl_bn.options import LARGEST
 from fl_bn.robust.rows import FAR
@@ -30,7 +31,7 @@ RUNAWAY_LOSS = 10.0
 
 An untrained classifier's loss is about the logarithm of the number of classes, and training lowers it.
 """
-NOT_FINITE, DIVERGED = "values are not finite", "the client's training diverged"
+NOT_FINITE = "values are not finite"
 LOWER = "lower the learning rate"
 SHOWN = 4  # the most metrics of the user's own that a line of the log shows, of training and of evaluation each
 

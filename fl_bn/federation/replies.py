@@ -20,9 +20,8 @@ from fl_bn.exchange.session import Session
 from fl_bn.federation.aggregation import WeightedSum, largest
 from fl_bn.federation.fields import LARGEST, Field, Form, Values, number, one_of, whole
 from fl_bn.federation.fields import measured as a_number
-from fl_bn.federation.payload import Named, Payload, Sections, to_numpy, views
+from fl_bn.federation.payload import Payload, Sections, to_numpy, views
 from fl_bn.federation.policy import unbounded
-from fl_bn.federation.record import DIVERGED
 from fl_bn.federation.schema import Schema
 from fl_bn.federation.values import Reply, RoundReplies
 from fl_bn.support.wire import Absent, WireError, check_samples, excerpt, reason
@@ -137,22 +136,11 @@ class Expected:
         Raises:
             WireError: An array is missing, extra, or not as expected. The message names the first wrong array.
         """
-        largest_in = self.schema.check(payload)
+        largest = self.schema.check(payload, self.bounds, self.unbounded)
         sections = {section: views(arrays) for section, arrays in payload.items()}
-        for section, most in self.bounds.items():
-            if largest_in.get(section, 0.0) > most:
-                self._check_sizes(section, sections[section], most)
         numbers = {name: float(value) for name, value in values.items()}
         samples: int = values["samples"]
-        return Reply(client, sections, samples, samples, numbers, self.round, self.signature, max(largest_in.values(), default=0.0))
-
-    def _check_sizes(self, section: str, tensors: Named, most: float) -> None:
-        """Raise WireError for the tensor with the largest absolute value, if it is above ``most``. ``unbounded`` tensors do not count."""
-        sizes = {name: largest([tensor]) for name, tensor in tensors.items() if name not in self.unbounded}
-        name = max(sizes, key=lambda one: sizes[one], default="")
-        if name and sizes[name] > most:
-            what = f"expected values within +-{most:.3g} ({WIDEST_WEIGHT:g} times the largest weight of the server's model or more)"
-            raise WireError(section, name, f"{what}, but the largest is {sizes[name]:.3g}: {DIVERGED}, or the client sends false values")
+        return Reply(client, sections, samples, samples, numbers, self.round, self.signature, largest)
 
 
 def arrays_of(sections: Any) -> Payload:

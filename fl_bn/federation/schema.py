@@ -5,8 +5,9 @@ A payload with other tensors is refused, and the error names the first wrong ten
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from fl_bn.federation.locality import Locality
 from fl_bn.federation.payload import Payload, tensor_name
 from fl_bn.methods import MOMENTS, Phase, Place, StatisticsReport
 from fl_bn.support.wire import WireError, excerpt
+
+DIVERGED = "the client's training diverged"
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,14 @@ class Spec:
     at_most: float = np.inf
     any_value: bool = False
 
-    def check(self, section: str, name: str, array: np.ndarray) -> float:
+    def check(self, section: str, name: str, array: np.ndarray, limit: float = np.inf) -> float:
         """Check that ``array`` is as described.
 
         Args:
             section: The section of the payload, for the error message.
             name: The name of the tensor, for the error message.
             array: The received array.
+            limit: The largest allowed absolute value, beside ``at_least`` and ``at_most``.
 
         Returns:
             The largest absolute value in ``array``; 0 for integers, and with ``any_value``.
@@ -67,6 +71,9 @@ class Spec:
                 wrong = f"expected values >= {self.at_least:.3g}, but the smallest is {least:.3g}"
             elif most > self.at_most:
                 wrong = f"expected values <= {self.at_most:.3g}, but the largest is {most:.3g}"
+            elif max(-least, most) > limit:
+                sent = f"expected values within +-{limit:.3g}, but the largest is {max(-least, most):.3g}"
+                wrong = f"{sent}: {DIVERGED}, or the client sends false values"
         if wrong:
             raise WireError(section, name, wrong)
         return max(-least, most) if array.dtype.kind == "f" else 0.0
@@ -84,8 +91,16 @@ class Schema:
     sections: dict[str, dict[str, Spec]]
     optional: dict[str, dict[str, Spec]] = field(default_factory=dict)
 
-    def check(self, payload: Payload) -> dict[str, float]:
-        """Check that ``payload`` is as described. Return section -> the largest absolute value in it, see ``Spec.check``.
+    def check(self, payload: Payload, limits: Mapping[str, float] = MappingProxyType({}), free: Collection[str] = ()) -> float:
+        """Check that ``payload`` is as described.
+
+        Args:
+            payload: The received arrays.
+            limits: Section -> the largest allowed absolute value in it. Other sections have no limit.
+            free: The names of tensors to which ``limits`` do not apply.
+
+        Returns:
+            The largest absolute value in it, see ``Spec.check``.
 
         Raises:
             WireError: A section or tensor is missing, extra, of a wrong shape or dtype, or out of range. The message
@@ -93,11 +108,11 @@ class Schema:
         """
         if wrong := next(self._other_names(payload), None):
             raise WireError(*wrong)
-        largest: dict[str, float] = {}
-        for section, specs in (self.sections | self.optional).items():
-            if section in payload:
-                arrays = payload[section]
-                largest[section] = max((spec.check(section, name, arrays[name]) for name, spec in specs.items()), default=0.0)
+        largest = 0.0
+        for section in payload:
+            for name, spec in (self.sections | self.optional)[section].items():
+                limit = np.inf if name in free else limits.get(section, np.inf)
+                largest = max(largest, spec.check(section, name, payload[section][name], limit))
         return largest
 
     def _other_names(self, payload: Payload) -> Iterator[tuple[str, str, str]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from fl_bn.options import Options, option
+from fl_bn.options import Options, option, refuse
 from fl_bn.secure.privacy import SECURE, Privacy
 
 MODULUS = 2**32  # the sums are computed modulo this number
@@ -73,20 +73,11 @@ class SecureAggregation(Options):
         """
         shares, threshold, most = self.shares_of(clients), self.threshold_of(clients), (MODULUS - 1).bit_length() - clients.bit_length()
         fits = shares < 2 * threshold <= 2 * shares
-        for wrong, why in (
-            (
-                clients < LEAST,
-                f"secure aggregation needs at least {LEAST} clients in a sum, but got {clients}: of two, each learns the other's",
-            ),
-            (
-                clients << self.quantization_range >= MODULUS,
-                f"the sum of {clients} vectors may overflow: set secagg-quantization-range to {most} or less",
-            ),
-            (
-                self.shares and self.shares % 2 == 0,
-                f"secagg-shares must be 0 (one per client) or an odd number from {LEAST}, but got {self.shares}",
-            ),
+        refuse(
+            (clients < LEAST, f"secure aggregation needs at least {LEAST} clients in a sum, but got {clients}"),
+            (clients << self.quantization_range >= MODULUS,
+             f"the sum of {clients} vectors may overflow: set secagg-quantization-range to {most} or less"),
+            (self.shares and self.shares % 2 == 0,
+             f"secagg-shares must be 0 (one per client) or an odd number from {LEAST}, but got {self.shares}"),
             (not fits, f"secagg-threshold must be 0, or more than half of the {shares} shares and at most all, but got {threshold}"),
-        ):
-            if wrong:
-                raise ValueError(why)
+        )  # fmt: skip
