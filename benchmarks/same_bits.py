@@ -98,7 +98,7 @@ TABLE: list[tuple[str, Callable[..., str], list[Case]]] = [
         c("fixbn", freeze_after=1, freeze_what="both"), c("fedtan2", freeze_after=0), c("fixbn", calibrate=2),
         *(c("fedavg", clip=how, clip_limit=0.01) for how in ("norm", "round", "value", "adaptive")),
         c("fedavg", precision="mixed"), c("fedavg", memory_format="contiguous"),
-        c("fedavg", clients=5, fraction=0.5, client_weights="uniform"), c("fedbn", clients=4, join_rounds="3:2"),
+        c("fedavg", clients=5, fraction=0.5, client_weights="uniform"), c("fedbn", clients=4),
         c("fedavg", local_epochs=1, local_steps=0, client_weights="data", drop_last=True), c("fedavg", moon_projection=8),
         c("fedbn", unseen_client=True), c("fedavg", partition="dirichlet", augment="crop-flip"),
         c("fedavg", validation_share=0.2, keep_best=True, early_stop=1),

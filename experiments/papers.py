@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -158,7 +158,6 @@ class Papers(Setup):
     hbn_merge: str = declared(HBNOptions, "merge")
     hbn_separate: bool = declared(HBNOptions, "separate")
     fbn_report: str = declared(FBNOptions, "report")
-    join_rounds: Mapping[int, int] = declared(ServerPolicy, "joining")
     recalibration: str = declared(ServerPolicy, "recalibration")
     fedtan_schedule: str = declared(FedTANOptions, "schedule")
     fedtan_momentum: str = declared(FedTANOptions, "momentum")

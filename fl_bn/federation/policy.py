@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from numbers import Real
@@ -17,7 +16,6 @@ from fl_bn.methods.fbn import BOUNDED_SCALE
 from fl_bn.methods.hbn import SCALE
 from fl_bn.options import REQUIRED, Options, Used, declared, option, refuse
 from fl_bn.support.client_names import ClientNames, nodes_of, sites_of
-from fl_bn.support.names import names_of
 
 RECALIBRATIONS = ("auto", "passes", "exchange")
 """The ways to measure exact statistics of all BatchNorm layers.
@@ -62,21 +60,6 @@ def checked_rate(what: str, rate: Callable[[int, int], float], round: int, round
 def unbounded(samples: int) -> int:
     """Return 0. This is the default of ``ServerPolicy.planned_steps``: the number of local steps is unknown."""
     return 0
-
-
-def joins_of(text: str) -> dict[int, int]:
-    """Read from a text which clients join later, and in which round.
-
-    ``"4:10, 5:20"`` becomes {4: 10, 5: 20}, an empty text {}.
-
-    Raises:
-        ValueError: The text does not have this form, or names a client twice.
-    """
-    pairs = [re.fullmatch(r"(\d+)\s*:\s*([1-9]\d*)", part) for part in names_of(text)]
-    joins = {int(pair[1]): int(pair[2]) for pair in pairs if pair}
-    if len(joins) < len(pairs):
-        raise ValueError(f"expected CLIENT:ROUND,..., each client once, but got {text!r}")
-    return joins
 
 
 def measures_in_the_clear(method: Method, config: Any) -> bool:
@@ -221,7 +204,6 @@ class ServerPolicy(RunSpec):
             takes part from the next round.
         min_sites: The number of sites with which the run goes on if the policies of other sites refuse the run. 0: a
             refusal ends the run.
-        joining: Client -> the first round in which it may take part, if that is not 1.
         nodes: Flower's node id of each client, so that no other node can pose as this client; empty: unknown.
         names: The name of each client's site, for logs, errors and records; empty: clients are named by their
             numbers.
@@ -295,15 +277,6 @@ class ServerPolicy(RunSpec):
         ">= 0",
         key="min-sites",
     )
-    joining: Mapping[int, int] = option(
-        dict,
-        "clients that take part only from a later round, '4:10,5:20': client 4 from round 10",
-        "CLIENT:ROUND,...",
-        key="join-rounds",
-        hidden=True,
-        run="",
-        read=joins_of,
-    )
     nodes: tuple[int, ...] = option(
         (),
         "Flower's node ids of clients 0, 1, ... (fl-bn submit fills this in); empty: the server believes the number that each node states",
@@ -336,8 +309,7 @@ class ServerPolicy(RunSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        clients, first = self.clients, len(self.starting(1))
-        strangers = sorted(client for client in self.joining if not 0 <= client < clients)
+        clients = self.clients
         refuse(
             (not clients, "clients must be in 1..100000, but got 0"),
             (self.min_cohort > clients, f"min_cohort must be 1..{clients}, the number of clients, but got {self.min_cohort}"),
@@ -346,10 +318,7 @@ class ServerPolicy(RunSpec):
             (not isinstance(self.exchange, ExchangeSettings), f"exchange must be ExchangeSettings(...), but got {self.exchange!r}"),
             (self.client_weights not in ("samples", "uniform"),
              f"client_weights must be 'samples' or 'uniform', but got {self.client_weights!r}"),
-            (strangers, f"joining (join-rounds) must name clients 0..{clients - 1}, but got {strangers}"),
-            (not first, f"joining (join-rounds) must leave a client for round 1, but lets all {clients} join later: {self.joining}"),
-            (not 0 <= self.at_start <= first,
-             f"clients-at-start must be 0..{first}, the number of clients that may take part in round 1, but got {self.at_start}"),
+            (self.at_start > clients, f"clients-at-start must be 0..{clients}, the number of clients, but got {self.at_start}"),
             (self.min_sites > clients, f"min_sites must be 0..{clients}, the number of clients, but got {self.min_sites}"),
             *((of and not len(set(of)) == len(of) == clients, f"{what} for each of clients={clients}, none twice, but got {of}")
               for what, of in (("nodes must name one node", self.nodes), ("names must name a site", self.names))),
@@ -358,7 +327,7 @@ class ServerPolicy(RunSpec):
     @property
     def least_cohort(self) -> int:
         """Return the number of clients in the cohort of round 1, which is the smallest planned cohort."""
-        return max(1, int(self.fraction * (self.at_start or len(self.starting(1))) + 0.5))
+        return max(1, int(self.fraction * (self.at_start or self.clients) + 0.5))
 
     @property
     def called(self) -> ClientNames:
@@ -391,7 +360,3 @@ class ServerPolicy(RunSpec):
         """Return how many of ``clients`` evaluate in a round, if so many have a model to evaluate."""
         wanted = max(self.evaluate_least, int(self.evaluate_share * clients + 0.5))
         return min(wanted, self.evaluate_clients or wanted)
-
-    def starting(self, round: int) -> set[int]:
-        """Return the numbers of the clients that may take part in ``round``, see ``joining``."""
-        return {client for client in range(self.clients) if self.joining.get(client, 1) <= round}

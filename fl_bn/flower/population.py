@@ -130,7 +130,7 @@ class Population:
     def _here_and_needed(self) -> tuple[int, int]:
         """Return how many clients are here, and with how many the run starts at once; 0 if that is not known."""
         if not self.least:
-            return len(self.everyone()), self.policy.at_start or len(self.policy.starting(self.round) - self.absent.keys())
+            return len(self.everyone()), self.policy.at_start or self.policy.clients - len(self.absent)
         usable, number = len(self._claims), self._agreed()
         return usable, max(self.least, min(number, usable) if len(self._online) >= number else number) if number else 0
 
@@ -145,7 +145,7 @@ class Population:
             unknown = f"{silent} nodes did not introduce themselves" if silent else "no other node came"
             _, why = next(iter(self._refused.values()), (None, unknown))
             return f"{why}. {here} of {self.least} nodes may take part: start others, or lower min_available_nodes"
-        missing = self.called.clients(sorted(self.policy.starting(self.round) - self.clients.keys()))
+        missing = self.called.clients(sorted(set(range(self.policy.clients)) - self.clients.keys()))
         advice = f"start the others, lower `clients` or `clients-at-start`, or set wait-timeout={max(600.0, 5 * wait):.0f}"
         return f"only {here} of {needed} clients came within {wait:.0f} s (missing: {missing}): {advice}"
 
@@ -256,7 +256,7 @@ class Population:
         if not why.startswith(POLICY):
             unknown = any(words in error for words in ("No query function registered", "Invalid message type: query"))
             return self._refuse(node, NO_HANDLER if unknown else why)
-        policy, remaining = why.removeprefix(POLICY), len(self.policy.starting(self.round) - self.absent.keys() - {client})
+        policy, remaining = why.removeprefix(POLICY), len(set(range(self.policy.clients)) - self.absent.keys() - {client})
         why = f"its policy refuses the run: {policy}. Its owner may change policy.toml, or go on without it (min-sites)"
         if client is None or not 0 < self.policy.min_sites <= remaining:
             return self._refuse(node, why)
@@ -318,5 +318,5 @@ class Population:
         return [self.clients[index] for index in chosen]
 
     def everyone(self) -> list[Client]:
-        """Return the connected clients that may already train (``policy.joining``), sorted by index."""
-        return [client for index, client in sorted(self.clients.items()) if self.policy.joining.get(index, 1) <= self.round]
+        """Return the connected clients, sorted by index."""
+        return [client for _, client in sorted(self.clients.items())]

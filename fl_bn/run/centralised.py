@@ -111,7 +111,7 @@ def check_centralised(config: RunConfig) -> None:
     """
     wrong = {
         f"method={config.method!r}": _federates(config.build_method(), config.rounds),
-        "byzantine, join-rounds": config.changes.attackers > 0 or bool(config.round_policy().joining),
+        "byzantine": config.changes.attackers > 0,
         f"objective={config.objective!r}": config.objective != "none",
         f"server-optimizer={config.server_optimizer!r}": config.server_optimizer != "fedavg",
         "statistics-rule, update-rule, declared-byzantine": config.defence().active,

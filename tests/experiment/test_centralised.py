@@ -166,7 +166,6 @@ def test_a_method_of_federation_alone_is_refused(method: str) -> None:
         ({"byzantine": 1, "attack": "alie"}, "byzantine"),
         ({"server_optimizer": "fedadam"}, "server-optimizer"),
         ({"objective": "fedprox", "update": "weights"}, "objective"),
-        ({"join_rounds": "1:2"}, "join-rounds"),
         ({"declared_byzantine": 1, "update_rule": "median"}, "update-rule"),
     ],
 )

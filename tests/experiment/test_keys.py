@@ -149,15 +149,9 @@ TOGETHER: list[dict[str, Any]] = [
     {"clients": 3, "min_cohort": 4},
     {"clients": 10, "fraction": 0.5, "min_cohort": 6},
     {"clients": 3, "min_sites": 4},
-    {"clients": 5, "join_rounds": "5:2"},
-    {"join_rounds": "4:0"},
-    {"join_rounds": "1:2,1:3"},
-    {"clients": 2, "join_rounds": "0:2,1:3"},
     {"clients": 3, "client_nodes": "7,8"},
     {"clients": 3, "client_names": "east,west"},
     {"clients": 5, "clients_at_start": 6},
-    {"clients": 5, "join_rounds": "4:2", "clients_at_start": 5},
-    {"clients": 5, "join_rounds": "4:2", "min_cohort": 5},
     {"clients": 5, "clients_at_start": 2, "min_cohort": 3},
     {"clients": 7, "clients_at_start": 4, "byzantine": 2, "statistics_rule": "median"},
     {"dataset": "sites"},
@@ -269,8 +263,6 @@ def test_options_reach_the_method_and_the_rounds() -> None:
     assert [policy.rate(round, 60) for round in (1, 30, 31, 46)] == pytest.approx([0.05, 0.05, 0.005, 0.0005])
     assert (policy.at_clients, config(dataset="sites", **SHAPE).round_policy().at_clients) == (False, True)
     assert (config().round_policy().unit_scale, config(unit_scale=False).round_policy().unit_scale) == (True, False)
-    joining = config(clients=5, clients_at_start=2, join_rounds="3:1, 4 : 20").round_policy()
-    assert (joining.at_start, joining.starting(19), joining.starting(20)) == (2, {0, 1, 2, 3}, {0, 1, 2, 3, 4})
     assert config(precision="mixed").local_training().precision == "mixed"
 
 

@@ -44,12 +44,12 @@ CASES: dict[str, Values] = {
     "a few of the clients": {"method": "fedbn", "clients": 5, "fraction": 0.4, "partition": "dirichlet"},
     "calibrated": {"method": "fbn", "calibrate": 2},
     "robust, gaussian": {"method": "fedavg", "attack": "gaussian", **BYZANTINE},
-    "joining, hbn, a few": {"method": "hbn", "clients": 5, "fraction": 0.5, "join_rounds": "0:3"},
+    "hbn, a few": {"method": "hbn", "clients": 5, "fraction": 0.5},
 }  # fmt: skip
 Whole = Callable[[str], dict[str, bytes]]
 QUICK = {  # the others keep the same kinds of tensors in the same places
     *COMMON, "server yogi", "control variates", "global momentum", "gradients, server momentum",
-    "a few of the clients", "moon, yogi, fedbn, local momentum", "calibrated", "robust, gaussian", "joining, hbn, a few",
+    "a few of the clients", "moon, yogi, fedbn, local momentum", "calibrated", "robust, gaussian", "hbn, a few",
 }  # fmt: skip
 SEVERAL = ("fedbn", "server adam", "gradients, server momentum", "a few of the clients")
 

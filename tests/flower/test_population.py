@@ -291,10 +291,22 @@ def asked(ran: Run, kind: str) -> dict[str, set[int]]:
     return found
 
 
+class Growing(WatchedGrid):
+    """Node ``k`` (from 1) is there once the server has sent the train messages of the round before ``since[k]``."""
+
+    since: Mapping[int, int] = {}
+
+    def get_node_ids(self) -> Iterable[int]:
+        rounds = {int(m.metadata.group_id) for m in self.sent if m.metadata.message_type == "train"}
+        return [node for node in super().get_node_ids() if max(rounds, default=0) + 1 >= self.since.get(node, 1)]
+
+
 @pytest.mark.parametrize("name", ["fedbn", "hbn", "fedavg"])
 def test_a_client_joins_in_its_round_with_the_shared_tensors_and_its_own_from_scratch(name: str, four: list[Samples]) -> None:
     method = METHODS[name]()
-    ran = run(method, four, 4, policy={"joining": {3: 3}})
+    grid = Growing(client_app(method, four), 4)
+    grid.since = {4: 3}
+    ran = run(method, four, 4, grid=grid, policy={"at_start": 3})
     assert accepted(ran) == [[0, 1, 2]] * 2 + [[0, 1, 2, 3]] * 2
     for kind in ("query.statistics", "evaluate"):  # nobody asks it before
         assert all(nodes == ({1, 2, 3} if int(group) < 3 else {1, 2, 3, 4}) for group, nodes in asked(ran, kind).items())
@@ -320,19 +332,9 @@ def first_round_alone(method: Method, clients: list[Samples], sent: Mapping[str,
     return {key: array.numpy() for key, array in grid.states()[3].array_records["fl-bn/local"].items()}
 
 
-class Growing(WatchedGrid):
-    """Node ``k`` (from 1) is there once the server has sent the train messages of the round before ``since[k]``."""
-
-    since: Mapping[int, int] = {}
-
-    def get_node_ids(self) -> Iterable[int]:
-        rounds = {int(m.metadata.group_id) for m in self.sent if m.metadata.message_type == "train"}
-        return [node for node in super().get_node_ids() if max(rounds, default=0) + 1 >= self.since.get(node, 1)]
-
-
 @pytest.mark.parametrize("name", ["fedbn", "hbn", "fedavg"])
 def test_clients_that_come_later_join_when_they_come(name: str, four: list[Samples]) -> None:
-    """As by plan, bit for bit. Without ``at_start`` the run waits for all."""
+    """Without ``at_start`` the run waits for all."""
     method = METHODS[name]()
 
     def later(**policy: Any) -> Run:
@@ -342,9 +344,6 @@ def test_clients_that_come_later_join_when_they_come(name: str, four: list[Sampl
 
     ran = later(at_start=2)
     assert accepted(ran) == [[1, 3], [1, 2, 3], [1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
-    planned = run(method, four, 5, policy={"joining": {0: 4, 2: 2}})
-    assert all(identical(ran.trajectory[r], planned.trajectory[r]) for r in ran.trajectory)
-    assert accepted(later(at_start=1, joining={2: 2, 0: 2})) == accepted(ran)  # one with a plan that is late joins when it comes
     with pytest.raises(RunFailed):
         later()
 

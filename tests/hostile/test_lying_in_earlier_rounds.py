@@ -6,7 +6,7 @@ In round 1 all but one client get BatchNorm layers under which their networks ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,14 @@ class Earlier(WatchedGrid):
                 fields = {k: v for k, v in config.items() if history or k not in (HISTORY_ROUNDS, HISTORY_HASHES)}
                 message.content["fl-bn/config"] = ConfigRecord(fields)
         return super()._answer(message)
+
+
+class Late(Earlier):
+    """The victim is there once round 1 has begun."""
+
+    def get_node_ids(self) -> Iterable[int]:
+        begun = any(m.metadata.group_id == "1" and what(m) == COLLECT for m in self.sent)
+        return [node for node in super().get_node_ids() if begun or node != VICTIM]
 
 
 def lying(patched: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -137,10 +145,10 @@ def test_control_where_nobody_looks_back_the_sum_is_the_victim_s_vector(seen: di
 
 @pytest.mark.parametrize(("limit", "part"), [(None, True), (0, False)])
 def test_what_others_were_told_without_a_client_it_cannot_know_and_its_site_may_refuse(limit: int | None, part: bool) -> None:
-    grid = Earlier(())
+    grid = Late(())
     if limit is not None:
         grid._contexts[VICTIM].node_config["max-unknown-rounds"] = limit
-    done = run(FEDBN, people(), 2, grid=grid, secure=SecureAggregation(), policy={"joining": {VICTIM - 1: 2}})
+    done = run(FEDBN, people(), 2, grid=grid, secure=SecureAggregation(), policy={"at_start": len(people()) - 1})
     assert [c.client + 1 for c in done.records[0].clients] == [*OTHERS]
     assert (VICTIM - 1 in [c.client for c in done.records[1].accepted]) == part
     assert any("max-unknown-rounds = 0" in m.error.reason for m in grid.received if m.has_error()) != part
