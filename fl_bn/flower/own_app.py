@@ -405,27 +405,13 @@ def samples_in(loader: Iterable[Any], task: Task) -> int:
     sampler: Any = getattr(loader, "sampler", None)
     drawn: int = max(len(data), len(sampler) if hasattr(sampler, "__len__") else 0)
     size, collate = getattr(loader, "batch_size", None), getattr(loader, "collate_fn", default_collate)
-    if not size or not len(data) or collate is default_collate:
+    if not size or not drawn or collate is default_collate:
         return drawn
-    size = min(int(size), len(data))
-    return drawn * max(1, -(-_samples_of(data, size, collate, task) // size))
-
-
-def _samples_of(data: Any, rows: int, collate: Callable[[list[Any]], Any], task: Task) -> int:
-    """Return how many samples ``collate`` makes of the first rows of a dataset; 0 if only the user's own loop can read its batch.
-
-    Global random numbers are as before.
-
-    Args:
-        data: the dataset.
-        rows: how many rows to take.
-        collate: the DataLoader's function.
-        task: reads the batch.
-    """
-    before = generators()
+    before = generators()  # the random numbers of the first round's batches must not change
     try:
-        return int(batch_size(*task.read(collate([data[index] for index in range(rows)]))))
-    except Exception:  # whatever the user's dataset or function raises
-        return 0
+        made = int(batch_size(*task.read(next(iter(loader)))))
+    except Exception:  # whatever the user's dataset or function raises, or a batch that only the user's own loop can read
+        return drawn
     finally:
         set_generators(before)
+    return drawn * max(1, -(-made // min(int(size), drawn)))
