@@ -101,7 +101,7 @@ class Runs:
             if round:
                 value = cell.curve(metric or layout.metric).get(round)
             else:
-                point = cell.last(metric) if metric else cell.measurement(layout.metric, layout.settings.at)
+                point = cell.measurement(metric) if metric else cell.measurement(layout.metric, layout.settings.at)
                 value = point[1] if point else None
             if value is not None and math.isfinite(value):
                 by_seed[cell.at(SEED)] = value

@@ -68,7 +68,7 @@ def tried(claim: Runs, rates: Runs) -> list[Tried]:
     for values, cells in layout.by(shown).items():
         accuracies: dict[float, list[float]] = {}
         for cell in cells:
-            finite = [point[1] for point in [cell.last(cell.metric)] if point and math.isfinite(point[1])]
+            finite = [point[1] for point in [cell.measurement(cell.metric)] if point and math.isfinite(point[1])]
             accuracies.setdefault(float(cell.config["learning-rate"]), []).extend(finite)
         place = {axis: cells[0].at(axis) for axis in cells[0].axes if axis not in (SEED, AXIS)}
         there = _rates(claim, place) or _rates(claim, {layout.row_axis: place[layout.row_axis]})

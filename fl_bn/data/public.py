@@ -51,17 +51,7 @@ def _split(kind: Any, root: Path, *, train: bool) -> Any:
     try:
         return kind(root, download=True, **arguments)
     except (OSError, HTTPException, RuntimeError) as error:  # torchvision raises RuntimeError for missing or wrong files
-        files = " and ".join(map(str, _published(kind, root)))
-        raise DataNotFound(f"{kind.__name__.lower()!r} could not be downloaded ({error}): put the published {files} in place") from error
-
-
-def _published(kind: Any, root: Path) -> list[Path]:
-    """Return the paths at which torchvision's class ``kind`` expects its published files (archives) below ``root``."""
-    if hasattr(kind, "resources"):
-        return [root / kind.__name__ / "raw" / file for file, _ in kind.resources]
-    if hasattr(kind, "split_list"):
-        return [root / kind.split_list[split][1] for split in ("train", "test")]
-    return [root / kind.filename]
+        raise DataNotFound(f"{kind.__name__.lower()!r} could not be downloaded ({error}): put its files below {str(root)!r}") from error
 
 
 def _arrays(split: Any, image_size: int) -> tuple[Tensor, Tensor]:

@@ -52,15 +52,8 @@ def _named_as(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]
     """Rename ``tensors`` to ``model``'s own names, if the names differ only in the prefixes of wrappers."""
     names = plain_names(model)
     own = {plain: name for name, plain in names.items()}
-    new = {name: name if name in names else own.get(_without_prefixes(name), name) for name in tensors}
+    new = {name: name if name in names else own.get(name.replace("_orig_mod.", "").removeprefix("module."), name) for name in tensors}
     return tensors if len({*new.values()}) < len(new) else {new[name]: tensor for name, tensor in tensors.items()}
-
-
-def _without_prefixes(name: str) -> str:
-    parts = [part for part in name.split(".") if part != "_orig_mod"]
-    while len(parts) > 1 and parts[0] == "module":
-        parts = parts[1:]
-    return ".".join(parts)
 
 
 def _read(path: Path) -> dict[str, Tensor]:

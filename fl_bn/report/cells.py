@@ -99,27 +99,18 @@ class Cell:
             return {}
         return {row["round"]: scale(metric) * _number(row.get(metric)) for row in self.rows if _expected(metric, row)}
 
-    def last(self, metric: str) -> tuple[int, float] | None:
-        """Return the round and the value of the last measurement; None: ``metric`` was never measured."""
+    def measurement(self, metric: str, at: str = "last") -> tuple[int, float] | None:
+        """Return the round and the value of a measurement; None: ``metric`` was never measured.
+
+        Args:
+            metric: The column.
+            at: ``last``, or ``best``: the best finite measurement, or the last one if none is finite.
+        """
         curve = self.curve(metric)
+        finite = [point for point in curve.items() if math.isfinite(point[1])]
+        if at == "best" and finite:
+            return (min if self.lower_is_better(metric) else max)(finite, key=lambda point: point[1])
         return list(curve.items())[-1] if curve else None
-
-    def best(self, metric: str) -> tuple[int, float] | None:
-        """Return the round and the value of the best finite measurement, or of the last one if none is finite.
-
-        None: ``metric`` was never measured.
-        """
-        curve = {round: value for round, value in self.curve(metric).items() if math.isfinite(value)}
-        if not curve:
-            return self.last(metric)
-        return (min if self.lower_is_better(metric) else max)(curve.items(), key=lambda point: point[1])
-
-    def measurement(self, metric: str, at: str) -> tuple[int, float] | None:
-        """Return the round and the value of the best measurement (``at="best"``) or of the last one (``at="last"``).
-
-        None: ``metric`` was never measured.
-        """
-        return self.best(metric) if at == "best" else self.last(metric)
 
     def travelled(self, x: str) -> dict[int, float] | None:
         """Return round -> position on the horizontal axis ``x``, such as the bytes sent so far; None: it is unknown."""

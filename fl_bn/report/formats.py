@@ -1,4 +1,4 @@
-"""Convert the table of results to Markdown and LaTeX, and all runs to one tidy CSV."""
+"""Convert the table of results to Markdown, and all runs to one tidy CSV."""
 
 from __future__ import annotations
 
@@ -10,13 +10,6 @@ from collections.abc import Callable, Sequence
 from fl_bn.report.cells import Cell
 from fl_bn.report.layout import Entry, Problem, Table, as_text
 from fl_bn.report.settings import SEED, label
-
-LATEX = {
-    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
-    "[": "{[}", "]": "{]}", "*": "{*}",  # brackets and stars after \\ would be read as its options
-    "–": "--", "±": r"$\pm$", '"': "''",
-}  # fmt: skip
 
 
 def to_markdown(table: Table) -> str:
@@ -33,26 +26,6 @@ def to_markdown(table: Table) -> str:
         lines += [f"- {_md(problem.cell.name)}: {_md(problem_text(problem))}" for problem in table.problems]
         lines.append("")
     return "\n".join(lines)
-
-
-def to_latex(table: Table) -> str:
-    r"""Return the table as a LaTeX ``table`` that needs ``\\usepackage{booktabs}``."""
-    layout = table.layout
-    columns = layout.columns
-    lines = [r"% \usepackage{booktabs}", r"\begin{table}", r"\centering"]
-    lines.append(rf"\caption{{{latex(layout.settings.title)}. {latex(table.caption)}}}")
-    lines += [rf"\begin{{tabular}}{{l{'r' * len(columns)}}}", r"\toprule"]
-    if layout.rest:
-        above = latex(", ".join(layout.rest))
-        lines.append(rf"& \multicolumn{{{len(columns)}}}{{c}}{{{above}}} \\ \cmidrule(l){{2-{len(columns) + 1}}}")
-    lines += [f"{latex(layout.row_axis)} & {' & '.join(map(latex, columns))} \\\\", r"\midrule"]
-    for row, entries in table.entries.items():
-        parts = [entry_text(table, row, column, r"\textbf{{{}}}", latex) for column in entries]
-        lines.append(f"{latex(row)} & {' & '.join(parts)} \\\\")
-    lines += [r"\bottomrule", r"\end{tabular}", r"\end{table}"]
-    for problem in table.problems:  # a comment of LaTeX ends at a line break
-        lines.append(f"% not from {' '.join(problem.cell.name.split())}: {problem_text(problem)}")
-    return "\n".join(lines) + "\n"
 
 
 def runs_csv(cells: Sequence[Cell]) -> str:
@@ -95,11 +68,6 @@ def number(table: Table, entry: Entry) -> tuple[str, str, str]:
     whole = len(entry.values) == entry.runs
     count = "" if whole and entry.runs == table.seeds else f"n={entry.runs}" if whole else f"{len(entry.values)} of {entry.runs}"
     return as_text(entry.mean, metric), spread, count
-
-
-def latex(text: str) -> str:
-    """Escape the special characters of LaTeX in ``text``, and join its lines."""
-    return "".join(LATEX.get(letter, letter) for letter in " ".join(text.split()))
 
 
 def entry_text(table: Table, row: str, column: str, bold: str, escape: Callable[[str], str]) -> str:

@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fl_bn.report.cells import Cell, read_cells, read_runs
-from fl_bn.report.formats import entry_text, problem_text, runs_csv, to_latex, to_markdown
+from fl_bn.report.formats import entry_text, problem_text, runs_csv, to_markdown
 from fl_bn.report.layout import Layout, Table, by_domain, lay_out, tabulate
 from fl_bn.report.pictures import Picture, against, curves, series
 from fl_bn.report.settings import EACH, SEED, Settings, read_settings
@@ -110,7 +110,7 @@ def report_of(settings: Settings, cells: Sequence[Cell], folder: Path, further: 
 
 
 def write_report(folder: Path, runs: Sequence[Path] = (), further: Further | None = None) -> list[Path]:
-    """Write the report of a sweep into its folder: ``runs.csv``, ``table.md``, ``table.tex``, the curves, and ``report.html``.
+    """Write the report of a sweep into its folder: ``runs.csv``, ``table.md``, the curves, and ``report.html``.
 
     There are no pictures of quantities that no run measured.
 
@@ -132,7 +132,6 @@ def write_report(folder: Path, runs: Sequence[Path] = (), further: Further | Non
         report = report_of(read_settings(folder), read_cells(folder), folder, further)
     files = {"runs.csv": runs_csv(report.cells).encode()}
     files["table.md"] = to_markdown(report.table).encode()
-    files["table.tex"] = to_latex(report.table).encode()
     files |= {f"{picture.name}.png": picture.png for picture in report.pictures}
     files[PAGE] = report_page(report).encode()
     folder.mkdir(parents=True, exist_ok=True)

@@ -75,7 +75,7 @@ def test_what_was_not_measured_makes_no_picture(tmp_path: Path) -> None:
     run(tmp_path, {"method": "a"}, rounds([0.5]))
     run(tmp_path, {"method": "b"}, rounds([0.5], mean_iou=[0.5]), "failed")
     assert read(tmp_path).pictures == ()
-    assert {path.name for path in write_report(tmp_path)} == {"runs.csv", "table.md", "table.tex", "report.html"}
+    assert {path.name for path in write_report(tmp_path)} == {"runs.csv", "table.md", "report.html"}
 
 
 def test_dollars_are_no_formulae(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_dollars_are_no_formulae(tmp_path: Path) -> None:
 def test_the_files_of_a_report_are_the_same_twice(tmp_path: Path) -> None:
     comparison(tmp_path)
     first = {path: path.read_bytes() for path in write_report(tmp_path)}
-    assert [path.name for path in first] == ["runs.csv", "table.md", "table.tex", "curves-round.png", "report.html"]
+    assert [path.name for path in first] == ["runs.csv", "table.md", "curves-round.png", "report.html"]
     assert {path: path.read_bytes() for path in write_report(tmp_path)} == first
     pixels = matplotlib.image.imread(tmp_path / "curves-round.png")
     assert min(pixels.shape[:2]) > 300

@@ -25,7 +25,6 @@ from tests.report.inner import (
     runs_csv,
     series,
     tabulate,
-    to_latex,
     to_markdown,
     write_report,
 )
@@ -194,11 +193,6 @@ def test_the_formats_by_hand(tmp_path: Path) -> None:
     )
     assert "- BN-1\\_class-1: failed: RunFailed: client 3 sent NaN" in markdown
     assert "- FixBN-1\\_class-2: running after 1 of 1 rounds" in markdown
-    tex = to_latex(table)
-    assert r"method & IID & 1 class \\" in tex
-    assert r"FixBN & \textbf{85.0} (7.1) & \textbf{55.0} (7.1), 2 of 3 [54.2] \\" in tex
-    assert "% not from BN-1_class-1: failed: RunFailed: client 3 sent NaN\n" in tex
-    assert tex.count(r"\textbf") == 2
 
 
 def test_a_tidy_line_per_run_and_round(tmp_path: Path) -> None:
@@ -243,17 +237,13 @@ def test_runs_that_are_no_sweep_are_named_by_what_differs(tmp_path: Path) -> Non
         write_report(tmp_path / "report", runs=[tmp_path / "report"])
 
 
-def test_labels_cannot_break_out_of_markdown_and_latex(tmp_path: Path) -> None:
+def test_labels_cannot_break_out_of_markdown(tmp_path: Path) -> None:
     sweep(tmp_path, "title = 'a | b'")
     label = "a|b <script> *c* `d`\n% \\end{table}"
     run(tmp_path, {"method": label}, rounds([0.5]), "failed", "first\n\\input{x}")
     table = table_of(tmp_path)
     row = next(line for line in to_markdown(table).splitlines() if "script" in line)
     assert row == r"| a\|b &lt;script> \*c\* \`d\` % \\end{table} | failed |"
-    tex = to_latex(table)
-    assert r"\% \textbackslash{}end\{table\}" in tex
-    assert tex.count(r"\end{table}") == 1
-    assert tex.splitlines()[-1].startswith("% ")
 
 
 def layout_of(folder: Path) -> Layout:
