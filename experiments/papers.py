@@ -23,11 +23,9 @@ from fl_bn.federation.policy import RunSpec, ServerPolicy
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import Method, attacked
 from fl_bn.methods.fbn import FBNOptions
-from fl_bn.methods.fedtan import FROZEN_RATE as FEDTAN2_RATE
 from fl_bn.methods.fedtan import FedTANOptions
 from fl_bn.methods.fixbn import FixBNOptions
 from fl_bn.methods.hbn import HBNOptions
-from fl_bn.methods.method import BOUNDED_FROZEN_RATE, FROZEN_RATE
 from fl_bn.models import without_dropout
 from fl_bn.objectives.scaffold import Scaffold
 from fl_bn.options import Used, declared, option, refuse, used_with
@@ -55,6 +53,9 @@ HAS_WHAT_IS_ATTACKED = Used(
     "a method whose BatchNorm statistics the server combines",
     lambda config: config["attack-on"] != "statistics" or config.build_method().has_statistics,
 )
+ATTACKED = Used("byzantine > 0", lambda config: config["byzantine"] > 0)
+FALSIFIED = used_with("attack", *(name for name in ATTACKS if name != LABEL_FLIP)) & HAS_WHAT_IS_ATTACKED
+STRONG = used_with("attack", *STRENGTHS)
 DATASETS: dict[str, Callable[[str, int], Dataset]] = {
     "mnist-m": digits_five.load_mnist_m,
     "synth-digits": digits_five.load_synth_digits,
@@ -72,83 +73,26 @@ class Papers(Setup):
 
     name: ClassVar[str] = "papers"
 
-    shifts: str = option(
-        "",
-        "feature shifts: each makes a domain from a part of the data; empty: the data keep their own domains",
-        f"{', '.join(SHIFTS)}, separated by commas",
-        all_of(SHIFTS),
-        like=SHIFTS,
-    )
-    samples_per_domain: int = option(
-        0, "the most training samples that are kept of each domain, or in all if there are no domains; 0: no limit", ">= 0"
-    )
+    shifts: str = option("", f"feature shifts, each of which makes a domain: {', '.join(SHIFTS)}", "names", all_of(SHIFTS), like=SHIFTS)
+    samples_per_domain: int = option(0, "most training samples of each domain, or in all; 0: no limit", ">= 0")
     samples_share: float = option(1.0, "share of each domain's training samples that is kept, rounded down; 1: all", "(0, 1]")
     evaluate_on: str = option(TEST, "the samples of the evaluation: test samples, or training samples (for their loss)", SPLITS)
-    diagnostics: str = option(
-        "",
-        "quantities to measure at every evaluation, in simulation; they are in diagnostics.csv",
-        f"{', '.join(DIAGNOSTICS)}, separated by commas",
-        all_of(DIAGNOSTICS),
-        like=DIAGNOSTICS,
-    )
+    diagnostics: str = option("", f"for diagnostics.csv: {', '.join(DIAGNOSTICS)}", "names", all_of(DIAGNOSTICS), like=DIAGNOSTICS)
     # the network
     model_stem: str = option("auto", "first layers of torchvision's networks; small: for images of about 32 pixels", STEMS)
-    scale_start: str = option(
-        "one", "BatchNorm's scales before round 1: one, or uniform in (0, 1), as in FedTAN's published code", ("one", "uniform")
-    )
-    standardise: str = option(
-        "none",
-        "standardise images by the published mean and standard deviation of this data set; none: 0..255 becomes -1..1",
-        ("none", *STANDARDS),
-    )
-    moon_projection: int = option(
-        0, "number of output features of a projection (two layers) before the head, as in MOON's paper; 0: no projection", ">= 0"
-    )
-    dropout: bool = option(True, "whether the network's dropout layers are active in training; false: they pass their inputs on unchanged")
+    scale_start: str = option("one", "BatchNorm's scales before round 1, as in FedTAN's code", ("one", "uniform"))
+    standardise: str = option("none", "data set whose mean and deviation standardise images", ("none", *STANDARDS))
+    moon_projection: int = option(0, "output features of MOON's projection before the head; 0: no projection", ">= 0")
+    dropout: bool = option(True, "whether the network's dropout layers are active in training")
     # attackers
     byzantine: int = option(0, "number of clients that attack: the last ones; the training data are split over the others", ">= 0")
-    attack: str = option(
-        "none",
-        "what the attackers send, knowing all honest replies; label-flip: they train on flipped labels; -optimised: with the strength "
-        "that harms most",
-        ("none", *ATTACKS),
-        used=Used("byzantine > 0", lambda config: config["byzantine"] > 0),
-    )
-    attack_on: str = option(
-        "both",
-        "what the attackers falsify: their BN statistics, their updates, or both",
-        ON,
-        used=used_with("attack", *(name for name in ATTACKS if name != LABEL_FLIP)) & HAS_WHAT_IS_ATTACKED,
-    )
-    attack_strength: float = option(
-        0.0,
-        "epsilon (foe), z (alie), standard deviation (gaussian), or number of the copied honest client (mimic); 0: 0.5 (foe), z_max of "
-        "its paper (alie), 1 (gaussian), the first one (mimic)",
-        "finite",
-        math.isfinite,
-        used=used_with("attack", *STRENGTHS),
-    )
+    attack: str = option("none", "what the attackers send, knowing all honest replies", ("none", *ATTACKS), used=ATTACKED)
+    attack_on: str = option("both", "what the attackers falsify", ON, used=FALSIFIED)
+    attack_strength: float = option(0.0, "epsilon, z, deviation, or client; 0: the paper's", "finite", math.isfinite, used=STRONG)
     # arguments of methods, objectives and local training that have no key otherwise
-    centre_gradients: str = option(
-        "auto",
-        "whether to subtract, from the gradient of each weight before the head, its mean over the inputs of each output (centring); auto: "
-        "with fbn and hbn, but not with fbn-momentum or hbn-lam; with every other method while the statistics are frozen",
-        ("auto", "always", "never"),
-    )
-    frozen_rate: float = option(
-        0.0,
-        "upper limit of the learning rate in rounds with frozen statistics, as a share of the highest rate before them; 1: the schedule "
-        f"alone decides; 0: the default limit, {BOUNDED_FROZEN_RATE:g} with clip='auto' and SGD (or gradients clipped otherwise) if "
-        f"gradients are centred, else {FROZEN_RATE:g} (fedtan2: {FEDTAN2_RATE:g})",
-        "0 or (0, 1]",
-        used=FREEZES_LATER,
-    )
-    tracking: float = option(
-        0.0,
-        "fbn, hbn: weight of a round's pooled moments in the shared statistics, at the start; 0: 0.02 (fbn), 0.05 (hbn), 0.01 (hbn with "
-        "fraction below 1)",
-        "0 or (0, 1]",
-    )
+    centre_gradients: str = option("auto", "whether gradients are centred; auto: as the method says", ("auto", "always", "never"))
+    frozen_rate: float = option(0.0, "limit of the rate in frozen rounds; 0: the method's", "0 or (0, 1]", used=FREEZES_LATER)
+    tracking: float = option(0.0, "fbn, hbn: weight of a round's moments in the statistics; 0: the method's", "0 or (0, 1]")
     unit_scale: bool = declared(RunSpec, "unit_scale")
     hbn_evaluate: str = declared(HBNOptions, "evaluate")
     hbn_lower_layers: str = declared(HBNOptions, "lower_layers")
