@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fl_bn.data.record import evaluated_on
@@ -14,54 +13,33 @@ from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.file import Sweep, refuse_decided
 
 
-@dataclass(frozen=True)
-class Variant:
-    """Describe one method to compare, with run-config keys of its own.
-
-    Attributes:
-        label: The text that the user typed, as ``fbn:rounds=9``.
-        method: The run-config key ``method``; or ``centralised`` or ``centralised-METHOD``.
-        overrides: The run-config keys of this variant. Each must have an effect in its runs.
-    """
-
-    label: str
-    method: str
-    overrides: Mapping[str, Any]
-
-    @classmethod
-    def parse(cls, text: str) -> Variant:
-        """Read a variant from text: ``fbn`` or ``fbn:learning-rate=0.01;local-steps=1``."""
-        method, _, options = text.strip().partition(":")
-        overrides = parse_overrides(options.replace(";", " "))
-        return cls(text.strip(), method, overrides)
-
-
-def comparison(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[str, Any], title: str) -> Sweep:
-    """Return the sweep that runs each variant with each seed.
+def comparison(methods: Sequence[str], seeds: Sequence[int], base: Mapping[str, Any], title: str) -> Sweep:
+    """Return the sweep that runs each method with each seed.
 
     Args:
-        variants: The methods to compare.
-        seeds: The seeds. All variants are run with the first seed before the second begins.
+        methods: The methods to compare, each a label: ``fbn``, ``centralised-gn``, or ``fbn:learning-rate=0.01;local-steps=1``,
+            with run-config keys of its own.
+        seeds: The seeds. All methods are run with the first seed before the second begins.
         base: Run-config keys of all runs. Each must have an effect in at least one run; other runs leave it out.
         title: The title of the table and the picture.
 
     Raises:
-        ConfigError: Two variants have the same label, or a key is set by the comparison itself.
+        ConfigError: A method is given twice, or a key is set by the comparison itself.
     """
-    for keys in (base, *(variant.overrides for variant in variants)):
-        refuse_decided("fl-bn compare", keys, {"method": "the methods are --methods"})
-    if any("seed" in variant.overrides for variant in variants):
-        raise ConfigError("a variant cannot set seed, since all variants have the same seeds: leave it out (see --seeds)")
-    labels = [variant.label for variant in variants]
-    if len(set(labels)) < len(labels):
-        raise ConfigError(f"every variant must be given once, but got {labels}")
-    axes = {
-        "method": {variant.label: {"method": variant.method, **variant.overrides} for variant in variants},
-        "seed": {str(seed): {"seed": seed} for seed in seeds},
-    }
+    variants: dict[str, dict[str, Any]] = {}
+    own = set(base)
+    refuse_decided("fl-bn compare", base, {"method": "the methods are --methods"})
+    for label in map(str.strip, methods):
+        method, _, options = label.partition(":")
+        keys = parse_overrides(options.replace(";", " "))
+        refuse_decided("fl-bn compare", keys, {"method": "the methods are --methods", "seed": "all have the same seeds, see --seeds"})
+        if label in variants:
+            raise ConfigError(f"every method must be given once, but {label!r} is given twice")
+        variants[label] = {"method": method, **keys}
+        own |= keys.keys()
+    axes = {"method": variants, "seed": {str(seed): {"seed": seed} for seed in seeds}}
     report = {"report": {"rows": "method", "columns": []}}
-    own = frozenset(key for keys in (base, *(variant.overrides for variant in variants)) for key in keys)
-    return Sweep(title, dict(base), axes, own=own, tables=report)
+    return Sweep(title, dict(base), axes, own=frozenset(own), tables=report)
 
 
 def check_metric(cells: Sequence[Cell]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from fl_bn.report import write_report
 from fl_bn.sweep import cells as cells_module
 from fl_bn.sweep.cells import Cell, run_cells
-from fl_bn.sweep.compare import Variant, check_metric, comparison
+from fl_bn.sweep.compare import check_metric, comparison
 from fl_bn.sweep.file import Sweep, parse
 from tests.experiment.inside import kebab, parse_overrides, refusing, to_toml
 from tests.listed import listed
@@ -29,16 +29,15 @@ DECIDED = ("output='x'", "name='mine'", "resume='latest'", "pictures=true", "met
         ("fbn", "fbn", {}),
         (" centralised ", "centralised", {}),
         ("fbn:learning-rate=0.01;local-steps=1", "fbn", {"learning-rate": 0.01, "local-steps": 1}),
-        ("gn:model='resnet18';pictures=true", "gn", {"model": "resnet18", "pictures": True}),
+        ("gn:model='resnet18';deterministic=false", "gn", {"model": "resnet18", "deterministic": False}),
     ],
 )
 def test_a_variant_from_text(text: str, method: str, overrides: dict[str, Any]) -> None:
-    variant = Variant.parse(text)
-    assert (variant.label, variant.method, variant.overrides) == (text.strip(), method, overrides)
+    assert compared(text).axes["method"] == {text.strip(): {"method": method, **overrides}}
 
 
 def compared(*variants: str, seeds: Sequence[int] = (0,), **base: Any) -> Sweep:
-    return comparison([Variant.parse(text) for text in variants], seeds, kebab(base), "a comparison")
+    return comparison(variants, seeds, kebab(base), "a comparison")
 
 
 def test_a_variants_config_is_the_base_with_its_own_keys(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from fl_bn.methods import METHODS, Role
 from fl_bn.models import build
 from fl_bn.report import write_report
 from fl_bn.run.assembly import forget, task
-from fl_bn.sweep.compare import Variant, check_metric, comparison
+from fl_bn.sweep.compare import check_metric, comparison
 from fl_bn.task import ClassificationAUC
 from tests.experiment.inside import (
     OwnData,
@@ -224,7 +224,7 @@ def test_what_does_not_go_together_is_refused_before_a_client_works(keys: dict[s
 
 def test_tables_of_another_task_put_the_lowest_error_first(package: str, tmp_path: Path) -> None:
     base = {**SHORT, "dataset": f"{package}:data", "model": f"{package}:model", "task": f"{package}:Grades", "rounds": 2}
-    cells = comparison([Variant.parse("fedavg:learning-rate=0.0001"), Variant.parse("fedavg")], [0], base, "two rates").cells(tmp_path)
+    cells = comparison(["fedavg:learning-rate=0.0001", "fedavg"], [0], base, "two rates").cells(tmp_path)
     for cell in cells:
         run_in_process(cell.config.to_mapping())
         cell.write_outcome("finished", 0.0)
@@ -232,7 +232,7 @@ def test_tables_of_another_task_put_the_lowest_error_first(package: str, tmp_pat
     write_report(tmp_path)
     best = next(line for line in (tmp_path / "table.md").read_text().splitlines() if "**" in line)
     assert best.startswith("| fedavg |")
-    mixed = [Variant.parse("fedavg"), Variant.parse("fbn:task='auto';model='mlp'")]
+    mixed = ["fedavg", "fbn:task='auto';model='mlp'"]
     with refusing("accuracy", "mean-distance"):
         check_metric(comparison(mixed, [0], base, "mixed").cells(tmp_path / "other"))
 

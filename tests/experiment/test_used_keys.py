@@ -17,7 +17,7 @@ from fl_bn.run.former import IN_PAPERS
 from fl_bn.run.run_keys import general_options
 from fl_bn.run.used import HasNoEffect, conditions
 from fl_bn.sweep.cells import Cell
-from fl_bn.sweep.compare import Variant, comparison
+from fl_bn.sweep.compare import comparison
 from fl_bn.sweep.file import Sweep, parse
 from tests.experiment.inside import RunConfig, config, ends_with_a_sentence, partitions, refusing
 from tests.experiment.resuming import Values, small_run, stopped
@@ -183,7 +183,7 @@ def sweep(text: str = SWEEP, variant: str = "", **overrides: Any) -> Sweep:
 
 
 def compared(*variants: str, **base: Any) -> Sweep:
-    return comparison([Variant.parse(text) for text in variants], [0], {"rounds": 2, **base}, "")
+    return comparison(variants, [0], {"rounds": 2, **base}, "")
 
 
 def test_a_run_of_several_leaves_out_what_it_ignores(tmp_path: Path) -> None:
