@@ -203,10 +203,14 @@ def sample_moments(model: nn.Module, samples: Samples) -> tuple[Tensor, Tensor, 
         that a sample has in a channel.
     """
     model = copied(model).eval()
-    known = batch_norms(model)
-    layer: nn.Module = known[first_layer(model, samples)] if known else model
     caught: list[Tensor] = []
-    layer.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0].detach()))
+
+    def catch(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if not caught:
+            caught.append(inputs[0].detach())
+
+    for layer in batch_norms(model).values() or [model]:
+        layer.register_forward_pre_hook(catch)
     model(samples.batch(np.arange(len(samples)), inputs_like(model))[0])
     entered = caught[0].double()
     entered = entered.flatten(2) if entered.dim() > 2 else entered[..., None]
@@ -217,22 +221,6 @@ def _drawn(part: Samples, client: int, seed: int) -> Samples:
     """Return at most ``SAMPLES`` of a client's samples, drawn at random."""
     chosen = np.random.default_rng([_STREAM, seed, SHUFFLES, client]).permutation(len(part))[:SAMPLES]
     return Samples(*part.rows(np.sort(chosen)))
-
-
-@torch.no_grad()
-def first_layer(model: nn.Module, samples: Samples) -> str:
-    """Return the name of the BatchNorm layer that ``samples`` reach first in the forward pass.
-
-    Only the first sample is used. ``model`` stays in evaluation mode afterwards.
-    """
-    order: list[str] = []
-    handles = [layer.register_forward_pre_hook(lambda *_, name=name: order.append(name)) for name, layer in batch_norms(model).items()]
-    try:
-        model.eval()(samples.batch(np.arange(1), inputs_like(model))[0])
-    finally:
-        for handle in handles:
-            handle.remove()
-    return order[0]
 
 
 def divergence(a: Running, b: Running, eps: float = 0.0) -> float:
