@@ -110,7 +110,7 @@ def two_rounds(name: str, device: torch.device, engine: str, dtype: torch.dtype)
         SeededBatches((torch.randn(32, 3, 16, 16, generator=draw) + i).to(dtype), torch.randint(0, 10, (32,), generator=draw), 16)
         for i in range(2)
     ]
-    federation = Federation(model, METHODS[name](), clients, device=device, engine=engine, progress=False)
+    federation = Federation(model, METHODS[name](), clients, device=device, engine=engine)
     for _ in federation.run(2):
         pass
     return [tensor.double() for i in range(2) for _, tensor in sorted(federation.client_model(i).state_dict().items())]

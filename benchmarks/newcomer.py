@@ -65,7 +65,7 @@ def cell(regime: str, method: str, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     data, begin = list(sites(regime, seed)), time.process_time()
     batches = [SeededBatches(train.x, train.y, BATCH) for train, _ in data]
-    federation = Federation(network(), getattr(methods, method)(), batches, seed=seed, evaluate_every=ROUNDS, progress=False)
+    federation = Federation(network(), getattr(methods, method)(), batches, seed=seed, evaluate_every=ROUNDS)
     for _ in federation.run(ROUNDS):
         pass
 

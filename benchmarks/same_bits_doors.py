@@ -132,7 +132,7 @@ def federation(
     """Train in a ``Federation``. ``stops``: it ends after round 2, and another one goes on from its checkpoint."""
     sgd = partial(SGD, lr=rate, momentum=0.0 if objective == "scaffold" else 0.9)
     optimizer: Callable[..., Any] = partial(Adam, lr=rate / 10) if adam else sgd
-    given = {"optimizer": optimizer, "evaluate_every": 2, "device": device, "progress": False, **parts(robust, objective), **options}
+    given = {"optimizer": optimizer, "evaluate_every": 2, "device": device, **parts(robust, objective), **options}
 
     def made() -> Federation:
         return Federation(network(dropout), METHODS[method](**(of or {})), [loader(i) for i in range(CLIENTS)], test=[data(9)], **given)

@@ -228,7 +228,7 @@ class Option:
         if not isinstance(self.values, str):
             raise ValueError(expected(called, value, self.values))
         wrong = next((part for part in names_of(value) if part not in self.like), "") if kind is str else ""
-        inside = "in " if self.values[0] in "([" else ""
+        inside = "in " if self.shown[0] in "([" else ""
         raise ValueError(f"{called} must be {inside}{self.shown}, but got {short(value)}{nearest(wrong, self.like)}")
 
 

@@ -44,7 +44,6 @@ class FederationSpec(RunSpec):
             one vectorised program, which needs ``SeededBatches``.
         workers: The number of processes that compute clients. Every number gives the same bits. 0: this process at
             first, and worker processes once the remaining rounds then take less time, if clients train on a CPU.
-        progress: Whether to show a progress bar on a terminal.
 
     Raises:
         ValueError: A value is out of range, or two values do not fit together.
@@ -64,7 +63,6 @@ class FederationSpec(RunSpec):
         f"0..{MOST_WORKERS}",
         run=0,
     )
-    progress: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from numbers import Integral
@@ -67,7 +66,7 @@ class Federation:
     >>> from fl_bn import Federation, methods
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
     >>> clients = [[(torch.randn(16, 4), torch.randint(0, 2, (16,)))] for client in range(3)]
-    >>> federation = Federation(net, methods.fixbn(), clients, test=clients[0], progress=False)
+    >>> federation = Federation(net, methods.fixbn(), clients, test=clients[0])
     >>> [record.round for record in federation.run(rounds=2)]
     [1, 2]
 
@@ -98,7 +97,7 @@ class Federation:
         device: The device on which clients train. Default: the device of ``model``.
         callbacks: Objects whose methods the run calls at its start and end, and after rounds and evaluations, see ``Callback``.
         options: The fields of ``FederationSpec`` by name: ``fraction``, ``evaluate_every``, ``seed``, ``calibrate``, ``unit_scale``,
-            ``clip``, ``engine``, ``workers`` and ``progress``.
+            ``clip``, ``engine`` and ``workers``.
 
     Raises:
         ValueError: An argument has a wrong type or value, or two of them do not fit together.
@@ -136,7 +135,7 @@ class Federation:
         count = len(clients)
         self.clients = clients
         self.tests = self._tests(test, model)
-        self.progress, self.callbacks = spec.progress, checked_callbacks(callbacks)
+        self.callbacks = checked_callbacks(callbacks)
         settings = LocalTraining(batch_size=2, epochs=local_epochs, objective=objective)
         check_composition(method, settings, robust=defence.active)
         check_learns(model)
@@ -248,7 +247,7 @@ class Federation:
             ValueError: ``rounds`` is no whole number >= 0, or gradients are off. Or the run continues from a checkpoint
                 (``resume``) with another number of rounds.
         """
-        callbacks, start = Callbacks([*self._bar(), *self.callbacks]), self._start(rounds)
+        callbacks, start = Callbacks(self.callbacks), self._start(rounds)
         shared = self.server.shared
         if self._last is not None and start.round == 1:
             shared.load(self._last.tensors)  # the server may hold the statistics of the last evaluation
@@ -385,14 +384,6 @@ class Federation:
         if not self.server.shared.personal:
             return {}
         return {client: self._transport.with_own(self.model, client).state_dict() for client in range(len(self.clients))}
-
-    def _bar(self) -> list[Callback]:
-        """Return a list with a progress bar. It is empty without a terminal, or with ``progress=False``."""
-        if not (self.progress and sys.stderr.isatty()):
-            return []
-        from fl_bn.federation.bar import Bar  # imports rich
-
-        return [Bar(sys.stderr, self.task)]
 
     def _tests(self, test: Any, model: nn.Module, again: bool = True) -> tuple[Loader, ...] | None:
         """Return each client's test batches, see ``own_tests``, with ``SeededBatches`` in the dtype of ``model``."""

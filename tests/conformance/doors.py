@@ -191,7 +191,6 @@ def federation(asked: Asked, **options: Any) -> Outcome:
             "optimizer": partial(SGD, lr=RATE, momentum=0.9),
             "clip": "none",
             "fraction": asked.fraction,
-            "progress": False,
         }
         how |= {"test": held_out(asked.dtype), **asked.before, **options}
         return Federation(network(asked.dtype), asked.made, asked.loaders(), **how)

@@ -240,7 +240,7 @@ def test_statistics_are_those_of_the_union_where_the_method_says_so(method_name:
     def first_layer(sizes: tuple[tuple[int, ...], ...]) -> Tensors:
         x, y = (torch.cat(parts) for parts in zip(*map(doors.data, range(CLIENTS)), strict=True))
         loaders = [[pair] for pair in zip(x.split([sum(one) for one in sizes]), y.split([sum(one) for one in sizes]), strict=True)]
-        fed = Federation(network(), method, loaders, calibrate=0, unit_scale=False, clip="none", progress=False)
+        fed = Federation(network(), method, loaders, calibrate=0, unit_scale=False, clip="none")
         next(fed.run(2))  # of one round, FixBN's statistics are frozen from the start
         state = fed.model.state_dict()
         return {key: state[key] for key in state if key in ("1.running_mean", "1.running_var")}

@@ -96,7 +96,7 @@ def federation(
     optimizer = partial(SGD, lr=RATE, momentum=momentum_for(objective))
     before = {"calibrate": AS_METHOD if passes else 0, "unit_scale": passes}
     once = {"optimizer": optimizer, "defence": defence, "objective": objective, "clip": "none"}  # the other doors do not clip
-    fed = Federation(model, method, loaders, progress=False, **once, **before)
+    fed = Federation(model, method, loaders, **once, **before)
     names = fed.server.shared.tensors()
     return [{name: fed.model.state_dict()[name] for name in names} for _ in fed.run(rounds)]
 

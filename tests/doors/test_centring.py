@@ -43,7 +43,7 @@ def moved(rounds: Rounds, names: Sequence[str]) -> float:
 def in_one_program(net: nn.Module, method: Method, clients: Any, rounds: int, *_: Any) -> Rounds:
     made = partial(torch.optim.SGD, lr=RATE)
     loaders = [[(client.x, client.y)] for client in clients]
-    fed = Federation(net, method, loaders, optimizer=made, clip="none", engine="vectorised", progress=False)
+    fed = Federation(net, method, loaders, optimizer=made, clip="none", engine="vectorised")
     return [copy.deepcopy(fed.model.state_dict()) for _ in fed.run(rounds)]
 
 
@@ -176,7 +176,5 @@ class Branching(nn.Module):
 def test_a_weight_that_a_batch_does_not_reach_may_move(objective: Objective) -> None:
     batches = [(torch.randn(8, 16), torch.randint(0, 3, (8,))) for _ in range(4)]
     made: Any = torch.optim.SGD if objective is not PLAIN else Decaying
-    federation = Federation(
-        Branching(), methods.fbn(), [batches] * 2, optimizer=partial(made, lr=0.05), objective=objective, progress=False, workers=1
-    )
+    federation = Federation(Branching(), methods.fbn(), [batches] * 2, optimizer=partial(made, lr=0.05), objective=objective, workers=1)
     assert [record.aggregated for record in federation.run(2)] == [True, True]

@@ -43,7 +43,7 @@ def federation(method: str = "fedavg", **options: Any) -> Federation:
     if name := given.get("server_optimizer"):
         given["server_optimizer"] = server_optimizer(name, learning_rate=0.01)
     chosen = given.pop("chosen", None) or methods.METHODS[method]()
-    return Federation(given.pop("model"), chosen, given.pop("clients"), progress=False, **given)
+    return Federation(given.pop("model"), chosen, given.pop("clients"), **given)
 
 
 def state(fed: Federation) -> dict[str, Tensor]:

@@ -71,7 +71,7 @@ def loop(round: Any, x: Tensor, y: Tensor) -> None:
 def federation(method: Method = FEDAVG, momentum: float | None = None) -> Federation:
     batches = [list(zip(x.split(SIZE), y.split(SIZE), strict=True)) for x, y in clients()]
     made = partial(torch.optim.SGD, lr=RATE)
-    return Federation(net(momentum), method, batches, optimizer=made, progress=False, workers=1)
+    return Federation(net(momentum), method, batches, optimizer=made, workers=1)
 
 
 def in_a_federation() -> list[Tensors]:

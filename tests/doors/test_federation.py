@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -51,7 +49,6 @@ def test_adamw_with_a_scheduler(batches: list) -> None:
         scheduler=partial(CosineAnnealingLR, T_max=6),
         schedule=lambda round, rounds: 1 - (round - 1) / rounds,
         local_epochs=2,
-        progress=False,
     )
     first, *_, last = fed.run(6)
     assert last.evaluation["loss"] < first.evaluation["loss"]
@@ -59,17 +56,8 @@ def test_adamw_with_a_scheduler(batches: list) -> None:
     assert [record.learning_rate for record in fed.history] == pytest.approx(rates)
 
 
-@listed(("terminal", "wanted"), [(True, True), (False, True), (True, False)])
-def test_a_progress_bar_on_a_terminal_alone(terminal: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = io.StringIO()
-    monkeypatch.setattr(said, "isatty", lambda: terminal)
-    monkeypatch.setattr(sys, "stderr", said)
-    list(Federation(net(), methods.fixbn(), SEEDED, test=TEST, progress=wanted).run(2))
-    assert ("2/2" in said.getvalue()) == (terminal and wanted)
-
-
 def test_history_has_every_round() -> None:
-    fed = Federation(net(), methods.fixbn(), SEEDED, test=TEST, evaluate_every=2, fraction=0.67, progress=False)
+    fed = Federation(net(), methods.fixbn(), SEEDED, test=TEST, evaluate_every=2, fraction=0.67)
     seen = list(fed.run(3))
     assert fed.history == seen
     assert [record.round for record in seen] == [1, 2, 3]
@@ -104,7 +92,7 @@ class Ends(Callback):
 def test_the_model_is_one_that_was_evaluated_where_statistics_are_measured(name: str, by: str, log: pytest.LogCaptureFixture) -> None:
     """Else static BN's would have mean 0 and variance 1, and HBN's the statistics of another exchange."""
     notes, method = Ends(by), methods.METHODS[name]()
-    fed = Federation(net(), method, SEEDED, test=TEST, evaluate_every=2, callbacks=[notes], progress=False)
+    fed = Federation(net(), method, SEEDED, test=TEST, evaluate_every=2, callbacks=[notes])
     going = fed.run(8)
     with pytest.raises(KeyboardInterrupt) if by == "error" else nullcontext():
         for record in going:
@@ -124,7 +112,7 @@ def test_the_model_is_one_that_was_evaluated_where_statistics_are_measured(name:
 @pytest.mark.parametrize("name", ["hbn", "fbn"])
 def test_a_resumed_run_has_the_model_of_the_last_evaluation(name: str, tmp_path: Path) -> None:
     def made(by: str) -> Federation:
-        return Federation(net(), methods.METHODS[name](), SEEDED, test=TEST, evaluate_every=2, callbacks=[Ends(by)], progress=False)
+        return Federation(net(), methods.METHODS[name](), SEEDED, test=TEST, evaluate_every=2, callbacks=[Ends(by)])
 
     whole, saved, resumed = made("stop"), made(""), made("stop")
     list(whole.run(8))
@@ -138,7 +126,7 @@ def test_a_resumed_run_has_the_model_of_the_last_evaluation(name: str, tmp_path:
 
 
 def test_a_federation_that_diverges_says_why() -> None:
-    fed = Federation(net(), methods.fixbn(), SEEDED, optimizer=partial(SGD, lr=1e30), clip="none", progress=False)
+    fed = Federation(net(), methods.fixbn(), SEEDED, optimizer=partial(SGD, lr=1e30), clip="none")
     with pytest.raises(Diverged, match="3 rounds"):
         list(fed.run(10))
     assert [record.aggregated for record in fed.history[-3:]] == [False] * 3
@@ -151,7 +139,7 @@ def test_seeded_batches_repeat_bit_for_bit() -> None:
         torch.manual_seed(drawn)  # whatever else draws random numbers
         model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 3))
         model.load_state_dict(dict(zip(model.state_dict(), net().state_dict().values(), strict=True)))
-        fed = Federation(model, methods.hbn(), SEEDED, test=TEST, local_epochs=2, fraction=0.67, seed=seed, progress=False)
+        fed = Federation(model, methods.hbn(), SEEDED, test=TEST, local_epochs=2, fraction=0.67, seed=seed)
         list(fed.run(3))
         ends.append(fed.model.state_dict())
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
@@ -161,7 +149,7 @@ def test_seeded_batches_repeat_bit_for_bit() -> None:
 def of_two_runs(optimizer: Any, width: int = 16) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3))
-    fed, ends = Federation(model, methods.fbn(), SEEDED, progress=False, server_optimizer=optimizer), []
+    fed, ends = Federation(model, methods.fbn(), SEEDED, server_optimizer=optimizer), []
     for _ in range(2):
         list(fed.run(2))
         ends.append(fed.model.state_dict()["0.weight"])
@@ -181,7 +169,7 @@ def test_a_server_optimizer_for_two_federations_has_a_memory_for_each(name: str)
 def test_the_network_given_is_not_changed() -> None:
     model = net()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    list(Federation(model, methods.fbn(), SEEDED, progress=False).run(1))
+    list(Federation(model, methods.fbn(), SEEDED).run(1))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -192,5 +180,5 @@ def test_callbacks_from_a_generator_are_called() -> None:
         def on_round(self, record: Any, rounds: int) -> None:
             seen.append(record.round)
 
-    list(Federation(net(), methods.fedavg(), SEEDED, callbacks=(Seen() for _ in range(2)), progress=False).run(2))
+    list(Federation(net(), methods.fedavg(), SEEDED, callbacks=(Seen() for _ in range(2))).run(2))
     assert seen == [1, 1, 2, 2]

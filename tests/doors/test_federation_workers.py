@@ -46,9 +46,7 @@ def trained(method: str, loaders: Make, workers: int, seed: int = 0) -> tuple[di
     """The networks of server and clients at the end, and the records but for the time that rounds took."""
     torch.manual_seed(workers)  # what this process draws itself decides nothing
     optimizer = partial(SGD, lr=0.05, momentum=0.9)
-    fed = Federation(
-        with_dropout(), methods.METHODS[method](), loaders(), optimizer=optimizer, test=TEST, seed=seed, workers=workers, progress=False
-    )
+    fed = Federation(with_dropout(), methods.METHODS[method](), loaders(), optimizer=optimizer, test=TEST, seed=seed, workers=workers)
     records = [{**vars(record), "seconds": 0.0} for record in fed.run(3)]
     models = {"server": fed.model, **{f"client {i}": fed.client_model(i) for i in range(3)}}
     return {f"{who} {name}": t for who, model in models.items() for name, t in model.state_dict().items()}, records
@@ -104,7 +102,7 @@ def final(workers):
     slower = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
     optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
     fed = Federation(Mine(), methods.fbn(), [Batches(i) for i in range(3)], task=Smooth(), optimizer=optimizer, scheduler=slower,
-                     workers=workers, progress=False)
+                     workers=workers)
     list(fed.run(2))
     return fed.model.state_dict()
 
@@ -133,7 +131,6 @@ def losses(workers: int, change: str) -> list[float]:
         optimizer=lambda parameters: SGD(parameters, lr=rate["lr"]),
         loss=lambda output, y: nn.functional.cross_entropy(output, y, weight.to(output.dtype)),
         workers=workers,
-        progress=False,
     )
     found = []
     for record in fed.run(4):

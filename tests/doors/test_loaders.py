@@ -26,14 +26,14 @@ def drawing(first: int, last: int, **options: object) -> DataLoader[tuple[Tensor
 
 
 def after(*loaders: object) -> dict[str, Tensor]:
-    fed = Federation(net(), methods.fedavg(), loaders, local_epochs=2, progress=False)  # type: ignore[arg-type]
+    fed = Federation(net(), methods.fedavg(), loaders, local_epochs=2)  # type: ignore[arg-type]
     list(fed.run(1))
     return {name: tensor for name, tensor in fed.model.state_dict().items() if tensor.is_floating_point()}
 
 
 def test_a_client_counts_by_what_its_sampler_drew() -> None:
     few, many = drawing(0, 20, batch_size=1000), drawing(20, 1000, batch_size=1000)
-    fed = Federation(net(), methods.fedavg(), [few, many], local_epochs=2, progress=False)
+    fed = Federation(net(), methods.fedavg(), [few, many], local_epochs=2)
     (record,) = fed.run(1)
     assert [client.samples for client in record.clients] == [20, 980]
     both, one, other = after(few, many), after(few), after(many)
@@ -45,12 +45,12 @@ def test_a_client_counts_by_what_its_sampler_drew() -> None:
 
 @listed(("drop", "samples"), [(True, 32), (False, 42)])
 def test_samples_that_a_loader_drops_do_not_count(drop: bool, samples: int) -> None:
-    (record,) = Federation(net(), methods.fedavg(), [drawing(0, 42, batch_size=16, drop_last=drop)], progress=False).run(1)
+    (record,) = Federation(net(), methods.fedavg(), [drawing(0, 42, batch_size=16, drop_last=drop)]).run(1)
     assert [client.samples for client in record.clients] == [samples]
 
 
 def round_of(*loaders: object, method: str = "fbn", defence: Defence = NO_DEFENCE) -> tuple[Any, dict[str, Tensor]]:
-    fed = Federation(net(), methods.METHODS[method](), loaders, defence=defence, progress=False)  # type: ignore[arg-type]
+    fed = Federation(net(), methods.METHODS[method](), loaders, defence=defence)  # type: ignore[arg-type]
     (record,) = fed.run(1)
     return record, fed.model.state_dict()
 
@@ -93,7 +93,7 @@ def own_order(kind: str, seed: int = 0) -> list[Any]:
 def weights_after(method: str, kind: str, *, seed: int = 0, on_training_batches: bool = False, **options: Any) -> Tensor:
     loaders = own_order(kind, seed)
     test = per_client(loaders) if on_training_batches else TEST
-    fed = Federation(net(), methods.METHODS[method](), loaders, test=test, progress=False, **options)
+    fed = Federation(net(), methods.METHODS[method](), loaders, test=test, **options)
     list(fed.run(4))
     return fed.model.state_dict()["0.weight"]
 
@@ -131,8 +131,8 @@ class Reader(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_indices_of_an_embedding_reach_the_network_as_they_are(dtype: torch.dtype, engine: str) -> None:
     x, y = texts(dtype)
-    fed = Federation(Reader(), methods.fbn(), [SeededBatches(x, y, 8)] * 2, test=SeededBatches(x, y, 8), engine=engine, progress=False)
-    plain = Federation(Reader(), methods.fbn(), [SeededBatches(x.long(), y, 8)] * 2, engine=engine, progress=False)
+    fed = Federation(Reader(), methods.fbn(), [SeededBatches(x, y, 8)] * 2, test=SeededBatches(x, y, 8), engine=engine)
+    plain = Federation(Reader(), methods.fbn(), [SeededBatches(x.long(), y, 8)] * 2, engine=engine)
     assert [record.loss for record in fed.run(2)] == [record.loss for record in plain.run(2)]
     batches = [batch for batch, _ in SeededBatches(x, y, 8)]
     assert torch.equal(torch.cat(batches), x)
@@ -150,7 +150,7 @@ def test_seeded_batches_have_the_network_s_dtype_in_every_pass(method: str) -> N
             for p in model.parameters():
                 p.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
         own = METHODS[method]()
-        fed = Federation(model, own, [SeededBatches(x, y, 8)] * 2, test=SeededBatches(x, y, 8), progress=False)
+        fed = Federation(model, own, [SeededBatches(x, y, 8)] * 2, test=SeededBatches(x, y, 8))
         return [(record.loss, record.evaluation) for record in fed.run(2)] + [fed.evaluate(SeededBatches(x, y, 8))]
 
     assert records(x) == records(x.double())
@@ -220,7 +220,7 @@ def test_tensors_of_a_subclass_train_and_send_what_plain_tensors_do(method: str,
     def trained(kind: type[Tensor]) -> tuple[list[Any], list[Tensor]]:
         torch.manual_seed(0)
         clients = [[(x.as_subclass(kind), y) for x, y in zip(*(t.split(8) for t in made(client, 24)), strict=True)] for client in range(3)]
-        given = {"task": PlainLoss(), "metrics": {"first": First()}, "test": clients[0], "progress": False}
+        given = {"task": PlainLoss(), "metrics": {"first": First()}, "test": clients[0]}
         fed = Federation(set_buffer_roles(Centred(), {"latest": "kept"}), METHODS[method](), clients, **given)
         return [(record.loss, record.evaluation) for record in fed.run(2)], list(fed.model.state_dict().values())
 

@@ -49,7 +49,7 @@ def batches(*sizes: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
 def trained(method: str, *loaders: Any, net: nn.Module | None = None, **options: Any) -> tuple[dict[str, Tensor], list[list[int]]]:
     """The shared model after ``ROUNDS``, and the clients' samples by round."""
     chosen = options.pop("chosen", None) or METHODS[method]()
-    fed = Federation(net or linear(), chosen, loaders, optimizer=sgd, progress=False, **options)
+    fed = Federation(net or linear(), chosen, loaders, optimizer=sgd, **options)
     records = list(fed.run(ROUNDS))
     return fed.model.state_dict(), [[client.samples for client in record.clients] for record in records]
 
@@ -122,7 +122,7 @@ def test_batches_of_one_image_have_a_variance_over_its_pixels(method: str, log: 
         assert all(torch.allclose(found[name], plain[name], atol=1e-14) for name in plain if plain[name].is_floating_point())
     assert "left out" not in log.text
     with pytest.raises(Diverged):  # control: one value per channel
-        list(Federation(conv(pooled=True), METHODS[method](), [batches(1, 1, 1)], optimizer=sgd, progress=False).run(3))
+        list(Federation(conv(pooled=True), METHODS[method](), [batches(1, 1, 1)], optimizer=sgd).run(3))
     assert "client 0 left out 3 batches of one sample in round 1" in log.text
 
 
@@ -160,7 +160,7 @@ def test_hbn_leaves_it_out_of_its_pass_where_it_would_break_it(lower_layers: str
 def test_one_sample_is_evaluated(method_name: str) -> None:
     if method_name in ("in", "fedwon"):  # which need a spatial extent
         return
-    fed = Federation(linear(), METHODS[method_name](), [batches(5), batches(4, seed=1)], optimizer=sgd, progress=False)
+    fed = Federation(linear(), METHODS[method_name](), [batches(5), batches(4, seed=1)], optimizer=sgd)
     list(fed.run(1))
     one = batches(1, seed=2)
     if not fed.method.personal:
@@ -179,7 +179,7 @@ class Exhausted:
 
 
 def test_a_loader_that_is_empty_the_second_time_is_named(log: pytest.LogCaptureFixture) -> None:
-    list(Federation(linear(), methods.fedavg(), [batches(5), Exhausted()], optimizer=sgd, progress=False).run(3))
+    list(Federation(linear(), methods.fedavg(), [batches(5), Exhausted()], optimizer=sgd).run(3))
     said = [record.getMessage() for record in log.records if "gave no batch" in record.getMessage()]
     assert [line.partition(" gave")[0] for line in said] == ["client 1"]
 
@@ -187,7 +187,7 @@ def test_a_loader_that_is_empty_the_second_time_is_named(log: pytest.LogCaptureF
 def test_that_nobody_trained_is_no_divergence() -> None:
     def failing(loader: Any, optimizer: Any = sgd) -> str:
         with pytest.raises(Diverged) as caught:
-            list(Federation(linear(), methods.fedavg(), [loader], optimizer=optimizer, progress=False).run(3))
+            list(Federation(linear(), methods.fedavg(), [loader], optimizer=optimizer).run(3))
         return str(caught.value)
 
     assert "learning rate" not in failing([])

@@ -40,7 +40,7 @@ def batch(samples: int = 8, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def federation(model: nn.Module | None = None, method: Any = None, clients: Any = None, **options: Any) -> Federation:
     own = clients or [[batch(4)], [batch(64, 1)]]
-    made: dict[str, Any] = {"optimizer": partial(SGD, lr=RATE), "progress": False, "workers": 1} | options
+    made: dict[str, Any] = {"optimizer": partial(SGD, lr=RATE), "workers": 1} | options
     return Federation(model or net(), method or methods.fedavg(), own, **made)
 
 

@@ -39,7 +39,7 @@ class Halved(Classification):
 
 
 def federation(method: str = "fedavg", **options: Any) -> Federation:
-    return Federation(net(), methods.METHODS[method](), options.pop("clients", CLIENTS), progress=False, **options)
+    return Federation(net(), methods.METHODS[method](), options.pop("clients", CLIENTS), **options)
 
 
 def weights(fed: Federation, rounds: int = 2) -> Tensor:

@@ -38,7 +38,7 @@ def batches(n: int = 8, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
 
 def fed(method: Any = FEDAVG, model: Any = None, clients: Any = None, **named: Any) -> Federation:
     given = [batches(seed=i) for i in range(3)] if clients is None else clients
-    return Federation(model or net(), method, given, **{"progress": False, "workers": 1, **named})
+    return Federation(model or net(), method, given, **{"workers": 1, **named})
 
 
 def cases(table: dict[str, tuple[Any, ...]]) -> list[Any]:

@@ -70,7 +70,7 @@ def alone(model: nn.Module, samples: Samples, index: int) -> dict[str, Tensor]:
 def through_federation(method: str) -> Models:
     clients, found = data(), Models()
     loaders = [SeededBatches(client.x, client.y, SIZE) for client in clients]
-    fed = Federation(pretrained(), METHODS[method](), loaders, optimizer=partial(SGD, lr=RATE, momentum=0.9), progress=False)
+    fed = Federation(pretrained(), METHODS[method](), loaders, optimizer=partial(SGD, lr=RATE, momentum=0.9))
     for record in fed.run(ROUNDS):
         found |= {(i, record.round): dict(fed._transport.kept[i].get("local")) for i in range(len(clients))}
     return found
@@ -236,7 +236,7 @@ def test_federation_evaluates_clients_that_have_trained() -> None:
     clients = data(4)
     loaders = [SeededBatches(client.x, client.y, SIZE) for client in clients]
     test = [(data(5)[4].x, data(5)[4].y)]
-    fed = Federation(pretrained(), METHODS["fedbn"](), loaders, fraction=0.25, test=test, progress=False)
+    fed = Federation(pretrained(), METHODS["fedbn"](), loaders, fraction=0.25, test=test)
     before = fed.evaluate()["loss"]
     assert before == evaluate(pretrained(), test).result()["loss"]
     (record,) = fed.run(1)

@@ -43,7 +43,7 @@ def federation(row: Row, **options: Any) -> Computed:
     if "engine" in options:  # it takes no lists of batches
         loaders = [SeededBatches(*union([own]), batch_size=len(union([own])[1])) for own in row.clients]
     options |= {"objective": objective, "server_optimizer": server, "defence": defence, "optimizer": partial(SGD, lr=row.rate, **row.sgd)}
-    options |= {"calibrate": row.calibrate, "unit_scale": False, "clip": "none", "local_epochs": row.epochs, "progress": False}
+    options |= {"calibrate": row.calibrate, "unit_scale": False, "clip": "none", "local_epochs": row.epochs}
     fed = Federation(row.net(), method, loaders, fraction=len(row.schedule[0]) / len(row.clients), **options)
     cohorts = [[client.client for client in record.clients] for record in fed.run(row.rounds)]
     own = {f"{i}/{name}": t for i in range(len(row.clients)) for name, t in fed.client_model(i).state_dict().items()}

@@ -103,7 +103,7 @@ def federation(callbacks: list[Callback], method: str = "fedavg", **options: Any
     x = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
     clients = [SeededBatches(x[i::3], torch.arange(8) % 2, batch_size=4) for i in range(3)]
     options = {"test": clients[0], **options}
-    return Federation(net(), METHODS[method](), clients, progress=False, callbacks=callbacks, **options)
+    return Federation(net(), METHODS[method](), clients, callbacks=callbacks, **options)
 
 
 @pytest.fixture(autouse=True)

@@ -127,7 +127,7 @@ def test_where_the_layers_have_no_common_order_there_are_passes(
     assert not identical(statistics(ran), statistics(calibrated("passes", clients[:2], made)))  # control
     log.clear()
     loaders = [[(to_input(c.x, torch.float32), c.y)] for c in clients]
-    list(Federation(made, METHODS["static-bn"](), loaders, calibrate=0, progress=False).run(1))
+    list(Federation(made, METHODS["static-bn"](), loaders, calibrate=0).run(1))
     assert (BY_PASSES if model is Bright else "more than once") in log.text
 
 

@@ -60,7 +60,7 @@ def test_hbn_tracks_more_slowly_where_a_part_of_the_clients_trains(log: pytest.L
     assert equal(ran(HBN(net(), **part), app, rounds=2), told)
     assert "fraction=0.67" not in log.text
     assert not equal(ran(OwnAppStrategy(net(), methods.hbn(), **part), app, rounds=2), told)
-    Federation(net(), methods.hbn(), [data(i) for i in range(CLIENTS)], fraction=0.67, progress=False)
+    Federation(net(), methods.hbn(), [data(i) for i in range(CLIENTS)], fraction=0.67)
     assert log.text.count("fraction=0.67") == 2
 
 

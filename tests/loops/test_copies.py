@@ -111,7 +111,7 @@ REMEMBERS = [closure, recursive, weak, defaults, nested, hook, autocast, compile
 
 
 def in_federation(net: Net, name: str) -> dict[str, Tensor]:
-    federation = Federation(net, METHODS[name](), [[(X, Y)]] * 2, unit_scale=False, progress=False)
+    federation = Federation(net, METHODS[name](), [[(X, Y)]] * 2, unit_scale=False)
     list(federation.run(3))
     return federation.model.state_dict()
 
@@ -173,7 +173,7 @@ class Changing(nn.Module):
 
 @pytest.mark.parametrize("name", ["fedavg", "fbn", "hbn", "frozen"])
 def test_unit_scale_leaves_no_stand_ins_of_torch_fx_in_the_network(name: str) -> None:
-    federation = Federation(Changing(), methods.fixbn(freeze_after=0) if name == "frozen" else METHODS[name](), [[(X, Y)]], progress=False)
+    federation = Federation(Changing(), methods.fixbn(freeze_after=0) if name == "frozen" else METHODS[name](), [[(X, Y)]])
     list(federation.run(1))
     assert federation.model.calls == 0
     pickle.dumps(federation.model)
@@ -190,6 +190,6 @@ def test_a_network_that_trains_another_in_its_place_is_an_error() -> None:
     net = made(method)
     trainer = Trainer(net)
     net.forward = lambda x: trainer.predict(x)  # type: ignore[method-assign]
-    federation = Federation(net, methods.fedavg(), [[(X, Y)]] * 2, progress=False)
+    federation = Federation(net, methods.fedavg(), [[(X, Y)]] * 2)
     with pytest.raises(Exception, match="gradient"):
         list(federation.run(3))

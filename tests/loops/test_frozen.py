@@ -130,7 +130,7 @@ class Restless(nn.Module):
 def test_a_network_cannot_thaw_in_the_library_s_federation(method: str) -> None:
     def after(build: Any) -> dict[str, Tensor]:
         data = [[batch] for batch in clients()]
-        federation = Federation(build, METHODS[method], data, calibrate=0, unit_scale=False, progress=False)
+        federation = Federation(build, METHODS[method], data, calibrate=0, unit_scale=False)
         _, first, last = [copy.deepcopy(federation.server.shared.tensors()) for _ in federation.run(3)]
         for name in (name for name in first if name.endswith(("running_mean", "running_var"))):
             assert torch.equal(first[name], last[name])

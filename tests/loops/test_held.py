@@ -61,7 +61,7 @@ def method_of(name: str) -> Method:
 
 
 def door_1(model: nn.Module, method: Method, data: Any, loop: Any, rounds: int) -> list[dict[str, Tensor]]:
-    federation = Federation(model, method, [[batch] for batch in data], progress=False)
+    federation = Federation(model, method, [[batch] for batch in data])
     return [copy.deepcopy({**federation.server.shared.tensors()}) for _ in federation.run(rounds)]
 
 

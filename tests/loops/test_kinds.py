@@ -43,7 +43,7 @@ def network(norm: nn.Module) -> nn.Module:
 def trained(name: str, norm: nn.Module) -> dict[str, Tensor]:
     """The shared tensors after two rounds, layer 1 by torch's names."""
     data = [[(one.x.float() / 255, one.y)] for one in (random_samples(6, seed=i) for i in range(2))]
-    federation = Federation(network(norm), METHODS[name](), data, progress=False)
+    federation = Federation(network(norm), METHODS[name](), data)
     list(federation.run(2))
     return {key.replace("1.0.", "1."): tensor for key, tensor in federation.server.shared.tensors().items()}
 

@@ -123,7 +123,7 @@ def test_control_scaffold_s_variate_is_the_gradient_at_one_rate() -> None:
 def test_a_federation_refuses_several_rates_under_scaffold_before_it_trains() -> None:
     with pytest.raises(ValueError, match="rate"):
         Federation(
-            net(), methods.fedavg(), [[batch()]] * 2, objective=Scaffold(), progress=False,
+            net(), methods.fedavg(), [[batch()]] * 2, objective=Scaffold(),
             optimizer=lambda parameters: SGD([{"params": [p], "lr": RATE / (i + 1)} for i, p in enumerate(parameters)]),
         )  # fmt: skip
 

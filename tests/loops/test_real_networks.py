@@ -269,7 +269,6 @@ def federated(name: str, method: Method) -> Federation:
         test=[network.batch(2, 2)],
         unit_scale=False,
         clip="none",
-        progress=False,
     )
     (record,) = federation.run(1)
     assert record.aggregated

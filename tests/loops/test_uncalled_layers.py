@@ -71,7 +71,7 @@ def own_loop(net: nn.Module, name: str, wrapped: Callable[[nn.Module], nn.Module
 
 
 def federation(net: nn.Module, name: str) -> None:
-    list(Federation(net, method(name), [BATCHES] * 2, progress=False).run(1))
+    list(Federation(net, method(name), [BATCHES] * 2).run(1))
 
 
 @pytest.mark.parametrize("door", [own_loop, federation])
@@ -106,7 +106,7 @@ class Auxiliary(nn.Module):
 
 
 def in_federation(net: nn.Module, method: Any) -> None:
-    list(Federation(net, method, [BATCHES] * 2, progress=False).run(3))
+    list(Federation(net, method, [BATCHES] * 2).run(3))
 
 
 def in_loops(net: nn.Module, method: Any) -> None:
@@ -237,7 +237,7 @@ ALONE = [(x.abs() * torch.tensor([-1.0, 1, 1, 1]), y) for x, y in MIXED[:1]] + M
 def test_an_expert_may_get_no_sample_of_a_batch(name: str) -> None:
     """Before, fbn and hbn ended before round 1 with an error about empty batches."""
     method = methods.METHODS[name]()
-    fed = Federation(Experts(), method, [ALONE, MIXED], test=MIXED, calibrate=-1, progress=False)
+    fed = Federation(Experts(), method, [ALONE, MIXED], test=MIXED, calibrate=-1)
     records = list(fed.run(2))
     assert all(record.aggregated for record in records)
     if fed.method.has_statistics:

@@ -72,7 +72,7 @@ def test_a_run_tracks_as_its_learning_rate_says() -> None:
     clients, net = make_clients(6, 5, shape=(5,)), nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 4)).double()
     mean = torch.cat([own[0][0] for own in clients]).mean(0)
     for factor, weight in ((1.0, 0.4), (0.25, 0.1)):
-        options = {"schedule": lambda n, _, f=factor: f if n > 1 else 1.0, "progress": False, "calibrate": 0}
+        options = {"schedule": lambda n, _, f=factor: f if n > 1 else 1.0, "calibrate": 0}
         federation = Federation(net, fbn(tracking=0.4), clients, **options)
         first, second = [federation.model[0].running_mean.clone() for _ in federation.run(2)]
         assert torch.allclose(first, 0.4 * mean)
@@ -83,7 +83,7 @@ def test_a_round_s_path_is_bounded_and_that_of_a_single_step() -> None:
     def moved(pieces: int, **options: str) -> float:
         net = seeded_network("plain", dtype=torch.float64)
         before = nn.utils.parameters_to_vector(net.parameters())
-        given: dict[str, Any] = {"optimizer": partial(SGD, lr=500.0, momentum=0.9), "calibrate": 0, "progress": False}
+        given: dict[str, Any] = {"optimizer": partial(SGD, lr=500.0, momentum=0.9), "calibrate": 0}
         federation = Federation(net, fbn(), make_clients(8, pieces=pieces), **given, **options)
         list(federation.run(1))
         return float((nn.utils.parameters_to_vector(federation.model.parameters()) - before).detach().norm())

@@ -58,7 +58,7 @@ def run(app: Any, strategy: Any, rounds: int = 2, evaluate_fn: Any = None, **giv
 
 
 def losses(network: nn.Module, method: Any, data: Sequence[Any], rounds: int = 3, **given: Any) -> list[float]:
-    return [record.loss for record in Federation(network, method, data, progress=False, **given).run(rounds)]
+    return [record.loss for record in Federation(network, method, data, **given).run(rounds)]
 
 
 # Networks and data
@@ -92,7 +92,7 @@ def test_c_a_metric_that_torchmetrics_calls_undefined_is_missing(action: Any) ->
     data = clients()
     data[0] = [(x, torch.zeros_like(y)) for x, y in data[0]]
     auc = torchmetrics.AUROC("multiclass", num_classes=2)
-    fed = Federation(net(), methods.fbn(), data, metrics={"auc": auc}, test=per_client(data), progress=False)
+    fed = Federation(net(), methods.fbn(), data, metrics={"auc": auc}, test=per_client(data))
     with warnings.catch_warnings():
         warnings.simplefilter(action)
         (record,) = fed.run(1)
@@ -119,7 +119,7 @@ def test_d_clients_that_differ_in_an_exchange_are_named_with_the_layer_of_each()
     data = [[(torch.randn(8, length, 2), torch.arange(8) % 2)] for length in (3, 5)]
     for order in (data, data[::-1]):
         with pytest.raises(ExchangeFailed, match=r"client 0.* norm .*client 1.* norm .*same layers in the same order"):
-            list(Federation(Recurrent(), methods.fedtan(), order, progress=False).run(1))
+            list(Federation(Recurrent(), methods.fedtan(), order).run(1))
 
 
 def test_e_a_client_without_a_batch_is_named_with_its_samples_and_batch_size(caplog: pytest.LogCaptureFixture) -> None:
@@ -151,7 +151,7 @@ def test_h_a_simulation_that_has_ended_ends_the_run(monkeypatch: pytest.MonkeyPa
 
 
 def test_m_a_model_that_a_full_disk_cannot_hold_leaves_the_former_one(tmp_path: Path) -> None:
-    fed, path = Federation(net(), methods.fbn(), clients(), progress=False), tmp_path / "new" / "model.safetensors"
+    fed, path = Federation(net(), methods.fbn(), clients()), tmp_path / "new" / "model.safetensors"
     list(fed.run(1))
     fed.save(path)
     before, (_, hard) = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -276,7 +276,7 @@ def test_n_the_draft_of_columns_escapes_it_and_is_read_as_it_was(tmp_path: Path)
 
 
 def fed(targets: Any, rounds: int = 1, method: Any = None) -> None:
-    list(Federation(net(), method or methods.fbn(), [[(torch.randn(6, 3), targets)]] * 2, progress=False).run(rounds))
+    list(Federation(net(), method or methods.fbn(), [[(torch.randn(6, 3), targets)]] * 2).run(rounds))
 
 
 def said_by(*arguments: str) -> None:

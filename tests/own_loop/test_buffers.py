@@ -122,7 +122,7 @@ def test_clients_with_kept_buffers_are_evaluated_with_their_own() -> None:
         torch.manual_seed(0)
         model = set_buffer_roles(Shifted(), {"site": role})
         x, y = torch.randn(6, 1), torch.tensor([0, 1] * 3)
-        fed = Federation(model, FEDAVG, [[(x + 9, y)], [(x - 9, y)]], test=[(x, y)], progress=False)
+        fed = Federation(model, FEDAVG, [[(x + 9, y)], [(x - 9, y)]], test=[(x, y)])
         loss[role] = list(fed.run(1))[-1].evaluation["loss"]
         sites = [float(fed.client_model(i).site) for i in range(2)]
         assert sites == ([float((x + 9).mean()), float((x - 9).mean())] if role == "kept" else [0.0, 0.0])
@@ -174,7 +174,7 @@ def test_the_last_pattern_counts_and_copies_know() -> None:
 
 def rounds_of(model: nn.Module, method: str = "fedavg", **options: Any) -> Federation:
     data = [[(client.x, client.y)] for client in CLIENTS]
-    fed = Federation(model, METHODS[method](), data, optimizer=lambda p: SGD(p, 0.1), progress=False, **options)
+    fed = Federation(model, METHODS[method](), data, optimizer=lambda p: SGD(p, 0.1), **options)
     assert all(record.aggregated for record in fed.run(2))
     return fed
 

@@ -98,7 +98,7 @@ def test_the_shared_model_has_its_own_singular_value(kind: str) -> None:
     """Averaged singular vectors are not the average's: stated as shared, they lag behind or point nowhere (control)."""
     for role, right in (("recomputed", True), ("shared", False)):
         stated = set_buffer_roles(derived(kind), {"*_u": role, "*_v": role})
-        fed = Federation(stated, FEDAVG, [[(c.x, c.y)] * 9 for c in CLIENTS], optimizer=lambda p: SGD(p, 0.5), progress=False)
+        fed = Federation(stated, FEDAVG, [[(c.x, c.y)] * 9 for c in CLIENTS], optimizer=lambda p: SGD(p, 0.5))
         list(fed.run(1))
         fed.model(X[:2])
         layer = fed.model.eval()[1]
@@ -141,7 +141,7 @@ def test_every_method_trains_it_or_refuses_it_by_name(method_name: str, kind: st
         with pytest.raises(Unconvertible, match="^0 "):
             convert(model, method)
         return
-    fed = Federation(model, method, [[(c.x, c.y)] for c in CLIENTS], test=[(X, Y)], progress=False)
+    fed = Federation(model, method, [[(c.x, c.y)] for c in CLIENTS], test=[(X, Y)])
     losses = [record.evaluation["loss"] for record in fed.run(4)]
     assert losses[-1] < losses[0]
     assert derivation(fed.model[0]) == derivation(model[0]) != ""

@@ -56,7 +56,7 @@ def test_an_integer_parameter_changes_nothing(door: str, extra: Tensor) -> None:
 @listed("method", ["fedbn", "hbn", "fedtan"])
 def test_what_cannot_travel_is_refused_by_name_before_round_1(method: str, extra: Tensor, reason: str) -> None:
     with pytest.raises(Unconvertible, match=reason):
-        Federation(First(extra), METHODS[method](), [[(CLIENTS[0].x, CLIENTS[0].y)]], progress=False)
+        Federation(First(extra), METHODS[method](), [[(CLIENTS[0].x, CLIENTS[0].y)]])
     with pytest.raises(Unconvertible, match=reason):
         server_state(First(extra), METHODS[method](), rounds=1)
     if extra.is_complex():
@@ -86,6 +86,6 @@ def test_float16_trains(method_name: str) -> None:
     if method_name in ("in", "fedwon"):  # which take no network of linear layers
         return
     data = [[(client.x.float(), client.y)] for client in CLIENTS]
-    fed = Federation(Half(), METHODS[method_name](), data, optimizer=lambda p: SGD(p, 0.01), progress=False)
+    fed = Federation(Half(), METHODS[method_name](), data, optimizer=lambda p: SGD(p, 0.01))
     first, second = (record.loss for record in fed.run(2))
     assert second < first

@@ -47,7 +47,7 @@ def net() -> nn.Module:
 
 
 def trained(method: str, model: nn.Module | None = None, rounds: int = 2) -> Federation:
-    fed = Federation(net() if model is None else model, METHODS[method](), CLIENTS, progress=False)
+    fed = Federation(net() if model is None else model, METHODS[method](), CLIENTS)
     list(fed.run(rounds))
     return fed
 

@@ -106,7 +106,7 @@ def test_a_federation_of_volumes_learns_by_it(method: str) -> None:
     clients = [SeededBatches(*volumes(8, seed), 4) for seed in range(2)]
     test = [volumes(6, 5)]
     before = evaluate(net, test, task=Dice()).result()
-    fed = Federation(net, methods.METHODS[method](), clients, task=Dice(), optimizer=partial(Adam, lr=0.02), test=test, progress=False)
+    fed = Federation(net, methods.METHODS[method](), clients, task=Dice(), optimizer=partial(Adam, lr=0.02), test=test)
     *_, last = fed.run(10)
     assert last.evaluation["dice"] > before["dice"] + 0.5
     assert last.evaluation["loss"] < before["loss"] - 0.2

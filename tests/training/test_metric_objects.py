@@ -77,7 +77,7 @@ def test_a_federation_takes_them_for_all_and_for_each_client() -> None:
     clients = [SeededBatches(x.float(), y, 8) for x, y in (data(24, seed) for seed in range(3))]
     test = [(x.float(), y) for x, y in (data(16, 7), data(9, 8))]
     given = objects()
-    fed = Federation(net, methods.fbn(), clients, metrics=given, test=test, progress=False)
+    fed = Federation(net, methods.fbn(), clients, metrics=given, test=test)
     records = [*fed.run(2)]
     x, y = torch.cat([x for x, _ in test]), torch.cat([y for _, y in test])
     with torch.no_grad():
@@ -85,7 +85,7 @@ def test_a_federation_takes_them_for_all_and_for_each_client() -> None:
     assert records[-1].evaluation["auc"] == pytest.approx(float(torchmetrics.MulticlassAUROC(3)(scores, y)), rel=1e-6)
     assert records[0].evaluation.keys() == {"loss", "accuracy", "accuracy-class-0", "accuracy-class-1", "accuracy-class-2", "auc", "f1"}
     assert given["auc"].update_count == 0  # yours stay as they are
-    own = Federation(net, methods.fedbn(), clients, metrics=[{"auc": given["auc"]}, None, None], test=test, progress=False)
+    own = Federation(net, methods.fedbn(), clients, metrics=[{"auc": given["auc"]}, None, None], test=test)
     (record,) = own.run(1)
     with torch.no_grad():
         expected = torchmetrics.MulticlassAUROC(3)(own.client_model(0)(x), y)

@@ -43,7 +43,7 @@ def test_threads_give_the_numbers_of_a_federation(name: str) -> None:
         return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
 
     batches = [SeededBatches(one.x, one.y, 8) for one in clients()]
-    known = Federation(net(), method, batches, optimizer=sgd, clip="none", seed=SEED, progress=False)
+    known = Federation(net(), method, batches, optimizer=sgd, clip="none", seed=SEED)
     expected = list(known.run(ROUNDS))
     assert [r.aggregated for r in records] == [True] * ROUNDS
     assert [r.loss for r in records] == pytest.approx([r.loss for r in expected], rel=1e-6)

@@ -104,7 +104,7 @@ def through_federation(
         x = torch.randn(n, 3, 8, 8, generator=draw, dtype=torch.float64)
         pairs.append((x + client / 10, torch.randint(0, 4, (n,), generator=draw)))
     clients = [SeededBatches(x, y, 6) for x, y in pairs]
-    settings = {"local_epochs": 2, "test": [pairs[0]], "progress": False, "device": "cpu", **options}
+    settings = {"local_epochs": 2, "test": [pairs[0]], "device": "cpu", **options}
     federation = Federation(network(), method, clients, engine=engine, **settings)
     records = list(federation.run(2))
     losses = [loss for record in records for loss in (record.loss, record.evaluation["loss"], float(record.aggregated))]
@@ -302,7 +302,7 @@ def test_a_network_that_only_computes_is_one_program(case: str, caplog: pytest.L
 
 def test_loaders_of_other_kinds_fall_back(caplog: pytest.LogCaptureFixture) -> None:
     x, y = torch.randn(12, 3, 8, 8).double(), torch.arange(12) % 4
-    list(Federation(resnet(), fedavg(), [[(x, y)]], engine="vectorised", progress=False).run(1))
+    list(Federation(resnet(), fedavg(), [[(x, y)]], engine="vectorised").run(1))
     assert "batches must be SeededBatches" in caplog.text
 
 

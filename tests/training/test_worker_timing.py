@@ -64,7 +64,7 @@ X, Y = torch.randn(8, 3), torch.randint(0, 2, (8,))
 
 def federation(client: object, **options: object) -> Federation:
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    return Federation(net, methods.fedavg(), [client, SeededBatches(X, Y, 4)], progress=False, **options)  # type: ignore[list-item, arg-type]
+    return Federation(net, methods.fedavg(), [client, SeededBatches(X, Y, 4)], **options)  # type: ignore[list-item, arg-type]
 
 
 @pytest.mark.slow
