@@ -174,13 +174,13 @@ class OwnAppStrategy(BatchNormStrategy):
             return super()._begun(grid, timeout, train_config)
         now, rate = self._flowers(), self._policy.rate
         seconds = self._policy.timeout if timeout is None else timeout
-        if words := self._method.other_fraction(now.fraction_train):
-            log(logging.WARNING, "%s", words)
         wanted = Network(convert(self._model, self._method), self._method).signature
         wait = seconds if simulates(grid) else min(seconds, PATIENCE)  # Ray may be slow to start
         meeting = replace(self._policy, timeout=seconds, wait=wait)
         population = Population(grid, meeting, wanted, called_in(grid), self._clients, now.min_available_nodes)
         clients, called = population.gather(), population.called
+        if words := self._method.other_fraction(max(now.fraction_train, min(now.min_train_nodes / clients, 1.0))):
+            log(logging.WARNING, "%s", words)
         for name in ("min_train_nodes", "min_evaluate_nodes"):
             if (least := getattr(now, name)) > max(clients, 2):
                 log(logging.WARNING, "%s is %d, but there are %d clients: all of them take part in every round", name, least, clients)
