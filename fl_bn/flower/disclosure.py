@@ -38,7 +38,6 @@ from fl_bn.flower.compat import log
 from fl_bn.flower.population import Client
 from fl_bn.flower.wire.codec import Decoded, decode
 from fl_bn.methods import NORMALISERS, Phase, Refresh, StatisticsReport
-from fl_bn.methods.fedtan import CohortBatchNorm
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import printable
 
@@ -56,6 +55,7 @@ MOST_SECTIONS = 20  # the most sections of a reply that the report lists one by 
 SUMMARIES = ("statistics", "moments", "exchange")
 EVALUATION = "evaluation"
 LAYER_BY_LAYER = "moments of a pass without training, layer by layer"
+EXCHANGED = "means and variances, or their gradients, of one batch, in FedTAN's exchange"
 OTHERS = {
     "weights": "the model's weights",
     "gradients": "gradients",
@@ -81,8 +81,6 @@ class DisclosureReport:
     def __init__(self, model: nn.Module, locality: Locality, called: ClientNames = UNNAMED) -> None:
         self._method, self._new, self._warned, self._called = locality.method, list[Disclosure](), set[int](), called
         self._last_counts = any(model.get_submodule(name).momentum == 1 for name in locality.shared_statistics)
-        gradients = any(module.share_gradients for module in model.modules() if isinstance(module, CohortBatchNorm))
-        self._exchanged = f"means and variances{' and their gradients' if gradients else ''} of one batch, in FedTAN's exchange"
         self._session: Session | None = None
 
     def note(
@@ -96,7 +94,7 @@ class DisclosureReport:
         """
         if session is not self._session:
             self._session = session
-            behind, what = (session.samples, LAYER_BY_LAYER) if without_training else (session.batches, self._exchanged)
+            behind, what = (session.samples, LAYER_BY_LAYER) if without_training else (session.batches, EXCHANGED)
             for index, traffic in sorted(session.traffic.items()):
                 self._add([Disclosure(index, "exchange", what, traffic.exchanges, traffic.up, behind.get(index, 0))])
         yield from self._heard(replies, clients, self._of_reply)
@@ -180,11 +178,9 @@ class DisclosureReport:
         most = max(self._method.statistics_pass.samples, 0) or client.samples
         subset = min(_whole(metrics.get("measured")) or most, most, client.samples)
         if phase is not Phase.MEASURE:
-            normalisers = self._method.statistics_pass.measured == NORMALISERS
-            return (
-                "moments that training normalises with, of a pass before it" if normalisers else "moments of a pass before training",
-                subset,
-            )
+            if self._method.statistics_pass.measured == NORMALISERS:
+                return "moments that training normalises with, of a pass before it", subset
+            return "moments of a pass before training", subset
         if round > 0 and self._method.refresh is Refresh.HYBRID:
             return "moments that training normalises with", subset
         return "moments of a pass without training", client.samples

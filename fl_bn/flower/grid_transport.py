@@ -78,9 +78,8 @@ class GridTransport(Transport):
         self.cohort = list[Client]()
         self.batches_trained = 0  # the number of batches that a client has trained on
         self.disclosures = DisclosureReport(self.shared.model, self.shared.locality, rounds.called)
-        self.exchanges = Exchanges(
-            rounds.exchange, self.shared.model, self.shared.exchanged(), defence.average, not defence.active, rounds.called
-        )
+        layers, shared = self.shared.exchanged(), self.shared
+        self.exchanges = Exchanges(rounds.exchange, shared.model, layers, defence.average, not defence.active, rounds.called)
         self.secure: SecureRounds | None = None
         if secure is not None:
             from fl_bn.flower.secagg.rounds import SecureRounds  # imported only now, since a plain run needs no SecAgg+

@@ -35,7 +35,7 @@ from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
 from fl_bn.flower.compat import deployed, log
 from fl_bn.flower.layerwise.exchange_address import connect
 from fl_bn.flower.layerwise.transcript import Transcript, detach
-from fl_bn.flower.wire.codec import Header, header_of, payload_of, to_record, to_records
+from fl_bn.flower.wire.codec import Header, header_of, payload_of, tensors_of, to_record, to_records
 from fl_bn.flower.wire.gate import Limits
 from fl_bn.flower.wire.messages import HEADER, HELLO, OURS, TO_MEASURE, TO_MEET, TO_TELL, TO_TRAIN, Form, RunId, here, our_records
 from fl_bn.methods import Phase
@@ -67,13 +67,9 @@ class MemoryState:
             return NOTHING
         for prefix in ("", PREVIOUS):
             if 0 < (round := owner[f"{prefix}round"]) < before:
-                records = {
-                    name.removeprefix(PREVIOUS): r
-                    for name, r in our_records(self._state, ArrayRecord).items()
-                    if name.startswith(PREVIOUS) == bool(prefix)
-                }
-                sections = {section: to_tensors({k: a.numpy() for k, a in record.items()}) for section, record in records.items()}
-                return ClientState(round, sections)
+                records = our_records(self._state, ArrayRecord).items()
+                own = {name.removeprefix(PREVIOUS): record for name, record in records if name.startswith(PREVIOUS) == bool(prefix)}
+                return ClientState(round, {section: tensors_of(record) for section, record in own.items()})
         return NOTHING
 
     def write(self, round: int, sections: Sections) -> None:
@@ -84,9 +80,8 @@ class MemoryState:
         kept = dict(sections) | {f"{PREVIOUS}{section}": tensors for section, tensors in before.sections.items()}
         for section, tensors in kept.items():
             self._state[OURS + section] = to_record(to_numpy(tensors))
-        self._state[OWNER] = ConfigRecord(
-            {"signature": self._signature, "run": self._run, "round": round, f"{PREVIOUS}round": before.round}
-        )
+        owner = {"signature": self._signature, "run": self._run, "round": round, f"{PREVIOUS}round": before.round}
+        self._state[OWNER] = ConfigRecord(owner)
 
 
 class FileState:
@@ -116,9 +111,8 @@ class FileState:
         """Write the tensors in ``sections`` as the state after ``round``, and delete files that are no longer needed."""
         tensors = {f"{section}/{name}": tensor for section, part in sections.items() for name, tensor in part.items()}
         path = self.folder / f"round-{round:06}.{self.run_id.attempt}{durable.SUFFIX}"
-        durable.save_tensors(
-            path, tensors, {**self._owner, "round": str(round), "what": "the tensors that one fl-bn client keeps to itself"}
-        )
+        about = {**self._owner, "round": str(round), "what": "the tensors that one fl-bn client keeps to itself"}
+        durable.save_tensors(path, tensors, about)
         needed = True
         for kept, attempt, old in self._files():
             on_the_line = self.run_id.counts(kept, attempt)
@@ -314,9 +308,7 @@ class Participant:
             PermissionError: this client does not send them.
         """
         if not self.tells:
-            raise PermissionError(
-                "this client does not send the BatchNorm layers that it keeps: set unseen-client, or tells=True in client_app.py"
-            )
+            raise PermissionError("this client keeps its BatchNorm layers: set unseen-client, or tells=True in client_app.py")
         local, state = self.store(config).read(round + 1).get("local"), self.network.original.state_dict()
         return {name: local.get(name, state[name]) for name in self.network.locality.kept_by_clients()}
 

@@ -254,9 +254,7 @@ class OwnMetrics:
             metrics |= record
         weight, wanted = metrics.pop(self.key, default), whole() if self.key == EXAMPLES else a_number(0)
         if weighs and not wanted.fits(weight):
-            raise WireError(
-                "metrics", self.key, f"expected {wanted.wanted}, but {'it is missing' if weight is None else f'got {excerpt(weight)}'}"
-            )
+            raise WireError("metrics", self.key, f"expected {wanted.wanted}, but got {'nothing' if weight is None else excerpt(weight)}")
         if len(metrics) > MOST_NAMES:
             raise WireError("metrics", "", f"expected at most {MOST_NAMES} metrics, but got {len(metrics)}")
         for name, value in metrics.items():

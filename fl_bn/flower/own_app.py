@@ -183,9 +183,7 @@ class RoundGoesOn(Exception):
 
     def __init__(self, question: Message) -> None:
         self.question = question
-        super().__init__(
-            "FedTAN's exchange needs several messages for this round: write @app.train(mods=[fl_bn.flower.replayed]) in client_app.py"
-        )
+        super().__init__("FedTAN's exchange needs several messages for a round: write @app.train(mods=[fl_bn.flower.replayed])")
 
 
 def replayed(message: Message, context: Context, handler: Callable[[Message, Context], Message]) -> Message:

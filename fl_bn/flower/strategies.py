@@ -43,6 +43,7 @@ from fl_bn.options import Options, check_fits, option
 
 TIMEOUT = 3600.0  # Flower's
 PATIENCE = 120.0  # seconds that an app of one's own waits for a node's answer, and for further nodes once enough have come
+not_ours = lambda name: bool(name) and not name.startswith(OURS)  # noqa: E731
 COMBINES = lambda value: value is None or callable(value), "a function of (records, weighted_by_key)"
 
 
@@ -59,9 +60,7 @@ class FlowersArguments(Options):
     min_available_nodes: int = option(2, "smallest number of clients for the run to start", ">= 1")
     weighted_by_key: str = option(EXAMPLES, "a client's weight in means of metrics", "the name of a metric", bool)
     arrayrecord_key: str = option("arrays", "no other, since fl-bn sends several records, which training(...) loads", ("arrays",))
-    configrecord_key: str = option(
-        "config", "record of the config", f"a name that does not begin with {OURS!r}", lambda name: bool(name) and not name.startswith(OURS)
-    )
+    configrecord_key: str = option("config", "record of the config", f"a name that does not begin with {OURS!r}", not_ours)
     train_metrics_aggr_fn: Combine | None = None
     evaluate_metrics_aggr_fn: Combine | None = None
 

@@ -61,7 +61,7 @@ class Late(Earlier):
     """The victim is there once round 1 has begun."""
 
     def get_node_ids(self) -> Iterable[int]:
-        begun = any(m.metadata.group_id == "1" and what(m) == COLLECT for m in self.sent)
+        begun = any(m.metadata.group_id == "1" and "srcs" in m.content.config_records.get("secaggplus_configs", {}) for m in self.sent)
         return [node for node in super().get_node_ids() if begun or node != VICTIM]
 
 

@@ -133,9 +133,7 @@ class ExchangeService:
                 why = f"the token of {who} admits one stream, and was used before"
             self._strangers += 1
             if self._strangers <= 10 or self._strangers % 100 == 0:  # many attempts must not fill the log
-                LOGGER.warning(
-                    "exchange: refused a connection from %s: %s (refusal %d of this round)", context.peer(), why, self._strangers
-                )
+                LOGGER.warning("exchange: refused a connection from %s: %s (refusal %d)", context.peer(), why, self._strangers)
             await context.abort(code, f"expected the token of this round's train message, once, but {why}")
             return  # abort has raised
         member.context, reason = context, "its stream broke"

@@ -279,9 +279,8 @@ def _seed_rounding(client: BatchNormClient, round: int, purpose: int) -> None:
 
 def _vector_reply(message: Message, vector: np.ndarray, activations: Mapping[str, int], digest: bytes) -> Message:
     # a metric of Flower's ``FitRes`` is a single value
-    result = FitRes(
-        Status(Code.OK, ""), ndarrays_to_parameters([vector]), 1, {"activations": json.dumps(activations), "digest": digest.hex()}
-    )
+    told: dict[str, Any] = {"activations": json.dumps(activations), "digest": digest.hex()}
+    result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([vector]), 1, told)
     content: RecordDict = fitres_to_recorddict(result, keep_input=False)
     return Message(content, reply_to=message)
 

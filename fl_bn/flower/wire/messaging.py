@@ -29,10 +29,7 @@ POLL = 0.2  # seconds between two checks for replies; Flower's own loop over gRP
 LOOK = 2.0  # seconds between two checks for lost nodes, and for a simulation that has ended
 FEW = 8  # the most replies to fetch at a time, since each is freed after use
 SAY = 60.0  # seconds between two lines of the log that say how many replies have come
-ENDED = (
-    "Flower's simulation has ended, and its clients with it: its own error is in the log above. Perhaps a client is to have more CPUs or "
-    "GPUs than this machine has (num-cpus, num-gpus), or client_app.py cannot be loaded"
-)
+ENDED = "Flower's simulation has ended: its own error is in the log above (more num-cpus or num-gpus than there are? client_app.py?)"
 
 
 class RunFailed(Exception):  # no RuntimeError, which Flower 1.25 would mistake for one of its own, and not end the run
