@@ -12,10 +12,8 @@ into memory, there is ``federation.passes``.
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,6 +24,7 @@ from fl_bn.bn.modes import held_layers, kept_modes
 from fl_bn.bn.moments import Moments, Running, pool
 from fl_bn.bn.roles import inputs_like
 from fl_bn.exchange.call import Exchange, ExchangeFailed, Key, Quantity
+from fl_bn.exchange.local import Turns
 from fl_bn.exchange.session import exchanged_layers
 from fl_bn.federation.aggregation import running_statistics, store_statistics
 from fl_bn.federation.local import Forward, called, measured, unmoved
@@ -40,9 +39,6 @@ HELD = 3  # activations of a waiting forward pass, as a multiple of a BatchNorm 
 
 Inputs = Callable[[], Iterable[Any]]
 """Returns the batches of inputs, the same in every call."""
-Reached = Callable[[str, Tensor], None]
-LayerMoments = tuple[str, Moments]
-"""A layer, and the moments of its input."""
 
 
 class ClientPass:
@@ -101,13 +97,13 @@ class ClientPass:
         """
         with self.own_first(inputs, forward):
             if self._connect is not None:
-                order = LayerOrder.at(self._model, self._layers, inputs, forward, self._instruction.memory)
-                exchange = self._connect(0 if order.problem else 1)
-                if not order.problem:
-                    self.moments = layer_by_layer(self._model, order, exchange, forward)
+                problem, batches = in_order(self._model, self._layers, inputs, forward, self._instruction.memory)
+                exchange = self._connect(0 if problem else 1)
+                if not problem:
+                    self.moments = layer_by_layer(self._model, self._layers, batches, exchange, forward)
                     return
                 exchange.close()
-                LOGGER.warning("this client leaves the layer-wise exchange and measures all layers in one pass: %s", order.problem)
+                LOGGER.warning("this client leaves the layer-wise exchange and measures all layers in one pass: %s", problem)
             self.moments = measured(self._model, inputs(), self.how, forward)
 
     @contextmanager
@@ -146,72 +142,106 @@ class ClientPass:
                 return
 
 
-@dataclass(frozen=True)
-class LayerOrder:
-    """Tell whether a network's BatchNorm layers can be measured one after the other, and how much memory this takes.
+@torch.no_grad()
+def in_order(model: nn.Module, layers: Collection[str], inputs: Inputs, forward: Forward, memory: int) -> tuple[str, list[Any]]:
+    """Find out by one forward pass whether BatchNorm layers of ``model`` can be measured one after the other.
 
-    Attributes:
-        problem: The reason why the layers cannot be measured one after the other; empty if they can.
+    The pass takes two samples of the first batch. If a batch is not a single tensor of torch's own class, the pass takes the
+    whole batch.
+
+    Args:
+        model: The network. It stays unchanged.
         layers: The names of the layers to measure.
-        batches: The batches of inputs.
+        inputs: Returns the batches of inputs.
+        forward: Runs the network on a batch.
+        memory: The largest number of bytes of activations to keep while batches wait at a layer.
+
+    Returns:
+        The reason why they cannot, empty if they can, and the batches of inputs.
+    """
+    if (batch := next(iter(inputs()), None)) is None:
+        return "there is no batch to measure", []
+    few = batch[:2] if type(batch) is Tensor else batch
+    order, sizes = list[str](), [0]
+
+    def reached(layer: str, x: Tensor) -> None:
+        order.append(layer)
+        sizes.append(x.numel() * x.element_size())
+
+    with _watched(model, layers, reached):
+        forward(model, few)
+    if not order or len(order) > len(set(order)):
+        return "it uses no BatchNorm layer, or one more than once", []
+    own = sum(part.numel() * part.element_size() for part in tensors_in(few))
+    held, elements, batches = (HELD * max(sizes) + own) / max(1, _elements(few)), 0, list[Any]()
+    for x in inputs():  # once: the next iteration of a loader may draw other batches
+        elements += _elements(x)
+        if held * elements > memory:
+            return f"the activations of all batches need more than {memory / 2**30:.3g} GiB", []
+        batches.append(x)
+    return "", batches
+
+
+class _Batches(Turns):
+    """Run the forward passes of a client's batches. Each waits at each layer, until all have come there, and goes on with the answer.
+
+    Args:
+        batches: The number of batches.
+        answer: Exchanges a layer's moments with the cohort, and stores the answer.
     """
 
-    problem: str
-    layers: Collection[str] = ()
-    batches: Sequence[Any] = ()
+    def __init__(self, batches: int, answer: Callable[[str, Moments], None]) -> None:
+        super().__init__(batches)
+        self._batches, self._answer = batches, answer
+        self._at: dict[int, tuple[str, Moments]] = {}
+        self.by_layer: dict[str, Moments] = {}
+        self.error: BaseException | None = None
 
-    @classmethod
-    @torch.no_grad()
-    def at(cls, model: nn.Module, layers: Collection[str], inputs: Inputs, forward: Forward, memory: int) -> LayerOrder:
-        """Make the ``LayerOrder`` of BatchNorm layers of ``model`` by one forward pass. ``model`` stays unchanged.
+    def reached(self, layer: str, x: Tensor) -> None:
+        """Wait at ``layer``, which gets the input ``x`` of the calling thread's batch."""
+        if not x.numel():  # an expert of a mixture may get no sample of a batch
+            raise ExchangeFailed(f"layer {layer!r} got no sample of a batch, so batches reach the BatchNorm layers in no common order")
+        _, index = Turns.here() or (None, -1)
+        self._at[index] = layer, Moments.of(x)
+        self.wait(index)
+        if self.error is not None:
+            raise self.error
 
-        The pass takes two samples of the first batch. If a batch is not a single tensor of torch's own class, the pass takes the
-        whole batch.
+    def all_wait(self) -> list[int]:
+        """Exchange the moments of the layer at which all batches wait, and wake them."""
+        try:
+            self._exchange()
+        except BaseException as error:  # every batch raises it
+            self.error = error
+        waiting, self._at = list(self._at), {}
+        return waiting
 
-        Args:
-            model: The network.
-            layers: The names of the layers to measure.
-            inputs: A function that returns the batches of inputs.
-            forward: A function that runs the network on a batch.
-            memory: The largest number of bytes of activations to keep while batches wait at a layer.
-        """
-        batch = next(iter(inputs()), None)
-        if batch is None:
-            return cls("there is no batch to measure")
-        few = batch[:2] if type(batch) is Tensor else batch
-        order, largest = list[str](), 0
-
-        def reached(layer: str, x: Tensor) -> None:
-            nonlocal largest
-            order.append(layer)
-            largest = max(largest, x.numel() * x.element_size())
-
-        with _watched(model, layers, reached):
-            forward(model, few)
-        if not order:
-            return cls("no BatchNorm layer runs")
-        if twice := [layer for place, layer in enumerate(order) if layer in order[:place]]:
-            return cls(f"the network uses BatchNorm layer {twice[0]!r} more than once")
-        own = sum(part.numel() * part.element_size() for part in tensors_in(few))
-        held, elements, batches = (HELD * largest + own) / max(1, _elements(few)), 0, list[Any]()
-        for x in inputs():  # once: the next iteration of a loader may draw other batches
-            elements += _elements(x)
-            if held * elements > memory:
-                return cls(f"the activations of all batches need more than {memory / 2**30:.3g} GiB")
-            batches.append(x)
-        return cls("", layers, batches)
+    def _exchange(self) -> None:
+        if self.error is not None:
+            raise self.error
+        names = {name for name, _ in self._at.values()}
+        if len(self._at) < self._batches or len(names) > 1 or (name := names.pop()) in self.by_layer:
+            raise ExchangeFailed(
+                "the BatchNorm layers of this network have no fixed order: its batches reach different layers next, or a layer twice"
+            )
+        moments = pool([self._at[index][1] for index in range(self._batches)])
+        self.by_layer[name] = moments
+        self._answer(name, moments)
 
 
 @torch.no_grad()
-def layer_by_layer(model: nn.Module, order: LayerOrder, exchange: Exchange, forward: Forward = called) -> dict[str, Moments]:
-    """Measure the moments of the input of each layer in ``order.layers`` over all batches.
+def layer_by_layer(
+    model: nn.Module, layers: Collection[str], batches: Sequence[Any], exchange: Exchange, forward: Forward = called
+) -> dict[str, Moments]:
+    """Measure the moments of the input of each of the ``layers`` over all batches.
 
     While a layer is measured, the layers before it normalise with the cohort's exact statistics. ``model`` stays
     unchanged. At the end the client leaves the ``exchange``.
 
     Args:
         model: The network.
-        order: The result of ``LayerOrder.at``, without a problem.
+        layers: The names of the layers.
+        batches: The batches of inputs, in which ``in_order`` found no problem.
         exchange: The exchange with the cohort.
         forward: A function that runs the network on a batch.
 
@@ -221,121 +251,36 @@ def layer_by_layer(model: nn.Module, order: LayerOrder, exchange: Exchange, forw
     Raises:
         ExchangeFailed: The cohort's exchange failed, or the batches take different ways through the network.
     """
-    by_layer: dict[str, Moments] = {}
-    exchanged, dtype = exchanged_layers(model, order.layers), inputs_like(model).dtype
+    exchanged, dtype = exchanged_layers(model, layers), inputs_like(model).dtype
     before = running_statistics(model, exchanged)
-    passes = [_Pass(partial(forward, model, x)) for x in order.batches]
+
+    def answer(name: str, moments: Moments) -> None:
+        local = torch.cat([moments.mean, moments.var]).to(dtype).to(exchanged[name].dtype)  # rounded as in a reply
+        got = exchange(Key(name, Quantity.STATISTICS), local, moments.count)
+        if got.count > 1:  # one value has no unbiased variance: the statistics stay as they are
+            store_statistics(model, {name: Running(*got.values.chunk(2))})
+
+    @torch.no_grad()  # in the thread of a batch
+    def run(x: Any) -> None:
+        forward(model, x)
+
+    running = _Batches(len(batches), answer)
     try:
-        with _watched(model, order.layers, _stop_thread):
-            while (reached := _together([one.go_on() for one in passes], by_layer)) is not None:
-                name, moments = reached
-                by_layer[name] = moments
-                local = torch.cat([moments.mean, moments.var]).to(dtype).to(exchanged[name].dtype)  # rounded as in a reply
-                answer = exchange(Key(name, Quantity.STATISTICS), local, moments.count)
-                if answer.count > 1:  # one value has no unbiased variance: the statistics stay as they are
-                    store_statistics(model, {name: Running(*answer.values.chunk(2))})
+        with _watched(model, layers, running.reached):
+            running.run([partial(run, x) for x in batches])
+        if running.error is not None:  # the network's own code may catch it
+            raise running.error
         exchange.close()
     except BaseException as error:
         exchange.close(repr(error))
         raise
     finally:
-        for one in passes:
-            one.end()
         store_statistics(model, before)
-    return by_layer
-
-
-def _together(at: list[LayerMoments | None], by_layer: Mapping[str, Moments]) -> LayerMoments | None:
-    """Pool the batches' moments at the layer that all of them have reached.
-
-    Args:
-        at: For each batch, the layer that it reached, and the moments there; None at the end of the network.
-        by_layer: The moments of the layers before.
-
-    Returns:
-        The layer and the pooled moments. None if all batches are at the end of the network.
-
-    Raises:
-        ExchangeFailed: The batches are at different layers, or at a layer that they reached before.
-    """
-    if not any(at):
-        return None
-    names = {None if one is None else one[0] for one in at}
-    if len(names) > 1 or (name := names.pop()) is None or name in by_layer:
-        raise ExchangeFailed(
-            "the BatchNorm layers of this network have no fixed order: its batches reach different layers next, or a layer twice"
-        )
-    return name, pool([one[1] for one in at if one is not None])
-
-
-class _Stop(BaseException):
-    """End a forward pass early. This class is no ``Exception``, since a network's own code may catch every ``Exception``."""
-
-
-class _Pass(threading.Thread):
-    """Run the forward pass of one batch in a thread, which runs only while another thread waits in ``go_on``."""
-
-    def __init__(self, forward: Callable[[], Any]) -> None:
-        super().__init__(name="forward-pass", daemon=True)
-        self._forward: Callable[[], Any] | None = forward
-        self._going, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
-        self._at: LayerMoments | None = None
-        self._error: BaseException | None = None
-        self._over = False
-
-    def go_on(self) -> LayerMoments | None:
-        """Run up to the next layer. Return its name and moments; None at the end. Raise an error that the pass raised."""
-        self._at = None
-        if not self._over:
-            if self.ident is None:
-                self.start()
-            self._going.release()
-            self._stopped.acquire()
-        if self._error is not None:
-            raise self._error
-        return self._at
-
-    def stop(self, at: LayerMoments) -> None:
-        """Pause the pass at the layer and moments ``at`` until the next ``go_on``. The pass itself calls this."""
-        self._at = at
-        self._stopped.release()
-        self._going.acquire()
-        if self._over:
-            raise _Stop
-
-    def end(self) -> None:
-        """End the pass at the layer at which it waits. The layers after this one do not run."""
-        self._over, self._forward = True, None
-        if self.ident is not None:
-            self._going.release()
-            self.join()
-
-    @torch.no_grad()
-    def run(self) -> None:
-        """Run the pass in its own thread."""
-        self._going.acquire()
-        forward, self._forward = self._forward, None
-        try:
-            if forward is not None:
-                forward()
-        except _Stop:
-            pass
-        except BaseException as error:
-            self._error = error
-        self._over = True
-        self._stopped.release()
-
-
-def _stop_thread(layer: str, x: Tensor) -> None:
-    thread = threading.current_thread()
-    assert isinstance(thread, _Pass), "the network ran its BatchNorm layer in a thread of its own"
-    if not x.numel():  # an expert of a mixture may get no sample of a batch
-        raise ExchangeFailed(f"layer {layer!r} got no sample of a batch, so batches reach the BatchNorm layers in no common order")
-    thread.stop((layer, Moments.of(x)))
+    return running.by_layer
 
 
 @contextmanager
-def _watched(model: nn.Module, layers: Collection[str], reached: Reached) -> Iterator[None]:
+def _watched(model: nn.Module, layers: Collection[str], reached: Callable[[str, Tensor], None]) -> Iterator[None]:
     """Put ``model`` into evaluation mode for the ``with`` block; call ``reached(layer, x)`` before each of the ``layers`` runs."""
 
     def hook(name: str, layer: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn.exchange.call import Answer, ExchangeFailed, Key, Quantity
-from fl_bn.federation.client_pass import LayerOrder, layer_by_layer
+from fl_bn.federation.client_pass import in_order, layer_by_layer
 from fl_bn.federation.local import measured
 from fl_bn.methods import INPUTS, StatisticsPass
 from tests.training.core import Moments, batch_norms, running_statistics
@@ -47,9 +47,9 @@ def batches(sizes: tuple[int, ...] = (4, 3, 5)) -> Callable[[], Iterator[Tensor]
 
 
 def walk(model: nn.Module, inputs: Callable[[], Any], exchange: Alone | None = None) -> dict[str, Moments]:
-    look = LayerOrder.at(model, batch_norms(model), inputs, call, MEMORY)
-    assert look.problem == ""
-    return layer_by_layer(model, look, exchange or Alone(), call)
+    problem, drawn = in_order(model, batch_norms(model), inputs, call, MEMORY)
+    assert problem == ""
+    return layer_by_layer(model, batch_norms(model), drawn, exchange or Alone(), call)
 
 
 def call(model: nn.Module, x: Any) -> Any:
@@ -116,7 +116,7 @@ def test_the_limit_of_memory_counts_the_activations_of_all_batches() -> None:
     held = 12 * 4 * 3 * 64 * 8
     for memory, problem in ((held, ""), (held - 1, "GiB")):
         model = Counting().double()
-        found = LayerOrder.at(model, batch_norms(model), batches(), call, memory).problem
+        found, _ = in_order(model, batch_norms(model), batches(), call, memory)
         assert problem in found
         assert bool(found) is bool(problem)
 
@@ -161,5 +161,5 @@ def test_batches_without_an_order_of_layers_give_the_exchange_up() -> None:
 def test_a_look_says_why_a_network_has_no_order() -> None:
     x, norm = torch.rand(4, 3, 8, 8), nn.BatchNorm2d(3)
     for model, inputs in ((nn.Sequential(norm, nn.ReLU(), norm), lambda: [x]), (nn.ReLU(), lambda: [x]), (norm, list)):
-        assert LayerOrder.at(model, batch_norms(model), inputs, call, MEMORY).problem
-    assert LayerOrder.at(norm, batch_norms(norm), lambda: [x], call, MEMORY).problem == ""  # control
+        assert in_order(model, batch_norms(model), inputs, call, MEMORY)[0]
+    assert in_order(norm, batch_norms(norm), lambda: [x], call, MEMORY)[0] == ""  # control
