@@ -84,7 +84,7 @@ TABLE: list[tuple[str, Callable[..., str], list[Case]]] = [
     ]),
     ("application", application, [
         *EVERY, c("hbn", objective="fedprox"), c("silobn", objective="moon"), c("fbn", objective="fedsam"),
-        *(c("fedbn", objective="scaffold", momentum=0.0, scaffold_option=option) for option in (1, 2)),
+        c("fedbn", objective="scaffold", momentum=0.0),
         *(c("fbn", server_optimizer=name, server_momentum=0.5) for name in ("fedavgm", "fedacg")),
         *(c("fbn", server_optimizer=name, server_learning_rate=0.01) for name in ("fedadagrad", "fedadam", "fedyogi")),
         c("silobn", maintain_momentum="local"), c("fixbn", maintain_momentum="global"),

@@ -107,7 +107,6 @@ class Papers(Setup):
     fedtan_momentum: str = declared(FedTANOptions, "momentum")
     freeze_what: str = declared(FixBNOptions, "freeze_what")
     scaffold_strength: float = declared(Scaffold, "strength")
-    scaffold_option: int = declared(Scaffold, "option")
     maintain_momentum: str = declared(LocalTraining, "maintain")
     drop_last: bool = declared(LocalTraining, "drop_last")
 

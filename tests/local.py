@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from fl_bn.exchange.call import Exchange
 from fl_bn.federation.client_tensors import moments_to_report
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.training import IndexBatches, alone, full_gradient
+from fl_bn.federation.training import IndexBatches, alone
 from fl_bn.federation.training import train as train_round
 from fl_bn.federation.values import ClientState
 from fl_bn.methods import Method, Phase, StatisticsReport
@@ -62,8 +61,8 @@ def train(
     if control is not None:
         round.instruction.sections["control"] = dict(control)
     batches = IndexBatches(samples, list(indices), next(model.parameters()), augment)
-    with round.open(partial(full_gradient, round, samples, task)):
-        trained = train_round(round, batches, task, optimizer)
+    with round.open():
+        trained = train_round(round, batches, task, optimizer or settings.make_optimizer(round.parameters.values(), rate))
     moments = moments_to_report(round)
     if method.reports(phase) is StatisticsReport.PASS:  # which is not made here
         round.statistics_pass.moments = {"no pass": Moments(0, torch.zeros(1), torch.zeros(1))}

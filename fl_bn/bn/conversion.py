@@ -30,10 +30,6 @@ ATTRIBUTES = ("frozen", "held_with_affine", "observation", "refills", "mixing_lo
 RUNNING = ("running_mean", "running_var")
 TENSORS = ("weight", "bias", *RUNNING, "num_batches_tracked")
 """Names of the tensors of torch's BatchNorm."""
-WITHOUT_RUNNING = (
-    "it has no running statistics (track_running_stats=False), but {} uses them: build it with track_running_stats=True, or choose fedavg, "
-    "fedbn or gn"
-)
 
 
 def _refuse(reasons: Iterable[str], where: str = "") -> None:
@@ -48,7 +44,7 @@ def _named(name: str, layer: nn.Module) -> str:
 def _wrong_layer(layer: nn.Module, method: Method) -> Iterator[str]:
     """Yield what is wrong with a layer of the network that is given, under ``method``."""
     if type(layer).__module__.startswith("torch.ao.") and hasattr(layer, "calculate_qparams"):
-        yield "the ranges of torch.ao's observers cannot be averaged: train the network before prepare_qat, and quantise it afterwards"
+        yield "the ranges of torch.ao's observers cannot be averaged: train before prepare_qat, and quantise afterwards"
     if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
         yield "no method combines running statistics of InstanceNorm layers: build the layer with track_running_stats=False"
     if isinstance(layer, OwnBatchNorm):
@@ -61,12 +57,12 @@ def _wrong_layer(layer: nn.Module, method: Method) -> Iterator[str]:
         yield "it is parametrized, so a method cannot find its scale and shift: remove the parametrization before converting"
     if method.layer is None:
         if method.needs_running and layer.running_mean is None:
-            yield WITHOUT_RUNNING.format(method.name)
+            yield f"it has no running statistics, but {method.name} uses them: build it with track_running_stats=True, or take fedbn or gn"
         return
     if kind_of(layer) is None and not is_plain(layer):
         yield (
-            "it overrides BatchNorm's forward, so replacing it would lose what it adds (an activation, say): use a plain BatchNorm layer, "
-            f"or name the submodules that it calls on its output: fl_bn.register_batch_norm({type(layer).__name__}, then=['act'])"
+            "it overrides BatchNorm's forward, so replacing it would lose what it adds: use a plain BatchNorm layer, or name the "
+            f"submodules that it calls on its output: fl_bn.register_batch_norm({type(layer).__name__}, then=['act'])"
         )
     own = [name for name, _ in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False))]
     if extra := [name for name in own if name not in TENSORS]:
@@ -84,8 +80,8 @@ def _wrong_tensors(model: nn.Module, method: Method) -> Iterator[str]:
     for name in [*trained, *(f"{name}.{key}" if name else key for name, key in running)]:
         if name not in state:
             yield (
-                f"the state_dict of {type(model).__name__} must have all parameters to train and running statistics, but lacks {name}: "
-                "let state_dict() return it. If checkpoint_wrapper renames it, call torch.utils.checkpoint.checkpoint in forward instead"
+                f"the state_dict of {type(model).__name__} lacks {name}: let it return all parameters to train and all running statistics "
+                "(checkpoint_wrapper renames them: call torch.utils.checkpoint.checkpoint in forward)"
             )
     for name, role in roles(model).items():
         if role is Role.COUNTER and not method.keeps(role):
@@ -96,10 +92,7 @@ def _wrong_tensors(model: nn.Module, method: Method) -> Iterator[str]:
             way = "or state its role by set_buffer_roles" if role in BUFFER_ROLES.values() else "and call torch.view_as_complex in forward"
             yield f"{name} is {state[name].dtype}, but only real numbers are averaged: store torch.view_as_real(...), {way}"
         if state[name].is_floating_point() and state[name].dtype not in TRAVEL:
-            yield (
-                f"{name} is {state[name].dtype}, a dtype that NumPy lacks, so messages cannot hold it: keep the network in float32, and "
-                "train it under torch.autocast (in the run config: precision='mixed')"
-            )
+            yield f"{name} is {state[name].dtype}, which NumPy lacks: keep the network in float32, and train it under torch.autocast"
     for name, p in model.named_parameters():
         if p.is_floating_point() and not (p.requires_grad or p.is_meta or bool(p.isfinite().all())):
             yield f"{name} does not learn and holds infinite numbers or NaN, which clients may not send: register it as a buffer"
@@ -194,10 +187,7 @@ def check_complete(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            _refuse(
-                ["a TorchScript module has lost the types of its layers: give the network as it was before torch.jit.script"],
-                _named(name, module),
-            )
+            _refuse(["a TorchScript module has lost its layers' types: give the network before torch.jit.script"], _named(name, module))
         if any(map(nn.parameter.is_lazy, [*module.parameters(recurse=False), *module.buffers(recurse=False)])):
             _refuse(["a lazy layer has no shape yet: run one batch through the model first"], _named(name, module))
 

@@ -18,6 +18,7 @@ from functools import cached_property
 from operator import index
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,6 +26,7 @@ from fl_bn.bn.layers import freeze_statistics
 from fl_bn.bn.modes import frozen_affine, train_mode
 from fl_bn.bn.moments import Moments
 from fl_bn.bn.observation import in_backward, is_traced, observe, whole
+from fl_bn.exchange.call import Exchange
 from fl_bn.exchange.local import random_states, set_random_states
 from fl_bn.federation import client_tensors
 from fl_bn.federation.auxiliary import Momentum, auxiliary
@@ -34,10 +36,11 @@ from fl_bn.federation.contract import ContractBroken, Lent, frozen_parameters
 from fl_bn.federation.gradients import centring
 from fl_bn.federation.network import Copy
 from fl_bn.federation.payload import Named
-from fl_bn.federation.recording import Connect, FirstBatch, Recorder, following, restored
+from fl_bn.federation.recording import Connect, Recorder, following, restored
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
 from fl_bn.methods import Method, Phase, Place, StatisticsReport
+from fl_bn.methods.fedtan import exchanging
 from fl_bn.objectives import CONTROL, Finish, Start, Step
 from fl_bn.task import CLASSIFICATION, Task
 
@@ -84,7 +87,9 @@ class LocalRound:
         self.corrected = 0  # how many gradients the objective has computed
         self.private = False  # whether opacus computes the gradients
         self.in_own_loop, self.recorder = in_own_loop, Recorder()
-        self._connect, self.first_batch = connect, FirstBatch(self.model, connect if self.phase is Phase.EXCHANGE else None)
+        self._connect, self._exchanging = connect, ExitStack()
+        self.exchange: Exchange | None = None  # the layer-wise exchange, once the client has joined it
+        self._first_samples = 0
         self._observing = ExitStack()
         self._rates: list[float] = []  # of the steps of a user's own optimisers
         self._lent: Lent | None = None  # None as long as nothing is trained
@@ -130,31 +135,26 @@ class LocalRound:
         return ClientPass(self.model, self.network.locality, self.instruction, self.kept, self._connect)
 
     @contextmanager
-    def open(self, full_gradient: Callable[[], dict[str, Tensor]] | None = None) -> Iterator[LocalRound]:
+    def open(self) -> Iterator[LocalRound]:
         """Prepare the model for training inside the ``with`` block, and yield this round.
 
         The model is in training mode, and layers that this round freezes are frozen. If the method reports
         statistics of training batches, the moments of the BatchNorm layers are recorded.
 
-        Args:
-            full_gradient: Computes the gradient of the loss over all of the client's samples. SCAFFOLD's
-                option 1 needs it.
-
         Raises:
-            ValueError: The objective needs ``full_gradient``, which is None.
             ContractBroken: The network or the loop did not keep docs/contract.md.
         """
         with ExitStack() as stack:
             stack.callback(freeze_statistics, self.model, False)
             self.set_modes(self.model)
             self._lent = Lent(self, stack.enter_context(frozen_parameters(self)) if self.in_own_loop else {})
-            control, full = self.instruction.sections.get(CONTROL, {}), full_gradient or _no_full_gradient
-            start = Start(self.model, self.parameters, self.shared, self.kept.get("objective"), control, self.kept.counted, full)
+            control = self.instruction.sections.get(CONTROL, {})
+            start = Start(self.model, self.parameters, self.shared, self.kept.get("objective"), control, self.kept.counted)
             self._objective = self.settings.objective.begin(start)
             stack.callback(self._objective.close)
             if self.method.centres(self.phase):
                 stack.enter_context(centring(dict(self.model.named_parameters()), self.network.centred))
-            stack.enter_context(self.first_batch.exchanges)
+            stack.enter_context(self._exchanging)
             self._observe()
             stack.callback(self._observing.close)
             if self.in_own_loop:
@@ -178,7 +178,7 @@ class LocalRound:
 
     def _joins(self, layer: nn.Module, x: Tensor) -> bool:
         """Join the exchange if ``layer`` is the first that runs on the round's first batch. Return False: no moments are recorded."""
-        ready = not (self.steps or self.first_batch.samples or self.recorder.pauses)
+        ready = not (self.steps or self._first_samples or self.recorder.pauses)
         if ready and layer.training and not in_backward() and not is_traced():
             self._note_opacus()
             if not self.private:  # otherwise the end of the round is refused, and no statistics have left
@@ -196,11 +196,6 @@ class LocalRound:
         self._lent.check()
 
     @property
-    def freezes(self) -> bool:
-        """Tell whether the running statistics are frozen in this round."""
-        return self.method.freezes_statistics(self.phase)
-
-    @property
     def observes(self) -> bool:
         """Tell whether the client reports the moments of training batches to the server in this round."""
         return self.reports in (StatisticsReport.BATCHES, StatisticsReport.FIRST, StatisticsReport.MOVING)
@@ -210,12 +205,12 @@ class LocalRound:
 
         Parts that the model's owner holds in evaluation mode stay in evaluation mode.
         """
-        freeze_statistics(model, layers=None if self.freezes else frozen_affine(model))
+        freeze_statistics(model, layers=None if self.method.freezes_statistics(self.phase) else frozen_affine(model))
         train_mode(model)
 
     def adopt(self, steps: int, observed: dict[str, list[Moments]], batch: int) -> None:
         """Store what an engine that trained the client found: local steps, layer -> moments, and the size of the first batch."""
-        self.steps, self.recorder.observed, self.first_batch.samples = steps, observed, batch
+        self.steps, self.recorder.observed, self._first_samples = steps, observed, batch
 
     @property
     def first_samples(self) -> int:
@@ -223,7 +218,7 @@ class LocalRound:
 
         It is the number of rows that the layers got, or what the loop said by ``batch``.
         """
-        return self.first_batch.samples or self.recorder.samples
+        return self._first_samples or self.recorder.samples
 
     def batch(self, samples: int) -> None:
         """Say the number of samples of the first batch, before its forward pass.
@@ -234,7 +229,15 @@ class LocalRound:
         Raises:
             ValueError: The number is below 1, the first step is over, or the client has joined the exchange already.
         """
-        self.first_batch.begin(samples, self.steps)
+        if samples < 1 or self.steps or self.exchange is not None:
+            raise ValueError(
+                f"round.batch(n) takes the number of samples of the first batch, at least 1, once and before the first forward pass in "
+                f"training mode, but got round.batch({samples}) after {self.steps} steps and a batch of {self._first_samples} samples"
+            )
+        self._first_samples = samples
+        if self._connect is not None and self.phase is Phase.EXCHANGE:
+            self.exchange = self._connect(samples)
+            self._exchanging.enter_context(exchanging(self.model, self.exchange))
 
     def step_done(self) -> None:
         """Count one local step.
@@ -252,11 +255,19 @@ class LocalRound:
         """
         if not goes_on:
             if self.steps == 0:
-                self.first_batch.end(self.first_samples)
+                self._end_first_batch()
             self.steps += 1
         self.recorder.next_step()
         if self.recorder.all_done:
             self._observing.close()
+
+    def _end_first_batch(self) -> None:
+        """Store the number of samples, and end the exchange; after the backward pass, if the first step is inside it."""
+        self._first_samples = self.first_samples
+        if self.exchange is not None and in_backward():
+            torch.autograd.Variable._execution_engine.queue_callback(self._exchanging.close)
+        else:
+            self._exchanging.close()
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Note that a step of ``optimizer`` of a user's loop begins."""
@@ -373,7 +384,7 @@ class LocalRound:
             self._check()
         given = {name: float(value) for name, value in (metrics or {}).items()}
         if self._lent is not None:
-            self._lent.check_reply(samples)
+            self._lent.check(samples)
             self.finish = self._objective.finish(self.steps, self.mean_rate)
         return client_tensors.reply(self, index(samples), float(loss), index(client), given)
 
@@ -387,9 +398,3 @@ class LocalRound:
     def state(self) -> Named:
         """Return the tensors of the model, by name."""
         return self._copy.state
-
-
-def _no_full_gradient() -> dict[str, Tensor]:
-    raise ValueError(
-        "SCAFFOLD's option 1 needs the gradient over all of a client's data, but your own training loop does not compute it: take option 2"
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -29,30 +28,12 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("flwr")
 _NEWEST: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
-"""Network -> the ``token`` of the last ``Loaded`` of it. A network may serve several clients in turn."""
+"""Network -> the token of the last ``load`` into it. A network may serve several clients in turn."""
 _STARTS: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 """Network -> the first values of its buffers with the role ``KEPT``, by name. Every client begins with them."""
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """Hold what a round remembers of the tensors that it loaded.
-
-    Attributes:
-        model: The network.
-        token: Is unique to this loading.
-    """
-
-    model: nn.Module
-    token: object
-
-    @property
-    def newest(self) -> bool:
-        """Tell whether no later round has loaded other tensors into the network."""
-        return _NEWEST.get(self.model) is self.token
-
-
-def load(copy: Copy, instruction: Instruction, kept: ClientState, objective: Objective, auxiliary: Sequence[Auxiliary]) -> Loaded:
+def load(copy: Copy, instruction: Instruction, kept: ClientState, objective: Objective, auxiliary: Sequence[Auxiliary]) -> object:
     """Check the tensors of ``instruction``, and load them into ``copy`` with those that the client keeps.
 
     Args:
@@ -61,6 +42,9 @@ def load(copy: Copy, instruction: Instruction, kept: ClientState, objective: Obj
         kept: The state that the client keeps.
         objective: The objective of the client's loop.
         auxiliary: The kinds of auxiliary tensors that the instruction has beside the model's tensors. They are checked, but not loaded.
+
+    Returns:
+        A token of this loading, for ``is_newest``.
 
     Raises:
         ValueError: The server's model differs from the one in ``copy``, or the server expects another objective.
@@ -91,7 +75,12 @@ def load(copy: Copy, instruction: Instruction, kept: ClientState, objective: Obj
     tensors = {name: t for key in instruction.sections.keys() - beside for name, t in instruction.sections[key].items()}
     copy.load(_first_values(copy, instruction.phase) | tensors | kept.get("local"))
     token = _NEWEST[copy.model] = object()
-    return Loaded(copy.model, token)
+    return token
+
+
+def is_newest(model: nn.Module, token: object) -> bool:
+    """Tell whether no later round has loaded other tensors into the network than that with ``token``."""
+    return _NEWEST.get(model) is token
 
 
 def _first_values(copy: Copy, phase: Phase) -> dict[str, Tensor]:
@@ -204,7 +193,8 @@ def numbers_of_training(round: LocalRound, kept: ClientState) -> dict[str, float
         round: The client's round after training.
         kept: The state that the client keeps after the round.
     """
-    numbers: dict[str, float] = {"steps": round.steps, "waited": round.first_batch.waited}
+    waited = 0.0 if round.exchange is None else round.exchange.seconds
+    numbers: dict[str, float] = {"steps": round.steps, "waited": waited}
     if round.reports is StatisticsReport.FIRST:
         numbers["batch"] = round.first_samples
     if kept.sections:

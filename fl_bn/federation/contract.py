@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fl_bn.bn.layers import CONSTANT, OwnBatchNorm, mixes_samples
 from fl_bn.bn.roles import batch_norms
+from fl_bn.federation.client_tensors import is_newest
 from fl_bn.methods import MOMENTS, Phase, Place, StatisticsReport
 from fl_bn.objectives import PLAIN
 
@@ -21,36 +22,24 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("flwr")
 ADVICE = {
     "objects": (
-        "the round trains and sends the network as it was lent: change it before convert(net, method) or Federation, make all layers in "
-        "__init__, set values in place (tensor.copy_(...), load_state_dict(...) without assign=True), and call round.reply before the "
-        "network's next round"
+        "change the network before convert(net, method) or Federation, set values in place (tensor.copy_, load_state_dict without "
+        "assign=True), and call round.reply before the network's next round"
     ),
-    "shapes": (
-        "messages and states have the shapes and dtypes of the network as it was given: use torch.autocast for mixed precision "
-        "(Lightning: precision='bf16-mixed'), and register a buffer that grows with persistent=False"
-    ),
+    "shapes": "use torch.autocast for mixed precision, and register a buffer that grows with persistent=False",
     "frozen": (
-        "the loop must not set what the round fixes (update_bn, reset_running_stats, load_state_dict, requires_grad_(True)), and the "
-        "network must call its layers, not F.batch_norm with their tensors. Do such things with a copy, and make the reply first"
+        "leave alone what the round fixes (no update_bn, reset_running_stats or requires_grad_(True); take a copy), and call BatchNorm's "
+        "layers, not F.batch_norm with their tensors"
     ),
     "steps": "call round.step_done() after each step that no torch.optim.Optimizer makes along p.grad",
-    "moved": (
-        "train round.model itself, not a copy and not the network before convert, by an optimiser of round.model.parameters() with a "
-        "rate above 0, and let the network call only layers of its own"
-    ),
+    "moved": "train round.model itself, no copy, by an optimiser of round.model.parameters() with a rate above 0",
     "batches": (
-        "train round.model itself, not a copy or a trace, in training mode and under autograd; checkpoint activations with "
-        "use_reentrant=False; make one step per batch, and passes that lead to no step inside fl_bn.unrecorded(round.model); call "
-        "round.measure(batches) before training where the method measures; round.batch(n) before the first pass, if the network sees a "
-        "sample several times (two views, frames of a clip)"
+        "train round.model itself, no copy or trace, in training mode and under autograd, checkpoint with use_reentrant=False, make one "
+        "step per batch, other passes inside fl_bn.unrecorded(round.model), and say round.measure(batches) or round.batch(n) if needed"
     ),
-    "objective": (
-        "call round.backward(lambda: loss_of(x), x) in place of loss.backward(), once before each step, without gradient accumulation and "
-        "without a GradScaler (bfloat16 needs none)"
-    ),
-    "opacus": "choose a method without batch statistics, such as gn, and no objective",
+    "objective": "call round.backward(lambda: loss_of(x), x) in place of loss.backward(), once before each step",
+    "opacus": "take layers that do not mix samples (method gn, ln or fbn), and no objective",
 }
-"""Rule of the contract -> what to do. Each rule is a line of docs/contract.md."""
+"""Rule -> what to do."""
 
 
 class ContractBroken(ValueError):
@@ -101,24 +90,16 @@ class Lent:
         self._frozen = {name: tensor.detach().clone() for name, tensor in {**fixed_statistics(model), **frozen}.items()}
         self._values = {name: p.detach().clone() for name, p in model.named_parameters()} if round.in_own_loop else {}
 
-    def check(self) -> None:
-        """Check the network and what the round has recorded, at the end of training.
+    def check(self, samples: int | None = None) -> None:
+        """Check the network and what the round has recorded at the end of training, or before a reply.
+
+        Args:
+            samples: The client's number of different samples, before a reply; None: training has ended.
 
         Raises:
             ContractBroken: A rule is broken.
         """
-        self._refuse(self._broken_by_training())
-
-    def check_reply(self, samples: int) -> None:
-        """Check that the round can be replied to, as a client with ``samples`` different samples.
-
-        Raises:
-            ContractBroken: A rule is broken.
-        """
-        self._refuse(self._broken_by_reply(samples))
-
-    def _refuse(self, findings: Iterable[tuple[str, str, str]]) -> None:
-        for rule, what, name in findings:
+        for rule, what, name in self._broken_by_training() if samples is None else self._broken_by_reply(samples):
             raise ContractBroken(rule, self._round, what, name)
 
     def _broken_by_training(self) -> Iterator[tuple[str, str, str]]:
@@ -163,12 +144,8 @@ class Lent:
         objective, calls = round.settings.objective, round.corrected
         if objective is not PLAIN and calls != round.steps:
             yield "objective", f"{objective.name} corrects each step, but there were {calls} round.backward in {round.steps} steps", ""
-        if round.phase is Phase.EXCHANGE and round.steps and round.first_batch.joined is None:
-            yield (
-                "batches",
-                "connect exchanges statistics in the first pass in training mode with gradients, but 0 batches were seen",
-                "",
-            )
+        if round.phase is Phase.EXCHANGE and round.steps and round.exchange is None:
+            yield "batches", "connect exchanges statistics in the first pass in training mode with gradients, but 0 batches were seen", ""
 
     def _broken_by_opacus(self) -> Iterator[tuple[str, str, str]]:
         """Yield why opacus (differential privacy), which computes the gradient of each sample, does not protect this round.
@@ -190,7 +167,7 @@ class Lent:
 
     def _broken_by_reply(self, samples: int) -> Iterator[tuple[str, str, str]]:
         round, reports = self._round, self._round.reports
-        if not round.loaded.newest:
+        if not is_newest(round.model, round.loaded):
             yield "objects", "a later round has loaded other tensors into the network, so a reply would send those", ""
         if round.in_own_loop and not round.steps:
             yield "moved", "no step on round.model was made, so there is nothing to send (a client without a batch makes no reply)", ""

@@ -8,23 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 from fl_bn.data.batches import cuts, draw_batches
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import seeded
 from fl_bn.federation.training import BATCHES, IndexBatches
 from fl_bn.task import Task
-from fl_bn.task.metrics import is_ours
 
 Loader = Iterable[Any]
 """Batches that can be iterated over many times, such as a DataLoader or a list. The task reads each batch."""
-
-
-REITERABLE = (
-    "Every round iterates over the batches, and a generator is empty after its first pass: give a list of batches, a DataLoader or "
-    "SeededBatches"
-)
 
 
 def size_of(loader: Loader) -> str:
@@ -33,10 +26,6 @@ def size_of(loader: Loader) -> str:
         samples = len(loader.dataset) if isinstance(loader.dataset, Sized) else "unknown number of"
         return f"{samples} samples, batch_size={loader.batch_size}, drop_last={loader.drop_last}"
     return f"its {type(loader).__name__} is empty; it must iterate over its batches anew in every round"
-
-
-SAMPLES = (TensorDataset, Subset, ConcatDataset)
-"""Torch's datasets of single samples."""
 
 
 def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
@@ -55,7 +44,10 @@ def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
     iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
     if loaders or not iterable or (again and isinstance(loader, Iterator)):
         what = f"a {type(loader).__name__}{' of loaders' if loaders else ''}"
-        raise ValueError(f"{whose}: expected batches that can be iterated over again, but got {what}. {REITERABLE}")
+        raise ValueError(
+            f"{whose}: expected batches that can be iterated over in every round, but got {what}: give a list of batches, a DataLoader or "
+            "SeededBatches"
+        )
 
 
 def check_not_one_batch(whose: str, loader: Loader, task: Task) -> None:
@@ -72,28 +64,13 @@ def check_not_one_batch(whose: str, loader: Loader, task: Task) -> None:
         ValueError: ``loader`` is a tensor, a dict, or a list or dataset of single samples, or its first element is a tensor.
     """
     first = loader[0] if isinstance(loader, list | tuple) and loader else None
-    if type(task).read is not Task.read:
-        return
-    single = isinstance(loader, Mapping | torch.Tensor) or isinstance(first, torch.Tensor)
-    if single or _has_samples(loader, is_ours(task)):
+    kinds = (Mapping, torch.Tensor, TensorDataset, Subset, ConcatDataset)
+    numbers = isinstance(first, list | tuple) and isinstance(first[-1], int | float | np.number)
+    if type(task).read is Task.read and (isinstance(loader, kinds) or isinstance(first, torch.Tensor) or numbers):
         raise ValueError(
-            f"{whose}: expected batches, but got {'one' if single else f'a {type(loader).__name__} of single samples'}: give a list of "
-            "batches, [(inputs, targets)], or DataLoader(samples, batch_size=32, shuffle=True)"
+            f"{whose}: expected batches, but got one, or single samples, in a {type(loader).__name__}: give a list of batches, "
+            "[(inputs, targets)], or DataLoader(samples, batch_size=32, shuffle=True)"
         )
-
-
-def _has_samples(loader: Any, own_loss: bool) -> bool:
-    """Tell whether ``loader`` has single samples: it is one of ``SAMPLES``, or a dataset whose first target is a number.
-
-    So is a list, if the loss is fl-bn's own. Another loss may take one number as the target of a whole batch.
-    """
-    maybe = Dataset | list | tuple if own_loss else Dataset
-    if isinstance(loader, SAMPLES) or not isinstance(loader, maybe) or isinstance(loader, IterableDataset):
-        return isinstance(loader, SAMPLES)
-    size = len(loader) if isinstance(loader, Sized) else 0
-    first = loader[0] if size else None
-    target = first[1] if isinstance(first, list | tuple) and len(first) == 2 else None
-    return isinstance(target, int | float | np.number) or (isinstance(target, torch.Tensor) and target.dim() == 0)
 
 
 def check_clients(clients: Any) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from torch import distributed as dist
 from torch import nn
 
 from fl_bn.bn.conversion import check_converted, convert
@@ -83,7 +82,6 @@ def local_round(
     if not round.trains:
         yield round
         return
-    _check_processes(round)
     _say_rate(round)
     with round.open():
         yield round
@@ -123,23 +121,6 @@ def _say_rate(round: LocalRound) -> None:
             "learning_rate, or multiply your own rate by round.instruction.rate_share (%.3g), or the network may collapse",
             instruction.round, round.method.name, instruction.learning_rate, instruction.rate_share,
         )  # fmt: skip
-
-
-def _check_processes(round: LocalRound) -> None:
-    """Check whether the client trains in several processes (``torch.distributed``), each of which sees a part of every batch.
-
-    If it does, and the method reports moments of training batches, log a warning.
-
-    Raises:
-        ValueError: The method exchanges the statistics of whole batches, but each process sees a part of every batch.
-    """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return
-    parts = f"this client trains in {dist.get_world_size()} processes, and this process sees only a part of every batch"
-    if round.phase is Phase.EXCHANGE:
-        raise ValueError(f"{parts}, but {round.method.name} exchanges the statistics of whole batches: train the client in one process")
-    if round.observes:
-        LOGGER.warning("%s: %s reports the moments of this part; send the reply of one process only", parts, round.method.name)
 
 
 def server_state(

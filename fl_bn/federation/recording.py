@@ -22,68 +22,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fl_bn.bn.moments import Moments
 from fl_bn.bn.observation import in_backward, is_traced, learns_from_pass
 from fl_bn.exchange.call import Exchange
-from fl_bn.methods.fedtan import exchanging
 
 if TYPE_CHECKING:
     from fl_bn.federation.client import LocalRound
 
 Connect = Callable[[int], Exchange]
 """``connect(batch)`` joins the layer-wise exchange with a batch of ``batch`` samples, and returns the client's ``Exchange``."""
-
-
-class FirstBatch:
-    """Hold the size of a round's first batch, and FedTAN's layer-wise exchange, which takes place during this batch.
-
-    Args:
-        model: The network whose layers exchange statistics.
-        connect: Joins the exchange, see ``Connect``; None: the round has no exchange.
-
-    Attributes:
-        samples: The number of samples in the first batch; 0 as long as it is unknown.
-        joined: The exchange, once the client has joined it.
-        exchanges: Ends the exchange when it is closed.
-    """
-
-    def __init__(self, model: nn.Module, connect: Connect | None) -> None:
-        self.samples, self.exchanges = 0, ExitStack()
-        self.joined: Exchange | None = None
-        self._model, self._connect = model, connect
-
-    @property
-    def waited(self) -> float:
-        """Return the seconds that the client waited for answers in the exchange."""
-        return 0.0 if self.joined is None else self.joined.seconds
-
-    def begin(self, samples: int, steps: int) -> None:
-        """Store the number of samples of the first batch, and join the layer-wise exchange if there is one.
-
-        Call this before the first forward pass in training mode. If there is an exchange, the BatchNorm layers exchange
-        statistics in that pass, and the server weights this client's reply by ``samples``.
-
-        Args:
-            samples: The number of samples of the first batch.
-            steps: The number of local steps that the round has already made. It must be 0.
-
-        Raises:
-            ValueError: ``samples`` is below 1, the first step is over, or the client has joined the exchange already.
-        """
-        if samples < 1 or steps or self.joined is not None:
-            raise ValueError(
-                f"round.batch(n) takes the number of samples of the first batch, at least 1, once and before the first forward pass in "
-                f"training mode, but got round.batch({samples}) after {steps} steps and a batch of {self.samples} samples"
-            )
-        self.samples = samples
-        if self._connect is not None:
-            self.joined = self._connect(samples)
-            self.exchanges.enter_context(exchanging(self._model, self.joined))
-
-    def end(self, samples: int) -> None:
-        """Store the number of samples, and end the exchange, at the first step; after the backward pass, if the step is inside it."""
-        self.samples = samples
-        if self.joined is not None and in_backward():
-            torch.autograd.Variable._execution_engine.queue_callback(self.exchanges.close)
-        else:
-            self.exchanges.close()
 
 
 class Recorder:

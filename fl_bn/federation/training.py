@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +21,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from fl_bn.bn.roles import inputs_like
 from fl_bn.data.augment import Augment, augmenter
 from fl_bn.data.dataset import to_input
-from fl_bn.exchange.local import random_states, set_random_states
 from fl_bn.federation import schema
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.client import LocalRound
@@ -29,10 +28,10 @@ from fl_bn.federation.client_round import Outcome
 from fl_bn.federation.gradients import clip
 from fl_bn.federation.local import NO_VARIANCE, PASS_BATCH, Samples, pieces, torch_seed
 from fl_bn.federation.locality import Locality
-from fl_bn.federation.recording import Connect, restored
+from fl_bn.federation.recording import Connect
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.federation.values import NOTHING, ClientState, Instruction
-from fl_bn.methods import NORMALISERS, Method, Phase, StatisticsPass, StatisticsReport
+from fl_bn.methods import NORMALISERS, Method, Phase, StatisticsReport
 from fl_bn.models.head import head_of
 from fl_bn.task import CLASSIFICATION, Task, batch_size, one_number, to_device
 
@@ -104,10 +103,6 @@ class OwnLoop(ABC):
         """Make the scheduler of the learning rate within a round. None: the rate stays the same."""
         return None
 
-    def full_gradient(self, round: LocalRound) -> Callable[[], dict[str, Tensor]] | None:
-        """Return a function that computes the gradient of the mean loss over all of the client's samples; None: there is none."""
-        return None
-
     def seeded(self, round: LocalRound, purpose: int) -> AbstractContextManager[None]:
         """Return a context inside which torch's random numbers depend only on the seed, the client, the round and the purpose."""
         seed = int(seeded(self.seed, self.client, round.instruction.round, purpose).integers(2**62))
@@ -125,31 +120,15 @@ class OwnLoop(ABC):
         if round.momentum is not None:
             round.momentum.load(optimizer)
         scheduler = self.scheduler(optimizer)
-        with self.seeded(round, DROPOUT), round.open(self.full_gradient(round)):
+        with self.seeded(round, DROPOUT), round.open():
             trained = [train(round, batches, self.task, optimizer, scheduler) for _ in range(self.passes)]
         if round.momentum is not None:
             round.momentum.keep(optimizer)
-        return self.outcome(round, batches, trained)
-
-    def outcome(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
-        """Return the numbers for the client's reply after training.
-
-        Args:
-            round: The client's round.
-            batches: The training batches.
-            trained: The result of each pass over them.
-        """
         left_out = sum(of.left_out for of in trained)
         return replace(self.weighed(round, batches, trained), metrics={LEFT_OUT: float(left_out)} if left_out else {})
 
 
-def train(
-    round: LocalRound,
-    batches: Iterable[Any],
-    task: Task = CLASSIFICATION,
-    optimizer: Optimizer | None = None,
-    scheduler: LRScheduler | None = None,
-) -> Trained:
+def train(round: LocalRound, batches: Iterable[Any], task: Task, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> Trained:
     """Train ``round.model`` in place by the round's settings, method and phase. Call this inside ``with round.open()``.
 
     A batch of one sample is left out if a BatchNorm layer gets only one value per channel from it, which has no variance.
@@ -158,13 +137,11 @@ def train(
         round: The client's round.
         batches: Batches, over which training iterates once.
         task: Reads a batch and computes its loss.
-        optimizer: The optimiser. Default: a fresh one from the round's settings.
+        optimizer: The optimiser.
         scheduler: A scheduler of ``optimizer``, stepped after every batch. Default: none.
     """
     model, settings, rate = round.model, round.settings, round.instruction.learning_rate
     like, parameters = inputs_like(model), round.parameters
-    if optimizer is None:
-        optimizer = settings.make_optimizer(parameters.values(), rate)
     how, limit = settings.clip, settings.clip_limit
     head = head_of(model) if how == "adaptive" else None
     if how == "round":
@@ -271,33 +248,28 @@ class SampleLoop(OwnLoop):
 
     def batches(self, round: LocalRound) -> IndexBatches:
         """Draw the training batches. Raise ClientTooSmall if there are too few samples for a batch."""
-        return training_batches(round, self.samples, self.seed, self.client)
+        settings, number = round.settings, round.instruction.round
+        least = round.network.locality.fewest(round.phase)
+        indices = settings.draw(len(self.samples), seeded(self.seed, self.client, number, BATCHES), least)
+        changes = settings.augment != "none"  # without augmentation no generator is needed, and making one takes as long as a layer
+        augment = augmenter(settings.augment, seeded(self.seed, self.client, number, AUGMENT)) if changes else None
+        return IndexBatches(self.samples, indices, inputs_like(round.model), augment)
 
     def measure(self, round: LocalRound) -> None:
         """Make the statistics pass over the samples, or over a seeded subset of them."""
         round.statistics_pass.measure(lambda: self.pass_inputs(round))
 
     def pass_inputs(self, round: LocalRound) -> Iterator[Tensor]:
-        """Return the batches of inputs of the statistics pass, on the device of the round's network."""
-        how, rng, size = self._sampling(round)
-        like = inputs_like(round.model)
-        return (self.samples.batch(index, like)[0] for index in pieces(len(self.samples), how, rng, size))
-
-    def _sampling(self, round: LocalRound) -> tuple[StatisticsPass, np.random.Generator, int]:
-        """Count the samples of the statistics pass. Return the pass, the generator that draws them, and the batch size."""
-        own, how, n = round.statistics_pass, round.statistics_pass.how, len(self.samples)
+        """Return the batches of inputs of the statistics pass, on the device of the round's network, and count their samples."""
+        own, how, n, like = round.statistics_pass, round.statistics_pass.how, len(self.samples), inputs_like(round.model)
         own.samples = how.size(n, round.settings.planned(n))
         size = round.settings.batch_size if how.measured == NORMALISERS else PASS_BATCH
         rng = seeded(self.seed, self.client, round.instruction.round, SUBSET, not round.trains)
-        return replace(how, samples=own.samples), rng, size
+        return (self.samples.batch(index, like)[0] for index in pieces(n, replace(how, samples=own.samples), rng, size))
 
     def optimizer(self, round: LocalRound) -> Optimizer:
         """Make the optimiser that the round's settings name, with the learning rate of the round."""
         return round.settings.make_optimizer(round.parameters.values(), round.instruction.learning_rate)
-
-    def full_gradient(self, round: LocalRound) -> Callable[[], dict[str, Tensor]]:
-        """Return a function that computes the gradient of the mean loss over all samples, see ``full_gradient``."""
-        return partial(full_gradient, round, self.samples, self.task)
 
     def weighed(self, round: LocalRound, batches: Iterable[object], trained: Sequence[Trained]) -> Outcome:
         """Return the client's weight as a number of samples, and the mean loss. In a round that only measures, all samples count."""
@@ -307,26 +279,6 @@ class SampleLoop(OwnLoop):
         assert isinstance(batches, IndexBatches)
         weight = round.settings.weight(int(batches.seen.sum()), n)
         return Outcome(weight, trained[0].loss, client=self.client)
-
-
-def training_batches(round: LocalRound, samples: Samples, seed: int, client: int) -> IndexBatches:
-    """Draw the training batches of ``round``, as its settings say.
-
-    Args:
-        round: The client's round.
-        samples: The client's samples.
-        seed: The seed of the run.
-        client: The client's number.
-
-    Raises:
-        ClientTooSmall: There are too few samples for a batch.
-    """
-    settings, number = round.settings, round.instruction.round
-    least = round.network.locality.fewest(round.phase)
-    indices = settings.draw(len(samples), seeded(seed, client, number, BATCHES), least)
-    changes = settings.augment != "none"  # without augmentation no generator is needed, and making one takes as long as a layer
-    augment = augmenter(settings.augment, seeded(seed, client, number, AUGMENT)) if changes else None
-    return IndexBatches(samples, indices, inputs_like(round.model), augment)
 
 
 def alone(
@@ -354,23 +306,3 @@ def alone(
     state, expected = model.state_dict(), schema.instruction(model, Locality.of(model, method), auxiliary(settings)).sections
     sections = {section: {name: state[name].detach().clone() for name in names if name in state} for section, names in expected.items()}
     return LocalRound(model, method, Instruction(number, phase, sections, learning_rate), kept, settings, connect)
-
-
-def full_gradient(round: LocalRound, samples: Samples, task: Task = CLASSIFICATION) -> dict[str, Tensor]:
-    """Compute the gradient of the mean loss over ``samples``, weight decay included. Return parameter's name -> gradient.
-
-    The samples are divided into batches of about the batch size. They run in the model's present mode. Afterwards the
-    gradients are None, and nothing else has changed.
-    """
-    model, settings, trained = round.model, round.settings, round.parameters
-    states, mean = random_states(), {name: torch.zeros_like(p) for name, p in trained.items()}
-    for index in np.array_split(np.arange(len(samples)), max(1, len(samples) // settings.batch_size)):
-        model.zero_grad()
-        with restored(model):
-            loss_of(model, task, settings, *samples.batch(index, inputs_like(model))).backward()
-        for name, p in trained.items():
-            if p.grad is not None:
-                mean[name].add_(p.grad, alpha=len(index) / len(samples))
-    model.zero_grad()
-    set_random_states(states)
-    return {name: gradient.add_(trained[name].detach(), alpha=settings.weight_decay) for name, gradient in mean.items()}

@@ -48,8 +48,6 @@ class Start:
         kept: the tensors ``Finish.kept`` of the client's last round. Empty in its first round.
         received: the tensors that the server sent in the message's section ``control``, by name.
         counted: whether the server used the reply that the client sent at the end of its last round.
-        full_gradient: computes the mean gradient of the loss over all of the client's samples, at the present weights.
-            Returns the gradient of each parameter by name, and changes no tensor of the model.
     """
 
     model: nn.Module
@@ -58,7 +56,6 @@ class Start:
     kept: Tensors = field(default_factory=dict)
     received: Tensors = field(default_factory=dict)
     counted: bool = True
-    full_gradient: Callable[[], dict[str, Tensor]] = dict
 
     def anchors(self) -> dict[str, Tensor]:
         """Return copies of the parameters that are both shared and trained, by name. At the start they have the received values."""

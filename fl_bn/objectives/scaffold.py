@@ -20,14 +20,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fl_bn import options
 from fl_bn.objectives.objective import Finish, Objective, Round, Start, Step
+from fl_bn.options import option
 
 OWN, KNOWN = "", "known/"  # prefixes of the kept tensors: the client's c_i, and the c_i that the server's c already contains
 
 
 class _Controlled(Round):
-    def __init__(self, start: Start, option: int, strength: float) -> None:
+    def __init__(self, start: Start, strength: float) -> None:
         self.trained, self.strength = start.trained, strength
         self.anchors = start.anchors()
         self.server = {name: start.received[name].to(p) for name, p in start.trained.items() if name in start.shared}
@@ -35,7 +35,6 @@ class _Controlled(Round):
         self.known = self.own if start.counted else self._kept(start, KNOWN)
         self.kept = start.kept
         self.correction = {name: (c - self.own[name]) * strength for name, c in self.server.items()}
-        self.at_start = start.full_gradient() if option == 1 else None
 
     def _kept(self, start: Start, which: str) -> dict[str, Tensor]:
         return {k: start.kept[which + k].to(c) if which + k in start.kept else torch.zeros_like(c) for k, c in self.server.items()}
@@ -55,8 +54,6 @@ class _Controlled(Round):
 
     def _own(self, name: str, steps: int, learning_rate: float) -> Tensor:
         """Compute the client's new control variate for the parameter ``name`` (c_i+, line 12 of Algorithm 1)."""
-        if self.at_start is not None:
-            return self.at_start[name]
         moved = (self.anchors[name] - self.trained[name].detach()) / (steps * learning_rate)
         return moved - self.correction[name]
 
@@ -65,15 +62,11 @@ class _Controlled(Round):
 class Scaffold(Objective):
     """Correct gradients by SCAFFOLD's control variates.
 
-    ``option`` is the choice in line 12 of Algorithm 1. With 1, a client's control variate is its gradient at the
-    received model over all of its data, in training mode. With 2, it is the mean gradient of its local steps.
+    A client's control variate is the mean gradient of its local steps: option II in line 12 of Algorithm 1.
     ``strength`` multiplies the correction, and is 1 in the paper.
     """
 
-    option: int = options.option(
-        2, "control variate: 1, the gradient at the received model; 2, the mean gradient of the local steps", "1 or 2", hidden=True
-    )
-    strength: float = options.option(1.0, "strength of the correction; 0: off", ">= 0", hidden=True)
+    strength: float = option(1.0, "strength of the correction; 0: off", ">= 0", hidden=True)
     name: ClassVar[str] = "scaffold"
     switch: ClassVar[str] = "strength"
     travels: ClassVar[bool] = True
@@ -82,4 +75,4 @@ class Scaffold(Objective):
 
     def begin(self, start: Start) -> Round:
         """Begin a round with corrected gradients."""
-        return _Controlled(start, self.option, self.strength)
+        return _Controlled(start, self.strength)

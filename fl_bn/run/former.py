@@ -19,7 +19,7 @@ IN_PAPERS: Mapping[str, Value] = {
     "shifts": "", "samples-per-domain": 0, "samples-share": 1.0, "model-stem": "auto", "scale-start": "one", "standardise": "none",
     "moon-projection": 0, "hbn-lower-layers": "hybrid", "hbn-measured": "inputs", "hbn-evaluate-clients": "all",
     "hbn-mixing": "learned", "hbn-merge": "unbiased", "hbn-separate": True, "fbn-report": "first", "fedtan-momentum": "kept",
-    "freeze-what": "statistics", "scaffold-option": 2, "scaffold-strength": 1.0, "maintain-momentum": "reset",
+    "freeze-what": "statistics", "scaffold-strength": 1.0, "maintain-momentum": "reset",
     "byzantine": 0, "attack": "none", "attack-on": "both", "attack-strength": 0.0,
     "dropout": True, "centre-gradients": "auto", "unit-scale": True, "frozen-rate": 0.0, "tracking": 0.0, "hbn-evaluate": "auto",
     "fedtan-schedule": "merged", "drop-last": False, "recalibration": "auto", "evaluate-on": "test",
@@ -34,7 +34,8 @@ MODELS = (
 )  # fmt: skip
 DEEPLAB = "deeplabv3plus-"  # with an encoder, the name of a network that ``PAPERS`` has now
 GONE: Mapping[str, Value | None] = {
-    "payload-dtype": "float32", "join-rounds": "", "moon-temperature": 0.5, "server-adaptivity": 1e-3, "server-beta2": 0.99,
+    "payload-dtype": "float32", "join-rounds": "", "moon-temperature": 0.5, "server-adaptivity": 1e-3, "scaffold-option": 2,
+    "server-beta2": 0.99,
     "recalibration-memory": 1.0, "secagg-quantization-range": 22, "secagg-threshold": 0, "secagg-clipping-range": 8.0,
     "share-drift": None, "share-label-counts": None, "local-evaluation": None,
     **dict.fromkeys(("exchange-policy", "exchange-timeout", "exchange-join-timeout", "exchange-host", "exchange-bind", "exchange-port")),

@@ -30,7 +30,7 @@ labels are grades:
 from fl_bn.task.classification import CLASS, IGNORE, MEAN_IOU, Classification, ClassificationAUC, Segmentation, confusion_counts
 from fl_bn.task.dice import Dice
 from fl_bn.task.find import AUTO, CLASSIFICATION, TASKS, find_task
-from fl_bn.task.metrics import MetricObject, MetricState, extended, is_ours, lower_is_better, weighted_mean
+from fl_bn.task.metrics import MetricObject, MetricState, extended, lower_is_better, weighted_mean
 from fl_bn.task.multi_label import MultiLabel
 from fl_bn.task.regression import Regression
 from fl_bn.task.targets import LABEL_SETS, LABELS, MASKS, VALUES, batch_size, kind_of, one_number, tensors_in, to_device
@@ -63,7 +63,6 @@ __all__ = [
     "confusion_counts",
     "extended",
     "find_task",
-    "is_ours",
     "kind_of",
     "lower_is_better",
     "one_number",

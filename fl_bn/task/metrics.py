@@ -197,11 +197,6 @@ def extended(task: Own, loss: Callable[[Any, Any], torch.Tensor] | None = None, 
     return made
 
 
-def is_ours(task: Task) -> bool:
-    """Return whether a task is one of fl-bn's, without a loss or metrics of the user's own."""
-    return type(task).__module__.partition(".")[0] == "fl_bn" and not {"loss", "objects"} & vars(task).keys()
-
-
 def fresh(task: Task) -> dict[str, MetricObject]:
     """Return copies of a task's metric objects, without any batch.
 

@@ -1,8 +1,8 @@
 # ruff: noqa: N803, N806 (the names of the paper)
 """SCAFFOLD, Algorithm 1 (Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, ICML 2020), transcribed, with the global step size η_g = 1.
 
-S[r]: the clients of round r; c, c_i: control variates, one tensor per parameter; ``everything[i]``: client i's batches for option I's pass
-over its local data. Running statistics have no control variate: they are averaged as FedAvg's. Models are averaged with weights n_i (in
+S[r]: the clients of round r; c, c_i: control variates, one tensor per parameter, by option II of line 12. Running
+statistics have no control variate: they are averaged as FedAvg's. Models are averaged with weights n_i (in
 the paper with equal weights). Changes of control variates are added up with weight 1 / N, as in the paper's line 17.
 """
 
@@ -16,19 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.equivalence.row import Client, Row, make_clients, transcribed
+from tests.equivalence.row import Client, Row, transcribed
 from tests.oracles.fedavg import averaged, gradient
 from tests.oracles.fedprox import SOME
-
-
-def g_of_all(x: nn.Module, data: Client) -> list[Tensor]:
-    """Return g_i(x): the mean gradient over all samples of ``data``. Copies of ``x`` compute it, so its statistics stay the same."""
-    n = sum(len(labels) for _, labels in data)
-    total = [torch.zeros_like(p) for p in x.parameters()]
-    for images, labels in data:
-        g = gradient(copy.deepcopy(x).train(), images, labels)
-        total = [t + len(labels) / n * g_p for t, g_p in zip(total, g, strict=True)]
-    return total
 
 
 @dataclass
@@ -52,9 +42,7 @@ class Scaffold:
         self.c = [torch.zeros_like(p) for p in self.x.parameters()]
         self.c_i = [[torch.zeros_like(p) for p in self.x.parameters()] for _ in range(self.N)]
 
-    def round(
-        self, S: list[int], clients: list[Client], n_i: list[int], η_l: float, option: int, everything: list[Client] | None = None
-    ) -> None:
+    def round(self, S: list[int], clients: list[Client], n_i: list[int], η_l: float) -> None:
         """Run one round, lines 2 to 18 of the algorithm; ``clients[i]`` has client i's K batches."""
         local, Δc = [], [torch.zeros_like(c) for c in self.c]
         for i in S:
@@ -65,13 +53,8 @@ class Scaffold:
                 with torch.no_grad():
                     for p, g_p, c_i, c in zip(y_i.parameters(), g, self.c_i[i], self.c, strict=True):
                         p -= η_l * (g_p + self.decay * p + self.strength * (c - c_i))  # line 10
-            if option == 1:  # line 12
-                assert everything is not None
-                g_x = zip(g_of_all(self.x, everything[i]), self.x.parameters(), strict=True)
-                c_i_plus = [g + self.decay * p.detach() for g, p in g_x]
-            else:
-                pairs = zip(self.c_i[i], self.c, self.x.parameters(), y_i.parameters(), strict=True)
-                c_i_plus = [self.strength * (c_i - c) + (x.detach() - y.detach()) / (K * η_l) for c_i, c, x, y in pairs]
+            pairs = zip(self.c_i[i], self.c, self.x.parameters(), y_i.parameters(), strict=True)  # line 12
+            c_i_plus = [self.strength * (c_i - c) + (x.detach() - y.detach()) / (K * η_l) for c_i, c, x, y in pairs]
             share = n_i[i] / sum(n_i[j] for j in S) if self.weighted else 1 / len(S)
             Δc = [total + share * (plus - c_i) for total, plus, c_i in zip(Δc, c_i_plus, self.c_i[i], strict=True)]  # lines 13 and 16
             self.c_i[i] = c_i_plus  # line 14
@@ -81,30 +64,24 @@ class Scaffold:
         self.c = [c + moved * change for c, change in zip(self.c, Δc, strict=True)]
 
 
-def algorithm_1(
-    x: nn.Module, S: list[list[int]], clients: list[Client], n_i: list[int], η_l: float, option: int,
-    everything: list[Client] | None = None, **options: Any,
-) -> Scaffold:  # fmt: skip
+def algorithm_1(x: nn.Module, S: list[list[int]], clients: list[Client], n_i: list[int], η_l: float, **options: Any) -> Scaffold:
     """Run a round for each entry of ``S``, every one with the same batches; return the final state. ``options``: see ``Scaffold``."""
     run = Scaffold(x, len(clients), **options)
     for S_r in S:
-        run.round(S_r, clients, n_i, η_l, option, everything)
+        run.round(S_r, clients, n_i, η_l)
     return run
 
 
-def of(option: int, **options: Any) -> Callable[[Row], nn.Module]:
-    return lambda row: transcribed(algorithm_1, option, list(row.clients), decay=row.sgd.get("weight_decay", 0.0), **options)(row).x
+def of(**options: Any) -> Callable[[Row], nn.Module]:
+    return lambda row: transcribed(algorithm_1, decay=row.sgd.get("weight_decay", 0.0), **options)(row).x
 
 
-def compared(name: str, option: int, **fields: Any) -> Row:
-    wrong = {"the other option": of(3 - option), "c without |S| / N": of(option, whole=True), "c by samples": of(option, weighted=True)}
-    wrong |= {"half the correction": of(option, strength=0.5), "none": of(option, strength=0.0)}
-    return Row(f"scaffold: Algorithm 1, option {name}", of(option), wrong, objective=("scaffold", {"option": option}), **(SOME | fields))
-
-
+WRONG = {
+    "c without |S| / N": of(whole=True), "c by samples": of(weighted=True),
+    "half the correction": of(strength=0.5), "none": of(strength=0.0),
+}  # fmt: skip
 ROWS = [
-    compared("I", 1, clients=make_clients(6, 14, 10), epochs=2, doors=("application",)),
-    compared("II", 2),
-    Row("scaffold: half the strength, with weight decay", of(2, strength=0.5), {"whole": of(2), "variates without the decay": {"sgd": {}}},
-        objective=("scaffold", {"option": 2, "strength": 0.5}), sgd={"weight_decay": 0.1}, rounds=4),
+    Row("scaffold: Algorithm 1", of(), WRONG, objective=("scaffold", {}), **SOME),
+    Row("scaffold: half the strength, with weight decay", of(strength=0.5), {"whole": of(), "variates without the decay": {"sgd": {}}},
+        objective=("scaffold", {"strength": 0.5}), sgd={"weight_decay": 0.1}, rounds=4),
 ]  # fmt: skip

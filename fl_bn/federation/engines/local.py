@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,8 +21,7 @@ from fl_bn.exchange.local import LocalExchange, Turns
 from fl_bn.exchange.session import Session
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import Result
-from fl_bn.federation.engines.clients import Clients, Connect, LoaderLoop
-from fl_bn.federation.engines.processes import CannotMove, InWorkers, in_workers
+from fl_bn.federation.engines.clients import CannotMove, Clients, Connect, InWorkers, LoaderLoop
 from fl_bn.federation.engines.vectorised import AT_ONCE, CannotVectorise, Fallback, client_rounds
 from fl_bn.federation.engines.workers import WorkerTiming, cores
 from fl_bn.federation.loaders import Loader, SeededBatches, size_of
@@ -82,16 +81,9 @@ class LocalTransport(Transport):
             finally:
                 self._workers = None
 
-    def _move(self, count: int) -> None:
-        """Start ``count`` worker processes, or say once why the clients stay in this process."""
-        try:
-            self._start_workers(count)
-        except CannotMove as reason:
-            self._timing = WorkerTiming(1, 1)
-            LOGGER.info("workers=0: the clients stay in one process: %s", reason)
-
     def _start_workers(self, count: int) -> None:
-        self._workers = self._serving.enter_context(in_workers(self.clients, count))
+        self._workers = workers = InWorkers(self.clients, count)
+        self._serving.callback(workers.close)
 
     def train(self, instruction: Instruction) -> RoundReplies:
         """Let the round's cohort train, and return the checked replies."""
@@ -100,7 +92,11 @@ class LocalTransport(Transport):
         with self.clients.given_unused():
             if instruction.phase is not Phase.EXCHANGE:
                 if self._workers is None and self._timing.worth_it(instruction.round):
-                    self._move(self._timing.workers)
+                    try:
+                        self._start_workers(self._timing.workers)
+                    except CannotMove as reason:
+                        self._timing = WorkerTiming(1, 1)
+                        LOGGER.info("workers=0: the clients stay in one process: %s", reason)
                 begin = time.perf_counter()
                 replies = self._in_parts(instruction, cohort)
                 self._timing.note(instruction.round, time.perf_counter() - begin)
@@ -300,29 +296,24 @@ class LocalTransport(Transport):
             return client_rounds(rounds, [LoaderLoop(own, client, self._rounds) for client in clients], self.clients.device)
 
     def _exchange(self, instruction: Instruction, clients: Sequence[int]) -> tuple[list[Reply], Session]:
-        """Let ``clients`` exchange layer by layer. Return their replies, and the session of their exchange."""
+        """Let ``clients`` exchange layer by layer. Return their replies, and the session of their exchange.
+
+        A client runs until it waits for the others in the exchange, or is finished. Then the next one runs.
+        """
         defence = self.server.defence
         session = Session(clients, self.server.shared.exchanged(), average=defence.average, believing=not defence.active)
-        return _in_turns(session, clients, partial(self._compute, instruction)), session
+        tokens = turns.admit(session)
 
+        def one(client: int) -> Reply:
+            try:
+                reply = self._compute(instruction, client, partial(LocalExchange, tokens[client]))
+            except BaseException as error:
+                turns.end_task(tokens[client], repr(error))
+                raise
+            turns.end_task(tokens[client], "")
+            return reply
 
-def _in_turns(session: Session, clients: Sequence[int], work: Callable[[int, Callable[[int], LocalExchange]], Reply]) -> list[Reply]:
-    """Call ``work(client, connect)`` for each client, one client at a time, and return the replies in order.
-
-    A client runs until it waits for the others in the exchange of ``session``, or is finished. Then the next one runs.
-    """
-    tokens = turns.admit(session)
-
-    def one(client: int) -> Reply:
         try:
-            reply = work(client, partial(LocalExchange, tokens[client]))
-        except BaseException as error:
-            turns.end_task(tokens[client], repr(error))
-            raise
-        turns.end_task(tokens[client], "")
-        return reply
-
-    try:
-        return Turns(len(clients)).run([partial(one, client) for client in clients])
-    finally:
-        turns.dismiss(tokens)
+            return Turns(len(clients)).run([partial(one, client) for client in clients]), session
+        finally:
+            turns.dismiss(tokens)

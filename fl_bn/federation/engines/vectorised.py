@@ -84,7 +84,7 @@ def outcomes(rounds: Sequence[LocalRound], loops: Sequence[OwnLoop], device: tor
     if rounds[0].reports is StatisticsReport.PASS:
         measure_together(rounds, loops, device)
     trained = train_together(rounds, batches, loops[0], device)
-    return [loop.outcome(round, own, [one]) for round, loop, own, one in zip(rounds, loops, batches, trained, strict=True)]
+    return [loop.weighed(round, own, [one]) for round, loop, own, one in zip(rounds, loops, batches, trained, strict=True)]
 
 
 class Fallback:
