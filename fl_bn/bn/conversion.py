@@ -57,7 +57,8 @@ def _wrong_layer(layer: nn.Module, method: Method) -> Iterator[str]:
         yield "it is parametrized, so a method cannot find its scale and shift: remove the parametrization before converting"
     if method.layer is None:
         if method.needs_running and layer.running_mean is None:
-            yield f"it has no running statistics, but {method.name} uses them: build it with track_running_stats=True, or take fedbn or gn"
+            what = f"it has no running statistics (track_running_stats=False), but {method.name} uses them"
+            yield f"{what}: build it with track_running_stats=True, or choose fedavg, fedbn or gn"
         return
     if kind_of(layer) is None and not is_plain(layer):
         yield (

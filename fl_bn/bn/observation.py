@@ -23,11 +23,6 @@ from fl_bn.bn.roles import batch_norms
 F_ = TypeVar("F_", bound=Callable[..., Any])
 
 
-def inputs(layer: nn.Module, seen: Moments) -> Moments:
-    """Return ``seen``, the moments of a layer's input, unchanged. This is the default of ``observe``'s argument ``measure``."""
-    return seen
-
-
 def normalisers(layer: nn.Module, seen: Moments) -> Moments:
     """Return the mean and variance with which a layer in training normalises an input. The moments of the input are ``seen``.
 
@@ -61,11 +56,6 @@ def learns_from_pass(module: nn.Module) -> bool:
     return module.training and torch.is_grad_enabled() and not is_traced() and not in_backward()
 
 
-def itself(x: Tensor) -> Tensor:
-    """Return ``x`` unchanged. This is the default of ``observe``'s argument ``values``."""
-    return x
-
-
 def whole(x: Tensor) -> Tensor:
     """Return the values of ``x`` as an ordinary tensor without gradients, also inside transformations of ``torch.func``.
 
@@ -81,11 +71,6 @@ def whole(x: Tensor) -> Tensor:
             x = x.movedim(rows, 0)
             x = x.flatten(0, 1) if x.dim() > 1 else x
     return x.detach()
-
-
-def always(layer: nn.Module, x: Tensor) -> bool:
-    """Return True. As the default of ``observe``'s argument ``counts``, this function lets ``observe`` record every pass."""
-    return True
 
 
 def eagerly(function: F_) -> F_:
@@ -118,18 +103,18 @@ class Observation:
     def __init__(
         self,
         record: Callable[[nn.Module, Moments], None],
-        counts: Callable[[nn.Module, Tensor], bool],
+        counts: Callable[[nn.Module, Tensor], bool] | None,
         outer: Observation | None = None,
-        values: Callable[[Tensor], Tensor] = itself,
+        values: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Set the functions that select and record the inputs.
 
         Args:
             record: ``(layer, moments)``, called for every input for which ``counts`` returns True.
-            counts: ``(layer, x) -> bool``, whether an input is recorded.
+            counts: ``(layer, x) -> bool``, whether an input is recorded. None: all are.
             outer: the layer's previous ``Observation``, which is also called for every input. None: there is none.
             values: a function that is applied to an input inside a transformation of ``torch.func``. ``whole`` returns
-                the rows of all ``vmap`` dimensions as one batch. ``itself`` changes nothing.
+                the rows of all ``vmap`` dimensions as one batch. None: nothing changes.
         """
         self._record, self._counts, self._outer, self._values = record, counts, outer, values
 
@@ -144,9 +129,9 @@ class Observation:
         """
         if self._outer is not None:
             self._outer(layer, x, batch)
-        if torch._C._are_functorch_transforms_active() and (values := self._values(x)) is not x:
-            x, batch = values, None
-        if not x.numel() or not self._counts(layer, x):  # an expert to which no sample was sent, say
+        if self._values is not None and torch._C._are_functorch_transforms_active():
+            x, batch = self._values(x), None
+        if not x.numel() or not (self._counts is None or self._counts(layer, x)):  # an expert to which no sample was sent, say
             return
         if batch is None:
             self._record(layer, Moments.of(x))
@@ -167,9 +152,9 @@ def _nobody() -> None:
 @contextmanager
 def observe(
     model: nn.Module,
-    measure: Callable[[nn.Module, Moments], Moments] = inputs,
-    counts: Callable[[nn.Module, Tensor], bool] = always,
-    values: Callable[[Tensor], Tensor] = itself,
+    measure: Callable[[nn.Module, Moments], Moments] | None = None,
+    counts: Callable[[nn.Module, Tensor], bool] | None = None,
+    values: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[dict[str, list[Moments]]]:
     """Record the moments of every BatchNorm layer's input during the ``with`` block.
 
@@ -179,10 +164,10 @@ def observe(
 
     Args:
         model: the network.
-        measure: ``(layer, moments of the input) -> moments``, returns the moments to record.
-        counts: ``(layer, x) -> bool``, whether a pass is recorded.
+        measure: ``(layer, moments of the input) -> moments``, returns the moments to record. None: those of the input.
+        counts: ``(layer, x) -> bool``, whether a pass is recorded. None: every pass is.
         values: applied to a layer's input before its moments are computed, but only inside a transformation of ``torch.func``.
-            With ``whole``, the samples of all ``vmap`` dimensions count as one batch. ``itself`` changes nothing.
+            With ``whole``, the samples of all ``vmap`` dimensions count as one batch.
 
     Yields:
         A list for each layer, by name, with one ``Moments`` per forward pass.
@@ -192,7 +177,10 @@ def observe(
     observed: dict[str, list[Moments]] = {name: [] for name in layers}
 
     def of(name: str, outer: Observation | None = None) -> Observation:
-        return Observation(lambda layer, seen: observed[name].append(measure(layer, seen)), counts, outer, values)
+        def record(layer: nn.Module, seen: Moments) -> None:
+            observed[name].append(seen if measure is None else measure(layer, seen))
+
+        return Observation(record, counts, outer, values)
 
     with ExitStack() as stack:
         for name, layer in layers.items():

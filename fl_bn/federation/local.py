@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fl_bn.bn.layers import HybridBatchNorm
 from fl_bn.bn.modes import held_layers, kept_modes
 from fl_bn.bn.moments import Moments
-from fl_bn.bn.observation import inputs, normalisers, observe, pooled, uncompiled
+from fl_bn.bn.observation import normalisers, observe, pooled, uncompiled
 from fl_bn.bn.roles import inputs_like
 from fl_bn.data.augment import Augment
 from fl_bn.data.dataset import to_input
@@ -201,7 +201,7 @@ def measuring(model: nn.Module, how: StatisticsPass) -> Iterator[dict[str, list[
         if how.lower_layers == "hybrid":
             for name, layer in model.named_modules():
                 layer.training = isinstance(layer, HybridBatchNorm) and name not in held
-        with observe(model, normalisers if how.measured == NORMALISERS else inputs) as observed:
+        with observe(model, normalisers if how.measured == NORMALISERS else None) as observed:
             yield observed
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -52,80 +51,6 @@ class Trained:
     loss: float
     samples: int
     left_out: int = 0
-
-
-class OwnLoop(ABC):
-    """Train a client's network by fl-bn's own loop. It is the argument ``train`` of ``client_round``.
-
-    A subclass draws the batches and makes the optimiser.
-
-    Attributes:
-        seed: The seed of the run.
-        client: The client's number.
-        task: Reads a batch, and computes its loss.
-        samples: The client's samples, if they are in memory.
-        passes: How often a training round iterates over ``batches``.
-    """
-
-    seed: int
-    client: int
-    task: Task
-    samples: Samples
-    passes: int = 1
-
-    @abstractmethod
-    def batches(self, round: LocalRound) -> Iterable[Any]:
-        """Draw the training batches of ``round``. Raise ClientTooSmall if there are too few samples."""
-
-    @abstractmethod
-    def measure(self, round: LocalRound) -> None:
-        """Make the statistics pass of ``round``."""
-
-    @abstractmethod
-    def pass_inputs(self, round: LocalRound) -> Iterable[Any]:
-        """Return the batches of inputs of the statistics pass."""
-
-    @abstractmethod
-    def optimizer(self, round: LocalRound) -> Optimizer:
-        """Make the optimiser of ``round``."""
-
-    @abstractmethod
-    def weighed(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
-        """Return the client's weight, and the mean loss.
-
-        Args:
-            round: The client's round.
-            batches: The training batches; empty if the round only measures.
-            trained: The result of each pass over ``batches``.
-        """
-
-    def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Make the scheduler of the learning rate within a round. None: the rate stays the same."""
-        return None
-
-    def seeded(self, round: LocalRound, purpose: int) -> AbstractContextManager[None]:
-        """Return a context inside which torch's random numbers depend only on the seed, the client, the round and the purpose."""
-        seed = int(seeded(self.seed, self.client, round.instruction.round, purpose).integers(2**62))
-        return torch_seed(seed, inputs_like(round.model).device)
-
-    def __call__(self, round: LocalRound) -> Outcome:
-        """Measure and train, as ``round`` asks."""
-        if not round.trains:
-            self.measure(round)
-            return self.weighed(round, (), ())
-        batches = self.batches(round)  # before the statistics pass, to refuse small clients first
-        if round.reports is StatisticsReport.PASS:
-            self.measure(round)
-        optimizer = self.optimizer(round)
-        if round.momentum is not None:
-            round.momentum.load(optimizer)
-        scheduler = self.scheduler(optimizer)
-        with self.seeded(round, DROPOUT), round.open():
-            trained = [train(round, batches, self.task, optimizer, scheduler) for _ in range(self.passes)]
-        if round.momentum is not None:
-            round.momentum.keep(optimizer)
-        left_out = sum(of.left_out for of in trained)
-        return replace(self.weighed(round, batches, trained), metrics={LEFT_OUT: float(left_out)} if left_out else {})
 
 
 def train(round: LocalRound, batches: Iterable[Any], task: Task, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> Trained:
@@ -228,25 +153,55 @@ class IndexBatches:
             yield self.samples.rows(index, self.augment)
 
 
-@dataclass(frozen=True)
-class SampleLoop(OwnLoop):
-    """Train on one client's samples, as the settings of a round say.
+@dataclass
+class SampleLoop:
+    """Train on one client's samples, as the settings of a round say. It is the argument ``train`` of ``client_round``.
 
-    All random numbers depend only on ``seed``, ``client`` and the round.
+    All random numbers depend only on ``seed``, ``client`` and the round. A subclass draws its batches in another way.
 
     Attributes:
         samples: The client's samples.
         seed: The seed of the run.
         client: The client's number.
-        task: Computes the loss.
+        task: Reads a batch, and computes its loss.
+        passes: How often a training round iterates over ``batches``.
     """
 
     samples: Samples
     seed: int
     client: int
     task: Task = CLASSIFICATION
+    passes: int = 1
 
-    def batches(self, round: LocalRound) -> IndexBatches:
+    def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        """Make the scheduler of the learning rate within a round. None: the rate stays the same."""
+        return None
+
+    def seeded(self, round: LocalRound, purpose: int) -> AbstractContextManager[None]:
+        """Return a context inside which torch's random numbers depend only on the seed, the client, the round and the purpose."""
+        seed = int(seeded(self.seed, self.client, round.instruction.round, purpose).integers(2**62))
+        return torch_seed(seed, inputs_like(round.model).device)
+
+    def __call__(self, round: LocalRound) -> Outcome:
+        """Measure and train, as ``round`` asks."""
+        if not round.trains:
+            self.measure(round)
+            return self.weighed(round, (), ())
+        batches = self.batches(round)  # before the statistics pass, to refuse small clients first
+        if round.reports is StatisticsReport.PASS:
+            self.measure(round)
+        optimizer = self.optimizer(round)
+        if round.momentum is not None:
+            round.momentum.load(optimizer)
+        scheduler = self.scheduler(optimizer)
+        with self.seeded(round, DROPOUT), round.open():
+            trained = [train(round, batches, self.task, optimizer, scheduler) for _ in range(self.passes)]
+        if round.momentum is not None:
+            round.momentum.keep(optimizer)
+        left_out = sum(of.left_out for of in trained)
+        return replace(self.weighed(round, batches, trained), metrics={LEFT_OUT: float(left_out)} if left_out else {})
+
+    def batches(self, round: LocalRound) -> Iterable[Any]:
         """Draw the training batches. Raise ClientTooSmall if there are too few samples for a batch."""
         settings, number = round.settings, round.instruction.round
         least = round.network.locality.fewest(round.phase)
@@ -259,7 +214,7 @@ class SampleLoop(OwnLoop):
         """Make the statistics pass over the samples, or over a seeded subset of them."""
         round.statistics_pass.measure(lambda: self.pass_inputs(round))
 
-    def pass_inputs(self, round: LocalRound) -> Iterator[Tensor]:
+    def pass_inputs(self, round: LocalRound) -> Iterator[Any]:
         """Return the batches of inputs of the statistics pass, on the device of the round's network, and count their samples."""
         own, how, n, like = round.statistics_pass, round.statistics_pass.how, len(self.samples), inputs_like(round.model)
         own.samples = how.size(n, round.settings.planned(n))
@@ -271,8 +226,14 @@ class SampleLoop(OwnLoop):
         """Make the optimiser that the round's settings name, with the learning rate of the round."""
         return round.settings.make_optimizer(round.parameters.values(), round.instruction.learning_rate)
 
-    def weighed(self, round: LocalRound, batches: Iterable[object], trained: Sequence[Trained]) -> Outcome:
-        """Return the client's weight as a number of samples, and the mean loss. In a round that only measures, all samples count."""
+    def weighed(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
+        """Return the client's weight as a number of samples, and the mean loss. In a round that only measures, all samples count.
+
+        Args:
+            round: The client's round.
+            batches: The training batches; empty if the round only measures.
+            trained: The result of each pass over ``batches``.
+        """
         n = len(self.samples)
         if not round.trains:
             return Outcome(n, client=self.client)

@@ -26,7 +26,7 @@ from fl_bn.federation.local import generators
 from fl_bn.federation.network import Network
 from fl_bn.federation.payload import to_numpy, to_tensors
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.training import SUBSET, OwnLoop, Trained
+from fl_bn.federation.training import SUBSET, SampleLoop, Trained
 from fl_bn.federation.values import ClientState, Instruction, Reply
 from fl_bn.methods import Method
 from fl_bn.task import Task
@@ -137,7 +137,7 @@ class Clients:
             raise
 
 
-class LoaderLoop(OwnLoop):
+class LoaderLoop(SampleLoop):
     """Train on the batches of one client's loader.
 
     Args:
@@ -148,11 +148,10 @@ class LoaderLoop(OwnLoop):
 
     def __init__(self, clients: Clients, client: int, rounds: int) -> None:
         own = self.own = clients.own[client]
-        self.client, self.seed, self.task = client, clients.seed, own.task
         self._schedule, self._rounds = clients.schedule, rounds
-        if isinstance(own.loader, SeededBatches):  # whose ``epochs`` returns the batches of all epochs
-            self.samples, self.passes = own.loader.samples, 1
-        else:
+        samples: Any = own.loader.samples if isinstance(own.loader, SeededBatches) else ()
+        super().__init__(samples, clients.seed, client, own.task)
+        if not isinstance(own.loader, SeededBatches):  # whose ``epochs`` returns the batches of all epochs
             self.passes = own.settings.epochs
 
     def batches(self, round: LocalRound) -> Iterable[Any]:

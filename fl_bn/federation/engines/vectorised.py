@@ -33,7 +33,7 @@ from fl_bn.federation.client_round import Outcome, Result, concluded
 from fl_bn.federation.engines.stack import Seen, Stack, groups
 from fl_bn.federation.gradients import centring, clip_rows
 from fl_bn.federation.local import Samples, measuring
-from fl_bn.federation.training import IndexBatches, OwnLoop, SampleLoop, Trained, loss_of
+from fl_bn.federation.training import IndexBatches, SampleLoop, Trained, loss_of
 from fl_bn.methods import StatisticsReport
 from fl_bn.models.head import head_of
 from fl_bn.objectives import FedProx, Objective, Start, Step
@@ -57,13 +57,13 @@ class CannotVectorise(ValueError):
     """Report why clients cannot be computed together. Their rounds are unchanged, so they can be computed one by one."""
 
 
-def client_rounds(rounds: Sequence[LocalRound], loops: Sequence[OwnLoop], device: torch.device | None = None) -> list[Result]:
+def client_rounds(rounds: Sequence[LocalRound], loops: Sequence[SampleLoop], device: torch.device | None = None) -> list[Result]:
     """Carry out the rounds of several clients together: what ``client_round`` is for one. The arguments are those of ``outcomes``."""
     return [concluded(round, one) for round, one in zip(rounds, outcomes(rounds, loops, device), strict=True)]
 
 
-def outcomes(rounds: Sequence[LocalRound], loops: Sequence[OwnLoop], device: torch.device | None = None) -> list[Outcome]:
-    """Train and measure several clients together: what an ``OwnLoop`` does for one.
+def outcomes(rounds: Sequence[LocalRound], loops: Sequence[SampleLoop], device: torch.device | None = None) -> list[Outcome]:
+    """Train and measure several clients together: what a ``SampleLoop`` does for one.
 
     Args:
         rounds: The clients' rounds.
@@ -175,33 +175,25 @@ def _why_not(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Tas
         return "precision 'mixed' has no effect here: under torch.func.vmap, torch.autocast leaves operations in float32"
     if foreign := _foreign(first.model, task):
         return (
-            f"{foreign} may do more than compute, and would do it once for all clients. If it changes no attribute of the network, draws "
-            "no random numbers and computes the same for every size of a batch, add its package to "
-            "fl_bn.federation.engines.vectorised.PURE (docs/how-to/engines.md)"
+            f"code of the package {foreign} may do more than compute, and would do it once for all clients: if it only computes, add the "
+            "package to fl_bn.federation.engines.vectorised.PURE (docs/how-to/engines.md)"
         )
     drops = [name for name, module in first.model.named_modules() if isinstance(module, _DropoutNd) and module.p > 0]
     return f"dropout ({', '.join(drops)}) would draw other random numbers than if clients were computed one by one" if drops else ""
 
 
 def _foreign(model: nn.Module, task: Task) -> str:
-    """Return, in words, a part of the network or of the task that is from no package of ``PURE``; empty if there is none."""
-    for name, module in model.named_modules():
-        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        own = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
-        if any(map(_is_foreign, (*own, *hooks, *filter(None, [vars(module).get("forward")])))):
-            return f"{name or 'the network'} ({type(module).__name__}, or a hook of it)"
-    loss = vars(task).get("loss")
-    return f"task {task.name}, or its loss," if _is_foreign(type(task)) or (loss is not None and _is_foreign(loss)) else ""
+    """Return the package of a part of the network or of the task that is in no package of ``PURE``; empty if there is none."""
+    code: list[Any] = [type(task), vars(task).get("loss")]
+    for module in model.modules():
+        code += [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
+        code += [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), vars(module).get("forward")]
+    found = [one.func if isinstance(one, partial) else one for one in code if one is not None]
+    packages = (str(getattr(one, "__module__", "")).partition(".")[0] for one in found)
+    return next((package for package in packages if package not in PURE), "")
 
 
-def _is_foreign(code: Any) -> bool:
-    """Tell whether a class, a function or a callable object is from no package of ``PURE``."""
-    while isinstance(code, partial):
-        code = code.func
-    return str(getattr(code, "__module__", "")).partition(".")[0] not in PURE
-
-
-def measure_together(rounds: Sequence[LocalRound], loops: Sequence[OwnLoop], device: torch.device | None = None) -> None:
+def measure_together(rounds: Sequence[LocalRound], loops: Sequence[SampleLoop], device: torch.device | None = None) -> None:
     """Make the statistics passes of all ``rounds``, and store the moments in each ``round.statistics_pass``.
 
     Raises:
@@ -230,7 +222,7 @@ def measure_together(rounds: Sequence[LocalRound], loops: Sequence[OwnLoop], dev
 
 
 def train_together(
-    rounds: Sequence[LocalRound], batches: Sequence[IndexBatches], loop: OwnLoop, device: torch.device | None = None
+    rounds: Sequence[LocalRound], batches: Sequence[IndexBatches], loop: SampleLoop, device: torch.device | None = None
 ) -> list[Trained]:
     """Open and train all ``rounds``, each on its own ``batches``, as ``training.train`` does for one client, and return their results.
 
@@ -257,7 +249,9 @@ class _Training:
     The caller gives rounds with more batches first. So the clients that still train are always the first rows.
     """
 
-    def __init__(self, rounds: Sequence[LocalRound], batches: Sequence[IndexBatches], loop: OwnLoop, device: torch.device | None) -> None:
+    def __init__(
+        self, rounds: Sequence[LocalRound], batches: Sequence[IndexBatches], loop: SampleLoop, device: torch.device | None
+    ) -> None:
         first = self.first = rounds[0]
         self.rounds, self.task, self.settings, self.dtype = rounds, loop.task, first.settings, batches[0].like.dtype
         self.lengths, self.batches, self.number = [len(own) for own in batches], [own.rows() for own in batches], 0
