@@ -45,17 +45,6 @@ def derivation(module: nn.Module) -> str:
     return ""
 
 
-def results(module: nn.Module) -> frozenset[str]:
-    """Return the names of the weights of ``module`` that a hook of torch computes before every forward pass.
-
-    The hooks are those of ``torch.nn.utils.weight_norm``, ``spectral_norm`` and ``prune``. The weights are plain
-    attributes, and not part of the module's state_dict.
-    """
-    hooks = module._forward_pre_hooks.values()
-    named = {hook.name for hook in hooks if isinstance(hook, SpectralNorm | WeightNorm)}
-    return frozenset(named | {hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)})
-
-
 @torch.no_grad()
 def recompute(model: nn.Module) -> None:
     """Compute anew, in place, the buffers of ``model`` that follow from its weights (``Role.RECOMPUTED``)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -18,14 +18,6 @@ from fl_bn.task import Task
 
 Loader = Iterable[Any]
 """Batches that can be iterated over many times, such as a DataLoader or a list. The task reads each batch."""
-
-
-def size_of(loader: Loader) -> str:
-    """Return the numbers of samples and the batch size of a loader, or its type, in words."""
-    if isinstance(loader, DataLoader):
-        samples = len(loader.dataset) if isinstance(loader.dataset, Sized) else "unknown number of"
-        return f"{samples} samples, batch_size={loader.batch_size}, drop_last={loader.drop_last}"
-    return f"its {type(loader).__name__} is empty; it must iterate over its batches anew in every round"
 
 
 def check_loader(whose: str, loader: Loader, again: bool = True) -> None:

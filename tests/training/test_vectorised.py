@@ -213,44 +213,6 @@ def test_falls_back_and_says_so(case: str, caplog: pytest.LogCaptureFixture) -> 
     assert reason in said[0]
 
 
-class Effects(nn.Module):
-    """Two blocks, of which the second one runs as ``share`` says: 0 to 1."""
-
-    def __init__(self, share: Callable[[Effects, Tensor], Any]) -> None:
-        super().__init__()
-        self.first, self.norm, self.second, self.head = nn.Linear(192, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 4)
-        self.register_buffer("batches", torch.zeros((), dtype=torch.float64))
-        self.share = share
-
-    def forward(self, x: Tensor) -> Tensor:
-        features = self.norm(self.first(x.flatten(1))).relu()
-        share = self.share(self, x) if self.training else 1.0
-        return self.head(features if isinstance(share, float) and share == 0 else features + share * self.second(features))
-
-
-def counted_in_a_buffer(net: Effects, x: Tensor) -> Tensor:
-    net.batches += 1
-    return 1 / (1 + net.batches)
-
-
-NO_EFFECTS: dict[str, Callable[[Effects, Tensor], Any]] = {
-    "a constant": lambda net, x: 0.5,
-    "the size of the batch": lambda net, x: 1 / len(x),
-    "a layer that never runs": lambda net, x: 0.0,
-    "a buffer": counted_in_a_buffer,
-}
-
-
-def with_effects(share: Callable[[Effects, Tensor], Any], engine: str) -> list[float]:
-    def network() -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return Effects(share).double()
-
-    optimizer = partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
-    return through_federation(fedavg(), engine, network=network, optimizer=optimizer)
-
-
 def hooked() -> nn.Module:
     model = flat()
     model[1].register_forward_hook(lambda layer, args, output: 2 * output)
@@ -289,15 +251,6 @@ def test_code_of_a_package_that_is_not_known_runs_one_by_one(case: str, caplog: 
     said = [record.message for record in caplog.records if "one by one" in record.message]
     assert len(said) == 1
     assert "package tests" in said[0]
-
-
-@pytest.mark.parametrize("case", NO_EFFECTS)
-def test_a_network_that_only_computes_is_one_program(case: str, caplog: pytest.LogCaptureFixture) -> None:
-    share = NO_EFFECTS[case]
-    expected = with_effects(share, "sequential")
-    assert apart(with_effects(share, "vectorised"), expected) < EQUAL
-    assert apart(with_effects(lambda net, x: 0.7, "vectorised"), expected) > DIFFERENT
-    assert "one by one" not in caplog.text
 
 
 def test_loaders_of_other_kinds_fall_back(caplog: pytest.LogCaptureFixture) -> None:

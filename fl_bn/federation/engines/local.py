@@ -24,7 +24,7 @@ from fl_bn.federation.client_round import Result
 from fl_bn.federation.engines.clients import CannotMove, Clients, Connect, InWorkers, LoaderLoop
 from fl_bn.federation.engines.vectorised import AT_ONCE, CannotVectorise, Fallback, client_rounds
 from fl_bn.federation.engines.workers import WorkerTiming, cores
-from fl_bn.federation.loaders import Loader, SeededBatches, size_of
+from fl_bn.federation.loaders import Loader, SeededBatches
 from fl_bn.federation.local import evaluate, unmoved
 from fl_bn.federation.metrics import over_samples
 from fl_bn.federation.network import Network
@@ -258,14 +258,13 @@ class LocalTransport(Transport):
     def _warn_of(self, round: int, client: int, reply: Reply) -> None:
         """Warn, once per client, if batches of one sample were left out, or if the client's loader gave no batch."""
         left_out = int(reply.metrics.get(LEFT_OUT, 0))
-        if client in self._warned or (reply.samples and not left_out):
-            return
-        self._warned.add(client)
-        if left_out:
-            what = "a batch" if left_out == 1 else f"{left_out} batches"
-            LOGGER.warning("client %s left out %s of one sample in round %s: it has no variance (drop_last=True)", client, what, round)
-        else:
-            LOGGER.warning("client %s gave no batch in round %s: %s", client, round, size_of(self.clients.own[client].loader))
+        if client not in self._warned and (left_out or not reply.samples):
+            self._warned.add(client)
+            what, why = "gave no batch", "too few samples for one with drop_last=True, or a loader that is empty the second time"
+            if left_out:
+                batches = "a batch" if left_out == 1 else f"{left_out} batches"
+                what, why = f"left out {batches} of one sample", "it has no variance (drop_last=True)"
+            LOGGER.warning("client %s %s in round %s: %s", client, what, round, why)
 
     def _together(self, instruction: Instruction, clients: Sequence[int]) -> list[Reply] | None:
         """Compute the replies of ``clients`` in one vectorised program; None if they must be computed one by one."""
