@@ -112,8 +112,7 @@ class GridTransport(Transport):
         if self.own_app is not None:
             self.population = self.own_app.population
         else:
-            policy, round = self.policy, self.recovery.run_id.gone_back_to + 1
-            self.population = Population(grid, policy, self.shared.signature, policy.called, policy.clients, round=round)
+            self.population = Population(grid, self.policy, self.shared.signature, self.policy.called, self.policy.clients)
             self.population.gather()
 
     def everyone(self) -> list[Client]:

@@ -76,7 +76,6 @@ class Population:
             that cannot, or that do not come for ``policy.wait`` seconds, are left out. 0: all
             clients are needed, or ``policy.at_start``, and a node that cannot take part ends
             the run.
-        round: the round with which the run starts or goes on.
 
     Attributes:
         clients: the clients that have introduced themselves, by index.
@@ -84,11 +83,8 @@ class Population:
         absent: client whose site refuses the run by its policy -> the reason.
     """
 
-    def __init__(
-        self, grid: Grid, policy: ServerPolicy, signature: str, called: ClientNames, number: int, least: int = 0, round: int = 1
-    ) -> None:
-        self.grid, self.policy, self.signature, self.called = grid, policy, signature, called
-        self.number, self.least, self.round = number, least, round
+    def __init__(self, grid: Grid, policy: ServerPolicy, signature: str, called: ClientNames, number: int, least: int = 0) -> None:
+        self.grid, self.policy, self.signature, self.called, self.number, self.least = grid, policy, signature, called, number, least
         self.clients, self.absent = dict[int, Client](), dict[int, str]()
         self._claims: dict[int, Client] = {}  # node -> the client that it claims to be, whether or not it serves that index
         self._refused: dict[int, tuple[int | None, str]] = {}  # node -> its client, as far as is known, and why it cannot take part
@@ -168,7 +164,7 @@ class Population:
 
     def wait_for(self, least: int, round: int) -> None:
         """Wait up to ``policy.wait`` seconds for ``least`` clients before ``round``, and log which clients join in this round."""
-        self.round, wait = round, self.policy.wait
+        wait = self.policy.wait
         self.greet()
         end = time.monotonic() + wait
         if (here := len(self.everyone())) < least:
@@ -319,4 +315,4 @@ class Population:
 
     def everyone(self) -> list[Client]:
         """Return the connected clients, sorted by index."""
-        return [client for _, client in sorted(self.clients.items())]
+        return [self.clients[index] for index in sorted(self.clients)]

@@ -144,11 +144,6 @@ class RunId:
         return self.resumes[-1][0] if self.resumes else FIRST
 
     @property
-    def gone_back_to(self) -> int:
-        """Return the round to which the last resume went back. 0 if the run was never resumed."""
-        return self.resumes[-1][1] if self.resumes else 0
-
-    @property
     def attempts(self) -> list[str]:
         """Return ``0``, which is the token of the start, and the tokens of all resumes in order of time."""
         return [FIRST, *(token for token, _ in self.resumes)]
