@@ -182,37 +182,28 @@ def _place(folder: Path, files: list[Path]) -> tuple[int, str, str]:
 
 def _last(files: list[Path]) -> tuple[int, str] | None:
     for path in reversed(files):
-        if tail := _tail(path):
-            values = parse(tail)
-            return (int(values["line"]) if values else 0), digest(tail)
+        if len(lines := _end_of(path, 2).split(b"\n")) > 1:
+            values = parse(lines[-2])
+            return (int(values["line"]) if values else 0), digest(lines[-2])
     return None
 
 
-def _tail(path: Path) -> bytes:
-    """Return the last complete line of a file, without its line break; empty: the file has no complete line."""
+def _end_of(path: Path, breaks: int) -> bytes:
+    """Return the end of a file, with so many line breaks at least, or the whole file."""
     with path.open("rb") as file:
         end, data = file.seek(0, os.SEEK_END), b""
-        while end and data.count(b"\n") < 2:
+        while end and data.count(b"\n") < breaks:
             begin = max(0, end - BLOCK)
             file.seek(begin)
             data, end = file.read(end - begin) + data, begin
-    lines = data.split(b"\n")
-    return lines[-2] if len(lines) > 1 else b""
+    return data
 
 
 def _complete(path: Path) -> int:
     """Remove an incomplete line at the end of a file, and return the number of removed bytes."""
-    if not path.exists():
-        return 0
-    with path.open("rb+") as file:
-        end, half = file.seek(0, os.SEEK_END), b""
-        while end and b"\n" not in half:
-            begin = max(0, end - BLOCK)
-            file.seek(begin)
-            half, end = file.read(end - begin) + half, begin
-        extra = len(half) - (half.rfind(b"\n") + 1)
-        if extra:
-            file.truncate(file.seek(0, os.SEEK_END) - extra)
+    extra = len(_end_of(path, 1).rpartition(b"\n")[2]) if path.exists() else 0
+    if extra:
+        os.truncate(path, path.stat().st_size - extra)
     return extra
 
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from fl_bn_site.audit_check import Findings
     from fl_bn_site.audit_report import Report
 
-SHOWN = 10  # the most answers in the table of those that did not leave
-
 
 def audit(
     folder: Annotated[Path, typer.Argument(metavar="SITE", help="the site's folder, kit/sites/NAME, or the folder of a log")],
@@ -103,14 +101,12 @@ def tables_of(report: Report, found: Findings) -> Group:
         )
     for column in ("time", "run", "message", "did not leave, because"):
         kept.add_column(column, overflow="fold")
-    for one in report.refused[-SHOWN:]:
+    for one in report.refused:
         when, run = str(one["time"])[:19].replace("T", " "), str(one["name"] or one["run"])
         kept.add_row(when, escape(run), escape(str(one["message"])), escape(f"{one['decision']}: {one['reason']}"))
-    more = len(report.refused) - SHOWN
     ended = [
         f"{report.lines} line{'s' * (report.lines != 1)}; {report.message_bytes:,} bytes in Flower's messages, "
         "without the frames of gRPC and TLS",
-        *([f"and {more} more that did not leave: --lines shows all"] if more > 0 else []),
         f"note this elsewhere: line {found.lines} has the hash {found.head}",
     ]
     return Group(*([sent] if sent.row_count else []), *([kept] if kept.row_count else []), *map(escape, ended))

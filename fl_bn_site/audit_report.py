@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -56,16 +56,13 @@ class Total:
             of: The fields ``tensors``, ``bytes`` and, where known, ``samples`` of the section in that answer.
             round: The round of the answer; 0: before the first round.
         """
-        smallest = min((n for n in (self.smallest, of.get("samples")) if n), default=None)
-        first = min(self.first, round) if self.answers else round
-        return replace(
-            self,
-            answers=self.answers + 1,
-            tensors=self.tensors + of["tensors"],
-            nbytes=self.nbytes + of["bytes"],
-            smallest=smallest,
-            first=first,
-            last=max(self.last, round),
+        return Total(
+            self.answers + 1,
+            self.tensors + of["tensors"],
+            self.nbytes + of["bytes"],
+            min((n for n in (self.smallest, of.get("samples")) if n), default=None),
+            min(self.first, round) if self.answers else round,
+            max(self.last, round),
         )
 
 
@@ -103,14 +100,9 @@ class Report:
             key = run, name, message, section
             self.totals[key] = self.totals.get(key, Total()).and_also(of, int(entry.get("round") or 0))
 
-    def rows(self) -> Iterator[tuple[Any, ...]]:
-        """Yield one row for each entry of ``totals``, in the order of the log. ``COLUMNS`` names the items of a row."""
-        for key, total in self.totals.items():
-            yield (*key, total.answers, total.tensors, total.nbytes, total.smallest, total.first, total.last)
-
     def to_json(self) -> str:
         """Return the whole report as JSON."""
-        rows = [dict(zip(COLUMNS, row, strict=True)) for row in self.rows()]
+        rows = [dict(zip(COLUMNS, (*key, *astuple(total)), strict=True)) for key, total in self.totals.items()]
         whole = {"lines": self.lines, "message-bytes": self.message_bytes, "totals": rows, "refused": self.refused}
         return json.dumps(whole, indent=1, ensure_ascii=False)
 

@@ -23,7 +23,6 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     PublicFormat,
     load_pem_private_key,
-    load_pem_public_key,
     load_ssh_private_key,
     load_ssh_public_key,
 )
@@ -212,15 +211,6 @@ def read_public(path: Path) -> bytes:
         return _der(load_ssh_public_key(path.read_bytes()))
     except UnsupportedAlgorithm as error:
         raise ValueError(str(error)) from error
-
-
-def public_in(content: bytes) -> bytes:
-    """Convert a public key from PEM to DER.
-
-    Raises:
-        ValueError: ``content`` is no elliptic curve key in PEM.
-    """
-    return _der(load_pem_public_key(content))
 
 
 def key_in(certificate: x509.Certificate) -> bytes:

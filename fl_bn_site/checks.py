@@ -8,11 +8,8 @@ import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
-from cryptography import x509
-
 from fl_bn.support.finding import Finding, Status
 from fl_bn.support.loopback import EXCEPTIONS, excepted, is_loopback
-from fl_bn_site.certificates import names_in
 from fl_bn_site.folders import ServerFolder, host_port
 
 TIMEOUT = 5.0  # seconds
@@ -41,18 +38,6 @@ def port_free(check: str, address: str, line: str, *, running: bool) -> Finding:
             what = f"no program can listen on {address} ({line}): {error.strerror}"
             return Finding("fail", check, what, f"end the program that listens there (`ss -ltnp` shows it), or change {line}")
     return Finding("ok", check, f"{address} ({line}) is free")
-
-
-def exchange_ports(server: ServerFolder, *, running: bool) -> Finding:
-    """Check whether the layer-wise exchange of each active run can have a port."""
-    check, line = "exchange-port", "exchange-port, exchange-ports in server.toml"
-    ports = range(server.exchange_port, server.last_exchange_port + 1)
-    findings = [port_free(check, f"0.0.0.0:{port}", line, running=running) for port in ports]
-    wrong = [finding for finding in findings if finding.status != "ok"]
-    text = f"{len(ports) - len(wrong)} of the ports {ports[0]} to {ports[-1]} ({line}) can be used, one for each active run"
-    if not wrong:
-        return Finding("ok", check, text)
-    return Finding("warn" if len(wrong) < len(ports) else "fail", check, text, wrong[0].do)
 
 
 def resolves(host: str) -> Finding:
@@ -95,31 +80,20 @@ def handshake(host: str, port: int, authority: Path) -> Finding:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # create_default_context would also trust the authorities of this machine
     try:
         context.load_verify_locations(authority)
-        certificate = _certificate(host, port, context)
+        context.set_alpn_protocols(["h2"])  # the protocol of gRPC
+        with socket.create_connection((host, port), TIMEOUT) as raw, context.wrap_socket(raw, server_hostname=host) as tls:
+            ends = (tls.getpeercert() or {}).get("notAfter")
     except ssl.SSLCertVerificationError as error:
         text = f"the certificate of {place} is refused: {error.verify_message}"
         if error.verify_code in DATES:
             return Finding("fail", check, text, "set this clock if it is wrong, else renew on the server (`fl-bn kit renew`)")
         if error.verify_code in NAMES:
-            anyone = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE
-            names = ", ".join(str(name.value) for name in names_in(_certificate(host, port, anyone))) or "nobody"
-            return Finding("fail", check, f"{text}; it is for {names}", f"correct superlink in site.toml, or make a kit with --also {host}")
+            return Finding("fail", check, text, f"correct superlink in site.toml, or make a kit with --also {host}")
         return Finding("fail", check, text, f"site and server have folders of different kits: compare {authority} with the server's ca.crt")
     except OSError as error:  # ssl.SSLError is one
         what = f"{place} does not speak TLS, or {authority} cannot be read: {error}"
         return Finding("fail", check, what, "correct superlink or root-certificates in site.toml")
-    return Finding("ok", check, f"{place} has a certificate for {host}, signed by {authority.name}, until {_day(certificate)}")
-
-
-def _certificate(host: str, port: int, context: ssl.SSLContext) -> x509.Certificate:
-    context.set_alpn_protocols(["h2"])  # the protocol of gRPC
-    with socket.create_connection((host, port), TIMEOUT) as raw, context.wrap_socket(raw, server_hostname=host) as tls:
-        return x509.load_der_x509_certificate(tls.getpeercert(binary_form=True) or b"")
-
-
-def _day(certificate: x509.Certificate) -> str:
-    return f"{certificate.not_valid_after_utc:%Y-%m-%d}"
+    return Finding("ok", check, f"{place} has a certificate for {host}, signed by {authority.name}, until {ends}")
 
 
 def proxy(host: str) -> Finding:

@@ -195,7 +195,7 @@ def register(folder: ServerArgument, control: ControlOption = "") -> None:
     """
     from fl_bn_site.control import register_sites
 
-    with _refusals(1):
+    with _refusals():
         for site, outcome in register_sites(_server(folder), control):
             typer.echo(f"{site}: {outcome}")
 
@@ -209,6 +209,7 @@ def submit(
         Path | None,
         typer.Option("--app", metavar="FOLDER", help="a Flower app of your own, or a folder with modules: a network, a loader, a loss"),
     ] = None,
+    sites: Annotated[str, typer.Option(metavar="A,B", help="the sites that take part; default: all of server.toml")] = "",
     sign_only: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="only sign the run and write it to FILE; FOLDER may be a copy on another machine"),
@@ -231,9 +232,9 @@ def submit(
             typer.echo(f"{sign_only}: {name}, signed. On the server's machine: fl-bn submit FOLDER --signed {sign_only.name}")
         return
     if signed:
-        _carry_out(lambda: submit_signed(_server(folder), signed, control, _say))
+        _carry_out(lambda: submit_signed(_server(folder), signed, control, _say, sites))
         return
-    _carry_out(lambda: run(_server(folder), run_config, control, _say, key, own))
+    _carry_out(lambda: run(_server(folder), run_config, control, _say, key, own, sites))
 
 
 def resume(folder: Path, name: str, control: str, key: Path | None = None, own: Path | None = None) -> None:
@@ -256,16 +257,11 @@ def _say(line: str) -> None:
 
 
 def _carry_out(run: Callable[[], bool]) -> None:
-    from fl_bn_site.control import ControlError
-
-    try:
-        completed = run()
-    except ValueError as error:  # ConfigError, FolderError and NameTaken are ValueErrors
-        raise refused(error) from error
-    except (ControlError, OSError) as error:
-        raise refused(error, 1) from error
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    with _refusals():
+        try:
+            completed = run()
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
     if not completed:
         raise typer.Exit(1)
 
@@ -325,14 +321,16 @@ def _tell_superlink(server: ServerFolder) -> None:
 
 
 @contextmanager
-def _refusals(code: int = 2) -> Iterator[None]:
+def _refusals() -> Iterator[None]:
     from fl_bn_site.control import ControlError
     from fl_bn_site.supervisor import AlreadyRunning
 
     try:
         yield
-    except (ControlError, AlreadyRunning, OSError, ValueError) as error:  # FolderError and KitError are ValueErrors
-        raise refused(error, code) from error
+    except ValueError as error:  # ConfigError, FolderError, KitError and NameTaken are ValueErrors
+        raise refused(error) from error
+    except (ControlError, AlreadyRunning, OSError) as error:
+        raise refused(error, 1) from error
 
 
 def _split(text: str) -> list[str]:

@@ -50,8 +50,6 @@ def _site(site: SiteFolder, overrides: str) -> Iterator[Finding]:
     if site.audit is not None:  # else it is in state-dir
         yield guard("audit", lambda: machine.storage("audit", site.audit_log))
     yield guard("policy", lambda: _policy(site.policy))
-    if site.code:
-        yield guard("code", lambda: _code(site))
     running = any(_running(folder) for folder in (site.path, site.node_dir))
     yield guard("clientappio", lambda: checks.port_free("clientappio", site.clientappio, "clientappio in site.toml", running=running))
     yield guard("proxy", lambda: checks.proxy(host))
@@ -76,36 +74,16 @@ def _policy(file: Path) -> Finding:
     return Finding("ok", "policy", text)
 
 
-def _code(site: SiteFolder) -> Finding:
-    if missing := [folder for folder in site.code if not Path(folder).is_dir()]:
-        return Finding("fail", "code", f"there is no folder {missing[0]}", "correct code in site.toml, or make the folder")
-    return Finding("ok", "code", f"modules of this site's own are in {', '.join(site.code)}")
-
-
-def _submitter(server: ServerFolder) -> Finding:
-    from fl_bn_site.submitters import VARIABLE, describe, key_file
-
-    if (file := key_file(server)) is None:
-        what = f"no key is found here: runs are signed elsewhere (--signed), or by the key that --key or {VARIABLE} names"
-        return Finding("ok", "submitter", f'{what}. Sites with allow-code = "signed" refuse unsigned runs')
-    return Finding(
-        "ok", "submitter", f"{describe(file)} signs runs, with {file}: move that key off this machine before sites have real data"
-    )
-
-
-
-
 def _server(server: ServerFolder, overrides: str) -> Iterator[Finding]:
     yield Finding("ok", "folder", f"{server.path}: the server of {', '.join(server.sites)}")
     yield from guard_each("kit", lambda: verify(server.path))
-    yield guard("submitter", lambda: _submitter(server))
     yield guard("state", lambda: machine.storage("state", server.state))
     yield guard("results", lambda: machine.storage("results", server.results))
     running = _running(server.path)
     addresses = {"fleet": server.fleet, "control": server.control, "serverappio": server.serverappio}
+    addresses["exchange-port"] = f"0.0.0.0:{server.exchange_port}"
     for line, address in addresses.items():
         yield guard(line, partial(checks.port_free, line, address, f"{line} in server.toml", running=running))
-    yield guard("exchange-port", lambda: checks.exchange_ports(server, running=running))
     yield guard("exposure", lambda: checks.exposure(server))
     yield guard("superlink name", lambda: checks.resolves(server.superlink))
     yield from guard_each("run config", lambda: _server_run(server, overrides))

@@ -190,6 +190,7 @@ class ServerFolder(Folder):
     app: Path | None = _line("folder of the fl-bn project that is submitted; empty: the one that is installed (editable)", "")
 
     file = "server.toml"
+
     def __post_init__(self) -> None:
         if self.last_exchange_port > 65535:
             raise ValueError(

@@ -32,7 +32,6 @@ from fl_bn_site.answer import Answer, Site
 from fl_bn_site.apps import PACKET, PROGRAM, fork, listen
 from fl_bn_site.commands import COMPAT, of_1_25
 from fl_bn_site.folders import host_port
-from fl_bn_site.policy import Policy, PolicyError
 
 SOCKET = "gate.sock"  # in the home of the gate: the command connects there
 TICK = 0.5  # seconds between two looks at the programs
@@ -129,13 +128,9 @@ def main() -> None:
     """Run the gate, the SuperNode and the SuperExec until this process is stopped.
 
     Raises:
-        SystemExit: A program of Flower has ended, or the policy file is wrong.
+        SystemExit: A program of Flower has ended.
     """
     site, commands = options(sys.argv[1:])
-    try:
-        Policy.read(site.policy)
-    except PolicyError as error:
-        sys.exit(str(error))
     listener = listen(site.home / SOCKET)
     environment = {**os.environ, "PATH": f"{write_command(site.home)}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
     programs = {name: subprocess.Popen(command, env=environment) for name, command in commands.items()}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from fl_bn.support.flower_config import Scalar
@@ -27,8 +26,9 @@ def complete_config(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[s
 
     Where ``given`` has such a key, the value in ``given`` stays.
     """
+    named = [name for name in str(given.get("client-names") or "").split(",") if name]
     of_folder: dict[str, Scalar] = {
-        "clients": len(server.sites),
+        "clients": len(named or server.sites),
         "output": str(server.results),
         "checkpoint-every": CHECKPOINT_EVERY,
     }
@@ -74,7 +74,36 @@ def with_sites(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, S
     return config
 
 
-def launch(server: ServerFolder, given: Mapping[str, Scalar], control: Control, package: Package, rename: bool) -> tuple[str, str]:
+def present(server: ServerFolder, config: Mapping[str, Scalar], control: Control, say: Callable[[str], None]) -> dict[str, Scalar]:
+    """Return the whole run config of a new run, without the sites that are offline if ``min-sites`` others are online.
+
+    Args:
+        server: The server's folder.
+        config: The whole run config, as ``with_sites`` returns it.
+        control: The SuperLink.
+        say: Called with a line for each site that is offline.
+    """
+    nodes, names = (str(config.get(key) or "").split(",") for key in ("client-nodes", "client-names"))
+    online = {str(node.id) for node in control.nodes().values() if node.online}
+    here = {name: node for name, node in zip(names, nodes, strict=False) if node in online}
+    enough = 0 < int(config.get("min-sites") or 0) <= len(here)
+    wait = f"the run waits for it (wait-timeout); min-sites, or --sites {','.join(here)}, goes on without it"
+    for name in names:
+        if name and name not in here:
+            say(f"site {name} is offline: {'it is left out' if enough else wait}")
+    if not enough:
+        return dict(config)
+    return {**config, "clients": len(here), "client-names": ",".join(here), "client-nodes": ",".join(here.values())}
+
+
+def launch(
+    server: ServerFolder,
+    given: Mapping[str, Scalar],
+    control: Control,
+    package: Package,
+    rename: bool,
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[str, str, str]:
     """Submit a run to the SuperLink, which starts it at once, beside the runs that are going on.
 
     Args:
@@ -82,10 +111,11 @@ def launch(server: ServerFolder, given: Mapping[str, Scalar], control: Control, 
         given: The keys of the run config. ``name`` is the name of a new run, ``resume`` that of a run to resume.
         control: The SuperLink.
         package: The package of the run, with the key that signs it.
+        say: Called with a line for each site that is offline.
         rename: What to do where another run has the name. True: append a number to the name. False: raise NameTaken.
 
     Returns:
-        The name of the run, and Flower's id of it.
+        The name of the run, Flower's id of it, and the names of its sites, separated by commas.
 
     Raises:
         NameTaken: Another run has the name, or the run to resume is still going on.
@@ -94,10 +124,9 @@ def launch(server: ServerFolder, given: Mapping[str, Scalar], control: Control, 
     """
     with _one_at_a_time(server):
         runs = control.runs()
-        active = [run for run in runs if not run.status.startswith("finished")]
         values, resumes = dict(given), str(given.get("resume") or "")
         if resumes:
-            if resumes in (run.name for run in active):
+            if any(run.name == resumes and not run.status.startswith("finished") for run in runs):
                 raise NameTaken(f"{resumes} cannot be resumed yet, since it is still going on: see `fl-bn status {server.path}`")
         else:
             values["name"] = _free_name(server, str(given.get("name") or ""), {run.name for run in runs})
@@ -107,25 +136,20 @@ def launch(server: ServerFolder, given: Mapping[str, Scalar], control: Control, 
                     f"fl-bn resume {server.path} {given.get('name')}"
                 )
         _check_disks(server)
-        _check_ports(server, len(active))
         values |= package.signed(complete_config(server, values))
-        run = control.start_run(package.content, package.known(with_sites(server, values)))
-    return resumes or str(values["name"]), run
+        config = with_sites(server, values)
+        config = config if resumes else present(server, config, control, say)
+        run = control.start_run(package.content, package.known(config))
+    return resumes or str(values["name"]), run, str(config.get("client-names") or "")
 
 
 @contextmanager
 def _one_at_a_time(server: ServerFolder) -> Iterator[None]:
-    """Let two submitters choose names one after the other, where this user may write to the server's state."""
+    """Let two submitters choose names one after the other."""
     import fcntl
 
-    with suppress(OSError):
-        server.state.mkdir(parents=True, exist_ok=True, mode=0o700)
-    try:
-        lock = (server.state / ".submit").open("a")
-    except OSError:  # as in docker-compose.yml
-        yield
-        return
-    with lock:
+    server.state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with (server.state / ".submit").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -148,28 +172,3 @@ def _check_disks(server: ServerFolder) -> None:
     for folder in (server.state if server.state.exists() else server.path, Path(tempfile.gettempdir())):
         if (free := shutil.disk_usage(folder).free // 2**20) < FREE_DISK:
             raise ControlError(f"{free} MiB are free on the disk of {folder}, but {FREE_DISK} must be free to start a run: make room there")
-
-
-def _check_ports(server: ServerFolder, active: int) -> None:
-    """Check that the layer-wise exchange of one more run has a port. The ServerApp takes the first one that is free.
-
-    Raises:
-        ControlError: There are as many ``active`` runs as ports, or other programs use all ports.
-    """
-    ports = range(server.exchange_port, server.last_exchange_port + 1)
-    if active >= len(ports) or not any(map(is_free, ports)):
-        raise ControlError(
-            f"all ports of the exchange, {ports[0]} to {ports[-1]}, are in use: wait until a run ends, end the programs that listen "
-            "there, or raise exchange-ports in server.toml"
-        )
-
-
-def is_free(port: int) -> bool:
-    """Return whether a program of this machine could listen on TCP ``port`` now."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True

@@ -214,11 +214,7 @@ def check_expiry(folder: ServerFolder | SiteFolder) -> str:
         ValueError: A file holds no certificate.
     """
     path, days = days_left(folder)
-    renewal = (
-        "renew the server's certificate by `fl-bn kit renew`"
-        if isinstance(folder, ServerFolder)
-        else "ask the server's operator for a new kit"
-    )
+    renewal = "`fl-bn kit renew`, or ask the server's operator for a new kit"
     if days < 0:
         raise FolderError(f"{path} expired {-days} days ago, so no site could connect: {renewal}")
     return f"{path} expires in {days} days: {renewal}" if days < SOON else ""

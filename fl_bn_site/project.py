@@ -64,7 +64,7 @@ def build(server: ServerFolder, own: Path | None = None) -> bytes:
     project = own if own is not None and is_app else project_of(server)
     with stage(project) as app:
         if own is not None:
-            _complete(app, project) if is_app else _add_modules(own, app)
+            _complete(app) if is_app else _add_modules(own, app)
         packed = app.with_name("packed")
         packed.mkdir()
         argv = [program("flwr"), "build", "--app", str(app)]
@@ -75,29 +75,17 @@ def build(server: ServerFolder, own: Path | None = None) -> bytes:
         return package.read_bytes()
 
 
-def _complete(app: Path, source: Path) -> None:
+def _complete(app: Path) -> None:
     """Add the run-config keys in ``OF_RUN``, such as ``name``, to the copy of a Flower app that lacks them.
 
     fl-bn sets these keys when it submits the run, and finds the run by them later. Flower refuses keys that an app lacks.
 
     Args:
         app: The folder of the copy.
-        source: The folder of the user's app, for error messages.
-
-    Raises:
-        FolderError: The pyproject.toml names no ServerApp or no ClientApp in the folder.
     """
     file = app / PYPROJECT
     values = tomllib.loads(file.read_text(encoding="utf-8"))
-    flower = values.get("tool", {}).get("flwr", {}).get("app", {})
-    components = flower.get("components", {})
-    for part in ("serverapp", "clientapp"):
-        module = str(components.get(part, "")).partition(":")[0]
-        if not module or not any(app.joinpath(*module.split(".")).with_suffix(end).exists() for end in (".py", "")):
-            raise FolderError(
-                f"{source / PYPROJECT}: [tool.flwr.app.components] must name a {part} in this folder, as package.module:app, but got "
-                f"{components.get(part)!r}"
-            )
+    flower = values.setdefault("tool", {}).setdefault("flwr", {}).setdefault("app", {})
     flower["config"] = OF_RUN | flower.get("config", {})
     file.write_text(tomli_w.dumps(values), encoding="utf-8")
 

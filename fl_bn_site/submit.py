@@ -16,7 +16,7 @@ from fl_bn.run.overrides import parse_overrides
 from fl_bn.support.flower_config import PROGRESS, Scalar, flower_config
 from fl_bn_site.control import SILENCE, Control, ControlError, control_of
 from fl_bn_site.folders import FolderError, ServerFolder
-from fl_bn_site.launch import complete_config, launch, sites_of
+from fl_bn_site.launch import complete_config, launch
 from fl_bn_site.membership import check_expiry
 from fl_bn_site.own_config import own_config
 from fl_bn_site.project import build
@@ -62,6 +62,7 @@ def submit(
     say: Say = print,
     key: Path | None = None,
     own: Path | None = None,
+    sites: str = "",
 ) -> bool:
     """Submit a run, and follow its log to the end.
 
@@ -72,6 +73,7 @@ def submit(
         say: Called with each message, and with each line of the log.
         key: The submitter's key, which signs the run; None: the key that ``submitters.key_file`` finds.
         own: The folder of the user's own app or modules, as for ``project.build``; None: fl-bn's app alone.
+        sites: The names of the sites that take part, separated by commas; empty: all.
 
     Returns:
         Whether the run completed.
@@ -84,7 +86,7 @@ def submit(
     """
     package = _package(server, key, say, own)
     given, fresh = _named(server, overrides, package)
-    return _carry_out(server, given, address, say, fresh, package, own)
+    return _carry_out(server, given, address, say, fresh, package, own, sites)
 
 
 def sign_only(server: ServerFolder, overrides: str, file: Path, key: Path | None = None, own: Path | None = None) -> str:
@@ -112,7 +114,7 @@ def sign_only(server: ServerFolder, overrides: str, file: Path, key: Path | None
     return str(given.get("resume") or given["name"])
 
 
-def submit_signed(server: ServerFolder, file: Path, address: str = "", say: Say = print) -> bool:
+def submit_signed(server: ServerFolder, file: Path, address: str = "", say: Say = print, sites: str = "") -> bool:
     """Submit, unchanged, a run that ``sign_only`` wrote to a file, and show its log, as ``submit`` does.
 
     Args:
@@ -120,6 +122,7 @@ def submit_signed(server: ServerFolder, file: Path, address: str = "", say: Say 
         file: The file that ``sign_only`` wrote.
         address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
         say: Called with each message, and with each line of the log.
+        sites: As for ``submit``.
 
     Returns:
         Whether the run completed.
@@ -133,7 +136,7 @@ def submit_signed(server: ServerFolder, file: Path, address: str = "", say: Say 
     signed, package = read_signed(file)
     if not _is_own(package):
         RunConfig.from_mapping(_complete(server, signed))
-    return _carry_out(server, signed, address, say, False, package)
+    return _carry_out(server, signed, address, say, False, package, sites=sites)
 
 
 def _is_own(package: Package) -> bool:
@@ -260,13 +263,13 @@ def _carry_out(
     rename: bool,
     package: Package,
     modules: Path | None = None,
+    sites: str = "",
 ) -> bool:
     if warning := check_expiry(server):
         say(warning)
     with control_of(server, address) as control:
         _wait_for_the_end(control, str(given.get("resume") or ""), say)
-        name, run = launch(server, given, control, package, rename)
-        sites = ", ".join(sites_of(server, complete_config(server, given)))
+        name, run, sites = launch(server, {**given, **_of(server, sites)}, control, package, rename, say)
         say(f"run {run} is submitted to {control.address} as {name}{f', for sites {sites}' if sites else ''}")
         own = _is_own(package)
         if own:
@@ -281,6 +284,14 @@ def _carry_out(
     if status != COMPLETED:
         say(how_to_go_on(server, name, own, modules))
     return status == COMPLETED
+
+
+def _of(server: ServerFolder, sites: str) -> dict[str, Scalar]:
+    """Return the run-config keys of a run in which only ``sites`` take part: names, separated by commas; empty: all sites."""
+    names = [name for name in map(str.strip, sites.split(",")) if name]
+    if unknown := [name for name in names if name not in server.sites]:
+        raise FolderError(f"--sites: {server.path / server.file} has no site {unknown[0]}, but only {', '.join(server.sites)}")
+    return {"clients": len(names), "client-names": ",".join(names)} if names else {}
 
 
 def _wait_for_the_end(control: Control, name: str, say: Say) -> None:

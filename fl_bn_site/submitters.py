@@ -12,7 +12,6 @@ import os
 import tomllib
 import zipfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -237,17 +236,3 @@ def trust(site: SiteFolder, submitter: Submitter) -> bool:
         )
     hand_out([submitter], site.policy.parent)
     return Policy.read(site.policy).allow_code == "signed"
-
-
-def describe(file: Path | None) -> str:
-    """Return name and fingerprint of the submitter whose private key is in ``file``; empty: ``file`` is None.
-
-    They come from submitter.pub beside the file. Where submitter.pub cannot be read, return the path of ``file``.
-    """
-    if file is None:
-        return ""
-    beside = file.with_name(PUBLIC)
-    with suppress(OSError, ValueError, IndexError):
-        text = beside.read_text(encoding="utf-8")
-        return str(public_key(text.split()[2], beside))
-    return str(file)

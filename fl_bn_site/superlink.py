@@ -95,18 +95,13 @@ def one_at_a_time(kind: Any) -> None:
         setattr(kind, name, locked(getattr(kind, name)))
 
 
-def tells(record: logging.LogRecord) -> bool:
-    """Return False for log records about a site that asks for messages, so that they are left out; else True."""
-    return POLL not in str(record.msg)
-
-
 def main() -> None:
     """Run the SuperLink until it is stopped."""
     find = runpy.run_path(str(Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"))["find"]
     repair(find("SqliteLinkState"))
     whole_replies(find("SqliteLinkState"))
     one_at_a_time(find("SqliteObjectStore"))
-    logging.getLogger("flwr").addFilter(tells)
+    logging.getLogger("flwr").addFilter(lambda record: POLL not in str(record.msg))
     next(one for one in entry_points(group="console_scripts") if one.name == "flower-superlink").load()()
 
 

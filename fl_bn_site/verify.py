@@ -57,13 +57,6 @@ def _kit(folder: Path) -> Iterator[Finding]:
         own, known = folder / "sites" / name, server.public_key(name)
         yield from _site(own)
         yield _same(f"{known} is equal to {own / 'site.pub'}", known.read_bytes, (own / "site.pub").read_bytes)
-        try:
-            site = SiteFolder.read(own)
-        except FolderError:
-            continue
-        expected = (name, (server.superlink, host_port(server.fleet)[1]))
-        told = f"the site {name} and the superlink {server.superlink}:{expected[1][1]}"
-        yield _true((site.site, host_port(site.superlink)) == expected, f"{own / site.file} names {told}", "correct that file")
     for own in sorted((folder / SUBMITTERS).glob(f"*/{PRIVATE}")):
         yield _private(own)
     for part in ("server", *(f"sites/{name}" for name in server.sites)):

@@ -64,7 +64,7 @@ def one_sample(setup: Setup) -> None:
 # What is broken, how, the check that finds it, and words of its answer.
 BROKEN: dict[str, tuple[Callable[[Setup], None], str, str]] = {
     "expired certificate": (expired, "superlink TLS", "expired"),
-    "wrong host name": (wrong_name, "superlink TLS", "fl.example.org, 192.0.2.7"),
+    "wrong host name": (wrong_name, "superlink TLS", "Hostname mismatch"),
     "missing data": (no_data, "data", "elsewhere/site.npz"),
     "port taken": (port_taken, "clientappio", "no program can listen on"),
     "version mismatch": (other_version, "packages", "flwr is 1.31.0, but fl-bn needs <1.26,>=1.25"),

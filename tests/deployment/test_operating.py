@@ -74,7 +74,7 @@ def test_two_submits_at_once_an_abort_and_a_resume(federation: Federation, tmp_p
     assert typed(out.splitlines()[-1]) == typed(said) == ["resume", str(federation.kit / "server"), first.name]
     out, _ = submits[second.name].communicate(timeout=900)
     assert submits[second.name].returncode == 0, out
-    assert "for sites east, west, north" in out
+    assert "for sites east,west,north" in out
     resumed = command(*typed(said))
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     reference = in_process({**run, "name": "reference"}, tmp_path / "reference")

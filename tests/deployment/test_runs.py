@@ -43,7 +43,7 @@ def launched(server: ServerFolder, superlink: Any, name: str, rename: bool = Tru
 
 
 def test_a_run_has_its_sites_and_what_the_folder_says(server: ServerFolder, superlink: Any) -> None:
-    assert launch(server, named("one"), superlink, PACKAGE, True) == ("one", "1")
+    assert launch(server, named("one"), superlink, PACKAGE, True) == ("one", "1", "a,b")
     sent = superlink.known[0].config
     assert (sent["clients"], sent["client-nodes"], sent["client-names"], sent["checkpoint-every"]) == (2, "197,198", "a,b", 5)
     superlink.away = True
@@ -55,13 +55,18 @@ def test_a_run_has_its_sites_and_what_the_folder_says(server: ServerFolder, supe
         launched(server, superlink, "two")
 
 
-def test_runs_beside_each_other_are_no_more_than_ports(server: ServerFolder, superlink: Any) -> None:
-    for name in ("one", "two", "three", "four"):
-        launched(server, superlink, name)
-    with pytest.raises(ControlError, match="all ports of the exchange"):
-        launched(server, superlink, "five")
-    superlink.end(2)
-    launched(server, superlink, "five")
+def test_a_site_that_is_offline_or_not_named_does_not_stop_the_others(server: ServerFolder, superlink: Any) -> None:
+    superlink.offline = {"b"}
+    said: list[str] = []
+    for config, sites in (("min-sites=1", ""), ("min-sites=2", ""), ("rounds=1", ""), ("rounds=1", "a"), ("rounds=1", "b")):
+        assert submit(server, config, say=said.append, sites=sites)
+    sent = [(run.config["clients"], run.config["client-names"], run.config["client-nodes"]) for run in superlink.known]
+    assert sent == [(1, "a", "197"), (2, "a,b", "197,198"), (2, "a,b", "197,198"), (1, "a", "197"), (1, "b", "198")]
+    away = [line.partition(": ")[2] for line in said if line.startswith("site b is offline")]
+    wait = "the run waits for it (wait-timeout); min-sites, or --sites {}, goes on without it"
+    assert away == ["it is left out", wait.format("a"), wait.format("a"), wait.format("")]
+    with pytest.raises(FolderError, match="no site c"):
+        submit(server, "rounds=1", sites="a,c")
 
 
 def test_names_are_not_given_twice(server: ServerFolder, superlink: Any) -> None:
@@ -88,7 +93,7 @@ def test_submit_says_for_whom_and_what_ends_it(server: ServerFolder, superlink: 
     superlink.known = [Submitted(1, "running", {"name": "other"}, THEN, None)]
     said: list[str] = []
     assert submit(server, "name='mine' rounds=1", say=said.append)
-    assert any("as mine, for sites a, b" in line for line in said)
+    assert any("as mine, for sites a,b" in line for line in said)
     assert said.count("a line") == 1
     found = [(run.name, run.status, run.submitter) for run in status(server).runs]
     assert found == [("mine", "finished:completed", "submitter"), ("other", "running", "")]

@@ -19,7 +19,6 @@ from cryptography.x509.oid import NameOID
 from fl_bn_site.certificates import alternative_name, read_certificate
 from fl_bn_site.folders import EXCHANGE_PORTS
 from fl_bn_site.kit import KitPlan, create
-from fl_bn_site.launch import is_free
 
 
 def listen() -> socket.socket:
@@ -36,6 +35,13 @@ def port_of(listening: socket.socket) -> int:
 def free_port() -> int:
     with listen() as listening:
         return port_of(listening)
+
+
+def is_free(port: int) -> bool:
+    """Return whether a program of this machine could listen on TCP ``port`` now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 def free_range(count: int) -> int:

@@ -12,7 +12,7 @@ from .task import Net, load_data, test, train
 def data(context: Context):
     """Load this client's training and test batches."""
     node = context.node_config
-    return load_data(node["partition-id"], node["num-partitions"], context.run_config["batch-size"])
+    return load_data(node["partition-id"], node["num-partitions"], context.run_config["batch-size"], node.get("data-path", ""))
 
 
 app = ClientApp(mods=[Gate()])  # every message that leaves the client passes it

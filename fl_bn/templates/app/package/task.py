@@ -31,16 +31,23 @@ class Net(nn.Module):
         return self.head(self.features(x).flatten(1))
 
 
-def load_data(client: int, clients: int, batch_size: int):
-    """Load one client's training batches, with few of the ten digits, and test batches with all of them."""
-    x, y = load_digits(return_X_y=True)
-    shuffled = np.random.default_rng(0).permutation(len(y))
-    train, test = shuffled[TEST_SAMPLES:], shuffled[:TEST_SAMPLES]
-    by_digit = train[np.argsort(y[train], kind="stable")]
-    own = np.array_split(by_digit, clients)[client]
-    x, y = torch.from_numpy(x).float().view(-1, 1, 8, 8) / 16, torch.from_numpy(y)
-    batches = DataLoader(TensorDataset(x[own], y[own]), batch_size, shuffle=True, drop_last=True)
-    return batches, DataLoader(TensorDataset(x[test], y[test]), batch_size=128)
+def load_data(client: int, clients: int, batch_size: int, path: str = ""):
+    """Load one client's training and test batches: a site's own arrays, or few of the ten digits and a test with all of them.
+
+    ``path`` is an npz file with x_train, y_train, x_test and y_test: data-path in the site's site.toml.
+    """
+    if path:
+        own = np.load(path)
+        parts = [(own[f"x_{part}"], own[f"y_{part}"]) for part in ("train", "test")]
+    else:
+        x, y = load_digits(return_X_y=True)
+        shuffled = np.random.default_rng(0).permutation(len(y))
+        train, test = shuffled[TEST_SAMPLES:], shuffled[:TEST_SAMPLES]
+        by_digit = train[np.argsort(y[train], kind="stable")]
+        own = np.array_split(by_digit, clients)[client]
+        parts = [(x[own], y[own]), (x[test], y[test])]
+    training, testing = (TensorDataset(torch.from_numpy(x).float().view(-1, 1, 8, 8) / 16, torch.from_numpy(y)) for x, y in parts)
+    return DataLoader(training, batch_size, shuffle=True, drop_last=True), DataLoader(testing, batch_size=128)
 
 
 def train(net, batches, epochs, lr):
