@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from fl_bn.federation.client import LocalRound
 from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.federation.settings import LocalTraining, seeded
-from fl_bn.federation.training import AUGMENT, BATCHES, DROPOUT, IndexBatches, alone, train, training_batches
+from fl_bn.federation.training import AUGMENT, BATCHES, DROPOUT, IndexBatches, SampleLoop, alone, train
 from fl_bn.flower.population import round_half_up, sample_cohort
 from fl_bn.methods import Method, Phase, Refresh
 from fl_bn.run.assembly import client_samples, dataset, laid_out, own_callbacks, task
@@ -143,7 +144,8 @@ def _batches(config: RunConfig, local: LocalRound) -> tuple[Merged | IndexBatche
     number, cohort = local.instruction.round, max(1, round_half_up(config.fraction * config.clients))
     if config.update == "gradients":
         chosen = sample_cohort(range(config.clients), cohort, random.Random(f"{config.seed}/{number}"))
-        own = [training_batches(local, client_samples(config, client)[0], config.seed, client) for client in chosen]
+        loops = [SampleLoop(client_samples(config, client)[0], config.seed, client) for client in chosen]
+        own = [cast(IndexBatches, loop.batches(local)) for loop in loops]
         return Merged(own), own
     data = dataset(config)
     samples, size = Samples(data.x_train, data.y_train), cohort * config.batch_size
