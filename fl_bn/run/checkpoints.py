@@ -51,9 +51,7 @@ class Checkpoints:
             complete.save(self.folder / f"round-{checkpoint.round:06}{durable.SUFFIX}")
         except OSError as error:
             last = max(self.rounds(), default=0)
-            LOGGER.warning(
-                "no checkpoint after round %s: %s. The last one is of round %s (0: there is none)", checkpoint.round, error, last
-            )
+            LOGGER.warning("no checkpoint after round %s: %s. The last one is of round %s (0: none)", checkpoint.round, error, last)
         for old in self.rounds()[:-AT_ONCE]:
             self._path(old).unlink(missing_ok=True)
         return min(self.rounds(), default=0)

@@ -212,32 +212,21 @@ class RunConfig(RunKeys):
         home = [key for key in ("output", "data-path", "model-weights") if str(self[key]).startswith("~")]
         sites, unknown_shape = self.dataset == SITES, [name for name in ("classes", "channels", "image-size") if not self[name]]
         freezes_itself = "freeze-after" in options_by_key(METHODS[self.method])
+        unmeasured = self.rounds == 0 and self.calibrate in (0, AS_METHOD)
         refuse(
-            (self.name and not plain,
-             f"name must be a plain file name that starts with no '.', '-' or '~', but got {short(self.name)}"),
+            (self.name and not plain, f"name must be a plain file name that starts with no '.', '-' or '~', but got {short(self.name)}"),
             (length > LONGEST, f"name must be at most {LONGEST} bytes long, but got {length}: {short(self.name)}"),
-            (self.rounds == 0 and self.calibrate in (0, AS_METHOD),
-             "rounds must be >= 1, but got 0. A run of 0 rounds only measures statistics (re-calibration). It needs calibrate=-1, to "
-             "make all layers exact, and model-weights, the file of the trained network"),
-            (freezes_itself and self.freeze_after > self.rounds > 0,
-             f"freeze-after must not exceed rounds={self.rounds}, but got {self.freeze_after}"),
-            (self.engine == VECTORISED and self.workers > 1,
-             f"engine='vectorised' computes all clients of a cohort in one process, so workers must be 0 or 1, but got {self.workers}"),
-            (self.resume and not (self.checkpoint_every and self.output),
-             "resume needs output and checkpoint-every, with the values of the run that it continues, but got "
-             f"output={self.output!r} and checkpoint-every={self.checkpoint_every}"),
+            (unmeasured, "rounds must be >= 1, but got 0, which only measures statistics: for this set calibrate=-1, and model-weights"),
+            (freezes_itself and self.freeze_after > self.rounds > 0, f"freeze-after must not exceed rounds={self.rounds}"),
+            (self.engine == VECTORISED and self.workers > 1, "engine='vectorised' is one process: set workers to 0 or 1"),
+            (self.resume and not (self.checkpoint_every and self.output), "resume needs output and checkpoint-every, as they were"),
             (self.checkpoint_every and not self.output, "checkpoint-every needs a folder for the run's checkpoints: set output"),
             (home, f"{' and '.join(home)} must not begin with ~, which no shell replaces within quotes: give the full path"),
-            (sites and unknown_shape,
-             f"dataset={SITES!r}: the server has no data from which to read the shape of the model: give {', '.join(unknown_shape)}"),
-            (sites and self.hold_out,
-             f"dataset={SITES!r} has no domains that hold-out could name: leave out hold-out, and start the run without that site"),
-            (self.secure_aggregation and self.client_weights == "data",
-             "under secure aggregation a client announces the samples that it will train on, and client-weights='data' counts all "
-             "samples that it has: set client-weights to 'samples' or 'uniform'"),
-            (self.secure_aggregation and self.unseen_client,
-             "unseen-client makes clients send their own layers without encryption: set unseen-client or secure-aggregation to false"),
-        )  # fmt: skip
+            (sites and unknown_shape, f"dataset={SITES!r}: the server has no data to look at: give {', '.join(unknown_shape)}"),
+            (sites and self.hold_out, f"dataset={SITES!r} has no domains: leave out hold-out, and start the run without that site"),
+            (self.secure_aggregation and self.client_weights == "data", "secure-aggregation needs client-weights samples or uniform"),
+            (self.secure_aggregation and self.unseen_client, "unseen-client sends layers without encryption: leave out secure-aggregation"),
+        )
 
     def _check_parts(self) -> None:
         """Check that the parts of the run can be made, and fit together. Raise ValueError otherwise."""

@@ -46,7 +46,7 @@ def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path, task
         figure, every = plt.subplots(len(ratios), 1, figsize=size, sharex=True, height_ratios=ratios, layout="constrained")
         _metric(every[0], records, task, evaluated_on(config.validation_share, config.changes.split))
         for axes, (label, values), index in zip(every[1:], panels.items(), (4, 2, 6), strict=False):
-            axes.plot(values.keys(), values.values(), color=colour(index), lw=1.2)
+            axes.plot([*values], [*values.values()], color=colour(index), lw=1.2)
             axes.set_ylabel(label)
             axes.set_yscale("log" if index != 4 and any(value > 0 for value in values.values()) else "linear")
         if frozen:
@@ -73,9 +73,9 @@ def in_table(task: Task, value: float) -> str:
 def _metric(axes: Axes, records: Sequence[RoundRecord], task: Task, split: str) -> None:
     values = {r.round: task.scale() * r.evaluation[task.metric] for r in records if task.metric in r.evaluation}
     own = {r.round: [task.scale() * m[task.metric] for m in r.client_evaluation.values()] for r in records if r.client_evaluation}
-    axes.plot(values.keys(), values.values(), **line(0), label=f"{split} {task.metric.replace('-', ' ')}")
+    axes.plot([*values], [*values.values()], **line(0), label=f"{split} {task.metric.replace('-', ' ')}")
     if own:
-        axes.fill_between(own.keys(), [*map(min, own.values())], [*map(max, own.values())], alpha=0.2, lw=0, label="clients, worst to best")
+        axes.fill_between([*own], [*map(min, own.values())], [*map(max, own.values())], alpha=0.2, lw=0, label="clients, worst to best")
         axes.legend(loc="best")
     if values:
         axes.annotate(in_table(task, [*values.values()][-1] / task.scale()), [*values.items()][-1], weight="bold")

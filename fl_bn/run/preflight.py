@@ -60,19 +60,11 @@ def _warn(config: RunConfig, method: Method, model: nn.Module) -> None:
     untouched = method.freezes_statistics(method.phase(1, config.rounds)) and method.shares(Role.STATISTIC)
     unmeasured = config.calibrate == 0 or (config.calibrate == AS_METHOD and config.dp_noise)
     if config.rounds and untouched and unmeasured and not config.model_weights and norms:
-        LOGGER.warning(
-            "%s: the statistics freeze before round 1, with the values of a new network: set freeze-after to 1 or more, calibrate to -1, "
-            "or model-weights to the file of a trained network",
-            config.method,
-        )
+        LOGGER.warning("%s: the statistics freeze before round 1, while they are a new network's: set calibrate=-1", config.method)
     left = start_left(method, config, [layer.momentum for layer in norms.values() if layer.momentum is not None])
     if left > MUCH and config.round_policy().calibrate in (0, AS_METHOD):
-        LOGGER.warning(
-            "%s: the statistics freeze early, while %.0f %% of each running mean and variance comes from the initial values: take more "
-            "local steps, freeze later (freeze-after), or measure the statistics before round 1 (calibrate=-1)",
-            config.method,
-            100 * left,
-        )
+        share = f"{100 * left:.0f} % of each running mean and variance comes from the initial values"
+        LOGGER.warning("%s: the statistics freeze early, while %s: freeze later, or set calibrate=-1", config.method, share)
     defence = config.defence()
     if defence.active and not defence.f:
         LOGGER.warning("statistics-rule and update-rule protect against no attack while declared-byzantine is 0: set it to their number")

@@ -235,15 +235,10 @@ def compute(objects: Mapping[str, MetricObject]) -> dict[str, float]:
     for name, metric in objects.items():
         computed = _computed(name, metric)
         try:
-            value = torch.as_tensor(computed)
+            values[name] = float(torch.as_tensor(computed))
         except (RuntimeError, TypeError, ValueError) as error:
-            what = "None" if computed is None else f"a {type(computed).__name__}"
-            raise ValueError(f"metric {name!r} must compute one number (math.nan: there is none), but computed {what}") from error
-        if value.numel() != 1:
-            raise ValueError(f"metric {name!r} must compute one number, but computed {tuple(value.shape)}: choose an average")
-        if value.is_complex():
-            raise ValueError(f"metric {name!r} must compute one real number, but computed {computed}: return its real part or its size")
-        values[name] = float(value)
+            what = f"a tensor {tuple(computed.shape)}" if isinstance(computed, Tensor) else type(computed).__name__
+            raise ValueError(f"metric {name!r} must compute one real number (math.nan: there is none), but computed {what}") from error
     return values
 
 
