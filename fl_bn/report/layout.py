@@ -12,7 +12,7 @@ from fl_bn.report.cells import GIGABYTES, MEGABYTES, Cell, scale, title
 from fl_bn.report.settings import AVERAGE, SEED, Settings, check_axis
 from fl_bn.task import CLASSIFICATION
 
-NOT_RUN, LEFT_OUT = "not run", "left out"  # texts in entries without runs; LEFT_OUT: the sweep file skips the combination
+NOT_RUN = "not run"  # the text in an entry without runs
 DOMAIN = "domain"  # the axis that `by_domain` adds
 
 
@@ -138,12 +138,6 @@ class Layout:
         for cell in cells:
             groups.setdefault(tuple(cell.at(axis) for axis in axes), []).append(cell)
         return {key: groups[key] for key in sorted(groups, key=lambda key: [places[a][v] for a, v in zip(axes, key, strict=True)])}
-
-    def leaves_out(self, row: str, column: str) -> bool:
-        """Return whether the sweep file skips the combinations in ``row`` and ``column``."""
-        of = [cell for (_, there), cells in self.groups.items() if there == column for cell in cells]
-        where = {axis: of[0].at(axis) for axis in _axes(of) if len(self.values(axis, of)) == 1}
-        return self.settings.leaves_out({**where, self.row_axis: row})
 
     def values(self, axis: str, cells: Sequence[Cell] | None = None) -> list[str]:
         """Return the values of ``cells`` (None: of all readable runs) on ``axis``, in the order of the sweep file.
@@ -283,9 +277,7 @@ def tabulate(layout: Layout, cells: Sequence[Cell]) -> Table:
     for row in layout.rows:
         for column in layout.columns:
             made = layout.entry(layout.groups.get((row, column), ()))
-            instead = LEFT_OUT if not made.runs and layout.leaves_out(row, column) else made.instead
-            paper = numbers.get(row, {}).get(column, "")
-            entries.setdefault(row, {})[column] = replace(made, instead=instead, paper=paper)
+            entries.setdefault(row, {})[column] = replace(made, paper=numbers.get(row, {}).get(column, ""))
     best = {(row, column) for column in layout.columns for row in _best(entries, column, layout)}
     problems = tuple(Problem(cell, why) for cell in cells if (why := _wrong(cell, layout.metric, layout.settings.at)))
     corner = " \\ ".join(part for part in (layout.row_axis, ", ".join(layout.rest)) if part)

@@ -58,7 +58,6 @@ class Settings:
         paper: The paper's numbers.
         notes: A text for the page; empty: none.
         order: The values of each axis, in the order of the sweep file.
-        skip: The combinations that the sweep file skips.
         text: The text of the sweep file.
     """
 
@@ -75,16 +74,7 @@ class Settings:
     paper: Paper = Paper()
     notes: str = ""
     order: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    skip: tuple[Mapping[str, str], ...] = ()
     text: str = ""
-
-    def leaves_out(self, where: Mapping[str, str]) -> bool:
-        """Return whether the sweep skips a combination.
-
-        Args:
-            where: The values of the combination on the axes, as text.
-        """
-        return any(combination.items() <= where.items() for combination in self.skip)
 
 
 def read_settings(folder: Path) -> Settings:
@@ -140,7 +130,6 @@ def parse_settings(tables: Mapping[str, Any], name: str, text: str) -> Settings:
         paper=Paper(paper.get("source", ""), paper.get("note", ""), _numbers(paper.get("numbers", {}))),
         notes=notes.get("text", ""),
         order=_order(tables),
-        skip=_skip(tables.get("skip", [])),
         text=text,
     )
 
@@ -171,12 +160,6 @@ def _order(tables: Mapping[str, Any]) -> dict[str, list[str]]:
                 known = order.setdefault(axis, [])
                 known += [name for name in map(label, values) if name not in known]
     return order
-
-
-def _skip(value: Any) -> tuple[dict[str, str], ...]:
-    if not isinstance(value, list) or not all(isinstance(combination, dict) and combination for combination in value):
-        raise ConfigError(f"skip must be a list of tables as in [{{ AXIS = VALUE }}], but got {value!r}")
-    return tuple({axis: label(at) for axis, at in combination.items()} for combination in value)
 
 
 def _numbers(table: Any) -> dict[str, dict[str, str]]:

@@ -243,6 +243,8 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
     every_keys = [keys, *(values for axis in axes.values() for values in axis.values())]
     _check_report(shown, name, axes, {str(values["task"]) for values in every_keys if "task" in values})
     skip = tuple(chosen.get("skip", tables.get("skip", ())))
+    if not all(isinstance(case, dict) and case for case in skip):
+        raise ConfigError(f"skip must be a list of tables as in [{{ AXIS = VALUE }}], but got {skip!r}")
     for name_ in (name_ for case in skip for name_ in case):
         if name_ not in {*axes, *table_of(tables, "axes"), *run}:  # an axis may be a single value in this variant
             raise ConfigError(unknown("axis in skip:", name_, list(axes)))

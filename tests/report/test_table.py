@@ -167,14 +167,6 @@ numbers = { FixBN = { "1 class" = "54.2" }, HBN = { IID = "77" } }
 """
 
 
-def test_what_the_sweep_leaves_out_is_not_called_not_run(tmp_path: Path) -> None:
-    """GN has no run with one class. Control: a file that leaves out another combination."""
-    for split, said in {"1 class": "left out", "IID": "not run"}.items():
-        file = comparison(tmp_path / said) / "sweep.toml"
-        file.write_text(f"skip = [{{ method = 'GN', split = '{split}' }}]\n{file.read_text()}")
-        assert table_of(file.parent).entries["GN"]["1 class"].instead == said
-
-
 def test_the_formats_by_hand(tmp_path: Path) -> None:
     table = table_of(comparison(tmp_path, PAPER))
     markdown = to_markdown(table).splitlines()
