@@ -355,11 +355,12 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
     classes, channels, size = shape(config)
     source = f"this client's own {own.dataset!r} ({own.path or 'default path'})"
     if (data.channels, data.image_size) != (channels, size):
-        raise ConfigError(f"{source}: expected {channels} channels of {size} x {size}, but got {data.channels} of {data.image_size}")
+        got = f"{data.channels} of {data.image_size} x {data.image_size}"
+        raise ConfigError(f"{source}: expected {channels} channels of {size} x {size} pixels, but got {got}")
     if kind_of(data.y_train) not in (LABELS, MASKS) and data.classes != classes:
         raise ConfigError(f"{source}: expected {classes} values or labels per sample, but got {describe(data.y_train, data.classes)}")
     if data.classes > classes:
-        raise ConfigError(f"{source}: expected labels 0..{classes - 1}, as the run has classes={classes}, but got {data.classes - 1}")
+        raise ConfigError(f"{source}: expected labels 0..{classes - 1}, as the run has classes={classes}, but got up to {data.classes - 1}")
     return data
 
 
