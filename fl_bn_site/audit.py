@@ -129,7 +129,7 @@ def append(folder: Path, entry: Mapping[str, Any], largest: int = LARGEST) -> st
 
         if not folder.is_dir():
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _sync(folder.parent)
+            sync(folder.parent)
         with (folder / LOCK).open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             return _append(folder, entry, largest)
@@ -219,10 +219,11 @@ def _write(path: Path, data: bytes) -> None:
     finally:
         os.close(descriptor)
     if fresh:
-        _sync(path.parent)
+        sync(path.parent)
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
+    """Flush a folder to the disk, so that the names of its new files survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

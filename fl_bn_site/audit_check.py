@@ -14,7 +14,6 @@ from pathlib import Path
 from fl_bn_site.audit import HEAD, START, Line, append, files_in, head_in, lines_in
 
 FORGOTTEN = "forgotten"  # ``message`` and ``decision`` of a line that says that older lines were removed
-NAMED = 5  # the most faults that are described one by one
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,6 @@ def check(folder: Path, noted: str = "") -> Findings:
     lines, head = list(lines_in(folder)), head_in(folder)
     forgotten = _forgotten(lines)
     faults = [*_faults(lines, forgotten), *_end(folder, lines, head)]
-    if len(faults) > NAMED:
-        faults[NAMED:] = [f"and {len(faults) - NAMED} more faults"]
     return Findings(
         len(lines),
         lines[-1].hash if lines else "",

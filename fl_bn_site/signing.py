@@ -7,7 +7,7 @@ signature. The signature covers the time, the nonce, the hash and the run config
 bytes (``statement``). The site builds them from the package and the run config that it has received. It hashes the package,
 but never opens it.
 
-This module imports only the standard library, and ``cryptography`` where a signature is made or checked.
+Apart from ``audit``, this module imports only the standard library, and ``cryptography`` where a signature is made or checked.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from fl_bn_site.audit import sync
 
 KEY = "run-signature"  # the run-config key that holds the signature
 OF_SERVER = (  # keys that a signature does not cover, since the server fills them in when the run starts
@@ -231,7 +233,7 @@ class Accepted:
                 pass
             finally:
                 made.unlink()
-            _sync(self.folder)
+            sync(self.folder)
         try:
             before = json.loads(path.read_text(encoding="utf-8"))["run"]
         except (ValueError, KeyError, TypeError):
@@ -241,15 +243,6 @@ class Accepted:
                 f"the run's signature was used for run {before} already, and a signature is for one run: sign and submit this run again"
             )
         return new
-
-
-def _sync(folder: Path) -> None:
-    """Flush a folder to the disk, so that the names of its new files survive a crash."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _is_of(key: bytes, signature: bytes, signed: bytes) -> bool:

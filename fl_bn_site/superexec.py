@@ -1,10 +1,8 @@
 """Run Flower's ``flower-superexec`` for ClientApps, so that it asks for work five times a second and not once.
 
-Usage: ``python -P superexec.py ARGUMENT... HOST:PORT``. It waits until somebody listens at this address, since Flower
-would log each attempt. No name of Flower is used but that of its program.
+Usage: ``python -P superexec.py ARGUMENT... HOST:PORT``. No name of Flower is used but that of its program.
 """
 
-import socket
 import sys
 import time
 from importlib.metadata import entry_points
@@ -14,10 +12,6 @@ PAUSE, SHORTER = 1.0, 0.2  # seconds that Flower sleeps between two questions, a
 
 def main() -> None:
     """Run the program until it is stopped."""
-    host, _, port = sys.argv[-1].rpartition(":")
-    with socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET) as probe:
-        while probe.connect_ex((host.strip("[]"), int(port))):
-            time.sleep(SHORTER)
     sleep = time.sleep
     time.sleep = lambda seconds: sleep(SHORTER if seconds == PAUSE else seconds)
     sys.argv[0] = "flower-superexec"

@@ -22,8 +22,6 @@ class FleetProxy(grpc.GenericRpcHandler):
     Attributes:
         trees: Id of a message -> the ids of the objects in its answer.
         objects: Id of an object -> its size in bytes, for the objects that were sent.
-        pushed: The size in bytes of each object, in the order sent.
-        requests: The size in bytes of each request that carried answers or objects, with protobuf's framing.
 
     Args:
         server: The server's folder of the kit, which has the certificate that the proxy presents.
@@ -36,8 +34,6 @@ class FleetProxy(grpc.GenericRpcHandler):
         self.channel = grpc.secure_channel(f"127.0.0.1:{fleet}", grpc.ssl_channel_credentials(authority), OPTIONS)
         self.trees: dict[str, set[str]] = {}
         self.objects: dict[str, int] = {}
-        self.pushed: list[int] = []
-        self.requests: list[int] = []
         self._lock = threading.Lock()
         self._server = grpc.server(ThreadPoolExecutor(16), handlers=[self], options=OPTIONS)
         pair = (server / "server.key").read_bytes(), (server / "server.crt").read_bytes()
@@ -73,12 +69,9 @@ class FleetProxy(grpc.GenericRpcHandler):
                 request = PushMessagesRequest.FromString(data)
                 for message, tree in zip(request.messages_list, request.message_object_trees, strict=True):
                     self.trees[message.metadata.reply_to_message_id] = set(_ids(tree))
-                self.requests.append(len(data))
             elif method == "PushObject":
                 pushed = PushObjectRequest.FromString(data)
                 self.objects[pushed.object_id] = len(pushed.object_content)
-                self.pushed.append(len(pushed.object_content))
-                self.requests.append(len(data))
 
 
 def _ids(tree: ObjectTree) -> Iterator[str]:

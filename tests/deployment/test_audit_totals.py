@@ -6,8 +6,6 @@ The server's side is its disclosure.csv. A proxy between each site and the serve
 from __future__ import annotations
 
 import csv
-import json
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 
 from fl_bn_site.audit_report import Report, chosen, report_of
-from tests.deployment.federation import FL_BN, ROOT, SMALL, Federation, check_bits, free_ports
+from tests.deployment.federation import SMALL, Federation, check_bits, free_ports
 from tests.deployment.fleet_proxy import FleetProxy
 from tests.deployment.inner import OTHER, SiteFolder, check
 
@@ -27,7 +25,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "fedtan": {"method": "fedtan"},
     "hbn-secure": {"method": "hbn", "secure-aggregation": True},
 }
-FRAMES = 400  # bytes of protobuf around an object (its SHA-256, ids), and around an answer beside its tree
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +80,7 @@ def test_it_ends_with_the_bits_of_one_in_process(
 
 
 def test_the_log_of_every_site_says_what_the_server_and_the_wire_say(
-    run: tuple[dict[str, Any], str], wired: tuple[Federation, dict[str, FleetProxy]], capsys: pytest.CaptureFixture[str]
+    run: tuple[dict[str, Any], str], wired: tuple[Federation, dict[str, FleetProxy]]
 ) -> None:
     federation, proxies = wired
     name = run[0]["name"]
@@ -103,48 +100,5 @@ def test_the_log_of_every_site_says_what_the_server_and_the_wire_say(
         answers = [entry for entry in entries if entry["message"] != "exchange"]
         wire = {entry["id"]: sum(objects[identity] for identity in proxies[site].trees[entry["id"]]) for entry in answers}
         assert {entry["id"]: entry["message-bytes"] for entry in answers} == wire, "each answer, to the byte"
-        spoilt = {entry["id"]: entry["message-bytes"] + 1 for entry in answers}
-        assert spoilt != wire  # control
-        payload, whole = sum(entry["bytes"] for entry in answers), sum(wire.values())
-        assert payload < whole
-        with capsys.disabled():
-            print(f"\n{name}, {site}: {len(entries)} lines, {payload} bytes of values in {whole} bytes of messages", end="")
-    for entry in entries:
-        assert (entry["decision"], entry["name"], entry["method"]) == (
-            "sent",
-            name,
-            RUNS[name]["method"] if entry["round"] else entry["method"],
-        )
-        assert len(entry["code"]) == 64
-
-
-def test_the_frames_around_the_answers_are_small_and_the_logs_are_whole(wired: tuple[Federation, dict[str, FleetProxy]]) -> None:
-    federation, proxies = wired
-    for site in federation.sites:
-        pushed, requests = proxies[site].pushed, proxies[site].requests
-        assert sum(pushed) > 0
-        trees = 100 * sum(map(len, proxies[site].trees.values()))  # a SHA-256 in hexadecimal digits for each object of an answer
-        assert 0 < sum(requests) - sum(pushed) < FRAMES * len(requests) + trees
-        found = check(log_of(federation, site))
-        assert (found.faults, found.lines > 20) == ((), True)
-
-
-def test_an_answer_that_is_refused_is_a_line_with_the_reason(wired: tuple[Federation, dict[str, FleetProxy]]) -> None:
-    federation, _ = wired
-    (federation.kit / "sites/a/policy.toml").write_text("allow-methods = ['hbn']\n")
-    try:
-        federation.submit({**SMALL, "method": "fedbn", "name": "refused", "wait-timeout": 10.0}).communicate(timeout=300)
-    finally:
-        (federation.kit / "sites/a/policy.toml").unlink()
-    done = subprocess.run(
-        [*FL_BN, "audit", str(federation.kit / "sites/a"), "--run", "refused", "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["totals"] == []
-    assert {one["decision"] for one in told["refused"]} == {"refused"}
-    assert "allow-methods = hbn" in told["refused"][0]["reason"]
+        assert sum(entry["bytes"] for entry in answers) < sum(wire.values())
+        assert check(log_of(federation, site)).faults == ()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,31 +33,6 @@ def test_a_message_whose_process_is_killed_is_done_again(federation: Federation,
     assert out.count("2/2 clients") == 4, out
     reference = in_process(run.config, tmp_path / "reference")
     assert differing(run.rounds.parent / "model.safetensors", reference / "model.safetensors") == []
-
-
-def test_a_process_that_dies_again_costs_its_site_the_round_and_no_more(federation: Federation, tmp_path: Path) -> None:
-    run = Run(federation, tmp_path, "twice")
-    first = run.hang("west")
-    os.kill(first, signal.SIGSEGV)
-    run.asked_again("west", "its process was killed by SIGSEGV")
-    begin = time.monotonic()
-    kill(federation, "west", run.hang("west"))
-    rounds = run.done()
-    wait_until("the round ends", lambda: run.done() > rounds, 250)
-    print(f"round done {time.monotonic() - begin:.1f} s after the first death was known")
-    out = run.end()
-    assert "site west: its process was killed by SIGKILL; that is the second time, and the round goes on without this client" in out
-    assert (out.count("1/2 clients"), out.count("2/2 clients")) == (1, 3), out
-
-
-def test_a_host_that_is_started_again_gives_up_its_predecessor_s_messages(federation: Federation, tmp_path: Path) -> None:
-    run = Run(federation, tmp_path, "restarted")
-    run.hang("east")
-    kill(federation, "east", federation.find("clientapp", "east")[0])
-    seconds = run.asked_again("east", "the program that runs its ClientApps was restarted while it worked on the message")
-    print(f"told after {seconds:.1f} s")
-    assert seconds < SECONDS
-    assert run.end().count("2/2 clients") == 4
 
 
 def test_a_site_whose_host_stays_away_is_left_out_within_seconds(federation: Federation, tmp_path: Path) -> None:

@@ -112,14 +112,6 @@ def test_an_exchange_of_an_own_app_has_the_kit_s_address_and_tls(federation: Fed
     assert any(line and line["message"] == "exchange" and line["name"] == "fedtan" for line in sent), "vectors went over the exchange"
 
 
-def test_an_exchange_without_tls_is_refused_in_a_sentence(federation: Federation, own_app: Path) -> None:
-    with_fedtan(own_app, ", exchange=ExchangeSettings(host='example.org', insecure=True)")
-    out = submitted(federation, own_app, 1, code=1)
-    assert "the app's ExchangeSettings have host='example.org', insecure=True and no certificates, so the layer-wise" in out
-    assert "leave host, insecure out to use the kit's address and certificate" in out
-    assert "listening" not in out
-
-
 def test_an_app_that_does_not_tell_its_rounds_is_said_to(federation: Federation, own_app: Path) -> None:
     (own_app / "myapp/server_app.py").write_text(OTHER_SERVER)
     (own_app / "myapp/client_app.py").write_text(OTHER_CLIENT)
@@ -175,16 +167,3 @@ def test_an_interrupted_run_ends_and_is_to_be_submitted_again(federation: Federa
     assert run["round"] >= 1
     assert "so submit it again" in run["note"]
     assert f"killed cannot be resumed: {AGAIN}" in asked(federation, "resume", "killed", code=2)
-
-
-def test_a_run_ends_with_its_server_s_restart(federation: Federation, own_app: Path) -> None:
-    process = submitting(federation, own_app, 50, "name='restarted'")
-    wait_until("round 1", lambda: rounds_of(federation, "restarted") >= 1, 300, 0.5)
-    federation.stop("server")
-    federation.start("server")
-    out, _ = process.communicate(timeout=240)
-    assert process.returncode == 1, out
-    assert AGAIN in out
-    run = state_of(federation, "restarted")
-    assert (run["status"], "so submit it again" in run["note"]) == ("finished:failed", True)
-    assert "2/2 clients" in submitted(federation, own_app, 1), "the server and its sites go on with the next run"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import ssl
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -14,9 +13,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from fl_bn_site.certificates import make_authority
 from fl_bn_site.packages import Packages
-from tests.deployment.federation import Federation, farewell, wait_until
+from tests.deployment.federation import Federation, wait_until
 from tests.deployment.inner import KitPlan, SiteFolder, commands, create, verify
 from tests.deployment.test_signing import package_of
 
@@ -186,14 +184,6 @@ def listens(address: str, port: int) -> bool:
         return False
 
 
-def handshake(port: int, authority: Path) -> str:
-    """The TLS version agreed on with ``port``. Raises ssl.SSLError, or ConnectionError where nobody speaks TLS."""
-    context = ssl.create_default_context(cafile=str(authority))
-    context.set_alpn_protocols(["h2"])
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as plain, context.wrap_socket(plain, server_hostname="127.0.0.1") as tls:
-        return tls.version() or ""
-
-
 def nodes(port: int, credentials: grpc.ChannelCredentials | None) -> object:
     from flwr.proto.control_pb2 import ListNodesRequest
     from flwr.proto.control_pb2_grpc import ControlStub
@@ -220,48 +210,3 @@ def test_nobody_talks_to_the_server_in_plaintext(federation: Federation) -> None
         assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
     ours = grpc.ssl_channel_credentials((federation.kit / "server/ca.crt").read_bytes())
     assert len(nodes(control(federation), ours).nodes_info) == 1  # type: ignore[attr-defined]  # control: with TLS it answers
-
-
-@pytest.mark.slow
-def test_a_server_of_another_authority_is_not_believed(federation: Federation, tmp_path: Path) -> None:
-    make_authority("another federation", 30).write(tmp_path / "ca.crt", tmp_path / "ca.key")
-    assert handshake(federation.fleet, federation.kit / "sites/a/ca.crt") == "TLSv1.3"
-    with pytest.raises(ssl.SSLCertVerificationError):
-        handshake(federation.fleet, tmp_path / "ca.crt")
-
-
-@pytest.mark.slow
-def test_a_key_that_is_not_registered_is_shut_out(federation: Federation, tmp_path: Path) -> None:
-    subprocess.run(["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", str(tmp_path / "key")], check=True, timeout=60)
-    said = {}
-    for name, key in (("stranger", tmp_path / "key"), ("site", federation.kit / "sites/a/site.key")):
-        argv = ["flower-supernode", "--superlink", f"127.0.0.1:{federation.fleet}", "--max-retries", "2", "--isolation", "process"]
-        argv += ["--root-certificates", str(federation.kit / "server/ca.crt"), "--auth-supernode-private-key", str(key)]
-        argv += ["--clientappio-api-address", f"127.0.0.1:{federation.nodes['a']}"]
-        with (tmp_path / name).open("wb") as out, subprocess.Popen(argv, stdout=out, stderr=out, env=dict(os.environ)) as process:
-            try:
-                wait_until(name, lambda name=name: [w for w in ANSWERS if w in (tmp_path / name).read_text()], 120)
-            finally:
-                farewell(process)
-        said[name] = (tmp_path / name).read_text()
-    assert "No SuperNode found with the given public key" in said["stranger"]
-    assert "SuperNode ID" not in said["stranger"]
-    assert "SuperNode ID" in said["site"]
-
-
-# What a site's policy refuses
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_run_that_the_policy_forbids_is_refused_before_its_code_is_loaded(federation: Federation) -> None:
-    (federation.kit / "sites/a/policy.toml").write_text('allow-methods = ["fedbn"]\n')
-    federation.start("sites/a")
-    wait_until("site a is connected", lambda: "SuperNode ID" in federation.log("sites/a", "supernode"), 240)
-    config = {"model": "mlp", "clients": 1, "rounds": 1, "local-steps": 1, "pictures": False, "evaluate-every": 1}
-    with pytest.raises(RuntimeError, match=r"allow-methods = fedbn, but the run's method is 'fedavg'"):
-        federation.run({**config, "method": "fedavg", "name": "forbidden"})
-    packages = federation.kit / "sites/a/packages"
-    assert not list(packages.glob("*")), "its code was unpacked"
-    federation.run({**config, "method": "fedbn", "name": "allowed"})
-    assert list(packages.glob("*")), "control: an allowed one is"
