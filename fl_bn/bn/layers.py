@@ -197,10 +197,7 @@ class HybridBatchNorm(SharedNorm):
         if not x.numel():  # an expert of a mixture may get no sample of a batch
             return self.normalise_shared(x)
         if x.numel() <= x.shape[1]:
-            raise ValueError(
-                f"HybridBatchNorm needs more than 1 value per channel in training, but got {tuple(x.shape)}: drop batches of one "
-                "sample (DataLoader(..., drop_last=True))"
-            )
+            raise ValueError(f"HybridBatchNorm needs more than 1 value per channel in training, but got {tuple(x.shape)}")
         transformed = inside_transform()
         batch = channel_moments(x if transformed else x.detach())
         if self.observation is not None:

@@ -1,6 +1,7 @@
 """What public reports, other people's apps and attacks broke: one case each, with the right value from plain PyTorch or float64.
 
-The letters are those of the cases. Every test failed before its case was mended (ed712ff).
+The letters are those of the cases. Every test failed before its case was mended (ed712ff). Of the others, G is in ``packaging/test_new.py``
+and ``newest``, R in ``loops/test_frozen.py``; F, Q, S and T are pages (statistics, contract, fine-tune, byzantine).
 """
 
 from __future__ import annotations
@@ -128,6 +129,23 @@ def test_e_a_client_without_a_batch_is_named(caplog: pytest.LogCaptureFixture) -
     (said,) = [record.getMessage() for record in caplog.records if "gave no batch" in record.getMessage()]
     assert "client 0" in said
     assert "drop_last" in said
+
+
+class Ghost(nn.Sequential):
+    """Ghost batch normalisation, in chunks of 8 samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = torch.cat([layer(chunk) for chunk in x.split(8)])
+        return x
+
+
+def test_e_a_chunk_of_one_sample_is_named_with_its_client() -> None:
+    nine = [(torch.randn(9, 3), torch.arange(9) % 2)]
+    with pytest.raises(ValueError, match="more than 1 value per channel") as told:
+        losses(Ghost(*net()), methods.hbn(), [*clients(number=1), nine], 1)
+    assert told.value.__notes__ == ["at client 1, in round 1"]
+    assert "drop_last" not in str(told.value)
 
 
 # Machines
