@@ -32,7 +32,7 @@ from fl_bn_site.membership import former_owner
 NAME = "deployment"  # what Flower calls the SuperLink here
 # how lines of ``flwr`` begin that stand before the reason of an error, or before a log
 PREAMBLE = ("Loading project configuration", "Success", "Creating a new `.gitignore`", "Using SuperLink")
-ANSWER = 300.0  # seconds that ``flwr`` may take to answer; ``flwr run`` sends the whole package
+ANSWER = 120.0  # seconds that ``flwr`` may take to answer; ``flwr run`` sends the whole package
 QUIET = 30.0  # seconds without a line of a log after which the run's status is asked for
 SILENCE = 600.0  # seconds without an answer after which the SuperLink counts as lost
 SUPERLINK = """

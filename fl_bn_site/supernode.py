@@ -7,11 +7,12 @@ without any message. The other waits are at most 0.1 s. No name of Flower is use
 
 Flower 1.25 waits for ever for the answer to a message that it could not receive completely. Where a run ends while its
 message arrives, all later answers are sent one message too late. Here the SuperNode ends in both cases. Whoever keeps the
-site's programs running starts it again, and the server is told within a minute that the message has no answer.
+site's programs running starts it again. In the first case the server is told within a minute that the message has no answer.
 """
 
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +21,8 @@ from importlib.metadata import entry_points
 ASKING = 3.0  # seconds that Flower sleeps between two questions to the server; it sleeps less only while its app works
 IDLE = 60.0  # seconds without a message after which the pause is Flower's again
 SHORTEST = 0.1  # seconds between two looks for the answer of the app, or for a tensor
-LOST = ("Failed to receive message", "Run ID %s is not in `RUNNING` status. Ignoring message")  # how Flower's log begins to tell it
+LOST = "Failed to receive message"  # how Flower's log begins to tell it
+OVER = "Run ID %s is not in `RUNNING` status. Ignoring message"
 
 
 class Pauses:
@@ -43,10 +45,12 @@ class Pauses:
 
 
 def end_when_lost(record: logging.LogRecord, end: Callable[[int], object] = os._exit) -> bool:
-    """End this process if a log record of Flower says that a message is lost. Return True."""
+    """End this process if a log record of Flower says that a message is lost, or that its run is over. Return True."""
     if str(record.msg).startswith(LOST):
         print(f"{record.getMessage()}: the SuperNode ends, to be started again", file=sys.stderr, flush=True)
-        end(1)
+        end(1)  # without a goodbye, so that the server counts the message as lost
+    elif str(record.msg).startswith(OVER):
+        signal.raise_signal(signal.SIGTERM)  # with a goodbye, so that this site is let in again at once
     return True
 
 

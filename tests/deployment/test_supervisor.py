@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -86,11 +87,16 @@ def test_the_supernode_s_pauses_are_short_while_messages_come(monkeypatch: pytes
     assert slept == [3.0, 0.1, 0.5]
 
 
-@pytest.mark.parametrize("said", ["Failed to receive message %s: %s", "Run ID %s is not in `RUNNING` status. Ignoring message %s."])
-def test_a_supernode_whose_message_is_lost_ends(said: str) -> None:
+def test_a_supernode_whose_message_is_lost_or_whose_run_is_over_ends() -> None:
     """With Flower's own words, in 1.25."""
-    codes = list[int]()
-    for message in (said, "Receiving: %s message (ID: %s)"):
-        record = logging.LogRecord("flwr", 20, "", 0, message, ("a", "b"), None)
-        assert supernode.end_when_lost(record, codes.append)
-    assert codes == [1]
+    ended = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: ended.append(number))
+    said = (
+        "Failed to receive message %s: %s",
+        "Run ID %s is not in `RUNNING` status. Ignoring message %s.",
+        "Run ID %s is not in `RUNNING` status. Ignoring reply message %s.",
+    )
+    for message in said:
+        assert supernode.end_when_lost(logging.LogRecord("flwr", 20, "", 0, message, ("a", "b"), None), ended.append)
+    signal.signal(signal.SIGTERM, before)
+    assert ended == [1, signal.SIGTERM]
