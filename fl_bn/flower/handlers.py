@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fl_bn.federation.fields import Values
 from fl_bn.federation.network import Network
-from fl_bn.federation.payload import Payload, Sections, to_numpy, to_tensors
+from fl_bn.federation.payload import Payload, to_numpy, to_tensors
 from fl_bn.federation.recording import Connect
 from fl_bn.federation.schema import KEPT, difference
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
@@ -72,7 +72,7 @@ class MemoryState:
                 return ClientState(round, {section: tensors_of(record) for section, record in own.items()})
         return NOTHING
 
-    def write(self, round: int, sections: Sections) -> None:
+    def write(self, round: int, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Store ``sections`` as the state after ``round``. Of the states from earlier rounds, only the newest is kept."""
         before = self.read(round)
         for section in our_records(self._state, ArrayRecord):
@@ -80,7 +80,7 @@ class MemoryState:
         kept = dict(sections) | {f"{PREVIOUS}{section}": tensors for section, tensors in before.sections.items()}
         for section, tensors in kept.items():
             self._state[OURS + section] = to_record(to_numpy(tensors))
-        owner = {"signature": self._signature, "run": self._run, "round": round, f"{PREVIOUS}round": before.round}
+        owner: dict[str, Any] = {"signature": self._signature, "run": self._run, "round": round, f"{PREVIOUS}round": before.round}
         self._state[OWNER] = ConfigRecord(owner)
 
 
@@ -107,7 +107,7 @@ class FileState:
                 return ClientState(round, sections)
         return NOTHING
 
-    def write(self, round: int, sections: Sections) -> None:
+    def write(self, round: int, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Write the tensors in ``sections`` as the state after ``round``, and delete files that are no longer needed."""
         tensors = {f"{section}/{name}": tensor for section, part in sections.items() for name, tensor in part.items()}
         path = self.folder / f"round-{round:06}.{self.run_id.attempt}{durable.SUFFIX}"

@@ -142,7 +142,7 @@ class SecureSum:
     ) -> None:
         self.grid, self.settings, self.policy, self.timeout, self.shapes, self.once = grid, settings, policy, timeout, shapes, once
         self.trains, self.exact = phase not in (None, Phase.MEASURE), phase is not None and settings.privacy is None
-        self.round, self.levels = header_of(messages[0].content).round, 2**settings.quantization_range
+        self.round, self.levels = header_of(messages[0].content).round, int(2**settings.quantization_range)
         self.least = max(LEAST, settings.threshold_of(len(cohort)))
         if self.trains:
             self.least = max(self.least, policy.min_cohort, math.ceil(policy.min_replies * len(cohort)))
