@@ -18,7 +18,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -106,6 +106,9 @@ class Form(fields.Form):
         """
         record: Any = content.get(self.name)
         return self.read(None if isinstance(record, ArrayRecord) else record)
+
+
+config = partial(Form, "config", others=True)  # a part of fl-bn's config, which may have fields of other parts
 
 
 FOLDER = r"(?![.~ -])[^/\\\x00-\x1f\x7f]{1,255}"
@@ -227,17 +230,14 @@ def evaluated(task: Task) -> Form:
 
 # from the server
 
-RUN = Form(
-    "config",
+RUN = config(
     {
         "run": text(300, f"(?:{NAME.pattern})?", "", "a run NAME/state-XXXXXXXX"),
         "resumes": text(2**20, RESUMES, "", "TOKEN:ROUND,... with one part for each resume"),
         "durable": whole(default=0),
-    },
-    others=True,
+    }
 )
-EXCHANGE = Form(
-    "config",
+EXCHANGE = config(
     {
         "exchange": one_of("grpc", "replay", "local", default=None),
         "exchange-token": text(128, default=None),
@@ -247,39 +247,34 @@ EXCHANGE = Form(
         "exchange-patience": number(0, default=None),
         "exchange-memory": whole(default=0),
         "transcript": text(2**26, default="[]"),
-    },
-    others=True,
+    }
 )
 SUM_OF, REPLY, EVALUATION = "secagg-of", "reply", "evaluation"  # the kinds of secure sums
 WEIGHED = ("secagg-update-weight", "secagg-statistics-weight", "secagg-samples-weight")
-SECURE = Form(
-    "config",
+SECURE = config(
     {
         SUM_OF: one_of(REPLY, EVALUATION, default=REPLY),
         **dict.fromkeys(WEIGHED, whole(default=None)),
         "dp-clip": number(0, default=None),
         "dp-statistics-clip": number(0, default=None),
         "dp-noise": number(0, default=None),
-    },
-    others=True,
+    }
 )
 HISTORY_ROUNDS, HISTORY_HASHES = "secagg-rounds", "secagg-told"  # rounds, and a hash of each one's instruction: see secagg.instructions
 ROUNDS = 2**16  # the most rounds in a history
 HASHES = {HISTORY_ROUNDS: wholes(ROUNDS, default=None), HISTORY_HASHES: data(32 * ROUNDS, default=None)}
-WEIGHTS = Form("config", dict.fromkeys(WEIGHED, whole()), others=True)  # in messages that ask for a masked vector
-COMBINED_HISTORY = Form("config", HASHES, others=True)
-NOISE = Form("config", {"dp-clip": number(0), "dp-statistics-clip": number(0), "dp-noise": number(0)}, others=True)
-TO_TRAIN = Form(
-    "config",
+WEIGHTS = config(dict.fromkeys(WEIGHED, whole()))  # in messages that ask for a masked vector
+COMBINED_HISTORY = config(HASHES)
+NOISE = config({"dp-clip": number(0), "dp-statistics-clip": number(0), "dp-noise": number(0)})
+TO_TRAIN = config(
     {
         "learning-rate": number(0),
         "rate-share": number(0, 1, default=1.0),
         "objective": text(1000, default=""),
         "counted": whole(default=None),
-    },
-    others=True,
+    }
 ).and_also(RUN, EXCHANGE, SECURE)
-TO_MEASURE = RUN.and_also(Form("config", {"measured": one_of(*MEASURED, default=INPUTS)}, others=True), EXCHANGE, SECURE)
+TO_MEASURE = RUN.and_also(config({"measured": one_of(*MEASURED, default=INPUTS)}), EXCHANGE, SECURE)
 TO_SAVE = RUN.and_also(Form("config", {"save": text(255, FOLDER, wanted="a file name")}))
 TO_EVALUATE = TO_TELL = RUN
 TO_MEET = EXCHANGE
