@@ -105,9 +105,6 @@ class Momentum:
         shared: The names of the parameters that the clients share.
         received: The tensors of the instruction: section -> name -> tensor.
         kept: The tensors of section ``optimizer`` in the client's state.
-
-    Attributes:
-        after: The buffers at the end of training. Empty until then.
     """
 
     def __init__(
@@ -115,24 +112,32 @@ class Momentum:
     ) -> None:
         self._shares, self._sections = settings.maintain == "global", SECTIONS[settings.optimizer]
         self._parameters, self._shared, self._received, self._kept = parameters, shared, received, kept
-        self.after: Buffers = {}
+        self._after: Buffers = {}
 
-    @property
-    def before(self) -> Buffers:
-        """Return the buffers at the start of the round."""
-        buffers = from_kept(self._kept)
+    def load(self, optimizer: Optimizer) -> None:
+        """Load the buffers of earlier rounds. A parameter for which one of its buffers is missing starts without buffers."""
+        buffers: Buffers = {}
+        for entry, tensor in self._kept.items():
+            key, _, name = entry.partition("/")
+            buffers.setdefault(key, {})[name] = tensor
         if self._shares:
             for key, section in self._sections.items():
                 buffers[key] = buffers.get(key, {}) | self._received[section]
-        return buffers
-
-    def load(self, optimizer: Optimizer) -> None:
-        """Load the buffers of earlier rounds into ``optimizer``."""
-        load_buffers(optimizer, self._parameters, self.before)
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, parameter in self._parameters.items():
+            if buffers and id(parameter) in mine and all(name in of for of in buffers.values()):
+                state = {key: of[name].to(parameter, copy=True) for key, of in buffers.items()}
+                if "step" in state:  # torch counts on the CPU, in float32
+                    state["step"] = state["step"].reshape(()).float().cpu()
+                optimizer.state[parameter] = state
 
     def keep(self, optimizer: Optimizer) -> None:
-        """Store the buffers of ``optimizer`` after training."""
-        self.after = buffers_of(optimizer, self._parameters, self._sections)
+        """Copy the buffers of ``optimizer`` after training. A parameter that it never updated has none."""
+        self._after = {key: {} for key in self._sections}
+        for name, parameter in self._parameters.items():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if key in self._after and value is not None:
+                    self._after[key][name] = torch.as_tensor(value).detach().clone()
 
     def to_send(self, state: Named) -> Sections:
         """Return section -> name -> buffer to send to the server, in the dtypes of the model's ``state``.
@@ -141,58 +146,10 @@ class Momentum:
         """
         if not self._shares:
             return {}
-        new = {section: {n: t.to(state[n].dtype) for n, t in self.after.get(key, {}).items()} for key, section in self._sections.items()}
+        new = {section: {n: t.to(state[n].dtype) for n, t in self._after.get(key, {}).items()} for key, section in self._sections.items()}
         return {section: {**self._received[section], **own} for section, own in new.items()}
 
     def to_keep(self) -> dict[str, Tensor]:
         """Return the buffers that the client keeps, as section ``optimizer`` of its state: all, or those that it does not send."""
         sent = self._shared if self._shares else ()
-        return to_kept({key: {name: t for name, t in of.items() if name not in sent} for key, of in self.after.items()})
-
-
-def load_buffers(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Load ``buffers`` into ``optimizer``. A parameter for which one of the buffers is missing starts without buffers.
-
-    Args:
-        optimizer: The optimiser.
-        parameters: Name -> parameter.
-        buffers: Torch's name of the buffer -> parameter's name -> buffer.
-    """
-    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for name, parameter in parameters.items():
-        if buffers and id(parameter) in mine and all(name in of for of in buffers.values()):
-            state = {key: of[name].to(parameter, copy=True) for key, of in buffers.items()}
-            if "step" in state:  # torch counts on the CPU, in float32
-                state["step"] = state["step"].reshape(()).float().cpu()
-            optimizer.state[parameter] = state
-
-
-def buffers_of(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, str]) -> Buffers:
-    """Return copies of the optimiser's buffers, such as momentum, by kind and parameter.
-
-    Args:
-        optimizer: The optimiser.
-        parameters: Name -> parameter.
-        kinds: A mapping whose keys are torch's names of the buffers to return, such as ``SECTIONS["sgd"]``.
-
-    Returns:
-        Torch's name of the buffer -> parameter's name -> buffer. A parameter that the optimiser never updated has no entry.
-    """
-    state = {name: optimizer.state.get(p, {}) for name, p in parameters.items()}
-    return {
-        key: {name: torch.as_tensor(of[key]).detach().clone() for name, of in state.items() if of.get(key) is not None} for key in kinds
-    }
-
-
-def to_kept(buffers: Buffers) -> dict[str, Tensor]:
-    """Return ``buffers`` as one section of a client's kept state: ``buffer/parameter`` -> tensor."""
-    return {f"{key}/{name}": tensor for key, of in buffers.items() for name, tensor in of.items()}
-
-
-def from_kept(kept: Mapping[str, Tensor]) -> Buffers:
-    """Return the buffers of a section that ``to_kept`` made. This function is the inverse of ``to_kept``."""
-    buffers: Buffers = {}
-    for entry, tensor in kept.items():
-        key, _, name = entry.partition("/")
-        buffers.setdefault(key, {})[name] = tensor
-    return buffers
+        return {f"{key}/{name}": t for key, of in self._after.items() for name, t in of.items() if name not in sent}
