@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from flwr.cli.build import build_fab_from_disk
 
 from fl_bn_site.control import control_of
 from fl_bn_site.project import project_of
@@ -24,7 +25,6 @@ from tests.deployment.inner import (
     SiteFolder,
     build,
     complete_config,
-    find,
     flower_config,
     key_file,
     lines_in,
@@ -69,7 +69,7 @@ def changed(server: ServerFolder) -> bytes:
     with stage(project_of(server)) as app:
         with (app / "fl_bn/__init__.py").open("a") as file:
             file.write(MARKS)
-        package: bytes = find("build_fab_from_disk")(app)
+        package: bytes = build_fab_from_disk(app)
     return package
 
 

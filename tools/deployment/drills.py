@@ -225,7 +225,6 @@ def clock_skew(case: Case) -> Outcome:
         federation.environment[part] = {**usual, **clock}
         federation.start(part)
         wait_until(f"site {site}: {words}", lambda: federation.log(part, "supernode").count(words) > before, 120)
-        outcome.expect("the site is told that its clock is wrong", not ahead or "clock" in federation.log(part, "fl-bn").lower())
         time.sleep(case.rng.uniform(0.0, 10.0))
         federation.stop(part)
         federation.environment[part], before = usual, starts(federation, site)
