@@ -23,17 +23,8 @@ def simple_cnn(classes: int, channels: int, image_size: int) -> nn.Module:
     1,024 inputs at the paper's 32 pixels.
     """
     check_size("simple-cnn", image_size, 8)
-    return nn.Sequential(
-        OrderedDict(
-            block1=_convolution(channels, 16, pool=True),
-            block2=_convolution(16, 32, pool=True),
-            block3=_convolution(32, 64, pool=True),
-            flatten=nn.Flatten(),
-            hidden=nn.Linear(64 * (image_size // 8) ** 2, 128),
-            relu=nn.ReLU(),
-            head=nn.Linear(128, classes),
-        )
-    )
+    blocks, hidden = _blocks(channels), nn.Linear(64 * (image_size // 8) ** 2, 128)
+    return nn.Sequential(OrderedDict(**blocks, hidden=hidden, relu=nn.ReLU(), head=nn.Linear(128, classes)))
 
 
 def digits_cnn_small(classes: int, channels: int, image_size: int) -> nn.Module:
@@ -44,16 +35,8 @@ def digits_cnn_small(classes: int, channels: int, image_size: int) -> nn.Module:
     RGB. The BatchNorm after the linear layer sees one value per image and channel, so label skew affects it most.
     """
     check_size("digits-cnn-small", image_size, 8)
-    return nn.Sequential(
-        OrderedDict(
-            block1=_convolution(channels, 16, pool=True),
-            block2=_convolution(16, 32, pool=True),
-            block3=_convolution(32, 64, pool=True),
-            flatten=nn.Flatten(),
-            hidden=_linear(64 * (image_size // 8) ** 2, 64),
-            head=nn.Linear(64, classes),
-        )
-    )
+    blocks, hidden = _blocks(channels), _linear(64 * (image_size // 8) ** 2, 64)
+    return nn.Sequential(OrderedDict(**blocks, hidden=hidden, head=nn.Linear(64, classes)))
 
 
 def mlp(classes: int, channels: int, image_size: int) -> nn.Module:
@@ -135,13 +118,13 @@ def resnet20(classes: int, channels: int, image_size: int) -> nn.Module:
     return model
 
 
-def _convolution(before: int, after: int, *, pool: bool) -> nn.Sequential:
-    layers: OrderedDict[str, nn.Module] = OrderedDict(
-        conv=nn.Conv2d(before, after, kernel_size=3, padding=1, bias=False), norm=nn.BatchNorm2d(after), relu=nn.ReLU()
-    )
-    if pool:
-        layers["pool"] = nn.MaxPool2d(2)
-    return nn.Sequential(layers)
+def _blocks(channels: int) -> dict[str, nn.Module]:
+    """Make three convolutions, each with BatchNorm, ReLU and pooling, and flatten what they compute."""
+    blocks: dict[str, nn.Module] = {}
+    for number, (before, after) in enumerate(((channels, 16), (16, 32), (32, 64)), 1):
+        conv = nn.Conv2d(before, after, kernel_size=3, padding=1, bias=False)
+        blocks[f"block{number}"] = nn.Sequential(OrderedDict(conv=conv, norm=nn.BatchNorm2d(after), relu=nn.ReLU(), pool=nn.MaxPool2d(2)))
+    return {**blocks, "flatten": nn.Flatten()}
 
 
 def _linear(before: int, after: int) -> nn.Sequential:
