@@ -174,19 +174,16 @@ def test_masks_are_counted_by_pixel_and_divided_without_their_labels() -> None:
         ({"kind": "classes", "parameter": 11}, "11"),
         ({"kind": "classes", "parameter": 2, "clients": 500}, "clients"),
         ({"kind": "dirichlet", "parameter": 0}, "positive"),
-        ({"kind": "dirichlet", "parameter": 0.5, "clients": 301}, "min_samples"),
+        ({"kind": "dirichlet", "parameter": 0.5, "clients": 301}, "301 clients"),
         ({"kind": "similarity", "parameter": 1.1}, "1.1"),
         ({"kind": "similarity", "parameter": float("nan")}, "nan"),
         ({"kind": "table", "parameter": 4, "clients": 6}, "5 clients"),
-        ({"kind": "table", "parameter": 4, "labels": BALANCED % 9}, "9 classes"),
+        ({"kind": "table", "parameter": 4, "labels": BALANCED % 9}, "of 9"),
         ({"kind": "domain"}, "domains"),
-        (
-            {"kind": "natural", "domains": np.arange(600) % 4},
-            "4",
-        ),
+        ({"kind": "natural", "domains": np.arange(600) % 4}, "4"),
         ({"sizes": "similar"}, "'similar'"),
         ({"kind": "dirichlet", "labels": np.zeros((600, 2, 3), dtype=int)}, "(2, 3)"),
-        ({"kind": "domain", "domains": np.arange(600) % 6}, "6 clients"),
+        ({"kind": "domain", "domains": np.arange(600) % 6}, "6 domains"),
     ],
 )
 def test_wrong_arguments_are_refused_with_the_reason(arguments: dict[str, Any], message: str) -> None:
