@@ -123,8 +123,8 @@ def segmentation(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor
     Raises:
         ValueError: ``y`` does not hold one mask of the images' size for each image.
     """
-    if y.shape != (x.shape[0], *x.shape[2:]):
-        raise ValueError(f"augment 'segmentation' needs masks of the images' size, but got {tuple(y.shape)}: use 'flip' for labels")
+    if y.shape != (wanted := (x.shape[0], *x.shape[2:])):
+        raise ValueError(f"augment 'segmentation' needs masks {wanted}, but got {tuple(y.shape)}: use 'flip' for labels")
     chosen = torch.from_numpy(rng.random(len(x)) < 0.5)
     mirrored_x, mirrored_y = chosen.to(x.device).view(-1, 1, 1, 1), chosen.to(y.device).view(-1, 1, 1)
     return torch.where(mirrored_x, x.flip(-1), x), torch.where(mirrored_y, y.flip(-1), y)

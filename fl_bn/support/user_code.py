@@ -129,7 +129,7 @@ def function(what: str, name: str, modules: Modules | None = None) -> Callable[.
     value = getattr(module, function_name, None)
     if not callable(value):
         public = [key for key, member in vars(module).items() if inspect.isfunction(member) and not key.startswith("_")]
-        raise ValueError(f"{what} {name!r}: expected a function in {module_name}, which has {', '.join(public) or 'none'}")
+        raise ValueError(f"{what}: {module_name} has no function {function_name!r}, but has {', '.join(public) or 'none'}")
     if modules is not None:  # a module also holds what it imported: ``from os import system``
         _check(modules, what, name, str(getattr(value, "__module__", None)))
     return value  # type: ignore[no-any-return]

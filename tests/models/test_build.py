@@ -77,7 +77,7 @@ def test_torchvisions_by_name(name: str) -> None:
 
 
 def test_torchvisions_take_colour_only() -> None:
-    with pytest.raises(ValueError, match=r"resnet18 takes images of 3 channels, but these have 1"):
+    with pytest.raises(ValueError, match=r"resnet18 takes 3 channels, but these data have 1"):
         build("resnet18", classes=10, channels=1)
 
 
@@ -105,7 +105,7 @@ def test_dropout_layers_can_be_switched_off() -> None:
 
 
 def test_a_network_without_an_output_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1 output"):
+    with pytest.raises(ValueError, match="at least 1 class"):
         build("mlp", classes=0)
     assert build("mlp", classes=1)(torch.zeros(2, 3, 32, 32)).shape == (2, 1)  # of a regression
 
