@@ -55,14 +55,13 @@ def load(copy: Copy, instruction: Instruction, kept: ClientState, objective: Obj
     arrays = {section: to_numpy(tensors) for section, tensors in instruction.sections.items()}
     if instruction.signature and (mine := network.signature) != instruction.signature:
         raise ValueError(
-            f"the server's model has signature {instruction.signature}, but this client's has {mine}: "
-            f"{schema.difference(expected, arrays)}. Give the server's network, converted for its method: convert(model, method). Here "
-            f"the method is {method.name}"
+            f"the server's model has signature {instruction.signature}, but this client's, converted for {method.name}, has {mine} "
+            f"({schema.difference(expected, arrays)}): give the server's network, converted for its method"
         )
     if kept.signature not in ("", network.signature):
         raise ValueError(
-            f"kept is the state of a client with another network or method: its signature is {kept.signature}, but that of the network "
-            f"converted for {method.name} is {network.signature}. Give what round.reply returned for this network and method, or no state"
+            f"kept has the signature {kept.signature}, but the network converted for {method.name} has {network.signature}: give what "
+            "round.reply returned for this network and method, or no state"
         )
     untold = "none, without control variates" if objective.travels and CONTROL not in instruction.sections else ""
     if instruction.trains and (theirs := instruction.objective or untold) and theirs != objective.described:

@@ -104,9 +104,8 @@ class Clients:
         yield
         if before != [(id(p.grad), -1 if p.grad is None else p.grad._version) for p in self.given]:
             raise ValueError(
-                "the loss gave gradients to the network that was given to the federation, but each client trains a copy: the loss would "
-                "not change with the weights. Put such a term into the network's output, write a loop of your own (docs/how-to/loop.md), "
-                "or, if this network is a teacher, call it under torch.no_grad()"
+                "the loss gave gradients to the network that was given to the federation, but each client trains a copy: put such a term "
+                "into the network's output, or call a teacher under torch.no_grad()"
             )
 
     def instruction(self, client: int, instruction: Instruction) -> Instruction:
@@ -216,9 +215,8 @@ def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -
     foreign = sum(id(p) not in given for p in mine)
     if foreign or not mine:
         raise ValueError(
-            f"optimizer must update the parameters that it is given, and no others, but {foreign} of the {len(mine)} "
-            f"parameters of its {type(optimizer).__name__} are others: make the optimiser anew from the argument, such as "
-            "lambda parameters: SGD(parameters, lr=0.1)"
+            f"optimizer must update the parameters that it is given, and no others, but {foreign} of the {len(mine)} of its "
+            f"{type(optimizer).__name__} are others: make it from the argument, as in lambda parameters: SGD(parameters, lr=0.1)"
         )
 
 
