@@ -30,12 +30,12 @@ from fl_bn.methods import METHODS, StatisticsReport
 from fl_bn.objectives import OBJECTIVES
 
 ROUNDS, CLIENTS = 3, 3
-OF_CLIENT = ("client", "samples", "steps", "loss", "distance", "before", "after")
+OF_CLIENT = ("client", "samples", "steps", "loss", "distance")
 OF_DRIFT = ("largest", "layer", "min_var", "growth")
 OF_ROUND = ("round", "phase", "learning_rate", "aggregated", "loss", "evaluation", "client_evaluation", "own_metrics")
 TABLES = {
     "rounds.csv": ("round", "phase", "learning-rate", "accepted", "loss", "accuracy", "accuracy-std", "test-loss", "min-var", "drift"),
-    "clients.csv": ("client", "samples", "steps", "loss", "distance", "accuracy-before", "accuracy-after", "accuracy", "test-loss"),
+    "clients.csv": ("client", "samples", "steps", "loss", "distance", "accuracy", "test-loss"),
 }
 STRATEGIES = {"fedavg": "FedAvgBN", "fixbn": "FixBN", "fedbn": "FedBN", "silobn": "SiloBN", "hbn": "HBN", "fbn": "FBN", "fedtan": "FedTAN"}
 STRATEGIES |= {"fedtan2": "FedTAN2", "fedavg-alg2": "FedAvgAlg2"}
