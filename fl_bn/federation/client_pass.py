@@ -170,8 +170,10 @@ def in_order(model: nn.Module, layers: Collection[str], inputs: Inputs, forward:
 
     with _watched(model, layers, reached):
         forward(model, few)
-    if not order or len(order) > len(set(order)):
-        return "it uses no BatchNorm layer, or one more than once", []
+    if not order:
+        return "no BatchNorm layer runs", []
+    if twice := [layer for place, layer in enumerate(order) if layer in order[:place]]:
+        return f"the network uses BatchNorm layer {twice[0]!r} more than once", []
     own = sum(part.numel() * part.element_size() for part in tensors_in(few))
     held, elements, batches = (HELD * max(sizes) + own) / max(1, _elements(few)), 0, list[Any]()
     for x in inputs():  # once: the next iteration of a loader may draw other batches

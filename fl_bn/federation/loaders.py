@@ -37,8 +37,8 @@ def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
     if loaders or not iterable or (again and isinstance(loader, Iterator)):
         what = f"a {type(loader).__name__}{' of loaders' if loaders else ''}"
         raise ValueError(
-            f"{whose}: expected batches that can be iterated over in every round, but got {what}: give a list of batches, a DataLoader or "
-            "SeededBatches"
+            f"{whose}: expected batches that can be iterated over again in every round, but got {what}: give a list of batches, a "
+            "DataLoader or SeededBatches"
         )
 
 

@@ -122,7 +122,7 @@ def test_a_client_before_its_first_round_has_the_server_s_start() -> None:
     server[1].running_mean.fill_(3)  # type: ignore[operator,union-attr]
     fresh = client_model(net(), made, server_state(server, made, rounds=1).instruction())
     assert float(fresh[1].running_mean.mean()) == 3  # type: ignore[index]
-    with naming("Give the server's network"):
+    with naming("give the server's network"):
         client_model(net(), FEDAVG, server_state(server, made, rounds=1).instruction())
 
 
