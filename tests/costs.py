@@ -217,9 +217,9 @@ MANY = (
 """Tests with many slow cases. About one of three runs in ``.ci/run``; the others are nightly."""
 
 DRILLS = (
-    "tests/deployment/test_audit_totals.py::test_it_ends_with_the_bits_of_one_in_process[fedbn]",
-    "tests/deployment/test_audit_totals.py::test_it_ends_with_the_bits_of_one_in_process[fedtan]",
-    "tests/deployment/test_audit_totals.py::test_it_ends_with_the_bits_of_one_in_process[hbn]",
+    "tests/deployment/test_audit_totals.py::test_the_log_of_every_site_says_what_the_server_says[fedbn]",
+    "tests/deployment/test_audit_totals.py::test_the_log_of_every_site_says_what_the_server_says[fedtan]",
+    "tests/deployment/test_audit_totals.py::test_the_log_of_every_site_says_what_the_server_says[hbn]",
     "tests/deployment/test_dead_apps.py::test_a_message_whose_process_is_killed_is_done_again",
     "tests/deployment/test_federation.py::test_a_deployed_run_ends_with_the_bits_of_one_in_process",
     "tests/deployment/test_federation.py::test_a_site_s_policy_bounds_its_evaluations",

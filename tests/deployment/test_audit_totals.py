@@ -1,22 +1,20 @@
-"""Deployed runs, on real processes: their models are those of one process, and a site's audit log says what server and wire say.
+"""Deployed runs, on real processes: their models are those of one process, and a site's audit log says what the server says.
 
-The server's side is its disclosure.csv. A proxy between each site and the server counts the bytes on the wire.
+The server's side is its disclosure.csv, and what Flower's SuperLink counts.
 """
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fl_bn_site.audit_report import Report, chosen, report_of
-from tests.deployment.federation import SMALL, Federation, check_bits, free_ports
-from tests.deployment.fleet_proxy import FleetProxy
-from tests.deployment.inner import OTHER, SiteFolder, check
+from tests.deployment.federation import SMALL, Federation, check_bits
+from tests.deployment.inner import OTHER, ServerFolder, SiteFolder, check, status
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 RUNS: dict[str, dict[str, Any]] = {
@@ -28,16 +26,10 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def wired(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Federation, dict[str, FleetProxy]]]:
-    """A federation whose sites reach the server through a proxy each."""
-    with ExitStack() as stack:
-        federation = stack.enter_context(Federation(tmp_path_factory.mktemp("audit")))
-        proxies = {}
-        for site, port in zip(federation.sites, free_ports(30)[-len(federation.sites) :], strict=True):  # not those of the federation
-            federation.edit(f"sites/{site}", {"superlink": f"127.0.0.1:{port}"})
-            proxies[site] = stack.enter_context(FleetProxy(federation.kit / "server", federation.fleet, port))
-        federation.start_all()
-        yield federation, proxies
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    with Federation(tmp_path_factory.mktemp("audit")) as running:
+        running.start_all()
+        yield running
 
 
 def log_of(federation: Federation, site: str) -> Path:
@@ -66,25 +58,12 @@ def disclosed(file: Path, site: str) -> dict[str, list[int]]:
     return found
 
 
-@pytest.fixture(scope="module", params=RUNS)
-def run(request: pytest.FixtureRequest, wired: tuple[Federation, dict[str, FleetProxy]]) -> tuple[dict[str, Any], str]:
-    """A run of ``RUNS`` and its output."""
-    config = {**SMALL, **RUNS[request.param], "evaluate-every": 1, "name": request.param}
-    return config, wired[0].run(config)
-
-
-def test_it_ends_with_the_bits_of_one_in_process(
-    run: tuple[dict[str, Any], str], wired: tuple[Federation, dict[str, FleetProxy]], tmp_path: Path
-) -> None:
-    check_bits(wired[0], *run, tmp_path)
-
-
-def test_the_log_of_every_site_says_what_the_server_and_the_wire_say(
-    run: tuple[dict[str, Any], str], wired: tuple[Federation, dict[str, FleetProxy]]
-) -> None:
-    federation, proxies = wired
-    name = run[0]["name"]
-    objects = {identity: size for proxy in proxies.values() for identity, size in proxy.objects.items()}
+@pytest.mark.parametrize("name", RUNS)
+def test_the_log_of_every_site_says_what_the_server_says(name: str, federation: Federation, tmp_path: Path) -> None:
+    """Section by section; and in all what Flower's SuperLink has counted, whose requests have some bytes more."""
+    config = {**SMALL, **RUNS[name], "evaluate-every": 1, "name": name}
+    check_bits(federation, config, federation.run(config), tmp_path)
+    sent = 0
     for site in federation.sites:
         entries = list(chosen(log_of(federation, site), name))
         counted = by_section(report_of(entries))
@@ -96,9 +75,7 @@ def test_the_log_of_every_site_says_what_the_server_and_the_wire_say(
             server["exchange"][2] = 0
         assert counted == server, site
         assert (("exchange" in counted), ("masked" in counted)) == (name in ("fedtan", "hbn"), name == "hbn-secure")
-
-        answers = [entry for entry in entries if entry["message"] != "exchange"]
-        wire = {entry["id"]: sum(objects[identity] for identity in proxies[site].trees[entry["id"]]) for entry in answers}
-        assert {entry["id"]: entry["message-bytes"] for entry in answers} == wire, "each answer, to the byte"
-        assert sum(entry["bytes"] for entry in answers) < sum(wire.values())
         assert check(log_of(federation, site)).faults == ()
+        sent += sum(entry["message-bytes"] for entry in entries if entry["message"] != "exchange")
+    (run,) = (run for run in status(ServerFolder.read(federation.kit / "server")).runs if run.name == name)
+    assert sent < run.received < 1.03 * sent
