@@ -9,12 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fl_bn.bn.conversion import check_complete
 from fl_bn.bn.copying import copied
 from fl_bn.federation.composition import OBJECTS, check_rates
 from fl_bn.federation.engines.clients import check_parameters
@@ -90,21 +88,6 @@ ARGUMENTS: Fits = {
     "test": (lambda value: value is not None, "batches"),
 }
 """The arguments of ``Federation``. Of those that may differ from client to client, each client's value must fit."""
-
-
-def check_network(model: nn.Module) -> None:
-    """Check that clients can train copies of a network.
-
-    Raises:
-        ValueError: The network has a lazy layer or a tensor on the meta device.
-    """
-    check_complete(model)
-    empty = [name for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor) and tensor.is_meta]
-    refuse(
-        (empty,
-         f"{''.join(empty[:1])} is on the meta device, so it has a shape, but no values: give the network values first, by "
-         "model.to_empty(device='cpu') and model.load_state_dict(...)"),
-    )  # fmt: skip
 
 
 class Trials:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fl_bn.bn.conversion import check_complete
 from fl_bn.bn.copying import copied
 from fl_bn.bn.roles import buffers_in_words, inputs_like
 from fl_bn.federation.arguments import (
@@ -24,7 +25,6 @@ from fl_bn.federation.arguments import (
     Metrics,
     PerClient,
     Trials,
-    check_network,
     each,
     own_tests,
     same_rate,
@@ -145,7 +145,7 @@ class Federation:
             check_not_one_batch(f"client {number}", loader, own_task)
             if self.tests is not None:
                 check_not_one_batch(f"test of client {number}", self.tests[number], own_task)
-        check_network(model)
+        check_complete(model)
         where = inputs_like(model).device if device is None else torch.device(device)
         trials = Trials(model, makers, objective)
         base = trials.rate

@@ -83,11 +83,6 @@ def with_one_more(parameters: Any) -> SGD:
     return SGD([*parameters, nn.Parameter(torch.zeros(1))], lr=0.1)
 
 
-def without_values() -> nn.Module:
-    with torch.device("meta"):
-        return net()
-
-
 ONCE: dict[str, Callable[[], Any]] = {
     "generator": lambda: (batch for batch in batches()),
     "list_iterator": lambda: iter(batches()),
@@ -123,7 +118,6 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "method by name": ({"method": "fbn"}, "method"),
     "server_optimizer by name": ({"server_optimizer": "fedadam"}, "server_optimizer"),
     "model that is a function": ({"model": print}, "model"),
-    "model without values": ({"model": without_values()}, "meta"),
     "model with a lazy layer": ({"model": nn.Sequential(nn.LazyLinear(2))}, "LazyLinear"),
     "model with nothing to train": ({"model": net().requires_grad_(False)}, "requires_grad"),
     "objective that FedTAN cannot follow": ({"method": methods.fedtan(), "objective": Scaffold()}, "objective"),
