@@ -2,21 +2,17 @@
 
 Overcoming the Challenges of Batch Normalization in Federated Learning, Guerraoui et al., Algorithm 2.
 
-The statistics of the round before are constants in training. Clients report moments of their data. The server
-pools these moments and moves the shared statistics towards them, as BatchNorm's running update does. With
-``momentum`` and one local step this is Algorithm 2 exactly, also for unequal batches.
+Clients report moments of their data. The server pools them and moves the shared statistics towards them, by
+the share ``tracking`` of the difference (``follow``), whatever the number of local steps. With several steps,
+only the first batch of a round passes through the shared weights. The share falls with the learning rate,
+because the weights then change less. With ``momentum`` and one local step this is Algorithm 2 exactly, also
+for unequal batches.
 
-By default each round moves the shared statistics towards the pooled moments, by the share ``tracking`` of the difference
-(``follow``). The share does not depend on the number of local steps. It falls with the learning rate, because
-the weights then change less. With several local steps, only the first batch of a round passes through the shared
-weights. Later batches pass through weights that the client has changed.
-
-Within a round the statistics are constants, so the gradient ignores their later change. That change undoes part of the
-step (Batch Normalization, Ioffe and Szegedy, ICML 2015, section 2). If the statistics were replaced in every round, the
-scale of activations would grow from round to round, and the accuracy would fall. So each round moves the statistics
-only part of the way to the measured moments (``follow``), in FBN and in HBN. This part shrinks as a layer's scale grows beyond the
-scale that ``federation.unit_scale`` set (``slowdown``). At ``LIMIT`` times that scale the statistics no longer change, so the
-gradient is then exact.
+Within a round the statistics are constants, so the gradient ignores their later change. That change undoes
+part of the step (Batch Normalization, Ioffe and Szegedy, ICML 2015, section 2). If each round replaced the
+statistics, the scale of activations would grow, and the accuracy would fall. So the share also shrinks as a
+layer's scale grows beyond that of ``federation.unit_scale`` (``slowdown``). At ``LIMIT`` times that scale the
+statistics no longer change, and the gradient is exact.
 
 Symbols: b (beta) -> momentum, K n -> count of the pooled moments, E -> steps.
 """
@@ -34,10 +30,10 @@ from fl_bn.methods.method import LayerReports, Method, StatisticsReport
 from fl_bn.options import Options, option, takes
 
 BOUNDED_SCALE = 0.3
-"""Standard deviation of every BatchNorm layer's input at the start of training with clipped gradients. New networks have about 0.3, too.
+"""Standard deviation of every BatchNorm layer's input at the start of training with clipped gradients.
 
-At a scale of 1, a step of the same rate changes the network's outputs a tenth as much, and FBN learns more slowly. At 0.3 without clipping,
-it diverges with one class per client and several steps: docs/methods/fbn.md.
+At a scale of 1, FBN learns more slowly. At 0.3 without clipping, it diverges with one class per client and
+several steps: docs/methods/fbn.md.
 """
 
 LIMIT = 1.5
@@ -52,16 +48,10 @@ DEAD = 1e-12
 def slowdown(shared: Running, scale: float = 1.0) -> float:
     """Return a factor from 0 to 1 for the weight of new moments in a layer's shared statistics.
 
-    The factor falls as the standard deviation of the layer's input grows. This deviation is the geometric mean over the
-    channels, without dead ones (``DEAD``).
-
-    Args:
-        shared: the layer's shared statistics.
-        scale: the standard deviation at the start of the run.
-
-    Returns:
-        1 up to a deviation of ``scale``. Above it the factor falls linearly with the logarithm of the deviation, to 0 at
-        ``LIMIT`` times ``scale``. It is 1 if all channels are dead.
+    The factor is 1 up to an input of standard deviation ``scale``, that of the start of the run. Above it the
+    factor falls linearly with the logarithm of the deviation, to 0 at ``LIMIT`` times ``scale``. The
+    deviation is the geometric mean over the channels, without dead ones (``DEAD``). If all are dead, the
+    factor is 1.
     """
     var = shared.var.double()
     living = var[var > DEAD * var.median()]
@@ -74,14 +64,7 @@ def slowdown(shared: Running, scale: float = 1.0) -> float:
 def follow(shared: Running, measured: Moments, tracking: float, scale: float = 1.0) -> Running:
     """Move the shared statistics towards the measured moments by one step.
 
-    Args:
-        shared: the statistics before.
-        measured: the pooled moments of the round.
-        tracking: weight of ``measured`` in the result, in (0, 1]. It is multiplied by ``slowdown``.
-        scale: standard deviation of the layer's input at the start of the run.
-
-    Returns:
-        The new statistics in float64.
+    The weight of ``measured`` in the result (float64) is ``tracking``, in (0, 1], times ``slowdown``.
     """
     return ema(shared, measured, tracking * slowdown(shared, scale))
 
@@ -118,9 +101,9 @@ class FBNOptions(Options):
 def combine(reports: LayerReports, tracking: float, momentum: float | None, report: StatisticsReport) -> Running:
     """Compute a layer's new shared statistics from the old ones and the clients' moments.
 
-    The clients' pooled moments get the weight ``tracking``, reduced with the learning rate and by
-    ``slowdown``. If ``momentum`` is given, BatchNorm's running update replaces this rule. The
-    update is applied once or, if ``report`` is ``BATCHES``, once for each local step.
+    The pooled moments get the weight ``tracking``, reduced with the learning rate and by ``slowdown``.
+    ``momentum`` replaces this rule by BatchNorm's running update: once or, if ``report`` is ``BATCHES``, once
+    for each local step.
     """
     pooled = pool(reports.parts, reports.average)
     if momentum is None:
@@ -133,12 +116,10 @@ def combine(reports: LayerReports, tracking: float, momentum: float | None, repo
 def fbn(options: FBNOptions) -> Method:
     """Make the method FBN: training normalises with the shared statistics, which follow the clients' pooled moments.
 
-    ``tracking`` is the weight of the first round's moments in the shared statistics. The weight falls with the learning
-    rate. It also falls in a layer whose input grows in standard deviation (``slowdown``). Gradients are centred
-    (``federation.gradients``). If gradients are clipped, the inputs of BatchNorm layers start with the standard deviation
-    ``BOUNDED_SCALE``, otherwise with 1.
-
-    With ``momentum`` the method is Algorithm 2: gradients are not centred, and the inputs always start with standard deviation 1.
+    Without ``momentum``, gradients are centred (``federation.gradients``). The inputs of BatchNorm layers
+    then start with the standard deviation ``BOUNDED_SCALE`` if gradients are clipped, otherwise with 1. With
+    ``momentum`` the method is Algorithm 2: gradients are not centred, and the inputs always start with
+    standard deviation 1.
     """
     report, own = REPORTS[options.report], options.momentum is None
     return Method(

@@ -1,8 +1,7 @@
 """Define the methods whose clients keep layers of their own: FedBN, SiloBN, and SingleSet, which shares nothing.
 
-FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021,
-Algorithm 1. The method is for feature shift (the same classes, photographed differently). Each client has a model of its
-own: shared weights, local BatchNorm. SingleSet is a baseline in its section 5.
+FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021, Algorithm
+1, for feature shift (the same classes, photographed differently). SingleSet is a baseline in its section 5.
 
 SiloBN: Siloed Federated Learning for Multi-Centric Histopathology Datasets, Andreux et al., DCL 2020.
 """

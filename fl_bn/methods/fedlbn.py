@@ -1,8 +1,7 @@
 """Define FedLBN: the first BatchNorm layer stays at its client, as in FedBN, and the others are those of FBN.
 
-Clients whose inputs look different (other cameras, other scanners) differ most in the first layer's statistics. There each client
-normalises with its own batches, and keeps scale, shift and running statistics. The layers above normalise with the shared
-statistics, so they do not depend on a client's labels.
+Clients whose inputs look different (other cameras, other scanners) differ most in the first layer's
+statistics. The layers above normalise with the shared statistics, so they do not depend on a client's labels.
 
 Li et al., FedBN, ICLR 2021, Algorithm 1; Guerraoui et al., Overcoming the Challenges of Batch Normalization in Federated Learning,
 Algorithm 2.

@@ -49,10 +49,7 @@ class Live:
     A copied or pickled layer has ``live = None``, so the copy takes no part in the exchange.
 
     Attributes:
-        exchange: averages over the cohort.
-        name: the layer's name.
         answers: the cohort's moments that the exchange returned, one entry per call of the layer so far.
-        through: whether a backward pass went through the layer.
     """
 
     exchange: Exchange
@@ -77,7 +74,6 @@ class CohortBatchNorm(SharedNorm):
     Attributes:
         schedule: ``merged`` (2 exchanges per layer: mean with variance, gradients) or ``paper`` (3: mean, variance, gradients).
         share_gradients: whether the gradients with respect to the moments are averaged over the cohort, too (Algorithm 3).
-        live: the link to the exchange; None while no exchange is open.
     """
 
     schedule, share_gradients = "merged", True
@@ -99,12 +95,6 @@ class CohortBatchNorm(SharedNorm):
 
     @eagerly
     def _normalise_over_cohort(self, x: Tensor, live: Live, exchange: Exchange) -> Tensor:
-        """Normalise ``x`` with the moments of the cohort's batches.
-
-        Raises:
-            ValueError: a forward pass runs without gradients or inside ``torch.func`` or ``torch.jit.trace``, or
-                activation checkpointing repeats a layer that ran more than once.
-        """
         repeated = in_backward()  # activation checkpointing repeats the pass, with the answer of the exchange before
         wrong = {
             "torch.jit.trace runs the network: trace a copy of it": is_traced(),
@@ -159,10 +149,7 @@ class CohortBatchNorm(SharedNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """Compute ``(x - mean) / sqrt(var + eps) * weight + bias``.
-
-    The backward pass averages the gradients with respect to mean and variance over the cohort.
-    """
+    """Compute ``(x - mean) / sqrt(var + eps) * weight + bias``, and average the moments' gradients."""
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
@@ -206,7 +193,6 @@ def exchanging(model: nn.Module, exchange: Exchange) -> Iterator[None]:
     """Connect the layers of ``model`` to ``exchange``, for the first local step of a round (Algorithm 1 of FedTAN's paper).
 
     Inside the block, forward and backward pass give the same results as for one model on all batches of the cohort.
-    At the end of the block the exchange is closed, and the layers are disconnected.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, CohortBatchNorm)}
     for name, layer in layers.items():
@@ -258,11 +244,7 @@ class FedTANOptions(Options):
 
 @dataclass(frozen=True)
 class Freezing(Options):
-    """Declare the option ``freeze_after`` in a base class of ``FedTAN2Options``.
-
-    A dataclass has the fields of its base classes first; the fields of the last base class come before all others. So
-    ``freeze_after`` is the first argument of ``fedtan2``: ``fedtan2(50)`` freezes after round 50.
-    """
+    """Declare the option ``freeze_after`` in a base class, as the first argument of ``fedtan2``."""
 
     freeze_after: int | None = freeze_after()
 
@@ -300,6 +282,6 @@ def fedtan2(options: FedTAN2Options) -> Method:
 def fedavg_alg2(options: FedTANOptions) -> Method:
     """Make FedAvg with Algorithm 2 only, the ablation of FedTAN's paper.
 
-    The forward pass uses the cohort's moments. The backward pass uses the client's own gradients with respect to these moments.
+    The forward pass uses the cohort's moments, the backward pass the client's own gradients with respect to them.
     """
     return replace(_exchanging(options, share_gradients=False), name="fedavg-alg2")

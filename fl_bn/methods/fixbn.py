@@ -3,16 +3,15 @@
 Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao, section 4.
 
 Stage I, rounds 1..T*, is FedAvg. In stage II, BatchNorm normalises with the aggregated statistics of round
-T*, which stay bit-identical. All parameters are still trained, affine ones included. If T* is the last round, the
-method is FedAvg.
+T*, which stay bit-identical. All parameters are still trained, affine ones included.
 
-The reason for the freeze is the gradient. With batch statistics, a sample's gradient depends on the other samples
-of the client's batch (section 3.5, equation 4). So it is biased even with one local step. Training and test use
-different statistics, too, but this costs less than a percentage point of accuracy (section 3.4).
+With batch statistics, a sample's gradient depends on the other samples of the client's batch (section 3.5,
+equation 4), so it is biased even with one local step. Training and test use different statistics, too, but
+this costs less than a percentage point of accuracy (section 3.4).
 
 The paper freezes when it divides the learning rate by ten (section 5). At the full rate the network collapses
-after the freeze. So by default, the learning rate of frozen rounds is limited to a tenth of the highest rate before the
-freeze (``Method.learning_rate``). In bounded training (``Method.bounded``) the limit is ``BOUNDED_FROZEN_RATE`` of this rate.
+after the freeze. So by default, the learning rate of frozen rounds is at most a tenth of the highest rate
+before (``Method.learning_rate``), or ``BOUNDED_FROZEN_RATE`` of it in bounded training (``Method.bounded``).
 
 Symbols: T* -> freeze_after.
 """
@@ -48,9 +47,9 @@ class FixBNOptions(Options):
 def fixbn(options: FixBNOptions) -> Method:
     """Make FixBN: FedAvg in stage I, then (stage II) training with BatchNorm frozen.
 
-    ``freeze_after`` is the last round of stage I. ``freeze_what`` names the tensors that then freeze: ``statistics``,
-    ``affine`` (scale and shift) or ``both``. Table H of the paper compares these three. ``frozen_rate`` is the upper
-    limit of the learning rate in stage II, as a share of the highest rate in stage I.
+    ``freeze_after`` is the last round of stage I. Table H of the paper compares the values of
+    ``freeze_what``. ``frozen_rate`` is the upper limit of the learning rate in stage II, as a share of the
+    highest rate in stage I.
     """
     what = FROZEN[options.freeze_what]
     return replace(freeze(fedavg(), options.freeze_after, what, options.frozen_rate), name="fixbn")

@@ -8,9 +8,8 @@ Before training, each client measures the moments of its data (equation 7). The 
 its batch's statistics and the global ones (equation 9). The mixing logits are trained with the weights'
 optimiser and never leave their client.
 
-The global statistics contain moments that were measured with older weights. So before an evaluation, statistics that
-are measured with the evaluated weights replace the global ones. ``exact`` measures the statistics of the union of all data.
-``hybrid`` measures the mixtures by which training normalises (``Refresh``).
+The global statistics contain moments that were measured with older weights. So before an evaluation,
+statistics that are measured with the evaluated weights replace them (``Refresh``).
 
 Each ablation of Table 6 is an option: ``separate=False`` (1), ``merge="average"`` (2), and for ``mixing``:
 ``"shared"`` (3), ``"batch"`` (4) and ``"half"`` (5).
@@ -47,10 +46,9 @@ from fl_bn.options import Options, option, takes
 TRACKING, PARTIAL = 0.05, 0.01
 """Defaults of ``tracking``: if all clients take part in every round, and if only some do."""
 SCALE = 0.3
-"""Standard deviation of every BatchNorm layer's input at the start. A newly initialised network has about this deviation anyway.
+"""Standard deviation of every BatchNorm layer's input at the start, about that of a new network.
 
-At a scale of 1, a step of the same rate changes the network's outputs a tenth as much. HBN then lost ten points in 25 rounds on ordinary
-data: docs/concepts/statistics.md.
+At a scale of 1, HBN lost ten points in 25 rounds on ordinary data: docs/concepts/statistics.md.
 """
 ONE_SIDED = 100.0
 """A mixing logit whose sigmoid is exactly 1 in float64. The sigmoid of its negative is too small to change any statistic."""
@@ -115,8 +113,8 @@ class HBNOptions(Options):
 def combine(reports: LayerReports, tracking: float, lam: float | None, merge: str = "unbiased") -> Running:
     """Compute a layer's new global statistics from the old ones and the clients' moments.
 
-    The clients' pooled moments get the weight ``lam`` (equation 11). If ``lam`` is None, they get the weight
-    ``tracking`` times ``methods.fbn.slowdown``. ``merge`` is the option of ``HBNOptions``.
+    The pooled moments get the weight ``lam`` (equation 11) or, if it is None, ``tracking`` times
+    ``methods.fbn.slowdown``. ``merge`` is the option of ``HBNOptions``.
     """
     pooled = (pool if merge == "unbiased" else plain_average)(reports.parts, reports.average)
     return follow(reports.shared, pooled, tracking, reports.scale) if lam is None else ema(reports.shared, pooled, lam)
@@ -126,14 +124,14 @@ def combine(reports: LayerReports, tracking: float, lam: float | None, merge: st
 def hbn(options: HBNOptions) -> Method:
     """Make the method HBN: training normalises with a mixture of batch statistics and global ones.
 
-    ``tracking`` is the weight of a round's moments in the global statistics. The weight falls in a layer whose input
-    grows in standard deviation (``methods.fbn.slowdown``). Gradients are centred (``federation.gradients``). If ``lam`` is
-    given instead, it is the weight of equation 11, and gradients are not centred.
-    ``lower_layers`` is explained at ``StatisticsPass``; the paper's code has ``hybrid``.
+    ``tracking`` is the weight of a round's moments in the global statistics, reduced by
+    ``methods.fbn.slowdown``, and gradients are centred (``federation.gradients``). ``lam`` is the weight of
+    equation 11 instead, without centring. ``lower_layers`` is explained at ``StatisticsPass``; the paper's
+    code has ``hybrid``.
 
-    ``evaluate="exact"`` suits ``lam=1``, where every round replaces the global statistics. The model is then evaluated
-    with the statistics of the union of all data, which needs one exchange per layer. ``"hybrid"`` suits a smaller
-    ``lam``. Training then normalises with mixtures that contain older statistics, so evaluation does, too.
+    ``evaluate="exact"`` suits ``lam=1``, where every round replaces the global statistics; it needs one
+    exchange per layer. ``"hybrid"`` suits a smaller ``lam``: training then normalises with mixtures that
+    contain older statistics.
 
     Options of the statistics pass have no effect with ``separate=False``, which has none and evaluates with the reports of the
     round's cohort; nor has ``merge`` with ``evaluate="exact"``.

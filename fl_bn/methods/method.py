@@ -21,8 +21,8 @@ class Phase(Enum):
     """Name the purpose of one message to the cohort.
 
     Attributes:
-        TRAIN: local training.
-        FROZEN: local training in which some BatchNorm tensors are frozen (``Method.frozen``). Frozen statistics are not reported.
+        FROZEN: local training in which some BatchNorm tensors are frozen (``Method.frozen``). Frozen
+            statistics are not reported.
         MEASURE: statistics only, without training.
         EXCHANGE: local training. In its first local step the clients average every layer's moments (FedTAN).
     """
@@ -37,7 +37,6 @@ class StatisticsReport(Enum):
     """Name the kind of statistics that a client reports.
 
     Attributes:
-        NOTHING: none.
         RUNNING: running statistics after training.
         BATCHES: moments of the training batches.
         FIRST: moments of the first training batch.
@@ -75,12 +74,12 @@ MOMENTS = (StatisticsReport.BATCHES, StatisticsReport.FIRST, StatisticsReport.PA
 
 
 class Refresh(Enum):
-    """Name the way of updating the shared statistics for the present weights, before the model is evaluated and saved.
+    """Name the way of updating the shared statistics for the present weights, before an evaluation.
 
     Attributes:
-        NOTHING: no update. The model is evaluated with the statistics of training.
-        EXACT: passes in evaluation mode, until all layers have the statistics of the union of all data. After pass p, layers
-            1..p have them. One pass is enough if clients exchange statistics layer by layer (``RECALIBRATIONS``).
+        EXACT: passes in evaluation mode, until all layers have the statistics of the union of all data. After
+            pass p, layers 1..p have them. One pass is enough if clients exchange statistics layer by layer
+            (``RECALIBRATIONS``).
         HYBRID: one pass in training mode. It measures the mean and variance that every layer normalises with.
         REPORTED: no pass. The reports of the round's clients are combined.
     """
@@ -100,18 +99,18 @@ EVERYONE, COHORT = WHO = ("all", "cohort")
 AS_TRAINED = -1
 """Size of a statistics pass: as many samples as the client trains on in the round."""
 FEWEST = 64
-"""The fewest samples of a pass of size ``AS_TRAINED``, if the client has so many. The number is that of HBN's published code."""
+"""The fewest samples of a pass of size ``AS_TRAINED``, if the client has so many: that of HBN's code."""
 
 
 @dataclass(frozen=True)
 class StatisticsPass:
-    """Describe a pass over a client's data that measures every BatchNorm layer. It computes no gradient and changes no state.
+    """Describe a pass over a client's data that measures every BatchNorm layer and changes no state.
 
     Attributes:
         lower_layers: the statistics with which the layers below the measured one normalise. ``shared``: as in
-            evaluation. Combining the clients' moments is then exact in every layer. ``hybrid``: as in
-            training. Combining the clients' moments is then exact in the first layer only.
-        samples: the size of a seeded random subset. 0: all samples. ``AS_TRAINED``: as many samples as the client
+            evaluation; combining the clients' moments is then exact in every layer. ``hybrid``: as in
+            training; it is then exact in the first layer only.
+        samples: the size of a seeded random subset. 0: all samples. ``AS_TRAINED``: as many as the client
             trains on in the round, but at least ``FEWEST`` (``size``).
         measured: ``inputs``: the moments of the layers' inputs. ``normalisers``: the mean and variance with
             which a training batch is normalised (``Refresh.HYBRID``).
@@ -122,12 +121,7 @@ class StatisticsPass:
     measured: str = "inputs"
 
     def size(self, samples: int, trained: int) -> int:
-        """Return the number of samples in the pass.
-
-        Args:
-            samples: the number of the client's samples.
-            trained: the number of different samples that the client trains on in the round.
-        """
+        """Return the pass's size at a client with ``samples`` that trains on ``trained`` of them."""
         wanted = max(FEWEST, trained) if self.samples == AS_TRAINED else self.samples or samples
         return min(wanted, samples)
 
@@ -135,10 +129,8 @@ class StatisticsPass:
     def for_exchange(cls, measured: str, samples: int = 0) -> StatisticsPass:
         """Return the pass of a statistics-only exchange.
 
-        Args:
-            measured: ``inputs``, measured over all data as in evaluation, or ``normalisers``, measured as in
-                training.
-            samples: the size of the random subset for ``normalisers``. 0 or ``AS_TRAINED``: all samples.
+        ``inputs`` are measured over all data as in evaluation, ``normalisers`` as in training, on a random
+        subset of size ``samples`` (0 or ``AS_TRAINED``: all).
         """
         return cls("hybrid", max(samples, 0), measured) if measured == NORMALISERS else cls("shared", 0, measured)
 
@@ -148,14 +140,13 @@ class LayerReports:
     """Hold the clients' reports on one layer, with the other values that the server's rule needs to combine them.
 
     Attributes:
-        shared: the statistics that the server sent in this round.
         parts: one ``Moments`` per client, in the order of the clients.
-        momentum: the layer's momentum.
-        steps: the number of training batches per client: a mean over the clients, weighted by the counts of ``parts``.
+        steps: the number of training batches per client: a mean over the clients, weighted by the counts of
+            ``parts``.
         average: the rule that combines n clients' values.
         pace: the round's learning rate divided by that of the first round.
         scale: the standard deviation of the layer's input at the start of the run, if the server set it
-            (``federation.unit_scale``). Otherwise 1.
+            (``federation.unit_scale``).
     """
 
     shared: Running
@@ -168,18 +159,12 @@ class LayerReports:
 
 
 def replace_by_pooled(reports: LayerReports) -> Running:
-    """Replace a layer's shared statistics by the pooled reports, and ignore the old statistics.
-
-    This rule is for a statistics-only exchange with all clients, whose reports cover all data.
-    """
+    """Replace a layer's shared statistics by the pooled reports, which cover all clients' data."""
     return _unbiased(pool(reports.parts, reports.average))
 
 
 def replace_by_averaged(reports: LayerReports) -> Running:
-    """Replace a layer's shared statistics by the average of the reports, which ignores the spread of the clients' means.
-
-    This is HBN's second ablation.
-    """
+    """Replace a layer's shared statistics by the reports' average (HBN's second ablation)."""
     return _unbiased(plain_average(reports.parts, reports.average))
 
 
@@ -206,33 +191,34 @@ class Method:
         layer: makes the replacement of a BatchNorm layer. None: torch's own layer stays.
         prepare: changes the rest of the converted network. The log shows the first line of its docstring.
         local: roles of tensors that never leave their client. The client stores them between its rounds.
-        local_in: ``(layer, index) -> roles``: the roles of tensors that, beside ``local``, never leave their client in the
-            BatchNorm layer with this name and place in the network (``named_modules``), counted from 0. If its statistics
-            are among them, ``layer`` does not replace this layer. None: no layer differs from the others.
+        local_in: ``(layer, index) -> roles``: the roles that never leave their client, beside ``local``, in
+            the BatchNorm layer with this name and place in the network (``named_modules``), counted from 0.
+            If its statistics are among them, ``layer`` does not replace this layer. None: no layer differs
+            from the others.
         report: the statistics that clients report after training.
         combine: computes a layer's new shared statistics from the clients' reports.
-        phase: ``(round, rounds) -> Phase``: the phase of each round. Rounds count from 1.
-        refresh: the statistics-only exchange before an evaluation, if the shared statistics were measured with older
-            weights (HBN).
+        phase: ``(round, rounds) -> Phase``. Rounds count from 1.
+        refresh: the statistics-only exchange before an evaluation, if the shared statistics were measured
+            with older weights (HBN).
         refreshed_by: the clients in that exchange: ``all``, or the round's ``cohort``.
         renew: computes a layer's shared statistics from the reports of that exchange.
         calibrate: whether the shared statistics are measured before round 1, because training uses them.
         constant: whether training normalises with the shared statistics alone (FBN).
-        statistics_pass: the pass that measures the statistics.
         needs_running: whether torch's BatchNorm layers must have running statistics.
         frozen: roles of tensors that do not change in frozen rounds.
-        frozen_rate: the upper limit of the learning rate in rounds with frozen statistics, as a share of the highest
-            rate before them. See ``learning_rate``.
-        scale: the standard deviation that ``federation.unit_scale`` gives to every BatchNorm layer's input at the
-            start of training. This needs shared statistics at the start.
+        frozen_rate: the upper limit of the learning rate in rounds with frozen statistics, as a share of the
+            highest rate before them. See ``learning_rate``.
+        scale: the standard deviation that ``federation.unit_scale`` gives to every BatchNorm layer's input at
+            the start of training. This needs shared statistics at the start.
         bounded_scale: the value of ``scale`` in bounded training, see ``bounded``. None: ``scale``.
         bounded_frozen_rate: the value of ``frozen_rate`` in bounded training. None: ``frozen_rate``.
         centre: whether gradients of weights are centred, so that they ignore the mean of the inputs
-            (``federation.gradients``). True: in every round. False: in none. None: in rounds with frozen
-            statistics.
-        restarts: whether a client's optimiser loses its state, such as momentum, after a step with a layer-wise exchange.
-        adversary: Byzantine clients, for experiments. None: there are none.
-        fraction: the share of the clients per round for which the method chose its options (HBN's tracking). None: any.
+            (``federation.gradients``). None: in rounds with frozen statistics.
+        restarts: whether a client's optimiser loses its state, such as momentum, after a step with a
+            layer-wise exchange.
+        adversary: Byzantine clients, for experiments.
+        fraction: the share of the clients per round for which the method chose its options (HBN's tracking).
+            None: any.
     """
 
     name: str
@@ -261,22 +247,13 @@ class Method:
     fraction: float | None = None
 
     def other_fraction(self, share: float) -> str:
-        """Say that fewer clients take part in a round than the method's options are for; empty if that is not so.
-
-        Args:
-            share: the share of the clients that take part in a round.
-        """
+        """Say that a round has a smaller share of the clients than the options are for, else nothing."""
         if self.fraction != 1 or share >= 1:
             return ""
         return f"{self.name} follows the statistics as if all clients took part in every round: give {self.name}(fraction={share:g})"
 
     def place(self, role: Role, home: frozenset[Role] = frozenset()) -> Place:
-        """Return where tensors of this role live.
-
-        Args:
-            role: the role.
-            home: the roles that stay at home in the tensor's layer, beside ``local``, see ``home``.
-        """
+        """Return where tensors of this role live, if the roles ``home`` stay at home in their layer."""
         local = self.local | home
         if role in local or role is Role.KEPT or (role is Role.RECOMPUTED and Role.WEIGHT in local):
             return Place.HOME
@@ -305,7 +282,7 @@ class Method:
     def measures_cohort(self, round: int) -> bool:
         """Return whether only the cohort takes part in a statistics-only exchange after ``round``.
 
-        In the exchange before round 1, which counts as round 0, all clients take part.
+        The exchange before round 1, in which all clients take part, counts as round 0.
         """
         return round > 0 and self.refreshed_by == COHORT
 
@@ -320,14 +297,9 @@ class Method:
     def learning_rate(self, schedule: Callable[[int, int], float], round: int, rounds: int) -> float:
         """Return the learning rate of ``round``.
 
-        It is the rate of the schedule. While the statistics are frozen, it is at most ``frozen_rate`` times the highest
-        rate of the rounds before the freeze. A schedule that has itself dropped to this limit is not reduced further.
-        If the statistics are frozen from round 1 on, or all rates before the freeze are 0, there is no limit.
-
-        Args:
-            schedule: ``(round, rounds) -> learning rate``.
-            round: the round, counted from 1.
-            rounds: the number of rounds of the run.
+        While the statistics are frozen, the rate of ``schedule(round, rounds)`` is limited to ``frozen_rate``
+        times the highest rate before the freeze. There is no limit if the statistics are frozen from round 1
+        on, or all rates before are 0.
         """
         rate = schedule(round, rounds)
         if self.frozen_rate == 1 or not self.freezes_statistics(self.phase(round, rounds)):
@@ -337,10 +309,7 @@ class Method:
         return min(rate, self.frozen_rate * highest) if highest else rate
 
     def uses_shared(self, rounds: int) -> bool:
-        """Return whether the first training batch of the run is normalised with the shared statistics, alone or in a mixture.
-
-        By default, the statistics are then measured on the clients' data before round 1.
-        """
+        """Return whether the shared statistics, alone or in a mixture, normalise the run's first batch."""
         frozen = self.freezes_statistics(self.phase(1, rounds))
         return self.calibrate or (self.shares(Role.STATISTIC) and (self.constant or frozen))
 
@@ -351,10 +320,10 @@ class Method:
 
     @property
     def at_clients(self) -> str:
-        """Return the options that decide what a client computes, as text. Client and server need the same options.
+        """Return, as text, the options that decide what a client computes. The server needs the same ones.
 
-        Options that only the server uses, such as ``freeze_after``, are not in the text. Nor are values without a text of
-        their own, such as functions.
+        Options that only the server uses, such as ``freeze_after``, are left out, and values without a text,
+        such as functions.
         """
         parts: dict[str, Any] = {
             "report": self.report,
@@ -371,19 +340,16 @@ class Method:
 
     @property
     def starts_small(self) -> bool:
-        """Return whether training with clipped gradients begins with BatchNorm's inputs at standard deviation ``bounded_scale``.
-
-        This needs a method with ``bounded_scale`` that centres gradients in every round, see ``bounded``.
-        """
+        """Return whether bounded training begins with BatchNorm's inputs at ``bounded_scale``."""
         return self.bounded_scale is not None and bool(self.centre)
 
     def bounded(self) -> Method:
-        """Return a copy of the method for bounded training, that is, training with clipped gradients.
+        """Return a copy of the method for bounded training, that is, with clipped gradients.
 
-        Gradients are clipped by ``clip="auto"`` with SGD, or by another setting. In the copy, ``bounded_scale`` replaces
-        ``scale`` if the method centres gradients in every round. ``bounded_frozen_rate`` replaces ``frozen_rate`` if the
-        method centres gradients in frozen rounds. A bounded value of None replaces nothing. Without centring, a smaller
-        scale lowers the accuracy, and frozen rounds at the full learning rate end at chance level.
+        ``bounded_scale`` replaces ``scale`` if the method centres gradients in every round, and
+        ``bounded_frozen_rate`` replaces ``frozen_rate`` if it centres them in frozen rounds. Without
+        centring, a smaller scale lowers the accuracy, and frozen rounds at the full learning rate end at
+        chance level.
         """
         scale = self.bounded_scale if self.bounded_scale is not None and self.centre else self.scale
         share = self.bounded_frozen_rate if self.bounded_frozen_rate is not None and self.centres(Phase.FROZEN) else self.frozen_rate
@@ -391,7 +357,7 @@ class Method:
 
     @property
     def needs_batch_norm(self) -> bool:
-        """Return whether a network without BatchNorm is refused, because the method is about BatchNorm's statistics."""
+        """Return whether a network without BatchNorm is refused."""
         return self.has_statistics and self.name != "fedavg"
 
     @property
@@ -416,11 +382,13 @@ class Method:
 
 
 FROZEN_RATE = 0.1
-"""Share of the learning rate after the freeze in FixBN. Its paper freezes when it divides the learning rate by ten (section 4.2,
-section 5 and Table G)."""
+"""Share of the learning rate after the freeze in FixBN. Its paper divides by ten (section 5, Table G)."""
 BOUNDED_FROZEN_RATE = 0.15
-"""Share of the learning rate after the freeze for every method, in bounded training with centred gradients: the largest that was tried at
-which accuracy never fell more than 2 points below its level at the freeze, however many the local steps. See docs/methods/fixbn.md."""
+"""Share of the learning rate after the freeze for every method, in bounded training with centred gradients.
+
+It is the largest that was tried at which accuracy never fell more than 2 points below its level at the
+freeze: docs/methods/fixbn.md.
+"""
 
 
 def freeze(
@@ -432,21 +400,20 @@ def freeze(
 ) -> Method:
     """Return a copy of ``method`` that freezes BatchNorm tensors, by default the statistics, after some rounds (FixBN, FedTAN-II).
 
-    By default, BatchNorm layers in frozen rounds normalise with the statistics of round ``after``, bit for bit. All
-    parameters are still trained, and no statistics are reported.
-
-    A network with constant statistics depends on the scale of its weights, and its gradient contains the mean
-    of a layer's input. At a high learning rate, such a network collapses. So frozen rounds centre gradients
-    (``federation.gradients``) and reduce the learning rate (``Method.learning_rate``).
+    In frozen rounds, BatchNorm layers normalise with the statistics of round ``after``, bit for bit. All
+    parameters are still trained, and no statistics are reported. A network with constant statistics depends
+    on the scale of its weights, and its gradient contains the mean of a layer's input, so it collapses at a
+    high learning rate. So frozen rounds centre gradients (``federation.gradients``) and reduce the rate
+    (``Method.learning_rate``).
 
     Args:
         method: the method of the rounds before the freeze.
         after: last round before the freeze. Default: half of the rounds.
-        what: roles of the tensors that freeze: statistics, affine parameters, or both. FixBN's Table H compares
-            these. Frozen affine parameters are not given to the optimiser.
-        rate: upper limit of the learning rate in frozen rounds, as a share of the highest rate before them, in (0, 1].
-            1: no limit. Default: ``BOUNDED_FROZEN_RATE`` in bounded training (``Method.bounded``) with centred
-            gradients, else ``unbounded_rate``.
+        what: roles of the tensors that freeze: statistics, affine parameters, or both (FixBN's Table H).
+            Frozen affine parameters are not given to the optimiser.
+        rate: upper limit of the learning rate in frozen rounds, as a share of the highest rate before them,
+            in (0, 1]. 1: no limit. Default: ``BOUNDED_FROZEN_RATE`` in bounded training (``Method.bounded``)
+            with centred gradients, else ``unbounded_rate``.
         unbounded_rate: the default of ``rate`` in all other training.
 
     Raises:
@@ -466,15 +433,12 @@ def freeze(
 
 
 def freeze_after() -> Any:
-    """Declare the option ``freeze-after``, for methods that always freeze their statistics (FixBN, FedTAN-II).
-
-    In a run config, the same key makes any other method freeze its statistics.
-    """
+    """Declare the option ``freeze-after``, for methods that always freeze (FixBN, FedTAN-II)."""
     return option(None, "last round before the statistics freeze; -1: half of the rounds", ">= 0", key="freeze-after", unset=-1)
 
 
 def frozen_rate() -> Any:
-    """Declare the limit of the learning rate in frozen rounds, for methods that always freeze their statistics (FixBN, FedTAN-II)."""
+    """Declare the limit of the learning rate in frozen rounds, for the same methods as ``freeze_after``."""
     return option(
         None,
         "upper limit of the learning rate in rounds with frozen statistics, as a share of the highest rate before them; 1: the schedule "
@@ -493,7 +457,7 @@ def _freeze_phase(before: Callable[[int, int], Phase], after: int | None, round:
 def attacked(method: Method, attack: str | Attack, f: int, on: str = "both", strength: float = 0.0) -> Method:
     """Return a copy of ``method`` in which the last ``f`` clients of the population are Byzantine, for experiments.
 
-    The Byzantine clients know all honest replies, and collude. For ``attack``, ``on`` and ``strength`` see
+    The Byzantine clients know all honest replies, and collude. For the options see
     ``robust.attacks.Adversary``.
 
     Raises:

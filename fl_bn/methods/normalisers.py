@@ -1,13 +1,12 @@
 """Define the baselines without batch statistics: group, layer and instance normalisation instead of BatchNorm.
 
 Group Normalization, Wu and He, ECCV 2018; The Non-IID Data Quagmire of Decentralized Machine Learning, Hsieh
-et al., ICML 2020.
+et al., ICML 2020. Everything is averaged as in FedAvg.
 
-No statistics are reported. Everything is averaged as in FedAvg.
-
-GN with weight standardisation: convolutions normalise their weights, too (Micro-Batch Training with Batch-Channel Normalization
-and Weight Standardization, Qiao, Wang, Liu, Shen, Yuille, 2019, equations 2-3). ``W^ = (W - mean(W)) / sqrt(var(W) + eps)``, with
-mean and (biased) variance over the inputs of each output channel. W itself is trained, sent and averaged.
+GN with weight standardisation: convolutions normalise their weights, too (Micro-Batch Training with
+Batch-Channel Normalization and Weight Standardization, Qiao, Wang, Liu, Shen, Yuille, 2019, equations 2-3).
+``W^ = (W - mean(W)) / sqrt(var(W) + eps)``, with mean and (biased) variance over the inputs of each output
+channel. W itself is trained, sent and averaged.
 """
 
 from __future__ import annotations
@@ -72,18 +71,13 @@ def standardise_convolutions(model: nn.Module) -> nn.Module:
 
 
 def replace_convolutions(model: nn.Module, way: type[Composed], advice: str) -> nn.Module:
-    """Let every convolution of ``model`` compute in another way, in place. Tensors, hooks and modes stay.
+    """Let every convolution of ``model`` compute in the way of the base class ``way``, in place.
 
-    Args:
-        model: the network.
-        way: the base class of the new layers, see ``composed``.
-        advice: what the user can do instead, for the error message.
-
-    Returns:
-        ``model``.
+    Tensors, hooks and modes stay.
 
     Raises:
-        Unconvertible: a convolution is not of torch's own class Conv1d, Conv2d or Conv3d, or has only one weight per output channel.
+        Unconvertible: a convolution is not of torch's own class Conv1d, Conv2d or Conv3d, or has only one
+            weight per output channel. The message ends with ``advice``.
     """
     for name, module in model.named_modules():
         if not isinstance(module, _ConvNd):

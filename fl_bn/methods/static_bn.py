@@ -1,12 +1,10 @@
 """Define static BN: normalise by batch statistics in training, and measure statistics before each evaluation.
 
 HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients, Diao, Ding,
-Tarokh, ICLR 2021, section 3 (sBN). In the paper the clients report these statistics once, after training. Each
-layer is then measured while the layers below it normalise with batch statistics.
-
-This measurement is exact in the first layer only. In this project the clients make passes until all layers have the
-statistics of the union of all data. Each pass uses the pooled statistics of the pass before. After pass p, layers 1..p
-have them. One pass is enough if clients exchange statistics layer by layer. Training never uses these statistics.
+Tarokh, ICLR 2021, section 3 (sBN). In the paper the clients report these statistics once, and each layer is
+measured while those below it normalise with batch statistics, which is exact in the first layer only. Here
+the clients make passes, each with the pooled statistics of the pass before, until all layers have those of
+the union of all data (``Refresh.EXACT``). Training never uses these statistics.
 """
 
 from __future__ import annotations

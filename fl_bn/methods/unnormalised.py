@@ -3,27 +3,24 @@
 **FedFN**: FedFN: Feature Normalization for Alleviating Data Heterogeneity Problem in Federated Learning, Kim, Lee, Oh,
 Yun, FL@FM-NeurIPS 2023. The classifier receives feature vectors that all have the same length.
 
-BatchNorm layers no longer normalise, as in the HBN paper's comparison of methods. They keep scale and shift,
-since most layers before a BatchNorm have no bias. As in that comparison, features are scaled to the length sqrt(d),
-for d features, so that the mean square of a feature is 1. With a length of 1, a classifier of small weights learns
-very slowly. The comparison's code normalises before two linear layers, this file only before the last.
+As in the HBN paper's comparison of methods, BatchNorm layers keep scale and shift, since most layers before a
+BatchNorm have no bias, and features are scaled to the length sqrt(d), for d features. With a length of 1, a
+classifier of small weights learns very slowly. The comparison's code normalises before two linear layers,
+this file only before the last.
 
 **FedWon**: Triumphing Multi-domain Federated Learning Without Normalization, Zhuang, Lyu, ICLR 2024, section 3
 (scaled weight standardisation, WSConv). The reparametrisation is that of Characterizing Signal Propagation to
 Close the Performance Gap in Unnormalized ResNets, Brock, De, Smith, ICLR 2021, section 4 (NF-ResNets).
 
-``W^ = gain * (W - mean(W)) / (std(W) * sqrt(N))``. Mean and (biased) standard deviation are over the N weights of
-each output channel, its fan-in. Inputs of independent channels with mean square 1 yield outputs of variance
-``gain^2``, and the weights add no shift to the outputs' mean. W itself is trained, sent and averaged.
+``W^ = gain * (W - mean(W)) / (std(W) * sqrt(N))``. Mean and (biased) standard deviation are over the N
+weights of each output channel, its fan-in. Inputs of independent channels with mean square 1 yield outputs of
+variance ``gain^2``, and the weights add no shift to the outputs' mean. W itself is trained, sent and
+averaged.
 
 The gain has two factors. The fixed one, as in FedWon, is ``sqrt(2 / (1 - 1/pi))``: one over the standard
-deviation of ReLU(x) for a standard normal x. It is exact for ReLU, and
-nearly right for similar functions.
-
-The learnable factor, one per output channel, is as in High-Performance Large-Scale Image Recognition Without
-Normalization, Brock et al., ICML 2021 (NF-Nets). It is the scale of the former BatchNorm, whose shift is the
-bias: ``scale * (W^ x) + shift`` is NF-Nets' convolution with gain and bias. Most networks' convolutions before a
-BatchNorm have no bias of their own, so this shift is their only bias.
+deviation of ReLU(x) for a standard normal x. The learnable one, per output channel, is as in High-Performance
+Large-Scale Image Recognition Without Normalization, Brock et al., ICML 2021 (NF-Nets). It is the scale of the
+former BatchNorm, whose shift is the bias: ``scale * (W^ x) + shift``.
 
 The papers train with adaptive gradient clipping (AGC, NF-Nets section 4.1) at the client: ``clip='adaptive'``
 in the run config. Linear layers do not change. Residual branches are not scaled as in NF-ResNets (alpha and
@@ -37,12 +34,11 @@ three rules) and equation 5.
 is multiplied by ``L^(-1 / (2m - 2))``, for L branches in all.
 3. Every branch ends in a scalar multiplier (1), and a scalar bias (0) replaces every BatchNorm.
 
-This conversion of a given network differs from the paper's own in two things. Biases stand only in the place
-of a BatchNorm, not before convolutions and linear layers. The initial weights are the network's, rescaled,
-and not drawn again. So the conversion is for training from the start: pre-trained weights would lose their scale.
-
-The paper does not cover networks without residual branches. Such networks keep a multiplier and a bias in place
-of every BatchNorm, with rule 1 (for the classifier) and rule 2 (without the factor, since L = 0).
+Unlike the paper's own networks, biases stand only in the place of a BatchNorm, not before convolutions and
+linear layers. The initial weights are the network's, rescaled. So the conversion is for training from the
+start: pre-trained weights would lose their scale. Networks without residual branches, which the paper does
+not cover, keep a multiplier and a bias in place of every BatchNorm, with rule 1 (for the classifier) and rule
+2 (L = 0).
 
 As the classifier starts at 0, the first step changes no layer below it.
 
@@ -74,8 +70,8 @@ from fl_bn.models.head import head_of
 class ScaleShift(_NormBase):
     """Compute ``x * weight + bias`` for inputs (B, C, *). If ``num_features`` is 1, all channels share one weight and one bias.
 
-    The class derives from torch's norm layers, although it does not normalise. So its tensors have the roles of a norm
-    layer's tensors (``fl_bn.bn.roles``).
+    It derives from torch's norm layers, so its tensors have the roles of a norm layer's tensors
+    (``fl_bn.bn.roles``).
     """
 
     def forward(self, x_BC: Tensor) -> Tensor:
@@ -124,8 +120,6 @@ KINDS: dict[type[nn.Module], type[Any]] = {nn.Linear: NormalisedLinear, nn.Conv2
 def normalise_features(model: nn.Module) -> nn.Module:
     """Make the head (the last linear layer, or else the last convolution) scale its input of d features to length sqrt(d).
 
-    ``model`` is changed in place, and returned. The log of a run shows the first line of this docstring.
-
     Raises:
         Unconvertible: the model has no head, or the head is not of torch's own class Linear or Conv2d.
     """
@@ -169,9 +163,8 @@ INSTEAD = "use fedfn, fixup or gn"
 def scale_convolutions(model: nn.Module) -> nn.Module:
     """Make every convolution of ``model`` standardise its weights and divide them by the root of its fan-in.
 
-    The weights of each output channel then have mean 0 and variance ``GAIN**2 / fan_in`` (``scaled_standardise``). For this,
-    the class of each convolution changes. ``model`` is changed in place, and returned. The log of a run shows the first line
-    of this docstring.
+    The weights of each output channel then have mean 0 and variance ``GAIN**2 / fan_in``
+    (``scaled_standardise``). ``model`` is changed in place, and returned.
 
     Raises:
         Unconvertible: the model has BatchNorm but no convolution. Or a convolution is not of torch's own class Conv1d,
@@ -192,12 +185,7 @@ WEIGHTED = (nn.Linear, _ConvNd)
 
 @dataclass(frozen=True)
 class Branch:
-    """Describe a residual branch. The names are in the order of the forward pass.
-
-    Attributes:
-        weighted: names of its layers with weights (convolutions, linear layers).
-        norms: names of its norm layers.
-    """
+    """Name a residual branch's layers with weights and its norm layers, in forward order."""
 
     weighted: tuple[str, ...]
     norms: tuple[str, ...]
@@ -211,16 +199,11 @@ class _Tracer(fx.Tracer):
 def residual_branches(model: nn.Module, prefix: str = "") -> Iterator[Branch]:
     """Yield every branch whose result is added to a shortcut, in the order of the forward pass.
 
-    If two paths from one tensor meet in an addition, the path with more layers is the branch, and the other
-    is the shortcut. If both paths have equally many layers, the first operand is the branch. A path that itself contains such
-    an addition is no branch.
-
-    A module whose forward pass depends on values or shapes cannot be traced. Then its submodules are searched one by
-    one, and additions in its own forward pass are not found.
-
-    Args:
-        model: the network, or a part of it.
-        prefix: the part's name and a dot, which is put before the names in the result. Empty for the whole network.
+    If two paths from one tensor meet in an addition, the path with more layers is the branch (if equal, the
+    first operand), and the other is the shortcut. A path that itself contains such an addition is no branch.
+    A module whose forward pass depends on values or shapes cannot be traced. Then its submodules are searched
+    one by one, and additions in its own forward pass are not found. ``prefix`` is put before the names in the
+    result.
     """
     if not any(model.children()):
         return
@@ -262,8 +245,8 @@ def _branch(model: nn.Module, graph: fx.Graph, side: frozenset[fx.Node], prefix:
 def initialise(model: nn.Module) -> nn.Module:
     """Set the last layer of every residual branch and the head to 0, and scale the other weights by Fixup's rule, in place.
 
-    The conversion has replaced BatchNorm layers by ``ScaleShift`` layers. If the model has residual branches, only the last
-    ``ScaleShift`` of each branch keeps its multiplier (rule 3). A model that had no BatchNorm is not changed.
+    If the model has residual branches, only the last ``ScaleShift`` of each keeps its multiplier (rule 3). A
+    model that had no BatchNorm is not changed.
 
     Raises:
         Unconvertible: a layer computes its weight from other parameters.

@@ -1,8 +1,7 @@
 """Define local objectives, one file per paper: the loss that a client minimises, or the way it corrects its gradients.
 
-``OBJECTIVES`` maps a name of the run config to an objective. A method (``fl_bn.methods``) decides how
-normalisation is federated, an objective how a client trains. Every method works with every objective, except for
-the few pairs that ``federation.composition`` refuses.
+``OBJECTIVES`` maps a name of the run config to an objective. Every method works with every objective, except
+for the few pairs that ``federation.composition`` refuses.
 """
 
 from fl_bn.objectives.fedprox import FedProx

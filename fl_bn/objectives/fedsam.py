@@ -4,9 +4,8 @@ Generalized Federated Learning via Sharpness Aware Minimization, Qu, Li, Duan, L
 Algorithm 1. The same algorithm is Improving Generalization in Federated Learning by Seeking Flat Minima,
 Caldarola, Caputo, Ciccone, ECCV 2022.
 
-A step makes two passes, first at the weights and then at the nearby point. The first pass updates the running
-statistics, and its batch statistics are reported. The second pass changes no running statistics, and its batch
-statistics are not reported. Both passes use the same dropout masks.
+A step makes two passes, first at the weights and then at the nearby point, with the same dropout masks. Only
+the first pass updates the running statistics, and only its batch statistics are reported.
 """
 
 from __future__ import annotations

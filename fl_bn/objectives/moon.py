@@ -2,10 +2,9 @@
 
 Model-Contrastive Federated Learning, Li, He, Song, CVPR 2021, Algorithm 1, equation 3.
 
-The representation is the input of the network's head (``models.head``). With the paper's projection
-(``with_projection``), it is the projection's output. The previous model is the client's own after its last
-round. The received and the previous model are in evaluation mode, as in the authors' code. In a client's
-first round there is no previous model, and therefore no term.
+The representation is the input of the network's head (``models.head``) or, with the paper's projection
+(``with_projection``), the projection's output. The received and the client's previous model are in evaluation
+mode, as in the authors' code. In a client's first round there is no previous model, and therefore no term.
 
 Symbols: z -> z, z_glob -> z_global, z_prev -> z_previous, tau -> temperature, mu -> mu.
 """
@@ -27,16 +26,10 @@ from fl_bn.options import option
 
 
 def contrastive_term(z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float) -> Tensor:
-    """Compute equation 3, ``-log(e^g / (e^g + e^p))``, with cosine similarities divided by the temperature.
+    """Compute equation 3, ``-log(e^g / (e^g + e^p))``: its mean over the batch, a scalar.
 
-    Args:
-        z: representations of the trained model, (B, d).
-        z_global: representations of the received model, (B, d). Their similarity to ``z`` is g.
-        z_previous: representations of the client's previous model, (B, d). Their similarity to ``z`` is p.
-        temperature: above 0.
-
-    Returns:
-        The mean over the batch, a scalar.
+    g is the cosine similarity of ``z`` to ``z_global``, p that to ``z_previous``, (B, d) each, divided by the
+    temperature.
     """
     to_global = F.cosine_similarity(z, z_global, dim=1) / temperature
     to_previous = F.cosine_similarity(z, z_previous, dim=1) / temperature
@@ -63,13 +56,11 @@ class _Representation:
         self.last = x if x.dim() == 2 else x.flatten(2).mean(2) if not isinstance(module, nn.Linear) else x.flatten(1)
 
     def take(self) -> Tensor:
-        """Return the head's input in the last forward pass, and delete it from this object."""
         assert self.last is not None
         last, self.last = self.last, None
         return last
 
     def close(self) -> None:
-        """Remove the hook from the head."""
         self._handle.remove()
 
 

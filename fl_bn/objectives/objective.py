@@ -21,9 +21,8 @@ class Step:
 
     Attributes:
         x: the inputs, as the task reads them: a tensor, or several.
-        forward: computes the loss.
-        again: computes the loss a second time, after ``forward``, with the same dropout masks. This pass changes no
-            running statistics, and the statistics of its batch are not reported.
+        again: computes the loss a second time, after ``forward``, with the same dropout masks. This pass
+            changes no running statistics, and the statistics of its batch are not reported.
         call: calls a network on inputs, as ``Task.forward`` does. None: the inputs are its only argument.
     """
 
@@ -42,7 +41,6 @@ class Start:
     """Hold the state at the beginning of a client's round.
 
     Attributes:
-        model: the model with the received weights.
         trained: the parameters that the round changes, by name.
         shared: names of the trained parameters that clients and server send to each other.
         kept: the tensors ``Finish.kept`` of the client's last round. Empty in its first round.
@@ -58,7 +56,7 @@ class Start:
     counted: bool = True
 
     def anchors(self) -> dict[str, Tensor]:
-        """Return copies of the parameters that are both shared and trained, by name. At the start they have the received values."""
+        """Return copies of the parameters that are both shared and trained, by name."""
         return {name: p.detach().clone() for name, p in self.trained.items() if name in self.shared}
 
 
@@ -79,26 +77,17 @@ class Round:
     """Compute the gradients of one client's round. This base class is the plain objective, the loss alone."""
 
     def gradient(self, step: Step) -> Tensor:
-        """Add the objective's gradient of one batch to every parameter's ``grad``.
-
-        Returns:
-            The loss alone, a scalar.
-        """
+        """Add the gradient of one batch to every parameter's ``grad``, and return the loss alone."""
         loss = step.forward()
         loss.backward()
         return loss
 
     def finish(self, steps: int, learning_rate: float) -> Finish:
-        """Return the tensors that the client stores and sends. This method is called after the round's last step.
-
-        Args:
-            steps: the number of local steps of the round.
-            learning_rate: the learning rate of the round.
-        """
+        """Return the tensors that the client stores and sends, after the round's last step."""
         return Finish()
 
     def close(self) -> None:
-        """Remove hooks from the model. This method is called after the last step, or after an error."""
+        """Remove hooks from the model, after the last step or an error."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +97,10 @@ class Objective(Options):
     A subclass adds terms to the loss or changes the gradients. Its fields are its options in the run config.
 
     Attributes:
-        name: the name in the run config.
         switch: the field that must be above 0 for the objective to have an effect. Empty: it has none.
         travels: whether server and clients send each other one control variate per shared parameter.
         repeats: whether each step makes two passes over its batch.
-        anchored: whether the objective uses the weights that the client received, so that the method must share
-            weights.
+        anchored: whether the objective uses the weights that the client received.
         corrects: whether each step adds a term to the gradient that does not depend on the batch (SCAFFOLD).
     """
 

@@ -4,9 +4,8 @@ SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, Karimireddy, K
 Suresh, ICML 2020, Algorithm 1.
 
 Each client has a control variate c_i that never leaves it. The server sends c, and the clients send the
-change of c_i, as section ``control``. If a message of a client is lost, the client's next message includes the
-lost change. So c stays the mean of all c_i. A control variate has the shapes of the shared weights and affine
-parameters. Statistics have no gradient, so they are not corrected.
+change of c_i, as section ``control``. If a message of a client is lost, the client's next message includes
+the lost change. So c stays the mean of all c_i. Statistics have no gradient, so they are not corrected.
 
 Symbols: x -> anchors, y_i -> the trained parameters, c -> received, c_i -> own, K -> steps, eta_l ->
 learning_rate.

@@ -1,8 +1,7 @@
 """Make the false rows of f Byzantine clients that know what the honest clients send.
 
 An ``Attack`` takes the rows (h, d) of the honest clients, and f. It returns f rows (f, d). A row is a
-client's update, or its statistics of one layer. Label flipping changes the training data instead, and is the function
-``flip_labels``.
+client's update, or its statistics of one layer. ``flip_labels`` changes the training data instead.
 """
 
 from __future__ import annotations
@@ -41,10 +40,9 @@ def foe(epsilon: float = 0.5) -> Attack:
 
 
 def alie(z: float | None = None) -> Attack:
-    """Make the attack "A little is enough": the honest mean minus ``z`` honest standard deviations, per coordinate.
+    """Make the attack "A little is enough": the honest mean minus ``z`` honest standard deviations.
 
-    Args:
-        z: the number of standard deviations. None: the paper's ``z_max``.
+    If ``z`` is None, it is the paper's ``z_max``.
 
     References:
         Baruch et al., A Little Is Enough, NeurIPS 2019.
@@ -58,15 +56,11 @@ def alie(z: float | None = None) -> Attack:
 
 
 def z_max(n: int, f: int) -> float:
-    """Return ``z`` of ALIE: the largest number of standard deviations with which its rows hide among the honest rows.
+    """Return ``z`` of ALIE: the largest number of standard deviations with which f of n rows stay hidden.
 
-    With s = floor(n/2 + 1) - f, ``z`` is the quantile of the normal distribution at (n - f - s) / (n - f), and at least 0.
-    If s honest rows are farther from the mean than the f Byzantine rows, these two groups together are a majority
-    (ALIE, algorithm 3).
-
-    Args:
-        n: the number of rows.
-        f: the number of Byzantine rows.
+    With s = floor(n/2 + 1) - f, ``z`` is the quantile of the normal distribution at (n - f - s) / (n - f),
+    and at least 0. If s honest rows are farther from the mean than the f Byzantine rows, these two groups
+    together are a majority (ALIE, algorithm 3).
     """
     s = n // 2 + 1 - f
     share = (n - f - s) / (n - f)
@@ -74,10 +68,7 @@ def z_max(n: int, f: int) -> float:
 
 
 def mimic(victim: int = 0) -> Attack:
-    """Make the attack that repeats the row of one honest client.
-
-    Args:
-        victim: the number of that client, from 0.
+    """Make the attack that repeats the row of the honest client with the number ``victim``, from 0.
 
     References:
         Karimireddy et al., Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing, ICLR 2022.
@@ -98,14 +89,14 @@ def constant(value: float) -> Attack:
 def optimised(family: Callable[[float], Attack], damage: Damage, grid: np.ndarray = GRID) -> Attack:
     """Make the attack of a family with the strength that does the most damage.
 
-    The attack tries every strength of ``grid``, positive and negative, because a rule may be weak on either side.
-    Then it tries strengths between the best one and its neighbours. Shejwalkar and Houmansadr (NDSS 2021) and ByzFL
-    search positive strengths only.
+    The attack tries every strength of ``grid``, positive and negative, because a rule may be weak on either
+    side. Then it tries strengths between the best one and its neighbours. Shejwalkar and Houmansadr (NDSS
+    2021) and ByzFL search positive strengths only.
 
     Args:
-        family: makes an attack from a strength. All rows of the attack are equal, and linear in the strength
-            (FOE, ALIE).
-        damage: ``damage(row)`` returns the error of the server's aggregate if every Byzantine client sends ``row``.
+        family: makes an attack from a strength. All rows are equal, and linear in the strength (FOE, ALIE).
+        damage: ``damage(row)`` returns the error of the server's aggregate if every Byzantine client sends
+            ``row``.
         grid: strengths > 0, in a geometric series.
     """
 
@@ -159,13 +150,11 @@ class Adversary:
 
     Attributes:
         attack: a name of ``ATTACKS``, or a function ``(honest rows, f) -> rows``.
-        f: the number of Byzantine clients.
         on: the part of the Byzantine clients' replies that is false: ``statistics``, ``updates`` or ``both``.
-        strength: FOE's epsilon, ALIE's z, the standard deviation of gaussian, or mimic's victim. 0: the
-            attack's default.
+        strength: FOE's epsilon, ALIE's z, gaussian's standard deviation, or mimic's victim. 0: the default.
 
     Raises:
-        ValueError: there is no attack of this name, ``f`` is below 1, or ``on`` has another value.
+        ValueError: a value is out of range.
     """
 
     attack: str | Attack
@@ -186,15 +175,9 @@ class Adversary:
         return self.attack == LABEL_FLIP
 
     def rows(self, honest: np.ndarray, f: int, damage: Damage) -> np.ndarray:
-        """Return the rows that the Byzantine clients send.
+        """Return the rows (f, d) that the Byzantine clients send, from those of the honest clients, (h, d).
 
-        Args:
-            honest: rows of the honest clients, (h, d).
-            f: the number of rows to make.
-            damage: a function of one row: the error of the server's result. An optimised attack maximises this error.
-
-        Returns:
-            The rows (f, d).
+        An optimised attack maximises ``damage``, the error of the server's result as a function of one row.
         """
         if not isinstance(self.attack, str):
             return self.attack(honest, f)
@@ -205,7 +188,7 @@ class Adversary:
         return family(self.strength or STRENGTH.get(self.attack, 0.0))(honest, f)
 
     def statistics_rows(self, honest: np.ndarray, f: int, damage: Damage) -> np.ndarray:
-        """Return the false statistics of one layer that the Byzantine clients send. For arguments and errors see ``rows``.
+        """Return the false statistics of one layer that the Byzantine clients send, as ``rows`` does.
 
         A row holds C means, then C variances. Sign flipping changes the means only (FBN, section 5).
         """

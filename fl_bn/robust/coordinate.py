@@ -1,7 +1,7 @@
-"""Compute order statistics of every column of a block (n, width), such as its median. This is a rule's second pass.
+"""Compute order statistics of every column of a block (n, width), which is overwritten.
 
-For up to 24 rows, a sorting network computes minima and maxima of whole rows, which is several times as fast as a sort of every
-column. The functions overwrite their blocks.
+For up to 24 rows, a sorting network computes minima and maxima of whole rows, which is several times as fast
+as a sort of every column.
 
 References:
     Knuth, The Art of Computer Programming, volume 3, section 5.3.4 (Batcher's odd-even merge sort).
@@ -19,10 +19,10 @@ NETWORK = 24  # the most rows for which a network is faster than a sort
 
 @lru_cache
 def batcher(n: int) -> list[tuple[int, int]]:
-    """Return pairs ``(i, j)`` of wires, i < j. Compare-exchanges of these pairs, in order, sort ``n`` values in ascending order.
+    """Return pairs ``(i, j)`` of wires, i < j, whose compare-exchanges, in order, sort ``n`` values.
 
-    One half is sorted before the other half begins. So the values that an exchange reads are often still in registers or
-    in the first-level cache.
+    One half is sorted before the other begins. So the values that an exchange reads are often still in the
+    first-level cache.
     """
     pairs: list[tuple[int, int]] = []
 

@@ -1,13 +1,12 @@
 """Compute the inner products of all rows, block by block. This is a rule's first pass over the data.
 
-Distances follow from inner products. Nearest-neighbour mixing, Krum and the geometric median need nothing else.
-Let C be the Gram matrix of the rows about some centre. Then |sum_k w_k (x_k - centre)|^2 = w' C w. So a linear
+Distances follow from inner products. Nearest-neighbour mixing, Krum and the geometric median need nothing
+else. With C the Gram matrix of the rows about some centre, |sum_k w_k (x_k - centre)|^2 = w' C w. So a linear
 combination of rows is handled as n weights, and its d coordinates are computed only in the last pass.
 
-The geometric median and centred clipping use distances alone. They start at the ``medoid``, which is a row near
-the majority of rows. All their points are weighted means of rows, so adding a vector to every row adds it to the
-result. The *usual distance* is the median of the rows' distances to the medoid. If a row is farther from the medoid
-than ``HORIZON`` usual distances, it is first moved towards the medoid, to that distance. Otherwise the square of its
+The geometric median and centred clipping use distances alone. They start at the ``medoid``, a row near the
+majority of rows. The *usual distance* is the median of the rows' distances to it. A row farther away than
+``HORIZON`` usual distances is first moved towards the medoid, to that distance. Otherwise the square of its
 distance would be so large that the other rows' distances lose their precision.
 """
 
@@ -31,9 +30,7 @@ FEW = 12  # up to this number of rows torch (MKL) is four times as fast as NumPy
 def blocks(matrix: np.ndarray, used: np.ndarray | None = None) -> Iterator[tuple[slice, np.ndarray]]:
     """Yield the columns of each block, and a copy of the block (n, width), which the next one overwrites.
 
-    Args:
-        matrix: the rows (n, d).
-        used: indices of the rows to read. None: all.
+    ``used`` are the indices of the rows to read. None: all.
     """
     n, d = len(matrix) if used is None else len(used), matrix.shape[1]
     width = max(64, BLOCK_BYTES // (matrix.itemsize * n) // 64 * 64)
@@ -47,11 +44,7 @@ def blocks(matrix: np.ndarray, used: np.ndarray | None = None) -> Iterator[tuple
 
 @dataclass(frozen=True)
 class Gram:
-    """Hold the inner products of n rows.
-
-    Attributes:
-        products: (n, n), float64.
-    """
+    """Hold the inner products (n, n) of n rows, in float64."""
 
     products: np.ndarray
 
@@ -77,9 +70,9 @@ class Gram:
 def gram(matrix: np.ndarray) -> Gram:
     """Compute the inner products of finite rows (n, d), precisely enough for the distances between rows.
 
-    float32 rows are multiplied in float32, and the blocks are summed in float64. If the products overflow, or the rows are so
-    similar that rounding hides their differences, the products are computed again in float64. If that is not enough,
-    the ``medoid`` is subtracted from all rows first.
+    float32 rows are multiplied in float32, and the blocks are summed in float64. If the products overflow, or
+    rounding hides the rows' differences, they are computed again in float64, and then with the ``medoid``
+    subtracted from all rows.
     """
     products = _products(matrix, double=False)
     if matrix.dtype != np.float64 and (not np.isfinite(products).all() or _lost(products, FLOAT32_LOSS)):
@@ -92,11 +85,7 @@ def gram(matrix: np.ndarray) -> Gram:
 def medoid(squared_distances: np.ndarray) -> int:
     """Return the index of the medoid: the row around which a ball needs the smallest radius to hold a majority of the rows.
 
-    If most rows are honest, the medoid is near honest rows. If the balls of several rows have the same radius, the smallest
-    sum of squared distances to the rows in the ball decides.
-
-    Args:
-        squared_distances: (n, n).
+    Among balls of the same radius, the smallest sum of squared distances to the rows in the ball decides.
     """
     n = len(squared_distances)
     nearest = np.sort(np.minimum(squared_distances, squared_distances.T), axis=1)[:, : n // 2 + 1]
@@ -106,15 +95,10 @@ def medoid(squared_distances: np.ndarray) -> int:
 def _lost(products: np.ndarray, loss: float) -> bool:
     """Return whether rounding hides the distance between some two rows.
 
-    It does if the squared distance of these rows is below ``loss`` times the sum of their squared norms. Distances that
-    are much smaller than usual need not be exact, so they are raised to a lower limit before this test. The limit is the
-    median of one row's distances to all rows, for the row with the smallest median. So the result is not True only
-    because two rows are equal.
-
-    Args:
-        products: the inner products of the rows, (n, n).
-        loss: the smallest share of the squared norms that the number format resolves: ``FLOAT32_LOSS`` or
-            ``FLOAT64_LOSS``.
+    It does if their squared distance is below ``loss`` times the sum of their squared norms. ``loss`` is what
+    the number format resolves. Distances that are much smaller than usual need not be exact, so they are
+    first raised to the median of one row's distances to all rows, for the row with the smallest median. So
+    two equal rows do not make the result True.
     """
     n = len(products)
     if n < 2:
@@ -153,14 +137,12 @@ class _Scene:
         self.products = gram.about(self.m) * np.outer(self.scale, self.scale)
 
     def distances(self, b: np.ndarray) -> np.ndarray:
-        """Return the distances (n,) of the rows to the point ``b``."""
         pulled = self.products @ b
         squares: np.ndarray = np.maximum(b @ pulled - 2 * pulled + np.diag(self.products), 0.0)
         lengths: np.ndarray = np.sqrt(squares)
         return lengths
 
     def length(self, b: np.ndarray) -> float:
-        """Return the distance between two points. ``b`` is the difference of their coordinates."""
         return float(np.sqrt(max(b @ self.products @ b, 0.0)))
 
     def weights(self, b: np.ndarray) -> np.ndarray:
@@ -172,15 +154,9 @@ class _Scene:
 
 
 def weiszfeld(gram: Gram, tolerance: float) -> np.ndarray:
-    """Compute the geometric median as weights of the rows.
+    """Compute the geometric median as weights (n,) of the rows, which sum to 1.
 
-    Args:
-        gram: inner products of the n rows.
-        tolerance: the iteration stops when a step is shorter than this share of the usual distance, which is the median of
-            the rows' distances to the medoid.
-
-    Returns:
-        Weights (n,), which sum to 1.
+    The iteration stops when a step is shorter than ``tolerance`` times the usual distance.
     """
     scene = _Scene(gram)
     w = np.full(scene.n, 1 / scene.n)
@@ -209,16 +185,9 @@ def weiszfeld(gram: Gram, tolerance: float) -> np.ndarray:
 
 
 def clip(gram: Gram, radius: float | None, steps: int) -> np.ndarray:
-    """Compute the result of centred clipping as weights of the rows.
+    """Compute the result of centred clipping as weights (n,) of the rows, which sum to 1.
 
-    Args:
-        gram: inner products of the n rows.
-        radius: the length to which the rows' differences from the current point are clipped. None: the median of the rows'
-            distances to the medoid.
-        steps: the number of iterations.
-
-    Returns:
-        Weights (n,), which sum to 1.
+    Differences from the current point are clipped to the length ``radius``. None: the usual distance.
     """
     scene = _Scene(gram, radius or 0.0)
     w = np.full(scene.n, 1 / scene.n)

@@ -1,7 +1,7 @@
-"""Define the input of a robust rule, which is a matrix of rows or mixtures of its rows, and the rule's result.
+"""Define the input of a robust rule, a matrix of rows or mixtures of its rows, and the rule's result.
 
-NumPy computes all of it: torch tensors are read as arrays of the CPU, and results go back to the type and device of the rows.
-A matrix is read in blocks of columns that fit a core's cache.
+NumPy computes all of it: results go back to the type and device of the rows. A matrix is read in blocks of
+columns that fit a core's cache.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ class Report:
 
     Attributes:
         rejected: indices of rows with a number that is not finite, or whose sum of squares is above ``LARGEST``.
-        rows: the other rows (n, d).
-        value: the rule's value (d,).
     """
 
     rejected: tuple[int, ...]
@@ -39,7 +37,7 @@ class Report:
 
     @cached_property
     def distances(self) -> np.ndarray:
-        """Return the distances (n,) of the rows from the aggregated value; Inf for rejected rows. The first call reads all rows again."""
+        """Return the distances (n,) of all rows from the value, in one more pass; Inf for rejected rows."""
         squares = np.zeros(len(self.rows))
         for columns, block in blocks(self.rows):
             squares += np.square(block.astype(np.float64) - self.value[columns]).sum(1)
@@ -50,18 +48,13 @@ class Report:
 
     @property
     def far(self) -> tuple[int, ...]:
-        """Return the indices of rows farther from the value than ``FAR`` times the median distance. Rejected rows are included."""
+        """Return the indices of rejected rows, and of those beyond ``FAR`` median distances."""
         limit = FAR * float(np.median(self.distances[np.isfinite(self.distances)]))
         return tuple(int(i) for i in np.flatnonzero(self.distances > limit))
 
 
 class Outcome(NamedTuple):
-    """Hold the result of a robust rule.
-
-    Attributes:
-        value: the aggregate, in the form of one input row.
-        report: which rows were rejected, and which are far from the value.
-    """
+    """Hold the result of a robust rule: the value, in the form of one input row, and the report."""
 
     value: Any
     report: Report
@@ -72,12 +65,11 @@ class View:
     """Hold n finite rows, at most ``f`` of them Byzantine: the rows of a matrix, or mixtures of them.
 
     Attributes:
-        matrix: the rows.
-        f: the number of rows that may be Byzantine.
+        f: the number of rows that may be Byzantine, without the rejected ones.
         declared: the number of Byzantine rows that the caller declared.
-        rejected: indices of the caller's rows that are not in the matrix.
         like: the caller's first row. Results have its type, dtype and device.
-        mix: weights of the mixtures, (n, rows of the matrix). None: the view holds the matrix's rows themselves.
+        mix: weights of the mixtures, (n, rows of the matrix). None: the view holds the matrix's rows
+            themselves.
         whole: the view of the matrix's rows themselves; None: this one.
     """
 
@@ -117,7 +109,7 @@ class View:
         return self._outcome(lambda block: shares[used] @ block.astype(np.float64, copy=False), used)
 
     def by_coordinate(self, kernel: Callable[[Any], Any]) -> Outcome:
-        """Combine this view's rows by ``kernel``, a function of a block (n, width), which it may overwrite, that returns (width,)."""
+        """Combine this view's rows by ``kernel``, from a block (n, width), its own, to (width,)."""
         mix = None if self.mix is None else self.mix.astype(self.matrix.dtype)
         return self._outcome(kernel if mix is None else lambda block: kernel(mix @ block))
 
@@ -134,19 +126,9 @@ class View:
 def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[[View], Outcome]) -> Outcome:
     """Apply ``rule`` to the rows without NaN or Inf. Each rejected row lowers f by one.
 
-    Args:
-        rows: n rows.
-        f: the number of rows that may be Byzantine.
-        smallest: the smallest number of rows that the rule needs.
-        name: the rule's name, for messages.
-        rule: takes a view of the finite rows, and returns their combination.
-
-    Returns:
-        The rule's value and report.
-
     Raises:
-        ValueError: f is no whole number >= 0, rows are fewer than ``smallest``, every row has NaN or Inf, or rows are no vectors
-            of floating-point numbers and of one length.
+        ValueError: f is no whole number >= 0, rows are fewer than ``smallest``, every row has NaN or Inf, or
+            rows are no vectors of floating-point numbers and of one length.
     """
     if isinstance(rows, View):
         # with more rejected rows than declared there is no guarantee, but the rest is still aggregated
@@ -167,7 +149,6 @@ def _check(f: int, n: int, smallest: int, name: str) -> None:
 
 
 def _matrix(rows: Rows) -> np.ndarray:
-    """Return the rows as a matrix (n, d), without a copy where possible."""
     arrays = [_array(rows)] if isinstance(rows, np.ndarray | Tensor) else [_array(row) for row in rows]
     matrix = arrays[0] if isinstance(rows, np.ndarray | Tensor) else np.stack(arrays)
     if matrix.ndim != 2 or matrix.dtype.kind != "f":

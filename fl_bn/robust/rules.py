@@ -1,13 +1,14 @@
 """Combine n rows, of which at most f are Byzantine, into one, by robust rules.
 
-A rule is a function ``rule(rows, f) -> Outcome(value, report)`` without state. ``rows`` is a matrix (n, d), or a
-list of vectors: arrays of NumPy or torch, on the CPU or a GPU. The value is like one row. Inputs are never changed.
+A rule is a function ``rule(rows, f) -> Outcome(value, report)`` without state. ``rows`` is a matrix (n, d),
+or a list of vectors: arrays of NumPy or torch, on the CPU or a GPU. At most ``f`` of them are Byzantine. The
+value is like one row. Inputs are never changed.
 
 A row with NaN or Inf counts as Byzantine. It is removed first, and f goes down by one. All rows count alike:
 weights would be claims of the clients.
 
 A rule passes over the data at most twice. ``gram`` computes the distances. Then one pass in blocks of columns
-mixes the rows and combines them. A pre-aggregation has the next rule as an argument: ``nnm(rows, f, then=median)``.
+mixes the rows and combines them. A pre-aggregation takes the next rule: ``nnm(rows, f, then=median)``.
 """
 
 from __future__ import annotations
@@ -32,12 +33,7 @@ class Rule(Protocol):
 
 
 def mean(rows: Rows | View, f: int = 0) -> Outcome:
-    """Return the mean, accumulated in float64. It is no defence.
-
-    Args:
-        rows: n rows, at most f of them Byzantine.
-        f: the number of Byzantine rows. It changes nothing.
-    """
+    """Return the mean, accumulated in float64. It is no defence: ``f`` changes nothing."""
 
     def rule(view: View) -> Outcome:
         return view.linear(np.full(view.n, 1 / view.n))
@@ -47,10 +43,6 @@ def mean(rows: Rows | View, f: int = 0) -> Outcome:
 
 def median(rows: Rows | View, f: int = 0) -> Outcome:
     """Return the coordinate-wise median. For an even number of rows it is the mean of the two middle values.
-
-    Args:
-        rows: n rows, at most f of them Byzantine.
-        f: the number of Byzantine rows to withstand.
 
     References:
         Yin et al., Byzantine-Robust Distributed Learning, ICML 2018.
@@ -65,10 +57,6 @@ def median(rows: Rows | View, f: int = 0) -> Outcome:
 def trimmed_mean(rows: Rows | View, f: int = 0) -> Outcome:
     """Return the coordinate-wise mean without the f smallest and the f largest values.
 
-    Args:
-        rows: n rows, at most f of them Byzantine.
-        f: the number of Byzantine rows to withstand.
-
     References:
         Yin et al., Byzantine-Robust Distributed Learning, ICML 2018.
     """
@@ -82,10 +70,6 @@ def trimmed_mean(rows: Rows | View, f: int = 0) -> Outcome:
 def krum(rows: Rows | View, f: int = 0) -> Outcome:
     """Return the row with the smallest sum of squared distances to its n - f - 2 nearest rows. In a tie, the first row wins.
 
-    Args:
-        rows: n rows, at most f of them Byzantine.
-        f: the number of Byzantine rows to withstand.
-
     References:
         Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017.
     """
@@ -95,12 +79,8 @@ def krum(rows: Rows | View, f: int = 0) -> Outcome:
 def multi_krum(rows: Rows | View, f: int = 0, *, select: int | None = None, neighbours: int | None = None) -> Outcome:
     """Return the mean of the rows with the smallest sums of squared distances to their nearest rows.
 
-    Args:
-        rows: n rows, at most f of them Byzantine.
-        f: the number of Byzantine rows to withstand.
-        select: the number of rows to average. None: n - f.
-        neighbours: the number of nearest rows in each sum. None: n - f - 2, as in the paper. ByzFL uses n - f
-            - 1.
+    ``select`` rows are averaged, n - f by default. Each sum is over the ``neighbours`` nearest rows, n - f - 2
+    by default, as in the paper. ByzFL uses n - f - 1.
 
     References:
         Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017.
@@ -122,14 +102,9 @@ def multi_krum(rows: Rows | View, f: int = 0, *, select: int | None = None, neig
 def geometric_median(rows: Rows | View, f: int = 0, *, tolerance: float = 1e-10) -> Outcome:
     """Return the point with the smallest sum of distances to the rows.
 
-    It is found by Weiszfeld's iteration, which here changes n weights instead of d coordinates. If the iteration reaches a
-    row, the next step is that of Vardi and Zhang.
-
-    Args:
-        rows: n rows, at most f of them Byzantine.
-        f: the number of Byzantine rows to withstand.
-        tolerance: the iteration stops when a step is shorter than ``tolerance`` times the median distance of the rows to
-            the medoid (``gram.medoid``).
+    Weiszfeld's iteration changes n weights instead of d coordinates here. If it reaches a row, the next step
+    is that of Vardi and Zhang. It stops when a step is shorter than ``tolerance`` times the median distance
+    of the rows to the medoid (``gram.medoid``).
 
     References:
         Vardi and Zhang, The multivariate L1-median, PNAS 2000.
@@ -144,14 +119,8 @@ def geometric_median(rows: Rows | View, f: int = 0, *, tolerance: float = 1e-10)
 def centered_clipping(rows: Rows | View, f: int = 0, *, radius: float | None = None, steps: int = 10) -> Outcome:
     """Iterate ``v <- v + mean(min(1, radius / |x - v|) (x - v))``, where x are the rows, and return the last v.
 
-    The first v is the medoid (``gram.medoid``). In the paper, it is the aggregate of the round before.
-
-    Args:
-        rows: n rows, at most f of them Byzantine.
-        f: the number of Byzantine rows to withstand.
-        radius: the length to which differences are clipped. None: the median distance of the rows from the
-            first v.
-        steps: the number of iterations.
+    The first v is the medoid (``gram.medoid``). In the paper, it is the aggregate of the round before. If
+    ``radius`` is None, it is the median distance of the rows from the first v.
 
     References:
         Karimireddy et al., Learning from History for Byzantine Robust Optimization, ICML 2021.
@@ -167,11 +136,6 @@ def nnm(rows: Rows | View, f: int = 0, *, then: Rule = median) -> Outcome:
     """Replace every row by the mean of its n - f nearest rows, itself included, and apply ``then`` (nearest-neighbour mixing).
 
     Among equally near rows, those with the smallest indices are chosen.
-
-    Args:
-        rows: n rows, at most f of them Byzantine.
-        f: the number of Byzantine rows to withstand.
-        then: the rule for the mixed rows.
 
     References:
         Allouah et al., Fixing by Mixing, AISTATS 2023.
@@ -189,13 +153,6 @@ def nnm(rows: Rows | View, f: int = 0, *, then: Rule = median) -> Outcome:
 
 def bucketing(rows: Rows | View, f: int = 0, *, then: Rule = median, size: int = 2, seed: int = 0) -> Outcome:
     """Shuffle the rows into buckets, average each bucket, and apply ``then`` to the averages.
-
-    Args:
-        rows: n rows, at most f of them Byzantine.
-        f: the number of Byzantine rows to withstand.
-        then: the rule for the buckets' averages.
-        size: the number of rows in a bucket.
-        seed: the seed of the shuffle.
 
     References:
         Karimireddy et al., Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing, ICLR 2022.
@@ -229,9 +186,6 @@ PREAGGREGATIONS: dict[str, Any] = {"nnm": nnm, "bucketing": bucketing}
 
 def rule_named(name: str) -> Rule:
     """Return the rule with a name such as ``"median"``, ``"nnm+trimmed-mean"`` or ``"bucketing+nnm+krum"``.
-
-    Args:
-        name: the pre-aggregations in the order in which they apply, then the rule, joined by ``+``.
 
     Raises:
         ValueError: a part of the name is unknown.

@@ -10,17 +10,15 @@ Both have no unit, and are 0 for data with the moments of the reference. Their a
 are the deviations of the union. So ``mean = r + s * first`` and ``var = s^2 * (second + 1 - first^2)`` are
 exactly the pooled moments (law of total variance).
 
-A quantiser needs values in [-range, range]. ``within`` brings a client's deviations into this range. ``second`` is
-divided by the range, because it is a square. Deviations outside the range are replaced by those of the nearest moments
-whose deviations are inside it. So the average still gives valid moments.
+A quantiser needs values in [-range, range]. ``within`` replaces deviations outside it by those of the nearest
+moments whose deviations are inside. So the average still gives valid moments. ``second`` is divided by the
+range, because it is a square.
 
-Cancellation: ``second + 1 - first^2`` loses digits if ``|first|`` is large, that is, if the reference is far
-from the data. An error e of both numbers changes the variance by up to ``e * (range + 2 |first| + e)`` s^2. If
-s^2 is far above the variance, this change is a large part of the variance. A second exchange, with the result of
-the first as the reference, restores the digits (see ``lost``).
+Cancellation: ``second + 1 - first^2`` loses digits if the reference is far from the data. An error e of both
+numbers changes the variance by up to ``e * (range + 2 |first| + e)`` s^2, which may be a large part of it. A
+second exchange, with the result of the first as the reference, restores the digits (see ``lost``).
 
-Symbols: C -> channels, e -> error of an average in standardised units, L -> levels of a quantiser of [-range,
-range].
+Symbols: C -> channels, e -> error of an average in standardised units, L -> levels of a quantiser.
 """
 
 from __future__ import annotations
@@ -43,9 +41,8 @@ def scale(reference: Running) -> Tensor:
 def deviations(moments: Moments, reference: Running) -> tuple[Tensor, Tensor]:
     """Compute the deviations of a layer's moments from the reference, which has mean r and standard deviation s (``scale``).
 
-    Returns:
-        ``first``, the mean of ``(x - r) / s``, and ``second``, the mean of ``((x - r) / s)^2 - 1``. Both are (C,), in
-        float64, without a unit. Zeros if the moments have count 0, because the layer did not run.
+    ``first`` is the mean of ``(x - r) / s``, and ``second`` the mean of ``((x - r) / s)^2 - 1``, both (C,),
+    in float64. They are zeros if the moments have count 0, because the layer did not run.
     """
     if moments.count == 0:
         zeros = torch.zeros_like(reference.mean, dtype=torch.float64)
@@ -56,19 +53,12 @@ def deviations(moments: Moments, reference: Running) -> tuple[Tensor, Tensor]:
 
 
 def from_deviations(count: int, first: Tensor, second: Tensor, reference: Running) -> tuple[Moments, int]:
-    """Compute the moments from averaged deviations.
+    """Compute the moments of ``count`` activations per channel from averaged ``deviations``, (C,) each.
 
-    A variance from exact averages is never negative. If the averages are rounded, clipped or noisy, a variance
-    below their error may come out negative. It is then set to 0.
-
-    Args:
-        count: the number of activations per channel, over all clients.
-        first: the clients' average of ``first``, (C,), as ``deviations`` returns it.
-        second: the clients' average of ``second``, (C,), as ``deviations`` returns it.
-        reference: the public reference.
+    A variance from averages that are rounded, clipped or noisy may come out negative. It is then set to 0.
 
     Returns:
-        The moments, and the number of channels whose variance was negative and was set to 0.
+        The moments, and the number of channels whose variance was set to 0.
     """
     s = scale(reference)
     var = second + 1 - first.square()
@@ -85,12 +75,7 @@ def running_deviations(running: Running, reference: Running) -> tuple[Tensor, Te
 
 
 def from_running_deviations(mean: Tensor, var: Tensor, reference: Running) -> tuple[Running, int]:
-    """Compute running statistics from averaged ``running_deviations``.
-
-    Args:
-        mean: the clients' average of the first deviation, (C,), as ``running_deviations`` returns it.
-        var: the clients' average of the second deviation, (C,), as ``running_deviations`` returns it.
-        reference: the public reference.
+    """Compute running statistics from averaged ``running_deviations``, (C,) each.
 
     Returns:
         The statistics, and the number of channels whose variance was negative and was set to 0.
@@ -100,16 +85,11 @@ def from_running_deviations(mean: Tensor, var: Tensor, reference: Running) -> tu
 
 
 def within(first: Tensor, second: Tensor, limit: float) -> tuple[Tensor, Tensor, int]:
-    """Bring a client's deviations from the reference into the range of a quantiser.
-
-    Args:
-        first: the deviation of each channel's mean, (C,), as ``deviations`` returns it.
-        second: the deviation of each channel's mean square, (C,), as ``deviations`` returns it.
-        limit: the range is ``[-limit, limit]``.
+    """Bring a client's ``deviations``, (C,) each, into the range ``[-limit, limit]`` of a quantiser.
 
     Returns:
-        The new ``first`` and the new ``second``, which is also divided by ``limit``. Both are in ``[-limit, limit]`` if
-        ``limit`` is 1 or more. Then the number of channels whose moments were changed to fit.
+        The new ``first``, the new ``second`` divided by ``limit`` (both in range if ``limit`` is 1 or more), and
+        the number of channels whose moments were changed to fit.
     """
     kept = first.clamp(-limit, limit)
     var = (second + 1 - first.square()).clamp(min=0.0)
@@ -119,12 +99,7 @@ def within(first: Tensor, second: Tensor, limit: float) -> tuple[Tensor, Tensor,
 
 
 def running_within(mean: Tensor, var: Tensor, limit: float) -> tuple[Tensor, Tensor, int]:
-    """Bring a client's ``running_deviations`` into the range of a quantiser. Mean and variance are limited separately.
-
-    Returns:
-        The new ``mean`` and the new ``var``, which is also divided by ``limit``. Both are in ``[-limit, limit]`` if
-        ``limit`` is 1 or more. Then the number of channels whose statistics were changed to fit.
-    """
+    """Bring a client's ``running_deviations``, each separately, into a quantiser's range; see ``within``."""
     kept, ratio = mean.clamp(-limit, limit), var.clamp(max=limit**2)
     return kept, ratio / limit, int(((kept != mean) | (ratio != var)).sum())
 
@@ -132,14 +107,13 @@ def running_within(mean: Tensor, var: Tensor, limit: float) -> tuple[Tensor, Ten
 def lost(moments: Moments, first: Tensor, reference: Running, error: float, limit: float) -> int:
     """Count the channels whose variance is inexact because the reference is too far from the data.
 
-    The variance is computed as a difference of two averages, which loses digits if the reference is far from the data.
-    A channel counts if the quantiser's rounding may change its variance (plus EPS) by more than both of two limits. One limit
-    is 0.1 %. The other is about four times the change that rounding causes with a reference near the data.
+    A channel counts if the quantiser's rounding may change its variance (plus EPS) by more than both of two
+    limits. One is 0.1 %. The other is about four times the change that rounding causes with a reference near
+    the data.
 
     Args:
         moments: the moments of all clients together, as ``from_deviations`` computed them.
-        first: (C,), the average over the clients of ``(mean - r) / s``, from which ``moments`` were computed. r and s are
-            the mean and the standard deviation of the reference.
+        first: (C,), the average deviation from which ``moments`` were computed.
         reference: the public statistics from which clients measured their deviations.
         error: the largest error of an average.
         limit: the quantiser's range is ``[-limit, limit]``.
@@ -157,9 +131,9 @@ def level(clipping_range: float, bits: int) -> float:
 def average_error(clipping_range: float, bits: int, weights: Sequence[float], heaviest: float = 0.0) -> float:
     """Return the worst-case absolute error of a quantised average, in the units of its values.
 
-    Each of n clients sends ``weight / heaviest`` times its value, rounded to a neighbouring level. This rounding error
-    is less than one level. The sum is exact in integers. It is divided by ``sum(weights) / heaviest``. The error of the
-    average is below ``n * level * heaviest / sum(weights)``, which is one level for equal weights.
+    Each of n clients sends ``weight / heaviest`` times its value, rounded to a neighbouring level, so with an
+    error below one level. The exact sum of integers is divided by ``sum(weights) / heaviest``. The average's
+    error is below ``n * level * heaviest / sum(weights)``, which is one level for equal weights.
 
     Args:
         clipping_range: the quantiser's range is ``[-clipping_range, clipping_range]``.
@@ -177,23 +151,15 @@ def average_error(clipping_range: float, bits: int, weights: Sequence[float], he
 
 
 def moments_error(first: Tensor, reference: Running, error: float, limit: float) -> tuple[Tensor, Tensor]:
-    """Return the largest possible absolute errors (C,) of the mean and the variance that ``from_deviations`` computes.
+    """Return the largest possible errors (C,) of mean and variance that ``from_deviations`` computes.
 
-    Args:
-        first: (C,), the average over the clients of ``(mean - r) / s``, with the reference's mean r and standard deviation s.
-        reference: the public reference.
-        error: the largest error of the averages of ``first`` and of ``second / limit``.
-        limit: the quantiser's range is ``[-limit, limit]``.
+    ``error`` is the largest error of the averages of ``first`` and of ``second / limit``.
     """
     s = scale(reference)
     return s * error, s.square() * error * (limit + 2 * first.abs() + error)
 
 
 def beyond(named: Mapping[str, Tensor], limit: float) -> dict[str, int]:
-    """Count the values of each tensor that a quantiser of ``[-limit, limit]`` would cut off.
-
-    Returns:
-        The count of each tensor, by name. Tensors without such values are left out.
-    """
+    """Count the values that a quantiser of ``[-limit, limit]`` would cut off, by tensor, if there are any."""
     counts = {name: int((tensor.abs() > limit).sum()) for name, tensor in named.items()}
     return {name: count for name, count in counts.items() if count}

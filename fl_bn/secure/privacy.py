@@ -1,9 +1,8 @@
 """Provide client-level differential privacy with two releases (noisy sums): of the updates and of the statistics.
 
-A client's update and its statistics (standardised deviations, see ``additive``) are two vectors. Each has a
-clip C of its own, and is scaled down to an L2 norm of at most C. Each gets so much Gaussian noise that the secure
-sum over the cohort has noise of standard deviation ``noise * C`` or more. The norm of the statistics is that of a
-few hundred numbers of order 1. A clip that fits one of the vectors would be too small or too large for the other.
+A client's update and its statistics (standardised deviations, see ``additive``) are two vectors. Each is
+scaled down to an L2 norm of at most its clip C. A clip that fits one would not fit the other. Each gets so
+much Gaussian noise that the secure sum over the cohort has noise of standard deviation ``noise * C`` or more.
 
 Accounting is that of zero-concentrated DP: Concentrated Differential Privacy, Bun and Steinke, TCC 2016. A
 Gaussian release of noise multiplier z costs ``rho = 1 / (2 z^2)`` (proposition 1.6). Two data sets are
@@ -11,9 +10,9 @@ neighbours if one client's vector is replaced by 0. Releases add up (lemma 1.7).
 sqrt(rho ln(1 / delta)), delta)`` (proposition 1.3). Sampling of the cohort is not used to reduce the cost, so
 the figure is an upper bound.
 
-The noise is drawn from the operating system's entropy, so a run with privacy is not reproducible. The run's seed
-is not used, because every client and the server know it, and a party that knows the noise can subtract it. Only
-tests pass a generator.
+The noise is drawn from the operating system's entropy, so a run with privacy is not reproducible. A party
+that knows the noise can subtract it, and every client and the server know the run's seed. Only tests pass a
+generator.
 """
 
 from __future__ import annotations
@@ -43,12 +42,11 @@ noisy_option = partial(option, used=SECURE & Used("dp-noise > 0", lambda config:
 
 @dataclass(frozen=True)
 class Privacy(Options):
-    """Describe how clients clip their vectors, and how much noise they add. Each field is an option, with its key in docs/config.md.
+    """Describe how clients clip their vectors, and how much noise they add.
 
     Attributes:
-        clip: The largest L2 norm of an update.
-        statistics_clip: The largest L2 norm of the standardised statistics.
-        noise: The noise multiplier. The noise of a sum has a standard deviation of ``noise`` times the clip, or more.
+        noise: The noise multiplier. The noise of a sum has a standard deviation of ``noise`` times the clip,
+            or more.
         delta: The delta at which epsilon is stated; it should be well below one over the number of clients.
 
     Raises:
@@ -81,11 +79,7 @@ def norm(vector: Mapping[str, Tensor]) -> float:
 
 
 def clipped(vector: Mapping[str, Tensor], clip: float) -> dict[str, Tensor]:
-    """Scale ``vector`` down as a whole if its L2 norm exceeds ``clip``.
-
-    Returns:
-        The tensors in float64.
-    """
+    """Scale ``vector`` down as a whole, in float64, if its L2 norm exceeds ``clip``."""
     length = norm(vector)
     factor = 1.0 if length <= clip else clip / length
     return {name: tensor.double() * factor for name, tensor in vector.items()}
@@ -94,19 +88,11 @@ def clipped(vector: Mapping[str, Tensor], clip: float) -> dict[str, Tensor]:
 def noisy(
     vector: Mapping[str, Tensor], clip: float, noise: float, contributors: int, rng: np.random.Generator | None = None
 ) -> dict[str, Tensor]:
-    """Add one client's share of the noise to ``vector``.
+    """Add one client's share of the noise to ``vector``, in float64.
 
-    Args:
-        vector: tensors by name.
-        clip: the largest L2 norm of the vector.
-        noise: the noise multiplier.
-        contributors: the smallest number of clients whose sum the server may learn, at least 1. The noise of such a sum has the
-            standard deviation ``noise * clip``. A sum over more clients has more noise.
-        rng: a generator, for tests. None: the operating system's entropy.
-
-    Returns:
-        The tensors in float64, with noise of standard deviation ``noise * clip / sqrt(contributors)`` per
-        number.
+    Each number gets noise of standard deviation ``noise * clip / sqrt(contributors)``. ``contributors`` is
+    the smallest number of clients whose sum the server may learn. A sum over more clients has more noise.
+    Only tests give ``rng``; None: the operating system's entropy.
     """
     rng = np.random.default_rng(secrets.randbits(256)) if rng is None else rng
     deviation = noise * clip / math.sqrt(contributors)
@@ -119,26 +105,16 @@ def rho(releases: int, noise: float) -> float:
 
 
 def epsilon(releases: int, noise: float, delta: float) -> float:
-    """Return an upper bound on the epsilon of client-level ``(epsilon, delta)``-DP after some noisy sums.
+    """Bound the epsilon of client-level ``(epsilon, delta)``-DP after ``releases`` noisy sums from above.
 
-    Args:
-        releases: the number of noisy sums that the server has learnt.
-        noise: the noise multiplier: the standard deviation of a sum's noise, divided by the clip (the largest L2 norm of
-            a client's vector).
-        delta: the delta, in (0, 1).
+    ``noise`` is the standard deviation of a sum's noise, divided by the clip.
     """
     cost = rho(releases, noise)
     return cost + 2 * math.sqrt(cost * math.log(1 / delta))
 
 
 class Journal:
-    """Record in a file how many releases a run has made, one line for each call of ``add``.
-
-    A release is one noisy sum that the server learns: of updates, or of statistics.
-
-    Args:
-        path: The file.
-    """
+    """Record in a file how many releases (noisy sums that the server learns) a run has made."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -152,7 +128,7 @@ class Journal:
         append(self.path, json.dumps({"releases": releases}).encode())
 
     def total(self) -> int:
-        """Return the sum of all releases in the file. A damaged line, which a crash cut short, counts as ``MOST`` releases."""
+        """Return the sum of all releases. A line that a crash cut short counts as ``MOST``."""
         lines = self.path.read_bytes().splitlines() if self.path.exists() else []
         return sum(map(_released, filter(None, lines)))
 
@@ -170,10 +146,6 @@ class Accountant:
 
     A training round has one release of the updates, and one of the statistics if the method reports any. A
     statistics-only exchange has one release.
-
-    Attributes:
-        privacy: the settings.
-        releases: the number of releases so far.
     """
 
     def __init__(self, privacy: Privacy, releases: int = 0) -> None:
@@ -196,10 +168,7 @@ class Accountant:
         self.releases += releases
 
     def at_least(self, releases: int) -> None:
-        """Increase the number of releases to ``releases``, the number in a checkpoint.
-
-        If the run went on after the checkpoint, the journal may have counted more releases. Then nothing changes.
-        """
+        """Increase the number of releases to that in a checkpoint, unless the journal counted more."""
         if releases > self.releases:
             self.spend(releases - self.releases)
 

@@ -22,12 +22,7 @@ class SecureAggregation(Options):
     """Describe the settings of secure aggregation by SecAgg+. Most fields are options, with their keys in docs/config.md.
 
     Attributes:
-        shares: The number of parts into which each client's secrets are split, odd. 0: one part per client of
-            the cohort. A client shares masks with ``shares - 1`` other clients.
-        threshold: The number of parts that are needed to recover a secret. 0: the smallest number that is more than half.
-        clipping_range: The largest absolute value of a number that is sent; larger ones are cut off. Its unit is the standard
-            deviation for statistics, and the weights' own unit for weights.
-        quantization_range: The number of bits per value within the clipping range.
+        shares: A client shares masks with ``shares - 1`` other clients.
         privacy: The clips, and the noise that clients add before they mask their vectors. None: no noise.
 
     Raises:
