@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 from xdist import is_xdist_controller
 
-from tests import costs, listed
+from tests import listed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,23 +63,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before marks choose
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests that take long or must run alone, and sort the files by duration, the longest first.
-
-    If a long file began last, all other workers would wait for it.
-    """
+    """Let ``--method`` choose, or mark what a sample leaves out, and tests with Ray or containers, which run alone."""
     if chosen := config.getoption("--method"):
         items[:] = [item for item in items if of_method(item) in chosen]
         for item in items:  # also those that are slow for a method beside the common ones
             item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
         return
-    for item in costs.long(items):
-        item.add_marker("slow")
+    listed.thin_out(items)
     for item in items:
-        if costs.nightly(item):
-            item.add_marker("nightly")
-        if costs.alone(item):
+        if item.get_closest_marker("ray") or item.get_closest_marker("docker"):
             item.add_marker("alone")
-    items.sort(key=lambda item: costs.place(item.nodeid))
 
 
 def of_method(item: pytest.Item) -> str | None:

@@ -1,4 +1,4 @@
-"""Make one test of a list of cases. It runs every case, and fails once, with a line for each wrong case."""
+"""Make one test of a list of cases, which fails once with a line for each wrong case, and choose which cases are slow ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import copy
 import functools
 import inspect
 import traceback
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,3 +106,34 @@ def reason(error: BaseException, test: Callable[..., None]) -> str:
 def _short(value: Any) -> str:
     text = value.__name__ if callable(value) and hasattr(value, "__name__") else str(value)
     return text if len(text) <= 60 else f"{text[:60]} ..."
+
+
+COMMON = ("fedavg", "fixbn", "fedbn", "hbn", "fbn", "fedtan", "gn")
+"""Methods that differ most. The others are variants of these. If a test takes long for each method, its cases with the others are slow."""
+
+
+def common_first(methods: Iterable[str]) -> list[Any]:
+    """Return the methods as cases of ``parametrize``. Methods that are not in ``COMMON`` become slow tests."""
+    return [name if name in COMMON else slow(name) for name in methods]
+
+
+def slow(*values: Any) -> Any:
+    """Return a case of ``parametrize`` that is marked as slow; ``values`` are its parameters."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def thin_out(items: Iterable[pytest.Item]) -> None:
+    """Mark the cases that a ``sample`` leaves out as slow, and two of three slow cases of a sampled test as nightly.
+
+    A hash chooses those: in a product, each third case can have the same method.
+    """
+    seen = Counter[str]()
+    for item in items:
+        if sample := item.get_closest_marker("sample"):
+            test = item.nodeid.partition("[")[0]
+            every = sample.args[0] if sample.args and isinstance(sample.args[0], int) else 0
+            if (every and seen[test] % every) or (sample.args and not every and not any(part in item.nodeid for part in sample.args)):
+                item.add_marker("slow")
+            if item.get_closest_marker("slow") and zlib.crc32(item.nodeid.encode()) % 3:
+                item.add_marker("nightly")
+            seen[test] += 1

@@ -43,6 +43,7 @@ def test_the_model_given_is_not_touched(name: str) -> None:
     assert all(torch.equal(before[k], model.state_dict()[k]) for k in before)
 
 
+@pytest.mark.sample("-fedavg]", "-gn]", "-fixup]", "-hbn]", "-fbn]", "-fedtan]")
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("network", ["resnet18", "mobilenet_v2", "vgg11_bn", "densenet121"])
 def test_torchvision(network: str, name: str) -> None:

@@ -180,6 +180,7 @@ def test_vmap_over_clients(rng: np.random.Generator) -> None:
         assert not off(others, list(want)) < 1e-12  # control: another client's
 
 
+@pytest.mark.slow
 def test_compiled(rng: np.random.Generator) -> None:
     layer, x, upstream = hybrid(rng), data(rng, (4, 3, 5)), data(rng, (4, 3, 5))
     torch.compiler.reset()

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests import costs
 from tests import listed as module
 from tests.listed import listed
 
@@ -110,9 +109,3 @@ def test_a_case_that_is_skipped_leaves_the_others_to_be_tried() -> None:
     assert tried == [2, 3]
     wanted = 3
     assert failure(only_even).startswith("1 of 3 cases:\n[3]")  # control: what is wrong counts for more
-
-
-def test_the_tables_of_costs_name_files_and_tests_that_exist() -> None:
-    named = [name.partition("::") for name in (*costs.LONGEST, *costs.LONG, *costs.MANY, *costs.DRILLS)]
-    texts = {file: (ROOT / file).read_text() for file, _, _ in named}
-    assert [f"{file}::{test}" for file, _, test in named if test and f"def {test.partition('[')[0]}(" not in texts[file]] == []

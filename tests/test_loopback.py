@@ -45,6 +45,7 @@ def join_an_exchange(authority: bytes) -> None:
         GrpcExchange(NOBODY, "token", 1, authority, timeout=1)
 
 
+@pytest.mark.slow
 def test_fl_bn_reaches_this_machine_without_the_proxy(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authority = make_certificates(tmp_path).authority.read_bytes()
     join_an_exchange(authority)
@@ -54,6 +55,7 @@ def test_fl_bn_reaches_this_machine_without_the_proxy(asked: Asked, tmp_path: Pa
     assert asked(), "control: gRPC excepts no host by itself"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", [NOBODY, "localhost:9", "[::1]:9", "127.0.0.53:9"])
 def test_programs_that_fl_bn_starts_reach_this_machine_without_the_proxy(
     address: str, asked: Asked, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,6 @@ from __future__ import annotations
 import pytest
 
 from fl_bn.methods import METHODS
-from tests.costs import common_first
+from tests.listed import common_first
 
 every_method = pytest.mark.parametrize("method_name", common_first(METHODS))

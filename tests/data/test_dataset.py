@@ -88,6 +88,7 @@ def test_svhn_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert data.y_train.tolist() == [0, 1]  # the files call zero ten
 
 
+@pytest.mark.slow
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
     code = "import sys, fl_bn.data.dataset, fl_bn.data.partition, fl_bn.models.build; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()

@@ -223,6 +223,7 @@ def test_a_broken_promise_is_found(compose: Compose, service: str, change: Compo
     assert any(fault.startswith(service) for fault in faults(compose))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", [["docker-compose.yml"], ["docker-compose.yml", "docker-compose.gpu.yml"]], ids=["plain", "gpu"])
 @pytest.mark.parametrize("program", ["docker-compose", "docker compose"])
 def test_compose_itself_accepts_the_files(program: str, files: list[str]) -> None:

@@ -12,7 +12,7 @@ from fl_bn_site import commands
 from tests.deployment.dying import Run, kill, parts
 from tests.deployment.federation import Federation, differing, in_process, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(2400)]
 SECONDS = 15.0  # from a death until the site is asked again
 
 
@@ -23,6 +23,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
         yield running
 
 
+@pytest.mark.nightly
 def test_a_message_whose_process_is_killed_is_done_again(federation: Federation, tmp_path: Path) -> None:
     run = Run(federation, tmp_path, "killed")
     kill(federation, "west", run.hang("west"))

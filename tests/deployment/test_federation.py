@@ -74,12 +74,14 @@ RUNS: dict[str, dict[str, Any]] = {  # test_audit_totals.py has others
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("run", RUNS)
 def test_a_deployed_run_ends_with_the_bits_of_one_in_process(run: str, federation: Federation, tmp_path: Path) -> None:
     config: dict[str, Any] = {**SMALL, **RUNS[run], "name": run.replace(", ", "-")}
     check_bits(federation, config, federation.run(config), tmp_path)
 
 
+@pytest.mark.nightly
 def test_a_site_s_policy_bounds_its_evaluations(federation: Federation) -> None:
     """In each process of a message anew: what is spent is in the site's state."""
     policy = federation.kit / "sites/a/policy.toml"
@@ -260,6 +262,7 @@ def test_a_site_that_claims_another_s_place_is_refused_by_its_key(federation: Fe
     assert "2/2 clients" in log
 
 
+@pytest.mark.nightly
 def test_sites_come_and_go_while_the_others_stay(federation: Federation) -> None:
     """A fourth site comes while a run goes on; the next run has it; then it is removed in the midst of a run, and gets nothing more."""
     config: dict[str, Any] = {**SMALL, "method": "fedavg", "evaluate-every": 2, "retry-timeout": 5.0}

@@ -22,9 +22,9 @@ from fl_bn.methods import METHODS
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support import departures
 from fl_bn_site.leaving import about, answered, message_bytes, sections_of
-from tests.costs import common_first
 from tests.deployment.inner import OTHER, GrpcExchange
 from tests.in_process import run
+from tests.listed import common_first
 
 Clients = Callable[..., list[Samples]]
 Counted = dict[tuple[int, str], tuple[int, int, int]]  # (client, section) -> tensors, bytes, fewest samples (0: unknown)
@@ -68,6 +68,7 @@ def differing(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> dict[Any, Any
     return {key: (one.get(key), other.get(key)) for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", common_first(METHODS))
 def test_a_site_counts_what_the_server_reports(name: str, clients: list[Samples]) -> None:
     ran = run(METHODS[name](), clients, 2, policy={"calibrate": 1, "evaluate_every": 1})

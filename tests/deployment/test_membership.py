@@ -146,6 +146,7 @@ def accepts(site: Path, thief: Path, host: str = "localhost") -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_stolen_server_key_is_worth_nothing_once_the_authority_is_new(kit: Path, server: ServerFolder, tmp_path: Path) -> None:
     thief, signed = tmp_path / "thief", tmp_path / "signed with the stolen authority"
     shutil.copytree(server.path, thief)

@@ -54,6 +54,7 @@ def typed(line: str) -> list[str]:
     return shlex.split(found[1])
 
 
+@pytest.mark.nightly
 def test_two_submits_at_once_an_abort_and_a_resume(federation: Federation, tmp_path: Path) -> None:
     run = {**RUN, "rounds": 8, "evaluate-every": 8}  # so many that the first is not over when it is aborted
     submits = {name: federation.submit({**run, "name": name}) for name in ("one", "two")}
@@ -102,6 +103,7 @@ def test_a_run_goes_on_after_the_server_s_death(federation: Federation, tmp_path
     assert differing(federation.result("died") / "model.safetensors", reference / "model.safetensors") == []
 
 
+@pytest.mark.nightly
 def test_a_site_that_comes_back_with_an_old_version_is_refused_by_name(federation: Federation, tmp_path: Path) -> None:
     old = tmp_path / "fl_bn-0.0.9.dist-info"
     old.mkdir()

@@ -112,6 +112,7 @@ def test_an_exchange_of_an_own_app_has_the_kit_s_address_and_tls(federation: Fed
     assert any(line and line["message"] == "exchange" and line["name"] == "fedtan" for line in sent), "vectors went over the exchange"
 
 
+@pytest.mark.nightly
 def test_an_app_that_does_not_tell_its_rounds_is_said_to(federation: Federation, own_app: Path) -> None:
     (own_app / "myapp/server_app.py").write_text(OTHER_SERVER)
     (own_app / "myapp/client_app.py").write_text(OTHER_CLIENT)
@@ -152,6 +153,7 @@ def test_a_site_s_refusal_is_known_within_seconds_and_logged_there(federation: F
     assert (told["decision"], told["reason"]) == ("refused", line["reason"])
 
 
+@pytest.mark.nightly
 def test_an_interrupted_run_ends_and_is_to_be_submitted_again(federation: Federation, own_app: Path) -> None:
     process = submitting(federation, own_app, 50, "name='killed'")
     wait_until("round 1", lambda: rounds_of(federation, "killed") >= 1, 300, 0.5)

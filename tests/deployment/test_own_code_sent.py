@@ -134,6 +134,7 @@ def submitted(federation: Federation, folder: Path, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_an_app_of_fl_bn_new_trains_at_the_sites(federation: Federation, own_app: Path) -> None:
@@ -144,6 +145,7 @@ def test_an_app_of_fl_bn_new_trains_at_the_sites(federation: Federation, own_app
     wait_until("both were asked", lambda: all("is admitted: signed by" in federation.log(f"sites/{s}", "supernode") for s in "ab"), 10)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_network_of_one_s_own_trains_on_data_that_a_site_s_own_loader_reads(federation: Federation, modules: Path) -> None:
@@ -155,6 +157,7 @@ def test_a_network_of_one_s_own_trains_on_data_that_a_site_s_own_loader_reads(fe
     assert (federation.result("own") / "model.safetensors").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_where_only_installed_code_runs_the_site_s_own_copy_of_a_module_is_called(federation: Federation, modules: Path) -> None:

@@ -108,6 +108,7 @@ class Server:
         return self.folder.results / str(config["name"])
 
 
+@pytest.mark.nightly
 def test_each_policy_lets_in_what_it_says_and_nothing_of_the_rest_is_kept(federation: Federation, tmp_path: Path) -> None:
     server, table, code = Server(federation), {}, {}
     genuine = server.config("genuine", server.key)
@@ -164,6 +165,7 @@ def refusal(summary: str, site: str) -> str:
     return found[1] if found else ""
 
 
+@pytest.mark.nightly
 def test_a_run_signed_on_another_machine_is_submitted_as_it_is(federation: Federation, tmp_path: Path) -> None:
     """The server's folder, as a copy of its public files, and the key are on the submitter's machine alone."""
     copy, server = tmp_path / "copy", federation.kit / "server"

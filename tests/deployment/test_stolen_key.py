@@ -15,6 +15,7 @@ from tools.deployment.outcomes import Case, Outcome, compare
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_with_another_authority_and_the_thief_is_refused(tmp_path: Path) -> None:
     with Federation(tmp_path / "federation", ("east", "west")) as federation:
         federation.start_all()

@@ -47,6 +47,7 @@ def in_one_program(net: nn.Module, method: Method, clients: Any, rounds: int, *_
     return [copy.deepcopy(fed.model.state_dict()) for _ in fed.run(rounds)]
 
 
+@pytest.mark.sample("[fbn-", "[hbn-own", "[gn-flower", "n-fed")
 @pytest.mark.parametrize("door", {**ALL, "one program": in_one_program})
 @pytest.mark.parametrize("name", CENTRING)
 def test_the_sum_over_the_inputs_stays_in_every_door(name: str, door: str) -> None:

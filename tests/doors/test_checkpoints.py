@@ -56,6 +56,7 @@ def shown(records: list[Any]) -> list[str]:
     return [repr(replace(one, seconds=0.0, clients=[replace(client, waited=0.0) for client in one.clients])) for one in records]
 
 
+@pytest.mark.sample("[at home", "[moon", "[fedadam", "[one p")
 @pytest.mark.parametrize(
     ("method", "options"),
     [

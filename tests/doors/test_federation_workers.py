@@ -57,6 +57,7 @@ def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     return [name for name in a if not torch.equal(a[name], b[name])]
 
 
+@pytest.mark.sample("[hbn-with")
 @pytest.mark.parametrize(("method", "loaders"), [("hbn", with_generators), ("fedbn", with_batch_samplers), ("fedtan", seeded)])
 def test_workers_give_the_bits_of_one_after_the_other(method: str, loaders: Make) -> None:
     (one, records), (two, again) = (trained(method, loaders, workers) for workers in (1, 2))
@@ -111,6 +112,7 @@ print("same bits:", all(torch.equal(one[name], two[name]) for name in one))
 """
 
 
+@pytest.mark.slow
 def test_what_a_script_or_a_notebook_defines_works_without_a_guard(tmp_path: Path) -> None:
     """Network, task, loaders and lambdas of ``__main__``, which another process cannot import."""
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -80,6 +80,7 @@ def test_an_objective_corrects_whole_steps_by_its_own_backward(objective: Object
         optimizer.step()
 
 
+@pytest.mark.sample("[scaffold-", "[fedsam-own")
 @pytest.mark.parametrize("door", ["own loop", "flower"])
 @pytest.mark.parametrize("objective", [FedProx(0.5), Scaffold(), FedSAM(0.05)], ids=lambda objective: objective.name)
 def test_objectives_equal_the_application_s_bit_for_bit(objective: Objective, door: str) -> None:

@@ -51,6 +51,7 @@ def weights(fed: Federation, rounds: int = 2) -> Tensor:
 ENGINES: dict[str, dict[str, Any]] = {"sequential": {}, "workers": {"workers": 2}, "vectorised": {"engine": "vectorised"}}
 
 
+@pytest.mark.sample("[sequential", "[vectorised")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_client_has_its_own_optimiser(engine: str, caplog: pytest.LogCaptureFixture) -> None:
     """Where all trains alone (``single``), each client has the bits of a federation in which all have its optimiser."""

@@ -62,6 +62,7 @@ def test_segmentation(capsys: pytest.CaptureFixture[str]) -> None:
     assert ious[-1] > max(0.5, ious[0])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_notebook() -> None:
     import nbformat

@@ -101,12 +101,14 @@ def test_few_lines_change_and_the_page_has_them(name: str) -> None:
 # Before and after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_before_it_is_plain_flower(name: str, ran: Runs) -> None:
     assert not any("fl_bn" in file.read_text() for file in (APPS / name / "before").rglob("*.py"))
     assert len(ran(name, "before").sent("train")) == 2
 
 
+@pytest.mark.sample("pytorch]", "[fedbn")
 @pytest.mark.parametrize("name", NAMES)
 def test_after_it_trains_by_the_method(name: str, ran: Runs) -> None:
     after = ran(name, "after")
@@ -124,6 +126,7 @@ def test_the_evaluation_at_the_server_is_called_from_round_0_on(name: str, ran: 
     assert dict(before.result.evaluate_metrics_serverapp[0]) == pytest.approx(dict(after.result.evaluate_metrics_serverapp[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MESSAGES)
 def test_own_metrics_are_combined_as_before(name: str, ran: Runs) -> None:
     before, after = ran(name, "before").result, ran(name, "after").result
@@ -184,6 +187,7 @@ def test_each_client_keeps_its_own_head(ran: Runs) -> None:
         assert not torch.equal(heads[0]["weight"], heads[1]["weight"])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_its_tracker_gets_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights & Biases itself, offline, in a process of its own: it warns when it is imported, and here warnings are errors."""
@@ -229,6 +233,7 @@ def shape(found: Any) -> Any:
     return [shape(value) for value in found] if isinstance(found, list) else found if isinstance(found, int) else type(found)
 
 
+@pytest.mark.slow
 def test_fedbn_s_own_code_and_the_method_agree(ran: Runs) -> None:
     """The baseline keeps its BatchNorm by names in its client. fl-bn's FedBN does the same by types."""
     before, after = ran("fedbn", "before", double=True), ran("fedbn", "after", double=True)
@@ -241,6 +246,7 @@ def test_fedbn_s_own_code_and_the_method_agree(ran: Runs) -> None:
     assert largest_difference(floats(own[0]), floats(own[1])) > 0.1  # control: each client has its own
 
 
+@pytest.mark.slow
 def test_niid_bench_has_its_schedule_and_its_best_model(ran: Runs) -> None:
     before, after = ran("niid_bench", "before", rounds=3), ran("niid_bench", "after", rounds=3)
     assert [config["lr"] for config in before.sent("train")] == [config["lr"] for config in after.sent("train")] == [0.1, 0.1, 0.05]
@@ -258,6 +264,7 @@ def final(name: str, ran: Ran) -> dict[str, torch.Tensor]:
     return floats(ran.model() if name in MESSAGES else torch.load(ran.folder / "best_model.pt")["model"])
 
 
+@pytest.mark.sample("[advanced")
 @pytest.mark.parametrize(("name", "double"), [("quickstart-pytorch", True), ("advanced-pytorch", True), ("quickstart-monai", False)])
 def test_with_fedavg_it_is_the_app_before(name: str, double: bool, ran: Runs) -> None:
     rounds = 2 if double else 1  # MONAI's transforms give float32, whose rounding the second round's training magnifies
@@ -267,6 +274,7 @@ def test_with_fedavg_it_is_the_app_before(name: str, double: bool, ran: Runs) ->
     assert largest_difference(final(name, ran(name, "before", rounds=2, double=double)), final(name, own)) > 1e-3  # control: the method
 
 
+@pytest.mark.slow
 def test_niid_bench_with_fedavg_is_the_app_before(ran: Runs) -> None:
     found = [ran("niid_bench", when, method, double=True) for when, method in (("before", ""), ("after", "fedavg"), ("after", ""))]
     models = [floats(torch.load(one.folder / "best_model.pt")["model"]) for one in found]

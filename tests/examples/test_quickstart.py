@@ -74,6 +74,7 @@ def test_before_it_is_plain_flower(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < found[3]["eval_acc"] <= 1
 
 
+@pytest.mark.sample("[fedtan]")
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_runs_in_it(method: str, written: Any, capsys: pytest.CaptureFixture[str]) -> None:
     found = ran(written(method), capsys)

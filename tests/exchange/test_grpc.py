@@ -157,6 +157,8 @@ def test_a_token_works_for_one_stream_and_for_its_round_alone(service: ExchangeS
 # a service that is not there, or no longer
 
 
+@pytest.mark.alone
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["shrink", "abort"])
 @pytest.mark.parametrize("when", ["joining", "exchanging", "training"])
 def test_all_fail_when_the_service_stops_and_a_new_one_takes_its_port(when: str, policy: str) -> None:

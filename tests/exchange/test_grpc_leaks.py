@@ -71,6 +71,8 @@ def play_rounds(service: ExchangeService, rounds: int, pool: ThreadPoolExecutor)
         service.close(session)
 
 
+@pytest.mark.nightly
+@pytest.mark.alone
 @pytest.mark.slow
 def test_two_hundred_rounds_leave_nothing_behind(service: ExchangeService) -> None:
     """Control: sessions that are not closed, of clients that do not leave, add to everything."""

@@ -94,6 +94,7 @@ def deadlines(kind: str) -> dict[str, float]:
     return PATIENT | ({short[kind]: 0.5} if kind in short else {})
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("policy", ["shrink", "abort"])
 @pytest.mark.parametrize("kind", MISDEEDS)
 def test_under_shrink_the_others_go_on_with_weights_over_them_and_under_abort_all_fail_at_once(

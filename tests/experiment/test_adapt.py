@@ -86,6 +86,7 @@ def test_a_domain_held_out_is_in_none_of_the_runs_data_and_the_others_are_as_the
         assert torch.equal(client_samples(config(KEYS), client)[1].x, data.x_test[data.domain_test == client])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedbn", "silobn", "fedavg"])
 def test_the_command_end_to_end(method: str, runs: Path, tmp_path: Path) -> None:
     run = copied(runs / method, tmp_path)

@@ -33,6 +33,7 @@ def test_run_and_a_name_that_exists(tmp_path: Path) -> None:
     ends_with_a_sentence("run", "--run-config", tiny_keys(output=str(tmp_path), name="mine"), about=str(tmp_path / "mine"))
 
 
+@pytest.mark.slow
 def test_compare_then_again(tmp_path: Path) -> None:
     args = ("compare", "--methods", "centralised,fbn,fedavg:learning-rate=1e30", "--seeds", "1", "--jobs", "1", "--output", str(tmp_path))
     result = command(*args, "--run-config", of_a_comparison(rounds=2, evaluate_every=1))
@@ -103,6 +104,7 @@ def run_config(folder: Path, name: str, **changes: object) -> str:
     return override({**TINY, "output": str(folder), "name": name, **changes})
 
 
+@pytest.mark.slow
 def test_a_pipe_and_the_log_file_get_a_short_line_per_round(tmp_path: Path) -> None:
     status, said = in_a_pipe("run", "--run-config", run_config(tmp_path, "run", method="hbn"))
     assert status == 0, said
@@ -132,6 +134,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder / "run", said
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_folder_and_says_how_to_go_on(interrupted: tuple[Path, str]) -> None:
     path, said = interrupted
     done = len((path / "rounds.jsonl").read_text().splitlines())
@@ -142,6 +145,7 @@ def test_ctrl_c_leaves_a_folder_and_says_how_to_go_on(interrupted: tuple[Path, s
         assert (path / file).stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_the_resumed_run_has_the_bits_of_one_that_nobody_interrupted(interrupted: tuple[Path, str], tmp_path: Path) -> None:
     path = Path(shutil.copytree(interrupted[0], tmp_path / "run"))
     early = bits(path)

@@ -75,6 +75,7 @@ def dies_in_a_write(values: Values, below: str, number: int, stage: str) -> None
     run(values)
 
 
+@pytest.mark.sample("half written", "renamed")
 @pytest.mark.parametrize("below", ["checkpoints", "state-"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_kill_in_the_middle_of_a_write(stage: str, below: str, whole: Whole, tmp_path: Path) -> None:

@@ -212,6 +212,7 @@ def test_its_keys_are_everywhere(package: Path) -> None:
     assert "halves" in command("layers", "resnet20", "--method", "halves").output
 
 
+@pytest.mark.slow
 def test_a_new_process_knows_it(package: Path) -> None:
     path = os.pathsep.join([str(package), str(ROOT)])
     asked = [sys.executable, "-m", "fl_bn.cli.main", "config", "--toml"]

@@ -54,6 +54,7 @@ def test_every_line_and_area_of_a_run_says_what_it_is(drawn: list[Figure], tmp_p
     assert (texts(drawn[-1].axes[0]), drawn[-1].axes[0].get_title(loc="right")) == (["30.0"], "")
 
 
+@pytest.mark.slow
 def test_labels_are_bars_one_upon_the_other(drawn: list[Figure], tmp_path: Path) -> None:
     draw_labels({0: (3, 0, 5), 1: (0, 0, 2)}, RunConfig(), tmp_path / "labels.png")
     (axes,) = drawn[0].axes

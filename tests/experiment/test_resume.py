@@ -19,10 +19,10 @@ from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.flower import BatchNormClient
 from fl_bn.methods import METHODS
 from fl_bn.run.checkpoints import FREE, run_to_resume
-from tests.costs import COMMON, slow
 from tests.experiment.inside import command, config, ends_with_a_sentence, refusing
 from tests.experiment.resuming import ROUNDS, Stopped, Values, in_pieces, results, run, small_run, stopped
 from tests.integration.runs import differences
+from tests.listed import COMMON, slow
 
 BYZANTINE = {"clients": 5, "byzantine": 1, "statistics_rule": "nnm+median", "update_rule": "nnm+median"}
 CASES: dict[str, Values] = {
@@ -65,6 +65,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return made
 
 
+@pytest.mark.sample("[hbn]", "few of", "moon, yogi")
 @pytest.mark.parametrize("case", [case if case in QUICK else slow(case) for case in CASES])
 def test_a_run_in_pieces_is_the_run_itself(case: str, tmp_path: Path, whole: Whole) -> None:
     """Twice interrupted, once killed and once with its results written; a checkpoint after every round, or every other."""
@@ -77,6 +78,7 @@ def test_a_run_in_pieces_is_the_run_itself(case: str, tmp_path: Path, whole: Who
     assert [file.name for file in path.parent.iterdir() if file.is_dir()] == ["run"]  # and nothing beside it
 
 
+@pytest.mark.sample
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_wherever_it_stops(case: str, tmp_path: Path, whole: Whole) -> None:
@@ -124,6 +126,7 @@ def forget_the_arrays(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fl_bn.federation.shared_model.SharedModel.restore", lambda self, tensors, auxiliary: None)
 
 
+@pytest.mark.sample("server yogi", "[hbn")
 @pytest.mark.parametrize(
     ("case", "forget"),
     [
@@ -156,6 +159,7 @@ def checkpoints(path: Path) -> list[Path]:
     return sorted((path / "checkpoints").glob("round-*.safetensors"))
 
 
+@pytest.mark.sample("[fedbn-")
 @pytest.mark.parametrize(
     ("case", "damage"), [*((case, "flipped") for case in SEVERAL), *(("fedbn", damage) for damage in ("short", "empty", "of another kind"))]
 )
@@ -271,6 +275,7 @@ def test_a_finished_run_keeps_nothing_to_go_on_with_and_a_stopped_one_two_checkp
     assert "**The run failed** after 5 of 5 rounds: Stopped" in (path / "summary.md").read_text()
 
 
+@pytest.mark.sample("[a:b", "quoted")
 @pytest.mark.parametrize("name", ["a:b", 'a "quoted" name', "ünlü", "[x]", "x" * 220])
 def test_whatever_a_run_is_called_it_goes_on_and_clears_up_after_itself(name: str, tmp_path: Path) -> None:
     """The folder of a run with a data set of one's own has a colon in its name, without anybody having chosen it."""
@@ -337,6 +342,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_folder_is_one_sentence(kind: str, tmp_path: Path) -> None:
     path, (damage, about) = stopped(small_run(tmp_path, method="fedavg"), 3), DAMAGES[kind]

@@ -46,6 +46,7 @@ def test_what_an_operator_types_imports_neither_torch_nor_flower() -> None:
     assert loaded(each, ("torch", "flwr", "fl_bn_site.kit")) == ["fl_bn_site.kit"]
 
 
+@pytest.mark.slow
 def test_a_run_imports_nothing_that_its_rounds_do_not_need() -> None:
     unneeded = ("torch._dynamo", "sklearn", "matplotlib", "ray", "torchvision", "pandas", "scipy.stats", "tensorboard")
     run = f"from fl_bn.cli.main import run\nrun({ROUND_1!r})"

@@ -73,6 +73,7 @@ def test_the_normalisation_error_is_the_papers(similarity: float) -> None:
     assert wrong != pytest.approx(normalised(rounds).error[FBN], rel=1e-2)
 
 
+@pytest.mark.slow
 def test_the_papers_order_over_100_rounds() -> None:
     """FBN stays close at every similarity; FixBN's and BatchNorm's errors grow as the clients differ (section 4, figure 2c)."""
     error = {similarity: normalised(draws(similarity, seeded(0))).error for similarity in (1.0, 0.0)}

@@ -176,6 +176,7 @@ def test_shipped_tasks_run_and_their_metrics_are_what_the_saved_model_measures(n
     assert union.records[-1].evaluation[of.metric] > 0.5
 
 
+@pytest.mark.slow
 def test_npz_files_of_values_and_of_sets_of_labels(tmp_path: Path, rng: np.random.Generator) -> None:
     x = rng.integers(0, 256, (60, 8, 8), dtype=np.uint8)
     brightness = x.reshape(60, -1).mean(1) / 20

@@ -57,6 +57,7 @@ def distance(a: Served, b: Served, section: str) -> float:
 # Lies about the one are nothing to the other
 
 
+@pytest.mark.sample(3)
 @statistics_methods
 @pytest.mark.parametrize("on", ["statistics", "updates"])
 @pytest.mark.parametrize(("rule", "size"), [*((rule, 1e15) for rule in RULES), ("mean", 3.0), ("nnm+median", 3.0)])
@@ -81,6 +82,7 @@ def claiming(client: int, reply: Reply) -> None:
                 reply.payload["moments"][name] = np.array([10**9])
 
 
+@pytest.mark.sample(3)
 @statistics_methods
 @rules
 def test_claims_change_no_bit_under_a_defence(name: str, rule: str) -> None:
@@ -146,6 +148,7 @@ def honest_range(name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     return bounds
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["fbn", "hbn"])
 @rules
 def test_moments_without_a_variance_leave_the_shared_one_among_the_honest(name: str, rule: str) -> None:
@@ -200,6 +203,7 @@ def test_too_few_replies_change_nothing_and_the_log_says_how_many_it_takes(
 # Every attack
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name]().shares(Role.WEIGHT) and not METHODS[name]().exchanges])
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_every_attack_can_be_made_on_every_method(name: str, attack: str) -> None:
@@ -211,6 +215,7 @@ def test_every_attack_can_be_made_on_every_method(name: str, attack: str) -> Non
     assert identical(lied.tensors, truth(name, "nnm+median").tensors) == (attack == LABEL_FLIP)  # on the data, not on the replies
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [*WITH_STATISTICS, "fedbn"])
 @pytest.mark.parametrize(("attack", "strength"), [("foe", 20.0), ("foe", -20.0), ("alie", -30.0), ("gaussian", 5.0)])
 def test_robust_rules_stay_near_the_honest_mean_and_the_mean_does_not(name: str, attack: str, strength: float) -> None:

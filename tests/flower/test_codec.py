@@ -131,6 +131,7 @@ def test_it_survives_pickling_and_cannot_be_changed() -> None:
     assert not lazy.numpy().flags.writeable
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["hbn", "fedtan", "fbn"])
 def test_a_run_has_the_same_bits_whether_arrays_are_handed_over_or_encoded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method = METHODS[name]()

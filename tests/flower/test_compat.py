@@ -130,6 +130,7 @@ print(json.dumps([theirs, *found]))
 """
 
 
+@pytest.mark.slow
 def test_a_plain_run_loads_nothing_of_secure_aggregation(tmp_path: Path) -> None:
     config = {**TINY, "rounds": 1, "output": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", RUN, json.dumps(config)], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -101,6 +101,7 @@ def test_those_who_come_first_decide_nothing(fields: dict[str, Any]) -> None:
     assert (number, set(there) >= {3, 4, 5}) == (CLIENTS, True)
 
 
+@pytest.mark.slow
 @listed(
     ("grid", "seconds", "field"),
     [

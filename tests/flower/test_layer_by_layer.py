@@ -16,11 +16,10 @@ from fl_bn.federation.recalibration import recalibrate
 from fl_bn.flower import RunFailed
 from fl_bn.flower.layerwise.exchanges import Exchanges
 from fl_bn.methods import METHODS, Role
-from tests.costs import common_first
 from tests.federation import random_samples
 from tests.flower.inside import Defence, ExchangeSettings, Samples, running_statistics
 from tests.in_process import Run, WatchedGrid, client_app, identical, run
-from tests.listed import listed
+from tests.listed import common_first, listed
 from tests.networks import seeded_network
 from tests.training.test_recalibration import LAYERS, network
 
@@ -53,6 +52,7 @@ def messages(ran: Run) -> int:
     return [m.metadata.message_type for m in ran.grid.sent].count("query.statistics") // len(ran.grid.states())
 
 
+@pytest.mark.sample("[hbn-resnet", "[fedtan-chain")
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("method", common_first(name for name in METHODS if METHODS[name]().has_statistics and shares_statistics(name)))
 def test_one_message_finds_the_bits_of_a_pass_per_layer(method: str, name: str, clients: list[Samples]) -> None:
@@ -72,6 +72,7 @@ def test_one_message_finds_the_bits_of_a_pass_per_layer(method: str, name: str, 
     assert not identical(statistics(ran), statistics(fewer))  # control
 
 
+@pytest.mark.sample("[median-odd", "[nnm")
 @pytest.mark.parametrize("sizes", [(6, 4, 9, 5, 8), (6, 4, 9, 5, 8, 3)], ids=["odd", "even"])
 @pytest.mark.parametrize("rule", ["median", "trimmed-mean", "nnm+median"])
 def test_a_robust_rule_pools_every_layer(rule: str, sizes: tuple[int, ...], tiny_clients: Clients) -> None:

@@ -137,6 +137,7 @@ def test_what_can_be_read_is_and_of_the_rest_the_bytes_are_known() -> None:
     assert str(half.problem).startswith("weights/a: expected a NumPy array, but its bytes cannot be read")
 
 
+@pytest.mark.sample("[header", "[nothing")
 @pytest.mark.parametrize("wrong", ["bytes", "header", "dtype", "nothing"])
 def test_a_reply_is_gone_from_memory_once_it_was_read(wrong: str) -> None:
     made = content(None if wrong == "header" else HEADER)

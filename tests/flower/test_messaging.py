@@ -227,6 +227,7 @@ def test_a_node_is_given_up(
     assert code != DIED or outcome(receive(Lossy(answering, clock, {2: 2}), trains(grid), timeout, patience)) == {"reply": 3}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "files"), [("fbn", False), ("hbn", False), ("fedbn", True), ("hbn", True)])
 def test_a_run_whose_nodes_die_and_come_back_is_the_same_to_the_bit(
     name: str, files: bool, clock: Clock, clients: list[Samples], tmp_path: Path, log: pytest.LogCaptureFixture

@@ -52,6 +52,7 @@ def tensors(ran: Run) -> Iterator[tuple[str, np.ndarray]]:
             yield from arrays_of(record).items()
 
 
+@pytest.mark.sample("[fedbn", "[hbn", "[fbn", "[fedtan-")
 @pytest.mark.parametrize("settings", [MIXED, DSGD], ids=["weights", "gradients"])
 @every_method
 def test_what_travels_and_what_is_kept_stays_float32(

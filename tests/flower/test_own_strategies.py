@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp.strategy import Strategy
@@ -48,6 +49,7 @@ def app_of_ours(method: str) -> Any:
     return client_app(METHODS[method](), clients, model=net())
 
 
+@pytest.mark.slow
 @listed("name", OWN)
 def test_a_subclass_of_each_strategy_for_own_apps_has_each_hook_called(name: str) -> None:
     kind = OWN[name]
@@ -59,6 +61,7 @@ def test_a_subclass_of_each_strategy_for_own_apps_has_each_hook_called(name: str
     assert not equal(result, ran(kind(net()), own_app(name)))  # control
 
 
+@pytest.mark.slow
 @listed("name", OWN)
 def test_with_rounds_the_same_class_serves_fl_bn_s_own_clients_and_has_each_hook_called(name: str) -> None:
     kind, policy = OWN[name], Rounds(CLIENTS, at_clients=True, wait=1.0)

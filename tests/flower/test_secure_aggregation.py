@@ -62,6 +62,7 @@ def largest_error(clients: list[Samples], bits: int) -> tuple[float, float]:
     return largest, relative
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("bits", [8, 12, 16, 22, 28])
 def test_secure_statistics_are_the_plain_ones_up_to_the_bound(bits: int, clients: list[Samples]) -> None:
     largest, relative = largest_error(clients, bits)
@@ -84,6 +85,7 @@ def test_what_training_normalises_with_is_summed_without_a_client_that_has_no_tr
     assert not np.allclose(found["5.running_var"], inputs["5.running_var"], rtol=2e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hbn", "static-bn", "fbn", "fedavg"])
 def test_a_reference_far_away_is_replaced_until_the_statistics_are_right(name: str, clients: list[Samples]) -> None:
     """torch's 0 and 1 are 400 times this network's variances: measured once, they would be lost in the rounding."""

@@ -12,11 +12,10 @@ import pytest
 from fl_bn.flower import BatchNormStrategy, Rounds
 from fl_bn.methods import METHODS, Method, Role, attacked
 from fl_bn.secure.privacy import Accountant, Privacy, epsilon
-from tests.costs import common_first
 from tests.flower.inside import Defence, LocalTraining, Samples, SecureAggregation
 from tests.flower.secure_runs import masked_vectors
 from tests.in_process import Run, identical, run
-from tests.listed import listed
+from tests.listed import common_first, listed
 from tests.networks import seeded_network
 
 Clients = Callable[..., list[Samples]]
@@ -39,6 +38,7 @@ def off(a: Run, b: Run, round: int) -> float:
 SECURE = [name for name in METHODS if METHODS[name]().shares(Role.WEIGHT) and not METHODS[name]().exchanges]
 
 
+@pytest.mark.sample("[hbn]", "[fedbn]")
 @pytest.mark.parametrize("name", common_first(SECURE))
 def test_a_secure_run_is_the_plain_one_up_to_rounding(name: str, clients: list[Samples]) -> None:
     """Calibrated, so that the first round's reference is near; 24 bits for three clients."""
@@ -59,6 +59,7 @@ def test_a_secure_run_is_the_plain_one_up_to_rounding(name: str, clients: list[S
 ALGORITHM_2 = METHODS["fbn"](momentum=0.1, report="all")
 
 
+@pytest.mark.sample("settings1")
 @pytest.mark.parametrize(("settings", "weights"), [(DSGD, "samples"), (EPOCHS, "samples"), (EPOCHS, "uniform")])
 def test_gradients_epochs_and_uniform_weights(settings: LocalTraining, weights: str, clients: list[Samples]) -> None:
     model = seeded_network("plain")
@@ -169,6 +170,7 @@ def test_what_counts_as_a_release(method: str, spent: list[int], clients: list[S
     assert counted == spent
 
 
+@pytest.mark.slow
 def test_privacy_is_accounted_and_its_noise_is_not_the_seed_s(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
     secure = SecureAggregation(privacy=PRIVACY)
     one, two = (run(METHODS["fbn"](), clients, 2, policy=UNIFORM, secure=secure) for _ in range(2))

@@ -16,9 +16,8 @@ from fl_bn import Callback
 from fl_bn.flower import run_in_process
 from fl_bn.methods import METHODS, Role
 from fl_bn.methods import hbn as make_hbn
-from tests.costs import COMMON
 from tests.in_process import Run, Samples, WatchedGrid, client_app, identical, run
-from tests.listed import listed
+from tests.listed import COMMON, listed
 
 Clients = Callable[..., list[Samples]]
 HBN, STATIC = METHODS["hbn"](), METHODS["static-bn"]()

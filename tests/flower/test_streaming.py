@@ -20,6 +20,7 @@ from tests.in_process import WatchedGrid, client_app, identical, run
 CLIENTS = 12
 
 
+@pytest.mark.sample("[fbn]")
 @every_method
 def test_a_run_has_the_bits_of_one_that_keeps_all_replies(method_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method, clients = METHODS[method_name](), people(CLIENTS)

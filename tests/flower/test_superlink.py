@@ -148,6 +148,7 @@ def test_of_a_site_that_left_in_the_midst_of_its_reply_the_server_is_told(tmp_pa
     assert "Node Unavailable" in reason
 
 
+@pytest.mark.slow
 def test_it_is_flowers_own_program_otherwise() -> None:
     help_of = [[sys.executable, "-P", str(SCRIPT)], [str(Path(sys.executable).with_name("flower-superlink"))]]
     ours, theirs = (subprocess.run([*argv, "--help"], capture_output=True, text=True, check=True).stdout for argv in help_of)

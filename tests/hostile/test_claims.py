@@ -16,7 +16,6 @@ from fl_bn.exchange.call import Join, Local, Quantity, Request
 from fl_bn.exchange.session import Deliver
 from fl_bn.flower import BatchNormStrategy, InProcessGrid
 from fl_bn.robust import RULES
-from tests.costs import slow
 from tests.hostile import own_app
 from tests.hostile.liars import (
     LIAR,
@@ -38,7 +37,7 @@ from tests.hostile.liars import (
 )
 from tests.in_process import Run, identical
 from tests.kept import Kept
-from tests.listed import listed
+from tests.listed import listed, slow
 
 HUGE, MANY = 2**53, 10**6
 OTHERS = [0, 2, 3, 4]
@@ -185,6 +184,7 @@ def honest_run(rule: str) -> Run:
     return fedtan(rule=rule)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("policy", ["abort", "shrink"])
 @pytest.mark.parametrize("carrier", ["local", slow("replay")])
 @pytest.mark.parametrize("rule", ["", "nnm+median"])
@@ -201,6 +201,7 @@ def test_a_batch_above_a_client_s_own_samples_is_refused_by_name(
         assert largest(ran) < 2 * largest(alone)
 
 
+@pytest.mark.sample("[mean", "[median", "[krum", "[nnm+median")
 @pytest.mark.parametrize("policy", [slow("abort"), "shrink"])
 @pytest.mark.parametrize("rule", ["mean", *ROBUST])
 def test_under_a_defence_claims_change_no_bit(rule: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from fl_bn.flower.wire import messages
@@ -66,6 +67,7 @@ def undeclared(asked: str, is_reply: bool, content: RecordDict) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @listed("name", SCENARIOS)
 def test_every_field_of_every_honest_message_is_declared(name: str) -> None:
     for asked, instruction, reply in recorded(name).exchanges:
@@ -73,6 +75,7 @@ def test_every_field_of_every_honest_message_is_declared(name: str) -> None:
         assert undeclared(asked, True, reply) == []
 
 
+@pytest.mark.slow
 def test_the_scenarios_hold_every_kind_of_message() -> None:
     seen = {asked for name in SCENARIOS for asked, _, _ in recorded(name).exchanges}
     assert seen == {asked for asked, _ in EXPECTED}

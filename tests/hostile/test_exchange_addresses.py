@@ -70,6 +70,7 @@ def connected(server: socket.socket) -> bool:
     return True
 
 
+@pytest.mark.slow
 @apps
 def test_errors_do_not_tell_an_open_port_from_a_closed_one(app: str, log: pytest.LogCaptureFixture) -> None:
     """Of a host that is allowed: in a simulation this machine is."""
@@ -91,6 +92,7 @@ PLACES = {
 }
 
 
+@pytest.mark.sample(3)
 @apps
 @pytest.mark.parametrize("place", PLACES)
 def test_a_client_connects_to_no_address_that_its_site_does_not_allow(
@@ -114,6 +116,7 @@ def test_what_is_no_host_and_port_is_refused_by_its_form(app: str, address: str)
     assert Site(app, exchange_addresses="unix, dns, a").error(address).startswith("WireError: config/exchange-address: ")
 
 
+@pytest.mark.slow
 @apps
 @pytest.mark.parametrize(("kind", "phase"), [("train", Phase.EXCHANGE), ("query.statistics", Phase.MEASURE)])
 def test_the_exchange_of_a_round_and_of_statistics_is_where_the_site_allows_it(kind: str, phase: Phase, app: str) -> None:

@@ -29,6 +29,7 @@ def check(mutations: int, number: int, seed: int) -> None:
     assert sequences(number, seed) == (number, [])
 
 
+@pytest.mark.slow
 @pytest.mark.pinned
 def test_mutated_messages_and_sequences_of_calls() -> None:
     """A few here, and some thousand in the nightly test below."""
@@ -55,6 +56,7 @@ def test_a_client_that_calls_itself_another_is_refused_and_the_other_takes_part(
         lied(lie, "ln")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_control_where_nobody_lies_everyone_counts(name: str) -> None:
     ran = honest(name)
@@ -72,6 +74,7 @@ def test_control_a_broken_server_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     assert any(outcome.kind == BROKEN for outcome in outcomes)
 
 
+@pytest.mark.slow
 def test_control_a_broken_session_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one client that waits starts the clock for all, the others are dropped while they train."""
 

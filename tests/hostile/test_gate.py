@@ -17,11 +17,10 @@ from fl_bn.flower import Gate, answer, evaluating
 from fl_bn.flower.wire.gate import KINDS, Kind
 from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS
 from fl_bn.methods import METHODS
-from tests.costs import slow
 from tests.hostile.bisecting import Bisecting, network, samples, secrets_of, with_node_config
 from tests.hostile.liars import SecureAggregation
 from tests.in_process import WatchedGrid, client_app, run
-from tests.listed import listed
+from tests.listed import listed, slow
 
 DATA = [samples(12, seed=i) for i in range(3)]
 SECRETS = secrets_of(DATA[0])

@@ -126,6 +126,7 @@ def test_whoever_was_told_something_else_than_the_server_says_of_round_1_sends_n
     assert len(vectors_of_round_2(seen)) == 5 - len(refuse)
 
 
+@pytest.mark.slow
 def test_told_each_what_it_was_told_before_their_masks_do_not_cancel(control: float, seen: dict[str, Any]) -> None:
     ran(Earlier(OTHERS, lambda node, told: told[node], seen))
     assert len(vectors_of_round_2(seen)) == 5
@@ -143,6 +144,7 @@ def test_control_where_nobody_looks_back_the_sum_is_the_victim_s_vector(seen: di
     assert np.linalg.norm(shown - mine) < 0.02 * np.linalg.norm(mine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "part"), [(None, True), (0, False)])
 def test_what_others_were_told_without_a_client_it_cannot_know_and_its_site_may_refuse(limit: int | None, part: bool) -> None:
     grid = Late(())
@@ -163,6 +165,7 @@ def test_an_honest_server_leaves_out_by_name_who_was_told_something_else() -> No
         assert "another instruction" in record.clients[VICTIM - 1].refused
 
 
+@pytest.mark.sample("[fedbn")
 @pytest.mark.parametrize("name", ["fedbn", "hbn"])
 def test_control_honest_clients_of_other_rounds_are_all_in_the_sum(name: str) -> None:
     """Half of them take part in a round, so that their histories differ rightly."""

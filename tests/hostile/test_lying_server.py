@@ -130,6 +130,7 @@ STAGES: dict[str, tuple[str, Change] | tuple[str, Change, str]] = {
 }
 
 
+@pytest.mark.slow
 @listed("case", STAGES)
 def test_a_client_refuses_what_departs_from_the_protocol(case: str) -> None:
     stage, change, *words = STAGES[case]
@@ -172,6 +173,7 @@ class Lacking(Spy):
         return super()._answer(message)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("field", [*WEIGHED, "dp-clip", "dp-statistics-clip"])
 def test_a_sum_whose_instruction_lacks_a_number_is_refused_by_its_name(field: str) -> None:
     spy, privacy = Lacking(field), Privacy(1.0, 1.0, 0.01) if field.startswith("dp") else None

@@ -19,10 +19,9 @@ from fl_bn.flower.secagg import masks
 from fl_bn.flower.secagg.sums import Weighting
 from fl_bn.flower.secagg.workflow import SecureSum
 from fl_bn.methods import METHODS
-from tests.costs import slow
 from tests.hostile.liars import OURS, Privacy, SecureAggregation, people, secure_client, secure_workflow, to_record, what
 from tests.in_process import TWO_STEPS, WatchedGrid, client_app, run
-from tests.listed import listed
+from tests.listed import listed, slow
 
 VICTIM, NODES = 2, (1, 2, 3, 4, 5)
 Tell = Callable[[Message], None]
@@ -165,6 +164,7 @@ def is_noise(found: float, control: float, vectors: dict[str, Any]) -> bool:
     return 0.8 * control < found < 1.25 * control and found > 100 * np.linalg.norm(vectors["plain"][VICTIM - 1])
 
 
+@pytest.mark.sample("[the threshold", "[all weights", "[one bit")
 @BOTH_WAYS
 @pytest.mark.parametrize("case", [*CASES, *PRIVATE, "another run config"])
 def test_told_otherwise_the_sum_is_noise(case: str, told: tuple[int, ...], control: float, vectors: dict[str, Any]) -> None:

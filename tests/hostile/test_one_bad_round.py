@@ -55,6 +55,7 @@ class Watch:
         return all(bool(tensor.isfinite().all()) for of in sections for tensors in of.values() for tensor in tensors.values())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", ["fedbn", "hbn"])
 def test_a_client_recovers_from_one_bad_round(name: str, door: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:

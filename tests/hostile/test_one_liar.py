@@ -23,6 +23,7 @@ HELLO = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", HELLO)
 def test_an_introduction_that_no_client_makes_costs_that_client_its_part(case: str, log: pytest.LogCaptureFixture) -> None:
     ran = lied(sets("query.hello", "hello", **HELLO[case]))
@@ -69,6 +70,7 @@ SECURE: dict[str, tuple[Spoil, str]] = {
 }
 
 
+@pytest.mark.sample("[setup", "[pk2", "[plan", "[dsts of text", "[status code x", "[nids")
 @pytest.mark.parametrize("case", SECURE)
 def test_in_a_secure_round_too(case: str) -> None:
     spoil, begins = SECURE[case]
@@ -93,6 +95,7 @@ def test_false_shares_change_nothing(kind: str, field: str, change: Callable[[by
 # reports and steps that are not finite together
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["fbn", "hbn", "fedavg"])
 def test_one_finite_report_does_not_end_an_undefended_run(name: str) -> None:
     section = "statistics" if name == "fedavg" else "moments"

@@ -10,10 +10,10 @@ import pytest
 from flwr.app import Message, RecordDict
 
 from fl_bn.flower import RunFailed
-from tests.costs import slow
 from tests.doors.doors import apart
 from tests.hostile.liars import Defence, nothing, sets
 from tests.hostile.own_app import CLIENTS, lied
+from tests.listed import slow
 
 NODES = pytest.mark.parametrize("node", [1, 5], ids=["the first", "the last"])
 ANY_NODE = pytest.mark.parametrize("node", [5, slow(1)], ids=["the last", "the first"])
@@ -36,6 +36,7 @@ HELLO: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @ANY_NODE
 @pytest.mark.parametrize("case", HELLO)
 def test_an_introduction_that_is_unlike_the_others_costs_that_node_its_part(case: str, node: int, log: pytest.LogCaptureFixture) -> None:
@@ -80,6 +81,7 @@ def without_the_node(node: int) -> dict[str, Any]:
     return dict(lied(node, sets("evaluate", "metrics", num_examples=0)).result.evaluate_metrics_clientapp[2])
 
 
+@pytest.mark.sample("[accuracy", "[no num", "[a long")
 @ANY_NODE
 @pytest.mark.parametrize("case", EVALUATED)
 def test_an_evaluation_that_no_client_makes_is_not_counted(case: str, node: int, log: pytest.LogCaptureFixture) -> None:

@@ -57,6 +57,7 @@ def test_a_run_leaves_all_its_files(method: str, tmp_path: Path) -> None:
         assert sorted(file.name for file in (path / "clients").iterdir()) == [f"client-{i}.safetensors" for i in range(3)]
 
 
+@pytest.mark.slow
 def test_the_pictures_show_something(tmp_path: Path) -> None:
     path = tiny(tmp_path, "hbn", pictures=True)
     for name in ("accuracy.png", "labels.png"):

@@ -80,6 +80,7 @@ def test_byzantine_clients_on_ray_give_the_same_bits(on_ray: Path, tmp_path: Pat
     assert differences(bits(tiny(tmp_path / "honest", "fbn", **{**LIE, "attack": "none"})), there) != []  # control
 
 
+@pytest.mark.nightly
 def test_the_exchange_under_tls_gives_the_same_bits(environment: dict[str, str], tmp_path: Path) -> None:
     made = make_certificates(tmp_path)
     for name, path in {"server.crt": made.certificate, "server.key": made.key, "ca.crt": made.authority}.items():
@@ -98,6 +99,7 @@ ENOUGH = ("--backend-config", json.dumps({"init_args": {"num_cpus": 2}, "client_
 SCARCE = ("--backend-config", json.dumps({"init_args": {"num_cpus": 2}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}))
 
 
+@pytest.mark.nightly
 def test_with_too_few_workers_the_exchange_says_before_round_1_how_many_it_needs(environment: dict[str, str]) -> None:
     config = run_config(method="fedtan", output="", exchange="grpc")
     done = command("flower-simulation", "--app", ".", "--num-supernodes", "3", *SCARCE, "--run-config", config, environment=environment)
@@ -119,6 +121,7 @@ def test_with_too_few_workers_auto_falls_back_to_replay_and_gives_the_same_model
     assert differences(here, there) == ["round 1", "round 2", "round 3"]  # control: it was not the same carrier
 
 
+@pytest.mark.nightly
 def test_a_failing_run_exits_non_zero_and_says_which_file_is_missing(environment: dict[str, str], tmp_path: Path) -> None:
     missing = tmp_path / "nowhere.npz"
     config = run_config(dataset="npz", data_path=str(missing), output="")
@@ -127,6 +130,7 @@ def test_a_failing_run_exits_non_zero_and_says_which_file_is_missing(environment
     assert f"dataset 'npz': there is no file '{missing}'" in done.stdout + done.stderr
 
 
+@pytest.mark.nightly
 def test_a_wrong_number_of_supernodes_says_what_to_set(environment: dict[str, str]) -> None:
     config = run_config(output="")
     done = command("flower-simulation", "--app", ".", "--num-supernodes", "2", "--run-config", config, environment=environment)

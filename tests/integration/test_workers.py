@@ -38,6 +38,8 @@ def run(folder: Path, method: str, workers: int, **keys: object) -> Path:
     return path
 
 
+@pytest.mark.alone
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "keys"),
     [
@@ -90,6 +92,7 @@ def test_a_worker_that_dies_fails_its_own_task_alone(tmp_path: Path) -> None:
     assert again[0].value == 2
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_worker_that_grows_stays_and_no_task_waits_for_ever() -> None:
     """joblib alone ends a process that grew by 300 MB after its first task, which costs seconds, and warns of it. Here warnings are
@@ -125,6 +128,8 @@ def test_workers_see_large_arrays_once_and_cannot_change_them() -> None:
     assert [d.value for d in done] == [("memmap", False)] * 2
 
 
+@pytest.mark.alone
+@pytest.mark.slow
 def test_workers_load_a_module_before_their_first_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes a while to load, so each has it to itself. The control: without `load` they have not."""
     (tmp_path / "slow_to_load.py").write_text("import time\ntime.sleep(2)\n")
@@ -148,6 +153,8 @@ def test_a_module_that_cannot_be_loaded_stops_no_task() -> None:
 KEYS = "rounds=1 clients=2 local-steps=1 model='mlp' output='' workers="
 
 
+@pytest.mark.alone
+@pytest.mark.slow
 def test_the_command_s_workers_start_before_torch_is_loaded(tmp_path: Path) -> None:
     code = """
 import sys
@@ -192,6 +199,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.sample("[SIGTERM]")
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda end: end.name)
 def test_workers_end_soon_after_a_process_that_is_killed(end: signal.Signals) -> None:
     with subprocess.Popen([sys.executable, "-c", STARTED], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:

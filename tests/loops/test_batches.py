@@ -184,6 +184,7 @@ def plainly(method: str, door: str) -> list[dict[str, Tensor]]:
     return DOORS[door](net(), METHODS[method], clients(), plain)
 
 
+@pytest.mark.sample("[fbn-v", "[fbn-c", "[fbn-a_sk", "[hbn-clo")
 @pytest.mark.parametrize(("method", "loop", "door"), cells(METHODS, LOOPS, validation))
 def test_what_is_reported_is_that_of_the_batch(method: str, loop: Any, door: str) -> None:
     made = METHODS[method]
@@ -199,6 +200,7 @@ def test_what_is_reported_is_that_of_the_batch(method: str, loop: Any, door: str
     assert apart(DOORS[door](net(), METHODS[method], clients(), loop), plainly(method, door)) < 1e-12
 
 
+@pytest.mark.sample("[fixbn]")
 @pytest.mark.parametrize("method", [methods.fedavg(), methods.fixbn(freeze_after=0), methods.fedbn()], ids=lambda method: method.name)
 def test_a_round_of_many_steps_is_compiled_twice(method: Method) -> None:
     """For the first batch, and for the others."""
@@ -242,6 +244,7 @@ def gradients(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 def test_a_network_compiled_before_the_round() -> None:
     for method, count in ((methods.fbn(), 16), (methods.fedavg(), 0)):
         model = convert(net(), method)
@@ -255,6 +258,7 @@ def test_a_network_compiled_before_the_round() -> None:
         assert reply.steps == 1
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("loop", [plain, *LOOPS], ids=lambda loop: loop.__name__)
 @pytest.mark.parametrize("method", [methods.fedavg(), methods.fbn(), methods.fbn(report="all")], ids=["fedavg", "fbn", "fbn, all batches"])
 def test_a_batch_is_one_step(method: Method, loop: Any) -> None:
@@ -340,6 +344,7 @@ def saying(round: Any, x: Any, y: Tensor) -> None:
     plain(round, x, y)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(("form", "loop"), [("tensor", plain), ("dict", plain), ("list", plain), ("over time", saying), ("dict", saying)])
 def test_fedtan_s_step_is_the_union_s_in_any_form_of_inputs(form: str, loop: Any, door: str) -> None:

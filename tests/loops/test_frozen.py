@@ -79,6 +79,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"
 LOOPS = [train, every_module, by_attribute, there_and_back, compiled]
 
 
+@pytest.mark.sample("-train-own", "[fixbn-train-flower", "[hbn-there", "[fbn-every")
 @pytest.mark.parametrize(("method", "loop", "door"), cells(METHODS, LOOPS, train))
 def test_a_loop_cannot_thaw(method: str, loop: Any, door: str) -> None:
     found = DOORS[door](net(), METHODS[method], clients(), loop, 3)
@@ -93,6 +94,7 @@ def test_a_loop_cannot_thaw(method: str, loop: Any, door: str) -> None:
 SCALE = ("1.weight", "1.bias", "4.weight", "4.bias")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("what", ["affine", "both", "statistics"])
 @pytest.mark.parametrize("optimizer", [name for name in SERVER_OPTIMIZERS if name != "fedavg"])
 def test_no_server_optimizer_moves_a_frozen_scale(optimizer: str, what: str) -> None:

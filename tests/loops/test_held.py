@@ -68,6 +68,7 @@ def door_1(model: nn.Module, method: Method, data: Any, loop: Any, rounds: int) 
 DOORS_1_TO_3: dict[str, Callable[..., Any]] = {"federation": door_1, **DOORS}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("door", ["federation", "own loop", pytest.param("flower", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["parameters", "no affine", "mode", "train()"])
 @pytest.mark.parametrize("name", BATCH_NORM)
@@ -88,6 +89,7 @@ def test_what_the_user_froze_does_not_move(name: str, how: str, door: str) -> No
     assert not any(moved(found[key], before[key]) < 1e-6 for key in learning)  # control: what is not frozen
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("door", DOORS_1_TO_3)
 @pytest.mark.parametrize("name", ["hbn", "fbn", "static-bn", "fixbn"])
 def test_a_network_whose_every_batch_norm_is_held(name: str, door: str) -> None:

@@ -79,6 +79,8 @@ def of_foreign(layer: Any) -> nn.BatchNorm2d:
     return new
 
 
+@pytest.mark.sample("[gn]", "[hbn]")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_timm_s_layers_keep_their_activation(name: str) -> None:
     found = trained(name, timm_s(act_layer=nn.SiLU))
@@ -87,6 +89,7 @@ def test_timm_s_layers_keep_their_activation(name: str) -> None:
     assert apart([found], [trained(name, nn.BatchNorm2d(4))]) > 1e-6  # control: without the activation
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", LAYERS)
 def test_registered_kinds(name: str) -> None:
     if METHODS[name]().layer is not None and METHODS[name]().local_in is None:

@@ -299,6 +299,7 @@ def of_norms(net: nn.Module) -> set[str]:
 CASES = [(name, method) for name in NETWORKS for method in METHODS]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("name", "method"), CASES, ids=[" - ".join(case) for case in CASES])
 def test_a_round_is_what_plain_pytorch_computes(name: str, method: str) -> None:
     federation, net = federated(name, METHODS[method]), built(name)

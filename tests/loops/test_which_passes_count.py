@@ -233,6 +233,7 @@ def moments(model: nn.Module, used: Sequence[Tensor]) -> dict[str, tuple[int, Te
     return {name: (len(x), x.mean(0), x.var(0, correction=0)) for name, x in seen.items()}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("report", METHODS)
 @pytest.mark.parametrize("first", ["linear", "norm", "probe"])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)

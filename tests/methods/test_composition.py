@@ -10,9 +10,8 @@ import pytest
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS
 from fl_bn.methods import METHODS
 from fl_bn.run.config import ConfigError, RunConfig
-from tests.costs import COMMON, common_first, slow
 from tests.in_process import identical
-from tests.listed import listed
+from tests.listed import COMMON, common_first, listed, slow
 from tests.methods.composition import NETWORKS, REFUSED, Cell, Made, keys, made, pairwise
 
 STATISTICS = ("running_mean", "running_var")
@@ -45,6 +44,7 @@ def check(cell: Cell, **overrides: Any) -> None:
     assert ("fl-bn/control" in run.sections) == (cell[1] == "scaffold")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("cell", [cell if cell[0] in COMMON else slow(cell) for cell in pairwise()], ids=" ".join)
 def test_any_two_go_together(cell: Cell) -> None:
     check(cell)
@@ -62,6 +62,7 @@ def first_round(method: str, server: str, network: str) -> dict[str, np.ndarray]
     return made(method, "none", server, network, rounds=1).rounds[0]
 
 
+@pytest.mark.sample("[fixbn", "[hbn", "[fbn")
 @pytest.mark.parametrize("method", common_first(name for name in METHODS if name != "single"))
 def test_statistics_do_not_pass_a_server_optimizer(method: str) -> None:
     """In round 1 every server gets the same replies: it makes other weights of them, and the same statistics bit for bit."""
@@ -73,6 +74,7 @@ def test_statistics_do_not_pass_a_server_optimizer(method: str) -> None:
         assert identical(moved, weights) == (server in ("fedavg", "fedavgm", "fedacg")), server  # the latter two have no momentum yet
 
 
+@pytest.mark.sample("[fbn-", "[fedtan-")
 @pytest.mark.parametrize(("method", "network"), OFF)
 def test_an_objective_of_strength_0_is_none_bit_for_bit(method: str, network: str) -> None:
     def same(a: Made, b: Made) -> bool:
@@ -101,6 +103,7 @@ ALONG: list[tuple[Cell, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sample("[fixbn", "[fedtan", "[fbn", "[silobn")
 @pytest.mark.parametrize(("cell", "along"), ALONG, ids=lambda value: " ".join(value))
 def test_momentum_clipping_and_precision_go_along(cell: Cell, along: dict[str, Any]) -> None:
     check(cell, **along)

@@ -28,6 +28,7 @@ def converted(network: str, name: str) -> tuple[nn.Module, Method]:
     return convert(seeded_network(network), method), method
 
 
+@pytest.mark.sample(3)
 def test_gradients_are_finite_and_reach_every_parameter(network: str, name: str) -> None:
     model, _ = converted(network, name)
     if name == "fixup":  # starts where whole layers are 0
@@ -41,6 +42,7 @@ def test_gradients_are_finite_and_reach_every_parameter(network: str, name: str)
         assert name == "in" or parameter.grad.abs().max() > 0, key
 
 
+@pytest.mark.sample(3)
 def test_a_frozen_round_reports_nothing_and_changes_no_statistic(network: str, name: str, tiny_clients: Clients) -> None:
     federation = Federation(seeded_network(network), METHODS[name](), tiny_clients((4, 7, 5)))
     before = [copy.deepcopy(federation.client(i).state_dict()) for i in range(3)]
@@ -55,6 +57,7 @@ def test_a_frozen_round_reports_nothing_and_changes_no_statistic(network: str, n
                 assert not torch.equal(after[key], before[i][key]), key
 
 
+@pytest.mark.sample(3)
 def test_the_statistics_pass_measures_every_batch_norm_and_changes_nothing(network: str, name: str, tiny_clients: Clients) -> None:
     (client,) = tiny_clients((9,))
     model, method = converted(network, name)

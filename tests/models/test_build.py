@@ -15,6 +15,7 @@ from tests.networks import seeded_network
 from tests.refusals import naming
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("channels", "image_size"), [(3, 32), (1, 28), (3, 20)])
 def test_ours_fit_the_images_and_learn(name: str, channels: int, image_size: int) -> None:

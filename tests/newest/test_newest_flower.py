@@ -78,6 +78,7 @@ def test_the_command_that_a_new_app_prints_runs_as_it_is(installed: Newest, tmp_
     assert len(accuracies(installed.run("python", "run.py", folder=app))) == 10
 
 
+@pytest.mark.nightly
 def test_a_new_app_runs_with_a_superlink_and_two_supernodes(without_index: Newest, tmp_path: Path) -> None:
     newest, app = without_index, tmp_path / "my-app"
     newest.run("fl-bn", "new", app.name, folder=tmp_path)
@@ -102,7 +103,7 @@ def test_a_new_app_runs_with_a_superlink_and_two_supernodes(without_index: Newes
     assert len(accuracies(re.sub(r"\x1b\[\d+m", "", said))) == 1, said + logs
 
 
-@pytest.mark.parametrize("name", [*SHOWN])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * (name == "niid_bench")) for name in SHOWN])
 def test_a_converted_app_runs(name: str, newest: Newest, tmp_path: Path) -> None:
     shutil.copytree(APPS / name / "after", tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     said = newest.run("flwr", "run", ".", "--stream", "--run-config", SHOWN[name][0], folder=tmp_path / name)

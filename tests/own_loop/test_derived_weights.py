@@ -84,6 +84,7 @@ def farthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_local_step_is_plain_pytorch_s_on_the_union(kind: str, door: str) -> None:

@@ -37,6 +37,7 @@ class First(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("extra", [torch.ones(2, dtype=torch.bool), torch.arange(3)], ids=["truths", "integers"])
 @pytest.mark.parametrize("door", ALL)
 def test_an_integer_parameter_changes_nothing(door: str, extra: Tensor) -> None:

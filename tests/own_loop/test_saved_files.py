@@ -157,6 +157,7 @@ def classifier(name: str) -> nn.Module:
         return models.get_model(name, weights=None, **LARGE.get(name, {}))
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in models.list_models(module=models)]

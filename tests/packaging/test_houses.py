@@ -48,6 +48,7 @@ def imported_by_commands() -> list[str]:
     return sorted(name for name in named if name.partition(".")[0] == "fl_bn" and name != "fl_bn.convert")
 
 
+@pytest.mark.slow
 def test_no_command_of_a_research_user_loads_another_house(tmp_path: Path) -> None:
     names = imported_by_commands()
     assert {"fl_bn.run.config", "fl_bn.flower", "fl_bn.sweep.file", "fl_bn.checks.run", "fl_bn.run.pictures"} <= set(names)
@@ -71,6 +72,7 @@ def test_the_help_lists_a_deployment_where_its_extra_is_installed() -> None:
     assert "│ run " in absent.stdout
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "arguments",
     [("kit", "create", "--superlink", "x"), ("status", "--help"), ("submit", "kit/server"), ("doctor", "server"), ("resume", "server")],

@@ -58,6 +58,7 @@ def accuracies(output: str) -> list[float]:
     return [float(accuracy) for _, accuracy in ROUND.findall(output)]
 
 
+@pytest.mark.slow
 def test_it_runs_in_one_process_and_learns(demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(demo)
     found = accuracies(capsys.readouterr().out)

@@ -98,6 +98,7 @@ def test_a_run_in_process_needs_no_checkout(installed: Path, tmp_path: Path) -> 
     assert (tmp_path / "runs/first/model.safetensors").is_file()
 
 
+@pytest.mark.nightly
 def test_a_new_app_runs_on_it(installed: Path, tmp_path: Path) -> None:
     done = fl_bn(installed, tmp_path, "new", "demo")
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ ROBUST = [name for name in [*SIMPLE, *SELECTING] if name != "mean"]
 POISON = (np.nan, np.inf, -np.inf)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", SIZES)
 @pytest.mark.parametrize("name", UNMOVED)
 @few
@@ -54,6 +55,7 @@ def test_one_row_moves_the_mean_anywhere(cohort: Cohort) -> None:
     assert (np.abs(mean(cohort.rows(1e10), cohort.f).value) > 1e8).any()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["krum", "multi-krum", "nnm+median"])
 @pytest.mark.parametrize(("dtype", "offset"), [("float32", 1e4), ("float64", 1e9)])
 @pytest.mark.parametrize("ratio", [1e1, 1e2, 1e4])
@@ -68,6 +70,7 @@ def test_an_attack_does_not_hide_what_rows_have_in_common(name: str, dtype: str,
     close(got.value - offset, want.value, 10 * offset * np.finfo(dtype).eps)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", SIZES)
 @pytest.mark.parametrize("name", ROBUST)
 @few

@@ -39,6 +39,7 @@ def test_buckets_of_one_row_are_the_rows(name: str, data: st.DataObject) -> None
     same_report(one_each(x, cohort.f).report, rule(x, cohort.f).report)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SELECTED)
 @pytest.mark.parametrize("offset", [-7.0, 1e6])
 @few

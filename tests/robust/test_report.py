@@ -12,6 +12,7 @@ from tests.listed import listed
 from tests.robust.cases import NAMES, Cohort, close, cohorts, few, some
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", NAMES)
 @few
 @given(data=st.data())

@@ -144,6 +144,7 @@ def test_exact_statistics_are_those_of_all_samples_in_every_layer() -> None:
     assert (first.momentum, second.momentum) == (0.1, 0.1)
 
 
+@pytest.mark.slow
 def test_every_committed_result_is_found_though_its_run_ignored_keys() -> None:
     """Lines keep the keys that they were run with; those without effect are no part of what a line is. Those of HBN do not leave
     clipping to ``auto``, which did not clip when they ran."""

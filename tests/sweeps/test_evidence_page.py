@@ -29,6 +29,8 @@ def ours() -> list[OneClaim]:
     return gather(ROOT / "experiments")
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_the_page_says_what_the_results_say(ours: list[OneClaim]) -> None:
     """Of the repository itself. The negative control changes one number of a copy."""
     folder, text = ROOT / "experiments", (ROOT / "README.md").read_text()
@@ -77,6 +79,7 @@ def test_cells_of_a_commit_that_the_history_lacks_say_so() -> None:
     assert {line.split()[0] for line in said.splitlines() if line.endswith("missing")} == set(AMENDED)
 
 
+@pytest.mark.slow
 def test_every_claim_whose_seeds_divide_the_data_says_so(ours: list[OneClaim]) -> None:
     """Of the repository: where every seed has data of its own, ``held_out`` divides them 4 : 1. It is so of one claim alone."""
     divided = []

@@ -41,6 +41,7 @@ def test_every_table_and_figure_has_its_file() -> None:
     assert all("small" in experiment.variants for experiment in ALL)
 
 
+@pytest.mark.slow
 @listed("experiment", SWEEPS, ids=lambda experiment: experiment.name)
 def test_every_variant_is_a_sweep(experiment: Experiment, tmp_path: Path) -> None:
     full = cells(experiment.name, "", tmp_path)

@@ -53,6 +53,7 @@ def test_every_file_of_both_papers_is_here() -> None:
     assert names == PAPERS.keys() | PROGRAMS
 
 
+@pytest.mark.slow
 @listed("name", PAPERS)
 def test_the_paper_s_variant_is_the_paper_key_by_key(name: str) -> None:
     setting, cells = PAPERS[name], paper(name)

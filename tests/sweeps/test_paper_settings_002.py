@@ -199,6 +199,7 @@ def wrong(cell: Cell, wanted: Keys) -> dict[str, tuple[Any, Any]]:
     return found | unknown
 
 
+@pytest.mark.slow
 @listed("name", FILES)
 def test_every_cell_has_the_paper_s_keys(name: str) -> None:
     expected, number = EXPECTED[name]

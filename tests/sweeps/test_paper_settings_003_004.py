@@ -304,6 +304,7 @@ def counting(config: Keys) -> Keys:
     return {key: value for key, value in config.items() if key not in ignored and key != "seed"}
 
 
+@pytest.mark.slow
 @listed("name", FILES)
 def test_every_key_is_the_papers(name: str) -> None:
     cells, want = paper(name), expected(name)
@@ -349,6 +350,7 @@ def test_the_rates_of_fedtan() -> None:
     assert rates["M = 4,000, momentum"] == pytest.approx([0.5] * 3 + [0.01] * 2 + [0.001] * 2 + [0.0001] * 2)
 
 
+@pytest.mark.slow
 @listed("name", FILES)
 def test_our_defaults_are_off(name: str) -> None:
     """Tracking, calibration, unit scale, centred gradients and clipping."""

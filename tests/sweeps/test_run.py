@@ -101,7 +101,7 @@ def models(folder: Path) -> dict[str, dict[str, bytes]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.nightly)])
 def test_an_interrupted_sweep_goes_on_where_it_was(how: signal.Signals, tmp_path: Path) -> None:
     file = write_sweep(tmp_path, 60)
     arguments = [sys.executable, "-m", "fl_bn.cli.main", "sweep", str(file), "--jobs", "2"]

@@ -89,6 +89,7 @@ def error(model: nn.Module, x: Tensor) -> dict[str, float]:
     }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", [AVERAGE_AFFINE, RECOMPUTE])
 @pytest.mark.parametrize("method", WITH_STATISTICS)
 def test_statistics_are_those_of_the_clients_own_data_in_every_layer(method: str, how: str) -> None:

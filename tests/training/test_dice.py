@@ -55,6 +55,7 @@ def test_the_loss_is_that_of_a_plain_implementation(shape: str, ignored: bool) -
     assert float(both) == pytest.approx(plain(output, y) + 0.5 * float(pixels.mean()), rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_loss_and_metric_are_those_of_monai_and_torchmetrics(shape: str) -> None:
     losses, segmentation = pytest.importorskip("monai.losses"), pytest.importorskip("torchmetrics.segmentation")

@@ -164,6 +164,7 @@ class ThinResNet50(ResNet):
         return super()._make_layer(block, planes // 16, *blocks, **options)
 
 
+@pytest.mark.slow
 def test_the_errors_of_a_deep_network_do_not_multiply() -> None:
     """A fresh network: where each pass changes all layers, float32 overflows on the way."""
     with torch.random.fork_rng(devices=[]):

@@ -150,6 +150,7 @@ def without_options() -> list[float]:
     return through_federation(hbn(), "vectorised")
 
 
+@pytest.mark.sample("fedprox")
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options_of_a_federation(case: str, caplog: pytest.LogCaptureFixture) -> None:
     method, options = OPTIONS[case]
@@ -160,6 +161,7 @@ def test_options_of_a_federation(case: str, caplog: pytest.LogCaptureFixture) ->
     assert "one by one" not in caplog.text
 
 
+@pytest.mark.slow
 @listed(
     ("method", "keys"),
     [
