@@ -151,7 +151,7 @@ class RoundRecord:
         Under a robust rule, which gives each client a distance, it is their median: a false loss moves it little.
         """
         if any(not math.isnan(c.distance) for c in self.accepted):
-            return median([c.loss for c in self.accepted if not math.isnan(c.loss)] or [math.nan])
+            return median([c.loss for c in self.accepted if math.isfinite(c.loss)] or [math.nan])
         total = sum(c.samples for c in self.accepted)
         return sum(c.samples * c.loss for c in self.accepted) / total if total else float("nan")
 

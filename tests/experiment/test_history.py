@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fl_bn.federation.gradients import PATH, STEP
@@ -116,6 +116,7 @@ RECORDS = st.builds(
 
 @settings(max_examples=120)
 @given(record=RECORDS)
+@example(RoundRecord(1, "train", 0.1, [ClientRecord(n, 1, 1, loss, 0, 0, 0, 0.0, 1.5) for n, loss in enumerate([0.5, math.inf])]))
 def test_a_line_read_back_says_the_same_line_again(record: RoundRecord) -> None:
     line = line_of(record)
     assert line_of(record_of(line)) == line
