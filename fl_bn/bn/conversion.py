@@ -1,6 +1,6 @@
 """Convert a torch model: the layers of a method (FedBN, HBN, ...) replace the model's BatchNorm layers.
 
-What cannot be converted is refused by name. Three lists say what: ``check_complete``, ``_wrong_layer`` and ``_wrong_tensors``.
+``check_complete``, ``_wrong_layer`` and ``_wrong_tensors`` list what cannot be converted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _named(name: str, layer: nn.Module) -> str:
 
 
 def _wrong_layer(layer: nn.Module, method: Method) -> Iterator[str]:
-    """Yield what is wrong with a layer of the network that is given, under ``method``."""
+    """Yield what is wrong with a layer of the given network, under ``method``."""
     if type(layer).__module__.startswith("torch.ao.") and hasattr(layer, "calculate_qparams"):
         yield "the ranges of torch.ao's observers cannot be averaged: train before prepare_qat, and quantise afterwards"
     if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
@@ -71,7 +71,7 @@ def _wrong_layer(layer: nn.Module, method: Method) -> Iterator[str]:
 
 
 def _wrong_tensors(model: nn.Module, method: Method) -> Iterator[str]:
-    """Yield what is wrong with the tensors of the converted ``model``: in its state_dict, which it may override, and to send or keep."""
+    """Yield what is wrong with the tensors of the converted ``model``, which may override its state_dict."""
     state, layers = model.state_dict(), batch_norms(model)
     for name, tensor in state.items():
         if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
@@ -102,8 +102,6 @@ def _wrong_tensors(model: nn.Module, method: Method) -> Iterator[str]:
 def convert(model: nn.Module, method: Method) -> nn.Module:
     """Copy a model, find its BatchNorm layers by their type, and replace them by the layers of ``method``.
 
-    If a tensor of the model could not be averaged or sent correctly, this function raises an error.
-
     >>> from fl_bn import convert, methods
     >>> convert(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), methods.hbn())[1].__class__.__name__
     'HybridBatchNorm'
@@ -112,13 +110,11 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
         model: any torch network. It is not changed.
         method: the result of a constructor in ``fl_bn.methods``, such as ``methods.hbn()``.
 
-    Returns:
-        The converted copy. Layers that ``method`` does not replace are copies of the model's.
-
     Raises:
-        Unconvertible: replacing a layer would change what the network computes, or a tensor cannot be sent in
-            a message. Or the network cannot be copied.
-        UnknownTensor: a norm layer holds a tensor that is unknown to fl-bn, so it is unclear whether clients may send it.
+        Unconvertible: replacing a layer would change what the network computes, a tensor cannot be averaged or
+            sent, or the network cannot be copied.
+        UnknownTensor: a norm layer holds a tensor that is unknown to fl-bn, so it is unclear whether clients may
+            send it.
         TypeError: ``model`` is no network, or ``method`` is no method.
     """
     check_kinds(model, method)
@@ -169,10 +165,10 @@ def check_converted(model: nn.Module, method: Method) -> None:
 
 
 def check_kinds(model: nn.Module, method: Method) -> None:
-    """Check that ``model`` is a network, and ``method`` a method.
+    """Check that ``model`` is a network and not its class, and ``method`` a method.
 
     Raises:
-        TypeError: one of them is something else, such as the class ``Net`` in place of ``Net()``.
+        TypeError: one of them is something else.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a network, an object such as Net(), but got {model!r:.100}")
@@ -181,10 +177,10 @@ def check_kinds(model: nn.Module, method: Method) -> None:
 
 
 def check_complete(model: nn.Module) -> None:
-    """Check that ``model`` has no TorchScript modules, whose layers have lost their types, and no lazy modules without a shape.
+    """Check that ``model`` has no TorchScript modules, which have lost their types, and no lazy ones without a shape.
 
     Raises:
-        Unconvertible: a layer is a TorchScript module, or a lazy one without a shape.
+        Unconvertible: it has one.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -194,11 +190,7 @@ def check_complete(model: nn.Module) -> None:
 
 
 def _replacement(module: nn.Module, method: Method) -> nn.Module:
-    """Make the layer that replaces ``module``.
-
-    Returns:
-        The new layer, or ``module`` itself if it stays.
-    """
+    """Make the layer that replaces ``module``. Return ``module`` itself if it stays."""
     kind = kind_of(module)
     layer = module
     if kind is not None and kind.convert is not None:

@@ -18,11 +18,11 @@ def copied(model: M) -> M:
     """Copy a network deeply.
 
     ``copy.deepcopy`` alone raises an error for tensors that a computation made, such as the weights that
-    ``torch.nn.utils.weight_norm`` leaves in a layer, or features that ``forward`` stored. Here the copy gets such a tensor
-    as a constant. A tensor whose entries share memory (``expand``) becomes one that can be written.
+    ``torch.nn.utils.weight_norm`` leaves in a layer. The copy gets such a tensor as a constant. A tensor whose
+    entries share memory (``expand``) becomes one that can be written.
 
-    Functions are not copied. One that remembers the network, such as a lambda in an attribute, calls the original from
-    within the copy (docs/how-to/network.md).
+    Functions are not copied. A lambda in an attribute that remembers the network calls the original from within
+    the copy (docs/how-to/network.md).
 
     Raises:
         Unconvertible: The network cannot be copied.
@@ -46,7 +46,6 @@ def _shares_entries(tensor: Tensor) -> bool:
 
 
 def _tensors(value: object, depth: int = 4) -> Iterator[Tensor]:
-    """Yield the tensors in ``value``: itself, or those in its lists, tuples and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif depth and isinstance(value, list | tuple | dict):

@@ -1,9 +1,7 @@
-"""Treat networks whose layers compute weights from their parameters: spectral norm, weight norm, pruning, parametrizations.
+"""Recompute buffers of layers that compute weights from their parameters: spectral norm, parametrizations, pruning.
 
-This module recomputes the buffers that follow from such weights.
-
-Spectral norm divides a weight by its largest singular value. The singular vectors ``u`` and ``v`` are
-buffers, and every training pass improves them by one step of the power iteration. The average of several
+Spectral norm divides a weight by its largest singular value. Its buffers ``u`` and ``v`` are singular
+vectors, which every training pass improves by one step of the power iteration. The average of several
 clients' vectors does not belong to the averaged weight, so the server computes the vectors anew.
 """
 
@@ -28,11 +26,7 @@ MOST_STEPS = 200  # of the power iteration from the previous vectors; more are n
 
 
 def derivation(module: nn.Module) -> str:
-    """Describe how a weight of ``module`` is computed from its parameters.
-
-    Returns:
-        For example ``torch.nn.utils.spectral_norm of 'weight'``. Empty if ``module`` computes no weight.
-    """
+    """Say how a weight of ``module`` is computed (``torch.nn.utils.spectral_norm of 'weight'``); empty if none is."""
     if is_parametrized(module):
         lists: Any = module.parametrizations
         return ", ".join(f"parametrization {type(one).__name__.lstrip('_')} of {name!r}" for name, chain in lists.items() for one in chain)
@@ -87,8 +81,8 @@ def _iterate(weight: Tensor, u: Tensor, v: Tensor, eps: float) -> None:
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool = False) -> None:
     """Load ``tensors`` into ``model`` by ``load_state_dict``.
 
-    A plain dict of tensors lacks the version numbers of a state_dict, so those of ``model``'s own state_dict are added.
-    Some modules, such as torchvision's MNASNet, raise an error without version numbers.
+    The version numbers of ``model``'s own state_dict are added, without which some modules, such as torchvision's
+    MNASNet, raise an error.
 
     Args:
         model: changed in place.

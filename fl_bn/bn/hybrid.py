@@ -53,8 +53,9 @@ def mixture(mix_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor]) ->
 def normalise(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor], eps: float) -> Tensor:
     """Normalise a batch with the mixture of its own moments and the shared statistics, by torch's fused kernels.
 
-    All tensors but ``x`` have one dtype, float32 or float64. The gradient for ``x`` takes into account that ``batch``
-    depends on ``x``. Second derivatives are possible. Inside ``torch.func`` and ``torch.compile`` use ``plain`` instead.
+    All tensors but ``x`` have one dtype, float32 or float64. The gradient for ``x`` takes into account that
+    ``batch`` depends on ``x``. Second derivatives are possible. Inside ``torch.func`` and ``torch.compile`` use
+    ``plain`` instead.
 
     Args:
         x: a batch (B, C, *).
@@ -63,28 +64,14 @@ def normalise(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tenso
         shared: shared mean and variance, (C,) each.
         batch: mean and biased variance of ``x``, (C,) each, detached from autograd's graph.
         eps: added to the variance before the square root.
-
-    Returns:
-        The normalised batch, of the shape of ``x``.
     """
     return _Normalise.apply(x, *affine, logit_C, *shared, *batch, eps)  # type: ignore[no-any-return]
 
 
 def plain(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor], eps: float) -> Tensor:
-    """Compute the same as ``normalise``, in plain operations that torch can trace and differentiate.
+    """Compute ``normalise`` in plain operations, for ``torch.func``, ``torch.compile`` and second derivatives.
 
-    ``torch.func``, ``torch.compile`` and second derivatives need this function.
-
-    Args:
-        x: a batch (B, C, *).
-        affine: weight and bias, (C,) each, or None.
-        logit_C: mixing logits (C,), before the sigmoid.
-        shared: shared mean and variance, (C,) each.
-        batch: mean and biased variance of ``x``, (C,) each, still in autograd's graph.
-        eps: added to the variance before the square root.
-
-    Returns:
-        The normalised batch, of the shape and dtype of ``x``.
+    The arguments are those of ``normalise``, but ``batch`` is still in autograd's graph.
     """
     weight_C, bias_C = affine
     mean_C, var_C = mixture(torch.sigmoid(logit_C), shared, batch)
@@ -98,7 +85,7 @@ def plain(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tensor], 
 
 
 def inside_transform() -> bool:
-    """Return whether ``torch.func`` (``vmap``, ``grad``), forward-mode differentiation or ``torch.compile`` transforms the call."""
+    """Return whether ``torch.func``, forward-mode differentiation or ``torch.compile`` transforms the call."""
     return torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling() or forward_ad._current_level >= 0
 
 
@@ -154,5 +141,4 @@ def _second_order(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: igno
 
 
 def _tall(values_C: Tensor, x: Tensor) -> Tensor:
-    """Reshape ``values_C`` (C,) so that it broadcasts over ``x`` (B, C, *)."""
     return values_C.view(1, -1, *[1] * (x.dim() - 2))

@@ -1,11 +1,12 @@
 """Make layer classes at run time, and describe kinds of BatchNorm layers that do more than torch's.
 
-``composed`` combines a way of computing with the class of the layer that is replaced. So a user's ``isinstance(layer,
-nn.BatchNorm2d)`` stays true, and the attributes and methods of the user's own class stay, too.
+``composed`` combines a way of computing with the class of the layer that is replaced. So a user's
+``isinstance(layer, nn.BatchNorm2d)`` stays true, and the attributes and methods of the user's own class stay,
+too.
 
-A ``Kind`` names the submodules that a layer calls on its output. If a method replaces such a layer, the new layer calls the same
-submodules. A subclass of torch's BatchNorm with a forward of its own may do anything. So it is refused until a user describes it by
-``register_batch_norm``. This file describes timm's layers, which call a dropout and an activation.
+A ``Kind`` names the submodules that a layer calls on its output. The layer that replaces it calls them, too.
+A subclass of torch's BatchNorm with a forward of its own is refused until ``register_batch_norm`` describes
+it.
 """
 
 from __future__ import annotations
@@ -20,17 +21,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class Unconvertible(ValueError):
-    """Signal that a network cannot be converted. The message says why and what to do.
-
-    There are two reasons: replacing a layer would change what the network computes, or a tensor cannot be averaged or sent.
-    """
+    """Signal that a network cannot be converted. The message says why and what to do."""
 
 
 class Composed(nn.Module):
     """Serve as the abstract base of the layer classes that ``composed`` makes at run time.
-
-    Each of these classes has two base classes. For example, HBN replaces an ``nn.BatchNorm2d`` by a layer whose class is
-    derived from ``HybridBatchNorm`` and ``nn.BatchNorm2d``.
 
     Attributes:
         way: the first base class, which decides how the layer computes (``HybridBatchNorm``).
@@ -41,7 +36,7 @@ class Composed(nn.Module):
     kind: ClassVar[type[nn.Module]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the layer with the base classes of its class, because pickle cannot import a class that was made at run time."""
+        """Pickle the layer with its base classes, because pickle cannot import a class that was made at run time."""
         if "kind" not in vars(type(self)):
             return super().__reduce_ex__(protocol)
         return _rebuilt, (_parts(type(self)),), self.__dict__
@@ -51,12 +46,7 @@ _COMPOSED: dict[tuple[type[Any], type[Any]], type[Any]] = {}
 
 
 def composed(way: type[Any], kind: type[Any]) -> type[Any]:
-    """Return a layer class with the two base classes ``way`` and ``kind``. Equal arguments give the same class.
-
-    Args:
-        way: the first base class, which decides how the layer computes.
-        kind: the second base class: the class of the layer that is replaced.
-    """
+    """Return a layer class with the two base classes ``way`` and ``kind``. Equal arguments give the same class."""
     if (way, kind) not in _COMPOSED:
         body = {"__module__": way.__module__, "way": way, "kind": kind}
         _COMPOSED[way, kind] = type(way.__name__, (way, kind), body)
@@ -64,7 +54,7 @@ def composed(way: type[Any], kind: type[Any]) -> type[Any]:
 
 
 def _parts(kind: type[Any]) -> tuple[type[Any], ...]:
-    """Return the classes from which ``composed`` made ``kind``: the last applied ``way`` first, the original layer's class last."""
+    """Return the classes from which ``composed`` made ``kind``: the last applied ``way`` first."""
     return (kind.way, *_parts(kind.kind)) if "kind" in vars(kind) else (kind,)
 
 
@@ -107,9 +97,6 @@ def register_batch_norm(kind: type[nn.Module], then: Sequence[str] = (), convert
         then: names of the submodules that such a layer calls on its output, in this order.
         convert: takes such a layer and returns torch's BatchNorm with the submodules of ``then``. Needed if
             ``kind`` is no subclass of torch's BatchNorm.
-
-    Raises:
-        ValueError: ``kind`` is no subclass of torch's BatchNorm, and ``convert`` is missing.
     """
     if not issubclass(kind, _BatchNorm) and convert is None:
         raise ValueError(
@@ -132,7 +119,7 @@ def is_plain(layer: _BatchNorm) -> bool:
 
 
 def takes(layer: _BatchNorm, spatial: int) -> bool:
-    """Return whether the layer's own check of its inputs allows this number of spatial dimensions."""
+    """Return whether the layer's own check of its inputs allows ``spatial`` dimensions beside batch and channels."""
     try:
         layer._check_input_dim(torch.empty(2, layer.num_features, *[1] * spatial))
     except (ValueError, RuntimeError, AssertionError):  # a check of a user's own class may be an assertion

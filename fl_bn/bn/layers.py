@@ -1,12 +1,9 @@
-"""Define BatchNorm layers: one small class for each way of normalising a training batch. In evaluation, all are plain BatchNorm.
+"""Define BatchNorm layers: one class for each way of normalising a training batch.
 
-A layer of this project is a subclass of the torch layer that it replaces. So a user's ``isinstance(layer,
-nn.BatchNorm2d)`` is true, and its tensors have torch's names. Two attributes of a layer state whether its statistics
-are frozen, and which ``Observation`` records its inputs. Neither is a mode or a hook, so a training loop does not
-change them by ``train()`` or by removing hooks.
+In evaluation, all are plain BatchNorm. What is frozen and which ``Observation`` records inputs are
+attributes, which a training loop does not change by ``train()`` or by removing hooks.
 
 The layers take inputs of 0 to 3 spatial dimensions, as the replaced layer does, with channels at dimension 1.
-This file also makes group and instance normalisation, which the baselines use in place of BatchNorm.
 """
 
 from __future__ import annotations
@@ -29,16 +26,16 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class OwnBatchNorm(Composed, _BatchNorm):
-    """Serve as the abstract base of this project's BatchNorm layers: their statistics can be frozen, and their inputs recorded.
+    """Serve as the abstract base of this project's BatchNorm layers.
 
     Attributes:
         frozen: whether the layer normalises with its running statistics and does not update them.
             ``model.train()``, ``layer.train()`` and ``layer.training = True`` do not change that.
-        observation: the ``Observation`` that records the moments of the layer's inputs. None: they are not recorded. A copy of
-            the layer has None.
-        refills: whether ``reset_running_stats`` was called (by ``torch.optim.swa_utils.update_bn``, say). In training mode
-            the layer is then torch's BatchNorm, so that its statistics become those of the data. The next round sets
-            ``refills`` to False.
+        observation: the ``Observation`` that records the moments of the layer's inputs, if any. A copy of the
+            layer has None.
+        refills: whether ``reset_running_stats`` was called (by ``torch.optim.swa_utils.update_bn``, say). In
+            training mode the layer is then torch's BatchNorm, so that its statistics become those of the data.
+            The next round sets ``refills`` to False.
     """
 
     frozen = refills = False
@@ -59,11 +56,7 @@ class OwnBatchNorm(Composed, _BatchNorm):
         self.refills = True
 
     def reset_parameters(self) -> None:
-        """Set statistics and affine parameters to their initial values.
-
-        Afterwards the layer normalises in training as its class describes. After ``reset_running_stats`` it works as torch's
-        BatchNorm.
-        """
+        """Set statistics and affine parameters to their initial values, and end ``refills``."""
         super().reset_parameters()
         vars(self).pop("refills", None)
 
@@ -80,11 +73,9 @@ class FrozenBatchNorm(OwnBatchNorm):
 class SharedNorm(OwnBatchNorm):
     """Serve as the abstract base of the layers that normalise training batches in another way than torch.
 
-    A subclass defines ``normalised``.
-
     Attributes:
         then: names of submodules that the layer calls on its output, in this order, such as an activation.
-        held_with_affine: whether the statistics count as frozen if the network's owner froze the affine parameters (``frozen_affine``).
+        held_with_affine: whether the statistics count as frozen if the affine parameters are (``frozen_affine``).
     """
 
     then: tuple[str, ...] = ()
@@ -98,8 +89,7 @@ class SharedNorm(OwnBatchNorm):
         """Make a layer of this class with the tensors, mode, hooks and attributes of ``layer``.
 
         Raises:
-            Unconvertible: ``layer`` has no running statistics, or averages them cumulatively
-                (``momentum=None``).
+            Unconvertible: ``layer`` has no running statistics, or their cumulative average (``momentum=None``).
         """
         if layer.running_mean is None or layer.momentum is None:
             raise Unconvertible(
@@ -151,12 +141,9 @@ _OWN = ("weight", "bias", "mixing_logit", "running_mean", "running_var")
 class HybridBatchNorm(SharedNorm):
     """Normalise with a learnable mixture of batch and shared statistics, per channel (HBN, equations 9 and 10).
 
-    In training, ``mean = a * batch + (1 - a) * shared`` with ``a = sigmoid(mixing_logit)``, and the same for
-    the (biased) variance. Gradients flow through the batch statistics and ``a``. In evaluation the layer uses
-    the shared statistics alone. In training, the layer is BatchNorm if ``a = 1``, and a frozen BatchNorm if
-    ``a = 0``.
-
-    The paper's distribution factor is ``sigmoid(mixing_logit)``.
+    In training, ``mean = a * batch + (1 - a) * shared`` with ``a = sigmoid(mixing_logit)``, the paper's
+    distribution factor, and the same for the (biased) variance. Gradients flow through the batch statistics and
+    ``a``. In evaluation the layer uses the shared statistics alone.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -167,13 +154,7 @@ class HybridBatchNorm(SharedNorm):
     def from_batch_norm(cls, layer: _BatchNorm, fixed: float | None = None) -> Self:
         """Make a layer of this class with mixing logits, and with the tensors, mode, hooks and attributes of ``layer``.
 
-        Args:
-            layer: a BatchNorm layer with running statistics.
-            fixed: the value of the mixing logits, which then do not learn. None: they start at 0 and learn.
-
-        Raises:
-            Unconvertible: ``layer`` has no running statistics, or averages them cumulatively
-                (``momentum=None``).
+        The value of the mixing logits is ``fixed``, and then they do not learn. None: they start at 0 and learn.
         """
         new = super().from_batch_norm(layer)
         new._mix(fixed)
@@ -183,12 +164,7 @@ class HybridBatchNorm(SharedNorm):
         self.mixing_logit = nn.Parameter(torch.full_like(self.running_mean, fixed or 0.0), requires_grad=fixed is None)
 
     def normalised(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` (B, C, *) with the mixture in training, with the shared statistics in evaluation.
-
-        Raises:
-            ValueError: a training batch has only one value per channel, or the layer does not take the shape
-                of ``x``.
-        """
+        """Normalise ``x`` (B, C, *) with the mixture in training, with the shared statistics in evaluation."""
         self.check_input(x)
         if not self.training:
             if self.observation is not None:
@@ -209,16 +185,13 @@ class HybridBatchNorm(SharedNorm):
         return (plain if transformed else normalise)(x, (weight, bias), logit, (mean, var), batch, self.eps)
 
     def _own(self) -> list[Any]:
-        """Return weight, bias, mixing logit, running mean and running variance, faster than by reading the module's attributes."""
+        """Return the tensors that ``_OWN`` names, faster than by reading the module's attributes."""
         tensors = {**self._parameters, **self._buffers}
         return [tensors[name] if name in tensors else getattr(self, name) for name in _OWN]
 
     @torch.no_grad()
     def normaliser(self, batch: Moments) -> Moments:
-        """Return the mean and variance with which this layer normalises a training batch (equation 9 of the HBN paper).
-
-        They are a mixture of the moments of the batch, ``batch``, and of the running statistics that all clients share.
-        """
+        """Return the mean and variance that normalise a training batch of moments ``batch`` (HBN, equation 9)."""
         shared = (self.running_mean.double(), self.running_var.double())
         return Moments(batch.count, *mixture(torch.sigmoid(self.mixing_logit.double()), shared, (batch.mean, batch.var)))
 
@@ -231,11 +204,7 @@ class InstanceNorm(nn.GroupNorm):
     """Normalise every channel of every instance by itself: a GroupNorm with one channel per group, without statistics."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise every channel of every instance of ``x`` (B, C, *).
-
-        Raises:
-            ValueError: ``x`` has no spatial extent.
-        """
+        """Normalise every channel of every instance of ``x`` (B, C, *)."""
         if x.dim() < 3 or x[0, 0].numel() < 2:
             raise ValueError(
                 f"instance normalisation of an input {tuple(x.shape)} has one value per instance and channel, "
@@ -245,16 +214,12 @@ class InstanceNorm(nn.GroupNorm):
 
 
 class Followed(Composed):
-    """Add submodules, such as an activation, that are called on a layer's output. The layer may be of any class.
-
-    Attributes:
-        then: names of the submodules, in this order.
-    """
+    """Add submodules, such as an activation, that are called on a layer's output. The layer may be of any class."""
 
     then: tuple[str, ...] = ()
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """Call the layer, then each submodule that ``then`` names, on the output of the call before it."""
+        """Call the layer, then the submodules of ``then`` in their order, each on the output of the call before it."""
         y = super().forward(*args, **named)
         for name in self.then:
             y = getattr(self, name)(y)
@@ -267,11 +232,7 @@ def followed(layer: M, source: nn.Module, then: tuple[str, ...]) -> M:
     Args:
         layer: the new layer. It is changed in place.
         source: the layer that ``layer`` replaces.
-        then: names of these submodules of ``source``, in the order of the calls. They become submodules of
-            ``layer``, too. Empty: nothing is changed.
-
-    Returns:
-        ``layer``.
+        then: names of these submodules, in the order of the calls. Empty: nothing is changed.
 
     Raises:
         Unconvertible: ``source`` has no such submodule.
@@ -291,12 +252,9 @@ def followed(layer: M, source: nn.Module, then: tuple[str, ...]) -> M:
 
 
 def group_norm(layer: _BatchNorm, groups: int, kind: type[nn.GroupNorm] = nn.GroupNorm) -> nn.GroupNorm:
-    """Make a GroupNorm with the affine parameters, dtype and device of ``layer``.
+    """Make a GroupNorm of class ``kind``, with the affine parameters, dtype and device of ``layer``.
 
-    Args:
-        layer: the BatchNorm layer to replace.
-        groups: the number of groups of channels. 0: one group per channel.
-        kind: the class to make.
+    ``groups`` is the number of groups of channels; 0: one group per channel.
 
     Raises:
         Unconvertible: ``groups`` does not divide the number of channels.
@@ -308,7 +266,7 @@ def group_norm(layer: _BatchNorm, groups: int, kind: type[nn.GroupNorm] = nn.Gro
 
 
 def in_place_of(new: M, layer: _BatchNorm) -> M:
-    """Give ``new`` the scale, shift, hooks and mode of ``layer``, in place. A parameter of another shape keeps its own values."""
+    """Give ``new`` the scale, shift, hooks and mode of ``layer``. A parameter of another shape keeps its own values."""
     for key in ("weight", "bias"):
         theirs, own = getattr(layer, key), getattr(new, key)
         if theirs is None:  # with torch's BatchNorm(bias=False), only the bias is missing
@@ -322,16 +280,16 @@ def in_place_of(new: M, layer: _BatchNorm) -> M:
 
 
 def freeze_statistics(model: nn.Module, frozen: bool = True, layers: Container[str] | None = None) -> None:
-    """Freeze the running statistics of BatchNorm layers, or end the freeze.
+    """Freeze the running statistics of BatchNorm layers, or end the freeze, in place.
 
-    In training, too, a frozen layer normalises with its running statistics and does not update them (FixBN, stage II).
-    ``model.train()`` does not change that. Affine parameters are still trained. Dropout and all other layers are not
+    In training, too, a frozen layer normalises with its running statistics and does not update them (FixBN, stage
+    II). ``model.train()`` does not change that. Affine parameters are still trained. All other layers are not
     affected.
 
     Args:
         model: changed in place.
-        frozen: whether to freeze. False: the freeze of all layers ends. In both cases, no layer refills its statistics any
-            more (``OwnBatchNorm.refills``).
+        frozen: whether to freeze. In both cases, no layer refills its statistics any more
+            (``OwnBatchNorm.refills``).
         layers: names of the layers to freeze. The freeze of all other layers ends. None: all layers are frozen.
     """
     for name, layer in batch_norms(model).items():

@@ -1,8 +1,7 @@
 """Keep parts of a network in evaluation mode while the network trains, if its owner put them into evaluation mode.
 
-Fine-tuning recipes keep a pre-trained backbone, or its BatchNorm layers, in evaluation mode. There are two ways to do
-so. The owner calls ``net.train(); net.backbone.eval()`` before passing the network to fl-bn. Or the network's class
-overrides ``train()``, which then puts the backbone into evaluation mode.
+Fine-tuning recipes do so with a pre-trained backbone, or its BatchNorm layers: by ``net.train();
+net.backbone.eval()`` before passing the network to fl-bn, or by a class that overrides ``train()``.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ MIXING = "mixing_logit"  # HBN's own parameter, which says nothing about what th
 
 
 def remember_modes(model: nn.Module) -> None:
-    """Mark the parts of ``model`` that are in evaluation mode while the model itself is in training mode.
-
-    A copy keeps the marks.
-    """
+    """Mark the parts of a training ``model`` that are in evaluation mode. A copy keeps the marks."""
     for module in named_modules(model).values():
         if model.training and not module.training:
             setattr(module, MARK, True)
@@ -38,7 +34,6 @@ def train_mode(model: nn.Module) -> None:
 
 
 def _trains_as_torch(modules: Iterable[nn.Module]) -> bool:
-    """Return whether every module uses torch's own ``train()``, which puts all parts into training mode."""
     return all(type(module).train is nn.Module.train and "train" not in vars(module) for module in modules)
 
 
@@ -46,7 +41,7 @@ def frozen_affine(model: nn.Module) -> set[str]:
     """Return the names of the FBN, HBN and Static BN layers whose affine parameters the owner of ``model`` has frozen.
 
     The running statistics of these layers count as frozen, too. A layer without affine parameters counts as
-    frozen if all parameters of a module around it are frozen. This module is the nearest one that has any parameters.
+    frozen if all parameters of the nearest module around it that has any are frozen.
     """
     modules = named_modules(model)
     return {name for name, layer in modules.items() if getattr(layer, "held_with_affine", False) and _is_frozen(name, modules)}
@@ -76,7 +71,6 @@ def held_layers(model: nn.Module) -> set[str]:
     """Return the names of the BatchNorm layers whose statistics the owner of ``model`` has frozen.
 
     They are the layers that stay in evaluation mode while the model trains, and the layers of ``frozen_affine``.
-    ``model`` is not changed.
     """
     modules = named_modules(model)
     if _trains_as_torch(modules.values()):

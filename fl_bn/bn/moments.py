@@ -1,11 +1,7 @@
 """Compute moments (count, mean and variance per channel), with which every method works, and combine them by rules.
 
-``pool`` is the law of total variance. ``ema`` is BatchNorm's running update. FBN's Algorithm 2 is
-``ema(shared, pool(moments of the training batches), momentum)``. HBN's equations 8 and 11 have the same form,
-with the moments of a pass before training.
-
-``plain_average`` is FedAvg's rule, which ignores the spread of the clients' means. It is the baseline, and
-the negative control of every exactness test.
+FBN's Algorithm 2 is ``ema(shared, pool(moments of the training batches), momentum)``. HBN's equations 8 and
+11 have the same form, with the moments of a pass before training. ``plain_average`` is the negative control.
 
 The moments of a batch are computed in the dtype of the activations, in float32 at least. Batches and clients
 are combined in float64.
@@ -33,23 +29,21 @@ def weighted_mean(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def bounds(dtype: torch.dtype) -> tuple[float, float]:
-    """Return the largest mean and the largest variance that a client may report in ``dtype``.
+    """Return the largest absolute mean and the largest variance that a client may report in ``dtype``.
 
-    The variance of two clients' pooled data contains the squared distance between their means. If means and variances
-    are within these bounds, the pooled variance does not overflow ``dtype``.
-
-    Returns:
-        The bound on a mean's absolute value, and the bound on a variance.
+    The variance of two clients' pooled data contains the squared distance between their means. Within these
+    bounds, it does not overflow ``dtype``.
     """
     largest = torch.finfo(dtype).max
     return math.sqrt(largest) / 4, largest / 2
 
 
 def ordinary(x: T) -> T:
-    """Return a tensor of a subclass, such as MONAI's ``MetaTensor``, as one of torch's own class. Return anything else unchanged.
+    """Return a tensor of a subclass, such as MONAI's ``MetaTensor``, as torch's own class, anything else unchanged.
 
-    A subclass may handle a batch's metadata in every operation, and statistics and metrics of the batch have none. Subclasses
-    with a ``__torch_dispatch__`` of their own (DTensor, tensors of a trace) cannot be separated from it, and stay as they are.
+    A subclass may handle a batch's metadata in every operation, and statistics and metrics of the batch have
+    none. Subclasses with a ``__torch_dispatch__`` of their own (DTensor, tensors of a trace) cannot be separated
+    from it.
     """
     if type(x) is Tensor or not isinstance(x, Tensor) or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return x
@@ -69,7 +63,7 @@ class Running(NamedTuple):
 
 
 def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the mean and the biased variance of every channel of a batch.
+    """Compute the mean (C,) and the biased variance (C,) of every channel of a batch. Gradients flow through both.
 
     There are two passes: the mean, then the centred squares. On a CPU this is several times faster than
     ``torch.var_mean`` and than the kernel inside ``F.batch_norm``. It also avoids the cancellation of
@@ -77,9 +71,6 @@ def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         x: a batch (B, C, *). Half precision is computed in float32.
-
-    Returns:
-        The mean (C,) and the biased variance (C,). Gradients flow through both.
     """
     x = ordinary(x)
     if x.dtype in (torch.float16, torch.bfloat16):
@@ -108,11 +99,7 @@ class Moments:
 
     @classmethod
     def of(cls, x: Tensor) -> Moments:
-        """Compute the moments of one batch.
-
-        Args:
-            x: a batch (B, C, *): channels at dimension 1. All other dimensions are summed over.
-        """
+        """Compute the moments of one batch ``x`` (B, C, *) over all dimensions but the channels."""
         mean, var = channel_moments(x.detach())
         return cls(x.numel() // x.shape[1], mean.double(), var.double())
 
@@ -126,11 +113,7 @@ class Moments:
 
 
 def stack(parts: Sequence[Moments]) -> tuple[Tensor, Tensor, Tensor]:
-    """Stack the moments of several parts, without the parts of count 0.
-
-    Returns:
-        Means (n, C), variances (n, C) and counts (n,), in float64.
-    """
+    """Stack means (n, C), variances (n, C) and counts (n,) of several parts in float64, without parts of count 0."""
     parts = [part for part in parts if part.count > 0]
     counts = torch.tensor([part.count for part in parts], dtype=torch.float64, device=parts[0].mean.device)
     return torch.stack([p.mean for p in parts]).double(), torch.stack([p.var for p in parts]).double(), counts
@@ -139,16 +122,14 @@ def stack(parts: Sequence[Moments]) -> tuple[Tensor, Tensor, Tensor]:
 def pool(parts: Sequence[Moments], average: Average = weighted_mean) -> Moments:
     """Compute the moments of the union of the data from which ``parts`` were computed.
 
-    By the law of total variance, the variance is the average over the parts of ``var + (mean - common mean)^2``. With
-    the default ``average``, the result is exact, associative and commutative, up to rounding. A robust ``average``
-    replaces both averages: the one for the common mean, and the one for the variance (FBN, section 5).
+    By the law of total variance, the variance is the average over the parts of ``var + (mean - common mean)^2``.
+    With the default ``average``, the result is exact, associative and commutative, up to rounding. A robust
+    ``average`` replaces both averages: the one for the common mean, and the one for the variance (FBN, section
+    5).
 
     Args:
         parts: moments of disjoint data, one entry per batch or client.
         average: the rule that combines n values. The default weights them by count.
-
-    Returns:
-        The moments of the union. Its count is the sum of the counts.
 
     References:
         Chan, Golub, LeVeque 1979; FBN, appendix A.
@@ -160,28 +141,21 @@ def pool(parts: Sequence[Moments], average: Average = weighted_mean) -> Moments:
 
 
 def plain_average(parts: Sequence[Moments], average: Average = weighted_mean) -> Moments:
-    """Average the means and, separately, the variances, as FedAvg does.
+    """Average the means and, separately, the variances, as FedAvg does. The arguments are those of ``pool``.
 
     The result ignores the spread of the parts' means, so its variance is too small if the means differ.
-
-    Args:
-        parts: moments of disjoint data, one entry per batch or client.
-        average: the rule that combines n values. The default weights them by count.
     """
     means, variances, counts = stack(parts)
     return Moments(sum(part.count for part in parts), average(means, counts), average(variances, counts))
 
 
 def ema(shared: Running, new: Moments, momentum: float) -> Running:
-    """Update running statistics by a new observation, as BatchNorm does.
+    """Return ``(1 - momentum) * shared + momentum * new``, BatchNorm's update of running statistics, in float64.
 
     Args:
         shared: the running statistics before.
-        new: the observation. At least two values per channel.
+        new: the observation, of at least two values per channel. Its unbiased variance is taken.
         momentum: weight of the *new* observation, as in torch, from 0 to 1.
-
-    Returns:
-        ``(1 - momentum) * shared + momentum * new`` in float64, with the unbiased variance of ``new``.
     """
     return Running(
         (1 - momentum) * shared.mean.double() + momentum * new.mean,

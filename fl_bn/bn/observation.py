@@ -1,7 +1,4 @@
-"""Record the moments of BatchNorm layers' inputs, and tell which forward passes are training passes.
-
-Layers of this project own the ``Observation`` that records their inputs. A copy of a layer has none, so it records nothing.
-"""
+"""Record the moments of BatchNorm layers' inputs, and tell which forward passes are training passes."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ F_ = TypeVar("F_", bound=Callable[..., Any])
 
 
 def normalisers(layer: nn.Module, seen: Moments) -> Moments:
-    """Return the mean and variance with which a layer in training normalises an input. The moments of the input are ``seen``.
+    """Return the mean and variance with which ``layer`` in training normalises an input of moments ``seen``.
 
     An HBN layer normalises with a mixture of ``seen`` and its shared statistics, any other layer with ``seen``.
     """
@@ -48,10 +45,9 @@ def is_traced() -> bool:
 
 
 def learns_from_pass(module: nn.Module) -> bool:
-    """Return whether a forward pass of ``module``, made now, is a training pass.
+    """Return whether a forward pass of ``module``, made now, is a training pass: in training mode, with gradients.
 
-    It is one if ``module`` is in training mode and gradients are enabled. A pass that is repeated in a backward pass
-    (``in_backward``) is no training pass. Neither is one that ``torch.jit.trace`` records.
+    A pass that is repeated in a backward pass (``in_backward``), or that ``torch.jit.trace`` records, is none.
     """
     return module.training and torch.is_grad_enabled() and not is_traced() and not in_backward()
 
@@ -59,9 +55,9 @@ def learns_from_pass(module: nn.Module) -> bool:
 def whole(x: Tensor) -> Tensor:
     """Return the values of ``x`` as an ordinary tensor without gradients, also inside transformations of ``torch.func``.
 
-    Inside a ``torch.func.vmap`` over B samples, ``x`` looks like one sample of shape (1, C, *). But it wraps the values of
-    all B samples. This function returns them as one batch (B, C, *). With several nested ``vmap``, the dimension of each
-    one is merged into dimension 0.
+    Inside a ``torch.func.vmap`` over B samples, ``x`` looks like one sample (1, C, *), but wraps the values of
+    all B samples. They are returned as one batch (B, C, *). The dimension of each nested ``vmap`` is merged into
+    dimension 0.
     """
     functorch = torch._C._functorch
     while torch._C._are_functorch_transforms_active() and functorch.is_functorch_wrapped_tensor(x):
@@ -74,10 +70,7 @@ def whole(x: Tensor) -> Tensor:
 
 
 def eagerly(function: F_) -> F_:
-    """Return a function that computes the same as ``function``, but that ``torch.compile`` leaves uncompiled.
-
-    ``eagerly`` does not import torch's compiler, because that import is slow.
-    """
+    """Return ``function`` so that ``torch.compile`` leaves it uncompiled, without the slow import of torch's compiler."""
 
     @wraps(function)
     def call(*args: Any, **named: Any) -> Any:
@@ -112,9 +105,8 @@ class Observation:
         Args:
             record: ``(layer, moments)``, called for every input for which ``counts`` returns True.
             counts: ``(layer, x) -> bool``, whether an input is recorded. None: all are.
-            outer: the layer's previous ``Observation``, which is also called for every input. None: there is none.
-            values: a function that is applied to an input inside a transformation of ``torch.func``. ``whole`` returns
-                the rows of all ``vmap`` dimensions as one batch. None: nothing changes.
+            outer: the layer's previous ``Observation``, which is also called for every input.
+            values: see ``observe``.
         """
         self._record, self._counts, self._outer, self._values = record, counts, outer, values
 
@@ -122,10 +114,7 @@ class Observation:
     def __call__(self, layer: nn.Module, x: Tensor, batch: tuple[Tensor, Tensor] | None = None) -> None:
         """Record the moments of the input ``x`` (B, C, *), if ``counts`` returns True for it.
 
-        Args:
-            layer: the layer.
-            x: its input.
-            batch: mean and biased variance of ``x``, (C,) each, if the layer has computed them.
+        ``batch`` is the mean and biased variance of ``x``, (C,) each, if the layer has computed them.
         """
         if self._outer is not None:
             self._outer(layer, x, batch)
@@ -211,14 +200,10 @@ def pooled(observed: dict[str, list[Moments]]) -> dict[str, Moments]:
 
 
 def moving_average(layer: _BatchNorm, batches: Sequence[Moments]) -> Moments:
-    """Return the running statistics of ``layer`` after it has seen ``batches`` in order, as torch's BatchNorm updates them.
+    """Return the running statistics of ``layer`` after ``batches``, as torch's BatchNorm updates them.
 
-    Args:
-        layer: a BatchNorm layer with running statistics and a momentum. It is not changed.
-        batches: the moments of the batches.
-
-    Returns:
-        Mean and unbiased variance in float64, with the count of all batches together.
+    The layer has a momentum, and is not changed. The result has the count of all batches together, and the
+    unbiased variance, in float64.
     """
     assert layer.running_mean is not None
     assert layer.running_var is not None

@@ -1,10 +1,11 @@
 """Find the role of each tensor of a model, such as weight, statistic or counter.
 
 The type of the tensor's module decides the role, never the tensor's name. A test by name ("bn" in key) misses
-BatchNorm inside ``nn.Sequential`` and torchvision's ``downsample.1``, and so silently turns FedBN into FedAvg.
+BatchNorm inside ``nn.Sequential`` and torchvision's ``downsample.1``, and so silently turns FedBN into
+FedAvg.
 
-A buffer that is no statistic has one of four roles: shared, kept, recomputed or constant. The buffers of known
-kinds of modules have a default role. Any other floating-point buffer is shared. ``set_buffer_roles`` states another role.
+The buffers of known kinds of modules have a default role, any other floating-point buffer is shared.
+``set_buffer_roles`` states another role.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ BUFFER_ROLES = {"shared": Role.BUFFER, "kept": Role.KEPT, "recomputed": Role.REC
 
 
 class UnknownTensor(ValueError):
-    """Signal that a norm layer holds a tensor whose role is unknown, so it is unclear whether clients may send it."""
+    """Signal that a norm layer holds a tensor of unknown role, so it is unclear whether clients may send it."""
 
 
 NORM_LAYERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -161,9 +162,6 @@ def set_buffer_roles(model: nn.Module, stated: Mapping[str, str]) -> nn.Module:
         stated: name of a buffer, or shell pattern for several names -> ``shared``, ``kept``, ``recomputed`` or
             ``constant``. If several patterns match a buffer, the last one counts.
 
-    Returns:
-        ``model``.
-
     Raises:
         ValueError: a role is unknown, a pattern matches no buffer, or a buffer cannot have the role.
     """
@@ -189,24 +187,15 @@ RECOMPUTE = "recompute_buffers"  # the method of a user's module that computes i
 
 
 def state_role(module: nn.Module, key: str, role: Role) -> None:
-    """Store the role of one buffer of ``module``, so that ``roles`` returns this role.
-
-    Args:
-        module: the module that owns the buffer.
-        key: the buffer's name in ``module``.
-        role: the role.
-    """
+    """Store the role of buffer ``key`` of ``module``, so that ``roles`` returns this role."""
     setattr(module, STATED, {**vars(module).get(STATED, {}), key: role})
 
 
 def parse_buffer_roles(text: str) -> dict[str, str]:
-    """Parse the roles of buffers from the text of a run config.
+    """Parse the argument ``stated`` of ``set_buffer_roles`` from the text of a run config.
 
     Args:
         text: ``NAME=ROLE, ...``, for example ``"*.codebook=shared, site.*=kept"``. May be empty.
-
-    Returns:
-        Name or pattern -> role: the argument ``stated`` of ``set_buffer_roles``.
 
     Raises:
         ValueError: the text has another form, or a role is unknown.
@@ -226,10 +215,7 @@ def _named(buffer: str, role: str) -> Role:
 
 
 def _free_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str, Tensor]]:
-    """Yield name, module, key and tensor of every buffer whose role a user may state.
-
-    These are all buffers of the state_dict except the statistics and counters of norm layers.
-    """
+    """Yield name, module, key and tensor of every buffer of the state_dict but statistics and counters of norm layers."""
     for path, module in model.named_modules(remove_duplicate=False):
         for key, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
             if key not in module._non_persistent_buffers_set and not (isinstance(module, NORM_LAYERS) and key in _NORM_TENSORS):
@@ -237,10 +223,9 @@ def _free_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str, Tenso
 
 
 def state_constants(model: nn.Module) -> None:
-    """Give the role CONSTANT, in place, to buffers that hold infinity or NaN, such as an attention mask of -inf.
+    """Give the role CONSTANT to buffers without a known or stated role that hold infinity or NaN (a mask of -inf).
 
-    Training does not produce such numbers, so these buffers must not be averaged. Buffers with a known or stated role
-    keep this role.
+    Training does not produce such numbers, so these buffers must not be averaged.
     """
     for _, module, key, tensor in _free_buffers(model):
         known = key in vars(module).get(STATED, {}) or _known(module, key) is not None
@@ -250,10 +235,9 @@ def state_constants(model: nn.Module) -> None:
 
 
 def buffers_in_words(model: nn.Module) -> str:
-    """Describe, for the log, which buffers of ``model`` are averaged, stay at clients, are recomputed, constant or never sent.
+    """Describe, for the log, what happens to the buffers of ``model``; empty if it has none.
 
-    Returns:
-        For example ``buffers: averaged 0.codebook; constant 2.mask``. Empty if ``model`` has no such buffer.
+    For example ``buffers: averaged 0.codebook; constant 2.mask``.
     """
     words = {
         Role.BUFFER: "averaged",
@@ -273,11 +257,10 @@ def _some(names: list[str], most: int = 8) -> str:
 
 
 def inputs_like(model: nn.Module) -> Tensor:
-    """Return any tensor with the device and the dtype that ``model`` expects of its inputs. Its values and shape are arbitrary.
+    """Return any tensor with the device and the dtype that ``model`` expects of its inputs, of any values and shape.
 
-    Returns:
-        The first floating-point parameter, else the first floating-point buffer. If there is neither, an empty tensor of
-        torch's default dtype: integer and complex tensors do not show the dtype of the inputs.
+    If no parameter or buffer is floating-point, it is an empty tensor of torch's default dtype: integer and
+    complex tensors do not show the dtype of the inputs.
     """
     first = None
     for tensor in chain(model.parameters(), model.buffers()):
@@ -288,10 +271,10 @@ def inputs_like(model: nn.Module) -> Tensor:
 
 
 def unknown_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers of ``model`` that own running statistics as BatchNorm does, but are of no known type, by name, for a warning.
+    """Return the layers by name that own running statistics as BatchNorm does, but are of no known type.
 
-    Layers of constants (torchvision's ``FrozenBatchNorm2d``) are excluded. The tensors of the returned layers are shared like those
-    of any other layer.
+    Layers of constants (torchvision's ``FrozenBatchNorm2d``) are excluded. The tensors of the returned layers are
+    shared like those of any other layer.
     """
     return {name: module for name, module in model.named_modules() if not isinstance(module, NORM_LAYERS) and _tracks_statistics(module)}
 
@@ -302,9 +285,5 @@ def _tracks_statistics(module: nn.Module) -> bool:
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return every BatchNorm layer of ``model``, torch's and this project's, by name.
-
-    Returns:
-        The layers in the order of ``named_modules``.
-    """
+    """Return every BatchNorm layer of ``model``, torch's and this project's, by name, in module order."""
     return {name: module for name, module in named_modules(model).items() if isinstance(module, _BatchNorm)}
