@@ -1,4 +1,4 @@
-"""Describe the clients of a ``Federation``: how they train on the batches of a loader, in this process or in worker processes."""
+"""Describe the clients of a ``Federation``: how they train on a loader's batches, here or in worker processes."""
 
 from __future__ import annotations
 
@@ -40,11 +40,9 @@ class Own:
     """Hold the loaders and settings of one client. They may differ from client to client.
 
     Attributes:
-        loader: Its training batches.
-        task: Reads a batch and computes its loss.
-        make_optimizer: Makes an optimiser for given parameters, with the learning rate before ``schedule`` changes it.
+        make_optimizer: Makes an optimiser for given parameters, with the learning rate before ``schedule``
+            changes it.
         make_scheduler: Makes the scheduler of the learning rate within a round. None: the rate stays the same.
-        settings: The settings of local training.
         rate_share: The client's learning rate divided by the instruction's learning rate.
     """
 
@@ -67,11 +65,7 @@ class Clients:
 
     Attributes:
         model: The network, converted for ``method``; it stays unchanged.
-        method: The method.
-        device: The device on which clients train.
-        own: Each client's own loaders and settings.
         schedule: ``schedule(round, rounds)`` returns the factor of the learning rate.
-        seed: The seed of the run.
         given: The parameters of the user's own network, of which clients train copies.
     """
 
@@ -98,7 +92,8 @@ class Clients:
         """Check that training in the ``with`` block gives no gradient to the network that the user gave.
 
         Raises:
-            ValueError: It does, so the loss uses this network. Its weights stay the same while clients train copies.
+            ValueError: It does, so the loss uses this network, whose weights stay the same while clients train
+                copies.
         """
         before = [(id(p.grad), -1 if p.grad is None else p.grad._version) for p in self.given]
         yield
@@ -116,15 +111,7 @@ class Clients:
     def compute(self, instruction: Instruction, rounds: int, client: int, kept: ClientState, connect: Connect | None = None) -> Result:
         """Carry out one client's round alone: training, or its part of a statistics-only exchange.
 
-        Args:
-            instruction: The server's instruction.
-            rounds: The number of rounds of the run.
-            client: The client's number.
-            kept: The state that the client keeps.
-            connect: Joins the layer-wise exchange, see ``LocalRound``.
-
-        Returns:
-            The reply, and the client's new state.
+        ``connect`` joins the layer-wise exchange, see ``LocalRound``.
         """
         try:
             own, loop = self.instruction(client, instruction), LoaderLoop(self, client, rounds)
@@ -137,13 +124,7 @@ class Clients:
 
 
 class LoaderLoop(SampleLoop):
-    """Train on the batches of one client's loader.
-
-    Args:
-        clients: All clients.
-        client: The client's number.
-        rounds: The number of rounds of the run.
-    """
+    """Train on the batches of one client's loader, in a run of ``rounds`` rounds."""
 
     def __init__(self, clients: Clients, client: int, rounds: int) -> None:
         own = self.own = clients.own[client]
@@ -170,11 +151,7 @@ class LoaderLoop(SampleLoop):
         return round.statistics_pass.inputs(self.own.loader, self.task)
 
     def optimizer(self, round: LocalRound) -> Optimizer:
-        """Make a fresh optimiser, with the learning rate of ``round``.
-
-        Raises:
-            ValueError: The optimiser does not update the parameters that it was given, or also others.
-        """
+        """Make a fresh optimiser, with the learning rate of ``round``, and check it by ``check_parameters``."""
         optimizer = self.own.make_optimizer(round.parameters.values())
         check_parameters(optimizer, round.parameters.values())
         for group in optimizer.param_groups:
@@ -190,7 +167,7 @@ class LoaderLoop(SampleLoop):
         return None if self.own.make_scheduler is None else self.own.make_scheduler(optimizer)
 
     def weighed(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
-        """Return the samples of one epoch, 0 if the loader gave no batch, and the mean loss, or the number of measured samples."""
+        """Return the samples of one epoch, 0 without a batch, and the mean loss; or the number of measured samples."""
         if not round.trains:
             return Outcome(round.statistics_pass.samples, client=self.client)
         if (count := sum(part.samples for part in trained)) == 0:
@@ -200,15 +177,10 @@ class LoaderLoop(SampleLoop):
 
 
 def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Check that ``optimizer`` updates some of the given ``parameters``, and no others.
-
-    Args:
-        optimizer: The optimiser that the user's function made.
-        parameters: The parameters that the function was given.
+    """Check that the ``optimizer`` of the user's function updates some of the ``parameters`` it was given, and no others.
 
     Raises:
-        ValueError: The optimiser updates none of ``parameters``, or also others. The user's function then ignores its
-            argument, or did not make the optimiser anew.
+        ValueError: It does not: the function ignores its argument, or did not make the optimiser anew.
     """
     given = {id(p) for p in parameters}
     mine = [p for group in optimizer.param_groups for p in group["params"]]
@@ -225,17 +197,13 @@ class CannotMove(ValueError):
 
 
 class InWorkers:
-    """Compute clients in worker processes. All clients are pickled to a file, which each worker reads once.
+    """Compute clients in ``count`` worker processes. All clients are pickled to a file, which each worker reads once.
 
-    Tasks and functions are sent again for every round, so the workers see what the user's code changes in them. Changes of the data do
-    not reach the workers.
-
-    Args:
-        clients: The clients.
-        count: The number of processes.
+    Tasks and functions are sent again for every round, so the workers see what the user's code changes in them,
+    but no changes of the data.
 
     Raises:
-        CannotMove: A loader has worker processes of its own, or a part of the clients cannot be pickled by joblib's cloudpickle.
+        CannotMove: A loader has worker processes of its own, or joblib's cloudpickle cannot pickle the clients.
     """
 
     def __init__(self, clients: Clients, count: int) -> None:
@@ -259,16 +227,7 @@ class InWorkers:
         self._folder.cleanup()
 
     def work(self, instruction: Instruction, rounds: int, clients: Sequence[int], kept: Sequence[ClientState]) -> list[Result]:
-        """Compute the rounds of several clients.
-
-        Args:
-            instruction: The instruction to all clients.
-            rounds: The number of rounds of the run.
-            clients: The clients' numbers.
-            kept: The state that each client keeps, in the order of ``clients``.
-
-        Returns:
-            Each client's reply and new state, in order.
+        """Compute the rounds of several clients. Return each client's reply and new state, in the order of ``clients``.
 
         Raises:
             Exception: The error of the first client that failed.
@@ -304,22 +263,10 @@ def _work(
     kept: ClientState,
     states: Sequence[Any],
 ) -> Any:
-    """Compute one client's round in a worker process.
+    """Compute one client's round in a worker process. Tensors travel as NumPy arrays.
 
-    The worker uses as many threads as its parent, since another number of threads would change the order of sums.
-
-    Args:
-        path: The file with all clients.
-        same: The number of threads and the default dtype of the parent process.
-        functions: The client's task, the makers of its optimiser and its scheduler, and the schedule.
-        packed: The instruction, with NumPy arrays.
-        rounds: The number of rounds of the run.
-        client: The client's number.
-        kept: The state that the client keeps, with NumPy arrays.
-        states: The states of the generators of the client's loader.
-
-    Returns:
-        The reply and the new state, both with NumPy arrays, and the new states of the generators.
+    The worker uses as many threads as its parent (``same``), since another number would change the order of sums.
+    ``states`` are those of the generators of the client's loader, and their new states are returned.
     """
     threads, dtype = same
     torch.set_num_threads(threads)
@@ -345,7 +292,7 @@ def _set_states(of: Sequence[torch.Generator], states: Sequence[Any]) -> None:
 
 
 def _packed(value: Value) -> Value:
-    """Return ``value`` with NumPy arrays in place of tensors, since joblib passes large arrays through shared memory."""
+    """Return ``value`` with NumPy arrays in place of tensors: joblib passes large arrays through shared memory."""
     sections: Any = {section: to_numpy(tensors) for section, tensors in value.sections.items()}
     return replace(value, sections=sections)
 

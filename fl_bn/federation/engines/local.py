@@ -50,7 +50,8 @@ class LocalTransport(Transport):
         clients: All clients, with their loaders and settings.
         tests: Each client's test batches. None: there is no evaluation.
         workers: The number of processes that compute clients. 1: only this process. 0: this process at first, and
-            several worker processes as soon as they save time (see ``WorkerTiming``), if the clients can be moved.
+            several worker processes as soon as they save time (see ``WorkerTiming``), if the clients can be
+            moved.
         one_program: Whether clients are computed together in one vectorised program, if possible.
     """
 
@@ -67,7 +68,7 @@ class LocalTransport(Transport):
 
     @contextmanager
     def serving(self, rounds: int, start: Start = FROM_THE_START) -> Iterator[None]:
-        """Prepare for a run of ``rounds`` rounds in the ``with`` block, and start the worker processes if ``workers`` is above 1."""
+        """Prepare for ``rounds`` rounds in the ``with`` block. Start the worker processes if ``workers`` is above 1."""
         self._rounds = rounds
         if start.round == 1:
             self.kept = [replace(kept, round=0) for kept in self.kept]  # the state of an earlier run counts as from before round 1
@@ -107,19 +108,15 @@ class LocalTransport(Transport):
         return self._checked(replies, instruction, session)
 
     def measure(self, instruction: Instruction) -> RoundReplies:
-        """Let clients measure statistics, and return their checked replies.
-
-        All clients measure, or only the round's cohort, as the method requires.
-        """
+        """Let all clients or the round's cohort measure statistics, as the method requires. Return the checked replies."""
         everyone = self._measuring(instruction)
         return self._checked(self._in_parts(instruction, everyone), instruction, None, everyone)
 
     def measure_layer_by_layer(self, instruction: Instruction) -> RoundReplies | None:
-        """Let the clients measure their statistics layer by layer, with one forward pass each.
+        """Let the clients measure their statistics layer by layer, with one forward pass each. Return checked replies.
 
-        Returns:
-            The checked replies. None if this is impossible: there are too many clients, their networks have no fixed
-                order of layers, a client left the exchange, or clients are computed in one vectorised program.
+        Return None if this is impossible: there are too many clients, their networks have no fixed order of layers, a
+        client left the exchange, or clients are computed in one vectorised program.
         """
         everyone = self._measuring(instruction)
         if self._one_program or turns.too_many(len(everyone), self.clients.model):
@@ -137,16 +134,9 @@ class LocalTransport(Transport):
         return self._checked(replies, instruction, session, everyone)
 
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
-        """Evaluate the model on the clients' test batches.
+        """Evaluate the model on the clients' test batches. Return the mean metrics, none without test batches.
 
         If clients differ in model, task or test batches, the metrics of each client are stored in the round's record.
-
-        Args:
-            number: The round, from 1.
-            tensors: Name -> shared tensor.
-
-        Returns:
-            Name of a metric -> its mean over the clients; empty without test batches.
         """
         if self._tests is None:
             return {}
@@ -157,16 +147,13 @@ class LocalTransport(Transport):
     def evaluate_on(self, tests: Sequence[Loader], model: nn.Module) -> tuple[dict[str, float], dict[int, dict[str, float]]]:
         """Evaluate ``model`` on each client's test batches, by the client's task.
 
-        If clients keep tensors of their own (FedBN), each client that has trained so far is evaluated with its own model.
-        The other clients are not evaluated. Before any client has trained, all clients are evaluated with ``model``.
-
-        Args:
-            tests: Each client's test batches. A client without test batches counts in no mean.
-            model: The shared network.
+        If clients keep tensors of their own (FedBN), each client that has trained so far is evaluated with its own
+        model, and no other client. Before any client has trained, all clients are evaluated with ``model``. A client
+        without test batches counts in no mean.
 
         Returns:
-            The mean metrics over clients (see ``metrics.over_samples``), and client -> its metrics. The latter is empty
-            if all clients have the same model, test batches and task.
+            The mean metrics over clients (see ``metrics.over_samples``), and client -> its metrics. The latter is
+            empty if all clients have the same model, test batches and task.
 
         Raises:
             ValueError: No client has a test batch.
@@ -191,12 +178,7 @@ class LocalTransport(Transport):
         return over_samples([(own[client].count, result) for client, result in results.items()]), results
 
     def model(self, tensors: Named, batches: int = 0) -> nn.Module:
-        """Return a copy of the shared network in evaluation mode.
-
-        Args:
-            tensors: Name -> shared tensor.
-            batches: The number of training batches to add to BatchNorm's ``num_batches_tracked``.
-        """
+        """Return a copy of the shared network in evaluation mode, with ``batches`` added to ``num_batches_tracked``."""
         model = copied(self.server.model)
         load_tensors(model, {**self.server.shared.counters(batches), **tensors})
         return model.eval()
@@ -210,14 +192,14 @@ class LocalTransport(Transport):
     def finish_round(self, number: int, changed: bool) -> None:
         """Record in the kept state of each client of the cohort whether the server used its reply.
 
-        If the round has not ``changed`` the model, no reply was used.
+        If the round has not ``changed`` the model, it used none.
         """
         counted = {client.client for client in self.server.record.accepted if changed}
         for client in self.cohort(number):
             self.kept[client] = replace(self.kept[client], counted=client in counted)
 
     def cohort(self, number: int) -> list[int]:
-        """Return the numbers of the clients that train in round ``number``, drawn by the seed, in ascending order."""
+        """Return the clients that train in round ``number``, drawn by the seed, in ascending order."""
         everyone = range(len(self.clients.own))
         return sorted(Random(f"{self.clients.seed}/{number}").sample(everyone, self._cohort_size))
 
@@ -236,7 +218,7 @@ class LocalTransport(Transport):
         return checked(replies, expected, self.server.policy.clients, session, cohort)
 
     def _in_parts(self, instruction: Instruction, clients: Sequence[int]) -> list[Reply]:
-        """Compute the replies of ``clients`` in groups of ``AT_ONCE``. Compute each group together if possible, else one by one."""
+        """Compute the replies of ``clients`` in groups of ``AT_ONCE``, each together if possible, else one by one."""
         parts = [clients[begin : begin + AT_ONCE] for begin in range(0, len(clients), AT_ONCE)]
         return [reply for part in parts for reply in self._together(instruction, part) or self._one_by_one(instruction, part)]
 
@@ -256,7 +238,7 @@ class LocalTransport(Transport):
         return reply
 
     def _warn_of(self, round: int, client: int, reply: Reply) -> None:
-        """Warn, once per client, if batches of one sample were left out, or if the client's loader gave no batch."""
+        """Warn, once per client, of batches of one sample that were left out, or of a loader without a batch."""
         left_out = int(reply.metrics.get(LEFT_OUT, 0))
         if client not in self._warned and (left_out or not reply.samples):
             self._warned.add(client)
@@ -267,7 +249,7 @@ class LocalTransport(Transport):
             LOGGER.warning("client %s %s in round %s: %s", client, what, round, why)
 
     def _together(self, instruction: Instruction, clients: Sequence[int]) -> list[Reply] | None:
-        """Compute the replies of ``clients`` in one vectorised program; None if they must be computed one by one."""
+        """Compute the replies in one vectorised program; None if clients must be computed one by one."""
         if not self._one_program:
             return None
         try:

@@ -28,10 +28,10 @@ class _Holder(nn.Module):
 
 
 class Stack:
-    """Hold the tensors of K networks ``models``, stacked along a new first axis (K, ...), on the device of ``template``.
+    """Hold the tensors of K networks, stacked along a new first axis (K, ...), on the device of ``template``.
 
-    ``template`` is a network with the same layers. All rows run with its modes and hooks, but not with its tensors. The
-    stacked ``parameters`` are leaf tensors, so an elementwise optimiser can step all rows at once.
+    ``template`` is a network with the same layers. All rows run with its modes and hooks, but not with its
+    tensors. The stacked ``parameters`` are leaf tensors, so an elementwise optimiser can step all rows at once.
     """
 
     def __init__(self, models: Sequence[nn.Module], template: nn.Module) -> None:
@@ -56,7 +56,8 @@ class Stack:
             rows: The numbers of the networks.
             answer: A function of a network and its batch.
             batch: The tensors of the batches, stacked: (len(rows), B, ...).
-            observed: Layer -> a list that the template's hooks fill in a forward pass. The lists are empty afterwards.
+            observed: Layer -> a list that the template's hooks fill in a forward pass. The lists are empty
+                afterwards.
 
         Returns:
             The results, stacked along the first axis, and layer -> for each row its moments.
@@ -94,18 +95,14 @@ class Stack:
         return result, seen
 
     def _index(self, rows: Sequence[int]) -> slice | Tensor | None:
-        """Return an index that selects ``rows`` from a stack: None for all rows, a slice for the first ones, else a tensor."""
+        """Return an index that selects ``rows``: None for all rows, a slice for the first ones, else a tensor."""
         if list(rows) == list(range(len(rows))):
             return None if len(rows) == self.rows else slice(len(rows))
         return torch.tensor(rows, device=next(iter(self.parameters.values())).device)
 
 
 def groups(batches: Mapping[int, Sequence[Tensor]]) -> Iterator[tuple[list[int], tuple[Tensor, ...]]]:
-    """Group the rows whose batches have equal shapes. Yield the rows of each group, and their stacked batches.
-
-    Args:
-        batches: Row -> the tensors of its batch.
-    """
+    """Group the rows whose ``batches`` have equal shapes. Yield the rows of each group, and their stacked batches."""
     by_shape: dict[Any, list[int]] = {}
     for row, parts in batches.items():
         by_shape.setdefault(tuple(part.shape for part in parts), []).append(row)

@@ -1,11 +1,10 @@
 """Compute the clients of a cohort together, in one vectorised program (``torch.func.vmap``).
 
-The results are the same as with one client after the other, except for rounding: sums are computed in another order. The
-clients' networks are stacked (``Stack``). Forward and backward passes, the optimiser's steps and
-statistics passes are single calls for all clients. If the batches of one step differ in size, they are grouped by
-size. This is exact for every layer, whereas padding would need masks in every layer. A client without further
-batches stays unchanged while the others go on. A GPU gains most, because it runs fewer small kernels. A CPU gains
-little.
+The results are those of one client after the other, except for rounding: sums are computed in another order.
+The clients' networks are stacked (``Stack``). Batches of one step that differ in size are grouped by size.
+This is exact for every layer, whereas padding would need masks in every layer. A client without further
+batches stays unchanged while the others go on. A GPU gains most, because it runs fewer small kernels. A CPU
+gains little.
 """
 
 from __future__ import annotations
@@ -54,26 +53,22 @@ size of the batch. Add the package of your own network: ``PURE.add("my_networks"
 
 
 class CannotVectorise(ValueError):
-    """Report why clients cannot be computed together. Their rounds are unchanged, so they can be computed one by one."""
+    """Report why clients cannot be computed together. Their rounds are unchanged."""
 
 
 def client_rounds(rounds: Sequence[LocalRound], loops: Sequence[SampleLoop], device: torch.device | None = None) -> list[Result]:
-    """Carry out the rounds of several clients together: what ``client_round`` is for one. The arguments are those of ``outcomes``."""
+    """Carry out the rounds of several clients together: what ``client_round`` is for one."""
     return [concluded(round, one) for round, one in zip(rounds, outcomes(rounds, loops, device), strict=True)]
 
 
 def outcomes(rounds: Sequence[LocalRound], loops: Sequence[SampleLoop], device: torch.device | None = None) -> list[Outcome]:
     """Train and measure several clients together: what a ``SampleLoop`` does for one.
 
-    Args:
-        rounds: The clients' rounds.
-        loops: Their training loops.
-        device: The device of the stacked tensors. Default: that of the clients' models. Models on the CPU with a stack on a GPU need
-            the fewest copies.
+    ``device`` is that of the stacked tensors, by default that of the clients' models. Models on the CPU with a
+    stack on a GPU need the fewest copies.
 
     Raises:
-        CannotVectorise: There is an obstacle, or torch cannot batch the network or the task, the optimiser is not in
-            ``ELEMENTWISE``.
+        CannotVectorise: There is an obstacle: torch cannot batch the network or the task, say.
     """
     if reason := _why_not(rounds, [loop.samples for loop in loops], loops[0].task):
         raise CannotVectorise(reason)
@@ -88,7 +83,7 @@ def outcomes(rounds: Sequence[LocalRound], loops: Sequence[SampleLoop], device: 
 
 
 class Fallback:
-    """Warn that clients are computed one by one, although ``engine='vectorised'`` was requested. Warn once per reason."""
+    """Warn, once per reason, that clients are computed one by one, although ``engine='vectorised'`` was requested."""
 
     def __init__(self) -> None:
         self._reasons: set[str] = set()
@@ -103,11 +98,8 @@ class Fallback:
 class TogetherTurns(Turns):
     """Run tasks, each of which may ask to train one client, and train these clients in one vectorised program.
 
-    A task that asks waits. Once every task waits or has ended, all clients are trained.
-
-    Args:
-        tasks: The number of tasks.
-        fallback: Reports the reason if the clients cannot be trained in one program.
+    A task that asks waits. Once every task waits or has ended, all clients are trained. ``fallback`` reports the
+    reason if they cannot be trained in one program.
     """
 
     def __init__(self, tasks: int, fallback: Fallback) -> None:
@@ -150,7 +142,7 @@ def with_others(loop: SampleLoop, round: LocalRound) -> Outcome:
 
 
 def _why_not(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Task) -> str:
-    """Return why ``rounds`` cannot be computed together, as far as this is known before training; empty if nothing is."""
+    """Return why ``rounds`` cannot be computed together, as far as this is known before training; empty if they can."""
     first, settings = rounds[0], rounds[0].settings
     if len({(own.phase, own.network.signature, repr(own.settings)) for own in rounds}) > 1:
         return "all clients of a cohort need the same network, method, phase and settings, but theirs differ"
@@ -183,7 +175,7 @@ def _why_not(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Tas
 
 
 def _foreign(model: nn.Module, task: Task) -> str:
-    """Return the package of a part of the network or of the task that is in no package of ``PURE``; empty if there is none."""
+    """Return the package of a part of the network or the task that is not in ``PURE``; empty if there is none."""
     code: list[Any] = [type(task), vars(task).get("loss")]
     for module in model.modules():
         code += [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
@@ -194,11 +186,7 @@ def _foreign(model: nn.Module, task: Task) -> str:
 
 
 def measure_together(rounds: Sequence[LocalRound], loops: Sequence[SampleLoop], device: torch.device | None = None) -> None:
-    """Make the statistics passes of all ``rounds``, and store the moments in each ``round.statistics_pass``.
-
-    Raises:
-        CannotVectorise: torch cannot batch the network.
-    """
+    """Make the statistics passes of all ``rounds``, and store the moments in each ``round.statistics_pass``."""
     forward, by_client = loops[0].task.forward, [dict[str, list[Moments]]() for _ in rounds]
 
     def answer(model: nn.Module, x: Tensor) -> Tensor:
@@ -224,9 +212,10 @@ def measure_together(rounds: Sequence[LocalRound], loops: Sequence[SampleLoop], 
 def train_together(
     rounds: Sequence[LocalRound], batches: Sequence[IndexBatches], loop: SampleLoop, device: torch.device | None = None
 ) -> list[Trained]:
-    """Open and train all ``rounds``, each on its own ``batches``, as ``training.train`` does for one client, and return their results.
+    """Open and train all ``rounds``, each on its own ``batches``, as ``training.train`` does for one client.
 
-    ``loop`` makes one optimiser, for the round that has most batches, which then steps the stacked parameters of all clients.
+    ``loop`` makes one optimiser, for the round that has most batches. It steps the stacked parameters of all
+    clients.
     """
     with ExitStack() as opened, _refused():
         for round in rounds:
@@ -300,11 +289,7 @@ class _Training:
             self._leave(finished)
 
     def _forward(self, now: Mapping[int, tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the sum of the clients' losses. Its gradient in row k is the gradient of client k's own loss.
-
-        Args:
-            now: Row -> the inputs and targets of the client's batch.
-        """
+        """Return the sum of the losses of the batches ``now``. Row k of its gradient is that of client k's own loss."""
         losses = []
         for rows, (x, y) in groups(now):
             x, y = to_input(x.to(self.like.device), self.dtype), y.to(self.like.device)
@@ -318,7 +303,7 @@ class _Training:
 
     @contextmanager
     def _observing(self) -> Iterator[dict[str, list[Moments]]]:
-        """Record moments in the ``with`` block, if the method reports those of this step's batches. Yield layer -> moments."""
+        """Record moments, by layer, in the ``with`` block, if the method reports those of this step's batches."""
         reports = self.first.reports
         if reports in (StatisticsReport.BATCHES, StatisticsReport.MOVING) or (reports is StatisticsReport.FIRST and self.number == 0):
             with observe(self.stack.template, counts=lambda layer, x: layer.training) as observed:
@@ -334,7 +319,6 @@ class _Training:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Load the result of training into every round: tensors, steps and moments."""
         device = inputs_like(self.first.model).device
         for rows, tensors in self.done:
             for place, row in enumerate(rows):
@@ -359,7 +343,7 @@ def _add(by_client: Sequence[dict[str, list[Moments]]], rows: Sequence[int], see
 def _refused() -> Iterator[None]:
     """Raise CannotVectorise for any error inside the ``with`` block.
 
-    The clients are then computed one by one. In that computation, a mistake in the user's own code raises its own error.
+    The clients are then computed one by one, where a mistake in the user's own code raises its own error.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Run tasks, such as the rounds of clients, at the same time in processes of this machine, with joblib's pool, if that saves time."""
+"""Run tasks, such as the rounds of clients, at the same time in processes of this machine, with joblib's pool."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Done(NamedTuple):
 class Workers:
     """Run tasks in ``count`` processes; 0: one for each core that this process may use.
 
-    The processes start with the first task, or with ``load``. After ``close``, joblib keeps the processes for the next
-    ``Workers``, and ends them after a while, or with this process. Large arrays in a task's arguments are put into shared
-    memory, and are read-only. An array that several tasks get is stored there once.
+    The processes start with the first task, or with ``load``. After ``close``, joblib keeps the processes for the
+    next ``Workers``, and ends them after a while, or with this process. Large arrays in a task's arguments are
+    put into shared memory, once for all tasks, and are read-only.
 
     Raises:
         ValueError: ``count`` is negative, or above ``MOST_WORKERS``.
@@ -70,9 +70,9 @@ class Workers:
     def run(self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> Generator[Done]:
         """Yield the result of ``function(*task)`` for every task, in the order of ``tasks``.
 
-        The log records of tasks are logged in this process, in the same order. Take all results, or call ``close``. If a
-        process dies, the tasks without a result are run again, one at a time. If a task's process dies again, the task's
-        error is ``WorkerDied``.
+        The log records of tasks are logged in this process, in the same order. Take all results, or call ``close``.
+        If a process dies, the tasks without a result are run again, one at a time. If a task's process dies again,
+        the task's error is ``WorkerDied``.
         """
         finished = 0
         with closing(self._attempt(function, tasks)) as first:
@@ -101,7 +101,6 @@ class Workers:
             self.close()
 
     def _started(self) -> Parallel:
-        """Return the pool, and start it if needed."""
         if self._pool is None:
             self._pool = self._open.enter_context(
                 Parallel(self.count, backend="loky", return_as="generator", batch_size=1, pre_dispatch="all")
@@ -142,10 +141,7 @@ def _load(module: str) -> None:
 
 @cache
 def _end_with_parent() -> None:
-    """Let this worker process end at most a second after its parent, even if the parent was killed.
-
-    Otherwise joblib's worker processes would stay for minutes.
-    """
+    """Let this worker process end with its parent, even if the parent was killed. joblib's would stay for minutes."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -157,7 +153,7 @@ def _end_with_parent() -> None:
 
 
 def _logged(function: Callable[..., Any], task: tuple[Any, ...], path: list[str]) -> tuple[Done, list[logging.LogRecord]]:
-    """Run a task in a worker process. Return its result and its log records. Ctrl-C is left to the parent process."""
+    """Run a task in a worker process, which leaves Ctrl-C to its parent. Return its result and its log records."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_parent()
     sys.path[:] = path
@@ -169,7 +165,7 @@ def _logged(function: Callable[..., Any], task: tuple[Any, ...], path: list[str]
 
 
 def _travelling(error: Exception) -> Exception:
-    """Return ``error`` with its traceback as a note, or a RuntimeError with its name and message if it cannot be pickled and read."""
+    """Return ``error``, or a RuntimeError in its place if it cannot be pickled, with its traceback as a note."""
     trace = "".join(traceback.format_exception(error)).rstrip()
     try:
         pickle.loads(dumps(error))
@@ -212,7 +208,7 @@ class WorkerTiming:
     def worth_it(self, round: int) -> bool:
         """Tell whether worker processes would save more than ``START`` seconds, if they compute the rounds from ``round`` on.
 
-        The last round tells how long the next ones take. False until ``WATCHED`` rounds were timed, and with fewer than two workers.
+        The last of at least ``WATCHED`` timed rounds tells how long the next ones take.
         """
         before = [seconds for number, seconds in sorted(self.seconds.items()) if number < round]
         if self.workers < 2 or len(before) < WATCHED:
