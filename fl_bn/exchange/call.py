@@ -1,9 +1,8 @@
 """Define the operation behind FedTAN: ``exchange(key, local, count)`` returns averages over the cohort.
 
-All carriers, that is, transports, offer this operation: a gRPC service, replay in Flower messages, and threads in one process.
-
-Algorithms 2 and 3 of FedTAN's paper both average a vector over the cohort. The forward pass averages the moments
-of a layer's input. The backward pass averages the gradients of the loss with respect to these moments.
+All carriers, that is, transports, offer it. Algorithms 2 and 3 of FedTAN's paper average a vector over
+the cohort: the moments of a layer's input (forward), and the gradients of the loss with respect to them
+(backward).
 """
 
 from __future__ import annotations
@@ -21,18 +20,15 @@ from fl_bn.support.wire import printable
 
 
 class ExchangeFailed(RuntimeError):
-    """Signal that the exchange of this round cannot go on, so no result of the round may be used.
-
-    The message gives the reason.
-    """
+    """Signal that the exchange of this round cannot go on, so no result of the round may be used."""
 
 
 class Refused(ValueError):
-    """Signal that the server refuses a client's request, for example for a wrong shape. The message gives the reason."""
+    """Signal that the server refuses a client's request, for example for a wrong shape."""
 
 
 class Quantity(Enum):
-    """Name the kinds of vectors that clients average. The kind decides a vector's length and the weights of the average."""
+    """Name the kinds of vectors that clients average."""
 
     MEAN = "mean"  # (C,) means, averaged with the numbers of activations as weights
     VARIANCE = "variance"  # (C,) variances about the cohort's mean, averaged in the same way
@@ -45,7 +41,7 @@ class Quantity(Enum):
         return channels * (1 if self in (Quantity.MEAN, Quantity.VARIANCE) else 2)
 
     def ranges(self, values: Tensor, layer: Layer) -> Iterator[tuple[str, Tensor, float, float]]:
-        """Yield the parts of a vector: name, values, smallest and largest allowed value. Within these limits, averages do not overflow."""
+        """Yield a vector's parts: name, values, and the limits within which averages do not overflow."""
         largest_mean, largest_variance = bounds(layer.dtype)
         end = {Quantity.GRADIENTS: len(values), Quantity.VARIANCE: 0}.get(self, layer.channels)
         if end:
@@ -58,10 +54,8 @@ class Key(NamedTuple):
     """Identify one exchange within a round.
 
     Attributes:
-        layer: the layer's name.
-        quantity: the kind of the vector.
-        call: how often the layer was called before in this forward pass. It is above 0 only for a layer that the network
-            uses several times.
+        call: how often the layer was called before in this forward pass, above 0 only for a layer that
+            the network uses several times.
     """
 
     layer: str
@@ -69,7 +63,7 @@ class Key(NamedTuple):
     call: int = 0
 
     def __str__(self) -> str:
-        """Describe the exchange in one short line for the log. A long or unprintable layer name is cut and quoted."""
+        """Describe the exchange in a short line for the log. Long or unprintable names are cut and quoted."""
         return f"{printable(self.layer) or 'the model'} ({self.quantity.value}{f', call {self.call + 1}' if self.call else ''})"
 
 
@@ -78,8 +72,7 @@ class Join:
     """Ask to take part in the round. This is a client's first request.
 
     Attributes:
-        batch: the number of samples in the batch that the client drew. 0: the client takes no part in this
-            round.
+        batch: the number of samples in the batch that the client drew. 0: it takes no part in the round.
     """
 
     batch: int
@@ -90,7 +83,6 @@ class Local:
     """Send this client's own vector, and ask for its average over the cohort.
 
     Attributes:
-        key: identifies the vector: the layer, the kind of the vector, and the number of the layer's call.
         values: this client's vector (d,).
         count: the number of activations per channel that ``values`` summarise.
     """
@@ -121,11 +113,6 @@ class Answer:
 def checked(answer: Answer, key: Key, local: Tensor) -> Answer:
     """Return ``answer`` if its shape, dtype and counts fit the client's own vector.
 
-    Args:
-        answer: the server's answer.
-        key: the exchange that it answers.
-        local: the client's own vector (d,).
-
     Raises:
         ExchangeFailed: the answer has another shape or dtype, or counts no activations or no samples.
     """
@@ -138,21 +125,14 @@ def checked(answer: Answer, key: Key, local: Tensor) -> Answer:
 
 
 class Layer(NamedTuple):
-    """Hold what the server needs to check a client's vector of one layer.
-
-    Attributes:
-        channels: the number of channels.
-        dtype: the dtype of the layer's vectors in messages.
-    """
+    """Hold what the server needs to check a client's vector of one layer: its dtype is that in messages."""
 
     channels: int
     dtype: torch.dtype
 
 
 class Exchange(Protocol):
-    """Take part in a round's exchange as one client.
-
-    Each carrier, that is, each transport (``grpc``, ``replay``, ``local``), has its own class with these methods.
+    """Take part in a round's exchange as one client. Each carrier has its own class.
 
     Attributes:
         batch: the number of samples that the client announced when it joined.
@@ -170,17 +150,12 @@ class Exchange(Protocol):
             local: the client's own vector (d,).
             count: the number of activations per channel that ``local`` summarises.
 
-        Returns:
-            The cohort's vector (d,) and counts.
-
         Raises:
             ExchangeFailed: the round's exchange cannot go on.
         """
 
     def close(self, error: str = "") -> None:
-        """Leave the round. A second call does nothing.
+        """Leave the round, early for the reason ``error``: the server then drops this client.
 
-        Args:
-            error: the reason for leaving early. The server then drops this client. Empty: the client has
-                finished.
+        A second call does nothing.
         """

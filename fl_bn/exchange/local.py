@@ -1,9 +1,9 @@
 """Run the exchange inside one process. Each client has a thread, and only one of these threads runs at a time.
 
-A thread runs until its client waits for an answer. Then the next thread runs, in a fixed order. Each thread
-gets its own state of torch's random generators back whenever it continues. So results do not depend on how
-threads are scheduled, and dropout is the same as when clients run one after the other. Models need not be safe
-to train in two threads at once.
+A thread runs until its client waits for an answer. Then the next thread runs, in a fixed order, with
+its own state of torch's random generators. So results do not depend on how threads are scheduled, and
+dropout is the same as when clients run one after the other. Models need not be safe to train in two
+threads at once.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ _sessions: dict[str, tuple[Session, int]] = {}
 
 
 def too_many(clients: int, model: nn.Module) -> str:
-    """Check whether one process can hold ``clients`` clients, each with its own copy of ``model``.
-
-    Returns:
-        Why it cannot: there are too many clients, or their models need too much memory. Empty if it can.
-    """
+    """Return why one process cannot hold ``clients`` copies of ``model``. Empty if it can."""
     nbytes = clients * sum(tensor.nbytes for tensor in model.state_dict().values())
     if clients <= MOST and nbytes <= MOST_BYTES:
         return ""
@@ -38,30 +34,21 @@ def too_many(clients: int, model: nn.Module) -> str:
 
 
 def admit(session: Session) -> dict[int, str]:
-    """Make a token for each client of ``session``. A client passes its token to ``LocalExchange``, to join the session.
-
-    Returns:
-        The tokens, by client.
-    """
+    """Make a token for each client of ``session``, by which it joins as a ``LocalExchange``."""
     tokens = {client: secrets.token_hex(16) for client in session.active}
     _sessions.update({token: (session, client) for client, token in tokens.items()})
     return tokens
 
 
 def end_task(token: str, error: str) -> None:
-    """Record that the task of the client with this token has ended, so that no other client waits for it.
-
-    Args:
-        token: the client's token, from ``admit``.
-        error: the error that ended the task. Empty: it ended normally.
-    """
+    """Record that a client's task has ended, perhaps with an ``error``, so that no other one waits for it."""
     if token in _sessions:
         session, client = _sessions[token]
         session.leave(client, error)
 
 
 def dismiss(tokens: dict[int, str]) -> None:
-    """Delete tokens that ``admit`` made. No client can join with them any more."""
+    """Delete tokens that ``admit`` made, so that no client can join with them."""
     for token in tokens.values():
         _sessions.pop(token, None)
 
@@ -80,18 +67,15 @@ class Turns:
 
     @classmethod
     def here(cls) -> tuple[Turns, int] | None:
-        """Return the ``Turns`` object that runs the calling thread, and the number of the thread's task; None outside of ``run``."""
+        """Return the ``Turns`` that run the calling thread, and its task; None outside of ``run``."""
         return getattr(cls._here, "turn", None)
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
         """Run all tasks and return their results, in the order of ``tasks``.
 
-        Args:
-            tasks: functions without arguments.
-
         Raises:
-            BaseException: the error of the first failed task, in the order of ``tasks``. It is raised after all tasks
-                have ended.
+            BaseException: the error of the first failed task, in the order of ``tasks``, after all have
+                ended.
         """
         at_start, results = random_states(), dict[int, T]()
         errors: dict[int, BaseException] = {}
@@ -120,11 +104,9 @@ class Turns:
     def wait(self, index: int) -> None:
         """Let other tasks run until ``ready`` is called for this task.
 
-        Args:
-            index: the number of the calling task.
-
         Raises:
-            ExchangeFailed: every other task has ended or is waiting, too, so nothing would ever wake this task.
+            ExchangeFailed: every other task has ended or is waiting, too, so nothing would ever wake
+                this one.
         """
         before = random_states()
         self._waiting.append(index)
@@ -136,12 +118,12 @@ class Turns:
             raise ExchangeFailed("every client waits for another client, so no client can go on: do all run the same model?")
 
     def ready(self, index: int) -> None:
-        """Mark the waiting task ``index`` as ready. It continues after the tasks that became ready before it."""
+        """Mark the waiting task ``index`` as ready. It continues after those that became ready before it."""
         with self._lock:
             self._ready.append(index)
 
     def all_wait(self) -> list[int]:
-        """Return the tasks to wake when every task that has not ended waits, so that none could call ``ready``.
+        """Return the tasks to wake when all wait, so that none could call ``ready``.
 
         Here these tasks fail, one at a time. A subclass may do what they wait for.
         """
@@ -162,7 +144,7 @@ def random_states() -> tuple[Tensor, list[Tensor]]:
 
 
 def set_random_states(states: tuple[Tensor, list[Tensor]]) -> None:
-    """Set torch's generators to what ``random_states`` returned, so that a repeated forward pass draws the same dropout."""
+    """Set torch's generators to what ``random_states`` returned."""
     cpu, cuda = states
     torch.set_rng_state(cpu)
     if cuda:
@@ -170,17 +152,14 @@ def set_random_states(states: tuple[Tensor, list[Tensor]]) -> None:
 
 
 class LocalExchange:
-    """Take part in a layer-wise exchange as one client, with the cohort's other clients in the same process.
-
-    A call averages a vector over the cohort. While the call waits, the other clients run.
+    """Take part in a layer-wise exchange as one client, while the cohort's others run in the same process.
 
     Args:
         token: the client's token for this round, from ``admit``.
-        batch: the number of samples in the client's batch.
 
     Raises:
-        ExchangeFailed: the token is unknown, or the thread was not started by ``Turns.run``. Or the session refuses the client,
-            or the round fails before all clients have joined.
+        ExchangeFailed: the token is unknown, or the thread was not started by ``Turns.run``. Or the
+            session refuses the client, or the round fails before all clients have joined.
     """
 
     def __init__(self, token: str, batch: int) -> None:
@@ -191,19 +170,11 @@ class LocalExchange:
         self._ask(Join(batch))
 
     def __call__(self, key: Key, local: Tensor, count: int) -> Answer:
-        """Average ``local`` (d,) over the cohort. Meanwhile the other clients run, until they have sent their vectors.
-
-        Raises:
-            ExchangeFailed: the round's exchange cannot go on.
-        """
+        """Average ``local`` (d,) over the cohort. Meanwhile the other clients run."""
         return self._ask(Local(key, local.detach().cpu(), count))
 
     def close(self, error: str = "") -> None:
-        """Leave the session. A second call does nothing.
-
-        Args:
-            error: the reason for leaving early. The session then drops this client. Empty: the client has finished.
-        """
+        """Leave the session, as ``Exchange.close`` says."""
         if not self._closed:
             self._closed = True
             self._session.leave(self._client, error)

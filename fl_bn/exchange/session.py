@@ -1,8 +1,8 @@
 """Run the server's half of a round's exchange: track which clients take part, which requests are missing, and who is late.
 
-A ``Session`` has neither a thread nor a clock of its own. A carrier, that is, a transport such as the gRPC service, passes
-requests to ``submit`` and answers to the clients. The carrier also calls ``expire`` regularly, to drop late clients. A request
-is answered once all active clients have sent theirs.
+A ``Session`` has neither a thread nor a clock of its own. A carrier, that is, a transport such as the
+gRPC service, passes requests to ``submit`` and answers to the clients. It also calls ``expire``
+regularly, to drop late clients.
 """
 
 from __future__ import annotations
@@ -34,13 +34,7 @@ LOGGER = logging.getLogger("flwr")  # the logger of the run, which is Flower's; 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Count what one client exchanged in a round.
-
-    Attributes:
-        exchanges: the number of exchanges.
-        up: bytes of the values that the client sent.
-        down: bytes of the values that the client received.
-    """
+    """Count one client's exchanges in a round, and the bytes of values that it sent and received."""
 
     exchanges: int = 0
     up: int = 0
@@ -48,15 +42,13 @@ class Traffic:
 
 
 def reduce(requests: list[Local], batches: list[int], average: Average = weighted_mean) -> torch.Tensor:
-    """Combine the clients' vectors of one exchange.
+    """Combine the clients' vectors of one exchange to the cohort's vector (d,) in float64.
 
     Args:
         requests: the clients' requests, in client order.
         batches: the clients' batch sizes, in the same order.
-        average: ``average(values, weights)`` combines values (n, d) of n clients to one vector (d,), with weights (n,).
-
-    Returns:
-        The cohort's vector (d,) in float64.
+        average: ``average(values, weights)`` combines values (n, d) of n clients to one vector (d,),
+            with weights (n,).
     """
     values = torch.stack([request.values for request in requests]).double()
     counts = torch.tensor([request.count for request in requests], dtype=torch.float64)
@@ -69,7 +61,7 @@ def reduce(requests: list[Local], batches: list[int], average: Average = weighte
 
 
 def exchanged_layers(model: nn.Module, names: Collection[str]) -> dict[str, Layer]:
-    """Return the layers that a round may exchange, by name: the BatchNorm layers ``names`` of ``model``, whose statistics are shared."""
+    """Return the BatchNorm layers ``names`` of ``model``, which a round may exchange."""
     means = {name: model.get_submodule(name).get_buffer("running_mean") for name in names}
     return {name: Layer(len(mean), torch.promote_types(mean.dtype, torch.float32)) for name, mean in means.items()}
 
@@ -77,24 +69,25 @@ def exchanged_layers(model: nn.Module, names: Collection[str]) -> dict[str, Laye
 class Session:
     """Run the exchange of one round at the server.
 
-    The session drops a client that dies, sends a wrong request, or is late. A client is late if at least half
-    of the active clients have waited for it for ``deadline`` seconds. While fewer clients wait, the time does not
-    count. Otherwise one fast client would cause the others to be dropped while they still train.
+    The session drops a client that dies, sends a wrong request, or is late. A client is late if at
+    least half of the active clients have waited for it for ``deadline`` seconds. While fewer wait, the
+    time does not count, so one fast client does not cause the others to be dropped while they still
+    train.
 
     All methods are safe to call from several threads.
 
     Args:
         cohort: the clients.
         layers: the layers that may be exchanged, by name.
-        average: the rule that combines the clients' values: the weighted mean, or a robust rule (see ``reduce``).
-        policy: what happens when a client is dropped. ``abort`` fails the round for all clients. ``shrink``
-            goes on with the other clients.
+        average: the rule that combines the clients' values, see ``reduce``.
+        policy: what happens when a client is dropped. ``abort`` fails the round, ``shrink`` goes on
+            with the others.
         deadline: seconds after which a client is late with a vector.
-        join_deadline: seconds that the session waits for the next client to join. Then all clients that have not
-            joined are late.
-        samples: each client's number of samples, by client. A client's batch must not be larger.
-        believing: whether to use the counts and batch sizes that clients report. False, with robust rules: the
-            median of the reported numbers is used for every client, so that no client decides its own weight.
+        join_deadline: seconds that the session waits for the next client to join. Then all that have
+            not joined are late.
+        samples: each client's number of samples. A client's batch must not be larger.
+        believing: whether to use the counts and batch sizes that clients report. False, with robust
+            rules: each client counts with their median, so that no client decides its own weight.
         called: gives the clients' names for the log.
 
     Raises:
@@ -131,7 +124,7 @@ class Session:
         self._lock = threading.RLock()
 
     def out(self, client: int) -> str:
-        """Return why ``client`` gets no further answers. Empty if the client may get further ones."""
+        """Return why ``client`` gets no further answers. Empty if it may get them."""
         with self._lock:
             return self._over or ("" if client in self.active else self.dropped.get(client, "this client takes no part in the round"))
 
@@ -143,11 +136,8 @@ class Session:
     def submit(self, client: int, request: Request, deliver: Deliver) -> None:
         """Accept a request of ``client``. A client that sends a wrong request is dropped.
 
-        Args:
-            client: the client.
-            request: its request.
-            deliver: called with the answer as soon as all active clients have sent their requests, or with
-                the reason for having no answer.
+        ``deliver`` is called with the answer as soon as all active clients have sent their requests, or
+        with the reason for having none.
         """
         with self._lock:
             if reason := self.out(client):
@@ -166,12 +156,7 @@ class Session:
             self._advance()
 
     def leave(self, client: int, reason: str = "") -> None:
-        """Record that ``client`` sends no more requests.
-
-        Args:
-            client: the client.
-            reason: why the client left early, in which case it is dropped. Empty: the client has finished.
-        """
+        """Record that ``client`` sends no more requests. With a ``reason``, it left early and is dropped."""
         with self._lock:
             if reason:
                 self._remove({client}, reason)
@@ -194,10 +179,7 @@ class Session:
             self._advance()
 
     def fail(self, reason: str) -> None:
-        """Fail the round's exchange. Clients that wait now or send a request later get ``reason``.
-
-        If the exchange has failed before, they get the first reason.
-        """
+        """Fail the exchange. Clients that wait now or send a request later get the first ``reason``."""
         with self._lock:
             self.failure = self.failure or reason
             self._end(self.failure)
@@ -216,7 +198,7 @@ class Session:
         return f"send its values of {first.key}" if isinstance(first, Local) else "join"
 
     def _problems(self, client: int, request: Request) -> Iterator[str]:
-        """Yield the reasons to refuse a request. All rules about single requests are here, for every carrier."""
+        """Yield the reasons to refuse a request, by all rules about single requests."""
         if client in self._waiting:
             yield "expected one request at a time, but the client sent a second one before the first was answered"
         if client in self._done:
@@ -244,7 +226,6 @@ class Session:
                 yield f"{key}: expected finite {what} from {least:.2g} to {most:.2g}, but got {low:.2g} to {high:.2g}"
 
     def _remove(self, clients: Iterable[int], reason: str) -> None:
-        """Drop ``clients``. The round then fails or goes on with the other clients, as the policy says."""
         gone = sorted(self.active.intersection(clients))
         if not gone or self._over:
             return
@@ -260,7 +241,6 @@ class Session:
             self.fail(who)
 
     def _advance(self) -> None:
-        """Answer the requests if every active client has sent one or has finished."""
         if not self._waiting or 2 * len(self._waiting) < len(self.active):  # most clients still train or have finished, so none is late yet
             self._held_up = None
         elif self._held_up is None:
@@ -282,16 +262,10 @@ class Session:
     def _agree(self, keys: Mapping[int, Key], left: set[int]) -> bool:
         """Check that all clients sent the same key, and that no client has finished too early.
 
-        The key of the majority wins, and clients with another key are dropped. Without a majority, the round
-        fails. The vote waits until every active client has sent a request or finished. Otherwise it would miss
-        clients that are about to finish, as all do after the last layer.
-
-        Args:
-            keys: the key that each client sent, by client.
-            left: active clients that have finished.
-
-        Returns:
-            Whether all agree.
+        The key of the majority wins, and clients with another key are dropped. Without a majority, the
+        round fails. ``left`` are active clients that have finished. The vote waits until every active
+        client has sent a request or finished, to count those that are about to finish after the last
+        layer.
         """
         said: dict[int, Key | None] = {**keys, **dict.fromkeys(left)}
         (right, top), *others = Counter(said.values()).most_common()
@@ -305,7 +279,6 @@ class Session:
         return not others
 
     def _average(self, requests: Mapping[int, Local]) -> None:
-        """Answer with the average of the clients' vectors (d,), which cannot overflow (``Quantity.ranges``)."""
         key, batches = next(iter(requests.values())).key, [self.batches[client] for client in requests]
         values, statistics = reduce(list(requests.values()), batches, self.average), key.quantity is Quantity.STATISTICS
         count = self._together([request.count for request in requests.values()], median if statistics else median_low)
@@ -319,14 +292,10 @@ class Session:
         self._deliver(Answer(values, count, self._together(batches)))
 
     def _together(self, claims: list[int], usual: Callable[[list[int]], float] = median_low) -> int:
-        """Return the cohort's total of activations, or of samples, from the numbers that the clients report.
+        """Return the cohort's total of activations, or of samples, from the numbers that the clients claim.
 
-        If the session's ``believing`` is True, the total is the sum of the reported numbers. If it is False, the total is
-        their median times the number of clients.
-
-        Args:
-            claims: the reported numbers, one per client.
-            usual: computes the median of ``claims``.
+        It is their sum or, if the session is not ``believing``, their median times the number of
+        clients.
         """
         return sum(claims) if self.believing else int(usual(claims)) * len(claims)
 

@@ -21,14 +21,13 @@ EXCHANGES = Used(
 
 @dataclass(frozen=True)
 class Certificates:
-    """Name the PEM files for TLS of the exchange's gRPC service.
-
-    The files are on the server's machine. Clients get the authority's certificate in their train message.
+    """Name the server's PEM files for TLS of the exchange's gRPC service.
 
     Attributes:
         certificate: The service's certificate, valid for the host name that clients use.
         key: The private key of ``certificate``.
-        authority: The certificate of the authority that signed ``certificate``.
+        authority: The certificate of the authority that signed it. Clients get it in their train
+            message.
     """
 
     certificate: Path
@@ -58,23 +57,16 @@ class ExchangeSettings(Options):
     (``flower.deployment.exchange_in``).
 
     Attributes:
-        carrier: ``grpc`` is a gRPC service in the ServerApp's process, with one stream per client. ``replay``
-            uses Flower messages, and works with any cohort size. ``local`` needs all clients in one process.
-            ``auto`` chooses ``local`` in one process, otherwise ``grpc`` if the whole cohort can run at once,
-            otherwise ``replay``.
-        policy: What happens if a client dies or is late. ``abort`` fails the round for all clients, ``shrink`` goes on with
-            the other clients.
-        deadline: Seconds that an exchange waits for late clients, from the time when half of the clients
-            wait.
-        join_deadline: Seconds that the joined clients wait for another client to join the round.
-        host: The name or address by which clients reach the ServerApp's machine.
-        bind: The address to listen on. Empty: loopback if ``host`` is a loopback address, otherwise all
-            addresses.
-        port: The first port to try. 0: any free one.
-        ports: How many ports are tried, from ``port`` on.
-        certificates: The files for TLS. They are needed for connections from other machines, unless ``insecure`` is set.
-        insecure: Whether connections from other machines may be unencrypted. Set it only if Flower's own connections are
-            unencrypted, too.
+        carrier: ``grpc`` is a gRPC service in the ServerApp's process, with one stream per client.
+            ``replay`` uses Flower messages, and works with any cohort size. ``local`` needs all clients
+            in one process. ``auto`` chooses ``local`` in one process, otherwise ``grpc`` if the whole
+            cohort can run at once, otherwise ``replay``.
+        policy: ``abort`` fails the round if a client is dropped, ``shrink`` goes on with the other clients.
+        deadline: Seconds that an exchange waits for late clients, once half of the clients wait.
+        bind: Empty: loopback if ``host`` is a loopback address, otherwise all addresses.
+        certificates: The files for TLS, which connections from other machines need, unless they are
+            ``insecure``.
+        insecure: Set it only if Flower's own connections are unencrypted, too.
 
     Raises:
         ValueError: A value is out of range, or connections would be unencrypted without ``insecure``.

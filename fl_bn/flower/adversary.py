@@ -1,7 +1,7 @@
 """Simulate Byzantine clients in an experiment, by rewriting their replies when all replies have arrived.
 
-The simulated attackers know the honest replies. Replies are rewritten before the server's
-checks. So the server treats a rewritten reply like the reply of a real attacker.
+The simulated attackers know the honest replies. Replies are rewritten before the server's checks, as if
+they came from real attackers.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ def corrupt(
 ) -> list[Decoded]:
     """Rewrite the replies of the Byzantine clients, which are the last ``adversary.f`` clients of the run.
 
-    Errors and unreadable replies are not rewritten. The attackers know the ``defence``, and
-    ignore honest replies that are not finite, since the server will refuse them. Without an
-    honest reply nothing is rewritten.
-
-    ``cohort`` are the clients of the round, of ``population`` in the run, and ``sent`` the
-    tensors that the server sent to all of them.
+    Errors and unreadable replies are not rewritten. The attackers know the ``defence``, and ignore
+    honest replies that are not finite, since the server will refuse them. Without an honest reply
+    nothing is rewritten. ``population`` is the number of clients in the run, ``sent`` what the server
+    sent to all.
     """
     index = {client.node: client.index for client in cohort}
     readable: dict[int, tuple[int, Payload]] = {}  # client -> position in ``replies``, arrays
@@ -72,7 +70,7 @@ def _finite(payload: Payload) -> bool:
 def _updates(
     section: str, truths: Sequence[Payload], lies: Sequence[Payload], adversary: Adversary, defence: Defence, sent: Payload
 ) -> None:
-    """Rewrite the updates in ``lies`` in place. All gradients, or all differences from the ``sent`` weights, are one vector."""
+    """Rewrite the updates in ``lies`` in place: all gradients or differences from ``sent`` are one vector."""
     names = [name for name, array in truths[0][section].items() if array.dtype.kind == "f"]
     origin = _flat(sent["weights"], names) if section == "weights" else 0.0
     honest = np.stack([_flat(truth[section], names) for truth in truths]) - origin
@@ -87,7 +85,7 @@ def _updates(
 
 
 def _statistics(section: str, truths: Sequence[Payload], lies: Sequence[Payload], adversary: Adversary, defence: Defence) -> None:
-    """Rewrite the statistics in ``lies`` in place. Means and variances of a layer are one vector, without variances below 0."""
+    """Rewrite the statistics in ``lies`` in place: a layer's means and variances are one vector."""
     mean, var = VARIANCES[section]
     combine = pool if section == "moments" else plain_average
     for layer in [name.rpartition(".")[0] for name in truths[0][section] if name.rpartition(".")[2] == mean]:
@@ -101,7 +99,7 @@ def _statistics(section: str, truths: Sequence[Payload], lies: Sequence[Payload]
 
 
 def _write(section: str, names: Sequence[str], like: Payload, lies: Sequence[Payload], rows: np.ndarray) -> None:
-    """Write each of ``rows`` (f, d) into the tensors ``names`` of a lie, with shapes and dtypes as in ``like``."""
+    """Write each of ``rows`` (f, d) into the tensors ``names`` of a lie, shaped as in ``like``."""
     for lie, row in zip(lies, rows, strict=True):
         at = 0
         for name in names:
@@ -115,11 +113,11 @@ Combine = Callable[[Sequence[Moments]], Moments]
 
 
 def _statistics_damage(honest: np.ndarray, f: int, truth: Combine, combine: Combine) -> Damage:
-    """Return a function that measures how much a lie of ``f`` clients changes the combined statistics of one layer.
+    """Return a measure of how much a lie of ``f`` clients changes one layer's combined statistics.
 
-    It is a norm over all channels: of the change of the mean in standard deviations, and of the
-    log of the ratio of the variances. ``honest`` (clients, 2 * channels) has means, then
-    variances. ``truth`` combines honest statistics, ``combine`` all of them.
+    It is a norm over all channels: of the change of the mean in standard deviations, and of the log of
+    the ratio of the variances. ``honest`` (clients, 2 * channels) has means, then variances. ``truth``
+    combines honest statistics, ``combine`` all of them.
     """
     known = [_moments(row) for row in honest]
     want = truth(known)

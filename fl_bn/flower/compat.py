@@ -1,12 +1,9 @@
 """Find whatever depends on Flower's version: names that are private or have moved, and the version that deployments need.
 
-``from fl_bn.flower.compat import Stage`` looks for ``Stage`` in the modules in which different
-versions of Flower keep it. The search takes place at that import, not earlier. All other names
-that this package imports from Flower are public. They have been in the same modules since the
-oldest version (``tests/test_architecture.py`` lists them).
-
-This module imports nothing but the standard library, so that ``superlink.py`` can load it by
-its path.
+``from fl_bn.flower.compat import Stage`` looks for ``Stage`` in the modules in which different versions
+of Flower keep it, at that import. All other names that this package imports from Flower are public, and
+have not moved since the oldest version (``tests/test_architecture.py``). This module imports the
+standard library alone, so that ``superlink.py`` can load it by its path.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ def __getattr__(name: str) -> Any:
 
 
 def find(name: str) -> Any:
-    """Return Flower's object ``name``, from the first of its modules in ``PLACES`` that the installed Flower has.
+    """Return Flower's object ``name``, from the first of its modules in ``PLACES`` that is installed.
 
     Raises:
         ImportError: the installed Flower does not have it.
@@ -71,7 +68,7 @@ def find(name: str) -> Any:
 
 
 def deployed() -> bool:
-    """Return whether this process is Flower's program ``flwr-clientapp``, which runs a SuperNode's ClientApp for one message."""
+    """Return whether this process is ``flwr-clientapp``, which runs a ClientApp for one message."""
     return Path(sys.argv[0]).name == "flwr-clientapp"
 
 
@@ -83,8 +80,7 @@ def simulated() -> bool:
 def identify(run_id: int) -> None:
     """Set the run and node that Flower writes into this process's messages to ``run_id``.
 
-    Newer versions of Flower need this: 1.42 does, 1.34 does not. An identity that is already
-    set does not change.
+    Newer versions of Flower need this: 1.42 does, 1.34 does not. An identity that is already set stays.
     """
     try:
         identity = find("TaskIdentity")
@@ -97,31 +93,28 @@ def identify(run_id: int) -> None:
 
 
 def address(message: Any, run_id: int, message_id: str) -> None:
-    """Write id, run and sender into an outgoing message, as Flower's own grids do. The sender is ``run_id``, too."""
+    """Write id, run and sender (``run_id``) into an outgoing message, as Flower's own grids do."""
     message.metadata.__dict__.update(_run_id=run_id, _src_node_id=run_id, _message_id=message_id)
 
 
 def answering(reply: Any, message_id: str) -> Any:
-    """Write into ``reply`` that it answers the message ``message_id``, and return ``reply``."""
+    """Return ``reply``, marked as the answer to the message ``message_id``."""
     reply.metadata.__dict__.update(_reply_to_message_id=message_id)
     return reply
 
 
 def fill(record: Any, items: Mapping[str, Any]) -> None:
-    """Do the same as ``record.update(items)``, but faster, for a new Flower record and items of a valid type.
-
-    Flower's own method checks the type of each item, which is slow.
-    """
+    """Update a new Flower record with items of a valid type, faster than Flower, which checks each item."""
     vars(record).get("_data", record).update(items)
 
 
 def simulates(grid: Any) -> bool:
-    """Return whether ``grid`` is the grid of Flower's simulation, in which clients share the workers of one machine."""
+    """Return whether ``grid`` is that of Flower's simulation, in which clients share a machine's workers."""
     return type(grid).__name__ == "InMemoryGrid"
 
 
 def has_ended(grid: Any) -> bool:
-    """Return whether the simulation behind ``grid`` has ended before its ServerApp, which Flower then waits for.
+    """Return whether the simulation behind ``grid`` has ended before its ServerApp.
 
     The simulation goes on for as long as a thread of this process is in Flower's ``start_vce``.
     """
@@ -133,15 +126,12 @@ def has_ended(grid: Any) -> bool:
 
 
 def repeat_cancelled(invoker: Any) -> None:
-    """Change Flower's retry invoker: a call that a stopping server cancels is repeated, like one that finds no server.
+    """Change Flower's retry invoker: a call that a stopping server cancels is repeated.
 
-    A server that stops cancels the replies that it is sending (gRPC's code CANCELLED). Flower
-    repeats a call for the code UNAVAILABLE alone. So without this change, a restart of the
-    server would end a run with an error, if a large reply was on its way.
-
-    Args:
-        invoker: a ``RetryInvoker`` of Flower. Newer versions of Flower call servers over HTTP
-            and repeat such calls themselves, so errors that are not gRPC's are left to Flower.
+    A server that stops cancels the replies that it is sending (gRPC's code CANCELLED), but Flower
+    repeats a call for the code UNAVAILABLE alone. So a restart of the server would end a run with an
+    error, if a large reply was on its way. Newer versions of Flower call servers over HTTP and repeat
+    such calls themselves.
     """
     import grpc  # not above: loading this module by its path stays cheap
 
@@ -156,7 +146,7 @@ def repeat_cancelled(invoker: Any) -> None:
 
 
 def copy_of(name: str) -> ModuleType:
-    """Load Flower's module ``name`` once more, under a name of its own. Changes to this copy affect nobody else.
+    """Load Flower's module ``name`` once more, under a name of its own, so that changes affect nobody else.
 
     Raises:
         ImportError: the installed Flower has no such module.
@@ -171,7 +161,7 @@ def copy_of(name: str) -> ModuleType:
 
 
 def deploys_by_grpc() -> bool:
-    """Return whether a deployment's programs are those of Flower 1.25 (``DEPLOYED``). False: they are those of 1.42 (``NEWEST``).
+    """Return whether a deployment's programs are those of Flower 1.25, and not those of 1.42.
 
     Raises:
         ValueError: another version is installed, on which deployments were not tried.
@@ -186,11 +176,7 @@ def federation_config(options: Mapping[str, object]) -> str:
     """Return the argument of ``flwr run`` that sets options of the simulation, as the installed Flower reads it.
 
     Flower 1.25 drops all options of pyproject.toml if one is given. It then needs the number of
-    SuperNodes, and the CPUs of a client whose GPUs are given.
-
-    Args:
-        options: option -> value. The names are as in pyproject.toml, but without the prefix
-            ``options.``.
+    SuperNodes, and the CPUs of a client whose GPUs are given. ``options`` have no prefix ``options.``.
     """
     if pinned():
         options = {"num-supernodes": "...", **options}
@@ -208,7 +194,7 @@ def _advice(wanted: str) -> str:
 
 
 def prints(handler: logging.Handler) -> bool:
-    """Return whether ``handler`` of Flower's log is the one by which Flower itself prints its log."""
+    """Return whether ``handler`` of Flower's log is the one by which Flower itself prints."""
     return isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("flwr.")
 
 

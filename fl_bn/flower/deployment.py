@@ -1,8 +1,7 @@
 """Read what a deployment says of a run, and report the rounds of a user's own app to ``fl-bn status``.
 
-``fl-bn submit`` fills in keys of the run config: the run's name, its sites with their nodes, and the folder of results.
-fl-bn's own app reads them from its run config. A strategy in a user's own app reads them from the grid. The address and the
-certificates of the layer-wise exchange are in the server's folder.
+``fl-bn submit`` fills in keys of the run config: the run's name, its sites with their nodes, and the
+folder of results. A strategy in a user's own app reads them from the grid.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ JOIN = 120.0  # seconds that a deployment's exchange waits for a client to join:
 
 
 def submitted(grid: object) -> Mapping[str, Scalar]:
-    """Return the run config with which ``fl-bn submit`` submitted the run. Empty: the run was started in another way."""
+    """Return the run config with which ``fl-bn submit`` submitted the run, else an empty one."""
     config = getattr(_run_of(grid), "override_config", None) or {}
     return config if config.get(SITES) else {}
 
 
 def called_in(grid: object) -> ClientNames:
-    """Return the names and nodes of the run's sites; both are empty where ``fl-bn submit`` did not submit the run."""
+    """Return the names and nodes of the run's sites; both are empty without ``fl-bn submit``."""
     config = submitted(grid)
     try:
         names, nodes = sites_of(str(config.get("client-names", ""))), nodes_of(str(config.get(SITES, "")))
@@ -48,16 +47,14 @@ def called_in(grid: object) -> ClientNames:
 def exchange_in(settings: ExchangeSettings) -> ExchangeSettings:
     """Return the settings of the layer-wise exchange for this process.
 
-    On a deployment's server they get the address, the deadlines and the TLS certificates from the folder that the environment
-    variable ``FL_BN_SERVER`` names (``fl-bn kit`` makes it): server.toml, server.crt, server.key and ca.crt. Settings that have
-    certificates already, or say ``replay``, are returned unchanged, as are all settings in a process without the variable.
-
-    Args:
-        settings: The settings that the app gives.
+    On a deployment's server they get the address, the deadlines and the TLS certificates from the
+    folder that the environment variable ``FL_BN_SERVER`` names (``fl-bn kit`` makes it): server.toml,
+    server.crt, server.key and ca.crt. Settings that have certificates already, or say ``replay``, are
+    returned unchanged.
 
     Raises:
-        ValueError: The exchange would be unencrypted in a deployment whose other connections are encrypted. Or server.toml or a
-            certificate is missing or wrong.
+        ValueError: The exchange would be unencrypted in a deployment whose other connections are
+            encrypted. Or server.toml or a certificate is missing or wrong.
     """
     if settings.certificates is not None or settings.carrier == "replay" or not os.environ.get(SERVER):
         return settings
@@ -83,12 +80,10 @@ def exchange_in(settings: ExchangeSettings) -> ExchangeSettings:
 
 
 class Progress(Callback):
-    """Report the progress of a user's own app to ``fl-bn status``: one line of JSON per round, in the run's folder.
+    """Report the progress of a user's own app to ``fl-bn status``: one line of JSON per round in ``file``.
 
-    If a line cannot be written, the log says so, and the run goes on without further lines.
-
-    Args:
-        file: The file. None: nothing is written, as outside a deployment and for fl-bn's own app.
+    Without a ``file``, nothing is written. After a line that cannot be written, which the log says, there
+    are no further ones.
     """
 
     def __init__(self, file: Path | None) -> None:
@@ -103,11 +98,11 @@ class Progress(Callback):
         return cls(None if ours or not name or not output else Path(output) / name / PROGRESS)
 
     def begin(self, rounds: int) -> None:
-        """Write a line which says that the run begins. ``rounds`` 0: their number is unknown."""
+        """Write that the run begins. ``rounds`` 0: their number is unknown."""
         self._write({"round": 0, "rounds": rounds})
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
-        """Write the line of a finished round. ``rounds`` is the number of rounds of the run; 0: unknown."""
+        """Write the line of a finished round of ``rounds``."""
         evaluation = {name: value for name, value in record.evaluation.items() if name not in ("loss", "num-examples")}
         metric = "accuracy" if "accuracy" in evaluation else next(iter(evaluation), "accuracy")
         refused = [{"client": client.client, "refused": client.refused} for client in record.clients if client.refused]
@@ -137,7 +132,6 @@ class Progress(Callback):
 
 
 def _run_of(grid: object) -> object:
-    """Return Flower's record of the run; None: this grid has none."""
     try:
         return getattr(grid, "run", None)
     except TypeError:  # Flower's grid before set_run

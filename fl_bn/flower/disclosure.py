@@ -1,20 +1,18 @@
 """Report which data leave each client, as they arrive at the server, before any check or average.
 
-The report counts every reply of a training round or of an exchange that only measures
-statistics. It counts all vectors of a layer-wise exchange, and the numbers of every evaluation,
-even if the server does not use them. It does not count replies that cannot be read or name no
-phase, and Flower's own headers. Nor does it count exchanged vectors of a round that ended
-before they were averaged.
+The report counts every reply of a training round or of an exchange that only measures statistics, all
+vectors of a layer-wise exchange, and the numbers of every evaluation, even if the server does not use
+them. It does not count replies that cannot be read or name no phase, Flower's own headers, and
+exchanged vectors of a round that ended before they were averaged.
 
-A statistic summarises samples, and a statistic of few samples reveals them. ``samples`` of a
-``Disclosure`` is the number of different samples behind a statistic, among which a person is
-hidden. ``values`` is the number of activations per channel. ``values`` is larger for images
-with many pixels, but these pixels belong to the same persons.
+A statistic of few samples reveals them. ``samples`` of a ``Disclosure`` is the number of different
+samples behind a statistic, among which a person is hidden. ``values`` is the number of activations per
+channel, which is larger for images with many pixels of the same persons.
 
-The running statistics after one batch reveal the statistics of that batch: they are ``(new - (1
-- b) old) / b`` with momentum b. The running statistics after several batches reveal only a
-weighted mean. The weights after one step reveal the gradient of that batch, since the server
-knows the learning rate. The weights after several steps reveal the gradient of no single batch.
+The running statistics after one batch reveal those of the batch: ``(new - (1 - b) old) / b`` with
+momentum b. After several batches they reveal only a weighted mean. The weights after one step reveal
+the gradient of that batch, since the server knows the learning rate; after several steps, of no single
+batch.
 """
 
 from __future__ import annotations
@@ -44,11 +42,11 @@ from fl_bn.support.wire import printable
 FEW = 8
 """The log warns of a statistic of fewer samples than this.
 
-The mean of one sample is the sample. Mean and variance of two samples give both. From three samples on, the values of
-each channel are mixed. Statistical offices have the same kind of rule: the smallest count in a published table is 5 to 11,
-depending on the office. The rule does not prove safety. The means of thousands of channels may show whether a known
-sample is among far more than eight (Homer et al., Resolving Individuals Contributing Trace Amounts of DNA to Highly
-Complex Mixtures, PLoS Genetics 2008).
+The mean of one sample is the sample. Mean and variance of two give both. From three on, the values of
+each channel are mixed. Statistical offices have the same kind of rule: the smallest count in a
+published table is 5 to 11. The rule does not prove safety. The means of thousands of channels may show
+whether a known sample is among far more than eight (Homer et al., Resolving Individuals Contributing
+Trace Amounts of DNA to Highly Complex Mixtures, PLoS Genetics 2008).
 """
 NAMED = 10  # the most clients that the warnings of a round name
 MOST_SECTIONS = 20  # the most sections of a reply that the report lists one by one; the others are added up
@@ -67,15 +65,10 @@ OTHERS = {
 
 
 class DisclosureReport:
-    """Record the disclosures of one run.
+    """Record the disclosures of one run: the kinds of data that left each client.
 
-    A disclosure is one kind of data that left one client. ``note``, ``evaluations`` and
-    ``masked`` record disclosures. ``enter`` adds the new ones to the record of a round.
-
-    Args:
-        model: The converted network.
-        locality: Where its tensors live.
-        called: The names of the clients in the log.
+    ``note``, ``evaluations`` and ``masked`` record disclosures. ``enter`` adds the new ones to a
+    round's record.
     """
 
     def __init__(self, model: nn.Module, locality: Locality, called: ClientNames = UNNAMED) -> None:
@@ -86,11 +79,10 @@ class DisclosureReport:
     def note(
         self, replies: Iterable[Message], clients: Iterable[Client], session: Session, round: int, without_training: bool = False
     ) -> Iterator[Decoded]:
-        """Decode replies to train or measure messages one by one. After the last one, record the disclosures of all replies.
+        """Decode replies to train or measure messages one by one, and then record the disclosures of all.
 
-        The vectors of the last layer-wise exchange, ``session``, are recorded too, unless the
-        call before had the same session. ``without_training`` says whether it only measured
-        statistics. ``round`` is for the log; 0: before the first.
+        Vectors of the last layer-wise exchange, ``session``, are recorded, too, unless the call before had
+        the same one. ``round`` is for the log; 0: before the first.
         """
         if session is not self._session:
             self._session = session
@@ -103,7 +95,6 @@ class DisclosureReport:
     def _heard(
         self, replies: Iterable[Message], clients: Iterable[Client], describe: Callable[[Decoded, Client], Iterable[Disclosure]]
     ) -> Iterator[Decoded]:
-        """Decode replies one by one. After the last reply, record what ``describe`` says of each."""
         by_node, disclosures = {client.node: client for client in clients}, list[Disclosure]()
         for message in replies:
             reply = decode(message)
@@ -115,7 +106,7 @@ class DisclosureReport:
         self._add(sorted(disclosures, key=lambda d: d.client))
 
     def _warn(self, round: int) -> None:
-        """Log a warning about each client once in a run, but about at most ``NAMED`` clients in a round; not of accuracies."""
+        """Warn of each client once in a run, and of at most ``NAMED`` in a round; not of accuracies."""
         few = [d for d in self._new if 0 < d.samples < FEW and d.section != EVALUATION and d.client not in self._warned]
         first = {d.client: d for d in sorted(few, key=lambda d: (d.samples, d.section not in SUMMARIES), reverse=True)}
         self._warned |= first.keys()
@@ -126,17 +117,17 @@ class DisclosureReport:
             log(logging.WARNING, "%s: the disclosure report names all of them", what)
 
     def evaluations(self, replies: Iterable[Message], clients: Iterable[Client]) -> Iterator[Decoded]:
-        """Decode the replies to evaluate messages one by one. After the last one, record the disclosures of all replies."""
+        """Decode the replies to evaluate messages one by one, and then record the disclosures of all."""
         return self._heard(replies, clients, _of_evaluation)
 
     def masked(self, parts: Iterable[Reply], evaluates: bool = False) -> None:
-        """Record the masked replies of a secure sum. Only their sum can be read, and no single reply."""
+        """Record the masked replies of a secure sum, of which only the sum can be read."""
         what = "a masked evaluation: only the mean of all can be read" if evaluates else "a masked vector: only the sum of all can be read"
         for part in parts:
             self._add([Disclosure(part.client, "masked", what, 1, nbytes(part.sections))])
 
     def enter(self, record: RoundRecord) -> RoundRecord:
-        """Return ``record`` with all disclosures that were recorded since the last call."""
+        """Return ``record`` with all disclosures since the last call."""
         new, self._new = self._new, []
         return replace(record, disclosures=[*record.disclosures, *new])
 
@@ -186,11 +177,11 @@ class DisclosureReport:
         return "moments of a pass without training", client.samples
 
     def _moving(self, words: str, samples: int, steps: int) -> tuple[str, int]:
-        """Describe statistics that move with each batch, and the samples behind them: those of the last batch, at a momentum of 1."""
+        """Describe statistics that move with each batch: at a momentum of 1, those of the last batch."""
         return (f"{words}, of which the last alone counts", math.ceil(samples / max(steps, 1))) if self._last_counts else (words, samples)
 
     def _describe_section(self, section: str, phase: Phase, samples: int, steps: int) -> tuple[str, int]:
-        """Describe a section of a reply, and return the number of samples behind the statistics or the gradient that it reveals.
+        """Describe a section of a reply, and count the samples behind the statistics or the gradient in it.
 
         The number is 0 if the section reveals no statistics or gradient of this one client.
         """
@@ -209,7 +200,7 @@ class DisclosureReport:
 
 
 def _of_evaluation(reply: Decoded, client: Client) -> Iterable[Disclosure]:
-    """Yield the disclosure of one evaluation. Its ``samples`` is the smallest number of samples behind a metric, if known."""
+    """Yield the disclosure of one evaluation, with the fewest samples behind a metric, if known."""
     metrics = {name: value for record in (*reply.own.values(), reply.metrics or {}) for name, value in record.items()}
     numbers = [name for name, value in metrics.items() if isinstance(value, float)]
     if numbers:
@@ -219,13 +210,12 @@ def _of_evaluation(reply: Decoded, client: Client) -> Iterable[Disclosure]:
 
 
 def _some(names: Iterable[str]) -> str:
-    """Return at most ``MOST_SECTIONS`` names in a text."""
     known = list(names)
     return ", ".join(map(printable, known[:MOST_SECTIONS])) + (" ..." if len(known) > MOST_SECTIONS else "")
 
 
 def warning(disclosure: Disclosure, round: int, called: ClientNames = UNNAMED) -> str:
-    """Return a sentence that warns of a disclosure of few samples, and says what to do. ``round`` 0: before the first."""
+    """Return a sentence that warns of a disclosure of few samples, and says what to do."""
     measured = disclosure.what == LAYER_BY_LAYER or (disclosure.section == "moments" and "batch" not in disclosure.what)
     advice = f"raise {'hbn-stat-samples' if measured else 'batch-size'}, or leave out clients with so few samples"
     summary = "statistics" if disclosure.section in SUMMARIES else "the gradient"
@@ -235,7 +225,7 @@ def warning(disclosure: Disclosure, round: int, called: ClientNames = UNNAMED) -
 
 
 def when_of(round: int) -> str:
-    """Return in words when ``round`` was: ``in round N``, or ``before round 1`` for 0."""
+    """Return ``in round N``, or ``before round 1`` for 0."""
     return f"in round {round}" if round else "before round 1"
 
 
@@ -248,7 +238,7 @@ def _whole(value: object) -> int:
 
 
 def _size(reply: Decoded, sections: Iterable[str]) -> tuple[int, int]:
-    """Return the number of readable arrays in some sections of a reply, and their bytes without NumPy's headers."""
+    """Return the number of readable arrays in some sections of a reply, and their bytes."""
     sizes = [array.nbytes for section in sections for array in reply.payload[section].values()]
     return len(sizes), sum(sizes)
 

@@ -68,15 +68,14 @@ class Evaluations:
             log(level, line, *values)
 
     def say_refused(self, line: str, refused: Mapping[int, str]) -> None:
-        """Log a warning about each refused client, once in a run for each client and reason."""
+        """Log a warning about each refused client, once in a run for each reason."""
         for index, why in sorted(refused.items()):
             self.once(logging.WARNING, line, self._run.policy.called.client(index), why)
 
     def after(self, number: int, tensors: Named) -> dict[str, float]:
-        """Evaluate at the clients by the strategy's hooks, or at the server. Then call ``evaluate_fn``, if there is one.
+        """Evaluate at the clients by the strategy's hooks, or at the server, and then by ``evaluate_fn``.
 
-        All metrics are stored in the run's result. Those that are single numbers are returned,
-        by name.
+        Metrics are stored in the run's result. Those that are single numbers are returned.
         """
         run, metrics = self._run, dict[str, float]()
         hooks, arrays = run.hooks, run.outward(tensors)
@@ -106,8 +105,8 @@ class Evaluations:
     def ask(self, number: int, arrays: ArrayRecord, config: Mapping[str, Any]) -> list[Message]:
         """Make one evaluate message per client that evaluates: the code of ``configure_evaluate``.
 
-        There are none if clients have neither models nor test data of their own. If clients
-        have models of their own, only clients that have trained evaluate.
+        There are none if clients have neither models nor test data of their own. If they have models of
+        their own, only clients that have trained evaluate.
         """
         run = self._run
         if not self.at_clients:
@@ -127,11 +126,11 @@ class Evaluations:
         return messages
 
     def with_models(self, clients: list[Client]) -> list[Client]:
-        """Return the clients that have stored tensors of their own, so that their models differ; all clients if none has."""
+        """Return the clients that have stored tensors of their own; all clients if none has."""
         return [client for client in clients if self._run.method.personal and self._run.recovery.keeps(client.index)] or clients
 
     def combine(self, number: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Combine the clients' metrics, each client's first reply: the code of ``aggregate_evaluate``. None: there are none.
+        """Combine the clients' metrics, each client's first reply: the code of ``aggregate_evaluate``.
 
         In fl-bn's application the task combines them, in an app of the user's own ``OwnMetrics``.
         """
@@ -151,7 +150,7 @@ class Evaluations:
         return metrics
 
     def _of_task(self, number: int, replies: Iterable[Decoded]) -> tuple[MetricRecord | None, ByClient]:
-        """Combine the metrics that the task declares. Return them, and each client's own loss and task metric."""
+        """Combine the metrics that the task declares. Return them, and each client's own loss and metric."""
         run, metric = self._run, self._run.task.metric
         header = header_for(run.shared, number, Phase.TRAIN)
         expected = Expected(header.round, header.signature, Schema({}), evaluated(run.task))
@@ -164,14 +163,14 @@ class Evaluations:
         return MetricRecord({**over_clients(run.task, [dict(m) for m in metrics.values()], run.server.defence.active)}), own
 
     def _as_a_sum(self, secure: SecureRounds, messages: list[Message]) -> MetricRecord | None:
-        """Return the mean metrics over the clients from a secure sum, which hides single clients. None: the sum failed."""
+        """Return the mean metrics over the clients from a secure sum. None: the sum failed."""
         run, sent = self._run, [copy_of(message, kind="train") for message in messages]
         means, refused = secure.evaluate(run.grid, sent, self.clients, run.timeout, run.task) if sent else ({}, {})
         self.say_refused("%s did not evaluate: %s", refused)
         return MetricRecord({**means}) if means else None
 
     def finish(self, number: int, tensors: Named) -> None:
-        """Finish the run after round ``number``: let clients save models of their own, and average the layers that they keep."""
+        """Let clients save models of their own, and average the layers that they keep."""
         run = self._run
         run.shared.load(tensors)
         if run.save_clients and run.shared.personal:
@@ -189,7 +188,7 @@ class Evaluations:
     # At the server
 
     def here(self, number: int, tensors: Named) -> dict[str, float]:
-        """Call ``evaluate_fn``, store its metrics, and return those that are single numbers. Empty without it or a global model."""
+        """Call ``evaluate_fn``, store its metrics, and return those that are single numbers."""
         if self.evaluate_fn is None or (arrays := self._global_model(number, tensors)) is None:
             return {}
         if not isinstance(metrics := self.evaluate_fn(number, arrays), MetricRecord | None):
@@ -199,7 +198,7 @@ class Evaluations:
         return numbers_of(metrics)
 
     def _global_model(self, number: int, tensors: Named) -> ArrayRecord | None:
-        """Return arrays that load into the user's network. None if there is no global model; the log says why, once."""
+        """Return arrays that load into the user's network. None, with a reason in the log: there are none."""
         run = self._run
         shared, method, locality, state = run.shared, run.method, run.shared.locality, run.shared.model.state_dict()
         others = {name: state[name] for name in locality.names(Place.HOME) if locality.role[name] is not Role.MIXING}
@@ -227,9 +226,8 @@ class Evaluations:
 def kept_average(run: GridTransport, number: int) -> tuple[dict[str, Tensor], dict[int, str]]:
     """Ask the clients for the tensors that they keep. Return their average, and why clients are not in it.
 
-    Clients that took no part in the training may start from it (Li et al.: FedBN: Federated
-    Learning on Non-IID Features via Local Batch Normalization, ICLR 2021, appendix G). All have
-    the same weight. The average is empty if no client sent valid tensors.
+    Clients that took no part in the training may start from it (Li et al.: FedBN: Federated Learning on
+    Non-IID Features via Local Batch Normalization, ICLR 2021, appendix G). All have the same weight.
     """
     shared, clients = run.shared, run.evaluations.with_models(run.everyone())
     header, samples = header_for(shared, number, Phase.MEASURE), {client.index: client.samples for client in clients}

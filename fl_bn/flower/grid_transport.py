@@ -41,18 +41,16 @@ if TYPE_CHECKING:
 class GridTransport(Transport):
     """Run the rounds of one strategy over a Flower grid, for fl-bn's application or for an app of the user's own.
 
-    ``federation.run`` calls ``train``, ``measure`` and ``evaluate``. ``train`` calls the
-    strategy's hooks ``configure_train`` and ``aggregate_train``, whose own code is
+    ``train`` calls the strategy's hooks ``configure_train`` and ``aggregate_train``, whose own code is
     ``ask_to_train`` and ``combine``. ``evaluations`` calls the other two hooks.
 
     Args:
         server: the server of the run.
         evaluate: maps the global model to metrics, at the server.
         callbacks: called at the start, after every round and at the end.
-        save_clients: the name of the run's folder, in which clients with models of their own
-            save these at the end. Empty: they save none.
-        keep_checkpoint: stores a ``Checkpoint``, and returns the oldest round that the run can
-            still go back to.
+        save_clients: the name of the run's folder, in which clients with models of their own save these
+            at the end. Empty: they save none.
+        keep_checkpoint: stores a ``Checkpoint``, and returns the oldest round to which the run can go back.
         secure: the settings of secure aggregation (SecAgg+). None: updates travel in the clear.
         task: the task whose metrics clients evaluate, and the log shows.
         own_app: what an app of the user's own adds. None: clients run fl-bn's application.
@@ -102,7 +100,7 @@ class GridTransport(Transport):
         return self.server.record
 
     def begin(self, strategy: Strategy, grid: Grid, timeout: float, configs: tuple[ConfigRecord, ConfigRecord], newest: Newest) -> None:
-        """Begin a run of ``strategy``, with its configs for training and evaluation. ``newest`` holds the evaluated model."""
+        """Begin a run of ``strategy``, with its configs for training and evaluation."""
         self.hooks, self.grid, self.timeout, self._newest, self.result = strategy, grid, timeout, newest, hooks.RunResult()
         (self.train_config, self.evaluate_config), self.running.reason = configs, ""
 
@@ -116,16 +114,15 @@ class GridTransport(Transport):
             self.population.gather()
 
     def everyone(self) -> list[Client]:
-        """Return all connected clients that may train. If nobody has looked for clients yet, return the cohort."""
+        """Return all connected clients that may train; the cohort, if nobody has looked for clients yet."""
         return self.cohort if self.population is None else self.population.everyone()
 
     def _arrays(self) -> dict[str, Tensor]:
-        """Return the tensors of the shared model that was evaluated last, for callbacks."""
         tensors = self.shared.tensors() if self._newest is None else self._newest.tensors
         return self.shared.whole(tensors, self.batches_trained + batches_trained(self.running.history))
 
     def outward(self, tensors: Named) -> ArrayRecord:
-        """Convert shared ``tensors`` to the arrays that hooks and Flower's result get: in an own app, all that clients do not keep."""
+        """Convert shared ``tensors`` to the arrays that hooks and Flower's result get."""
         return arrays_of(tensors if self.own_app is None else self.shared.whole(tensors, self.batches_trained))
 
     def inward(self, arrays: ArrayRecord) -> dict[str, Tensor]:
@@ -135,11 +132,11 @@ class GridTransport(Transport):
     # A training round
 
     def train(self, instruction: Instruction) -> RoundReplies:
-        """Let the clients of a round train, by the strategy's hooks ``configure_train`` and ``aggregate_train``.
+        """Let the clients train, by the strategy's hooks ``configure_train`` and ``aggregate_train``.
 
-        ``aggregate_train`` also combines the replies (``combine``), since a user's override
-        gets the new tensors, and may change them. A hook may also change the tensors of the
-        ``instruction``, and the learning rate in the config.
+        ``aggregate_train`` also combines the replies, since a user's override gets the new tensors, and
+        may change them. A hook may also change the tensors of the ``instruction``, and the learning
+        rate.
         """
         number, strategy, before = instruction.round, self.hooks, self.shared.tensors()
         assert strategy is not None, "a round belongs to a start"
@@ -167,8 +164,7 @@ class GridTransport(Transport):
     def ask_to_train(self, number: int, arrays: ArrayRecord, config: Mapping[str, Any]) -> list[Message]:
         """Make one train message per client of the cohort, in client order: the code of ``configure_train``.
 
-        An override may have changed ``arrays``, the shared tensors, and ``config``, which may
-        name the learning rate.
+        An override may have changed ``arrays``, the shared tensors, and the learning rate in ``config``.
         """
         instruction, now, population = self._instruction(number, arrays, config), self.policy, self.population
         assert population is not None
@@ -187,7 +183,7 @@ class GridTransport(Transport):
         return self.recovery.tell(messages, self.cohort)
 
     def _instruction(self, number: int, arrays: ArrayRecord, config: Mapping[str, Any]) -> Instruction:
-        """Return the instruction of the round. If a hook has changed the tensors or the learning rate, the round begins again."""
+        """Return the round's instruction. It is a new one if a hook has changed tensors or learning rate."""
         changed, now = isinstance(self.policy.rate, hooks.NamedRates) and self.policy.rate.note(number, config), self._round
         if now is not None and now.instruction.round == number and not changed and hooks.same(arrays, now.given):
             return now.instruction
@@ -195,11 +191,10 @@ class GridTransport(Transport):
         return self.server.begin(number)
 
     def combine(self, number: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Combine the replies to the train messages into the new shared model: the code of ``aggregate_train``.
+        """Combine the replies into the new shared model: the code of ``aggregate_train``.
 
-        Return the shared tensors and the metrics: ``loss``, ``samples``, and the means of the
-        clients' own, or the result of the user's function. ``(None, None)`` if too few replies
-        are usable.
+        Return the shared tensors and the metrics: ``loss``, ``samples``, and the clients' own,
+        combined. ``(None, None)`` if too few replies are usable.
         """
         phase = Phase(self.record.phase)
         expected = self.server.expects(number, phase, {client.index: client.samples for client in self.cohort})
@@ -225,7 +220,6 @@ class GridTransport(Transport):
         return self._new_arrays(), metrics
 
     def _new_arrays(self) -> ArrayRecord:
-        """Return the arrays of the new shared model, which ``aggregate_train`` may change."""
         arrays = self.outward(self.shared.tensors())
         if self._round is not None:
             self._round.combined = dict(arrays)
@@ -234,8 +228,8 @@ class GridTransport(Transport):
     def _read(self, replies: Iterable[Decoded], reading: Reading) -> RoundReplies:
         """Check the replies to train messages.
 
-        If the method does not need all replies at once, add each to the average immediately,
-        and free its memory.
+        If the method does not need all at once, add each to the average immediately, and free its
+        memory.
         """
         who = [client.index for client in self.cohort]
         if (intake := self.server.intake(who)) is None:
@@ -253,7 +247,6 @@ class GridTransport(Transport):
         return RoundReplies(who, parts, reading.refused, reading.wrong, sum=total)
 
     def _secure_round(self, secure: SecureRounds, messages: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Train for one round by a secure sum, which hides single clients. Return as ``combine`` does."""
         changed, parts = secure.train(self.grid, messages, self.cohort, self.timeout)
         self.recovery.check(self.record.round, parts)
         if not changed:
@@ -261,7 +254,7 @@ class GridTransport(Transport):
         return self._new_arrays(), MetricRecord({"loss": parts[0].loss, "samples": sum(part.samples for part in parts)})
 
     def conclude(self, replies: RoundReplies) -> bool:
-        """Take the tensors and metrics that ``aggregate_train`` returned. Return False if the round failed: nothing changes then."""
+        """Take what ``aggregate_train`` returned. Return False, and change nothing, if the round failed."""
         assert self._round is not None
         now, (arrays, metrics) = self._round, self._round.returned
         self._round = None
@@ -279,7 +272,7 @@ class GridTransport(Transport):
     # Statistics
 
     def measure(self, instruction: Instruction) -> RoundReplies:
-        """Measure statistics at all connected clients, or only at the round's cohort if the method says so. Return the checked replies."""
+        """Measure statistics at all connected clients, or at the round's cohort if the method says so."""
         everyone = self._measuring(instruction)
         sent = self.messages(STATISTICS, instruction, everyone, {"measured": instruction.measured})
         if self.secure is not None:
@@ -287,7 +280,7 @@ class GridTransport(Transport):
         return self._measured(self.overheard(self.send(sent)), instruction, everyone)
 
     def measure_layer_by_layer(self, instruction: Instruction) -> RoundReplies | None:
-        """Measure with one message per client and one exchange per layer. None: that is impossible, or a client dropped out."""
+        """Measure with one message per client and one exchange per layer. None: that failed."""
         policy, exchanges = self.policy, self.exchanges
         if self.secure is not None or self.method.adversary is not None or policy.recalibration == "passes":
             return None
@@ -307,7 +300,7 @@ class GridTransport(Transport):
         return replace(read, cohort=[client.index for client in everyone], refused=empty, exchange=exchanges.session, carrier=carrier)
 
     def store(self, instruction: Instruction, replies: RoundReplies) -> None:
-        """Store the measured statistics in the server. A secure sum has stored its statistics already."""
+        """Store the measured statistics in the server. A secure sum has stored its own already."""
         if self.secure is None:
             super().store(instruction, replies)
 
@@ -337,11 +330,10 @@ class GridTransport(Transport):
         config: Mapping[str, Any] | None = None,
         steps: int = 1,
     ) -> list[Message]:
-        """Make one message per client, with the same ``instruction`` for all, ``values`` in fl-bn's config, and the user's ``config``.
+        """Make one message per client, with ``values`` in fl-bn's config, and the user's ``config``.
 
-        The round's number is added to that config, which a user's mod may read in messages of
-        every kind. The messages live for ``steps`` times the
-        round's timeout.
+        The round's number is added to that config, which a user's mod may read. The messages live for
+        ``steps`` times the round's timeout.
         """
         self._down = {section: to_numpy(tensors) for section, tensors in instruction.sections.items()}
         content = to_records(self._down, header_for(self.shared, instruction.round, instruction.phase))

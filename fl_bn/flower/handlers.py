@@ -1,13 +1,12 @@
-"""Answer the server's messages at a client: read an instruction, make a message from a reply, and say who the client is.
+"""Answer the server's messages at a client, for fl-bn's own app, users' apps and secure aggregation.
 
-fl-bn's own application, users' own Flower apps and secure aggregation all use these functions.
-Handlers are functions of a module, since Flower's ``run_simulation`` pickles inner functions
-with copies of all that they use.
+Handlers are functions of a module, since Flower's ``run_simulation`` pickles inner functions with
+copies of all that they use.
 
-Between its rounds, a client keeps the tensors that stay with it, and the optimizer's momentum,
-in Flower's ``context.state`` or in files. ``context.state`` is in the memory of the simulation
-or of the SuperNode. Files survive the end of both. In a resumed run, each client reads from its
-files the state of the round to which the run goes back.
+Between its rounds, a client keeps the tensors that stay with it, and the optimizer's momentum, in
+Flower's ``context.state`` or in files. ``context.state`` is in the memory of the simulation or of the
+SuperNode. Files survive the end of both. In a resumed run, each client reads from its files the state
+of the round to which the run goes back.
 """
 
 from __future__ import annotations
@@ -52,9 +51,8 @@ PREVIOUS = "previous/"  # prefix for the sections of the state before the newest
 class MemoryState:
     """Store the newest state of a client, and the one before it, in Flower's ``context.state``.
 
-    The older state is needed when a client gets the message of the newest round again. Tensors
-    of another ``signature`` (of model and method) or of another ``run`` are not used. An empty
-    ``run``: those of any run are.
+    The older state is needed when a client gets the message of the newest round again. Tensors of
+    another ``signature`` (of model and method) or of another ``run``, if it has a name, are not used.
     """
 
     def __init__(self, state: RecordDict, signature: str, run: str = "") -> None:
@@ -73,7 +71,7 @@ class MemoryState:
         return NOTHING
 
     def write(self, round: int, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Store ``sections`` as the state after ``round``. Of the states from earlier rounds, only the newest is kept."""
+        """Store ``sections`` as the state after ``round``, and keep the newest one of earlier rounds."""
         before = self.read(round)
         for section in our_records(self._state, ArrayRecord):
             del self._state[OURS + section]
@@ -87,9 +85,8 @@ class MemoryState:
 class FileState:
     """Store the states of one client in one run, in one file per round.
 
-    Files of rounds to which the run cannot go back any more are deleted. A file that is
-    damaged, or belongs to another client, model or method, is renamed with a message in the
-    log, and not used.
+    Files of rounds to which the run cannot go back any more are deleted. A file that is damaged, or
+    belongs to another client, model or method, is renamed with a message in the log, and not used.
     """
 
     def __init__(self, folder: Path, run_id: RunId, client: int, signature: str) -> None:
@@ -97,18 +94,14 @@ class FileState:
         self._owner = {"run": run_id.run, "client": str(client), "signature": signature}
 
     def read(self, before: int) -> ClientState:
-        """Return the newest state from a round before ``before``; ``NOTHING`` if there is none.
-
-        A run that was resumed has undone the rounds after its checkpoint. States of these
-        rounds are ignored.
-        """
+        """Return the newest state from a round before ``before`` that no resume has undone."""
         for round, attempt, path in self._files():
             if round < before and self.run_id.counts(round, attempt) and (sections := self._load(path)) is not None:
                 return ClientState(round, sections)
         return NOTHING
 
     def write(self, round: int, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Write the tensors in ``sections`` as the state after ``round``, and delete files that are no longer needed."""
+        """Write ``sections`` as the state after ``round``, and delete files that are no longer needed."""
         tensors = {f"{section}/{name}": tensor for section, part in sections.items() for name, tensor in part.items()}
         path = self.folder / f"round-{round:06}.{self.run_id.attempt}{durable.SUFFIX}"
         about = {**self._owner, "round": str(round), "what": "the tensors that one fl-bn client keeps to itself"}
@@ -147,9 +140,9 @@ StateStore = MemoryState | FileState
 
 
 def store_of(state: RecordDict, folder: Path | None, config: Mapping[str, Any], client: int, signature: str) -> StateStore:
-    """Return the store for a client's own tensors: a ``FileState`` in ``folder``, or else a ``MemoryState`` in ``state``.
+    """Return the store for a client's own tensors: a ``FileState`` in ``folder``, or else a ``MemoryState``.
 
-    ``config`` is that of a message. If it names no run, nothing is stored in files.
+    If the message's ``config`` names no run, nothing is stored in files.
     """
     run_id = RunId.of(config)
     if folder is None or not run_id.run:
@@ -165,7 +158,6 @@ class Request:
         header: the message's header, which the reply repeats.
         instruction: the instruction for the client's round. For an evaluation, its phase is
             ``Phase.MEASURE``, in which nothing is trained.
-        config: the checked values of the message's config.
         transcript: in FedTAN's layer-wise exchange by replay, the server's answers so far.
     """
 
@@ -175,17 +167,17 @@ class Request:
     transcript: Transcript = field(default=())
 
     def kept(self, store: StateStore) -> ClientState:
-        """Return the stored state from which the client starts: its newest state before this round.
+        """Return the stored state from which the client starts: its newest before this round.
 
-        A client that measures or evaluates may also start from one that it stored in this
-        round. ``counted`` says whether the server used the reply of the state's round.
+        A client that measures or evaluates may also start from one of this round. ``counted`` says
+        whether the server used the reply of the state's round.
         """
         trains = self.instruction.trains
         kept = store.read(before=self.instruction.round + (not trains))
         return replace(kept, counted=int(self.config.get("counted", kept.round)) >= kept.round) if trains else kept
 
     def connect(self, node_config: Mapping[str, Any]) -> Connect | None:
-        """Return the function by which the client joins the layer-wise exchange of its round; None: there is no exchange."""
+        """Return the function by which the client joins its round's layer-wise exchange, if there is one."""
         if self.instruction.phase is Phase.EXCHANGE or (not self.instruction.trains and self.config.get("exchange")):
             return partial(connect, node_config, self.config, self.transcript)
         return None
@@ -195,11 +187,9 @@ def read(message: Message, network: Network, form: Form | None = None, header: H
     """Read a server's message, which must be for the model and method of ``network``.
 
     ``form`` is that of the message's config; None: to train or to measure, as the header says.
-    ``header`` was perhaps read before.
 
     Raises:
         WireError: a field or an array is not as expected, or the message is none of fl-bn's.
-            The error names the first one.
     """
     if header is None and HEADER.name not in message.content:
         raise WireError("header", "", "expected a message of an fl-bn strategy: use a strategy of fl_bn.flower in server_app.py, like FBN")
@@ -218,13 +208,11 @@ def config_in(message: Message, form: Form) -> Values:
 
 
 def request_of(header: Header, payload: Payload, config: Values, network: Network) -> Request:
-    """Build a request from an instruction's header, arrays and config, whose form says what the client is to do.
-
-    A transcript of a layer-wise exchange by replay is removed from ``payload``.
+    """Build a request from an instruction's parts, and take a transcript out of ``payload``.
 
     Raises:
-        WireError: the instruction is for another model or method, or an array has another type
-            than the header says.
+        WireError: the instruction is for another model or method, or an array has another type than the
+            header says.
     """
     phase, form = Phase(header.phase), config.form
     transcript = detach(payload, config) if form is TO_TRAIN and phase is Phase.EXCHANGE else []
@@ -243,7 +231,7 @@ def request_of(header: Header, payload: Payload, config: Values, network: Networ
 
 
 def reply_to(message: Message, header: Header, reply: Reply) -> Message:
-    """Return ``reply`` as a Flower message that answers ``message``, with the instruction's header."""
+    """Return ``reply`` as a Flower message that answers ``message``."""
     arrays = {section: to_numpy(tensors) for section, tensors in reply.sections.items()}
     content = to_records(arrays, header)
     content[f"{OURS}metrics"] = MetricRecord({"samples": reply.samples, **metrics_of(reply)})
@@ -260,18 +248,12 @@ class Participant:
     """Describe one client to the server, and find what it keeps.
 
     Attributes:
-        network: the client's converted network.
         client: the client's index, from 0.
-        clients: the number of clients.
         samples: returns the number of the client's training samples.
-        state: Flower's ``context.state``.
-        folder: the folder for files with the tensors that the client keeps; None: they are kept
-            in ``state``.
-        node_config: the client's node config, which says to which addresses of a layer-wise
-            exchange it may connect.
+        folder: the folder for files with the client's own tensors; None: Flower's ``state`` has them.
+        node_config: says to which addresses of a layer-wise exchange the client may connect.
         tells: whether the client sends the BatchNorm layers that it keeps.
-        label_counts: the number of training samples per label; empty: the client does not tell
-            it.
+        label_counts: the number of training samples per label; empty: the client does not tell it.
     """
 
     network: Network
@@ -285,7 +267,7 @@ class Participant:
     label_counts: Sequence[int] = ()
 
     def introduce(self) -> dict[str, int | str]:
-        """Return the client's introduction, for which the server asks once, with the number of samples per label as JSON."""
+        """Return the client's introduction, for which the server asks once."""
         return {
             "client": self.client,
             "clients": self.clients,
@@ -295,14 +277,13 @@ class Participant:
         }
 
     def store(self, config: Mapping[str, Any]) -> StateStore:
-        """Return the store in which this client keeps its own tensors between the rounds of the run that ``config`` names."""
+        """Return the store for this client's own tensors in the run that ``config`` names."""
         return store_of(self.state, self.folder, config, self.client, self.network.signature)
 
     def kept_layers(self, config: Mapping[str, Any], round: int) -> dict[str, Tensor]:
-        """Return the scales, shifts and statistics that this client keeps, by name, as they are after ``round``.
+        """Return the scales, shifts and statistics that this client keeps after ``round``, by name.
 
-        The server averages them over the clients, for new clients. The network's tensors stand
-        in for those that are not kept yet.
+        The server averages them for new clients. The network's tensors stand in for those not kept yet.
 
         Raises:
             PermissionError: this client does not send them.
@@ -329,7 +310,7 @@ def _kept(build: Build, message: Message, context: Context) -> Message:
 
 
 def _rendezvous(build: Build, message: Message, context: Context) -> Message:
-    """Join the layer-wise exchange, and leave it. The server tests by this whether a cohort's clients can all run at the same time."""
+    """Join the layer-wise exchange, and leave it, to test whether a cohort's clients can all run at once."""
     connect(build(context).node_config, TO_MEET.of(message.content), [], 1).close()
     return Message(RecordDict(), reply_to=message)
 
@@ -338,11 +319,7 @@ QUERIES: dict[str, Answer] = {"query.hello": _hello, f"query.{KEPT}": _kept, "qu
 
 
 def register(app: ClientApp, build: Build, answers: Mapping[str, Answer], mods: Sequence[Any] = ()) -> None:
-    """Register functions that answer the server's messages.
-
-    ``answers`` maps Flower's message type to a function of ``build``, message and context.
-    ``mods`` are Flower's, around each of them.
-    """
+    """Register functions that answer messages, by Flower's message type, with ``mods`` around each."""
     for kind, answer in answers.items():
         category, _, action = kind.partition(".")
         getattr(app, category)(*([action] if action else []), mods=[*mods])(partial(_answered, answer, build))
@@ -351,9 +328,9 @@ def register(app: ClientApp, build: Build, answers: Mapping[str, Answer], mods: 
 def _answered(answer: Answer, build: Build, message: Message, context: Context) -> Message:
     """Answer a message, in a deployment within its time to live.
 
-    In a deployment, each message is answered in a process of its own. Without the limit, a
-    client whose process hangs, for example on a dead network drive, could join no later round.
-    At the limit, the process prints its traceback to stderr and ends.
+    There, each message is answered in a process of its own. Without the limit, a client whose process
+    hangs, for example on a dead network drive, could join no later round. At the limit, the process
+    prints its traceback to stderr and ends.
     """
     limited = deployed()
     if limited:

@@ -1,4 +1,4 @@
-"""Say what a user's hooks, configs and metrics may be, and what an app of the user's own has beside fl-bn's application."""
+"""Say what a user's hooks, configs and metrics may be, and what an app of the user's own has."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fl_bn.flower.grid_transport import GridTransport
 
 RATES = ("lr", "learning_rate", "learning-rate")
-"""The names by which a ``train_config`` may give the clients' learning rate, as in Flower's own examples."""
+"""The names by which a ``train_config`` may give the clients' learning rate, as in Flower's examples."""
 REPLIES = ("aggregate_train", "aggregate_evaluate")  # hooks that get clients' replies, which a secure sum hides
 Combine = Callable[[list[RecordDict], str], MetricRecord]
 """Flower's form of a function that combines metrics: ``combine(records, weighted_by_key)``."""
@@ -49,19 +49,19 @@ Pair = tuple[ArrayRecord | None, MetricRecord | None]
 
 
 def outside(strategy: Strategy) -> RunFailed:
-    """Return the error for a hook of ``strategy`` that somebody else than its own ``start`` called, such as Flower's noisy wrappers."""
+    """Return the error for a hook of ``strategy`` that somebody else than its own ``start`` called."""
     advice = "put your steps into overridden hooks, evaluate_fn or callbacks (for noise: dp-noise, docs/privacy.md)"
     return RunFailed(f"only strategy.start(grid, ...) of {type(strategy).__name__} itself calls its hooks: {advice}")
 
 
 def overrides(strategy: Strategy, hook: str) -> bool:
-    """Return whether user code defines the method ``hook`` of ``strategy``: in a class outside fl-bn, or as an instance attribute."""
+    """Return whether user code defines ``hook``: in a class outside fl-bn, or as an instance attribute."""
     owner = next(kind for kind in type(strategy).__mro__ if hook in vars(kind))
     return hook in vars(strategy) or not owner.__module__.startswith("fl_bn.flower.")
 
 
 def check_secure(strategy: Strategy) -> None:
-    """Refuse a strategy that overrides a hook for clients' replies, since a secure sum hides them and never calls the hook.
+    """Refuse a strategy that overrides a hook for clients' replies, which a secure sum never calls.
 
     Raises:
         ValueError: ``strategy`` overrides one of the hooks ``REPLIES``.
@@ -71,12 +71,12 @@ def check_secure(strategy: Strategy) -> None:
 
 
 def wrong(hook: str, wanted: str, returned: Any) -> RunFailed:
-    """Return the error for a ``hook`` that returned something else than what is ``wanted``, in words."""
+    """Return the error for a ``hook`` that returned something else than what is ``wanted``."""
     return RunFailed(f"{hook} must return {wanted}, as super().{hook}(...) does, but returned {returned!r:.200}")
 
 
 def asked(hook: str, returned: Sequence[Message], clients: Sequence[Client], called: ClientNames) -> list[Client]:
-    """Check the messages that a hook ``returned``, and return the clients to which they go: some of ``clients``, in their order.
+    """Check the messages that a hook ``returned``, and return the ``clients`` to which they go.
 
     Raises:
         RunFailed: A message is for another node, or a client gets two.
@@ -103,11 +103,7 @@ def messages_of(hook: str, returned: Any) -> list[Message]:
 
 
 def arrays_and_metrics(returned: Any) -> Pair:
-    """Return what ``aggregate_train`` returned.
-
-    Raises:
-        RunFailed: It is no pair of arrays and metrics, or None for them.
-    """
+    """Return what ``aggregate_train`` returned, or raise ``RunFailed`` for another thing than that pair."""
     match returned:
         case (ArrayRecord() | None as arrays, MetricRecord() | None as metrics):
             return arrays, metrics
@@ -115,7 +111,7 @@ def arrays_and_metrics(returned: Any) -> Pair:
 
 
 def same(arrays: ArrayRecord, before: Mapping[str, Array] | None) -> bool:
-    """Return whether ``arrays`` has the very objects of ``before``, which a hook got. An array cannot be changed in place."""
+    """Return whether ``arrays`` has the very objects of ``before``: an array cannot be changed in place."""
     return before is not None and arrays.keys() == before.keys() and all(arrays[name] is array for name, array in before.items())
 
 
@@ -141,19 +137,19 @@ def shared_in(arrays: ArrayRecord, shared: SharedModel, expected: Schema) -> dic
 
 
 def is_number(value: Any) -> bool:
-    """Return whether ``value`` is an int or a float, such as a ``numpy.float64``, and no bool."""
+    """Return whether ``value`` is an int or a float, such as ``numpy.float64``, and no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def as_number(value: Any) -> float | None:
-    """Return a number, or the number that a text such as ``"0.1"`` is; None for anything else."""
+    """Return a number, or that of a text such as ``"0.1"``; None for anything else."""
     with suppress(ValueError):
         return float(value) if isinstance(value, str) or is_number(value) else None
     return None
 
 
 def with_share(config: Mapping[str, Any], share: float) -> dict[str, Any]:
-    """Return a config of the user's with each learning rate multiplied by ``share``: below 1 while the statistics are frozen."""
+    """Return a config of the user's with each learning rate multiplied by ``share``."""
     values = dict(config)
     for name in RATES:
         if share != 1 and (rate := as_number(values.get(name))) is not None:
@@ -162,19 +158,19 @@ def with_share(config: Mapping[str, Any], share: float) -> dict[str, Any]:
 
 
 class NamedRates:
-    """Map rounds to the learning rates that train configs name. A round without one has the rate of the last round before it."""
+    """Map rounds to the learning rates that train configs name, or to that of the last round that has one."""
 
     def __init__(self) -> None:
         self._rates: dict[int, float] = {}
 
     def note(self, round: int, config: Mapping[str, Any]) -> bool:
-        """Store the rate that the train config of ``round`` names, if any. Return whether this changes the round's rate."""
+        """Store the rate that the train config of ``round`` names, if any. Return whether it changes."""
         before, rates = self(round, round), [rate for name in RATES if (rate := as_number(config.get(name))) is not None]
         self._rates |= {round: rates[0]} if rates else {}
         return self(round, round) != before
 
     def __call__(self, round: int, rounds: int) -> float:
-        """Return the rate of the last round up to ``round`` that has one; else of the first later one; else of ``constant_rate``."""
+        """Return the rate of the last round up to ``round`` that has one; else of the first later one."""
         if not self._rates:
             return constant_rate(round, rounds)
         return self._rates[max((number for number in self._rates if number <= round), default=min(self._rates))]
@@ -182,21 +178,17 @@ class NamedRates:
 
 @dataclass(frozen=True)
 class OwnMetrics:
-    """Combine the clients' own metrics: by the user's functions, or by the means over the clients that send a metric.
+    """Combine the clients' own metrics by the user's functions, or by means over those that send one.
 
-    Against Byzantine clients, it is the median over these clients.
-
-    A client is left out, and the log names it, if its weight is missing, if a number is not
-    finite, or if a name cannot be printed. Lists are not averaged.
+    Against Byzantine clients, it is the median. A client is left out, and the log names it, if its
+    weight is missing, if a number is not finite, or if a name cannot be printed. Lists are not
+    averaged.
 
     Attributes:
         key: the name of the metric that is a client's weight in the means.
-        train_fn: combines training metrics in place of the mean, as Flower's
-            ``train_metrics_aggr_fn``.
-        evaluate_fn: combines evaluations in place of the mean, as Flower's
-            ``evaluate_metrics_aggr_fn``.
-        alike: whether there is a defence against Byzantine clients, so that all clients count
-            alike.
+        train_fn: combines training metrics, as Flower's ``train_metrics_aggr_fn``.
+        evaluate_fn: combines evaluations, as Flower's ``evaluate_metrics_aggr_fn``.
+        alike: whether there is a defence against Byzantine clients, so that all count alike.
     """
 
     key: str = EXAMPLES
@@ -207,10 +199,9 @@ class OwnMetrics:
     def combined(
         self, run: GridTransport, own: Mapping[int, Records], samples: Mapping[int, int] | None
     ) -> tuple[MetricRecord | None, ByClient]:
-        """Combine the metric records of each client, and return the result (None: there is none) and each client's metrics.
+        """Combine the metric records of each client. Return the result, if any, and each client's metrics.
 
-        In training, ``samples`` has each client's number of samples, the weight of a client
-        that sends none. None: an evaluation.
+        In training, ``samples`` is the weight of a client that sends none. None: an evaluation.
         """
         which, combine = ("evaluate", self.evaluate_fn) if samples is None else ("train", self.train_fn)
         numbers, weights, refused, lists = ByClient(), dict[int, float](), dict[int, str](), set[str]()
@@ -241,13 +232,10 @@ class OwnMetrics:
         return (MetricRecord({**means}) if means else None), numbers
 
     def _read(self, records: Records, default: float | None, weighs: bool) -> tuple[dict[str, Any], float]:
-        """Check one client's metric records, which may have any names, and return its metrics and its weight.
+        """Check one client's metric records, and return its metrics and its weight.
 
-        ``default`` is the weight of a client that sends none; None: it must send one, if the
-        weight matters (``weighs``).
-
-        Raises:
-            WireError: the records are not as ``OwnMetrics`` describes.
+        ``default`` is the weight of a client that sends none; None: it must send one, if that matters
+        (``weighs``).
         """
         metrics: dict[str, Any] = {}
         for record in records.values():
@@ -265,7 +253,7 @@ class OwnMetrics:
 
 
 def numbers_of(metrics: MetricRecord | None) -> dict[str, float]:
-    """Return the metrics of a record that are single numbers, by name. Metrics that are lists are left out."""
+    """Return the metrics of a record that are single numbers, not lists, by name."""
     return {name: float(value) for name, value in (metrics or {}).items() if isinstance(value, int | float)}
 
 
@@ -274,7 +262,6 @@ class OwnApp:
     """Describe what a Flower app of the user's own has beside fl-bn's application.
 
     Attributes:
-        metrics: combines the clients' own metrics.
         population: its clients, which are met already.
         config_key: the name of the user's config in a message.
     """
@@ -286,7 +273,7 @@ class OwnApp:
 
 @dataclass
 class Round:
-    """Hold one training round: its instruction, what the hooks got and returned, and the replies once they are read."""
+    """Hold one training round: its instruction, what the hooks got and returned, and the replies."""
 
     before: Named
     instruction: Instruction
@@ -301,9 +288,8 @@ class RunResult(Result):
     """Hold Flower's result of a run, and every round's record.
 
     Attributes:
-        records: the records in the order of the rounds. In the last one,
-            ``records[-1].client_metrics`` has each client's own training metrics, and
-            ``records[-1].client_evaluation`` each client's evaluation.
+        records: the records in the order of the rounds. The last one's ``client_metrics`` and
+            ``client_evaluation`` have each client's own metrics.
     """
 
     records: list[RoundRecord] = field(default_factory=list)

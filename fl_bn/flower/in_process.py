@@ -1,9 +1,8 @@
 """Run Flower on one machine: a ``Grid`` that calls the ClientApp directly, and ``run_in_process``.
 
-ServerApp and ClientApp are the same as under ``flwr run``, but without sockets and Ray. This is
-for tests, sweeps, notebooks and a single GPU. Clients run one after the other (in FedTAN, they
-take turns), or in several worker processes. On the CPU, the results are the same as in a
-simulation on Ray, bit for bit.
+ServerApp and ClientApp are the same as under ``flwr run``, but without sockets and Ray: for tests,
+sweeps, notebooks and a single GPU. Clients run one after the other (in FedTAN, they take turns), or in
+several worker processes. On the CPU, the results are those of a simulation on Ray, bit for bit.
 """
 
 from __future__ import annotations
@@ -45,18 +44,16 @@ class InProcessGrid(Grid):
     """Serve nodes that live in this process. ``push_messages`` computes the replies before it returns.
 
     Attributes:
-        result: what the ServerApp leaves for the caller of ``run_in_process``. None: nothing.
+        result: what the ServerApp leaves for the caller of ``run_in_process``.
 
     Args:
         app: the ClientApp, or its import path ``module:name``.
         clients: the number of nodes, 1 or more.
-        run_config: the run config. Its ``engine`` says whether a cohort's clients are computed
-            together (vmap).
-        workers: the processes that answer messages. None: this process answers them, at least
-            until ``timing`` finds that worker processes would save time.
-        timing: decides before each round whether the rest of the run would be faster with
-            worker processes. If so, this grid starts them. ``timing`` has no effect if
-            ``workers`` is given. None: no worker process is started.
+        run_config: its ``engine`` says whether a cohort's clients are computed together (vmap).
+        workers: the processes that answer messages. None: this one does, until ``timing`` finds that
+            others would save time.
+        timing: decides before each round whether to start worker processes for the rest of the run. It
+            has no effect if ``workers`` is given.
     """
 
     def __init__(
@@ -91,11 +88,11 @@ class InProcessGrid(Grid):
 
     @property
     def one_program(self) -> bool:
-        """Return whether the clients of a cohort are computed together, as one vectorised (vmap) program."""
+        """Return whether a cohort's clients are computed together, as one vectorised (vmap) program."""
         return self._fallback is not None
 
     def set_run(self, run_id: Any) -> None:
-        """Store the id of the run to serve. ``run_id`` is a number or, in newer versions of Flower, the run itself."""
+        """Store the run to serve: its id or, in newer versions of Flower, the run itself."""
         self._run = SimpleNamespace(run_id=int(getattr(run_id, "run_id", run_id)))
 
     @property
@@ -125,9 +122,9 @@ class InProcessGrid(Grid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
         """Yield the replies in the order of ``messages``. Each is computed when the caller asks for it.
 
-        So the caller can free one reply before the next one is computed. Clients that are
-        computed together, or exchange vectors with each other, reply together. Worker processes
-        compute the next replies while the caller uses one. ``timeout`` has no effect.
+        So the caller can free one reply before the next is computed. Clients that are computed
+        together, or exchange vectors with each other, reply together. Worker processes compute the next
+        replies while the caller uses one. ``timeout`` has no effect.
         """
         messages = list(messages)
         exchanging = any(_exchange_token(message) for message in messages)
@@ -141,7 +138,7 @@ class InProcessGrid(Grid):
             yield from self.pull_messages(self.push_messages(messages[begin : begin + size]))
 
     def _start_workers(self, messages: list[Message]) -> None:
-        """Start worker processes if they would save time, counted from the round of ``messages`` to the end of the run."""
+        """Start worker processes if they would save time from this round to the end of the run."""
         if self._workers is None and self._timing is not None:
             rounds = [_round(message) for message in messages if _trains(message)]
             if rounds and self._timing.worth_it(rounds[0]):
@@ -154,7 +151,6 @@ class InProcessGrid(Grid):
         return messages
 
     def _answered(self, messages: list[Message]) -> Iterable[Message]:
-        """Return the answers, in the order of ``messages``."""
         if any(_exchange_token(message) for message in messages):
             if self._fallback is not None:
                 self._fallback.say(CannotVectorise("they exchange statistics through the server within a local step"))
@@ -181,7 +177,7 @@ class InProcessGrid(Grid):
         return answer
 
     def _answered_by(self, workers: Workers, messages: list[Message]) -> Iterator[Message]:
-        """Yield the answers that ``workers`` compute. While the caller uses one answer, they compute the next ones.
+        """Yield the answers of ``workers``, which compute the next ones while the caller uses one.
 
         A client's state travels with its message, and comes back with the reply.
         """
@@ -208,25 +204,22 @@ def run_in_process(
     client_app: ClientApp | str = "fl_bn.apps.client:app",
     workers: Workers | None = None,
 ) -> Any:
-    """Run the ServerApp and ClientApp in this process.
-
-    Afterwards, torch's number of threads is restored.
+    """Run the ServerApp and ClientApp in this process, and restore torch's number of threads.
 
     Args:
-        config: the run config (the keys of ``[tool.flwr.app.config]``). Its ``clients`` is the
-            number of nodes. Its ``workers`` is the number of processes that compute clients. 1,
-            the default: only this process. 0: one process per core (per ``threads`` cores, if
-            set), started once this saves time in the remaining rounds. 0 starts none for a GPU,
-            with ``engine='vectorised'``, or if ``client_app`` is no import path.
+        config: the run config (the keys of ``[tool.flwr.app.config]``). Its ``clients`` is the number
+            of nodes. Its ``workers`` is the number of processes that compute clients. 1, the default:
+            only this process. 0: one process per core (per ``threads`` cores, if set), started once
+            this saves time in the remaining rounds. 0 starts none for a GPU, with
+            ``engine='vectorised'``, or if ``client_app`` is no import path.
         server_app: the ServerApp, or its import path ``module:name``.
         client_app: the ClientApp, or its import path ``module:name``.
         workers: worker processes that were started before. They end with the run.
 
     Returns:
         The run directory, a ``Path``, if the ServerApp names it in the record ``result`` of its
-            context. For an app of Flower's older API (``legacy_server_app``): its ``History``,
-            as ``start_simulation`` returned it. The final arrays are its ``parameters``. Else
-            None.
+        context. For an app of Flower's older API (``legacy_server_app``): its ``History``, with the
+        final arrays as ``parameters``. Else None.
 
     Raises:
         Exception: whatever the ServerApp raises.
@@ -254,9 +247,9 @@ def run_in_process(
 
 
 def _answer_of(app: ClientApp | str, message: Message, context: Context) -> Message:
-    """Return the client's reply: an error reply for an error, as in Flower's own runtimes. The state is then as the client left it.
+    """Return the client's reply, or an error reply with the state as the client left it.
 
-    So does a SuperNode keep it. In Flower's simulation on Ray, the state of such a message is lost.
+    A SuperNode keeps this state, too. In Flower's simulation on Ray, it is lost.
     """
     shared = context.run_config
     context.run_config = dict(shared)  # a client that changes it changes its own
@@ -287,16 +280,13 @@ def _round(message: Message) -> int:
 
 
 def _exchange_token(message: Message) -> str:
-    """Return the token with which ``message`` lets a client join the local layer-wise exchange; empty if it has none."""
+    """Return the token by which a client joins the local layer-wise exchange; empty if there is none."""
     config = config_of(message.content)
     return str(config.get("exchange-token", "")) if config.get("exchange") == "local" else ""
 
 
 def _loaded(app: App | str) -> App:
-    """Return ``app``, or the object at the import path ``module:name``.
-
-    As in ``flwr run``, modules may lie in the working directory.
-    """
+    """Return ``app``, or the object at its import path, also in the working directory as ``flwr run``."""
     if not isinstance(app, str):
         return app
     module, _, name = app.partition(":")

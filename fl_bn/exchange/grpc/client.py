@@ -1,4 +1,4 @@
-"""Connect a client to the gRPC service of the exchange. Each round has one stream, which lasts from joining to closing."""
+"""Connect a client to the gRPC service of the exchange, with one stream per round."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class GrpcExchange:
     Args:
         address: HOST:PORT of the service.
         token: the client's token for this round, from its train message.
-        batch: the number of samples in the client's batch.
         authority: the certificate authority's certificate, in PEM. Empty: the connection is not encrypted.
         timeout: seconds that the whole stream may last.
         patience: seconds without an answer to a ping, after which the client considers the server dead.
@@ -62,20 +61,14 @@ class GrpcExchange:
             raise
 
     def __call__(self, key: Key, local: Tensor, count: int) -> Answer:
-        """Average ``local`` (d,) over the cohort, and wait until all clients have sent their vectors.
-
-        Raises:
-            ExchangeFailed: the round's exchange cannot go on.
-        """
+        """Average ``local`` (d,) over the cohort, as ``Exchange`` says."""
         leaving("exchange", local.numel() * local.element_size(), self.batch)
         return checked(self._ask(Local(key, local.detach().cpu(), count), local.dtype), key, local)
 
     def close(self, error: str = "") -> None:
-        """Leave the round. A second call does nothing.
+        """Leave the round, as ``Exchange.close`` says. With an error, the stream is cancelled at once.
 
-        Args:
-            error: the reason for leaving early. The stream is then cancelled at once. Empty: the client has finished, and the
-                call waits until the server has ended the stream.
+        Otherwise the call waits until the server has ended the stream.
         """
         if self._closed:
             return

@@ -1,7 +1,6 @@
 """Serve the exchange over gRPC, by an asyncio server in a thread of the ServerApp's process.
 
-With 5 clients an exchange takes 1.0 ms with asyncio, and 1.3 ms with a thread per stream. With asyncio, a stream that
-waits needs no thread.
+With 5 clients an exchange takes 1.0 ms with asyncio, and 1.3 ms with a thread per stream.
 """
 
 from __future__ import annotations
@@ -31,13 +30,12 @@ FRAME = 4096  # the most bytes that a message needs beside its values
 
 @dataclass(eq=False)
 class Member:
-    """Hold a client of a session, whose token admits one stream. The service finds it by the token that the client sends.
+    """Hold a client of a session, whose token admits one stream.
 
     Attributes:
-        session: the session.
-        client: the client.
         context: gRPC's object for the client's stream. None: the client has not connected yet.
-        busy: whether the stream's handler is answering a request or ending the stream. If it is, nobody else may end it.
+        busy: whether the stream's handler is answering a request or ending the stream. If it is, nobody
+            else may end it.
         ended: whether the stream's handler has ended.
     """
 
@@ -53,9 +51,9 @@ class ExchangeService:
 
     Args:
         host: the address to listen on.
-        port: the port to listen on. 0: any free one.
-        largest: the length in bytes of the longest vector of any layer. gRPC refuses a message with a longer vector before
-            reading it.
+        port: the first port to try. 0: any free one.
+        largest: the length in bytes of the longest vector of any layer. gRPC refuses longer ones before
+            reading them.
         certificates: the PEM files for TLS. None: connections are not encrypted.
         ports: how many ports are tried, from ``port`` on.
 
@@ -76,10 +74,7 @@ class ExchangeService:
         self._server: grpc.aio.Server | None = None
 
     def start(self) -> Self:
-        """Start to listen.
-
-        Returns:
-            This service.
+        """Start to listen, and return this service.
 
         Raises:
             OSError: the service cannot listen on the address.
@@ -105,25 +100,20 @@ class ExchangeService:
         self._loop.close()
 
     def open(self, session: Session) -> dict[int, str]:
-        """Admit the clients of ``session``.
-
-        Returns:
-            An unguessable token for each client. Each token admits one stream.
-        """
+        """Admit the clients of ``session``, and return an unguessable token for each one's stream."""
         self._strangers = 0
         tokens = {client: secrets.token_hex(32) for client in sorted(session.active)}
         self._members.update({token: Member(session, client) for client, token in tokens.items()})
         return tokens
 
     def close(self, session: Session) -> None:
-        """Close ``session`` and forget its tokens. Clients that still wait for an answer get an error."""
+        """Close ``session`` and forget its tokens. Clients that still wait get an error."""
         session.close()
         for token, member in list(self._members.items()):
             if member.session is session and (member.context is None or member.ended):  # the others go when their streams end
                 self._members.pop(token, None)
 
     async def _average(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        """Serve one client's stream. The stream ends with an error if the client is refused or late, or if the round fails."""
         token = str(dict(context.invocation_metadata() or ()).get(TOKEN, ""))
         member = self._members.get(token)
         if member is None or member.context is not None:
@@ -157,11 +147,7 @@ class ExchangeService:
                 self._members.pop(token, None)
 
     async def _answer(self, member: Member, data: bytes) -> Answer | ExchangeFailed | None:
-        """Answer one request.
-
-        Returns:
-            The answer, or an ``ExchangeFailed`` with the reason for having no answer. None if the client leaves the session.
-        """
+        """Answer a request, or give the reason for having no answer. None: the client leaves."""
         session, client = member.session, member.client
         try:
             request = decode_request(data, session.layers)

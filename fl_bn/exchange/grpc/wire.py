@@ -1,4 +1,4 @@
-"""Convert requests and answers to bytes and back: a line of JSON, and the values after it, little-endian as the layer's statistics.
+"""Convert requests and answers to bytes and back: a line of JSON, and the values after it, little-endian.
 
 A stream's first request is ``{"join": batch}``, where 0 says that the client takes no part in this round. Its last one is
 ``{"leave": true}``. All others have ``layer``, ``quantity``, ``call`` and ``count``, and a client's vector. Each but the last gets
@@ -34,16 +34,12 @@ def encode_request(request: Request | None) -> bytes:
 def decode_request(data: bytes, layers: Mapping[str, Layer]) -> Request | None:
     """Convert a message to a client's request.
 
-    Args:
-        data: the message, as received.
-        layers: the layers that may be exchanged, by name.
-
-    Returns:
-        The request, or None if the client leaves the session.
+    ``layers`` are those that may be exchanged. None: the client leaves the session.
 
     Raises:
-        Refused: the message cannot be read, is empty, or names a layer or quantity that does not exist. Or its bytes are no whole number
-            of the layer's values. How many there must be is the session's rule.
+        Refused: the message cannot be read, is empty, or names an unknown layer or quantity. Or its
+            bytes are no whole number of the layer's values. How many there must be is the session's
+            rule.
     """
     head, _, values = data.partition(b"\n")
     try:
