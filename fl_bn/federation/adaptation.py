@@ -61,16 +61,11 @@ class Known:
 
 
 class Adaptation:
-    """Make models for new clients from one finished run.
-
-    Args:
-        network: The network as its author wrote it, with the initial weights. It stays unchanged.
-        method: The run's method.
-        known: The run's tensors.
+    """Make models for new clients from one finished run. ``network`` is as its author wrote it, and stays unchanged.
 
     Raises:
-        NotAdaptable: The method shares no tensor, the network has no statistics, or ``known`` belongs to another network
-            or method.
+        NotAdaptable: The method shares no tensor, the network has no statistics, or ``known`` belongs to another
+            network or method.
     """
 
     def __init__(self, network: nn.Module, method: Method, known: Known) -> None:
@@ -94,32 +89,21 @@ class Adaptation:
             self._average = {name: known.average[name] for name in names if name in known.average}
 
     def before(self) -> nn.Module | None:
-        """Return the model of a new client before adaptation: the shared tensors, and the average of the clients' own tensors.
-
-        Return None if this average is unknown.
-        """
+        """Return the model before adaptation: shared tensors, and the average of the clients' own. None if it is unknown."""
         return None if any(name not in self._average for name in self._kept) else self._with(self._average)
 
     def refusal(self, how: str) -> str:
-        """Return the reason why this run's model cannot be adapted in the way ``how``; empty if it can.
-
-        Raises:
-            ValueError: ``how`` is not in ``HOW``.
-        """
+        """Return the reason why this run's model cannot be adapted in the way ``how``, one of ``HOW``; empty if it can."""
         check_name("how to adapt", how, HOW)
         if how in (AVERAGE_AFFINE, TEST_BATCH) and any(name not in self._average for name in self._affine):
             return f"{how}: the affine parameters that {self.method.name} keeps at the clients, or their average, are needed, but not given"
         return ""
 
     def adapt(self, how: str, x: Tensor) -> nn.Module:
-        """Return the model adapted in the way ``how``.
+        """Return the model adapted to the samples ``x`` (N, ...) in the way ``how``, one of ``HOW``.
 
-        With ``test-batch``, the returned model has the clients' average statistics. To evaluate it, pass it to
-        ``with_batch_statistics`` first.
-
-        Args:
-            how: One of ``HOW``.
-            x: The new client's samples (N, ...), without labels. ``test-batch`` does not use them.
+        With ``test-batch``, ``x`` is not used, and the model has the clients' average statistics. To evaluate it,
+        pass it to ``with_batch_statistics`` first.
 
         Raises:
             NotAdaptable: The way is impossible (see ``refusal``), or a layer gets fewer than two values per channel.
@@ -152,11 +136,7 @@ def recompute_statistics(model: nn.Module, x: Tensor) -> None:
 
 
 def input_statistics(model: nn.Module, x: Tensor) -> dict[str, Running]:
-    """Return the statistics of each BatchNorm layer's input over ``x`` (N, ...), in evaluation mode.
-
-    Raises:
-        NotAdaptable: A layer gets fewer than two values per channel.
-    """
+    """Return the statistics of each BatchNorm layer's input over ``x`` (N, ...), in evaluation mode."""
     by_layer = statistics_pass(model, _unlabelled(x), StatisticsPass.for_exchange(INPUTS), seeded(0))
     if few := [name for name, moments in by_layer.items() if moments.count < 2]:
         raise NotAdaptable(
@@ -166,7 +146,7 @@ def input_statistics(model: nn.Module, x: Tensor) -> dict[str, Running]:
 
 
 def with_batch_statistics(model: nn.Module) -> nn.Module:
-    """Return a copy of ``model`` whose BatchNorm layers normalise each batch with the statistics of this batch, also in evaluation."""
+    """Return a copy of ``model`` whose layers normalise each batch with its own statistics, also in evaluation."""
     model = copied(model)
     for layer in batch_norms(model).values():
         layer.running_mean = layer.running_var = None

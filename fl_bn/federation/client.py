@@ -1,7 +1,6 @@
 """Carry out the client's half of a round, around any training loop: (instruction, state) -> (reply, state).
 
-``fl_bn.federation.client_round`` carries it out around a function ``train``, ``fl_bn.federation.own_loop`` around the block of a user's
-own loop. These modules do the parts of a round, in this order:
+These modules do the parts of a round, in this order:
 
 * ``client_tensors`` loads the instruction and what the client keeps, and makes the reply and what it keeps next.
 * ``client_pass`` measures statistics before training, or in a statistics-only exchange.
@@ -53,16 +52,11 @@ class LocalRound:
             with those that the client keeps.
         method: The method of the run.
         instruction: The server's instruction.
-        kept: The state that the client kept after its last round. Default: nothing, as before its first
-            round.
+        kept: The state that the client kept after its last round. Default: nothing, as before its first round.
         settings: The settings of fl-bn's training loop. Default: those for a user's own loop.
         connect: Joins the layer-wise exchange with the cohort, see ``Connect``. Phase EXCHANGE (FedTAN) needs
             this function. If it is given in phase MEASURE, the client measures one layer after the other.
         in_own_loop: Whether a loop of the user's own trains the network, to which docs/contract.md applies.
-
-    Attributes:
-        recorder: The batches and steps of this round.
-        reports: What the client reports of the statistics.
 
     Raises:
         ValueError: The server's model or objective differs from those of this client.
@@ -124,7 +118,7 @@ class LocalRound:
 
     @cached_property
     def momentum(self) -> Momentum | None:
-        """Return the buffers of the client's optimiser, before and after training. None: every round starts without momentum."""
+        """Return the buffers of the client's optimiser, before and after training. None: rounds start without momentum."""
         if self.settings.maintain == "reset":
             return None
         return Momentum(self.settings, self.parameters, self.shared, self.instruction.sections, self.kept.get("optimizer"))
@@ -177,7 +171,7 @@ class LocalRound:
             self._observing.enter_context(observe(self.model, counts=self._joins))
 
     def _joins(self, layer: nn.Module, x: Tensor) -> bool:
-        """Join the exchange if ``layer`` is the first that runs on the round's first batch. Return False: no moments are recorded."""
+        """Join the exchange if ``layer`` is the first in the first batch. Return False: no moments are recorded."""
         ready = not (self.steps or self._first_samples or self.recorder.pauses)
         if ready and layer.training and not in_backward() and not is_traced():
             self._note_opacus()
@@ -189,7 +183,6 @@ class LocalRound:
         self.private = any(hasattr(p, "grad_sample") for p in self.parameters.values())
 
     def _check(self) -> None:
-        """Check the contract at the end of training."""
         assert self._lent is not None
         if self.in_own_loop and self.steps:
             self.recorder.forget()
@@ -197,34 +190,31 @@ class LocalRound:
 
     @property
     def observes(self) -> bool:
-        """Tell whether the client reports the moments of training batches to the server in this round."""
+        """Tell whether the client reports the moments of training batches in this round."""
         return self.reports in (StatisticsReport.BATCHES, StatisticsReport.FIRST, StatisticsReport.MOVING)
 
     def set_modes(self, model: nn.Module) -> None:
-        """Put ``model`` into training mode, and freeze the layers that are frozen in this round.
-
-        Parts that the model's owner holds in evaluation mode stay in evaluation mode.
-        """
+        """Put ``model`` into training mode, but for parts that its owner holds in evaluation mode, and freeze layers."""
         freeze_statistics(model, layers=None if self.method.freezes_statistics(self.phase) else frozen_affine(model))
         train_mode(model)
 
     def adopt(self, steps: int, observed: dict[str, list[Moments]], batch: int) -> None:
-        """Store what an engine that trained the client found: local steps, layer -> moments, and the size of the first batch."""
+        """Store the local steps, layer -> moments, and the size of the first batch, which an engine found in training."""
         self.steps, self.recorder.observed, self._first_samples = steps, observed, batch
 
     @property
     def first_samples(self) -> int:
-        """Return the number of samples of the first batch; 0 if it is unknown, as where no layer records batches.
+        """Return the number of samples of the first batch: of rows that the layers got, or what ``batch`` was told.
 
-        It is the number of rows that the layers got, or what the loop said by ``batch``.
+        It is 0 if it is unknown, as where no layer records batches.
         """
         return self._first_samples or self.recorder.samples
 
     def batch(self, samples: int) -> None:
         """Say the number of samples of the first batch, before its forward pass.
 
-        A loop whose network folds something else into the rows of a batch, such as time, calls this. In phase EXCHANGE the layers
-        exchange their statistics with the cohort from now on.
+        A loop whose network folds something else into the rows of a batch, such as time, calls this. In phase
+        EXCHANGE the layers exchange their statistics with the cohort from now on.
 
         Raises:
             ValueError: The number is below 1, the first step is over, or the client has joined the exchange already.
@@ -240,19 +230,11 @@ class LocalRound:
             self._exchanging.enter_context(exchanging(self.model, self.exchange))
 
     def step_done(self) -> None:
-        """Count one local step.
-
-        A loop that makes its steps without a torch optimiser (``p -= lr * p.grad``) calls this method after
-        each step.
-        """
+        """Count one local step of a loop that steps without a torch optimiser (``p -= lr * p.grad``)."""
         self.count_step()
 
     def count_step(self, goes_on: bool = False) -> None:
-        """Count one local step.
-
-        Args:
-            goes_on: Whether the step belongs to the one before, as no batch came between them. The number of steps then stays the same.
-        """
+        """Count one local step, unless it ``goes_on`` with the step before, as no batch came between them."""
         if not goes_on:
             if self.steps == 0:
                 self._end_first_batch()
@@ -274,11 +256,7 @@ class LocalRound:
         self.recorder.begins(optimizer)
 
     def step_ends(self, optimizer: Optimizer) -> None:
-        """Count a step of ``optimizer`` of a user's loop, if it has a parameter of the network with a gradient.
-
-        Raises:
-            ValueError: The optimiser does not suit the objective.
-        """
+        """Count a step of ``optimizer`` of a user's loop, if it has a parameter of the network with a gradient."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None and id(p) in self._ids}
         if not stepped:
             return
@@ -338,13 +316,10 @@ class LocalRound:
         return loss
 
     def measure(self, batches: Iterable[Any], task: Task = CLASSIFICATION) -> None:
-        """Measure the moments of every BatchNorm layer over ``batches``; the model's parameters and statistics stay unchanged.
+        """Measure the moments of every BatchNorm layer over ``batches``, in a form that ``task`` reads.
 
-        HBN needs this pass before training. In a statistics-only exchange, the pass is all that a client does.
-
-        Args:
-            batches: Batches, in a form that ``task`` reads.
-            task: Reads the inputs of a batch.
+        The model's parameters and statistics stay unchanged. HBN needs this pass before training. In a
+        statistics-only exchange, the pass is all that a client does.
 
         Raises:
             ValueError: A local step was made already.
@@ -371,11 +346,9 @@ class LocalRound:
                 averages. In phase EXCHANGE, the weight is the size of the first batch instead.
             loss: The mean loss over the training batches.
             client: The client's number.
-            metrics: Further numbers for the record, by name. In a loop of your own, ``client_metrics`` of the record has them, and
-                ``own_metrics`` their means, weighted by samples. fl-bn's own numbers, such as ``steps``, replace those of their names.
-
-        Returns:
-            The reply, and the state.
+            metrics: Further numbers for the record, by name. In a loop of your own, ``client_metrics`` of the record
+                has them, and ``own_metrics`` their means, weighted by samples. fl-bn's own numbers, such as
+                ``steps``, replace those of their names.
 
         Raises:
             ContractBroken: Nothing can be replied, see ``contract``.
@@ -389,7 +362,7 @@ class LocalRound:
         return client_tensors.reply(self, index(samples), float(loss), index(client), given)
 
     def sit_out(self, client: int, metrics: Mapping[str, float]) -> tuple[Reply, ClientState]:
-        """Leave the round, and the cohort's exchange if there is one. Return a reply without tensors, and the state as it was before."""
+        """Leave the round and its exchange. Return a reply without tensors, and the state as it was before."""
         if self._connect is not None:
             self._connect(0).close()
         return Reply(client, {}, 0, 0, dict(metrics), self.instruction.round, self.network.signature), self.kept

@@ -1,12 +1,11 @@
 """Make a client's statistics pass in a round: alone, or one layer after the other with its cohort.
 
-In a pass with the cohort, all batches of a client stop at a layer. The client sends the moments of the layer's input, and gets the
-cohort's statistics (one exchange). Its batches continue with these statistics. So one forward pass makes all layers exact, for which
-``federation.passes`` needs one for each layer.
+In a pass with the cohort, all batches of a client stop at a layer. The client sends the moments of the
+layer's input, and gets the cohort's statistics (one exchange), with which its batches continue. So one
+forward pass makes all layers exact, for which ``federation.passes`` needs one for each layer.
 
-The layers must run in one order in every batch, each of them once. A network that uses a layer twice has no such order.
-Neither has a network whose batches take different ways through it. For such networks, and if the activations of all batches do not fit
-into memory, there is ``federation.passes``.
+The layers must run in one order in every batch, each of them once, and the activations of all batches must
+fit into memory. For other networks there is ``federation.passes``.
 """
 
 from __future__ import annotations
@@ -44,15 +43,9 @@ Inputs = Callable[[], Iterable[Any]]
 class ClientPass:
     """Make the statistics pass of one client's round, and hold its result.
 
-    In a training round, the pass is the one that the method makes before training (HBN). Otherwise the pass is the client's
-    part of a statistics-only exchange, and all that the client does in the round.
-
-    Args:
-        model: The network. It stays unchanged.
-        locality: Where its tensors live.
-        instruction: The server's instruction.
-        kept: The state that the client keeps.
-        connect: Joins an exchange with the cohort, see ``LocalRound``. Only a statistics-only exchange uses it.
+    In a training round, the pass is the one that the method makes before training (HBN). Otherwise it is the
+    client's part of a statistics-only exchange, and all that the client does in the round. Only such an exchange
+    uses ``connect``.
 
     Attributes:
         how: What the pass measures, and on how many samples.
@@ -70,14 +63,10 @@ class ClientPass:
         self.moments: dict[str, Moments] | None = None
 
     def run(self, batches: Iterable[Any], task: Task) -> None:
-        """Measure ``batches``, and store the moments.
+        """Measure ``batches``, which ``task`` reads, and store the moments.
 
-        In a statistics-only exchange, the generators of a DataLoader are restored afterwards. So it does not change which
-        batches the next training round draws.
-
-        Args:
-            batches: Batches, in a form that ``task`` reads.
-            task: Reads the inputs of a batch.
+        In a statistics-only exchange, the generators of a DataLoader are restored afterwards, so that the batches of
+        the next training round stay the same.
         """
         if (self._connect is not None or self._unmeasured) and isinstance(batches, Iterator):
             batches = list(batches)  # they are gone through more than once
@@ -87,13 +76,9 @@ class ClientPass:
     def measure(self, inputs: Inputs, forward: Forward = called) -> None:
         """Measure the moments of each BatchNorm layer over all batches of ``inputs()``, and store them.
 
-        In a statistics-only exchange that goes layer by layer, the client exchanges the statistics of each layer with
-        the cohort. If the network has no fixed order of layers, or its activations need too much memory, the client leaves the exchange
-        and measures all layers in one pass.
-
-        Args:
-            inputs: Returns the batches of inputs, the same in every call.
-            forward: Runs the network on a batch of inputs.
+        Every call of ``inputs`` returns the same batches. In an exchange that goes layer by layer, the client
+        exchanges the statistics of each layer with the cohort. If the network has no fixed order of layers, or its
+        activations need too much memory, the client leaves the exchange and measures all layers in one pass.
         """
         with self.own_first(inputs, forward):
             if self._connect is not None:
@@ -108,13 +93,10 @@ class ClientPass:
 
     @contextmanager
     def own_first(self, inputs: Inputs, forward: Forward = called) -> Iterator[None]:
-        """Give layers whose statistics stay at home those of this client's data in the ``with`` block, if the client keeps none yet.
+        """Give layers with statistics at home those of this client's data in the block, if the client keeps none yet.
 
-        Other layers are measured behind them, and would see what no training batch looks like: such a batch normalises itself.
-
-        Args:
-            inputs: Returns the batches of inputs.
-            forward: Runs the network on a batch of inputs.
+        Other layers are measured behind them, and would see what no training batch looks like: such a batch
+        normalises itself.
         """
         before, how = running_statistics(self._model, self._unmeasured), StatisticsPass.for_exchange(INPUTS)
         try:
@@ -126,12 +108,7 @@ class ClientPass:
             store_statistics(self._model, before)
 
     def inputs(self, batches: Iterable[Any], task: Task) -> Iterator[Any]:
-        """Yield the inputs of each batch, until the batches have as many samples as the pass needs. Count these samples.
-
-        Args:
-            batches: Batches, in a form that ``task`` reads.
-            task: Reads the inputs of a batch.
-        """
+        """Yield the inputs of each batch until the pass has as many samples as it needs. Count these samples."""
         device, most = inputs_like(self._model).device, self.how.samples
         self.samples = 0
         for batch in batches:
@@ -144,17 +121,10 @@ class ClientPass:
 
 @torch.no_grad()
 def in_order(model: nn.Module, layers: Collection[str], inputs: Inputs, forward: Forward, memory: int) -> tuple[str, list[Any]]:
-    """Find out by one forward pass whether BatchNorm layers of ``model`` can be measured one after the other.
+    """Find out by one forward pass whether BatchNorm ``layers`` of ``model`` can be measured one after the other.
 
-    The pass takes two samples of the first batch. If a batch is not a single tensor of torch's own class, the pass takes the
-    whole batch.
-
-    Args:
-        model: The network. It stays unchanged.
-        layers: The names of the layers to measure.
-        inputs: Returns the batches of inputs.
-        forward: Runs the network on a batch.
-        memory: The largest number of bytes of activations to keep while batches wait at a layer.
+    The pass takes two samples of the first batch, or the whole batch if it is not a single tensor of torch's own
+    class. ``memory`` is the largest number of bytes of activations to keep while batches wait at a layer.
 
     Returns:
         The reason why they cannot, empty if they can, and the batches of inputs.
@@ -185,11 +155,9 @@ def in_order(model: nn.Module, layers: Collection[str], inputs: Inputs, forward:
 
 
 class _Batches(Turns):
-    """Run the forward passes of a client's batches. Each waits at each layer, until all have come there, and goes on with the answer.
+    """Run the forward passes of a client's batches. Each waits at each layer until all have come there.
 
-    Args:
-        batches: The number of batches.
-        answer: Exchanges a layer's moments with the cohort, and stores the answer.
+    ``answer`` exchanges a layer's moments with the cohort, and stores the statistics with which they go on.
     """
 
     def __init__(self, batches: int, answer: Callable[[str, Moments], None]) -> None:
@@ -235,20 +203,10 @@ class _Batches(Turns):
 def layer_by_layer(
     model: nn.Module, layers: Collection[str], batches: Sequence[Any], exchange: Exchange, forward: Forward = called
 ) -> dict[str, Moments]:
-    """Measure the moments of the input of each of the ``layers`` over all batches.
+    """Measure the moments of the input of each of the ``layers`` over this client's batches.
 
     While a layer is measured, the layers before it normalise with the cohort's exact statistics. ``model`` stays
-    unchanged. At the end the client leaves the ``exchange``.
-
-    Args:
-        model: The network.
-        layers: The names of the layers.
-        batches: The batches of inputs, in which ``in_order`` found no problem.
-        exchange: The exchange with the cohort.
-        forward: A function that runs the network on a batch.
-
-    Returns:
-        Layer -> the moments of its input over this client's batches.
+    unchanged. At the end the client leaves the ``exchange``. ``in_order`` must have found no problem.
 
     Raises:
         ExchangeFailed: The cohort's exchange failed, or the batches take different ways through the network.
@@ -283,7 +241,7 @@ def layer_by_layer(
 
 @contextmanager
 def _watched(model: nn.Module, layers: Collection[str], reached: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Put ``model`` into evaluation mode for the ``with`` block; call ``reached(layer, x)`` before each of the ``layers`` runs."""
+    """Put ``model`` into evaluation mode for the block; call ``reached(layer, x)`` before each of the ``layers`` runs."""
 
     def hook(name: str, layer: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         reached(name, *args, *named.values())

@@ -1,8 +1,7 @@
 """Carry out a client's round around a training loop: ``client_round``, which every door and every engine calls.
 
-A round is ``(network, method, instruction, state, train) -> (reply, state)``. fl-bn's own training loop (``training``) and a user's
-differ in ``train`` alone. ``own_loop.local_round`` is the same round for a loop inside a ``with`` block, and
-``engines.vectorised`` trains the rounds of many clients at once.
+fl-bn's own training loop (``training``) and a user's differ in ``train`` alone. ``own_loop.local_round`` is
+the same round for a loop inside a ``with`` block. ``engines.vectorised`` trains many clients at once.
 """
 
 from __future__ import annotations
@@ -50,19 +49,10 @@ def client_round(
     settings: LocalTraining | None = None,
     connect: Connect | None = None,
 ) -> Result:
-    """Carry out a client's round around any training loop.
+    """Carry out a client's round around any training loop: (network, method, instruction, state, train) -> (reply, state).
 
-    Args:
-        model: The network, converted for ``method``.
-        method: The method of the run.
-        instruction: The server's instruction.
-        state: The state that the client kept after its last round.
-        train: Trains the network of the round inside ``round.open()``, or measures its statistics.
-        settings: The settings of training, see ``LocalRound``.
-        connect: Joins the layer-wise exchange, see ``LocalRound``.
-
-    Returns:
-        The reply to the server, and the state that the client keeps.
+    ``train`` trains the network inside ``round.open()``, or measures its statistics. The other arguments are
+    those of ``LocalRound``.
     """
     round = LocalRound(model, method, instruction, state, settings, connect)
     return concluded(round, train(round))

@@ -1,4 +1,4 @@
-"""Load a server's instruction into the network of a client's round, and make the tensors of its reply and of the client's state."""
+"""Load an instruction into the network of a client's round, and make the tensors of its reply and its state."""
 
 from __future__ import annotations
 
@@ -36,15 +36,9 @@ _STARTS: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 def load(copy: Copy, instruction: Instruction, kept: ClientState, objective: Objective, auxiliary: Sequence[Auxiliary]) -> object:
     """Check the tensors of ``instruction``, and load them into ``copy`` with those that the client keeps.
 
-    Args:
-        copy: The network of the round.
-        instruction: The server's instruction.
-        kept: The state that the client keeps.
-        objective: The objective of the client's loop.
-        auxiliary: The kinds of auxiliary tensors that the instruction has beside the model's tensors. They are checked, but not loaded.
-
-    Returns:
-        A token of this loading, for ``is_newest``.
+    ``objective`` is that of the client's loop. ``auxiliary`` are the kinds of auxiliary tensors that the
+    instruction has beside the model's tensors. They are checked, but not loaded. The result is a token of this
+    loading, for ``is_newest``.
 
     Raises:
         ValueError: The server's model differs from the one in ``copy``, or the server expects another objective.
@@ -78,15 +72,15 @@ def load(copy: Copy, instruction: Instruction, kept: ClientState, objective: Obj
 
 
 def is_newest(model: nn.Module, token: object) -> bool:
-    """Tell whether no later round has loaded other tensors into the network than that with ``token``."""
+    """Tell whether no later round than that with ``token`` has loaded tensors into the network."""
     return _NEWEST.get(model) is token
 
 
 def _first_values(copy: Copy, phase: Phase) -> dict[str, Tensor]:
     """Return the values with which every client begins, of tensors at home that the server does not send, by name.
 
-    They replace the values in the network, which may be those of another client: of buffers that each client keeps, and zeros for
-    HBN's mixing logits.
+    They are buffers that each client keeps, and zeros for HBN's mixing logits. They replace those in the network,
+    which may be another client's.
     """
     locality = copy.network.locality
     if (kept := locality.names(Place.HOME, of=[Role.KEPT])) and copy.model not in _STARTS:
@@ -127,7 +121,7 @@ def moments_to_report(round: LocalRound) -> dict[str, Moments]:
 
 
 def complete_moments(round: LocalRound, moments: Mapping[str, Moments]) -> dict[str, Tensor]:
-    """Encode the moments of every layer with shared statistics as tensors by name. A layer that did not run gets the count 0."""
+    """Encode the moments of every layer with shared statistics as tensors. A layer that did not run gets the count 0."""
     unseen = {k: torch.zeros_like(s.mean) for k, s in running_statistics(round.model, round.network.locality.shared_statistics).items()}
     complete = {k: moments.get(k, Moments(0, zeros, zeros)) for k, zeros in unseen.items()}
     return {key: t for k, m in complete.items() for key, t in encode_moments({k: m}, unseen[k].dtype).items()}
@@ -136,13 +130,9 @@ def complete_moments(round: LocalRound, moments: Mapping[str, Moments]) -> dict[
 def sections_to_send(round: LocalRound, gradients: Named, moments: Mapping[str, Moments]) -> Sections:
     """Return the tensors to send, on the CPU: section -> name -> tensor.
 
-    A tensor that this round did not train is sent unchanged. If a parameter was not trained, its control variate is sent
-    as zeros, because clients send the changes of control variates.
-
-    Args:
-        round: The client's round after training.
-        gradients: Name -> gradient to send, for ``update="gradients"``. Empty otherwise.
-        moments: Layer -> the moments to report.
+    A tensor that this round did not train is sent unchanged. If a parameter was not trained, its control variate
+    is sent as zeros, because clients send the changes of control variates. ``gradients`` is empty except with
+    ``update="gradients"``.
     """
     state, settings = round.state, round.settings
     expected = round.network.reply(round.phase, settings.update, round.auxiliary).sections
@@ -157,14 +147,10 @@ def sections_to_send(round: LocalRound, gradients: Named, moments: Mapping[str, 
 
 
 def state_to_keep(round: LocalRound, gradients: Named, client: int) -> ClientState:
-    """Return the state that the client keeps: the tensors that it does not share, and the buffers of its optimiser and objective.
+    """Return the state that the client keeps: tensors that it does not share, and the optimiser's and objective's buffers.
 
-    If one of these tensors is not finite, return the state from before the round, so that later rounds are not spoilt.
-
-    Args:
-        round: The client's round after training.
-        gradients: Name -> averaged gradient (``ema_gradients``), for ``update="gradients"``. Empty otherwise.
-        client: The client's number, for the log.
+    If one of these tensors is not finite, return the state from before the round, so that later rounds are not
+    spoilt. ``gradients`` are averaged ones (``ema_gradients``), with ``update="gradients"``.
     """
     state = round.state
     local = {name: ordinary(state[name]).clone() for name in round.network.locality.names(Place.HOME)}
@@ -186,12 +172,7 @@ def state_to_keep(round: LocalRound, gradients: Named, client: int) -> ClientSta
 
 
 def numbers_of_training(round: LocalRound, kept: ClientState) -> dict[str, float]:
-    """Return the numbers that the reply has about training, by name (see ``Reply.metrics``).
-
-    Args:
-        round: The client's round after training.
-        kept: The state that the client keeps after the round.
-    """
+    """Return the numbers that the reply has about training, by name (see ``Reply.metrics``)."""
     waited = 0.0 if round.exchange is None else round.exchange.seconds
     numbers: dict[str, float] = {"steps": round.steps, "waited": waited}
     if round.reports is StatisticsReport.FIRST:
@@ -202,9 +183,9 @@ def numbers_of_training(round: LocalRound, kept: ClientState) -> dict[str, float
 
 
 def ema_gradients(round: LocalRound) -> dict[str, Tensor]:
-    """Compute ``m <- momentum * m + (1 - momentum) * g``: DSGD's client momentum (FBN, Table 2).
+    """Compute name -> ``m <- momentum * m + (1 - momentum) * g``: DSGD's client momentum (FBN, Table 2).
 
-    Return name -> m, for all parameters that are trained. ``g`` is the gradient with weight decay.
+    ``g`` is the gradient with weight decay, of each parameter that is trained.
     """
     settings, momentum, gradients = round.settings, round.kept.get("momentum"), dict[str, Tensor]()
     for name, parameter in round.model.named_parameters(remove_duplicate=False):

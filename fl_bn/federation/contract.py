@@ -1,4 +1,4 @@
-"""Check, at the end of a client's round, what a network and a training loop must do: docs/contract.md, in one function."""
+"""Check, at the end of a client's round, what a network and a training loop must do (docs/contract.md)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ContractBroken(ValueError):
 
 @contextmanager
 def frozen_parameters(round: LocalRound) -> Iterator[dict[str, nn.Parameter]]:
-    """Let the parameters not learn that a method freezes in this round, since a user's optimiser may have all parameters.
+    """Let the parameters that the method freezes in this round not learn, since a user's optimiser may have them, too.
 
     Gradients of an earlier round, or of another client, are cleared.
     """
@@ -78,9 +78,7 @@ def frozen_parameters(round: LocalRound) -> Iterator[dict[str, nn.Parameter]]:
 class Lent:
     """Remember a network as it was lent to a round, and check it at the round's end.
 
-    Args:
-        round: The round, prepared for training.
-        frozen: Name -> parameter that learns elsewhere, but not in this round of a user's own loop.
+    ``frozen`` are the parameters that learn elsewhere, but not in this round of a user's own loop.
     """
 
     def __init__(self, round: LocalRound, frozen: Mapping[str, nn.Parameter]) -> None:
@@ -91,10 +89,7 @@ class Lent:
         self._values = {name: p.detach().clone() for name, p in model.named_parameters()} if round.in_own_loop else {}
 
     def check(self, samples: int | None = None) -> None:
-        """Check the network and what the round has recorded at the end of training, or before a reply.
-
-        Args:
-            samples: The client's number of different samples, before a reply; None: training has ended.
+        """Check the network and what the round has recorded: before a reply with ``samples``, or at the end of training.
 
         Raises:
             ContractBroken: A rule is broken.
@@ -132,7 +127,6 @@ class Lent:
                 yield "frozen", f"{name} is fixed in this round, but changed", name
 
     def _broken_by_loop(self) -> Iterator[tuple[str, str, str]]:
-        """Yield what a loop of the user's own did not do, or did beside its steps."""
         round, now = self._round, dict(self._round.model.named_parameters())
         if round.private:
             yield from self._broken_by_opacus()
@@ -148,9 +142,10 @@ class Lent:
             yield "batches", "connect exchanges statistics in the first pass in training mode with gradients, but 0 batches were seen", ""
 
     def _broken_by_opacus(self) -> Iterator[tuple[str, str, str]]:
-        """Yield why opacus (differential privacy), which computes the gradient of each sample, does not protect this round.
+        """Yield why opacus (differential privacy), which computes each sample's gradient, does not protect this round.
 
-        opacus itself refuses torch's BatchNorm classes, and trainable layers with buffers, but no other layers that mix samples.
+        opacus itself refuses torch's BatchNorm classes, and trainable layers with buffers, but no other layers that
+        mix samples.
         """
         round = self._round
         for name, layer in batch_norms(round.model).items():
@@ -194,11 +189,9 @@ def forms(round: LocalRound) -> dict[str, tuple[Any, ...]]:
 
 
 def fixed_statistics(model: nn.Module, all: bool = False) -> dict[str, Tensor]:
-    """Return the running statistics, by name, of the layers that normalise with them and do not update them in training.
+    """Return the running statistics, by name, of layers that normalise with them in training and do not update them.
 
-    Args:
-        model: The network.
-        all: Whether to return those of all BatchNorm layers, as when the freeze is over.
+    ``all``: those of all BatchNorm layers, as when the freeze is over.
     """
     return {
         f"{name}.{key}" if name else key: layer.get_buffer(key)
@@ -209,7 +202,7 @@ def fixed_statistics(model: nn.Module, all: bool = False) -> dict[str, Tensor]:
 
 
 def _persistent(model: nn.Module) -> Iterator[str]:
-    """Yield the names of the buffers of the state_dict. Others do not travel: the network may make them when it needs them."""
+    """Yield the names of the buffers of the state_dict. The network may make others when it needs them."""
     for name, module in model.named_modules():
         for own, buffer in module._buffers.items():
             if buffer is not None and own not in module._non_persistent_buffers_set:

@@ -23,14 +23,11 @@ Loader = Iterable[Any]
 def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
     """Check that ``loader`` can be iterated over, and more than once if ``again`` is True.
 
-    Args:
-        whose: The start of the error message, such as ``client 3``.
-        loader: The batches.
-        again: Whether the batches are iterated over more than once.
+    ``whose`` is the start of the error message, such as ``client 3``.
 
     Raises:
-        ValueError: ``loader`` is not iterable, or it is a list of loaders. Or ``again`` is True, and ``loader`` is an iterator (a
-            generator, ``zip``, ``map``).
+        ValueError: ``loader`` is not iterable, is a list of loaders, or is an iterator (a generator, ``zip``)
+            despite ``again``.
     """
     loaders = isinstance(loader, list | tuple) and loader and isinstance(loader[0], DataLoader | SeededBatches)
     iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
@@ -43,17 +40,13 @@ def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
 
 
 def check_not_one_batch(whose: str, loader: Loader, task: Task) -> None:
-    """Check that ``loader`` has batches: it is neither a single batch nor a list or torch dataset of single samples.
+    """Check that ``loader`` is neither a single batch nor a list or torch dataset of single samples.
 
-    For a task that overrides ``read``, check nothing: it may take any batches.
-
-    Args:
-        whose: The start of the error message, such as ``client 3``.
-        loader: The batches.
-        task: Reads the batches.
+    For a task that overrides ``read``, check nothing: it may take any batches. ``whose`` is as in ``check_loader``.
 
     Raises:
-        ValueError: ``loader`` is a tensor, a dict, or a list or dataset of single samples, or its first element is a tensor.
+        ValueError: ``loader`` is a tensor, a dict, or a list or dataset of single samples, or its first element
+            is a tensor.
     """
     first = loader[0] if isinstance(loader, list | tuple) and loader else None
     kinds = (Mapping, torch.Tensor, TensorDataset, Subset, ConcatDataset)
@@ -66,10 +59,10 @@ def check_not_one_batch(whose: str, loader: Loader, task: Task) -> None:
 
 
 def check_clients(clients: Any) -> None:
-    """Check that ``clients`` has a loader for each client.
+    """Check that ``clients`` is a list with a loader for each client.
 
     Raises:
-        ValueError: ``clients`` is a single loader, a generator, a dict, or something else that is no list of loaders.
+        ValueError: It is a single loader, a generator, a dict, or something else.
     """
     several = hasattr(clients, "__len__") and hasattr(clients, "__iter__")
     if not several or isinstance(clients, Mapping | DataLoader | SeededBatches):
@@ -82,9 +75,9 @@ def check_clients(clients: Any) -> None:
 class SeededBatches:
     """Divide a client's samples into batches, in an order that is the same in every run with the same seed.
 
-    The order of the samples depends only on the seed, the client and the round. If one sample is left at the end, that
-    sample joins the batch before, because a single sample has no variance. A client with only one sample trains only
-    if the method needs no batch statistics.
+    The order of the samples depends only on the seed, the client and the round. If one sample is left at the end,
+    that sample joins the batch before, because a single sample has no variance. A client with only one sample
+    trains only if the method needs no batch statistics.
 
     >>> from fl_bn import SeededBatches
     >>> batches = SeededBatches(torch.randn(20, 4), torch.zeros(20, dtype=torch.int64), batch_size=8)
@@ -92,14 +85,14 @@ class SeededBatches:
     [8, 8, 4]
 
     Args:
-        x: Inputs (N, ...): floats or whole numbers as the network takes them, or uint8 images (N, C, H, W), which are
-            scaled to -1..1. A ``Federation`` converts floats to the network's dtype.
+        x: Inputs (N, ...): floats or whole numbers as the network takes them, or uint8 images (N, C, H, W), which
+            are scaled to -1..1. A ``Federation`` converts floats to the network's dtype.
         y: The task's targets (N, ...).
         batch_size: The number of samples of a batch.
 
     Raises:
-        ValueError: ``x`` and ``y`` are no tensors, or have different lengths, or ``batch_size`` is no positive whole number.
-            Or ``x`` is uint8, and has fewer than 3 axes, or holds other whole numbers, and has more.
+        ValueError: ``x`` and ``y`` are no tensors, or have different lengths, or ``batch_size`` is no positive
+            whole number. Or ``x`` is uint8 with fewer than 3 axes, or holds other whole numbers and has more.
     """
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor, batch_size: int) -> None:
@@ -130,7 +123,7 @@ class SeededBatches:
         return min(1, len(self.samples)) + len(cuts(len(self.samples), self.batch_size))
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the inputs and targets of each batch, in the order of the samples: for statistics passes and evaluation."""
+        """Yield inputs and targets of each batch, in the samples' order: for statistics passes and evaluation."""
         like = torch.zeros(0, dtype=self.dtype)
         if not len(self.samples):
             return
@@ -138,14 +131,7 @@ class SeededBatches:
             yield self.samples.batch(index, like)
 
     def epochs(self, seed: int, client: int, round: int, epochs: int) -> IndexBatches:
-        """Return the training batches of a client's round, in the order that the seed gives.
-
-        Args:
-            seed: The seed of the run.
-            client: The client's number.
-            round: The round, from 1.
-            epochs: The number of passes over the samples.
-        """
+        """Return the batches for ``epochs`` passes of a client's ``round``, from 1, in the order that the seed gives."""
         rng, n = seeded(seed, client, round, BATCHES), len(self.samples)
         drawn = draw_batches(n, self.batch_size, rng, epochs=epochs, least=1) if n else iter(())
         like = torch.zeros(0, dtype=self.dtype)

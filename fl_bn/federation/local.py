@@ -1,4 +1,4 @@
-"""Hold a client's samples, and measure statistics, loss and metrics on its data. Loaders draw the same batches with and without it."""
+"""Hold a client's samples, and measure statistics, loss and metrics on its data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PASS_BATCH = 256
 
 
 def called(model: nn.Module, x: Any) -> Any:
-    """Return ``model(x)``. This is the default of the arguments named ``forward`` of statistics passes."""
+    """Return ``model(x)``: the default of the arguments named ``forward`` of statistics passes."""
     return model(x)
 
 
@@ -53,15 +53,12 @@ class Samples:
         return len(self.y)
 
     def batch(self, index: np.ndarray, like: Tensor, augment: Augment | None = None) -> tuple[Tensor, Tensor]:
-        """Return a batch on the device of ``like``.
+        """Return inputs (B, ...), images scaled to -1..1, and targets (B, ...) of a batch, on the device of ``like``.
 
         Args:
             index: The indices of the samples of the batch (B,).
             like: A tensor with the device for both results, and the dtype for the inputs.
             augment: Changes inputs and targets before images are scaled. None: no changes.
-
-        Returns:
-            Inputs (B, ...), with images scaled to -1..1, and targets (B, ...).
         """
         x, y = self.rows(index, augment)
         return to_input(x.to(like.device), like.dtype), y.to(like.device)
@@ -95,26 +92,17 @@ def statistics_pass(
 ) -> dict[str, Moments]:
     """Measure the moments that ``how`` describes, of every BatchNorm layer, in evaluation mode.
 
-    The model stays unchanged: its gradients, its statistics and the modes of its modules. Random numbers come only from
-    ``rng``. Moments with which training batches are normalised (``NORMALISERS``) depend on how samples are divided into
-    batches, so for these the batches are random. With fewer than two samples, such moments are not measured.
-
-    Args:
-        model: The network.
-        samples: The samples.
-        how: The statistics pass: which moments to measure, and on how many random samples.
-        rng: The generator of the random samples and batches.
-        batch_size: The batch size. For ``NORMALISERS`` it should be the batch size of training.
-
-    Returns:
-        Layer -> moments over all chosen samples.
+    The model stays unchanged: its gradients, its statistics and the modes of its modules. Random samples and
+    batches come only from ``rng``. Moments with which training batches are normalised (``NORMALISERS``) depend on
+    the batches, so for these the batches are random, and ``batch_size`` should be that of training. With fewer
+    than two samples, such moments are not measured.
     """
     like = inputs_like(model)
     return measured(model, (samples.batch(index, like)[0] for index in pieces(len(samples), how, rng, batch_size)), how)
 
 
 def pieces(n: int, how: StatisticsPass, rng: np.random.Generator, batch_size: int = PASS_BATCH) -> list[np.ndarray]:
-    """Return the indices of the samples of each batch, for a statistics pass over ``n`` samples.
+    """Return the indices of each batch, for a statistics pass over ``n`` samples.
 
     The list is empty if the pass measures ``NORMALISERS`` on fewer than two samples.
     """
@@ -131,13 +119,10 @@ def pieces(n: int, how: StatisticsPass, rng: np.random.Generator, batch_size: in
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Samples | Iterable[Any], batch_size: int = 0, task: Task = CLASSIFICATION) -> MetricState:
-    """Evaluate ``model`` in evaluation mode on ``data``. Return the task's metrics as a ``MetricState``.
+    """Evaluate ``model`` on ``data``, in evaluation mode, in which it stays. Return the metrics of ``task``.
 
-    Args:
-        model: The network. It stays in evaluation mode afterwards.
-        data: Samples, or an iterable of batches that ``task.read`` takes (a DataLoader, say).
-        batch_size: The batch size for ``Samples``. 0: 500, or 8 if the targets are masks, which are large.
-        task: The task.
+    ``data`` may be batches that ``task.read`` takes (a DataLoader, say). For ``Samples``, a ``batch_size`` of 0
+    is 500, or 8 if the targets are masks, which are large.
     """
     model.eval()
     state, like = task.state(), inputs_like(model)
@@ -161,19 +146,11 @@ def measured(
 ) -> dict[str, Moments]:
     """Measure, for every BatchNorm layer, the moments that ``how`` describes, over ``batches`` of inputs.
 
-    The model runs in evaluation mode and stays unchanged: its gradients, its statistics and the modes of its modules. No
-    random number is drawn. If ``how.lower_layers`` is "hybrid", HBN's layers run in training mode, so they normalise with
-    the mixture of batch and shared statistics. Layers that the model's owner has put into evaluation mode (``held_layers``)
-    stay in it. A batch that gives a layer in training mode only one value per channel is left out.
-
-    Args:
-        model: The network.
-        batches: The batches of inputs.
-        how: The statistics pass: which moments to measure.
-        forward: A function that runs the network on a batch of inputs.
-
-    Returns:
-        Layer -> the moments over all batches.
+    The model runs in evaluation mode and stays unchanged: its gradients, its statistics and the modes of its
+    modules. No random number is drawn. If ``how.lower_layers`` is "hybrid", HBN's layers run in training mode, so
+    they normalise with the mixture of batch and shared statistics. Layers that the model's owner has put into
+    evaluation mode (``held_layers``) stay in it. A batch that gives a layer in training mode only one value per
+    channel is left out.
     """
     with measuring(model, how) as observed:
         for x in batches:
@@ -190,11 +167,7 @@ def measured(
 
 @contextmanager
 def measuring(model: nn.Module, how: StatisticsPass) -> Iterator[dict[str, list[Moments]]]:
-    """Prepare ``model`` for the statistics pass ``how`` inside the ``with`` block.
-
-    Yields:
-        Layer -> its moments. Each forward pass adds one ``Moments`` per layer.
-    """
+    """Prepare ``model`` for the statistics pass ``how`` in the block. Each forward pass adds one ``Moments`` per layer."""
     held = held_layers(model)
     with kept_modes(model), uncompiled():
         model.eval()
@@ -208,8 +181,7 @@ def measuring(model: nn.Module, how: StatisticsPass) -> Iterator[dict[str, list[
 def generators(loader: Any) -> list[torch.Generator]:
     """Return the ``torch.Generator`` objects of a DataLoader and of its samplers, whose states a checkpoint stores.
 
-    These are the loader's own generator, and those of ``sampler``, ``batch_sampler`` and ``batch_sampler.sampler``. A sampler
-    of one's own may have further samplers under these names.
+    These are the loader's own generator, and those of ``sampler``, ``batch_sampler`` and ``batch_sampler.sampler``.
     """
     found: dict[int, torch.Generator] = {}
     seen, waiting = set[int](), [loader]
@@ -226,7 +198,7 @@ def generators(loader: Any) -> list[torch.Generator]:
 
 @contextmanager
 def unmoved(loaders: Iterable[Any]) -> Iterator[None]:
-    """Restore the generators of ``loaders`` at the end of the ``with`` block, so that their next batches are as without it."""
+    """Restore the generators of ``loaders`` at the end of the ``with`` block."""
     before = {id(one): (one, one.get_state()) for loader in loaders for one in generators(loader)}
     try:
         yield

@@ -1,7 +1,7 @@
 """Say where every tensor of a converted network lives under a method.
 
-The table is computed once, from method and network. Schemas, client state, the disclosure report, adaptation, secure sums and
-re-calibration read it, and nothing else.
+The table is computed once, from method and network, and read by schemas, client state, the disclosure report,
+adaptation, secure sums and re-calibration.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ class Locality:
     """Hold the place and the role of each tensor, by its name in the state_dict and in the order of the state_dict.
 
     Attributes:
-        method: The method.
-        place: Name -> place.
-        role: Name -> role.
         norm_layers: The names of all BatchNorm layers.
         shared_statistics: The names of those BatchNorm layers whose running statistics the server sends and combines.
         home_statistics: The names of those whose running statistics stay at the client.
@@ -69,12 +66,12 @@ class Locality:
         return self.names(Place.HOME, of=KEPT_BY_CLIENTS)
 
     def fewest(self, phase: Phase) -> int:
-        """Return the least number of samples in a batch that fl-bn draws: 2 if a layer normalises with its batch's statistics, else 1."""
+        """Return the fewest samples in a batch: 2 if a layer normalises with its batch's statistics, else 1."""
         constant = len(self.shared_statistics) if self.method.constant else 0
         return 1 if self.method.freezes_statistics(phase) or constant == len(self.norm_layers) else 2
 
     def signature(self, model: nn.Module) -> str:
-        """Return a short hash of the method, with its options at clients, and of every tensor of ``model``: name, role, shape and dtype.
+        """Return a short hash of the method with its clients' options, and of each tensor's name, role, shape and dtype.
 
         If single layers stay at home (``Method.local_in``), it depends on the names of all tensors at home, too.
         """

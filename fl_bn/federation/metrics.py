@@ -31,15 +31,10 @@ def fits(task: Task, name: str, value: float) -> bool:
 def over_clients(task: Task, measured: Sequence[Mapping[str, float]], robust: bool = False) -> dict[str, float]:
     """Summarise the metrics of several clients, each client counted once.
 
-    Args:
-        task: The task. It declares its metrics.
-        measured: Each client's metrics by name.
-        robust: Whether the loss, which has no range, is the clients' median.
-
-    Returns:
-        Name -> value. For the task's own metric: the mean, the standard deviation and the worst value (``accuracy``,
-        ``accuracy-std``, ``accuracy-min``). For ``loss``: the mean. For every other metric: the mean over the clients
-        with a value in the metric's range; NaN if there are none.
+    For the task's own metric: the mean, the standard deviation and the worst value (``accuracy``,
+    ``accuracy-std``, ``accuracy-min``). For ``loss``: the mean, or the median if ``robust``, since it has no
+    range. For every other metric: the mean over the clients with a value in the metric's range; NaN if there are
+    none.
     """
     own = np.array([metrics[task.metric] for metrics in measured])
     worst = own.min() if task.higher_is_better else own.max()
@@ -55,13 +50,9 @@ def over_clients(task: Task, measured: Sequence[Mapping[str, float]], robust: bo
 
 
 def over_samples(measured: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Return the mean of each metric over clients, weighted by their test samples.
+    """Return the mean of each metric over clients, weighted by their numbers of test samples.
 
-    Clients without a metric are left out of its mean. For example, a client without samples of class 3 has no accuracy of
-    class 3.
-
-    Args:
-        measured: Each client's number of test samples, and its metrics by name.
+    Clients without a metric are left out of its mean: one without samples of class 3 has no accuracy of class 3.
     """
     names = dict.fromkeys(name for _, metrics in measured for name in metrics)
     known = {name: [(count, metrics[name]) for count, metrics in measured if name in metrics] for name in names}

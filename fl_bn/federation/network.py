@@ -34,8 +34,9 @@ _TORCHS = frozenset(vars(nn.Module()))  # torch's own bookkeeping: tensors, subm
 class Network:
     """Lend copies of ``model`` for training and testing. ``model`` itself is never changed.
 
-    ``model`` must be converted for ``method`` already. A returned copy is reset and lent again, so there are only as many
-    copies as are in use at the same time. Schemas and other values that depend only on model and method are computed once.
+    ``model`` must be converted for ``method`` already. A returned copy is reset and lent again, so there are only
+    as many copies as are in use at the same time. Schemas and other values that depend only on model and method
+    are computed once.
     """
 
     def __init__(self, model: nn.Module, method: Method, device: torch.device | None = None) -> None:
@@ -79,11 +80,7 @@ class Network:
         return centred_weights(self.original)
 
     def instruction(self, auxiliary: Sequence[Auxiliary] = ()) -> schema.Schema:
-        """Return the schema of the server's instruction, see ``schema.instruction``.
-
-        Args:
-            auxiliary: The kinds of auxiliary tensors, which are sent with the weights.
-        """
+        """Return the schema of the instruction with the ``auxiliary`` tensors, see ``schema.instruction``."""
         if (key := tuple(auxiliary)) not in self._schemas:
             self._schemas[key] = schema.instruction(self.original, self.locality, key)
         return self._schemas[key]
@@ -98,7 +95,7 @@ class Network:
 class Copy:
     """Hold the model that a round trains or tests, and load tensors into it faster than ``load_state_dict`` does.
 
-    An object from ``Network.lend`` holds a copy of the network's model. One from ``Copy.of`` holds the user's model itself.
+    From ``Network.lend`` it is a copy of the network's model, from ``Copy.of`` the user's model itself.
     """
 
     def __init__(self, model: nn.Module, network: Network) -> None:
@@ -107,7 +104,7 @@ class Copy:
 
     @classmethod
     def of(cls, model: nn.Module, method: Method) -> Copy:
-        """Make a ``Copy`` that holds the user's ``model`` itself. ``model`` must be converted for ``method`` already."""
+        """Hold the user's ``model`` itself, which must be converted for ``method`` already."""
         return cls(model, Network(model, method))
 
     @property
@@ -118,17 +115,14 @@ class Copy:
         return {name: tensors[key].detach() for name, (tensors, key) in self._slots.items()}
 
     def trainable(self, phase: Phase) -> dict[str, nn.Parameter]:
-        """Return the parameters that an optimiser updates in ``phase``, by name.
-
-        Parameters with ``requires_grad=False``, and those that the method freezes in ``phase``, are left out.
-        """
+        """Return the parameters by name that learn and that the method does not freeze in ``phase``."""
         role = self.network.locality.role
         frozen = self.network.method.frozen if phase is Phase.FROZEN else frozenset()
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad and role[name] not in frozen}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load tensors as ``model.load_state_dict(tensors, strict=False)`` does, but check nothing. Names and shapes must be right."""
+        """Load tensors as ``load_state_dict(tensors, strict=False)`` does, but without checks of names and shapes."""
         if self._slots is None:
             load_tensors(self.model, tensors)
         elif tensors:
@@ -153,7 +147,6 @@ class _Pristine:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore what was stored."""
         for held, then in self._held:
             if held and held.keys() != then.keys():
                 held.clear()
@@ -171,8 +164,8 @@ class _Pristine:
 def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]] | None:
     """Return, for each tensor of the state_dict: name -> (dict of the tensor's module, key of the tensor in this dict).
 
-    The dicts stay valid even if ``model.to`` replaces a tensor. Return None if a module loads a state_dict in its own way,
-    so that copying the tensors is not enough.
+    The dicts stay valid even if ``model.to`` replaces a tensor. Return None if a module loads a state_dict in its
+    own way, so that copying the tensors is not enough.
     """
     if not all(map(_has_no_way, model.modules())):
         return None

@@ -39,8 +39,7 @@ def has_batch_norm(model: nn.Module) -> bool:
 def no_batch_norm(model: nn.Module, method: Method) -> str:
     """Explain that ``method`` is plain federated averaging for ``model``, because this model has no BatchNorm layer.
 
-    Returns:
-        The explanation. Empty if the method differs from plain averaging for this model, or is ``fedavg`` itself.
+    The text is empty if it is not, or if the method is ``fedavg`` itself.
     """
     if has_batch_norm(model) or method.prepare is not None or not method.shares(Role.WEIGHT) or method.name == "fedavg":
         return ""
@@ -52,10 +51,7 @@ def no_batch_norm(model: nn.Module, method: Method) -> str:
 
 
 def registering(kind: str) -> str:
-    """Return, as text, the call that makes fl-bn treat layers of the class named ``kind`` as BatchNorm.
-
-    Only a class that does not derive from torch's BatchNorm needs this call.
-    """
+    """Return the call that makes fl-bn treat a class that does not derive from torch's BatchNorm as BatchNorm."""
     return f"fl_bn.register_batch_norm({kind}, convert=...)"
 
 
@@ -70,7 +66,7 @@ def check_layers(model: nn.Module, method: Method) -> None:
 
 
 def looks_like_norm(model: nn.Module) -> list[str]:
-    """Return a sentence about each class of layers in ``model`` with running statistics that fl-bn does not know as BatchNorm."""
+    """Return a sentence about each class of layers with running statistics that fl-bn does not know as BatchNorm."""
     by_kind = defaultdict[str, list[str]](list)
     for name, layer in unknown_norms(model).items():
         if kind_of(layer) is None:
@@ -83,21 +79,16 @@ def looks_like_norm(model: nn.Module) -> list[str]:
 
 
 def say_absent(model: nn.Module, method: Method) -> None:
-    """Warn in the log if the unconverted ``model`` lacks BatchNorm or has unknown norm layers. Call this at the start of a run."""
+    """Warn in the log, at the start of a run, if ``model`` lacks BatchNorm or has unknown norm layers."""
     for line in filter(None, [no_batch_norm(model, method), *looks_like_norm(model)]):
         LOGGER.warning("%s", line)
 
 
 def say_unmeasured(shared: SharedModel, round: int, rounds: int) -> None:
-    """Warn, once per run, of BatchNorm layers that no statistics pass has reached, or no training batch whose moments are reported.
+    """Warn, once per run, of BatchNorm layers that no statistics pass, or no training batch that is reported, has reached.
 
-    A statistics pass runs the network in evaluation mode, so it misses an auxiliary head that runs in training mode alone. Both
-    miss layers that the network does not call.
-
-    Args:
-        shared: The server's model.
-        round: The round.
-        rounds: The number of rounds of the run.
+    A statistics pass runs the network in evaluation mode, so it misses an auxiliary head that runs in training
+    mode alone. Both miss layers that the network does not call.
     """
     method, layers, held = shared.method, list(shared.statistics()), held_layers(shared.model)
     uses = method.uses_shared(rounds) or method.freezes_statistics(method.phase(rounds, rounds))
@@ -112,21 +103,15 @@ def say_unmeasured(shared: SharedModel, round: int, rounds: int) -> None:
 
 
 def layers_by_type(model: nn.Module) -> str:
-    """Return the number of normalisation layers by type, as ``3 BatchNorm2d, 1 BatchNorm1d`` or ``no normalisation layer``."""
+    """Return the number of norm layers by type, as ``3 BatchNorm2d, 1 BatchNorm1d`` or ``no normalisation layer``."""
     layers = Counter(type(module).__name__ for module in model.modules() if isinstance(module, NORM_LAYERS))
     return ", ".join(f"{count} {name}" for name, count in layers.items()) or "no normalisation layer"
 
 
 def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iterator[str]:
-    """Yield log lines about what a method does with a network.
+    """Yield log lines about a method and a network, which is ``source`` before conversion and ``model`` after it.
 
-    They name the layers before and after conversion, what happens to the tensors of each role (weights, statistics, ...),
-    and what clients report.
-
-    Args:
-        source: The network before conversion.
-        model: The network after conversion.
-        method: The method.
+    They name the layers before and after, what happens to the tensors of each role, and what clients report.
     """
     before, after = layers_by_type(source), layers_by_type(model)
     yield f"method {method.name}: found {before}" + ("" if before == after else f", trained as {after}")

@@ -112,7 +112,7 @@ def client_model(model: nn.Module, method: Method, instruction: Instruction, kep
 
 
 def _say_rate(round: LocalRound) -> None:
-    """Say, in the first round of this process with frozen statistics, that the method has the learning rate drop (FixBN, FedTAN-II)."""
+    """Say, in this process's first round with frozen statistics, that the learning rate drops (FixBN, FedTAN-II)."""
     instruction, key = round.instruction, (round.network.signature, round.method.name)
     if instruction.rate_share < 1 and key not in _SAID:
         _SAID.add(key)
@@ -210,7 +210,7 @@ def server_round(state: Server, replies: Sequence[Reply], exchange: Session | No
 
 
 def _with_metrics(record: RoundRecord, replies: Sequence[Reply]) -> RoundRecord:
-    """Return the record with the metrics that clients gave to ``round.reply``: each client's own, and their means, weighted by samples."""
+    """Return the record with the metrics that clients gave to ``round.reply``, and their means, weighted by samples."""
     samples = {client.client: client.samples for client in record.accepted}
     known = [one for one in replies if isinstance(one, Reply) and type(one.client) is int and one.client in samples]
     replies = sorted(known, key=lambda one: one.client)

@@ -1,9 +1,10 @@
 """Make statistics-only exchanges: clients measure moments with the present weights, and the server pools them.
 
-In a pass, every client makes one forward pass over its data, and one exchange follows. Pass p makes the statistics of
-layers 1..p exact. Passes take place before round 1 (``calibrate``), and before evaluations (HBN, static BN:
-``Method.refresh``). A run of 0 rounds consists of passes only: it is a re-calibration. If all clients can take part at the
-same time, one pass that goes layer by layer makes all layers exact (``federation.client_pass``).
+In a pass, every client makes one forward pass over its data, and one exchange follows. Pass p makes the
+statistics of layers 1..p exact. Passes take place before round 1 (``calibrate``), and before evaluations
+(HBN, static BN: ``Method.refresh``). A run of 0 rounds consists of passes only: it is a re-calibration. If
+all clients can take part at the same time, one pass that goes layer by layer makes all layers exact
+(``federation.client_pass``).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Ask = Callable[[Instruction], RoundReplies | None]
 
 
 class TooFewMeasured(Exception):
-    """Report that the replies of too few clients could be used, in a run that only measures statistics."""
+    """Report that too few clients' replies could be used, in a run that only measures statistics."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,10 @@ class Measured:
 
 
 class Passes:
-    """Make the statistics-only exchanges of one run.
+    """Make the statistics-only exchanges of one run. They change the statistics of ``server``.
 
-    Args:
-        server: The server. The exchanges change its statistics.
-        private: Whether each exchange costs privacy (differential privacy). If so, there are no exchanges before round
-            1 unless the run config asks for them.
-
-    Attributes:
-        outcomes: The results of the exchanges before round 1.
+    If each exchange costs privacy (``private``), there are none before round 1 unless the run config asks for
+    them. ``outcomes`` has the results of those before round 1.
     """
 
     def __init__(self, server: Server, private: bool = False) -> None:
@@ -76,11 +72,7 @@ class Passes:
         self.outcomes: list[Pass] = []
 
     def calibration(self, rounds: int) -> int:
-        """Return the number of exchanges before round 1, or ``UNTIL_STILL``: as many as make all layers exact.
-
-        Args:
-            rounds: The number of rounds of the run.
-        """
+        """Return the number of exchanges before round 1, or ``UNTIL_STILL``: as many as make all layers exact."""
         if self.server.policy.calibrate != AS_METHOD:
             return self.server.policy.calibrate
         return UNTIL_STILL if self.server.method.uses_shared(rounds) and not self.private else 0
@@ -92,11 +84,8 @@ class Passes:
     def rescales(self, rounds: int) -> bool:
         """Tell whether the weights are rescaled before round 1, see ``federation.unit_scale``.
 
-        There are three conditions. The option ``unit_scale`` is on. Statistics are measured before round 1 (the
-        calibration). The method normalises the first batch with these statistics.
-
-        Args:
-            rounds: The number of rounds of the run.
+        They are if the option ``unit_scale`` is on, statistics are measured before round 1 (the calibration), and the
+        method normalises the first batch with these statistics.
         """
         policy = self.server.policy
         return policy.unit_scale and rounds > 0 and self.calibration(rounds) != 0 and self.server.method.uses_shared(rounds)
@@ -104,19 +93,10 @@ class Passes:
     def calibrated(
         self, transport: Transport, tensors: Named, rounds: int, show: Callable[[Measured], None] = lambda measured: None
     ) -> Named:
-        """Make the exchanges that measure statistics before round 1.
+        """Make the exchanges before round 1, then rescale the weights if ``rescales``. Return the tensors for round 1.
 
-        Then rescale the weights, if ``rescales`` returns True. With 0 rounds the run consists only of these
-        exchanges, and each exchange needs the replies of as many clients as a round does.
-
-        Args:
-            transport: Carries instructions to the clients, and replies back.
-            tensors: Name -> shared tensor.
-            rounds: The number of rounds of the run.
-            show: Called in a run of 0 rounds: with the state before the exchanges, and with the result of each exchange.
-
-        Returns:
-            The shared tensors with which round 1 starts.
+        With 0 rounds the run consists only of these exchanges, and each needs the replies of as many clients as a
+        round does. ``show`` is then called with the state before the exchanges, and with the result of each.
 
         Raises:
             TooFewMeasured: In a run of 0 rounds, too few clients measured.
@@ -149,19 +129,10 @@ class Passes:
         return tensors
 
     def refreshed(self, transport: Transport, round: int, tensors: Named) -> Named:
-        """Renew the statistics for an evaluation, as the method requires.
+        """Return the shared tensors with statistics renewed for an evaluation after ``round``, as ``Method.refresh`` says.
 
-        ``Method.refresh`` decides. ``EXACT``: they become the statistics of the union of the clients' data. ``HYBRID``:
-        clients measure the moments with which training normalises. ``REPORTED``: the server combines the statistics
-        of this round's replies.
-
-        Args:
-            transport: Carries instructions to the clients, and replies back.
-            round: The round.
-            tensors: Name -> shared tensor after the round.
-
-        Returns:
-            The shared tensors with the new statistics.
+        ``EXACT``: those of the union of the clients' data. ``HYBRID``: clients measure the moments with which
+        training normalises. ``REPORTED``: the server combines the statistics of this round's replies.
         """
         method, shared = self.server.method, self.server.shared
         refresh, words = method.refresh, "no exchange"
@@ -179,7 +150,7 @@ class Passes:
 
     @staticmethod
     def _in_words(measured: Measured, asked: int, who: str) -> str:
-        """Say how many exchanges there were, and with whom: ``who`` if the statistics of all ``asked`` clients could be used."""
+        """Say how many exchanges there were, and with ``who``, if all ``asked`` clients' statistics could be used."""
         exchanges, clients = measured.record.exchanges or measured.outcome.number, measured.outcome.clients
         return f"{exchanges} exchange{'s' * (exchanges != 1)} with {who if clients >= asked else f'{clients} of {asked} clients'}"
 
@@ -189,9 +160,8 @@ class Passes:
         """Yield the results of ``most`` exchanges, or of as many as make all layers exact (UNTIL_STILL).
 
         Each exchange starts with the statistics of the exchange before; ``tensors`` stays unchanged. The exchanges
-        end early if one changes no statistic by more than ``tolerance``: further exchanges would not change statistics,
-        either. If the exchanges make all layers exact and the transport can measure layer by layer, one such pass
-        replaces them.
+        end early if one changes no statistic by more than ``tolerance``, since further ones would not, either. If all
+        layers are to be exact and the transport can measure layer by layer, one such pass replaces them.
         """
         layers = len(self.server.shared.statistics())
         most = layers if most == UNTIL_STILL and self.private else most  # noise changes them every time, and each exchange costs privacy
@@ -256,8 +226,8 @@ class Passes:
 class Newest:
     """Hold the tensors of a run's model as evaluated last, also in rounds without an evaluation, and in runs that end early.
 
-    HBN and static BN measure the statistics of a model only before it is evaluated. The tensors of a round without an evaluation are
-    no model that could be used: under static BN, they have mean 0 and variance 1. Other methods have a complete model after every round.
+    HBN and static BN measure the statistics of a model only before it is evaluated. The tensors of another round
+    are no model that could be used: under static BN, they have mean 0 and variance 1.
 
     Attributes:
         tensors: Name -> shared tensor.
@@ -270,12 +240,7 @@ class Newest:
     done: int = 0
 
     def take(self, round: int, evaluated: Named) -> None:
-        """Take the tensors of a finished round.
-
-        Args:
-            round: The round.
-            evaluated: Name -> shared tensor (``federation.run.Round.evaluated``). Empty: the model stays that of an earlier round.
-        """
+        """Take the tensors of a finished round (``run.Round.evaluated``). Empty: the model stays the earlier one."""
         self.done = round
         if evaluated:
             self.tensors, self.round = evaluated, round

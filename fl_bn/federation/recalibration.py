@@ -1,14 +1,15 @@
 """Re-calibrate: measure the exact statistics of the union of the clients' data in every BatchNorm layer, by passes.
 
-This is PreciseBN (Rethinking "Batch" in BatchNorm, Wu, Johnson, 2021, section 3), federated, and without its division
-into batches. In a pass, every client runs the network over its data in evaluation mode, so all clients normalise with the
-same constants. The pooled moments of a layer's input are then those of the union of all data, given the statistics of the
-layers below. A layer becomes exact if the layers below were exact before the pass. So pass p makes layers 1..p exact, and
-L passes make all L layers exact. If a pass changes no statistic, all layers are exact. If the number of passes
-is not given, or is at least L, pass p changes only layers 1..p+1 (``unreached``). If fewer passes are given, each pass
-changes all layers. Else the highest layers would keep their old statistics, which are known to be wrong.
+This is PreciseBN (Rethinking "Batch" in BatchNorm, Wu, Johnson, 2021, section 3), federated, and without its
+division into batches. In a pass, every client runs the network over its data in evaluation mode, so all
+clients normalise with the same constants. The pooled moments of a layer's input are then those of the union
+of all data, given the statistics of the layers below. So pass p makes layers 1..p exact, and L passes make
+all L layers exact. If a pass changes no statistic, all layers are exact. If the number of passes is not
+given, or is at least L, pass p changes only layers 1..p+1 (``unreached``). If fewer are given, each pass
+changes all layers, since the highest ones would else keep wrong statistics.
 
-The functions work for any torch network, converted or not, trained in a federation or not. They never change weights.
+The functions work for any torch network, converted or not, trained in a federation or not. They never change
+weights.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class Pass:
         clients: How many clients were measured.
         settled: Whether the pass changed no statistic by more than the tolerance. Another pass would then change none.
         exchanges: The number of exchanges, if the pass went layer by layer and made all layers exact. Otherwise 0.
-        in_order: Whether all layers kept their statistics, except perhaps the layer that the network registers last. See
-            ``through``.
+        in_order: Whether all layers kept their statistics, except perhaps the layer that the network registers
+            last. See ``through``.
     """
 
     number: int
@@ -88,19 +89,10 @@ class Pass:
         exchanges: int = 0,
         kept_layers: Collection[str] = (),
     ) -> Pass:
-        """Compare the running statistics before and after a pass.
+        """Compare the running statistics of layers before and after a pass. Without clients, ``settled`` is False.
 
-        After a pass without clients, ``settled`` is False.
-
-        Args:
-            number: The number of the pass.
-            clients: How many clients were measured.
-            old: Layer -> the statistics before.
-            new: Layer -> the measured statistics.
-            eps: Layer -> its epsilon.
-            tolerance: The largest change that counts as no change, see ``TOLERANCE``.
-            exchanges: The number of exchanges, if the pass went layer by layer.
-            kept_layers: Layers that keep their old statistics after this pass, see ``unreached``.
+        ``tolerance`` is the largest change that counts as no change (``TOLERANCE``). ``kept_layers`` keep their old
+        statistics after this pass, see ``unreached``.
         """
         settled = clients > 0 and all(_still(old[name], new[name], eps[name], tolerance) for name in new)
         in_order = all(_still(old[name], new[name], eps[name], TOLERANCE) for name in list(new)[:-1])
@@ -114,29 +106,21 @@ class Pass:
 
 
 def unreached(layers: Sequence[str], number: int) -> Sequence[str]:
-    """Return the layers that keep their statistics in pass ``number``, if passes go on until all layers are exact.
+    """Return the ``layers`` that keep their statistics in pass ``number``, if passes go on until all layers are exact.
 
-    A pass changes the layers that it makes exact and one more, in the order in which the network registers them. If it
-    changed all layers, each would be measured under wrong statistics of the layers before it. In a deep network such errors
-    multiply: those of ResNet-50 overflow float32 within ten passes.
-
-    Args:
-        layers: The names of all layers, in the order in which the network registers them.
-        number: The number of the pass, from 1.
+    A pass changes the layers that it makes exact and one more, in the order in which the network registers them.
+    If it changed all layers, each would be measured under wrong statistics of the layers before it. In a deep
+    network such errors multiply: those of ResNet-50 overflow float32 within ten passes.
     """
     return layers[number + 1 :]
 
 
 def through(layers: int, outcome: Pass) -> bool:
-    """Tell whether the passes may end, since every layer now has the exact statistics of all clients' data.
+    """Tell whether the passes may end, since every one of ``layers`` layers now has the exact statistics of all data.
 
-    They may end after a pass that changes no statistic. They may also end after pass number ``layers``, if only the last
-    layer changed in this pass. If other layers changed, the network calls its layers in another order than it registers
-    them. Twice as many passes are enough for any order.
-
-    Args:
-        layers: The number of layers whose statistics are measured.
-        outcome: The result of the pass.
+    They may end after a pass that changes no statistic. They may also end after pass number ``layers``, if only
+    the last layer changed in this pass. If other layers changed, the network calls its layers in another order
+    than it registers them. Twice as many passes are enough for any order.
     """
     return outcome.settled or outcome.number >= 2 * layers or (outcome.number >= layers and outcome.in_order)
 
@@ -144,21 +128,20 @@ def through(layers: int, outcome: Pass) -> bool:
 def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, tolerance: float = TOLERANCE) -> list[Pass]:
     """Set the running statistics of ``model`` to those of the union of the clients' data (variance unbiased).
 
-    Measured moments are rounded to the model's dtype, as in messages. So a federated run with the same clients gives the
-    same bits. If the network uses a layer at two depths, the layer's input depends on its own statistics. These may
-    converge, but are not exact.
+    Measured moments are rounded to the model's dtype, as in messages. So a federated run with the same clients
+    gives the same bits. If the network uses a layer at two depths, the layer's input depends on its own
+    statistics. These may converge, but are not exact.
 
     Args:
         model: The network. Its statistics are set in place.
         clients: The samples of each client.
         passes: The largest number of passes; 0: as many as make all layers exact.
-        tolerance: The largest change that counts as no change, see ``TOLERANCE``. The passes end once no statistic changes by more.
-
-    Returns:
-        The result of each pass.
+        tolerance: The largest change that counts as no change, see ``TOLERANCE``. The passes end once no
+            statistic changes by more.
 
     Raises:
-        ValueError: There is no BatchNorm layer with running statistics, or a BatchNorm layer keeps none. Or no client has a sample.
+        ValueError: There is no BatchNorm layer with running statistics, or a BatchNorm layer keeps none. Or no
+            client has a sample.
     """
     clients = [samples for samples in clients if len(samples)]
     reason = without_statistics(model)
@@ -180,10 +163,7 @@ def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, t
 def why_not(model: nn.Module, method: Method, trains: bool = False) -> str:
     """Return the reason why ``method`` cannot re-calibrate the (converted) ``model``; empty if it can.
 
-    Args:
-        model: The network.
-        method: The method.
-        trains: Whether the passes belong to a run that trains, in which clients have the statistics that they keep.
+    In a run that ``trains``, clients have the statistics that they keep.
     """
     if not method.shares(Role.STATISTIC) or (not trains and Locality.of(model, method).home_statistics):
         return (

@@ -1,10 +1,10 @@
 """Record the batches and steps of a round, as docs/contract.md defines them, whatever loop trains the network.
 
-A *batch* is all forward passes of the round's network between two steps, in training mode under autograd. A pass that a backward
-pass repeats is not recorded again, nor is one that ``torch.jit.trace`` makes. A copy of the network is recorded by nobody.
-A *step* is a step of a ``torch.optim.Optimizer`` along a gradient of one of the network's parameters. Steps of different
-parameters without a batch between them are one step (optimisers of several parts, or inside the backward pass), and so are those of
-an optimiser around another.
+A *batch* is all forward passes of the round's network between two steps, in training mode under autograd. A
+pass that a backward pass repeats is not recorded again, nor is one that ``torch.jit.trace`` makes, nor is a
+copy of the network. A *step* is a step of a ``torch.optim.Optimizer`` along a gradient of one of the
+network's parameters. Steps of different parameters without a batch between them are one step (optimisers of
+several parts, or inside the backward pass), and so are those of an optimiser around another.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Recorder:
         self._begun: dict[int, int] = {}  # the id of an optimiser -> how many steps had ended when its newest step began
 
     def __call__(self, model: nn.Module, args: Any) -> None:
-        """Note a training pass of the network. FedAvg needs no more than this: its layers are torch's own."""
+        """Note a training pass of the network. FedAvg needs no more: its layers are torch's own."""
         if learns_from_pass(model) and not self.pauses:
             self._came = True
 
@@ -76,7 +76,7 @@ class Recorder:
 
     @property
     def samples(self) -> int:
-        """Return the number of samples since the last step: rows of inputs of the layer that got fewest, as others run more often."""
+        """Return the samples since the last step: rows of the layer that got fewest, as others run more often."""
         return min(self._rows.values(), default=0)
 
     @property
@@ -89,13 +89,9 @@ class Recorder:
         self._begun[id(optimizer)] = self._ended
 
     def continues(self, optimizer: Optimizer, parameters: set[int]) -> bool:
-        """Tell whether a step of ``optimizer``, which ends now, belongs to the step before it.
+        """Tell whether a step of ``optimizer``, which ends now and moved ``parameters`` (ids), belongs to the one before.
 
         It does if another optimiser stepped inside of it, or if no batch came since the steps of other parameters.
-
-        Args:
-            optimizer: The optimiser.
-            parameters: The ids of the parameters that moved.
         """
         around = self._begun.get(id(optimizer), self._ended) < self._ended
         goes_on = around or (bool(self._stepped) and not self._came and self._stepped.isdisjoint(parameters))
@@ -150,8 +146,8 @@ _LOCK, _HOOKS = Lock(), list[Any]()
 def following(round: LocalRound) -> Iterator[None]:
     """Tell ``round`` of each step that an optimiser of its network's parameters makes inside the ``with`` block.
 
-    torch's hooks are registered once and stay, since every thread's ``Optimizer.step`` goes through them: none may be added or
-    removed meanwhile. Outside of rounds they do nothing.
+    torch's hooks are registered once and stay, since every thread's ``Optimizer.step`` goes through them. Outside
+    of rounds they do nothing.
 
     Raises:
         ValueError: Another round still trains the network.
@@ -183,7 +179,7 @@ def _after(optimizer: Optimizer, args: Any, named: Any) -> None:
 
 @contextmanager
 def unrecorded(model: nn.Module) -> Iterator[None]:
-    """Make forward passes inside a round that lead to no step: they are not recorded, and leave the network's buffers as they were.
+    """Make forward passes inside a round that lead to no step: they are not recorded, and leave buffers as they were.
 
     >>> import torch
     >>> from torch import nn

@@ -56,14 +56,8 @@ class Trained:
 def train(round: LocalRound, batches: Iterable[Any], task: Task, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> Trained:
     """Train ``round.model`` in place by the round's settings, method and phase. Call this inside ``with round.open()``.
 
-    A batch of one sample is left out if a BatchNorm layer gets only one value per channel from it, which has no variance.
-
-    Args:
-        round: The client's round.
-        batches: Batches, over which training iterates once.
-        task: Reads a batch and computes its loss.
-        optimizer: The optimiser.
-        scheduler: A scheduler of ``optimizer``, stepped after every batch. Default: none.
+    Training iterates once over ``batches``, and steps ``scheduler`` after every batch. A batch of one sample is
+    left out if a BatchNorm layer gets only one value per channel from it, which has no variance.
     """
     model, settings, rate = round.model, round.settings, round.instruction.learning_rate
     like, parameters = inputs_like(model), round.parameters
@@ -157,14 +151,8 @@ class IndexBatches:
 class SampleLoop:
     """Train on one client's samples, as the settings of a round say. It is the argument ``train`` of ``client_round``.
 
-    All random numbers depend only on ``seed``, ``client`` and the round. A subclass draws its batches in another way.
-
-    Attributes:
-        samples: The client's samples.
-        seed: The seed of the run.
-        client: The client's number.
-        task: Reads a batch, and computes its loss.
-        passes: How often a training round iterates over ``batches``.
+    All random numbers depend only on ``seed``, ``client`` and the round. A subclass draws its batches in another
+    way. A training round iterates ``passes`` times over ``batches``.
     """
 
     samples: Samples
@@ -178,7 +166,7 @@ class SampleLoop:
         return None
 
     def seeded(self, round: LocalRound, purpose: int) -> AbstractContextManager[None]:
-        """Return a context inside which torch's random numbers depend only on the seed, the client, the round and the purpose."""
+        """Return a context whose random numbers of torch depend only on seed, client, round and ``purpose``."""
         seed = int(seeded(self.seed, self.client, round.instruction.round, purpose).integers(2**62))
         return torch_seed(seed, inputs_like(round.model).device)
 
@@ -215,7 +203,7 @@ class SampleLoop:
         round.statistics_pass.measure(lambda: self.pass_inputs(round))
 
     def pass_inputs(self, round: LocalRound) -> Iterator[Any]:
-        """Return the batches of inputs of the statistics pass, on the device of the round's network, and count their samples."""
+        """Return the batches of inputs of the statistics pass, on the network's device, and count their samples."""
         own, how, n, like = round.statistics_pass, round.statistics_pass.how, len(self.samples), inputs_like(round.model)
         own.samples = how.size(n, round.settings.planned(n))
         size = round.settings.batch_size if how.measured == NORMALISERS else PASS_BATCH
@@ -227,12 +215,9 @@ class SampleLoop:
         return round.settings.make_optimizer(round.parameters.values(), round.instruction.learning_rate)
 
     def weighed(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
-        """Return the client's weight as a number of samples, and the mean loss. In a round that only measures, all samples count.
+        """Return the client's weight as a number of samples, and the mean loss. In a round that only measures, all count.
 
-        Args:
-            round: The client's round.
-            batches: The training batches; empty if the round only measures.
-            trained: The result of each pass over ``batches``.
+        ``batches`` is empty if the round only measures. ``trained`` is the result of each pass over them.
         """
         n = len(self.samples)
         if not round.trains:
@@ -252,18 +237,7 @@ def alone(
     connect: Connect | None = None,
     number: int = 0,
 ) -> LocalRound:
-    """Make a client's round without a server. The round starts from the tensors of ``model``.
-
-    Args:
-        model: The converted network.
-        method: The method.
-        settings: The settings of training.
-        learning_rate: The learning rate.
-        phase: The phase of the round.
-        kept: The state of the client.
-        connect: Joins a layer-wise exchange.
-        number: The number of the round.
-    """
+    """Make a client's round without a server. The round starts from the tensors of ``model``."""
     state, expected = model.state_dict(), schema.instruction(model, Locality.of(model, method), auxiliary(settings)).sections
     sections = {section: {name: state[name].detach().clone() for name in names if name in state} for section, names in expected.items()}
     return LocalRound(model, method, Instruction(number, phase, sections, learning_rate), kept, settings, connect)

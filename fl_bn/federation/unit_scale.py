@@ -1,11 +1,11 @@
 """Rescale weights before round 1, so that every BatchNorm layer's input has the standard deviation ``Method.scale``.
 
-If training normalises with constants, these constants scale every step of the weights. A new network's activations have a
-small standard deviation. Normalisation divides by this deviation, so the gradient of the weights is large. With BatchNorm
-this does little harm, because the gradient is orthogonal to the weights. With constants the first rounds diverge. So this
-module divides the weights, means and standard deviations by the same number. The network then computes the same function
-(up to ``eps``), but its gradients are smaller. This is the initialisation LSUV, with statistics measured over all clients
-(All You Need Is a Good Init, Mishkin and Matas, ICLR 2016). In the paper the deviation is 1.
+A new network's activations have a small standard deviation. Normalisation divides by it, so the gradient of
+the weights is large. With BatchNorm this does little harm, because the gradient is orthogonal to the weights.
+If training normalises with constants, the first rounds diverge. So this module divides the weights, means and
+standard deviations by the same number. The network then computes the same function (up to ``eps``), but its
+gradients are smaller. This is the initialisation LSUV, with statistics measured over all clients (All You
+Need Is a Good Init, Mishkin and Matas, ICLR 2016). In the paper the deviation is 1.
 
 Symbols: s -> deviation.
 """
@@ -47,9 +47,9 @@ def producers(model: nn.Module) -> dict[str, str]:
 
     Only this BatchNorm layer may use the output of the layer before. Between the two there may be ``HOMOGENEOUS``
     operations (ReLU, pooling). The layer before must be one of ``PRODUCERS`` and be trained. Its weight must not
-    be shared with another layer, nor be computed from other tensors (spectral norm, for example), nor be read by the
-    network's own ``forward``. Each of the two layers must run once per forward pass, and neither may have hooks.
-    All this must hold in both modes of the network.
+    be shared with another layer, nor be computed from other tensors (spectral norm, for example), nor be read by
+    the network's own ``forward``. Each of the two layers must run once per forward pass, and neither may have
+    hooks. All this must hold in both modes of the network.
 
     Raises:
         ValueError: torch.fx cannot trace the network (control flow that depends on data, say).
@@ -103,22 +103,13 @@ def rescaled(
     sources: Mapping[str, str],
     scale: float = 1.0,
 ) -> dict[str, Tensor]:
-    """Return rescaled tensors, by name, with which the input of each BatchNorm layer has the standard deviation ``scale``.
+    """Return the tensors that change so that the input of each BatchNorm layer has the standard deviation ``scale``.
 
-    Let s be ``sqrt(var + eps) / scale`` of a channel. The weight and bias of the layer before BatchNorm are divided by s, and
-    so is BatchNorm's running mean. The running variance is divided by s^2, and becomes ``scale**2 * var / (var + eps)``. So
-    the network computes the same function, up to ``eps``. Where eps changes a channel's output by more than ``MUCH``,
-    BatchNorm's own weight makes up for it. A layer that has no such weight is left as it is then.
-
-    Args:
-        state: The network's state_dict.
-        statistics: Layer -> statistics of its BatchNorm layers.
-        eps: Layer -> epsilon of its BatchNorm layers.
-        sources: BatchNorm layer -> the layer before it, see ``producers``.
-        scale: The standard deviation to reach.
-
-    Returns:
-        Only the tensors that change, by their name in ``state``.
+    Let s be ``sqrt(var + eps) / scale`` of a channel. The weight and bias of the layer before BatchNorm
+    (``sources``, see ``producers``) are divided by s, and so is BatchNorm's running mean. The running variance is
+    divided by s^2, and becomes ``scale**2 * var / (var + eps)``. So the network computes the same function, up to
+    ``eps``. Where eps changes a channel's output by more than ``MUCH``, BatchNorm's own weight makes up for it. A
+    layer that has no such weight is left as it is then.
     """
     new: dict[str, Tensor] = {}
     for norm, source in sources.items():
@@ -151,10 +142,7 @@ class _Tracer(fx.Tracer):
 
 
 def _source(norm: fx.Node, modules: Mapping[str, nn.Module], between: tuple[Any, ...] = HOMOGENEOUS) -> str | None:
-    """Return the name of the module whose output only ``norm`` uses, directly or through the operations ``between``.
-
-    Return None if there is no such module.
-    """
+    """Return the module whose output only ``norm`` uses, directly or through the operations ``between``, or None."""
     node = norm.all_input_nodes[0] if norm.all_input_nodes else None
     while node is not None and len(node.users) == 1:
         if node.op == "call_module" and type(modules[str(node.target)]) not in between:

@@ -86,15 +86,14 @@ class Reply:
         client: The client's number.
         sections: Section -> name -> tensor. The sections are ``weights`` or ``gradients``; ``statistics`` or
             ``moments``, if the method reports them; and the auxiliary tensors.
-        samples: The number of different samples that the client trained on, or measured. With ``LocalTraining.weigh_all``,
-            the number of all its samples.
-        weight: The client's weight in averages. It is ``samples``, but in phase EXCHANGE it is the size of the first
-            batch.
+        samples: The number of different samples that the client trained on, or measured. With
+            ``LocalTraining.weigh_all``, the number of all its samples.
+        weight: The client's weight in averages. It is ``samples``, but in phase EXCHANGE it is the size of the
+            first batch.
         metrics: Numbers by name. ``loss``: the mean over the training batches. ``steps``: local steps.
             ``batch``: samples of the first batch. ``measured``: samples of a statistics pass. ``waited``:
             seconds in exchanges. ``kept``: the round of the state that the client began with. ``before`` and
-            ``after``: the task's metric on the client's test data, before and after local training, if the run
-            measures it.
+            ``after``: the task's metric on the client's test data, before and after local training, if measured.
         round: The round of the instruction that this reply answers.
         signature: The signature of the client's model and method.
         largest: The largest absolute value in the sections; 0 if unknown.
