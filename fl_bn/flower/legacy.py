@@ -1,4 +1,4 @@
-"""Run apps of Flower's older API, a ``NumPyClient`` and a ``server_fn``, as an adapter over ``training`` and ``OwnAppStrategy.start``.
+"""Adapt apps of Flower's older API, a ``NumPyClient`` and a ``server_fn``, to fl-bn's rounds.
 
 In client_app.py, ``app = ClientApp(client_fn)`` becomes ``app = legacy_client_app(client_fn,
 fixbn())``. In server_app.py, ``app = ServerApp(server_fn=server_fn)`` becomes ``app =
@@ -37,7 +37,7 @@ from fl_bn.methods import Method
 from fl_bn.task import CLASSIFICATION, Task
 
 SCALARS = "scalars"
-"""The record with all metrics that a legacy client returned. It may hold text, too, which a MetricRecord cannot."""
+"""The record with all metrics that a legacy client returned, also text, which a MetricRecord cannot hold."""
 GIVEN = {  # argument of OwnAppStrategy -> the attribute of the older FedAvg that gives its value
     "fraction_train": "fraction_fit",
     "fraction_evaluate": "fraction_evaluate",
@@ -65,23 +65,19 @@ def legacy_client_app(
 ) -> ClientApp:
     """Return the ClientApp of a legacy ``client_fn``, whose clients train and evaluate by ``method``.
 
-    The clients' class needs no change. In every round, the client's network is replaced by the
-    network of the round. ``fit`` gets the arrays of this network, and the arrays that ``fit``
-    returns are used. So make in ``fit`` and ``evaluate`` whatever holds the network: the
-    optimizer, or a trainer.
+    The clients' class needs no change. In every round, the client's network is replaced by the network
+    of the round. ``fit`` gets its arrays, and the arrays that ``fit`` returns are used. So make in
+    ``fit`` and ``evaluate`` whatever holds the network: the optimizer, or a trainer.
 
     Args:
-        client_fn: makes a ``NumPyClient``, with or without ``.to_client()``, from Flower's
-            context or, in the oldest form, ``client_fn(cid: str)``, from the client's number.
+        client_fn: makes a ``NumPyClient``, with or without ``.to_client()``, from Flower's context or,
+            in the oldest form, ``client_fn(cid: str)``, from the client's number.
         method: the method, the same as the server's.
         net: the name of the client's attribute that holds its network.
         trainloader: the name of the client's attribute that holds its training batches.
         task: splits a batch into inputs and targets, if the method measures the batches.
         tells: whether the client sends the BatchNorm layers that it keeps, as in ``answer``.
         mods: Flower's mods for the app.
-
-    Returns:
-        The app for client_app.py.
     """
     app = ClientApp(mods=[*mods])
 
@@ -99,7 +95,7 @@ def legacy_client_app(
 
 
 def _fit(client_of: ClientOf, net: str, trainloader: str, method: Method, task: Task, message: Message, context: Context) -> Message:
-    """Answer a train message. The function is at module level: ``run_simulation`` pickles inner functions with all they use."""
+    """Answer a train message. Flower's ``run_simulation`` would pickle an inner function with all it uses."""
     client = client_of(context)
     with training(message, context, getattr(client, net), method, getattr(client, trainloader), task=task) as round:
         setattr(client, net, round.model)
@@ -114,7 +110,6 @@ def _fit(client_of: ClientOf, net: str, trainloader: str, method: Method, task: 
 
 
 def _evaluate(client_of: ClientOf, net: str, method: Method, message: Message, context: Context) -> Message:
-    """Answer an evaluate message."""
     client = client_of(context)
     model = evaluating(message, context, getattr(client, net), method)
     setattr(client, net, model)
@@ -124,12 +119,11 @@ def _evaluate(client_of: ClientOf, net: str, method: Method, message: Message, c
 
 
 def _arrays(model: nn.Module) -> list[np.ndarray]:
-    """Return copies of the network's arrays, as Flower gives them: training ``model`` does not change them."""
+    """Return copies of the network's arrays: training ``model`` does not change them."""
     return [tensor.detach().cpu().numpy().copy() for tensor in model.state_dict().values()]
 
 
 def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``metrics`` with Python's numbers in place of NumPy's."""
     return {name: value.item() if isinstance(value, np.generic) else value for name, value in metrics.items()}
 
 
@@ -145,24 +139,20 @@ def legacy_server_app(
 ) -> ServerApp:
     """Return a ServerApp that runs the strategy of a legacy ``server_fn`` in rounds of ``method``.
 
-    ``server_fn`` needs no change. Its strategy is Flower's older ``FedAvg``, or a class derived
-    from it. Its fractions, numbers of clients, ``initial_parameters``, ``on_fit_config_fn``,
-    ``on_evaluate_config_fn``, ``evaluate_fn`` and metric functions are all used. A class of the
-    user's own may override ``evaluate``, ``aggregate_fit`` and ``aggregate_evaluate``. In the
-    last two, ``super()`` returns what fl-bn computed from the replies. A ``Server`` of the
-    user's own may override ``fit``: ``super().fit(...)`` runs the rounds, and returns Flower's
-    ``History``, which ``run_in_process`` returns in turn, with all final arrays of the network
-    as ``parameters``.
+    ``server_fn`` needs no change. Its strategy is Flower's older ``FedAvg``, or a class derived from
+    it. Its fractions, numbers of clients, ``initial_parameters``, ``on_fit_config_fn``,
+    ``on_evaluate_config_fn``, ``evaluate_fn`` and metric functions are all used. A class of the user's
+    own may override ``evaluate``, ``aggregate_fit`` and ``aggregate_evaluate``. In the last two,
+    ``super()`` returns what fl-bn computed from the replies. A ``Server`` of the user's own may
+    override ``fit``: ``super().fit(...)`` runs the rounds, and returns Flower's ``History``, which
+    ``run_in_process`` returns in turn, with all final arrays of the network as ``parameters``.
 
     Args:
         server_fn: returns Flower's ``ServerAppComponents``.
         model: makes the network, unconverted.
         method: the method, the same as the clients'.
-        options: further keyword arguments of ``OwnAppStrategy`` that the older ``FedAvg`` does
-            not have, such as ``callbacks``.
-
-    Returns:
-        The app for server_app.py.
+        options: further keyword arguments of ``OwnAppStrategy`` that the older ``FedAvg`` does not
+            have, such as ``callbacks``.
     """
     app = ServerApp()
 
@@ -195,7 +185,7 @@ def legacy_server_app(
 
 
 def check_class(thing: object, base: type, called: Collection[str]) -> None:
-    """Check that the class of ``thing`` is Flower's ``base``, or a user's that overrides only methods that fl-bn's rounds call.
+    """Check that the class of ``thing`` is Flower's ``base``, or overrides only what fl-bn's rounds call.
 
     Raises:
         ValueError: it is another class of Flower's, whose rounds would not be those of the method, or
@@ -210,20 +200,15 @@ def check_class(thing: object, base: type, called: Collection[str]) -> None:
 
 
 def put_between(thing: Any, base: type, **methods: Callable[..., Any]) -> None:
-    """Put ``methods`` between the class of ``thing`` and Flower's ``base``: ``super()`` in a user's override calls them."""
+    """Put ``methods`` between the class of ``thing`` and Flower's ``base``, for ``super()`` in overrides."""
     between, kind = type(base.__name__, (base,), methods), type(thing)
     thing.__class__ = between if kind is base else type(kind.__name__, (kind, between), {})
 
 
 class LegacyRounds(OwnAppStrategy):
-    """Run fl-bn's rounds with an older strategy's configs, evaluation and metric functions, and write Flower's ``History``.
+    """Run fl-bn's rounds with an older strategy's functions, and write Flower's ``History``.
 
-    Args:
-        older: the strategy of ``server_fn``. Its aggregating hooks return fl-bn's results, also
-            by ``super()``.
-        model: the network, unconverted.
-        method: the method.
-        options: further arguments of ``OwnAppStrategy``.
+    The aggregating hooks of ``older`` return fl-bn's results, also by ``super()``.
     """
 
     def __init__(self, older: FedAvg, model: nn.Module, method: Method, **options: Any) -> None:
@@ -235,17 +220,16 @@ class LegacyRounds(OwnAppStrategy):
         put_between(older, FedAvg, aggregate_fit=found, aggregate_evaluate=found)
 
     def initial(self, manager: Any) -> ArrayRecord | None:
-        """Return the arrays of the strategy's ``initial_parameters`` by name. None, if it has none: those of the server's network."""
+        """Return the arrays of the strategy's ``initial_parameters`` by name, if it has any."""
         parameters = self.older.initialize_parameters(manager)
         return None if parameters is None else self._named(parameters)
 
     def _named(self, parameters: Parameters) -> ArrayRecord:
-        """Return the older API's list of all arrays as a record, by the names of the network's state_dict."""
         pairs = zip(self._model.state_dict(), parameters_to_ndarrays(parameters), strict=True)
         return ArrayRecord({name: torch.from_numpy(np.array(array)) for name, array in pairs})
 
     def whole(self, arrays: ArrayRecord) -> list[np.ndarray]:
-        """Return the arrays as a list in the order of the network's state_dict. Tensors that clients keep are the server's initial ones."""
+        """Return the arrays in the order of the state_dict. Tensors that clients keep have initial values."""
         given = arrays.to_torch_state_dict()
         return [given.get(name, tensor).detach().cpu().numpy() for name, tensor in self._model.state_dict().items()]
 
@@ -267,10 +251,10 @@ class LegacyRounds(OwnAppStrategy):
         return super().configure_evaluate(server_round, arrays, self._config("evaluate", server_round, config), grid)
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Combine the replies, and call the older strategy's ``aggregate_fit``, which may replace the combined arrays.
+        """Combine the replies, and call the older strategy's ``aggregate_fit``, which may replace the arrays.
 
-        ``fit_metrics_aggregation_fn`` combines the metrics that the clients' ``fit`` returned.
-        If ``aggregate_fit`` returns no arrays, the round has failed.
+        ``fit_metrics_aggregation_fn`` combines the metrics. If ``aggregate_fit`` returns no arrays, the
+        round has failed.
         """
         replies = list(replies)
         arrays, metrics = super().aggregate_train(server_round, replies)
@@ -286,11 +270,7 @@ class LegacyRounds(OwnAppStrategy):
         return (arrays if parameters is given else self._named(parameters)), metrics
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Combine the clients' losses, call the older strategy's ``aggregate_evaluate``, and store its results in the history.
-
-        ``evaluate_metrics_aggregation_fn`` combines the metrics that the clients' ``evaluate``
-        returned.
-        """
+        """Combine the clients' losses, and store the results of ``aggregate_evaluate`` in the history."""
         replies = list(replies)
         metrics = super().aggregate_evaluate(server_round, replies)
         told = _told(replies, self.transport.evaluations.clients, self.transport.record.client_evaluation) if metrics is not None else []
@@ -304,24 +284,23 @@ class LegacyRounds(OwnAppStrategy):
         return metrics
 
     def _config(self, name: str, server_round: int, config: ConfigRecord) -> ConfigRecord:
-        """Replace the content of ``config`` by the values that the older strategy's function gives for the round, and return it."""
+        """Replace ``config`` by what the older strategy's function gives for the round, and return it."""
         config.clear()
         config.update({} if (config_fn := getattr(self.older, f"on_{name}_config_fn")) is None else config_fn(server_round))
         return config
 
     def _asked_hook(self, name: str, found: Any, server_round: int, told: list[Any]) -> Any:
-        """Return what the older strategy's aggregating hook makes of the clients' results, and of what fl-bn ``found`` in them."""
+        """Return what the older strategy's hook makes of the results, and of what fl-bn ``found``."""
         combine = getattr(self.older, f"{name}_metrics_aggregation_fn")
         self._found = found, {} if combine is None else combine([(one.num_examples, one.metrics) for _, one in told])
         return getattr(self.older, f"aggregate_{name}")(server_round, told, [])
 
 
 def _told(replies: Sequence[Message], clients: Sequence[Client], counted: Collection[int]) -> list[Any]:
-    """Return pairs of client and results for the clients in ``counted``, in client order, as Flower's aggregating hooks get them.
+    """Return pairs of client and results for the clients in ``counted``, as Flower's hooks get them.
 
-    Results have ``num_examples``, ``metrics`` and ``loss``, but no arrays: a reply holds only
-    the tensors that the method shares. A client that sends no number of samples in the record
-    ``metrics`` is left out.
+    Results have ``num_examples``, ``metrics`` and ``loss``, but no arrays: a reply holds only the
+    tensors that the method shares. A client that sends no number of samples is left out.
     """
     index_of, told = {client.node: client.index for client in clients}, dict[int, Any]()
     for reply in replies:

@@ -1,4 +1,4 @@
-"""Compute one client's part of a round in fl-bn's application, and answer the server's messages: ``BatchNormClient``, and the ClientApp."""
+"""Compute one client's part of a round in fl-bn's application, and answer the server's messages."""
 
 from __future__ import annotations
 
@@ -48,17 +48,12 @@ class Site:
 
     Attributes:
         client: the client's index, from 0.
-        clients: the number of clients.
-        train: the training samples.
-        test: the test samples.
-        device: the device to compute on.
         folder: the folder for the model that the client saves at the end; None: it saves none.
         label_counts: the number of training samples per label, if the client reports it.
-        state: the folder for tensors that the client keeps between rounds. Each run has a
-            subfolder of its name. None: the tensors are kept in Flower's ``context.state``, as
-            long as the simulation or the SuperNode runs.
-        node_config: the node config, which says to which addresses of a layer-wise exchange the
-            client may connect.
+        state: the folder for tensors that the client keeps between rounds, with a subfolder for each
+            run. None: Flower's ``context.state`` has them, as long as the simulation or the SuperNode
+            runs.
+        node_config: says to which addresses of a layer-wise exchange the client may connect.
     """
 
     client: int
@@ -75,25 +70,23 @@ class Site:
 class BatchNormClient(Participant, NumPyClient):
     """Train, measure and evaluate one model as its method says.
 
-    ``make_client_app`` calls ``compute``, ``evaluation`` and ``save``, which take a
-    ``Request``. So override ``compute``, not ``fit``, to change the training. The methods of
-    Flower's ``NumPyClient`` do the same with lists of arrays. Since a list has no names, the
-    entry ``layout`` of their config has them, as JSON from ``codec.flatten``. The config's
-    other entries are the fields of the instruction's header and of its config.
+    ``make_client_app`` calls ``compute``, ``evaluation`` and ``save``, which take a ``Request``. So
+    override ``compute``, not ``fit``, to change the training. The methods of Flower's ``NumPyClient``
+    do the same with lists of arrays, whose names are in the entry ``layout`` of their config, as JSON
+    from ``codec.flatten``. Its other entries are the fields of the instruction's header and of its
+    config.
 
     All random numbers depend only on ``seed``, the client and the round.
 
     Args:
-        model: the converted network with its initial tensors. It is copied, never changed.
-            Clients of one process may share a ``Network``, and train its copy one after the
-            other.
+        model: the converted network with its initial tensors, which never change. Clients of one
+            process may share a ``Network``, and train its copy one after the other.
         method: the run's method.
         settings: the settings of local training.
         site: the client's data and device.
         state: Flower's ``context.state``.
         seed: the run's seed.
-        tells: whether the client sends the layers that it keeps, for the average that unseen
-            clients get.
+        tells: whether the client sends the layers that it keeps, for the average that unseen clients get.
         task: the model's task.
 
     Raises:
@@ -120,21 +113,15 @@ class BatchNormClient(Participant, NumPyClient):
 
     @property
     def model(self) -> nn.Module:
-        """Return the converted network with its initial tensors. Rounds train a copy. Do not change it."""
+        """Return the converted network with its initial tensors. Do not change it: rounds train a copy."""
         return self.network.original
 
     def compute(self, request: Request, pack: Callable[[Reply], T]) -> T:
         """Train or measure as ``request`` says, and keep the tensors that stay with this client.
 
-        Args:
-            request: the checked content of a message.
-            pack: makes the outgoing message from the reply. The client's tensors are stored
-                only if this succeeds.
-
-        Returns:
-            The result of ``pack``. The reply that ``pack`` gets has 0 samples if the client
-                sits out, or if, in an exchange by replay, it asks the server for the next
-                answer.
+        The client's tensors are stored only if ``pack`` makes a message of the reply. This message is
+        returned. The reply has 0 samples if the client sits out, or if, in an exchange by replay, it
+        asks for the next answer.
         """
         instruction, store = request.instruction, self.store(request.config)
         kept, joins = request.kept(store), request.connect(self.node_config)
@@ -158,7 +145,7 @@ class BatchNormClient(Participant, NumPyClient):
         return Reply(self.site.client, {}, 0, 0)
 
     def test(self, request: Request) -> dict[str, float]:
-        """Return the loss and other metrics on this client's test data. The model includes the tensors that this client keeps."""
+        """Return the loss and other metrics on this client's test data, with the tensors that it keeps."""
         with self._own_model(request) as model:
             return evaluate(model, self.site.test, task=self.task).result()
 
@@ -170,7 +157,7 @@ class BatchNormClient(Participant, NumPyClient):
         return Reply(self.site.client, {}, samples, samples, {"loss": loss, "fewest": fewest, **metrics})
 
     def save(self, request: Request) -> None:
-        """Save the model that ``test`` would evaluate in the folder that the request names, below the site's folder (``Site.folder``)."""
+        """Save the model that ``test`` would evaluate, in the request's folder below ``Site.folder``."""
         if self.site.folder is None:
             return
         path = self.site.folder / str(request.config["save"]) / "clients" / f"client-{self.site.client}.safetensors"
@@ -180,7 +167,6 @@ class BatchNormClient(Participant, NumPyClient):
 
     @contextmanager
     def _own_model(self, request: Request) -> Iterator[nn.Module]:
-        """Yield the network with the server's tensors and this client's own."""
         kept = request.kept(self.store(request.config))
         with self.network.lend() as lent:
             yield LocalRound(lent, self.method, request.instruction, kept).model
@@ -188,15 +174,13 @@ class BatchNormClient(Participant, NumPyClient):
     # Flower's NumPyClient
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what ``introduce`` returns: index, number of clients, number of samples, signature and label counts."""
+        """Return what ``introduce`` returns."""
         return dict(self.introduce())
 
     def get_parameters(self, config: Mapping[str, Any]) -> list[np.ndarray]:
-        """Return the scales, shifts and statistics that this client keeps, in the order of ``schema.kept_layers``.
+        """Return the BatchNorm tensors that this client keeps, in the order of ``schema.kept_layers``.
 
-        Args:
-            config: ``round`` is the number of the round, and ``run`` the run's name
-                (NAME/state-XXXXXXXX).
+        ``config`` has the number of the ``round``, and the name of the ``run`` (NAME/state-XXXXXXXX).
 
         Raises:
             PermissionError: this client does not share them.
@@ -206,14 +190,9 @@ class BatchNormClient(Participant, NumPyClient):
     def fit(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
         """Train or measure, as the phase in ``config`` says.
 
-        Args:
-            parameters: the arrays of the instruction.
-            config: the entry ``layout`` (the names of ``parameters``), the fields of the
-                instruction's header, and the fields of its config, such as ``learning-rate``.
-
-        Returns:
-            The arrays of the reply, the number of different samples trained on, and metrics
-                with the reply's ``layout``.
+        ``config`` has the ``layout`` of ``parameters``, and the fields of the instruction's header and
+        config, such as ``learning-rate``. Return the arrays of the reply, the number of different
+        samples trained on, and metrics with the reply's ``layout``.
         """
         request = self._request(parameters, config, TO_MEASURE if config["phase"] == Phase.MEASURE.value else TO_TRAIN)
 
@@ -224,13 +203,7 @@ class BatchNormClient(Participant, NumPyClient):
         return self.compute(request, listed)
 
     def evaluate(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> tuple[float, int, dict[str, Any]]:
-        """Return the loss on this client's test data, the number of test samples, and other metrics.
-
-        Args:
-            parameters: the arrays of the instruction.
-            config: the entry ``layout`` (the names of ``parameters``), the fields of the
-                instruction's header, and the fields of its config.
-        """
+        """Return the loss on this client's test data, the number of its samples, and other metrics."""
         metrics = self.test(self._request(parameters, config, TO_EVALUATE))
         return metrics.pop("loss"), len(self.site.test), metrics
 
@@ -241,19 +214,15 @@ class BatchNormClient(Participant, NumPyClient):
 
 
 def own_sections(keeps: ClientState, before: ClientState, round: int) -> Sections:
-    """Return the sections of the state ``keeps`` that a client stores after ``round``; empty if this round made none."""
+    """Return the sections of ``keeps`` that a client stores after ``round``, if this round made any."""
     return dict(keeps.sections) if keeps.round == round else {}
 
 
 def make_client_app(build: Callable[[Context], BatchNormClient]) -> ClientApp:
     """Make a ClientApp that answers the server's messages. Its ``Gate`` checks each message and each reply.
 
-    The ClientApp answers train and evaluate messages, and the queries ``statistics``, ``kept``,
-    ``hello``, ``rendezvous`` and ``save``.
-
-    Args:
-        build: Makes the client, for example a ``BatchNormClient``, from Flower's context of a
-            message.
+    It answers train and evaluate messages, and the queries ``statistics``, ``kept``, ``hello``,
+    ``rendezvous`` and ``save``. ``build`` makes the client from Flower's context of a message.
     """
     app = ClientApp(mods=[Gate()])
     own: dict[str, Answer] = {"train": _work, "query.statistics": _work, "evaluate": _evaluate, SAVE: _save}

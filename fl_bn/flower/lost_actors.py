@@ -1,13 +1,11 @@
 """Send a client's message again if the Ray actor that answers it dies, in Flower's simulation.
 
-Flower 1.25 returns an actor to its pool after any error, even if the process or the node of the
-actor is gone. A dead actor fails every message at once, so it gets more messages than the
-living ones, and the run ends. With the functions of this module, a dead actor leaves the pool,
-and another actor gets its message.
-
-The new answer is the same, bit for bit. It depends only on the message and on the client's
-state, which the main process of the simulation holds. Ray starts a new actor on any node with
-free resources, also on a node that joins later.
+Flower 1.25 returns an actor to its pool after any error, even if its process or node is gone. A dead
+actor fails every message at once, so it gets more messages than the living ones, and the run ends. With
+the functions of this module, a dead actor leaves the pool, and another one gets its message. The new
+answer is the same, bit for bit: it depends only on the message and on the client's state, which the
+main process holds. Ray starts a new actor on any node with free resources, also on one that joins
+later.
 """
 
 from __future__ import annotations
@@ -29,26 +27,20 @@ _free = threading.Condition()  # notified when an actor is returned to the pool;
 
 
 class NoProcess(Exception):
-    """Signal that all Ray actors for clients are gone. The message says what to do."""
+    """Signal that all Ray actors for clients are gone."""
 
 
 def repair(pool: Any = None) -> None:
-    """Change Flower's class ``BasicActorPool`` so that it discards dead actors.
-
-    Args:
-        pool: Another class to change, for tests; None: Flower's.
-    """
+    """Change Flower's ``BasicActorPool`` (another ``pool`` in tests) so that it discards dead actors."""
     kind = find("BasicActorPool") if pool is None else pool
     kind.submit, kind.add_actor_back_to_pool, kind.fetch_result_and_return_actor_to_pool = submit, give_back, fetch
 
 
 def submit(self: Any, ask: Any, job: tuple[Any, Any, str, Any]) -> Any:
-    """Send a ``job`` (app, message, client, context) to a free actor, and wait for one while all are busy. A method of the pool.
+    """Send a ``job`` (app, message, client, context) to an actor once one is free. A pool's method.
 
-    ``ask`` is Flower's function that sends a job to an actor. Return Ray's future of the answer.
-
-    Raises:
-        NoProcess: There is no actor, and none was started for ``PATIENCE`` seconds.
+    ``ask`` is Flower's function that sends a job to an actor. Return Ray's future of the answer, or
+    raise ``NoProcess`` if no actor was started for ``PATIENCE`` seconds.
     """
     with _free:
         while not _free.wait_for(lambda: bool(self.pool), PATIENCE):
@@ -61,7 +53,7 @@ def submit(self: Any, ask: Any, job: tuple[Any, Any, str, Any]) -> Any:
 
 
 def give_back(self: Any, future: Any) -> None:
-    """Return the actor of ``future`` to the pool, unless it was returned or lost before. This becomes a method of the pool."""
+    """Return the actor of ``future`` to the pool, unless it was returned or lost before. A pool's method."""
     with _free:
         if (held := self._future_to_actor.pop(future, None)) is not None:
             self.pool.append(held[0])
@@ -69,9 +61,7 @@ def give_back(self: Any, future: Any) -> None:
 
 
 def fetch(self: Any, future: Any) -> tuple[Any, Any]:
-    """Wait for the answer to a job. If its actor dies, send the job to another one. A method of the pool.
-
-    Return the reply, and the new context of the client.
+    """Wait for the reply and the client's new context. If the actor dies, ask another one. A pool's method.
 
     Raises:
         Exception: Whatever the ClientApp raises.
@@ -95,11 +85,7 @@ def fetch(self: Any, future: Any) -> tuple[Any, Any]:
 
 
 def _lose(self: Any, future: Any, error: Exception) -> tuple[Any, Any]:
-    """Log that the process of a client was lost, end its actor, and ask Ray for another one.
-
-    Returns:
-        The job, to be submitted again.
-    """
+    """Log that a client's process was lost, end its actor, ask Ray for another one, and return the job."""
     with _free:
         actor, ask, job = self._future_to_actor.pop(future)
         self.num_actors -= 1

@@ -62,28 +62,21 @@ Models = Callable[[Context], nn.Module]
 class OwnRound:
     """Compute one round at one client. ``training`` yields this object.
 
-    Your loop trains this object's ``model``. After the ``with`` block, this object's method
-    ``message`` makes the reply.
+    Your loop trains its ``model``. After the ``with`` block, its method ``message`` makes the reply.
 
     Attributes:
-        model: the network to train, in training mode, converted for the method. Its tensors
-            come from the server or, if they stay at this client, from this client's last round.
+        model: the network to train, in training mode, converted for the method. Its tensors come from
+            the server or, if they stay at this client, from this client's last round.
         number: the number of the round, from 1.
         learning_rate: the round's learning rate: the strategy's ``rate``, or the one that
             ``train_config`` names.
-        rate_share: the factor, in (0, 1], for your learning rate in this round. It is below 1
-            where the statistics are frozen. A rate that your loop reads from ``lr``,
-            ``learning_rate`` or ``learning-rate`` of the message's config includes the factor
-            already. Multiply any other rate by it.
+        rate_share: the factor, in (0, 1], for your learning rate in this round, below 1 where the
+            statistics are frozen. A rate that your loop reads from ``lr``, ``learning_rate`` or
+            ``learning-rate`` of the message's config includes it already. Multiply any other rate by
+            it.
         batch: sets the number of samples of the first batch: ``round.batch(32)``.
         instruction: the server's instruction.
         local: the client's half of the round without Flower.
-
-    Args:
-        message: the server's message.
-        request: the checked content of that message.
-        local: the client's half of the round without Flower.
-        store: keeps the client's tensors between rounds.
     """
 
     def __init__(self, message: Message, request: Request, local: LocalRound, store: StateStore) -> None:
@@ -99,20 +92,16 @@ class OwnRound:
         return self.local.steps
 
     def step_done(self) -> None:
-        """Record that a step was made without a torch optimiser. See ``LocalRound.step_done``."""
+        """Record that a step was made without a torch optimiser."""
         self.local.step_done()
 
     def backward(self, forward: Callable[[], Tensor], x: Any, call: Callable[[nn.Module, Any], Any] | None = None) -> Tensor:
-        """Compute the gradients of an objective, in place of ``loss.backward()``. See ``LocalRound.backward``.
+        """Compute the gradients of an objective, in place of ``loss.backward()``, and return the loss alone.
 
         Args:
             forward: computes the loss of the batch.
             x: the inputs of the batch.
-            call: calls a network on inputs, as ``Task.forward`` does. None: the inputs are its
-                only argument.
-
-        Returns:
-            The loss alone.
+            call: calls a network on inputs, as ``Task.forward`` does. None: they are its only argument.
         """
         return self.local.backward(forward, x, call)
 
@@ -121,18 +110,16 @@ class OwnRound:
     ) -> Message:
         """Return the reply to the server's message, and store the tensors that stay at this client.
 
-        The reply's record ``metrics`` is yours, as in Flower's examples: it has
-        ``num-examples``, ``loss`` and your own metrics. You may add to it, or add records of
-        your own whose names do not begin with ``fl-bn/``.
+        The reply's record ``metrics`` is yours, as in Flower's examples: it has ``num-examples``,
+        ``loss`` and your own metrics. You may add to it, or add records whose names do not begin with
+        ``fl-bn/``.
 
         Args:
-            samples: the number of different samples that the round trained on. It is the
-                client's weight in the average of the model. 0: the client has no data in this
-                round, and takes no part.
-            loss: the mean training loss. None: ``metrics["loss"]``; it is unknown if that is
-                missing, too.
-            metrics: your own training metrics by name, such as ``{"train_acc": 0.9}``. The
-                strategy combines them.
+            samples: the number of different samples that the round trained on, the client's weight in
+                the average of the model. 0: the client takes no part in this round.
+            loss: the mean training loss. Default: ``metrics["loss"]``, if any.
+            metrics: your own training metrics by name, such as ``{"train_acc": 0.9}``. The strategy
+                combines them.
         """
         own: Any = numbers(metrics)
         loss = own.get("loss") if loss is None and is_number(own.get("loss")) else loss
@@ -150,14 +137,14 @@ class OwnRound:
         return answer
 
     def store(self) -> None:
-        """Store the tensors that stay at this client. ``training`` calls this after its block, so an error there stores nothing."""
+        """Store the tensors that stay at this client, after the block of ``training``, but not after an error."""
         self._open = False
         if self._kept.sections:
             self._store.write(self._kept.round, self._kept.sections)
 
 
 def numbers(metrics: Mapping[str, Any]) -> MetricRecord:
-    """Return a user's metrics as Flower sends them. NumPy's scalars, and tensors of one value, become Python's numbers.
+    """Return a user's metrics as Flower sends them, with NumPy's scalars and tensors of one value as numbers.
 
     Raises:
         ValueError: a metric is neither a number nor a list of numbers.
@@ -173,13 +160,7 @@ def numbers(metrics: Mapping[str, Any]) -> MetricRecord:
 
 
 class RoundGoesOn(Exception):
-    """Report that the round needs one more answer from the server, in FedTAN's exchange by replay.
-
-    ``replayed`` catches this exception, and replies with ``question``.
-
-    Args:
-        question: the reply by which the client asks the server for this answer.
-    """
+    """Report that the round needs one more answer, for which ``question`` asks, in an exchange by replay."""
 
     def __init__(self, question: Message) -> None:
         self.question = question
@@ -189,18 +170,9 @@ class RoundGoesOn(Exception):
 def replayed(message: Message, context: Context, handler: Callable[[Message, Context], Message]) -> Message:
     """Let ``handler`` use several messages for one round: ``@app.train(mods=[replayed])``.
 
-    This Flower mod calls ``handler`` for each train message. If the round needs an answer of
-    the server first, the mod replies with the client's question. FedTAN needs this mod if the
-    clients of a cohort cannot all run at the same time (carrier ``replay`` of
-    ``ExchangeSettings``).
-
-    Args:
-        message: the server's message.
-        context: Flower's context of the client.
-        handler: your train handler, which uses ``training``.
-
-    Returns:
-        The handler's reply, or the round's next question to the server.
+    If the round needs an answer of the server first, this Flower mod replies with the client's
+    question. FedTAN needs it if the clients of a cohort cannot all run at the same time (carrier
+    ``replay`` of ``ExchangeSettings``). ``handler`` is your train handler, which uses ``training``.
     """
     try:
         return handler(message, context)
@@ -210,11 +182,7 @@ def replayed(message: Message, context: Context, handler: Callable[[Message, Con
 
 @contextmanager
 def _repeatable(seed: int, model: nn.Module, everything: bool) -> Iterator[None]:
-    """Seed shuffling and dropout, so that a repeated computation of this round draws the same numbers.
-
-    In an exchange by replay, a round is computed again for each answer. With ``everything``,
-    seed Python's and NumPy's generators, too.
-    """
+    """Seed torch, with ``everything`` Python and NumPy, so that a repeated round draws the same."""
     before = generators()
     with torch_seed(seed, inputs_like(model).device):
         if everything:
@@ -240,18 +208,18 @@ def training(
 ) -> Iterator[OwnRound]:
     """Run the client's half of a round around your own training loop, inside a train handler.
 
-    In FedTAN's rounds, torch's generator is seeded from run, client and round, since a round
-    may be computed more than once. With the carrier ``replay``, which computes a round again
-    for each answer, NumPy's and Python's generators are seeded, too. The client's tensors stay
-    in ``context.state`` between rounds, or below ``state-dir`` of the node config.
+    In FedTAN's rounds, torch's generator is seeded from run, client and round, since a round may be
+    computed more than once; with the carrier ``replay``, NumPy's and Python's generators are, too. The
+    client's tensors stay in ``context.state`` between rounds, or below ``state-dir`` of the node
+    config.
 
     Args:
         message: the server's message.
         context: Flower's context of the client.
         model: your network, unconverted.
         method: the method, the same as the server's.
-        batches: the training batches. HBN (unless ``separate=False``) and FBN with
-            ``report="pass"`` measure them before training. Other methods do not use them.
+        batches: the training batches. HBN (unless ``separate=False``) and FBN with ``report="pass"``
+            measure them before training. Other methods do not use them.
         task: splits a batch into inputs and targets for that measurement.
         objective: ``PLAIN``, or FedProx, SCAFFOLD or FedSAM. With one of these three, call
             ``round.backward(lambda: loss_of(x), x)`` in place of ``loss.backward()``.
@@ -260,11 +228,10 @@ def training(
         The round: train its ``model``, then return its ``message(samples, loss)``.
 
     Raises:
-        ValueError: the server's message is for another model or method, or this site's settings
-            forbid an answer (``Refused``). Or the method needs ``batches``, and they are
-            missing or can be iterated over only once.
-        RoundGoesOn: the round needs one more answer from the server. The mod ``replayed``
-            handles this.
+        ValueError: the server's message is for another model or method, or this site's settings forbid
+            an answer (``Refused``). Or the method needs ``batches``, and they are missing or can be
+            iterated over only once.
+        RoundGoesOn: the round needs one more answer from the server. The mod ``replayed`` handles this.
     """
     admit_own(message, context, evaluates=False)
     client = _client(context, model, method, Participant)
@@ -295,18 +262,12 @@ def training(
 def evaluating(message: Message, context: Context, model: nn.Module, method: Method) -> nn.Module:
     """Return the network to test in an evaluate handler of your own, in evaluation mode.
 
-    It is converted for the method. Its tensors come from the server or, if they stay at this
-    client, from this client's last round.
-
-    Args:
-        message: the server's message.
-        context: Flower's context of the client.
-        model: your network, unconverted.
-        method: the method, the same as the server's.
+    It is your unconverted ``model``, converted for the method. Its tensors come from the server or, if
+    they stay at this client, from this client's last round.
 
     Raises:
-        ValueError: the server's message is for another model or method, or this site's settings
-            forbid an answer (``Refused``).
+        ValueError: the server's message is for another model or method, or this site's settings forbid
+            an answer (``Refused``).
     """
     admit_own(message, context, evaluates=True)
     client = _client(context, model, method, Participant)
@@ -323,12 +284,11 @@ def answer(
     task: Task = CLASSIFICATION,
     tells: bool = False,
 ) -> None:
-    """Register handlers with ``app`` for the server's queries, such as who the client is, and the statistics of its data.
+    """Register handlers with ``app`` for the server's queries, such as who the client is, and its statistics.
 
-    Your own handlers still answer train and evaluate messages.
-
-    A ``Gate`` checks the messages and replies of these handlers. It checks those of your own
-    handlers, too, if you make the app as ``ClientApp(mods=[Gate()])``.
+    Your own handlers still answer train and evaluate messages. A ``Gate`` checks the messages and
+    replies of these handlers, and those of your own, too, if you make the app as
+    ``ClientApp(mods=[Gate()])``.
 
     Args:
         app: your ClientApp.
@@ -336,20 +296,18 @@ def answer(
         method: the method, the same as the server's.
         batches: returns the training batches of the client with a given context.
         task: splits a batch into inputs and targets.
-        tells: whether the client sends the BatchNorm layers that it keeps (FedBN, SiloBN), for
-            the average that the server's ``evaluate_fn`` gets. These layers summarise the
-            client's data.
+        tells: whether the client sends the BatchNorm layers that it keeps (FedBN, SiloBN), which
+            summarise its data, for the average that the server's ``evaluate_fn`` gets.
     """
     answers(app, lambda context: model(), method, batches, task=task, tells=tells)
 
 
 def answers(app: ClientApp, model: Models, method: Method, batches: Batches, *, task: Task, tells: bool) -> None:
-    """Do the same as ``answer``, for a network that depends on the client: ``model`` returns that of a context."""
+    """Do the same as ``answer``, for a network that depends on the client's context."""
     register(app, partial(_participant, model, method, batches, task, tells), {**QUERIES, STATISTICS: _measure}, [Gate()])
 
 
 class _Measuring(Participant):
-    """Describe a client of a user's own app, with the batches that it can measure."""
 
     batches: Iterable[Any]
     task: Task
@@ -363,7 +321,6 @@ def _participant(model: Models, method: Method, batches: Batches, task: Task, te
 
 
 def _measure(build: Callable[[Context], _Measuring], message: Message, context: Context) -> Message:
-    """Answer a query for statistics."""
     admit_own(message, context, evaluates=False)
     client = build(context)
     request = read(message, client.network, TO_MEASURE)
@@ -375,7 +332,6 @@ def _measure(build: Callable[[Context], _Measuring], message: Message, context: 
 
 
 def _client(context: Context, model: nn.Module, method: Method, kind: type[P]) -> P:
-    """Make the client of a context, with the user's ``model`` converted for ``method``."""
     node = context.node_config
     if missing := {"partition-id", "num-partitions"} - {*node}:
         raise ValueError(f"this client's node config has no {min(missing)!r}: --node-config 'partition-id=0 num-partitions=5' gives both")
@@ -390,8 +346,8 @@ MOST_BATCHES = 1_000_000
 def samples_in(loader: Iterable[Any], task: Task) -> int:
     """Return the number of samples that a client may train on or measure in a pass over its loader.
 
-    A sampler may draw more samples than the dataset has, and a collate function of the user's
-    own may make several of one (crops of an image). So in its case a first batch is made.
+    A sampler may draw more samples than the dataset has, and a user's collate function may make several
+    of one. In its case a first batch is made.
 
     Raises:
         ValueError: ``loader`` has single samples, or is itself a single batch.

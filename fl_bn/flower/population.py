@@ -1,4 +1,4 @@
-"""Keep track of the clients of a run: meet them, find their number by a vote, match Flower's nodes to clients, draw each round's cohort."""
+"""Keep track of a run's clients: meet them, match Flower's nodes to clients, draw each round's cohort."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ class Client:
     Attributes:
         index: the number of the client's data partition, from 0.
         node: Flower's random id of the client's node.
-        samples: the number of the client's training samples.
         label_counts: the number of samples per label, if the client reports it.
         clients: the number of clients of the run, as the client says it.
     """
@@ -52,35 +51,33 @@ def sample_cohort(population: Sequence[int], size: int, rng: random.Random) -> l
 
 
 def round_half_up(x: float) -> int:
-    """Round to the nearest whole number; round halves up: 2.5 to 3."""
+    """Round to the nearest whole number, and halves up."""
     return int(x + 0.5)
 
 
 class Population:
     """Track all clients of a run, by index. Flower's node ids are random, so only an index is reproducible.
 
-    Each node says itself which index its client has. If the operator lists the node of each
-    client (``called.nodes``), an index belongs to the listed node only. Without this list, the
-    first node that served an index keeps it. While that node is offline, another node may serve
-    the index. If several nodes claim an index that no node has served yet, none of these nodes
-    gets it.
+    Each node says itself which index its client has. If the operator lists the node of each client
+    (``called.nodes``), an index belongs to the listed node only. Otherwise the first node that served
+    an index keeps it, but while it is offline, another one may serve the index. If several nodes claim
+    an index that no node has served yet, none of them gets it.
 
     Args:
         grid: Flower's grid.
         policy: whom the run waits for, and how long.
         signature: the signature of the server's model and method. Clients must have the same.
         called: the names of clients and nodes.
-        number: the number of clients. 0: the nodes vote on it, each by its ``num-partitions``,
-            and the most frequent value wins.
-        least: in an app of one's own, the smallest number of nodes that may take part: nodes
-            that cannot, or that do not come for ``policy.wait`` seconds, are left out. 0: all
-            clients are needed, or ``policy.at_start``, and a node that cannot take part ends
-            the run.
+        number: the number of clients. 0: the nodes vote on it, each by its ``num-partitions``, and the
+            most frequent value wins.
+        least: in an app of one's own, the smallest number of nodes that may take part: nodes that
+            cannot, or that do not come for ``policy.wait`` seconds, are left out. 0: all clients are
+            needed, or ``policy.at_start``, and a node that cannot take part ends the run.
 
     Attributes:
         clients: the clients that have introduced themselves, by index.
         number: the number of clients; 0 as long as it is not known.
-        absent: client whose site refuses the run by its policy -> the reason.
+        absent: the reason of each client whose site refuses the run by its policy.
     """
 
     def __init__(self, grid: Grid, policy: ServerPolicy, signature: str, called: ClientNames, number: int, least: int = 0) -> None:
@@ -93,11 +90,10 @@ class Population:
         self._gone, self._joined = set[int](), set[int]()  # clients that are offline, and those that took part in a round, or were asked to
 
     def gather(self) -> int:
-        """Wait for all clients that may take part in the next round, or for enough. Return the number of clients of the run.
+        """Wait for all clients that may take part in the next round, or for enough. Return their number.
 
         Raises:
-            RunFailed: too few came in time, or may take part, or the vote on their number is a
-                tie. The message says what to do.
+            RunFailed: too few came in time, or may take part, or the vote on their number is a tie.
         """
         begin = enough = time.monotonic()
         complete, logged = self.least > 0 and isinstance(self.grid, InProcessGrid), -1  # complete: no further node will ever come
@@ -124,14 +120,13 @@ class Population:
         return self.number or (number if count > second else 0)
 
     def _here_and_needed(self) -> tuple[int, int]:
-        """Return how many clients are here, and with how many the run starts at once; 0 if that is not known."""
+        """Return how many clients are here, and with how many the run starts; 0 if that is not known."""
         if not self.least:
             return len(self.everyone()), self.policy.at_start or self.policy.clients - len(self.absent)
         usable, number = len(self._claims), self._agreed()
         return usable, max(self.least, min(number, usable) if len(self._online) >= number else number) if number else 0
 
     def _too_few(self, here: int, needed: int) -> str:
-        """Say, with advice, why the run cannot start."""
         wait = self.policy.wait
         if self.least:
             if here >= self.least:
@@ -146,7 +141,6 @@ class Population:
         return f"only {here} of {needed} clients came within {wait:.0f} s (missing: {missing}): {advice}"
 
     def _begin(self) -> None:
-        """Fix the number of clients, and who is here at the start."""
         if self.least:
             self.number, claims = self._agreed(), self._claims
             if len(self.called.nodes) != self.number:  # the app counts its clients in a way of its own
@@ -163,7 +157,7 @@ class Population:
             log(logging.INFO, "starting with %d clients; %s may join later", len(self._joined), self.called.clients(later))
 
     def wait_for(self, least: int, round: int) -> None:
-        """Wait up to ``policy.wait`` seconds for ``least`` clients before ``round``, and log which clients join in this round."""
+        """Wait up to ``policy.wait`` seconds for ``least`` clients before ``round``, and log which join."""
         wait = self.policy.wait
         self.greet()
         end = time.monotonic() + wait
@@ -190,7 +184,6 @@ class Population:
         return self._greet(online)
 
     def _greet(self, online: frozenset[int]) -> str:
-        """Do as ``greet`` says, where other nodes than at the last look are ``online``."""
         self._online, called, problem = online, self.called, ""
         if gone := sorted(i for i, c in self.clients.items() if c.node not in online):
             log(logging.WARNING, "offline: %s", called.clients(gone))
@@ -214,7 +207,7 @@ class Population:
         return self._problem or problem
 
     def _admit(self, node: int, reply: Message) -> str:
-        """Enter the client that a node says it is, or refuse the node. Return the problem, if the whole run may be set up wrongly."""
+        """Enter the client that a node says it is, or refuse it. Return a problem of the whole run."""
         if reply.has_error():
             return self._refused_by(node, reply.error.reason or "")
         try:
@@ -234,7 +227,6 @@ class Population:
         return ""
 
     def _enter(self, node: int, client: Client) -> str:
-        """Enter the client of a node, if it can be one of the run's. Return the problem as ``_admit`` does."""
         index, number, called = client.index, self.number, self.called
         if client.clients != number:
             return self._refuse(node, f"it says that num-partitions is {client.clients}, but the run has clients={number}")
@@ -247,7 +239,7 @@ class Population:
         return ""
 
     def _refused_by(self, node: int, error: str) -> str:
-        """Refuse a node that answered with an error. Return the problem; empty if the run may go on without its client."""
+        """Refuse a node that answered with an error. Return the problem, if the run needs its client."""
         client, why = self.called.client_of(node), reason(error)
         if not why.startswith(POLICY):
             unknown = any(words in error for words in ("No query function registered", "Invalid message type: query"))
@@ -260,7 +252,7 @@ class Population:
         return self._refuse(node, why, fatal=False)
 
     def _refuse(self, node: int, why: str, fatal: bool = True) -> str:
-        """Refuse a node, and return the problem in a sentence; empty if it is not ``fatal`` for a run that needs all clients."""
+        """Refuse a node. Return the problem, if it is ``fatal`` for a run that needs all clients."""
         who = self.called.node(node)
         problem = f"{who} cannot take part: {why}"
         self._refused[node] = self.called.client_of(node), problem
@@ -268,10 +260,9 @@ class Population:
         return problem if fatal else ""
 
     def _assign(self) -> str:
-        """Choose a node for each client index: that which served it first, else that which does now, else the only one that claims it.
+        """Choose a node for each client: the first that served it, else the one that serves or claims it.
 
-        Return the problem if several nodes claim an index and none of them was chosen; else an
-        empty text.
+        Return the problem if several nodes claim an index and none of them was chosen.
         """
         claims: dict[int, dict[int, Client]] = {}
         for node, client in sorted(self._claims.items()):
@@ -307,7 +298,7 @@ class Population:
             log(logging.INFO, "%s is back", self.called.client(index))
 
     def cohort(self, fraction: float, seed: int, round: int, least: int = 1) -> list[Client]:
-        """Draw a share of the connected clients, but at least ``least``, by ``seed`` and ``round`` alone, sorted by index."""
+        """Draw a share of the clients, at least ``least``, by ``seed`` and ``round`` alone, in order."""
         here = [client.index for client in self.everyone()]
         size = min(len(here), max(least, round_half_up(fraction * len(here))))
         chosen = sample_cohort(here, size, random.Random(f"{seed}/{round}"))

@@ -1,4 +1,4 @@
-"""Write the checkpoints of a run, restore one after the server has died, and find clients that lost or lack their tensors."""
+"""Write the checkpoints of a run, restore one, and find clients that lost or lack their tensors."""
 
 from __future__ import annotations
 
@@ -33,25 +33,21 @@ from fl_bn.support.wire import printable
 class Checkpoint:
     """Hold the state of a run after a round.
 
-    Schedules, cohorts and batches are not part of it, since they depend only on the round and
-    the seed. It has the states of the global random generators, since the user's own code may
-    draw random numbers.
+    Schedules, cohorts and batches depend only on the round and the seed, so they are not part of it.
+    The user's own code may draw from the global random generators, so it has their states.
 
     Attributes:
         round: The last complete round.
-        run_id: The id of the run.
         arrays: All shared tensors, by their names in the state_dict.
         optimizer: The buffers of the server optimizer.
         failed: The number of rounds in a row, up to ``round``, that failed.
         kept: For each client, the last round in which it kept tensors of its own.
-        history: The length in bytes of each file of results, by its name. Every round adds
-            lines to these files.
+        history: The length in bytes of each file of results, to which every round adds lines, by its name.
         generators: The states of the generators of Python, NumPy and torch, as JSON.
-        auxiliary: The tensors that are sent beside the weights, such as control variates, by
-            section and name.
+        auxiliary: The tensors that are sent beside the weights, such as control variates, by section
+            and name.
         counted: For each client, the last round in which its reply changed the model.
-        releases: The number of noisy sums (of updates and of statistics) that the privacy
-            accountant has counted.
+        releases: The number of noisy sums that the privacy accountant has counted.
     """
 
     round: int
@@ -67,11 +63,7 @@ class Checkpoint:
     releases: int = 0
 
     def save(self, path: Path) -> None:
-        """Write this state to the file ``path``, and replace a file that exists.
-
-        Raises:
-            OSError: The file cannot be written. An existing file is unchanged then.
-        """
+        """Write this state to the file ``path``. If that fails (``OSError``), an old file stays."""
         parts = {part: getattr(self, part) for part in ("arrays", "optimizer", "auxiliary")}
         state = {key: dict(getattr(self, key)) for key in ("kept", "counted", "history")}
         state |= {key: getattr(self, key) for key in ("round", "failed", "releases")}
@@ -80,11 +72,7 @@ class Checkpoint:
 
     @classmethod
     def load(cls, path: Path) -> Checkpoint:
-        """Read a state from the file ``path``.
-
-        Raises:
-            Damaged: The file is incomplete or damaged, or is not a checkpoint.
-        """
+        """Read a state from the file ``path``, or raise ``Damaged`` if it is not a whole checkpoint."""
         parts, about = read(path)
         try:
             state = json.loads(about["state"])
@@ -96,14 +84,13 @@ class Checkpoint:
 
 
 class Recovery:
-    """Write the checkpoints of one run, and remember in which rounds its clients kept tensors of their own.
+    """Write a run's checkpoints, and remember in which rounds its clients kept tensors of their own.
 
     Args:
         name: The name of the run.
-        every: The number of rounds between two checkpoints; 0: none are written. The last round
-            has no checkpoint, since its results are written anyway.
-        store: Stores a checkpoint, and returns the oldest round to which the run can go back;
-            None: no checkpoints.
+        every: The number of rounds between two checkpoints; 0: none are written. The last round has no
+            checkpoint, since its results are written anyway.
+        store: Stores a checkpoint, and returns the oldest round to which the run can go back.
         accountant: Counts the privacy budget; None: no noise is added.
         called: The names of the clients in the log.
     """
@@ -122,7 +109,7 @@ class Recovery:
         self._counted: dict[int, int] = {}  # the last round in which the reply of each client changed the model
 
     def after_round(self, round: int, rounds: int, tensors: Named, shared: SharedModel, optimizer: ServerOptimizer, failed: int) -> None:
-        """Store a checkpoint after a round, if one is due. ``failed`` counts the failed rounds in a row."""
+        """Store a checkpoint after a round, if one is due. ``failed`` rounds in a row have failed."""
         if self._store is None or not self._every:
             self.run_id = replace(self.run_id, durable=round)
         elif round % self._every == 0 and round < rounds:
@@ -141,11 +128,11 @@ class Recovery:
             self.run_id = replace(self.run_id, durable=self._store(state))
 
     def keeps(self, client: int) -> bool:
-        """Return whether a client keeps tensors of its own. Tensors from a round that a resume has undone do not count."""
+        """Return whether a client keeps tensors of its own, from rounds that no resume has undone."""
         return client in self._kept
 
     def tell(self, messages: list[Message], clients: Sequence[Client]) -> list[Message]:
-        """Add to each client's message the last round in which its reply changed the model; 0 if there is none. Return the messages."""
+        """Add to each client's message the last round in which its reply changed the model."""
         for message, client in zip(messages, clients, strict=True):
             add_to_config(message.content, {"counted": self._counted.get(client.index, 0)})
         return messages
@@ -155,11 +142,10 @@ class Recovery:
         self._counted |= dict.fromkeys((part.client for part in replies), round)
 
     def go_back(self, checkpoint: Checkpoint, rounds: int, shared: SharedModel, optimizer: ServerOptimizer) -> None:
-        """Restore the state of a checkpoint: the shared model and the optimizer are changed in place.
+        """Restore a checkpoint: the shared model and the optimizer are changed in place.
 
         Raises:
-            RunFailed: The checkpoint is of another model or method, or the run has no rounds
-                after it.
+            RunFailed: The checkpoint is of another model or method, or the run has no rounds after it.
         """
         if checkpoint.round >= rounds:
             raise RunFailed(f"there is nothing to resume after round {checkpoint.round}: the run has only {rounds} rounds")
@@ -176,7 +162,7 @@ class Recovery:
         log(logging.INFO, "going on after round %s of %s", checkpoint.round, rounds)
 
     def check(self, round: int, replies: Sequence[Reply]) -> None:
-        """Log a warning for each client that did not start from the tensors that it had kept last, but from older ones."""
+        """Log a warning for each client that started from older tensors than those that it kept last."""
         for part in replies:
             if "kept" not in part.metrics:
                 continue
@@ -190,9 +176,9 @@ class Recovery:
 class Starts:
     """Send clients the initial values of the tensors that stay at the clients, in one run.
 
-    In a user's own Flower app, a client builds a new network, whose initial weights differ from
-    the server's. In fl-bn's application the values are sent only if a run starts from other
-    arrays than those of its model (``begin_with``).
+    In a user's own Flower app, a client builds a new network with initial weights of its own. In
+    fl-bn's application the values are sent only if a run starts from other arrays than its model's
+    (``begin_with``).
     """
 
     def __init__(self, shared: SharedModel, sends: bool = False) -> None:
@@ -200,11 +186,10 @@ class Starts:
         self._bytes: dict[int, int] = {}  # client -> the bytes of the initial values that it got in this round
 
     def begin_with(self, arrays: ArrayRecord) -> None:
-        """Let the run start from ``arrays``, by the names of the network's state_dict, and send clients their initial values.
+        """Let the run start from ``arrays``, by state_dict name, and send clients their initial values.
 
         Raises:
-            ValueError: an array is missing, or the network has no tensor of an array's name and
-                shape.
+            ValueError: an array is missing, or the network has no tensor of an array's name and shape.
         """
         own, tensors = self._shared.model.state_dict(), tensors_of(arrays)
         for name in {**tensors, **self._shared.tensors()}:
@@ -215,7 +200,7 @@ class Starts:
         self._sends = True
 
     def add(self, messages: Sequence[Message], clients: Sequence[Client], keeps: Callable[[int], bool]) -> None:
-        """Add the initial values to the messages for clients that keep no tensors yet, for which ``keeps`` is false."""
+        """Add the initial values to the messages for clients for which ``keeps`` is false."""
         start = self._shared.start() if self._sends else {}
         self._bytes = {client.index: nbytes(start) for client in clients if start and not keeps(client.index)}
         for message, client in zip(messages, clients, strict=True):
@@ -223,7 +208,7 @@ class Starts:
                 message.content[OURS + START] = to_record(to_numpy(start[START]))
 
     def counted(self, record: RoundRecord) -> RoundRecord:
-        """Return ``record`` with the bytes of this round's initial values added to the bytes that went to the clients."""
+        """Return ``record`` with the bytes of this round's initial values added."""
         if not self._bytes:
             return record
         down = {**record.bytes_down, START: max(self._bytes.values())}

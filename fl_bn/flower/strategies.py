@@ -3,8 +3,8 @@
     strategy = FixBN(Net(), freeze_after=10, fraction_train=0.5)
     result = strategy.start(grid, initial_arrays, num_rounds=20, train_config=ConfigRecord({"lr": 0.1}))
 
-They have Flower's arguments, hooks and ``start``. They are classes: a subclass may override
-hooks, as with Flower's ``FedAvg``.
+They have Flower's arguments, hooks and ``start``, and a subclass may override hooks, as with Flower's
+``FedAvg``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ COMBINES = lambda value: value is None or callable(value), "a function of (recor
 
 @dataclass(frozen=True, kw_only=True)
 class FlowersArguments(Options):
-    """Hold the arguments that Flower's ``FedAvg`` has in all supported versions. They are attributes of the strategy, too."""
+    """Hold the arguments that Flower's ``FedAvg`` has in all supported versions."""
 
     name: ClassVar[str] = "the strategy"
 
@@ -78,50 +78,44 @@ class OwnAppStrategy(BatchNormStrategy):
 
     The app's ClientApp uses ``fl_bn.flower.answer`` and ``fl_bn.flower.training``.
 
-    A subclass may override hooks, as with ``BatchNormStrategy``. The arrays that a hook gets
-    have the names of your network's state_dict. Tensors that clients keep are not among them.
-    Names that begin with ``_``, and ``transport``, are fl-bn's; all other names are yours.
+    A subclass may override hooks, as with ``BatchNormStrategy``. The arrays that a hook gets have the
+    names of your network's state_dict, without tensors that clients keep. Names that begin with ``_``,
+    and ``transport``, are fl-bn's; all other names are yours.
 
-    A node that names another number of clients than the run has, or that cannot take part, is
-    refused, and the log names it. The run goes on with the others, if there are at least
+    A node that names another number of clients than the run has, or that cannot take part, is refused,
+    and the log names it. The run goes on with the others, if there are at least
     ``min_available_nodes``.
 
     Args:
         model: your network, unconverted.
         method: the method, the same as the clients'.
-        fraction_train: the share of the clients that train in a round, in (0, 1], as in
-            Flower's ``FedAvg``. A subclass may set this and Flower's other arguments, as
-            attributes of these names, until ``start`` is called.
-        fraction_evaluate: the share of the clients that evaluate in a round, 0..1. 0: nobody
-            evaluates.
+        fraction_train: the share of the clients that train in a round, in (0, 1], as in Flower's
+            ``FedAvg``. A subclass may set this and Flower's other arguments, as attributes of these
+            names, until ``start`` is called.
+        fraction_evaluate: the share of the clients that evaluate in a round. 0: nobody evaluates.
         min_train_nodes: the smallest number of clients in a round.
         min_evaluate_nodes: the smallest number of clients that evaluate, unless nobody does.
         min_available_nodes: the smallest number of clients for the run to start.
-        weighted_by_key: the metric by which a client is weighted in the means of metrics. In
-            the average of the model, a client is weighted by the ``samples`` that it passes to
-            ``round.message``.
-        arrayrecord_key: must be ``arrays``. It has no effect, since ``training`` loads the
-            arrays.
-        configrecord_key: the name of the record that ``train_config`` and ``evaluate_config``
-            become.
-        train_metrics_aggr_fn: ``f(records, weighted_by_key)`` combines the clients' own
-            training metrics. Default: means. The records hold only metrics.
+        weighted_by_key: the metric by which a client is weighted in the means of metrics. In the
+            average of the model, it is weighted by the ``samples`` that it passes to ``round.message``.
+        arrayrecord_key: must be ``arrays``. It has no effect, since ``training`` loads the arrays.
+        configrecord_key: the name of the record that ``train_config`` and ``evaluate_config`` become.
+        train_metrics_aggr_fn: ``f(records, weighted_by_key)`` combines the clients' own training
+            metrics. Default: means. The records hold only metrics.
         evaluate_metrics_aggr_fn: combines the clients' evaluations in the same way.
-        optimizer: steps on the pseudo-gradient at the server. Every ``start`` takes a copy
-            without earlier momentum. Default: the average becomes the new model.
+        optimizer: steps on the pseudo-gradient at the server. Every ``start`` takes a copy without
+            earlier momentum. Default: the average becomes the new model.
         defence: the robust rules against Byzantine clients.
-        objective: the objective that your ``training`` uses. SCAFFOLD needs it here, too,
-            because the server sends control variates. If it is given, clients with another one
-            raise an error.
+        objective: the objective that your ``training`` uses. SCAFFOLD needs it here, too, because the
+            server sends control variates. If it is given, clients with another one raise an error.
         callbacks: called at the start, after every round and at the end of ``start``.
-        clients: the number of clients, 0..100000. 0: the value of ``num-partitions`` that most
-            nodes report.
+        clients: the number of clients. 0: the value of ``num-partitions`` that most nodes report.
         options: the fields of ``ServerPolicy`` by name, such as ``seed``, ``calibrate``,
-            ``unit_scale``, ``client_weights``, ``payload``, ``exchange`` (FedTAN) and ``rate``.
-            Without ``rate``, the learning rate is the one that ``train_config`` names
-            (``RATES``), which your clients read, too, and which a hook may change in the config
-            of any round. FBN's shared statistics move more slowly as it falls. In rounds with
-            frozen statistics, clients get a lower one.
+            ``unit_scale``, ``client_weights``, ``payload``, ``exchange`` (FedTAN) and ``rate``. Without
+            ``rate``, the learning rate is the one that ``train_config`` names (``RATES``), which your
+            clients read, too, and which a hook may change in the config of any round. FBN's shared
+            statistics move more slowly as it falls. In rounds with frozen statistics, clients get a
+            lower one.
 
     Raises:
         ValueError: an argument has a wrong type or value, or arguments contradict each other.
@@ -160,15 +154,11 @@ class OwnAppStrategy(BatchNormStrategy):
         self._optimizer, self._defence, self._callbacks = optimizer, defence, checked_callbacks(callbacks)
 
     def _flowers(self) -> FlowersArguments:
-        """Check and return the current values of Flower's arguments. A subclass may have set them after this constructor.
-
-        Raises:
-            ValueError: an argument is out of its range, or is not supported.
-        """
+        """Check and return the current values of Flower's arguments, which a subclass may have set."""
         return FlowersArguments(**{name: getattr(self, name) for name in FLOWERS})
 
     def _begun(self, grid: Grid, timeout: float | None, train_config: ConfigRecord) -> tuple[GridTransport, float]:
-        """Wait for the clients, and make the transport of the run with them, which every ``start`` makes anew."""
+        """Wait for the clients, and make the transport of the run, anew in every ``start``."""
         if self._policy is None:
             return super()._begun(grid, timeout, train_config)
         now, rate = self._flowers(), self._policy.rate
@@ -213,11 +203,11 @@ class OfMethod(OwnAppStrategy):
 
     Args:
         model: your network, unconverted.
-        rounds: the server's settings for rounds, for fl-bn's own ClientApp
-            (``make_client_app``). None: the app is your own.
+        rounds: the server's settings for rounds, for fl-bn's own ClientApp (``make_client_app``). None:
+            the app is your own.
         options: by name, the method's options (``fl_bn.methods``), and the arguments of
-            ``OwnAppStrategy`` or, with ``rounds``, those of ``BatchNormStrategy``. HBN's
-            ``evaluate`` is the method's.
+            ``OwnAppStrategy`` or, with ``rounds``, of ``BatchNormStrategy``. HBN's ``evaluate`` is the
+            method's.
     """
 
     of: ClassVar[str]

@@ -39,12 +39,12 @@ STARTS: Fits = {
 
 
 class BatchNormStrategy(Strategy):
-    """Train a model by a method over the clients of a grid, which run fl-bn's own ClientApp (``make_client_app``).
+    """Train a model by a method over the clients of a grid, which run fl-bn's own ClientApp.
 
-    A subclass may override the hooks ``configure_train``, ``aggregate_train``,
-    ``configure_evaluate``, ``aggregate_evaluate``, ``summary``, ``start`` and ``save``, and
-    call ``super()`` in them. ``start`` calls the hooks; they work in no other loop. fl-bn's own
-    attributes are ``transport`` and names that begin with ``_``; all other names are yours.
+    A subclass may override the hooks ``configure_train``, ``aggregate_train``, ``configure_evaluate``,
+    ``aggregate_evaluate``, ``summary``, ``start`` and ``save``, and call ``super()`` in them. ``start``
+    calls the hooks; they work in no other loop. fl-bn's own attributes are ``transport`` and names that
+    begin with ``_``; all other names are yours.
 
     The hooks' argument ``arrays`` holds all shared tensors by state_dict name: weights, affine
     parameters and statistics.
@@ -53,10 +53,9 @@ class BatchNormStrategy(Strategy):
         model: any torch network, unconverted. The run starts from its tensors.
         method: the method, the same as the clients'.
         rounds: the server's settings for rounds.
-        optimizer: steps on the pseudo-gradient of the shared weights. Default: the average
-            becomes the new model.
-        defence: the robust rules for statistics and updates. The statistics' rule serves the
-            layer-wise exchange (FedTAN), too.
+        optimizer: steps on the pseudo-gradient of the shared weights. Default: the average becomes the
+            new model.
+        defence: the robust rules for statistics (also in FedTAN's layer-wise exchange) and updates.
         options: by name, the other arguments of ``GridTransport``: ``evaluate``, ``callbacks``,
             ``save_clients``, ``keep_checkpoint``, ``secure``, ``task``.
 
@@ -80,22 +79,17 @@ class BatchNormStrategy(Strategy):
 
     @property
     def transport(self) -> GridTransport:
-        """Return the object that carries the rounds. It has the run's state.
+        """Return the object that carries the rounds, and has the run's state.
 
         Raises:
-            RunFailed: ``start`` was not called yet, so the clients are not known. (With
-                ``rounds``, it is there from the beginning.)
+            RunFailed: ``start`` was not called yet (without ``rounds``), so the clients are not known.
         """
         if self._transport is None:
             raise RunFailed(f"{type(self).__name__} does not know its clients before the start: call strategy.start(...)")
         return self._transport
 
     def _called(self) -> GridTransport:
-        """Return the transport, for a hook that it called.
-
-        Raises:
-            RunFailed: somebody else called the hook.
-        """
+        """Return the transport, for a hook that it called, or raise ``RunFailed`` if somebody else did."""
         if self._transport is None or self._transport.hooks is not self:
             raise outside(self)
         return self._transport
@@ -106,9 +100,9 @@ class BatchNormStrategy(Strategy):
         Args:
             server_round: the round's number, from 1.
             arrays: the shared tensors.
-            config: values for every message, such as ``lr``. ``start`` passes the same object,
-                its ``train_config``, in every round. So if your override changes a value in it,
-                later rounds get the changed value, too.
+            config: values for every message, such as ``lr``. ``start`` passes the same object, its
+                ``train_config``, in every round. So a value that your override changes stays changed in
+                later rounds.
             grid: Flower's grid.
 
         Raises:
@@ -119,41 +113,24 @@ class BatchNormStrategy(Strategy):
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Read the replies, and combine them into the new shared model, as the method says.
 
-        Args:
-            server_round: the round's number.
-            replies: the replies to the train messages. The records whose names do not begin
-                with ``fl-bn/`` are your own.
+        In ``replies``, the records whose names do not begin with ``fl-bn/`` are your own.
 
         Returns:
             The shared tensors, and the combined metrics (``loss`` and ``samples`` among them);
-                ``(None, None)`` if too few replies
-            are usable.
+            ``(None, None)`` if too few replies are usable.
         """
         return self._called().combine(server_round, replies)
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """Make one evaluate message per client that evaluates.
 
-        If clients have models of their own, only clients that have trained evaluate.
-
-        Args:
-            server_round: the round's number.
-            arrays: the shared tensors.
-            config: values for every message, the same object in every round.
-            grid: Flower's grid.
+        If clients have models of their own, only clients that have trained evaluate. ``config`` is the
+        same object in every round.
         """
         return self._called().evaluations.ask(server_round, arrays, config)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Combine the clients' metrics, each client counted once.
-
-        Args:
-            server_round: the round's number.
-            replies: the replies to the evaluate messages.
-
-        Returns:
-            The metrics; None if clients do not evaluate, or if none sent a valid metric.
-        """
+        """Combine the clients' metrics, each client counted once. None: no client sent a valid metric."""
         return self._called().evaluations.combine(server_round, replies)
 
     def summary(self) -> None:
@@ -165,12 +142,9 @@ class BatchNormStrategy(Strategy):
             log(logging.INFO, "\t%s", line, extra={DETAIL: True})
 
     def save(self, path: str | Path) -> None:
-        """Save the shared model of the last evaluation as safetensors, by the names of the unconverted network's state_dict.
+        """Save the shared model of the last evaluation as safetensors, by the unconverted network's names.
 
         The file has all tensors except those that the clients keep.
-
-        Args:
-            path: the path of the file.
         """
         save_network(Path(path), self.transport.running.arrays())
 
@@ -189,31 +163,29 @@ class BatchNormStrategy(Strategy):
 
         Args:
             grid: Flower's grid.
-            initial_arrays: the tensors to start from, ``ArrayRecord(net.state_dict())``.
-                Default: the model's own. BatchNorm tensors that clients keep start from them,
-                too.
+            initial_arrays: the tensors to start from, ``ArrayRecord(net.state_dict())``. Default: the
+                model's own. BatchNorm tensors that clients keep start from them, too.
             num_rounds: the number of rounds, 0 or more.
-            timeout: how many seconds to wait for the replies of a round, and in an app of your
-                own for the clients at the start. Default: that of ``rounds``, in an app of your
-                own Flower's 3600 s.
+            timeout: how many seconds to wait for the replies of a round, and in an app of your own for
+                the clients at the start. Default: that of ``rounds``, in an app of your own Flower's
+                3600 s.
             train_config: values for every train message, such as ``lr``.
             evaluate_config: values for every evaluate message.
-            evaluate_fn: evaluates at the server, besides the clients: ``evaluate_fn(round,
-                arrays)``, from round 0 on. The arrays load into the network by
-                ``load_state_dict``. If clients keep their BatchNorm layers, the arrays have the
-                average over the clients that send theirs.
-            resume: a checkpoint, which ``keep_checkpoint`` got. The run goes on after its
-                round.
+            evaluate_fn: evaluates at the server, besides the clients: ``evaluate_fn(round, arrays)``,
+                from round 0 on. The arrays load into the network by ``load_state_dict``. If clients
+                keep their BatchNorm layers, the arrays have the average over the clients that send
+                theirs.
+            resume: a checkpoint, which ``keep_checkpoint`` got. The run goes on after its round.
 
         Returns:
             Flower's result, with the arrays of the last evaluation and every round's record.
 
         Raises:
             RunFailed: clients are missing, too many rounds in a row failed, there is nothing to
-                measure, or the clients' app does not answer. Or the method exchanges statistics
-                within rounds by a carrier that cannot serve this grid.
-            ValueError: ``initial_arrays`` do not fit the network, ``num_rounds`` is no number
-                of rounds, or a hook is overridden that secure aggregation never calls.
+                measure, or the clients' app does not answer. Or the method exchanges statistics within
+                rounds by a carrier that cannot serve this grid.
+            ValueError: ``initial_arrays`` do not fit the network, ``num_rounds`` is no number of
+                rounds, or a hook is overridden that secure aggregation never calls.
         """
         check_fits(STARTS, {"num_rounds": num_rounds, "timeout": timeout})
         if simulated():
@@ -267,11 +239,10 @@ class BatchNormStrategy(Strategy):
         return transport.result
 
     def _rounds(self, transport: GridTransport, rounds: int, begin: Start, progress: Progress, newest: Newest) -> None:
-        """Run all rounds (``federation.run``), and report every round at its end."""
         server, result, failed = transport.server, transport.result, begin.failed
 
         def tell() -> RoundRecord:
-            """Log the result of a round, call the callbacks, and return the record with its disclosures."""
+            """Log the round's result, call the callbacks, and return the record with its disclosures."""
             transport.batches_trained += batches_trained([server.record])
             say_round(in_words(server.record, rounds, transport.task, transport.policy.called))
             complete = transport.disclosures.enter(server.record)
@@ -280,7 +251,7 @@ class BatchNormStrategy(Strategy):
             return complete
 
         def show(measured: Measured) -> None:
-            """Evaluate after a statistics-only exchange, and report it like a round. Called only in a run of 0 rounds."""
+            """Evaluate after a statistics-only exchange, and report it like a round, in a run of 0 rounds."""
             server.record, result.arrays, number = measured.record, transport.outward(measured.tensors), measured.record.round
             newest.take(0, measured.tensors)
             if measured.last or number % server.policy.evaluate_every == 0:
@@ -305,5 +276,4 @@ class BatchNormStrategy(Strategy):
             raise RunFailed(f"none of the {failed} rounds had enough usable replies, so nothing was trained. {why_failed(server.record)}")
 
     def _begun(self, grid: Grid, timeout: float | None, train_config: ConfigRecord) -> tuple[GridTransport, float]:
-        """Return the transport of the run that starts, and the seconds to wait for the replies of a round."""
         return self.transport, self.transport.policy.timeout if timeout is None else timeout

@@ -1,7 +1,7 @@
 """Connect a client to the layer-wise exchange, if its site allows the address that the server names.
 
-The node config lists the allowed addresses. Without this check, a server could make every site
-connect to machines in its own network, and learn from the errors which ports are open.
+The node config lists the allowed addresses. Without this check, a server could make every site connect
+to machines in its own network, and learn from the errors which ports are open.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ GRPC_FIELDS = ("exchange-token", "exchange-address", "exchange-authority", "exch
 def check_address(address: str, node_config: Mapping[str, Any]) -> None:
     """Check that the client with this ``node_config`` may connect to ``address``, HOST:PORT.
 
-    Without a list of addresses, a deployed client connects to no host, and a client in a
-    simulation connects only to its own machine.
+    Without a list of addresses, a deployed client connects to no host, and one in a simulation only to
+    its own machine.
 
     Raises:
-        ExchangeFailed: the address is not allowed. The error, which the server sees, does not
-            repeat the address. This client's log does.
+        ExchangeFailed: the address is not allowed. Only this client's log, not the error, repeats it.
     """
     host = address.lower().rpartition(":")[0]
     if (listed := node_config.get(KEY)) is None:
@@ -47,10 +46,7 @@ def check_address(address: str, node_config: Mapping[str, Any]) -> None:
 
 
 class SiteExchange(GrpcExchange):
-    """Take part in an exchange over gRPC, with errors that tell the server nothing about this client's network.
-
-    The client's own log has the details.
-    """
+    """Take part in an exchange over gRPC, with errors that tell the server nothing about this network."""
 
     def _ask(self, request: Request, dtype: torch.dtype) -> Answer:
         try:
@@ -63,15 +59,12 @@ class SiteExchange(GrpcExchange):
 def connect(node_config: Mapping[str, Any], config: Mapping[str, Any], transcript: Sequence[tuple[Key, Answer]], batch: int) -> Exchange:
     """Join the layer-wise exchange that a message names.
 
-    Args:
-        node_config: says to which addresses this client may connect.
-        config: the message's checked config.
-        transcript: the answers so far in an exchange by replay.
-        batch: the number of samples in this client's batch.
+    ``transcript`` has the answers so far in an exchange by replay, ``batch`` is the size of this
+    client's batch.
 
     Raises:
-        ExchangeFailed: the address is not allowed, or the client cannot join the exchange. The
-            error reveals nothing about this client's network.
+        ExchangeFailed: the address is not allowed, or the client cannot join the exchange. The error
+            reveals nothing about this client's network.
         WireError: the message lacks a field that the exchange's carrier (transport) needs.
     """
     carrier = config.get("exchange")

@@ -1,11 +1,10 @@
 """Run the layer-wise exchanges of a run at the server.
 
-Each exchange has a ``Session``, which averages the clients' vectors. A carrier takes the
-vectors from the clients to the server and back: a gRPC service, turns in one process, or replay
-in Flower's messages. ``Exchanges`` chooses it, once for all rounds.
-
-A round of FedTAN needs such an exchange. A statistics-only exchange goes layer by layer if all
-its clients can take part at the same time. Otherwise it takes one pass over the data per layer.
+Each exchange has a ``Session``, which averages the clients' vectors. A carrier takes the vectors to the
+server and back: a gRPC service, turns in one process, or replay in Flower's messages. ``Exchanges``
+chooses it, once for all rounds. A round of FedTAN needs such an exchange. A statistics-only exchange
+goes layer by layer if all its clients can take part at the same time. Otherwise it takes one pass over
+the data per layer.
 """
 
 from __future__ import annotations
@@ -53,14 +52,12 @@ class Exchanges:
         model: the converted network.
         layers: its layers with shared statistics, by name.
         average: the rule that combines the clients' moments.
-        believing: whether the session uses the counts and batch sizes that clients report, see
-            ``Session``.
+        believing: whether the session uses the counts and batch sizes that clients report, see ``Session``.
         called: the clients' names in the log.
 
     Attributes:
         session: the last exchange.
-        carrier: ``grpc``, ``local`` or ``replay``, the carrier of the rounds; empty until the
-            first round chooses it.
+        carrier: ``grpc``, ``local`` or ``replay``; empty until the first round chooses it.
         messages: the number of Flower messages that one client got in the last round.
     """
 
@@ -81,16 +78,12 @@ class Exchanges:
         self._late: dict[str, tuple[int, Message]] = {}  # dropped clients whose replies are still missing, by the message's id
 
     def check(self, grid: Grid) -> None:
-        """Check that the carrier of the settings can serve the rounds of this grid.
-
-        Raises:
-            RunFailed: it cannot, since clients run in this process, or do not.
-        """
+        """Check that the carrier of the settings can serve this grid's rounds, or raise ``RunFailed``."""
         if misfit := self._misfit(grid):
             raise RunFailed(f"{misfit}. Set exchange='auto'")
 
     def round(self, grid: Grid, cohort: Sequence[Client], messages: Iterable[Message], timeout: float) -> list[Message]:
-        """Send a round's train messages, run the layer-wise exchange of its clients, and return the replies.
+        """Send a round's train messages, run its layer-wise exchange, and return the replies.
 
         Raises:
             RunFailed: in the first round, the chosen carrier cannot serve this grid and cohort.
@@ -102,14 +95,13 @@ class Exchanges:
     def measure(
         self, grid: Grid, clients: Sequence[Client], messages: Iterable[Message], timeout: float, simulated: bool
     ) -> tuple[list[Message], str]:
-        """Send the messages of a statistics-only exchange, run it layer by layer, and return the replies and the carrier's name.
+        """Send the messages of a statistics-only exchange, and return the replies and the carrier's name.
 
-        Both are empty if the clients cannot all take part at the same time. Then, or if nobody
-        joined, the log gives the reason, and no later call tries again.
-
-        There are ``timeout`` seconds from one exchange to the next. All clients in this process
-        may keep ``MEMORY`` bytes of activations together. ``simulated``: try it in Flower's
-        simulation, too, which may be unable to run all clients at once.
+        Both are empty if the clients cannot all take part at the same time. Then, or if nobody joined,
+        the log gives the reason, and no later call tries again. There are ``timeout`` seconds from one
+        exchange to the next. All clients in this process may keep ``MEMORY`` bytes of activations
+        together. ``simulated``: try it in Flower's simulation, too, which may be unable to run all
+        clients at once.
         """
         if self._cannot_meet:
             return [], ""
@@ -128,10 +120,7 @@ class Exchanges:
         return replies, carrier
 
     def late_clients(self, grid: Grid) -> set[int]:
-        """Return clients that an earlier round dropped and that have not answered that round's message yet.
-
-        They have died or hang, so no round waits for them again.
-        """
+        """Return clients that an earlier round dropped, and whose reply to it is still missing."""
         for reply in pulled(grid, {identity: message for identity, (_, message) in self._late.items()}):
             self._late.pop(reply.metadata.reply_to_message_id, None)
         return {client for client, _ in self._late.values()}
@@ -163,7 +152,7 @@ class Exchanges:
         return f"exchange={wanted!r} does not work {place}" if wanted == ("grpc" if here else "local") else ""
 
     def _why_not_at_once(self, grid: Grid, clients: int, simulated: bool) -> str:
-        """Return why so many clients cannot exchange statistics layer by layer. Empty if they can, and then the service listens."""
+        """Return why the clients cannot exchange layer by layer. Empty if they can: the service listens."""
         if isinstance(grid, InProcessGrid) and grid.one_program:
             return "engine='vectorised' measures all clients at once, a pass at a time"
         if "replay" in (self._given.carrier, self.carrier):
@@ -179,7 +168,6 @@ class Exchanges:
         return ""
 
     def _choose(self, grid: Grid, cohort: Sequence[Client], timeout: float) -> str:
-        """Return the carrier of all rounds."""
         if self._given.carrier == "replay":
             return "replay"
         if isinstance(grid, InProcessGrid):
@@ -198,14 +186,13 @@ class Exchanges:
         return "replay"
 
     def _meet(self, grid: Grid, cohort: Sequence[Client], timeout: float) -> str:
-        """Test, before training, whether all clients of a cohort can join an exchange over gRPC at the same time.
+        """Test, before training, whether all clients of a cohort can join an exchange over gRPC at once.
 
-        Return what to change if they cannot. With the policy ``shrink``, rounds go on without
-        clients that cannot reach the service.
+        Return what to change if they cannot. With the policy ``shrink``, rounds go on without clients
+        that cannot reach the service.
 
         Raises:
-            RunFailed: the service cannot listen, or clients cannot reach it or do not trust its
-                certificate.
+            RunFailed: the service cannot listen, or clients cannot reach it or do not trust its certificate.
         """
         messages = {c.index: Message(greeting(), c.node, RENDEZVOUS, ttl=timeout, group_id="0") for c in cohort}
         settings = self.settings
@@ -225,11 +212,7 @@ class Exchanges:
 
     @cached_property
     def settings(self) -> ExchangeSettings:
-        """Return the settings of this process: in a deployment they have the address and the certificates of the server's folder.
-
-        Raises:
-            RunFailed: the server's folder lacks a file, or the exchange would be unencrypted in an encrypted deployment.
-        """
+        """Return the settings, in a deployment those of the server's folder, or raise ``RunFailed``."""
         try:
             return exchange_in(self._given)
         except ValueError as error:
@@ -242,7 +225,7 @@ class Exchanges:
     ) -> list[Message]:
         """Send the messages, run the session by a ``carrier``, and return the replies.
 
-        ``timeout`` are the seconds from one exchange to the next, ``longest`` those for all of it.
+        ``timeout`` seconds are from one exchange to the next, ``longest`` for all of it.
         """
         if carrier == "replay":
             return self._by_replay(grid, messages, session, timeout)
@@ -262,11 +245,7 @@ class Exchanges:
                 service.close(session)
 
     def _listen(self) -> dict[str, Any]:
-        """Start the run's gRPC service if it does not listen yet, and return what train messages say of it.
-
-        Raises:
-            RunFailed: it cannot listen on its address, or its certificates are wrong.
-        """
+        """Start the run's gRPC service if need be, and return what train messages say of it."""
         settings = self.settings
         try:
             if self._service is None:
@@ -286,8 +265,8 @@ class Exchanges:
     def _replies(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float) -> list[Message]:
         """Send the messages, and return the replies, without waiting for clients that the session has dropped.
 
-        If a client answers with an error, it is dropped at once. So the others need not wait
-        for it until the deadline. The arguments are those of ``_carry``.
+        A client that answers with an error is dropped at once, so the others need not wait for it until
+        the deadline.
         """
         pushed, begin, seen = set(grid.push_messages(messages.values())), time.monotonic(), session.exchanges
         end = begin + timeout
@@ -313,8 +292,8 @@ class Exchanges:
     def _by_replay(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float) -> list[Message]:
         """Send the messages again with each new answer until all clients have finished. Return the last replies.
 
-        Each message holds all answers so far. The client computes its round again from the
-        start, until it needs the next answer.
+        Each message holds all answers so far. The client computes its round again from the start, until
+        it needs the next one.
         """
         transcript: list[tuple[Key, Answer]] = []
         final: dict[int, Message] = {}
@@ -348,11 +327,10 @@ class Exchanges:
         final: dict[int, Message],
         sizes: dict[int, float],
     ) -> dict[int, tuple[int, Local]]:
-        """Send the messages, and return client -> its batch size and request, for each client that needs an answer.
+        """Send the messages, and return the batch size and request of each client that needs an answer.
 
-        If a client needs no further answer, its reply is added to ``final``, and the client
-        leaves the session. ``sizes`` has client -> the size of its requests so far. A client
-        also leaves if its repetition computed other values.
+        Replies of the others are added to ``final``, and they leave the session. ``sizes`` has the size
+        of each client's requests so far. A client also leaves if its repetition computed other values.
         """
         requests: dict[int, tuple[int, Local]] = {}
         replies: dict[int, Message] = {}

@@ -1,9 +1,9 @@
 """Exchange vectors by replay: a client computes its round again from the start whenever a new answer has come.
 
-The server sends all answers so far, the transcript. The client uses them in order, and stops
-where it needs an answer that has not come yet. It sends this request in its reply. Every
-repetition has the same batch and the same random numbers, so it reaches the same point. No
-process waits between messages, so any cohort size works.
+The server sends all answers so far, the transcript. The client uses them in order, and stops where it
+needs the next one, for which it asks in its reply. Every repetition has the same batch and the same
+random numbers, so it reaches the same point. No process waits between messages, so any cohort size
+works.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Transcript = Sequence[tuple[Key, Answer]]
 
 
 def size(values: Tensor) -> float:
-    """Return the sum of the absolute values of ``values``."""
+    """Return the sum of the absolute values."""
     return float(values.detach().double().abs().sum())
 
 
@@ -41,11 +41,9 @@ class Unanswered(Exception):
     """Signal that the client needs an answer that is not in the transcript yet.
 
     Attributes:
-        request: the client's request for that answer.
         batch: the number of samples in the client's batch.
-        passed: the sum of the absolute values of all requests that the client has made before
-            this one, since it began the round anew. The server compares this sum with the sum
-            over the requests that it has received.
+        passed: the sum of the absolute values of all requests before this one, since the client began
+            the round anew. The server compares it with the sum over the requests that it has received.
     """
 
     def __init__(self, request: Local, batch: int, passed: float = 0.0) -> None:
@@ -54,12 +52,7 @@ class Unanswered(Exception):
 
 
 class ReplayExchange:
-    """Take part in a layer-wise exchange as one client: return a transcript's answers in order, and raise ``Unanswered`` at its end.
-
-    Args:
-        transcript: the server's answers so far in this round, in order, each with its key.
-        batch: the number of samples in the client's batch.
-    """
+    """Take part in an exchange as one client: return a transcript's answers, then raise ``Unanswered``."""
 
     def __init__(self, transcript: Sequence[tuple[Key, Answer]], batch: int) -> None:
         self.batch, self.seconds, self._passed = batch, 0.0, 0.0
@@ -85,11 +78,7 @@ class ReplayExchange:
 
 
 def attach(content: RecordDict, transcript: Transcript) -> int:
-    """Put ``transcript`` into a train message.
-
-    Returns:
-        The number of bytes of the transcript's values.
-    """
+    """Put ``transcript`` into a train message, and return the number of bytes of its values."""
     arrays = [answer.values.numpy() for _, answer in transcript]
     keys = [[key.layer, key.quantity.value, key.call, answer.count, answer.batch] for key, answer in transcript]
     content[OURS + TRANSCRIPT] = to_record({str(i): array for i, array in enumerate(arrays)})
@@ -98,11 +87,7 @@ def attach(content: RecordDict, transcript: Transcript) -> int:
 
 
 def detach(payload: Payload, config: Mapping[str, Any]) -> list[tuple[Key, Answer]]:
-    """Return the transcript in a train message, and remove it from ``payload``. Empty: the message has none.
-
-    Raises:
-        WireError: the transcript is not valid.
-    """
+    """Take the transcript, if there is one, out of ``payload``, or raise ``WireError`` if it is not valid."""
     arrays = payload.pop(TRANSCRIPT, {})
     try:
         entries = enumerate(json.loads(str(config.get(TRANSCRIPT, "[]"))))
@@ -120,7 +105,7 @@ def _entry(values: Tensor, layer: Any, quantity: Any, call: Any, count: Any, bat
 
 
 def question(pending: Unanswered, client: int = 0) -> Reply:
-    """Return the reply in which a client sends its first request without an answer, and so asks for this answer."""
+    """Return the reply in which a client asks for an answer by its request."""
     request, key = pending.request, pending.request.key
     sections = {REQUEST: {f"{key.quantity.value}/{key.call}/{key.layer}": request.values}}
     return Reply(client, sections, 0, 0, {"batch": pending.batch, "count": request.count, "passed": pending.passed})
@@ -129,11 +114,9 @@ def question(pending: Unanswered, client: int = 0) -> Reply:
 def read_request(reply: Message, header: Header) -> tuple[int, Local, float] | None:
     """Read the request of a client that needs an answer.
 
-    Return its batch size, its request, and the sum of the absolute values of its earlier
-    requests. None: this is its last reply.
-
-    Raises:
-        WireError: the reply cannot be read, or does not repeat the instruction's ``header``.
+    Return its batch size, its request, and the sum of the absolute values of its earlier requests.
+    None: this is its last reply. Raise ``WireError`` if it cannot be read, or does not repeat
+    ``header``.
     """
     payload, repeated = from_records(reply.content)
     if REQUEST not in payload:

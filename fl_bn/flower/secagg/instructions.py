@@ -1,9 +1,8 @@
-"""Hash the instructions of a client. The keys of its masks depend on the hash, and its state keeps the hashes of earlier rounds.
+"""Hash the instructions of a client. Its masks depend on the hash, and its state keeps the earlier ones.
 
-A dishonest server could give one client another instruction than the others. For example, it
-could send weights of 2^53 to all others. Their vectors would then vanish from the sum by
-rounding, and the sum would reveal the one client's vector. With the hash in the keys, the masks
-of clients with different instructions do not cancel. The sum then consists of random numbers.
+A dishonest server could send weights of 2^53 to all clients but one. Their vectors would vanish from
+the sum by rounding, and the sum would reveal the one client's vector. With the hash in the keys, the
+masks of clients with different instructions do not cancel, and the sum consists of random numbers.
 
 The hash covers:
 
@@ -15,22 +14,20 @@ The hash covers:
 * all arrays: names, dtypes, shapes, bytes,
 * the run config, which decides how a client trains.
 
-Values that differ between clients even if the server is honest are left out. They cannot make
-one client's vector stand out. These are ``counted`` (the last round in which the client's own
-reply changed the model), the keys and shares of its neighbours, and its own node config. False
-keys or shares make masks that do not cancel either.
+Values that differ between clients even if the server is honest are left out, since they cannot make one
+client's vector stand out: ``counted`` (the last round in which the client's own reply changed the
+model), the keys and shares of its neighbours, and its own node config. False keys or shares make masks
+that do not cancel either.
 
-A client's state, such as its BatchNorm layers under FedBN, comes from earlier rounds. A
-dishonest server could have sent all clients but one an instruction that makes their later
-updates vanish. The sum would then reveal the one client's update.
+A client's state, such as its BatchNorm layers under FedBN, comes from earlier rounds. In these, a
+dishonest server could have sent all clients but one an instruction that makes their later updates
+vanish. So each client stores, with its state, a hash of its instruction in every round that formed the
+state, and sends these hashes before a sum. The server combines the hashes of all clients, and sends the
+result to everyone with the model. The masks depend on it, too. A client refuses to take part if its own
+hashes are not in the result.
 
-So each client stores, with its state, a hash of its instruction in every round that formed the
-state. It sends these hashes before a sum. The server combines the hashes of all clients, and
-sends the result to everyone with the model. The masks depend on this result, too. A client
-refuses to take part if its own hashes are not in the result.
-
-A client cannot check rounds in which it took no part. A site may limit the number of such
-rounds (``max-unknown-rounds``).
+A client cannot check rounds in which it took no part. A site may limit their number
+(``max-unknown-rounds``).
 """
 
 from __future__ import annotations
@@ -61,15 +58,10 @@ History = dict[int, bytes]
 
 
 def instruction_digest(message: Message, run_config: Mapping[str, Any], state: Any) -> bytes:
-    """Hash this client's instruction to send a masked vector: 32 bytes, the same at every client with the same instruction.
+    """Hash this client's instruction to send a masked vector: 32 bytes, equal for equal instructions.
 
-    Args:
-        message: the instruction.
-        run_config: the run config, as this client has it.
-        state: this client's state of SecAgg+, with the fields ``SET_UP``.
-
-    Raises:
-        WireError: an array cannot be read.
+    ``state`` is the client's state of SecAgg+, with the fields ``SET_UP``. An unreadable array raises
+    ``WireError``.
     """
     return _digest([_text({name: getattr(state, name) for name in SET_UP}), *_parts(message, run_config, PER_CLIENT)])
 
@@ -77,12 +69,8 @@ def instruction_digest(message: Message, run_config: Mapping[str, Any], state: A
 def training_digest(message: Message, run_config: Mapping[str, Any]) -> bytes:
     """Hash the part of a training instruction that decides the client's state at the end of the round.
 
-    Fields of a single attempt at the secure sum, such as its weights, are left out. If a client
-    is lost, the sum is tried again with other values of these fields, and the clients' states
-    stay the same.
-
-    Raises:
-        WireError: an array cannot be read.
+    Fields of a single attempt at the secure sum, such as its weights, are left out. If a client is
+    lost, the sum is tried again with other values of these, and the clients' states stay the same.
     """
     return _digest(_parts(message, run_config, OF_ONE_SUM))
 
@@ -95,7 +83,6 @@ def _digest(parts: Iterable[bytes]) -> bytes:
 
 
 def _parts(message: Message, run_config: Mapping[str, Any], without: Collection[str]) -> Iterator[bytes]:
-    """Yield the parts to hash. ``without`` names fields of the config that are left out."""
     yield _text(run_config)
     for name, record in sorted(records_of(message.content, ConfigRecord).items()):
         if name != messages.RECORD_KEY_CONFIGS:
@@ -114,28 +101,21 @@ def _text(values: Mapping[str, Any]) -> bytes:
 
 
 def _written(value: Any) -> dict[str, str]:
-    """Return {type name: text} for a value that JSON cannot represent. Different values have different texts."""
+    """Return {type name: text} for a value that JSON cannot represent. Different values differ in text."""
     return {type(value).__name__: value.hex() if isinstance(value, bytes) else repr(value)}
 
 
 def history_of(kept: ClientState) -> History:
-    """Return round -> the hash of that round's instruction, as stored in a client's state."""
+    """Return the hash of each round's instruction, as stored in a client's state."""
     tensors = kept.get(SECTION) or {"rounds": torch.empty(0), "hashes": torch.empty(0)}
     return {int(round): bytes(row.tolist()) for round, row in zip(tensors["rounds"].tolist(), tensors["hashes"], strict=True)}
 
 
 def with_history(digest: bytes, keeps: ClientState, before: ClientState, round: int) -> Sections:
-    """Return what a client stores after a ``round`` with a secure sum: its own tensors, and the history. Empty: the method keeps nothing.
+    """Return what a client stores after a ``round`` with a secure sum: its own tensors, and the history.
 
-    The client sends the history to the server before each sum. If its new tensors are not
-    finite, it keeps the old ones, but its history has this round all the same. If not, the
-    history would tell the server that the new tensors were not finite.
-
-    Args:
-        digest: the hash of this round's instruction.
-        keeps: the state at the end of the round.
-        before: the state at the start of the round.
-        round: the round's number.
+    If the new tensors are not finite, the client keeps the old ones, but its history has this round all
+    the same. Otherwise the history would tell the server that they were not finite.
     """
     if keeps.round == round and not keeps.sections:
         return {}
@@ -145,23 +125,17 @@ def with_history(digest: bytes, keeps: ClientState, before: ClientState, round: 
 
 
 def to_config(history: History) -> dict[str, list[int] | bytes]:
-    """Return the fields of a message that hold ``history``. An empty history has no fields."""
+    """Return the fields of a message that hold ``history``; an empty one has none."""
     rounds = sorted(history)
     return {HISTORY_ROUNDS: rounds, HISTORY_HASHES: b"".join(history[round] for round in rounds)} if rounds else {}
 
 
 def from_config(record: Mapping[str, object] | None, form: Form, last: int) -> History:
-    """Read a history from a message.
-
-    Args:
-        record: the message's record with the history. None: the message has none, and the
-            history is empty.
-        form: the form of this record: its name and its fields.
-        last: the last round that the history may have.
+    """Read a history, with rounds up to ``last``, from a message's record of the given form, if there is one.
 
     Raises:
-        WireError: a field has a wrong type, a round is listed twice or later than ``last``, or
-            there is not one hash for each round.
+        WireError: a field has a wrong type, a round is listed twice or later than ``last``, or there is
+            not one hash for each round.
     """
     values = form.read({} if record is None else dict(record))
     rounds, hashes = values.get(HISTORY_ROUNDS, []), values.get(HISTORY_HASHES, b"")
@@ -177,10 +151,9 @@ def put_together(histories: Mapping[int, History]) -> tuple[History, dict[int, i
     """Combine the histories of all clients.
 
     Returns:
-        First, round -> the hash that most clients have. Second, client -> the first round in
-            which it has another hash. If the two most frequent hashes of a round are equally
-            frequent, nobody knows which is right. Then the first part lacks the round, and the
-            second part has all clients that reported a hash of it.
+        For each round, the hash that most clients have. And for each client, the first round in which
+        it has another hash. If the two most frequent hashes of a round are equally frequent, the first
+        part lacks the round, and the second has all clients that reported a hash of it.
     """
     together: History = {}
     at_odds: dict[int, int] = {}
@@ -196,12 +169,8 @@ def put_together(histories: Mapping[int, History]) -> tuple[History, dict[int, i
 def problem(kept: ClientState, together: History, most_unknown: int | None = None) -> str:
     """Return why a client must not take part in a secure sum. Empty: the client may take part.
 
-    Args:
-        kept: the client's state.
-        together: the combined history of all clients.
-        most_unknown: the largest allowed number of rounds that are in ``together``, but not in
-            this client's own history. The client took no part in these rounds, and cannot check
-            them. None: any number.
+    ``most_unknown`` is the largest allowed number of rounds that are in the combined history, but not
+    in this client's own, because it took no part in them. None: any number.
     """
     own = history_of(kept)
     if kept.sections and kept.round not in own:

@@ -1,18 +1,16 @@
 """Run Flower's client mod of SecAgg+ with stronger masks.
 
-Flower (1.25 to 1.42) reduces the 32-byte seed of a mask to the 32 bits that seed a Mersenne
-Twister (``pseudo_rand_gen``). The seed of a pair of clients is base64 text, of which only 28
-bits remain. The server removes the private masks, as the protocol requires. It can then find
-the pairwise masks by trying all seeds.
+Flower (1.25 to 1.42) reduces the 32-byte seed of a mask to the 32 bits that seed a Mersenne Twister
+(``pseudo_rand_gen``). The seed of a pair of clients is base64 text, of which only 28 bits remain. The
+server removes the private masks, as the protocol requires. It can then find the pairwise masks by
+trying all seeds.
 
-Here a mask is the key stream of AES-256 in counter mode. Its key is the SHA-256 of the whole
-seed and of the client's instruction (``instructions``). Keys, shares and encryption are
-Flower's.
+Here a mask is the key stream of AES-256 in counter mode. Its key is the SHA-256 of the whole seed and
+of the client's instruction (``instructions``). Keys, shares and encryption are Flower's.
 
-Flower's module is loaded a second time under another name. So Flower's own module stays
-unchanged for everyone else. Other code calls it through ``secagg_mod``, which is defined here.
-Pickle stores a function by its module and name. So a pickled handler that uses ``secagg_mod``
-loads this module, and not Flower's.
+Flower's module is loaded a second time under another name, so its own stays unchanged for everyone
+else. Pickle stores a function by its module and name, so a handler that uses ``secagg_mod`` loads this
+module.
 
 References:
     Bell et al., Secure Single-Server Aggregation with (Poly)Logarithmic Overhead, CCS 2020.
@@ -50,13 +48,9 @@ def bound_to(digest: bytes) -> Iterator[None]:
 def key_stream(seed: bytes, num_range: int, dimensions_list: list[tuple[int, ...]]) -> list[np.ndarray]:
     """Return masks of the given shapes, int64, uniform in ``[0, num_range)``.
 
-    This replaces Flower's ``pseudo_rand_gen``. Each run of the protocol has fresh seeds, so a
-    key is used for one mask only. That is why the counter may start at a constant.
-
-    Args:
-        seed: 32 bytes.
-        num_range: a power of 2, at most 2**32, else the masks would not be uniform.
-        dimensions_list: the shapes.
+    This replaces Flower's ``pseudo_rand_gen``. Each run of the protocol has fresh seeds, so a key is
+    used for one mask only. That is why the counter may start at a constant. ``num_range`` is a power of
+    2, at most 2**32, else the masks would not be uniform.
 
     Raises:
         LookupError: the call is not in a block of ``bound_to``.
@@ -81,11 +75,8 @@ client_half.pseudo_rand_gen = key_stream
 def secagg_mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message], digest: bytes = b"") -> Message:
     """Run Flower's client mod with the masks of this file.
 
-    Args:
-        message: the server's message.
-        context: Flower's context of the client.
-        call_next: makes the client's vector.
-        digest: the hash of the instruction. It is needed in the stage that masks the vector.
+    ``call_next`` makes the client's vector. The stage that masks it needs the ``digest`` of the
+    instruction.
     """
     with bound_to(digest):
         reply: Message = client_half.secaggplus_mod(message, context, call_next)

@@ -1,4 +1,4 @@
-"""Run training rounds, statistics exchanges and evaluations in which the server sees only the sum over the clients."""
+"""Run rounds, statistics exchanges and evaluations in which the server sees only the sum over the clients."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ class SecureRounds:
 
     ``note`` records the clients in a sum, and whether it is a sum of evaluations.
 
-    Raises:
-        ValueError: the server's method, settings or defence do not work with secure sums
-            (``check_secure``).
+    Method, settings and defence must work with secure sums (``check_secure``).
     """
 
     def __init__(self, settings: SecureAggregation, server: Server, note: Note = lambda parts, evaluates: None) -> None:
@@ -87,15 +85,14 @@ class SecureRounds:
     ) -> tuple[list[Reply], dict[int, str]]:
         """Measure the statistics of all clients together in a statistics-only exchange, and store them.
 
-        Clients report deviations from a reference, the shared statistics. If it is too far from
-        the data, the exchange is repeated with the measured statistics as reference, up to
-        ``REPEATS`` times; under differential privacy it is not, since each exchange costs
-        budget. In all repetitions clients normalise their data with the statistics in
-        ``messages``.
+        Clients report deviations from a reference, the shared statistics. If it is too far from the
+        data, the exchange is repeated with the measured statistics as reference, up to ``REPEATS``
+        times; under differential privacy it is not, since each exchange costs budget. In all
+        repetitions clients normalise with the statistics in ``messages``.
 
         Returns:
-            A reply for each client in the sum, with its counts alone; and client index -> why a
-                client is not in the sum.
+            A reply for each client in the sum, with its counts alone; and why the other clients are not
+            in it.
         """
         shared, before, messages = self.shared, self.shared.statistics(), list(messages)
         reference, limit = references(shared.sections().get("statistics", {})), self.settings.clipping_range
@@ -122,11 +119,10 @@ class SecureRounds:
         return _entries(total), total.refused
 
     def train(self, grid: Grid, messages: Iterable[Message], cohort: Sequence[Client], timeout: float) -> tuple[bool, list[Reply]]:
-        """Train for one round. Return whether it changed the model, and a reply for each client in the sum, with its counts.
+        """Train for one round. Return whether it changed the model, and each client's reply, with its counts.
 
-        The server knows the cohort's mean loss alone, so the record has it as every client's
-        loss. Under differential privacy the loss is NaN, because the budget does not include
-        it.
+        The server knows the cohort's mean loss alone, so the record has it as every client's loss.
+        Under differential privacy the loss is NaN, because the budget does not include it.
         """
         shared, server, record, messages = self.shared, self.server, self.server.record, list(messages)
         phase, who, parts = Phase(record.phase), [client.index for client in cohort], list[Reply]()
@@ -165,10 +161,10 @@ class SecureRounds:
     def evaluate(
         self, grid: Grid, messages: Iterable[Message], clients: Sequence[Client], timeout: float, task: Task
     ) -> tuple[dict[str, float], dict[int, str]]:
-        """Return the mean loss and task metric over the clients, by name, and client index -> why a client is not in the means.
+        """Return the mean loss and task metric over the clients, and why clients are not in the means.
 
-        Each client counts once. There are no means if the sum fails, or under differential
-        privacy, whose budget includes no evaluations.
+        Each client counts once. There are no means if the sum fails, or under differential privacy,
+        whose budget includes no evaluations.
         """
         messages, shapes = list(messages), sums.evaluation_layout(task)
         if self.settings.privacy is not None:
@@ -183,12 +179,10 @@ class SecureRounds:
         return sums.evaluation_means(from_vector(total.mean, shapes), task, self.settings.clipping_range), total.refused
 
     def _sum(self, grid: Grid, messages: Sequence[Message], cohort: Sequence[Client], timeout: float, phase: Phase) -> tuple[Sum, Sections]:
-        """Compute a secure sum of the clients' vectors.
+        """Compute a secure sum of the clients' vectors, and the weighted averages by section and name.
 
-        Returns:
-            The sum; and section -> name -> the weighted average over the clients. As in the
-                vectors (``sums``), averages of weights are differences from the weights that
-                were sent, and averages of statistics are standardised deviations.
+        As in the vectors (``sums``), averages of weights are differences from those that were sent, and
+        averages of statistics are standardised deviations.
         """
         rounds, privacy = self.rounds, self.settings.privacy
         loss = phase is not Phase.MEASURE and privacy is None
@@ -212,11 +206,6 @@ class SecureRounds:
         return total, {s: {k: t / means[s] for k, t in part.items()} for s, part in average.items()}
 
     def _moments(self, total: Sum, average: Sections, reference: Mapping[str, Running]) -> dict[str, Moments]:
-        """Return the moments of all clients together, by layer.
-
-        Raises:
-            WireError: a layer has more than ``LARGEST_COUNT`` activations.
-        """
         passes = sum(plan.passes for plan in total.plans.values())
         counts = {layer: n * passes for layer, n in total.activations.items()}
         if (most := max(counts.values(), default=0)) > LARGEST_COUNT:
@@ -241,9 +230,8 @@ class SecureRounds:
     def _combined(self, total: Sum, moments: Mapping[str, Moments], pace: float) -> dict[str, Running]:
         """Return the shared statistics after the round, by layer.
 
-        The method combines them as if a single client had reported ``moments``, the moments of
-        all clients in the sum. A layer with fewer than two activations keeps its statistics.
-        ``pace`` is the round's learning rate divided by that of the first round.
+        The method combines them as if a single client had reported ``moments``, those of all clients in
+        the sum. A layer with fewer than two activations keeps its statistics.
         """
         shared, method = self.shared.statistics(), self.shared.method
         new, by_passes = dict(shared), method.report is not StatisticsReport.RUNNING
@@ -259,29 +247,29 @@ class SecureRounds:
 
 
 def _reasons(error: Exception, clients: Sequence[Client]) -> dict[int, str]:
-    """Return client index -> why this client is not in the sum that failed with ``error``: its own reason, or else the error's."""
+    """Return why each client is not in the sum that failed: its own reason, or else the error's."""
     refused = getattr(error, "refused", {})
     return {client.index: refused.get(client.index, str(error)) for client in clients}
 
 
 def _entries(total: Sum, loss: float = math.nan) -> list[Reply]:
-    """Return the clients' entries for the round's record: their counts, and the size of a masked vector (int64)."""
+    """Return the clients' entries for the round's record: counts, and a masked vector's size (int64)."""
     masked = {"masked": {"vector": torch.zeros((), dtype=torch.int64).expand(total.mean.size)}}
     plans = total.plans.items()
     return [Reply(i, masked, plan.samples, plan.samples, {"steps": float(plan.steps), "loss": loss}) for i, plan in plans]
 
 
 def _clients(total: Sum, average: Sections, key: str, limit: float) -> int:
-    """Return how many clients cut off values of ``key`` (``statistics`` or ``update``). The sum of the clients' flags shows this number."""
+    """Return, from the sum of flags, how many clients cut off values of ``statistics`` or ``update``."""
     return round(float(average["cut"][key][0]) / limit * len(total.plans))
 
 
 def _widened(moments: Mapping[str, Moments], reference: Mapping[str, Running], limit: float) -> dict[str, Moments]:
-    """Return ``moments`` as the next reference, with larger variances for channels that were cut off, or nearly.
+    """Return ``moments`` as the next reference, with larger variances where channels were cut off.
 
-    A mean that was cut off shows the direction of the data, but neither their distance nor
-    their spread. So the new standard deviation is at least ``limit ** 2`` times the old one. If
-    it is too large, the next measurement corrects it.
+    A mean that was cut off shows the direction of the data, but neither their distance nor their
+    spread. So the new standard deviation is at least ``limit ** 2`` times the old one. If it is too
+    large, the next measurement corrects it.
     """
     wide = {}
     for layer, m in moments.items():
@@ -292,7 +280,7 @@ def _widened(moments: Mapping[str, Moments], reference: Mapping[str, Running], l
 
 
 def _arrays(moments: Mapping[str, Moments], reference: Mapping[str, Running]) -> ArrayRecord:
-    """Return ``moments`` as a reference for a message, in float32. A layer that no client ran keeps the old reference."""
+    """Return ``moments`` as a message's reference, in float32. A layer that did not run keeps the old one."""
     running = {layer: Running(m.mean, m.var) if m.count else reference[layer] for layer, m in moments.items()}
     named = {
         tensor_name(k, key): getattr(r, key.removeprefix("running_")) for k, r in running.items() for key in ("running_mean", "running_var")

@@ -9,13 +9,11 @@ The vector (d,) holds these parts in the order of ``layout``:
 
 The vector travels without names. Both sides derive the layout from model, method and phase.
 
-In a sum of evaluations, the vector holds the client's loss and the task's own metric. The server
-learns the means. Each client counts once, as in evaluations outside of
-secure sums. The standard deviation, the worst client and accuracies per class are not reported.
-With three clients, mean and standard deviation nearly reveal each client's number. The accuracy
-of a class may come from few samples. Loss and metric are scaled to the range that the task
-declares for them. An open end of a range is ``-LOSS_RANGE`` or ``LOSS_RANGE``. Values outside
-the range are cut off.
+In a sum of evaluations, the vector holds the client's loss and the task's own metric, scaled to the
+range that the task declares for them. An open end of a range is ``-LOSS_RANGE`` or ``LOSS_RANGE``.
+Values outside are cut off. The server learns the means, to which each client counts once. Other figures
+are not reported: with three clients, mean and standard deviation nearly reveal each client's number,
+and the accuracy of a class may come from few samples.
 """
 
 from __future__ import annotations
@@ -43,12 +41,11 @@ REFERENCE = "reference"  # section of a message with a reference for deviations,
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold the counts of one client's work in a round. The client sends them unmasked, before the round.
+    """Hold the counts of one client's work in a round, which it sends unmasked before the round.
 
     Attributes:
         samples: the number of different samples. 0: the client takes no part.
-        passes: the number of samples behind the client's statistics. A sample that is used
-            twice counts twice.
+        passes: the number of samples behind its statistics. A sample that is used twice counts twice.
         steps: the number of batches.
     """
 
@@ -61,16 +58,9 @@ class Plan:
 class Weighting:
     """Hold, for each part of the vector, the number of samples at which a client's weight is 1.
 
-    This number is the largest number of samples of a client in the cohort. A client's weight is
-    its own number of samples divided by the largest, so no weight is above 1. With differential
-    privacy, all updates and statistics have weight 1.
-
-    Attributes:
-        update: the number of samples at which an update has weight 1. 0: all updates have
-            weight 1.
-        statistics: the number of samples at which statistics have weight 1 (for moments:
-            ``Plan.passes``). 0: all statistics have weight 1.
-        samples: the number of samples at which a loss has weight 1.
+    It is the largest number of a client in the cohort. A client's weight is its own number divided by
+    it, so no weight is above 1. 0 means that all have weight 1, as updates and statistics do with
+    differential privacy. Moments are weighted by ``Plan.passes``.
     """
 
     update: int
@@ -78,7 +68,7 @@ class Weighting:
     samples: int
 
     def of(self, section: str, plan: Plan) -> float:
-        """Return the weight that a client with the counts ``plan`` has in ``section``, in (0, 1]."""
+        """Return the weight, in (0, 1], of a client with the counts ``plan`` in ``section``."""
         if section == "cut":
             return 1.0
         if section in STATISTICS:
@@ -91,8 +81,8 @@ class Weighting:
 def layout(expected: Schema, loss: bool, cut: bool = True) -> Layout:
     """Return the shapes of all summed values, by section and name.
 
-    They are the tensors of a plain reply, except counts, which travel unmasked, and on demand
-    the loss and the flags of cut values.
+    They are the tensors of a plain reply, except counts, and on demand the loss and the flags of cut
+    values.
     """
     numbers: Layout = {"loss": {"loss": (1,)}} if loss else {}
     numbers |= {"cut": {"statistics": (1,), "update": (1,)}} if cut else {}
@@ -109,29 +99,23 @@ def releases(shapes: Layout) -> int:
 
 
 def length(shapes: Layout) -> int:
-    """Return the length d of a client's vector, which holds all tensors of ``shapes``, one after the other."""
+    """Return the length d of a client's vector."""
     return sum(math.prod(shape) for section in shapes.values() for shape in section.values())
 
 
 def references(tensors: Named) -> dict[str, Running]:
-    """Return layer -> its running statistics, from ``tensors``, which have the names of the state_dict."""
+    """Return each layer's running statistics, from ``tensors`` by state_dict name."""
     layers = [name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] == "running_mean"]
     return {k: Running(tensors[tensor_name(k, "running_mean")], tensors[tensor_name(k, "running_var")]) for k in layers}
 
 
 def additive(reply: Sections, weights: Named, reference: Mapping[str, Running], limit: float) -> tuple[Sections, dict[str, int]]:
-    """Convert a client's reply to values that can be summed.
-
-    Args:
-        reply: the tensors of the plain reply.
-        weights: the weights that were sent to the client.
-        reference: the statistics from which all clients measure deviations, by layer.
-        limit: the quantiser's range is ``[-limit, limit]``.
+    """Convert a client's reply to values that can be summed, with ``limit`` as the quantiser's range.
 
     Returns:
-        First, in float64 by section of ``layout`` and name: the weights minus ``weights``, the
-            gradients, and the deviations of the statistics from ``reference``. Second, layer ->
-            the number of channels whose statistics were cut off to fit the range.
+        In float64 by section of ``layout`` and name: the differences from the ``weights`` that were
+        sent, the gradients, and the deviations of the statistics from ``reference``. And for each
+        layer, the number of channels whose statistics were cut off to fit the range.
 
     Raises:
         WireError: a value is not finite.
@@ -159,7 +143,7 @@ def additive(reply: Sections, weights: Named, reference: Mapping[str, Running], 
 
 
 def activations(reply: Sections, plan: Plan) -> dict[str, int]:
-    """Return layer -> number of activations per channel and sample, from a client's moments. 0: the layer did not run.
+    """Return each layer's number of activations per channel and sample; 0: it did not run.
 
     Raises:
         WireError: a count is no multiple of the number of samples.
@@ -174,10 +158,10 @@ def activations(reply: Sections, plan: Plan) -> dict[str, int]:
 
 
 def flags(loss: float, weight: float, statistics: bool, update: bool, limit: float) -> Sections:
-    """Return the numbers that each client adds to a secure sum beside its tensors, scaled to the quantiser's range.
+    """Return the numbers that each client adds to a sum beside its tensors, scaled to the quantiser's range.
 
-    They are the loss times the client's ``weight``, and two flags: whether statistics, or values
-    of the update, were cut off.
+    They are the loss times the ``weight``, and two flags: whether statistics, or values of the update,
+    were cut off.
     """
     share = torch.tensor([min(loss / LOSS_RANGE, 1.0) * limit * weight])
     cut = {"statistics": torch.tensor([limit * statistics]), "update": torch.tensor([limit * update])}
@@ -185,16 +169,15 @@ def flags(loss: float, weight: float, statistics: bool, update: bool, limit: flo
 
 
 def evaluation_layout(task: type[Task] | Task) -> Layout:
-    """Return section -> name -> shape of the values in a secure sum of evaluations."""
+    """Return the shapes of the values in a secure sum of evaluations, by section and name."""
     return {EVALUATION: {LOSS: (1,), task.metric: (1,)}}
 
 
 def evaluation_parts(metrics: Mapping[str, float], task: Task, limit: float) -> Sections:
-    """Scale a client's metrics to the quantiser's range ``[-limit, limit]``, by section of ``evaluation_layout``.
+    """Scale a client's metrics to the quantiser's range, by section of ``evaluation_layout``.
 
     Raises:
-        ValueError: a metric is NaN, because there are no labels or the model diverged. The
-            client then takes no part in the mean.
+        ValueError: a metric is NaN, because there are no labels or the model diverged.
     """
     shares = {}
     for name in (LOSS, task.metric):
@@ -206,10 +189,7 @@ def evaluation_parts(metrics: Mapping[str, float], task: Task, limit: float) -> 
 
 
 def evaluation_means(average: Sections, task: Task, limit: float) -> dict[str, float]:
-    """Convert an average over clients back to metrics, the inverse of ``evaluation_parts``.
-
-    Rounding may put a value outside of its range. Such a value is cut off.
-    """
+    """Convert an average over clients back to metrics, and cut off what is out of range by rounding."""
     values = {}
     for name, mean in average[EVALUATION].items():
         low, high = _range(name, task)
@@ -229,16 +209,16 @@ def to_vector(parts: Sections, shapes: Layout) -> np.ndarray:
 
 
 def from_vector(vector: np.ndarray, shapes: Layout) -> Sections:
-    """Return the tensors in ``vector``, the inverse of ``to_vector``."""
+    """Invert ``to_vector``."""
     lengths = [math.prod(shape) for names in shapes.values() for shape in names.values()]
     flat = iter(torch.from_numpy(vector.copy()).split(lengths))
     return {section: {name: next(flat).reshape(shape) for name, shape in names.items()} for section, names in shapes.items()}
 
 
 def update_of(average: Sections, weights: Named) -> Sections:
-    """Return the section ``weights`` or ``gradients`` of a secure average, in float64. Empty if all weights stay at the clients.
+    """Return the section ``weights`` or ``gradients`` of a secure average, if there is one, in float64.
 
-    Weights in the average are differences from ``weights``, which were sent to the clients.
+    Weights in the average are differences from those that were sent to the clients.
     """
     if "weights" in average:
         return {"weights": {name: weights[name].double() + difference for name, difference in average["weights"].items()}}
@@ -248,20 +228,11 @@ def update_of(average: Sections, weights: Named) -> Sections:
 def moments_of(
     average: Sections, reference: Mapping[str, Running], samples: int, counts: Mapping[str, int], limit: float
 ) -> tuple[dict[str, Moments], int]:
-    """Compute the moments of all clients together from an average of deviations.
+    """Compute the moments of all clients together from an average of deviations from ``reference``.
 
-    Args:
-        average: the average vector, by section and name.
-        reference: the statistics from which all clients measured deviations, by layer.
-        samples: the ``count`` of the returned moments in layers whose clients send running
-            statistics.
-        counts: the ``count`` of the returned moments in layers whose clients send moments, by
-            layer.
-        limit: the quantiser's range is ``[-limit, limit]``.
-
-    Returns:
-        The moments by layer, and the number of channels whose variance was negative and was set
-            to 0.
+    Their counts are ``counts`` in layers whose clients send moments, and ``samples`` in those whose
+    clients send running statistics. Return the moments by layer, and the number of channels whose
+    variance was negative and was set to 0.
     """
     merged: dict[str, Moments] = {}
     negative = 0

@@ -1,18 +1,17 @@
-"""Run the server's half of secure aggregation: the four stages of SecAgg+ with Flower's client mod at the other end.
+"""Run the server's half of secure aggregation: the four stages of SecAgg+ with Flower's mod at the clients.
 
-A sum takes four messages per client, one in each stage. ``setup`` collects keys and the
-client's counts. ``share_keys`` gives shares of each client's secrets to its neighbours.
-``collect_masked_vectors`` sends the model and collects the vectors. ``unmask`` removes the
-masks from the sum. If a client is lost in the first two stages, the others begin again without
-it. If a client is lost later, the others' shares remove its masks from the sum. With shares
-from fewer than ``threshold`` clients, nothing is revealed.
+A sum takes four messages per client, one in each stage. ``setup`` collects keys and the client's
+counts. ``share_keys`` gives shares of each client's secrets to its neighbours.
+``collect_masked_vectors`` sends the model and collects the vectors. ``unmask`` removes the masks from
+the sum. If a client is lost in the first two stages, the others begin again without it. If a client is
+lost later, the others' shares remove its masks from the sum. With shares from fewer than ``threshold``
+clients, nothing is revealed.
 
-Forms (``messages``) declare which values each field of a reply may have. This file checks the
-values that depend on the stage before, on the other clients, or on the size of the model.
+Forms (``messages``) declare which values each field of a reply may have. This file checks the values
+that depend on the stage before, on the other clients, or on the size of the model.
 
-The server learns the sum of the vectors, and each client's counts. The protocol protects
-against a server that is curious. It does not protect against a server that invents clients, nor
-a sum against a client that lies: false shares or counts make it fail.
+The server learns the sum of the vectors, and each client's counts. The protocol protects against a
+curious server, but not against one that invents clients, nor a sum against a client that lies.
 """
 
 from __future__ import annotations
@@ -52,12 +51,7 @@ DO_NOT_FIT = (ValueError, TypeError, LookupError, ArithmeticError)  # errors of 
 
 
 class SumFailed(Exception):
-    """Signal that a secure sum failed, so that the server has no result.
-
-    Args:
-        reason: why the sum failed.
-        refused: the known reasons why clients are not in the sum, by client index.
-    """
+    """Signal that a secure sum failed for a ``reason``, and say why clients are ``refused``, by index."""
 
     def __init__(self, reason: str, refused: Mapping[int, str]) -> None:
         self.refused = dict(refused)
@@ -70,10 +64,8 @@ class Sum:
 
     Attributes:
         mean: the mean of the clients' weighted vectors, (d,), float64.
-        plans: the numbers of samples and steps, which a client sent unmasked, of each client in
-            the sum, by client index.
-        activations: the number of activations per sample, by layer. It is the same at all
-            clients.
+        plans: the counts of each client in the sum, by client index.
+        activations: the number of activations per sample, by layer, the same at all clients.
         weighting: the counts (of samples) at which a client's weight in the sum is 1.
         refused: the reasons why other clients are not in the sum, by client index.
     """
@@ -85,7 +77,7 @@ class Sum:
     refused: dict[int, str]
 
     def weights(self, section: str) -> list[float]:
-        """Return the clients' weights in ``section``. ``mean``, divided by the mean of these, is the weighted average."""
+        """Return the clients' weights in ``section``. ``mean`` over their mean is the weighted average."""
         return [self.weighting.of(section, plan) for plan in self.plans.values()]
 
 
@@ -96,7 +88,6 @@ class Masked:
     Attributes:
         arrays: Flower's number of levels of the client's weight (1,), which shows whether masks
             cancelled, and the vector (d,). Both are masked, int64.
-        digest: the hash of the client's instruction.
         activations: its number of activations per sample, by layer.
     """
 
@@ -117,14 +108,13 @@ class SecureSum:
         timeout: how many seconds to wait for the replies of a stage.
         shapes: the layout of a client's vector.
         phase: the phase of the round. None: clients evaluate.
-        once: whether a client's statistics come from a single batch or pass. Then its count
+        once: whether a client's statistics come from a single batch or pass, so that its count
             ``passes`` is limited to its number of samples.
 
     Attributes:
         refused: the reasons why clients are refused, by client index.
         plans: the clients' counts for this round, by node.
-        histories: for each node, the hashes of earlier instructions that its client reports at
-            the start.
+        histories: the hashes of earlier instructions that each node's client reports.
         neighbours: for each node, the nodes that hold shares of its secrets, itself among them.
     """
 
@@ -155,8 +145,7 @@ class SecureSum:
         """Run the protocol, and return the sum.
 
         Raises:
-            SumFailed: too few clients joined, answered in time, or sent shares; or the masks
-                did not cancel.
+            SumFailed: too few clients joined, answered, or sent shares; or the masks did not cancel.
         """
         nodes = sorted(self.clients, key=lambda node: self.clients[node].index)
         while True:
@@ -183,7 +172,7 @@ class SecureSum:
     # the four stages
 
     def _setup(self, nodes: list[int]) -> dict[int, list[bytes]]:
-        """Choose each node's neighbours, and collect two public keys of each client, with its counts and its history. Return the keys."""
+        """Choose each node's neighbours, and collect each client's two public keys, counts and history."""
         shares, ring = self.settings.shares_of(len(nodes)), list(nodes)
         random.shuffle(ring)
         around = range(-(shares // 2), shares // 2 + 1)
@@ -227,7 +216,7 @@ class SecureSum:
         return [pair["pk1"], pair["pk2"]]
 
     def _share_keys(self, keys: Mapping[int, list[bytes]]) -> dict[int, dict[int, bytes]]:
-        """Send the neighbours' keys to each client. Return, by node, the encrypted shares of its secrets, by receiver."""
+        """Send each client its neighbours' keys. Return the shares of its secrets, by node and receiver."""
         requests = {node: {str(other): keys[other] for other in around} for node, around in self.neighbours.items()}
 
         def read(node: int, content: RecordDict) -> dict[int, bytes]:
@@ -237,7 +226,7 @@ class SecureSum:
         return self._ask(Stage.SHARE_KEYS, requests, read)
 
     def _weigh(self, nodes: Sequence[int]) -> Weighting:
-        """Choose the weights of this sum (``Weighting``), and add them and the combined history to all clients' instructions.
+        """Choose the weights of this sum, and add them and the combined history to all instructions.
 
         In sums of moments, a sample that a client uses twice counts twice in the weight of its
         statistics.
@@ -252,11 +241,11 @@ class SecureSum:
         return weighting
 
     def _collect(self, nodes: Sequence[int], sealed: Mapping[int, Mapping[int, bytes]]) -> tuple[dict[int, Masked], str]:
-        """Send the instructions, and return each client's masked vector, and the hash of the instruction, on which the masks depend.
+        """Send the instructions, and return the masked vectors and the hash of the instruction.
 
-        Vectors of clients with another instruction than most are left out, since their masks
-        would not cancel. So are those of clients whose inputs have another size: samples are no
-        weights for their statistics.
+        Vectors of clients with another instruction than most are left out, since their masks would not
+        cancel. So are those of clients whose inputs have another size: samples are no weights for their
+        statistics.
         """
         sources = {node: [other for other in nodes if node in sealed[other]] for node in nodes}
         requests = {n: {"srcs": of, "ctxts": [sealed[other][n] for other in of]} for n, of in sources.items()}
@@ -287,11 +276,8 @@ class SecureSum:
     def _unmask(self, keys: Mapping[int, list[bytes]], masked: Mapping[int, Masked], threshold: int, digest: str) -> np.ndarray:
         """Ask for shares of secrets, remove the masks from the sum by them, and return the mean of the vectors.
 
-        Of a client in the sum, the secret is the seed of its private mask. Of a lost one, it is
-        the key of the masks that it shares with its neighbours.
-
-        Raises:
-            SumFailed: too few clients sent shares, or a false one.
+        Of a client in the sum, the secret is the seed of its private mask. Of a lost one, it is the key
+        of the masks that it shares with its neighbours.
         """
         active = masked.keys()
         around = {node: self.neighbours[node] for node in active}
@@ -324,11 +310,11 @@ class SecureSum:
         return np.asarray(mean)
 
     def _unmasked(self, whole: int, clients: int) -> bool:
-        """Return whether the masks have cancelled. In the entry ``whole``, each of ``clients`` has its weight of 1, as a level."""
+        """Return whether the masks have cancelled: ``whole`` sums the clients' weights of 1, as levels."""
         return whole == clients * self.levels
 
     def _seeds(self, node: int, secret: bytes, active: set[int], keys: Mapping[int, list[bytes]]) -> list[tuple[bytes, int]]:
-        """Return the seeds of the masks that ``secret`` of a ``node`` removes from the sum, each with the sign with which it is added."""
+        """Return the seeds of the masks that ``secret`` removes from the sum, each with its sign."""
         if node in active:
             return [(secret, -1)]
         private, public = server_half.bytes_to_private_key(secret), server_half.bytes_to_public_key
@@ -337,7 +323,7 @@ class SecureSum:
     # one stage
 
     def _ask(self, stage: str, requests: Mapping[int, Mapping[str, object]], read: Callable[[int, RecordDict], T]) -> dict[int, T]:
-        """Send each node its request of a ``stage``. Return, by node, what ``read`` makes of the reply, without refused ones."""
+        """Send each node its request of a ``stage``. Return what ``read`` makes of the replies, by node."""
         sent, answers = [], dict[int, T]()
         for node, request in requests.items():
             m = self.instructions[node]
@@ -367,7 +353,6 @@ class SecureSum:
 
 
 def _by_node(name: str, nodes: Sequence[int], shares: Sequence[bytes], expected: set[int]) -> dict[int, bytes]:
-    """Return the share for each of the ``expected`` nodes. ``name`` is the field with the ``nodes``."""
     if sorted(nodes) != sorted(expected) or len(shares) != len(nodes):
         problem = f"expected a share for each of the nodes {excerpt(sorted(expected))}, but got {len(shares)} for {excerpt(nodes)}"
         raise WireError(RECORD_KEY_CONFIGS, name, problem)

@@ -1,12 +1,9 @@
 """Convert named arrays to Flower's messages and back.
 
-Other code uses ``{section: {name: array}}``. In a message each section is an ``ArrayRecord``
-with the arrays by name. A record ``header`` says what the message is for. ``NumPyClient`` needs
-lists of arrays without names. ``flatten`` makes such a list, with the names as JSON, and
-``unflatten`` reads it.
-
-At the server, ``Reading`` converts a round's replies to checked ``Reply`` objects. Each reply is
-decoded once, and a faulty reply is refused.
+Other code uses ``{section: {name: array}}``. In a message each section is an ``ArrayRecord`` with the
+arrays by name, and a record ``header`` says what the message is for. ``NumPyClient`` needs lists of
+arrays without names: ``flatten`` makes one, with the names as JSON, and ``unflatten`` reads it. At the
+server, ``Reading`` converts a round's replies to checked ``Reply`` objects.
 """
 
 from __future__ import annotations
@@ -44,8 +41,6 @@ class Header:
     """Describe what the arrays of a message are for. A reply repeats the header of its instruction.
 
     Attributes:
-        method: the method's name.
-        phase: the round's phase.
         round: the round's number. 0: before round 1.
         signature: a hash of the model's tensors and the method.
     """
@@ -56,7 +51,7 @@ class Header:
     signature: str
 
     def check(self, other: Header, why: Callable[[], str] = lambda: HINT) -> None:
-        """Check that ``other`` has the same fields. ``why`` returns the reason for another signature, in words.
+        """Check that ``other`` has the same fields. ``why`` gives the reason for another signature.
 
         Raises:
             WireError: a field differs.
@@ -72,13 +67,7 @@ def header_for(shared: SharedModel, round: int, phase: Phase) -> Header:
 
 
 class LazyArray(Array):
-    """Hold an array for a message, and encode the array only when its bytes are read. Within one process, nobody reads them.
-
-    Flower uses it like any other ``Array``.
-
-    Args:
-        array: the values. They must not change any more.
-    """
+    """Hold an array that changes no more, and encode it only when its bytes are read: not in one process."""
 
     array: np.ndarray
 
@@ -124,23 +113,23 @@ def to_records(payload: Payload, header: Header) -> RecordDict:
 
 
 def from_records(content: RecordDict) -> tuple[Payload, Header]:
-    """Return payload and header of a message. If one of them cannot be read, raise ``WireError``."""
+    """Return payload and header of a message, or raise ``WireError`` if one of them cannot be read."""
     header = header_of(content)
     return payload_of(content), header
 
 
 def payload_of(content: RecordDict) -> Payload:
-    """Return fl-bn's arrays in a message, by section and name. An array that cannot be read raises ``WireError``."""
+    """Return fl-bn's arrays in a message, by section and name, or raise ``WireError``."""
     return {section: arrays_in(record, section) for section, record in our_records(content, ArrayRecord).items()}
 
 
 def arrays_in(record: ArrayRecord, section: str) -> dict[str, np.ndarray]:
-    """Return the arrays of one ``section``, by name. An array that cannot be read raises ``WireError``."""
+    """Return the arrays of one ``section``, by name, or raise ``WireError``."""
     return {name: decoded(array, section, name) for name, array in record.items()}
 
 
 def header_of(content: RecordDict) -> Header:
-    """Return the header of a message. If a field is missing or not as expected, raise ``WireError``."""
+    """Return the header of a message, or raise ``WireError`` if a field is not as expected."""
     return Header(**HEADER.of(content))
 
 
@@ -149,11 +138,10 @@ DTYPES = frozenset(map(np.dtype, "?bBhHiIqQefd"))
 
 
 def array_from(data: bytes, section: str, name: str = "") -> np.ndarray:
-    """Decode an array in NumPy's .npy format. The result is read-only and shares the memory of ``data``.
+    """Decode an array in NumPy's .npy format, read-only and in the memory of ``data``.
 
     Raises:
         WireError: ``data`` is no array of numbers, or its length does not match its shape.
-            ``section`` and ``name`` are in the error.
     """
     try:
         shape, fortran, dtype, begin = _head(data[: 10 + int.from_bytes(data[8:10], "little")])
@@ -166,11 +154,7 @@ def array_from(data: bytes, section: str, name: str = "") -> np.ndarray:
 
 @lru_cache(maxsize=1024)
 def _head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """Read the head of an array in version 1.0 of NumPy's format: shape, order, dtype, and the head's length in bytes.
-
-    Raises:
-        Exception: any that NumPy's parsers raise.
-    """
+    """Read shape, order, dtype and the head's bytes of an array in version 1.0 of NumPy's format."""
     stream = io.BytesIO(head)
     version = np.lib.format.read_magic(stream)
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream, max_header_size=LONGEST_HEAD)
@@ -182,11 +166,7 @@ def _head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
 
 
 def decoded(array: Array, section: str, name: str = "") -> np.ndarray:
-    """Return the values of ``array``, read-only and without a copy. ``section`` and ``name`` are for the error.
-
-    Raises:
-        WireError: the values cannot be read.
-    """
+    """Return the values of ``array``, read-only and without a copy, or raise ``WireError``."""
     if isinstance(array, LazyArray):
         return array.array
     return array_from(array.data if array.stype == NUMPY else b"", section, name)
@@ -199,7 +179,7 @@ def flatten(payload: Payload) -> tuple[list[np.ndarray], str]:
 
 
 def unflatten(arrays: list[np.ndarray], layout: str) -> Payload:
-    """Return the arrays of a list by section and name, the inverse of ``flatten``."""
+    """Invert ``flatten``."""
     remaining = iter(arrays)
     return {section: {name: next(remaining) for name in names} for section, names in json.loads(layout)}
 
@@ -223,13 +203,12 @@ class Decoded:
 
     Attributes:
         node: the node that sent it.
-        failed: the error that came instead of content, in words. Empty if there is content.
+        failed: the error that came instead of content, in words.
         header: the header. None if it cannot be read. Then the arrays are not decoded either.
         payload: the readable arrays by section and name. They share the memory of the message.
-        metrics: fl-bn's metric record. None if there is none.
-        problem: the first reason why the header or an array cannot be decoded. It must be
-            copied before it is raised: an exception that was raised keeps the reply's arrays in
-            memory.
+        metrics: fl-bn's metric record, if there is one.
+        problem: the first reason why the header or an array cannot be decoded. It must be copied before
+            it is raised: an exception that was raised keeps the reply's arrays in memory.
         own: the user's metric records, by name.
     """
 
@@ -268,21 +247,21 @@ def decode(message: Message) -> Decoded:
 class Reading:
     """Read a round's replies, one by one.
 
-    A client is refused if its reply is an error, is late, is missing or is invalid, or if it
-    has no samples (it took no part).
+    A client is refused if its reply is an error, is late, is missing or is invalid, or if it has no
+    samples (it took no part). Each client's first reply counts.
 
     Attributes:
         parts: the valid replies, by client index. The caller may take them out.
         own: the users' own metric records, by client index.
-        refused: client index -> why the client is refused.
+        refused: why clients are refused, by index.
         wrong: the refused clients whose reply breaks the protocol. These clients are faulty or
             Byzantine.
 
     Args:
-        cohort: the clients to which the messages went. Each client's first reply counts.
+        cohort: the clients to which the messages went.
         header: the header of the instruction, which a reply must repeat.
-        expected: the tensors and numbers of a valid reply. None: the replies have only records
-            of the user's.
+        expected: the tensors and numbers of a valid reply. None: the replies have only records of the
+            user's.
     """
 
     def __init__(self, cohort: Sequence[Client], header: Header | None = None, expected: Expected | None = None) -> None:
@@ -291,7 +270,7 @@ class Reading:
         self.own, self.refused, self.wrong = dict[int, Mapping[str, MetricRecord]](), dict[int, str](), set[int]()
 
     def read(self, reply: Decoded) -> int | None:
-        """Check one reply, and return its client's index. None: it comes from no client of the cohort, or is not the client's first."""
+        """Check one reply, and return its client's index. None: not of the cohort, or not its first reply."""
         client = self._by_node.get(reply.node)
         if client is None or client.index in self.own:
             return None
@@ -316,11 +295,11 @@ class Reading:
         return expected.reply(client, values, reply.payload)
 
     def end(self) -> None:
-        """Refuse the clients that have not replied. Call it after the last reply."""
+        """Refuse the clients that have not replied, after the last reply."""
         self.refused |= {c.index: "no reply before the deadline" for c in self._cohort if c.index not in self.own}
 
     def all(self, replies: Iterable[Decoded]) -> tuple[list[Reply], dict[int, str], set[int]]:
-        """Read all replies. Return the valid ones in client order, the reasons of refused clients, and the ``wrong`` ones."""
+        """Return the valid replies in client order, why clients are refused, and the ``wrong`` ones."""
         for reply in replies:
             self.read(reply)
             del reply

@@ -1,22 +1,19 @@
 """Check every message to a client's app before a handler answers it, and every reply before it is sent.
 
-The gate is a Flower mod (``Gate``) around all handlers of an app, so every reply of a handler
-passes through it. The gate knows the kinds of messages, the node config with the site's policy,
-and how often this client has evaluated. It refuses messages of unknown kinds. For a new
-handler, declare here what its replies may hold.
+The gate is a Flower mod (``Gate``) around all handlers of an app, so every reply passes through it. It
+knows the kinds of messages, the node config with the site's policy, and how often this client has
+evaluated. It refuses messages of unknown kinds. For a new handler, declare here what its replies may
+hold.
 
-``secure-aggregation`` in the node config or the run config means that this client sends no
-summary of its data unmasked. It introduces itself, reports its number of samples, saves its
-model, and takes part in secure sums. It refuses everything else.
+``secure-aggregation`` in the node config or the run config means that this client sends no summary of
+its data unmasked. It introduces itself, reports its number of samples, saves its model, and takes part
+in secure sums. It refuses everything else. Whether such a client fails, and with which error, may
+depend on its data: weights may overflow for some samples only. So it reports a failure without a
+reason. After ``MOST_FAILURES`` failures it takes part in no further secure sum of the run.
 
-Whether such a client fails, and with which error, may depend on its data: weights may overflow
-for some samples only. So it reports a failure without a reason. After ``MOST_FAILURES``
-failures it takes part in no further secure sum of the run.
-
-An evaluation reveals something about the data. A server that chooses the weights can make the
-accuracy answer any yes-or-no question about the samples. ``max-evaluations`` limits the number
-of evaluations in a run. ``min-samples`` is the smallest number of samples that a metric may
-summarise.
+A server that chooses the weights can make the accuracy answer any yes-or-no question about the samples.
+So ``max-evaluations`` limits the number of evaluations in a run. ``min-samples`` is the smallest number
+of samples that a metric may summarise.
 """
 
 from __future__ import annotations
@@ -72,8 +69,8 @@ class Kind:
     Attributes:
         records: the names of the config and metric records that the reply may have.
         arrays: whether the reply may hold arrays.
-        open: whether a client that requires secure aggregation answers messages of this kind,
-            too. The replies to them must hold no unmasked summary of the client's data.
+        open: whether a client that requires secure aggregation answers such messages, too. The replies
+            must hold no unmasked summary of its data.
     """
 
     records: frozenset[str] = frozenset()
@@ -103,11 +100,10 @@ class Limits:
 
     Attributes:
         secure: whether the site requires secure aggregation.
-        min_samples: the smallest number of samples that a metric of an evaluation may
-            summarise.
+        min_samples: the smallest number of samples that a metric of an evaluation may summarise.
         max_evaluations: the largest number of evaluations in a run. None: any number.
-        unknown_rounds: for a secure sum, the largest number of rounds in which this client took
-            no part, but which formed the other clients' states. None: any number.
+        unknown_rounds: for a secure sum, the largest number of rounds in which this client took no
+            part, but which formed the other clients' states. None: any number.
     """
 
     secure: bool
@@ -117,7 +113,7 @@ class Limits:
 
     @classmethod
     def of(cls, context: Context) -> Limits:
-        """Read the limits from the node config, which includes the site's policy. The run config can require secure aggregation, too.
+        """Read the limits from the node config. The run config can require secure aggregation, too.
 
         Raises:
             WireError: a value in the node config is not a whole number of at least 0.
@@ -132,9 +128,7 @@ class Limits:
 class Gate:
     """Check an app's messages and replies, as a Flower mod: ``ClientApp(mods=[Gate()])``.
 
-    Attributes:
-        kinds: the kinds of messages that the app answers, by Flower's message type. Default:
-            those of fl-bn's own app.
+    ``kinds`` are those of messages that the app answers, by Flower's message type.
     """
 
     kinds: Mapping[str, Kind] = field(default_factory=lambda: KINDS)
@@ -143,8 +137,8 @@ class Gate:
         """Check ``message``, call ``handle`` to answer it, and return the reply if it passes the checks.
 
         Raises:
-            Refused: the client must not answer this message, or the reply holds more than it
-                may. Or ``handle`` failed, and the reason must be hidden (``_hide``).
+            Refused: the client must not answer this message, or the reply holds more than it may. Or
+                ``handle`` failed, and the reason must be hidden (``_hide``).
             WireError: a limit in the node config is no whole number of at least 0.
             Exception: whatever ``handle`` raises, unless the reason must be hidden.
         """
@@ -188,7 +182,7 @@ class Gate:
 
 
 def _hide(error: Exception, message: Message, context: Context) -> None:
-    """Raise ``Refused`` without a reason, if the data of a client that requires secure aggregation may be the reason of ``error``."""
+    """Raise ``Refused`` without a reason, if secure aggregation must hide that the data are the reason."""
     masks = _config(message.content, RECORD_KEY_CONFIGS).get("stage") == MASKING
     if isinstance(error, Refused) or (isinstance(error, WireError) and not masks):
         return  # a WireError depends on the message only, except for one of the vector to mask
@@ -199,14 +193,10 @@ def _hide(error: Exception, message: Message, context: Context) -> None:
 
 
 def admit_own(message: Message, context: Context, evaluates: bool) -> None:
-    """Check that a user's own handler may answer a message. ``training`` and ``evaluating`` call this before the handler.
+    """Check that a user's own handler may answer a message, before it does, or raise ``Refused``.
 
-    The handler's reply is not masked, so a client that requires secure aggregation refuses. If
-    the app has no ``Gate``, nothing checks the reply afterwards. So an evaluation is counted
-    here, before the handler computes it.
-
-    Raises:
-        Refused: the client must not answer.
+    The handler's reply is not masked, so a client that requires secure aggregation refuses. Without a
+    ``Gate``, nothing checks the reply afterwards, so an evaluation is counted here.
     """
     why, limits = "", Limits.of(context)
     if limits.secure:
@@ -223,9 +213,9 @@ def evaluations_left(context: Context, limits: Limits) -> bool:
 
 
 def _spend(context: Context, limits: Limits) -> str:
-    """Add 1 to this client's evaluations of the run, before the result is sent. ``state-dir`` keeps the count over restarts.
+    """Add 1 to this client's evaluations of the run, before the result is sent. Return why it may not answer.
 
-    Return why this client may not answer; empty if it may.
+    ``state-dir`` keeps the count over restarts.
     """
     most, file = limits.max_evaluations, _file(context)
     if most is None:
@@ -246,9 +236,8 @@ def _spend(context: Context, limits: Limits) -> str:
 def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int], least: int) -> tuple[dict[str, float], int]:
     """Withhold metrics that summarise fewer than ``least`` samples: they become NaN.
 
-    Return the metrics, and the smallest number of samples behind one that is not withheld;
-    ``samples`` if all are. ``behind`` has the numbers of samples of some metrics, by name; all
-    others summarise ``samples``.
+    Return the metrics, and the smallest number of samples behind one that is not withheld; ``samples``
+    if all are. ``behind`` has these numbers of some metrics, by name; all others summarise ``samples``.
     """
     counts = {name: behind.get(name, samples) for name in metrics}
     kept = {name: value if counts[name] >= least else math.nan for name, value in metrics.items()}
@@ -256,7 +245,7 @@ def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int]
 
 
 def _exchange(message: Message) -> str:
-    """Return the layer-wise exchange that a message starts, in words. Empty: the message starts none."""
+    """Return the layer-wise exchange that a message starts, in words, if it starts one."""
     if (carrier := _config(message.content, EXCHANGE.name).get("exchange")) is not None:
         return f"a layer-wise exchange ({excerpt(carrier)})"
     return "a round with a layer-wise exchange" if _config(message.content, f"{OURS}header").get("phase") == Phase.EXCHANGE.value else ""
@@ -272,7 +261,7 @@ def sums_evaluations(message: Message) -> bool:
 
 
 def _excess(reply: Message, name: str, kind: Kind, limits: Limits) -> str:
-    """Return what the reply to a message of type ``name`` holds beyond ``kind`` and ``limits``. Empty: nothing."""
+    """Return what the reply to a message of type ``name`` holds beyond ``kind`` and ``limits``."""
     arrays = records_of(reply.content, ArrayRecord)
     if others := {*reply.content} - kind.records - {*arrays}:
         allowed = ", ".join(sorted(kind.records)) or "nothing"
@@ -299,10 +288,7 @@ def _spent(context: Context) -> int:
 
 
 def _file(context: Context) -> Path | None:
-    """Return the file that counts this client's evaluations in this Flower run.
-
-    None: the node config has no ``state-dir``, and the count is in ``context.state`` only.
-    """
+    """Return the file that counts this client's evaluations, if the node config has a ``state-dir``."""
     node = context.node_config
     if "state-dir" not in node:
         return None

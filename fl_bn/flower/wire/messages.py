@@ -1,15 +1,13 @@
 """Declare all fields of messages, in both directions; find the records, and identify a run.
 
-A received value is checked by its declaration before it is used. Arrays are declared in
-``schema``, by model, method and phase. Requests of the layer-wise exchange are declared in
-``exchange.grpc.wire``, with their limits in ``exchange.session``. Every other value that server
-and client read from each other is a field below.
+A received value is checked by its declaration before it is used. Arrays are declared in ``schema``, by
+model, method and phase, requests of the layer-wise exchange in ``exchange.grpc.wire``, with their
+limits in ``exchange.session``. Every other value that server and client read from each other is a field
+below.
 
-The records that Flower's examples use, ``config``, ``arrays`` and ``metrics``, belong to the
-user, and may have any fields. The names of fl-bn's records begin with ``OURS``. Errors name a
-record without this prefix.
-
-A server refuses a client with another version of fl-bn when the client introduces itself.
+The records ``config``, ``arrays`` and ``metrics``, which Flower's examples use, belong to the user, and
+may have any fields. The names of fl-bn's records begin with ``OURS``. Errors name a record without this
+prefix. A server refuses a client with another version of fl-bn when the client introduces itself.
 """
 
 from __future__ import annotations
@@ -56,14 +54,14 @@ ASK_HELLO, STATISTICS, RENDEZVOUS, SAVE = "query.hello", "query.statistics", "qu
 def records_of(content: RecordDict, kind: type[R]) -> dict[str, R]:
     """Return all records of the type ``kind`` (such as ``ArrayRecord``), by name.
 
-    Flower's own properties (``array_records`` ...) create reference cycles. These keep a
-    reply's arrays in memory until the garbage collector runs.
+    Flower's own properties (``array_records`` ...) create reference cycles, which keep a reply's arrays
+    in memory until the garbage collector runs.
     """
     return {name: record for name, record in content.items() if isinstance(record, kind)}
 
 
 def our_records(content: RecordDict, kind: type[R]) -> dict[str, R]:
-    """Return name -> record for fl-bn's records of the type ``kind``. The names lack the prefix ``OURS``."""
+    """Return fl-bn's records of the type ``kind`` by name, without the prefix ``OURS``."""
     return {name.removeprefix(OURS): record for name, record in records_of(content, kind).items() if name.startswith(OURS)}
 
 
@@ -73,23 +71,18 @@ def their_records(content: RecordDict, kind: type[R]) -> dict[str, R]:
 
 
 def config_of(content: RecordDict) -> dict[str, Any]:
-    """Return the fields of fl-bn's config in a message; empty if the message has no config."""
+    """Return the fields of fl-bn's config in a message; empty if there is none."""
     return dict(our_records(content, ConfigRecord).get("config", ConfigRecord()))
 
 
 def add_to_config(content: RecordDict, values: Mapping[str, Any]) -> None:
-    """Put ``values`` into fl-bn's config of a message. Other messages with the same config stay as they are."""
+    """Put ``values`` into fl-bn's config of a message, but not of other messages with the same config."""
     content[f"{OURS}config"] = ConfigRecord({**config_of(content), **values})
 
 
 @dataclass(frozen=True)
 class Form(fields.Form):
-    """Declare the fields of one record in a message, find the record by its name, and read it.
-
-    Attributes:
-        prefix: the beginning of the record's name in a message. Empty: the name is Flower's or
-            the user's.
-    """
+    """Declare a message's record, find it by its name, which begins with ``prefix``, and read it."""
 
     prefix: str = OURS
 
@@ -99,11 +92,7 @@ class Form(fields.Form):
         return self.prefix + self.record
 
     def of(self, content: RecordDict) -> Values:
-        """Read this record of a message's ``content``.
-
-        Raises:
-            WireError: the record is missing, or one of its fields is missing or not as declared.
-        """
+        """Read this record, or raise ``WireError`` if it, or a field, is missing or not as declared."""
         record: Any = content.get(self.name)
         return self.read(None if isinstance(record, ArrayRecord) else record)
 
@@ -125,10 +114,10 @@ class RunId:
     Attributes:
         run: the run's unique name NAME/state-XXXXXXXX: the name of its folder, and eight random
             hexadecimal digits.
-        resumes: one pair for each resume, in order of time: a random token, and the round of
-            the checkpoint to which the run went back.
-        durable: the earliest round to which a later resume can go back. So a client needs only
-            the newest of its states up to this round.
+        resumes: a random token, and the round of the checkpoint to which the run went back, for each
+            resume in order of time.
+        durable: the earliest round to which a later resume can go back. So a client needs only the
+            newest of its states up to this round.
     """
 
     run: str
@@ -137,47 +126,45 @@ class RunId:
 
     @classmethod
     def new(cls, name: str) -> RunId:
-        """Return the id of a new run in the folder ``name``. If no folder can have that name, the id has the name ``run``."""
+        """Return the id of a new run in the folder ``name``, or ``run`` if no folder can have that name."""
         run = f"{name}/state-{secrets.token_hex(4)}"
         return cls(run if NAME.fullmatch(run) else f"run/state-{secrets.token_hex(4)}")
 
     @property
     def attempt(self) -> str:
-        """Return the token of the last resume, which clients store with their states. ``0``: the run was never resumed."""
+        """Return the token of the last resume, which clients store with their states, else ``0``."""
         return self.resumes[-1][0] if self.resumes else FIRST
 
     @property
     def attempts(self) -> list[str]:
-        """Return ``0``, which is the token of the start, and the tokens of all resumes in order of time."""
+        """Return ``0``, the token of the start, and the tokens of all resumes in order of time."""
         return [FIRST, *(token for token, _ in self.resumes)]
 
     def resumed(self, round: int) -> RunId:
         """Return the id of this run when it is resumed after ``round``.
 
-        Every resume gets a random token. If a run is resumed twice from one checkpoint, clients
-        ignore, after the second resume, the states that they stored after the first.
+        Every resume gets a random token. So after a second resume from one checkpoint, clients ignore
+        the states that they stored after the first.
         """
         return replace(self, resumes=(*self.resumes, (secrets.token_hex(4), round)))
 
     def counts(self, round: int, attempt: str) -> bool:
-        """Return whether a client's state still counts: no resume has undone the round in which it was stored.
+        """Return whether no resume has undone the round in which a client's state was stored.
 
-        Args:
-            round: the round in which the state was stored.
-            attempt: the token of the last resume at that time. ``0``: the run had not been resumed.
+        ``attempt`` is the token of the last resume at that time, or ``0``.
         """
         if attempt not in self.attempts:
             return False
         return all(round <= resumed for _, resumed in self.resumes[self.attempts.index(attempt) :])
 
     def to_config(self) -> dict[str, str | int]:
-        """Return this id as fields of a message's config. Empty fields are left out: Flower's ``message_size_mod`` fails on them."""
+        """Return this id as fields of a message's config, without empty ones, on which Flower fails."""
         resumes = ",".join(f"{token}:{round}" for token, round in self.resumes)
         return {"run": self.run, **({"resumes": resumes} if resumes else {}), "durable": self.durable}
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> RunId:
-        """Read the id from a message's checked config. The id's ``run`` is empty if the config names no run."""
+        """Read the id from a message's checked config. Its ``run`` is empty if the config names none."""
         resumes = tuple((token, int(round)) for token, round in RESUME.findall(config.get("resumes", "")))
         return cls(config.get("run", ""), resumes, config.get("durable", 0))
 
@@ -322,7 +309,7 @@ ADVICE = 'install the server\'s version at every site (docs, "Upgrade the server
 
 @cache
 def here() -> str:
-    """Return the version of fl-bn that is installed here. It is read once per process, since reading takes milliseconds."""
+    """Return the version of fl-bn that is installed here, read once per process, which takes milliseconds."""
     return version_of("fl-bn")
 
 

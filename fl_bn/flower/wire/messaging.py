@@ -1,7 +1,7 @@
 """Send messages and receive the replies, in one loop for every engine.
 
-The loop polls often. It can send a message again if the message's node was lost and came back.
-During a long wait it logs how many replies have come.
+The loop polls often, sends a message again if its node was lost and came back, and logs how many
+replies have come.
 """
 
 from __future__ import annotations
@@ -41,19 +41,17 @@ def receive(
 ) -> Iterator[Message]:
     """Yield the replies that come within ``timeout`` seconds, in no particular order.
 
-    If ``patience`` is above 0, a lost node that came back gets its message again. A node whose
-    process died gets it again at once, but only once: a lack of memory, for example, would end
-    the next process, too. A repeated message gets the same answer, which depends only on the
-    message and on the client's state before the round.
+    If ``patience`` is above 0, a lost node that came back gets its message again, with the same answer,
+    which depends only on the message and on the client's state before the round. A node whose process
+    died gets it again at once, but only once: a lack of memory, for example, would end the next
+    process, too.
 
     Args:
         grid: Flower's grid.
         messages: the messages, one per client.
-        timeout: how many seconds to wait for all replies. It has no effect on an
-            ``InProcessGrid``.
-        patience: how many seconds to wait until a lost node, or a node whose process died,
-            comes back. If it does not, an error takes the place of its reply. 0: no message is
-            sent again.
+        timeout: how many seconds to wait for all replies, except with an ``InProcessGrid``.
+        patience: how many seconds to wait until a lost node, or a node whose process died, comes back.
+            If it does not, an error takes the place of its reply. 0: no message is sent again.
         called: the nodes' names in the log.
     """
     sent = list(messages)
@@ -67,13 +65,11 @@ def receive(
 def pulled(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
     """Yield the replies to the ``waiting`` messages (by id) that have come so far.
 
-    Flower decodes a reply in this process, from bytes that the client made, and its parsers may
-    raise any exception. So each reply is fetched alone. The bytes also name the sender and the
-    answered message, perhaps falsely. A reply that cannot be decoded, or that names another
-    node, is replaced by an error of the node that got the message.
-
-    Raises:
-        grpc.RpcError: the SuperLink cannot be reached.
+    Flower decodes a reply in this process, from bytes that the client made, and its parsers may raise
+    any exception. So each reply is fetched alone. The bytes also name the sender and the answered
+    message, perhaps falsely. A reply that cannot be decoded, or that names another node, is replaced by
+    an error of the node that got the message. If the SuperLink cannot be reached, a ``grpc.RpcError``
+    is raised.
     """
     if isinstance(grid, InProcessGrid) or simulates(grid):  # no reply comes as bytes from another machine
         for reply in grid.pull_messages(list(waiting)):
@@ -86,7 +82,7 @@ def pulled(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
 
 
 def _opened(grid: Grid, identity: str, message: Message) -> list[Message]:
-    """Return a list with the reply to ``message``, or with an error in its place. Empty as long as there is no reply."""
+    """Return a list with the reply to ``message``, or an error in its place. Empty: there is none yet."""
     try:
         return [_checked(reply, identity, message) for reply in list(grid.pull_messages([identity]))[:1]]
     except grpc.RpcError:
@@ -96,7 +92,7 @@ def _opened(grid: Grid, identity: str, message: Message) -> list[Message]:
 
 
 def _checked(reply: Message, identity: str, message: Message) -> Message:
-    """Return ``reply`` if it answers ``message`` and comes from the node that got it. Otherwise return an error."""
+    """Return ``reply`` if it answers ``message`` and comes from the node that got it, else an error."""
     m = reply.metadata
     if reply.has_error() == reply.has_content():
         return _instead(message, "its reply has neither content nor an error")
@@ -110,7 +106,7 @@ def _checked(reply: Message, identity: str, message: Message) -> Message:
 
 
 def _from_its_node(reply: Message, message: Message) -> Message:
-    """Return ``reply``. An error that Flower made does not name the node that got ``message``, so write it in."""
+    """Return ``reply``, with the node that got ``message``, which an error that Flower made does not name."""
     if reply.has_error():
         reply.metadata.__dict__["_src_node_id"] = message.metadata.dst_node_id
     return reply
@@ -121,17 +117,13 @@ def _instead(message: Message, why: str, code: int = UNREADABLE) -> Message:
 
 
 def copy_of(message: Message, ttl: float | None = None, kind: str = "") -> Message:
-    """Return a message with the same records, but an id of its own; and another time to live or type, if given."""
+    """Return a message with the same records, but an id of its own; perhaps another time to live or type."""
     m = message.metadata
     return Message(RecordDict(dict(message.content.items())), m.dst_node_id, kind or m.message_type, ttl=ttl or m.ttl, group_id=m.group_id)
 
 
 class Mailbox:
-    """Send the messages of one call of ``receive``, and collect the replies.
-
-    Args:
-        grid, timeout, patience, called: as in ``receive``.
-    """
+    """Send the messages of one call of ``receive``, and collect the replies."""
 
     def __init__(self, grid: Grid, timeout: float, patience: float, called: ClientNames) -> None:
         self.grid, self.patience, self.called = grid, patience, called
@@ -173,7 +165,7 @@ class Mailbox:
         self.waiting |= {identity: m for identity, m in zip(self.grid.push_messages(messages), messages, strict=False) if identity}
 
     def _arrived(self) -> Iterator[Message]:
-        """Yield the replies that have come. Few are fetched at a time, and each is freed when the caller asks for the next one."""
+        """Yield the replies that have come, fetched a few at a time, each freed before the next one."""
         waiting = list(self.waiting)
         for i in range(0, len(waiting), FEW):
             replies = deque(pulled(self.grid, {identity: self.waiting[identity] for identity in waiting[i : i + FEW]}))
@@ -185,7 +177,7 @@ class Mailbox:
                 del reply
 
     def _is_final(self, reply: Message, sent: Message) -> bool:
-        """Return whether ``reply`` counts. If it is the error of a node that may come back, or too late, it does not."""
+        """Return whether ``reply`` counts. An error of a node that may come back, or a late one, does not."""
         node = sent.metadata.dst_node_id
         if not reply.has_error() or reply.error.code not in PASSING:
             return True
@@ -208,7 +200,7 @@ class Mailbox:
         return False
 
     def _ask_again(self) -> Iterator[Message]:
-        """Ask lost nodes that came back again. Yield the errors of those that did not come back in time."""
+        """Ask lost nodes that came back again. Yield the errors of those that did not in time."""
         now, lost, self.lost = time.monotonic(), self.lost, []
         online = set(self.grid.get_node_ids()) if lost else set()
         for node, sent, error in lost:
