@@ -1,7 +1,7 @@
-"""Exchange vectors layer by layer: clients average a vector over their cohort during a forward or backward pass.
+"""Exchange vectors layer by layer: clients average a vector over their cohort in a forward or backward pass.
 
-``call`` defines the operation and ``session`` the server's half. A carrier, that is, a transport, takes requests to the
-server and answers back. There are three carriers: a gRPC service, replay in Flower messages, and threads in one process.
+A carrier, that is, a transport, takes requests to the server and answers back: a gRPC service, replay in
+Flower messages, or threads in one process. ``call`` defines the operation, ``session`` the server's half.
 """
 
 from fl_bn.exchange.call import Layer

@@ -1,8 +1,7 @@
 """Define the operation behind FedTAN: ``exchange(key, local, count)`` returns averages over the cohort.
 
-All carriers, that is, transports, offer it. Algorithms 2 and 3 of FedTAN's paper average a vector over
-the cohort: the moments of a layer's input (forward), and the gradients of the loss with respect to them
-(backward).
+All carriers offer it. Algorithms 2 and 3 of FedTAN's paper average a vector over the cohort: moments of a
+layer's input in the forward pass, gradients with respect to these moments in the backward pass.
 """
 
 from __future__ import annotations
@@ -69,23 +68,14 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Join:
-    """Ask to take part in the round. This is a client's first request.
-
-    Attributes:
-        batch: the number of samples in the batch that the client drew. 0: it takes no part in the round.
-    """
+    """Ask, as the client's first request, to take part in the round with a ``batch`` of samples; 0: not."""
 
     batch: int
 
 
 @dataclass(frozen=True)
 class Local:
-    """Send this client's own vector, and ask for its average over the cohort.
-
-    Attributes:
-        values: this client's vector (d,).
-        count: the number of activations per channel that ``values`` summarise.
-    """
+    """Send a client's own vector ``values`` (d,), which summarises ``count`` activations per channel."""
 
     key: Key
     values: Tensor
@@ -100,7 +90,7 @@ class Answer:
     """Hold the server's answer to a client's request. The answer to a ``Join`` has no values and a count of 0.
 
     Attributes:
-        values: the vectors of the cohort, combined to one vector (d,).
+        values: the cohort's vectors, combined to one vector (d,).
         count: the number of activations per channel, summed over the cohort.
         batch: the number of samples, summed over the cohort.
     """
@@ -111,11 +101,7 @@ class Answer:
 
 
 def checked(answer: Answer, key: Key, local: Tensor) -> Answer:
-    """Return ``answer`` if its shape, dtype and counts fit the client's own vector.
-
-    Raises:
-        ExchangeFailed: the answer has another shape or dtype, or counts no activations or no samples.
-    """
+    """Return ``answer`` if it fits the client's own vector, or raise ``ExchangeFailed``."""
     actual, wanted = (tuple(answer.values.shape), answer.values.dtype), (tuple(local.shape), local.dtype)
     if actual != wanted:
         raise ExchangeFailed(f"{key}: expected an answer of shape {wanted[0]} and {wanted[1]}, but got shape {actual[0]} and {actual[1]}")
@@ -155,7 +141,4 @@ class Exchange(Protocol):
         """
 
     def close(self, error: str = "") -> None:
-        """Leave the round, early for the reason ``error``: the server then drops this client.
-
-        A second call does nothing.
-        """
+        """Leave the round. With an ``error``, the server drops this client. A second call does nothing."""

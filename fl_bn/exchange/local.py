@@ -73,9 +73,7 @@ class Turns:
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
         """Run all tasks and return their results, in the order of ``tasks``.
 
-        Raises:
-            BaseException: the error of the first failed task, in the order of ``tasks``, after all have
-                ended.
+        After all have ended, the error of the first failed task, in the order of ``tasks``, is raised.
         """
         at_start, results = random_states(), dict[int, T]()
         errors: dict[int, BaseException] = {}
@@ -102,12 +100,7 @@ class Turns:
         return [results[index] for index in range(len(tasks))]
 
     def wait(self, index: int) -> None:
-        """Let other tasks run until ``ready`` is called for this task.
-
-        Raises:
-            ExchangeFailed: every other task has ended or is waiting, too, so nothing would ever wake
-                this one.
-        """
+        """Let others run until ``ready`` is called for this task, or raise ``ExchangeFailed`` if none can."""
         before = random_states()
         self._waiting.append(index)
         self._next()
@@ -154,12 +147,9 @@ def set_random_states(states: tuple[Tensor, list[Tensor]]) -> None:
 class LocalExchange:
     """Take part in a layer-wise exchange as one client, while the cohort's others run in the same process.
 
-    Args:
-        token: the client's token for this round, from ``admit``.
-
     Raises:
-        ExchangeFailed: the token is unknown, or the thread was not started by ``Turns.run``. Or the
-            session refuses the client, or the round fails before all clients have joined.
+        ExchangeFailed: the token is not from ``admit``, or the thread was not started by ``Turns.run``. Or
+            the session refuses the client, or the round fails before all clients have joined.
     """
 
     def __init__(self, token: str, batch: int) -> None:

@@ -1,8 +1,7 @@
-"""Run the server's half of a round's exchange: track which clients take part, which requests are missing, and who is late.
+"""Run the server's half of a round's exchange: who takes part, which requests are missing, and who is late.
 
-A ``Session`` has neither a thread nor a clock of its own. A carrier, that is, a transport such as the
-gRPC service, passes requests to ``submit`` and answers to the clients. It also calls ``expire``
-regularly, to drop late clients.
+A ``Session`` has neither a thread nor a clock of its own. A carrier passes requests to ``submit`` and
+answers to the clients, and calls ``expire`` regularly, to drop late clients.
 """
 
 from __future__ import annotations
@@ -77,21 +76,15 @@ class Session:
     All methods are safe to call from several threads.
 
     Args:
-        cohort: the clients.
         layers: the layers that may be exchanged, by name.
         average: the rule that combines the clients' values, see ``reduce``.
-        policy: what happens when a client is dropped. ``abort`` fails the round, ``shrink`` goes on
-            with the others.
+        policy: if a client is dropped, ``abort`` fails the round, ``shrink`` goes on with the others.
         deadline: seconds after which a client is late with a vector.
-        join_deadline: seconds that the session waits for the next client to join. Then all that have
-            not joined are late.
+        join_deadline: seconds without another client that joins, after which the missing ones are late.
         samples: each client's number of samples. A client's batch must not be larger.
-        believing: whether to use the counts and batch sizes that clients report. False, with robust
-            rules: each client counts with their median, so that no client decides its own weight.
+        believing: whether to use the counts and batch sizes that clients report. False, with robust rules:
+            each client counts with their median, so that no client decides its own weight.
         called: gives the clients' names for the log.
-
-    Raises:
-        ValueError: ``policy`` is not one of ``POLICIES``.
     """
 
     def __init__(
@@ -263,9 +256,8 @@ class Session:
         """Check that all clients sent the same key, and that no client has finished too early.
 
         The key of the majority wins, and clients with another key are dropped. Without a majority, the
-        round fails. ``left`` are active clients that have finished. The vote waits until every active
-        client has sent a request or finished, to count those that are about to finish after the last
-        layer.
+        round fails. The vote waits until every active client has sent a request or finished (``left``), to
+        count those that are about to finish after the last layer.
         """
         said: dict[int, Key | None] = {**keys, **dict.fromkeys(left)}
         (right, top), *others = Counter(said.values()).most_common()
@@ -294,8 +286,7 @@ class Session:
     def _together(self, claims: list[int], usual: Callable[[list[int]], float] = median_low) -> int:
         """Return the cohort's total of activations, or of samples, from the numbers that the clients claim.
 
-        It is their sum or, if the session is not ``believing``, their median times the number of
-        clients.
+        It is their sum or, if the session is not ``believing``, their median times their number.
         """
         return sum(claims) if self.believing else int(usual(claims)) * len(claims)
 

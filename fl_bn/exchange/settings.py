@@ -25,9 +25,7 @@ class Certificates:
 
     Attributes:
         certificate: The service's certificate, valid for the host name that clients use.
-        key: The private key of ``certificate``.
-        authority: The certificate of the authority that signed it. Clients get it in their train
-            message.
+        authority: The certificate of the authority that signed it. Clients get it in their train message.
     """
 
     certificate: Path
@@ -35,11 +33,7 @@ class Certificates:
     authority: Path
 
     def check(self) -> None:
-        """Check that the files exist and belong together.
-
-        Raises:
-            ValueError: A file is missing or not in PEM, or the key does not belong to the certificate.
-        """
+        """Check that the files exist, are in PEM and belong together, or raise ``ValueError``."""
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self.certificate, self.key)
@@ -64,8 +58,7 @@ class ExchangeSettings(Options):
         policy: ``abort`` fails the round if a client is dropped, ``shrink`` goes on with the other clients.
         deadline: Seconds that an exchange waits for late clients, once half of the clients wait.
         bind: Empty: loopback if ``host`` is a loopback address, otherwise all addresses.
-        certificates: The files for TLS, which connections from other machines need, unless they are
-            ``insecure``.
+        certificates: The files for TLS, which connections from other machines need if not ``insecure``.
         insecure: Set it only if Flower's own connections are unencrypted, too.
 
     Raises:

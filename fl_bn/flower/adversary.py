@@ -1,8 +1,4 @@
-"""Simulate Byzantine clients in an experiment, by rewriting their replies when all replies have arrived.
-
-The simulated attackers know the honest replies. Replies are rewritten before the server's checks, as if
-they came from real attackers.
-"""
+"""Simulate Byzantine clients that know the honest replies, by rewriting theirs before the server's checks."""
 
 from __future__ import annotations
 
@@ -33,10 +29,9 @@ def corrupt(
 ) -> list[Decoded]:
     """Rewrite the replies of the Byzantine clients, which are the last ``adversary.f`` clients of the run.
 
-    Errors and unreadable replies are not rewritten. The attackers know the ``defence``, and ignore
-    honest replies that are not finite, since the server will refuse them. Without an honest reply
-    nothing is rewritten. ``population`` is the number of clients in the run, ``sent`` what the server
-    sent to all.
+    Errors and unreadable replies are not rewritten. The attackers know the ``defence``, and ignore honest
+    replies that are not finite, since the server will refuse them. ``population`` is the number of clients
+    in the run, ``sent`` what the server sent to all.
     """
     index = {client.node: client.index for client in cohort}
     readable: dict[int, tuple[int, Payload]] = {}  # client -> position in ``replies``, arrays
@@ -115,9 +110,9 @@ Combine = Callable[[Sequence[Moments]], Moments]
 def _statistics_damage(honest: np.ndarray, f: int, truth: Combine, combine: Combine) -> Damage:
     """Return a measure of how much a lie of ``f`` clients changes one layer's combined statistics.
 
-    It is a norm over all channels: of the change of the mean in standard deviations, and of the log of
-    the ratio of the variances. ``honest`` (clients, 2 * channels) has means, then variances. ``truth``
-    combines honest statistics, ``combine`` all of them.
+    It is a norm over all channels: of the change of the mean in standard deviations, and of the log of the
+    ratio of the variances. ``honest`` (clients, 2 * channels) has means, then variances. ``truth`` combines
+    only honest statistics.
     """
     known = [_moments(row) for row in honest]
     want = truth(known)

@@ -1,4 +1,4 @@
-"""Find whatever depends on Flower's version: names that are private or have moved, and the version that deployments need.
+"""Find what depends on Flower's version: names that are private or have moved, and what deployments need.
 
 ``from fl_bn.flower.compat import Stage`` looks for ``Stage`` in the modules in which different versions
 of Flower keep it, at that import. All other names that this package imports from Flower are public, and
@@ -50,11 +50,7 @@ def __getattr__(name: str) -> Any:
 
 
 def find(name: str) -> Any:
-    """Return Flower's object ``name``, from the first of its modules in ``PLACES`` that is installed.
-
-    Raises:
-        ImportError: the installed Flower does not have it.
-    """
+    """Return Flower's object ``name``, from its first module in ``PLACES``, or raise ``ImportError``."""
     modules = [module for module, names in PLACES.items() if name in names.split()]
     for module in modules:
         try:
@@ -146,11 +142,7 @@ def repeat_cancelled(invoker: Any) -> None:
 
 
 def copy_of(name: str) -> ModuleType:
-    """Load Flower's module ``name`` once more, under a name of its own, so that changes affect nobody else.
-
-    Raises:
-        ImportError: the installed Flower has no such module.
-    """
+    """Load Flower's module ``name`` once more, under a name of its own, so that others see no changes."""
     original = importlib.util.find_spec(name)
     spec = original and importlib.util.spec_from_file_location(f"{name}_of_fl_bn", original.origin)
     if spec is None or spec.loader is None:
@@ -161,11 +153,7 @@ def copy_of(name: str) -> ModuleType:
 
 
 def deploys_by_grpc() -> bool:
-    """Return whether a deployment's programs are those of Flower 1.25, and not those of 1.42.
-
-    Raises:
-        ValueError: another version is installed, on which deployments were not tried.
-    """
+    """Return whether deployments use Flower 1.25's programs (else 1.42's), or raise ``ValueError``."""
     installed = version("flwr")
     if not pinned() and not f"{installed}.".startswith(f"{NEWEST}."):
         raise ValueError(f"deployments need Flower {DEPLOYED} or {NEWEST}, but flwr {installed} is installed: {_advice(DEPLOYED)}")

@@ -82,8 +82,7 @@ def exchange_in(settings: ExchangeSettings) -> ExchangeSettings:
 class Progress(Callback):
     """Report the progress of a user's own app to ``fl-bn status``: one line of JSON per round in ``file``.
 
-    Without a ``file``, nothing is written. After a line that cannot be written, which the log says, there
-    are no further ones.
+    Without a ``file``, nothing is written, nor after a line that cannot be written, which the log says.
     """
 
     def __init__(self, file: Path | None) -> None:

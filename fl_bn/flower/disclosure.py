@@ -9,10 +9,9 @@ A statistic of few samples reveals them. ``samples`` of a ``Disclosure`` is the 
 samples behind a statistic, among which a person is hidden. ``values`` is the number of activations per
 channel, which is larger for images with many pixels of the same persons.
 
-The running statistics after one batch reveal those of the batch: ``(new - (1 - b) old) / b`` with
-momentum b. After several batches they reveal only a weighted mean. The weights after one step reveal
-the gradient of that batch, since the server knows the learning rate; after several steps, of no single
-batch.
+The running statistics after one batch reveal those of the batch: ``(new - (1 - b) old) / b`` with momentum
+b. The weights after one step reveal its gradient, since the server knows the learning rate. After several
+batches or steps, only weighted means are revealed.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ OTHERS = {
 class DisclosureReport:
     """Record the disclosures of one run: the kinds of data that left each client.
 
-    ``note``, ``evaluations`` and ``masked`` record disclosures. ``enter`` adds the new ones to a
-    round's record.
+    ``note``, ``evaluations`` and ``masked`` record them, and ``enter`` adds the new ones to a round's record.
     """
 
     def __init__(self, model: nn.Module, locality: Locality, called: ClientNames = UNNAMED) -> None:
@@ -181,10 +179,7 @@ class DisclosureReport:
         return (f"{words}, of which the last alone counts", math.ceil(samples / max(steps, 1))) if self._last_counts else (words, samples)
 
     def _describe_section(self, section: str, phase: Phase, samples: int, steps: int) -> tuple[str, int]:
-        """Describe a section of a reply, and count the samples behind the statistics or the gradient in it.
-
-        The number is 0 if the section reveals no statistics or gradient of this one client.
-        """
+        """Describe a reply's section, and count the samples behind its statistics or its gradient."""
         batches = _batches(steps)
         if section == "statistics" and phase is Phase.EXCHANGE and steps == 1:
             return "running means and variances of the whole cohort's batch", 0
@@ -238,7 +233,6 @@ def _whole(value: object) -> int:
 
 
 def _size(reply: Decoded, sections: Iterable[str]) -> tuple[int, int]:
-    """Return the number of readable arrays in some sections of a reply, and their bytes."""
     sizes = [array.nbytes for section in sections for array in reply.payload[section].values()]
     return len(sizes), sum(sizes)
 

@@ -1,4 +1,4 @@
-"""Evaluate the models of a run: at the clients by the strategy's hooks, at the server, and by the user's ``evaluate_fn``."""
+"""Evaluate the models of a run: by the strategy's hooks, at the server, and by the user's ``evaluate_fn``."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ class Evaluations:
     """Evaluate the models of one run.
 
     Args:
-        run: the run's transport.
-        at_server: maps the global model to metrics, at the server, where clients do not evaluate.
+        at_server: maps the global model to metrics, where clients do not evaluate.
         own: combines the metrics of an app of the user's own. None: clients run fl-bn's application.
 
     Attributes:
@@ -73,10 +72,7 @@ class Evaluations:
             self.once(logging.WARNING, line, self._run.policy.called.client(index), why)
 
     def after(self, number: int, tensors: Named) -> dict[str, float]:
-        """Evaluate at the clients by the strategy's hooks, or at the server, and then by ``evaluate_fn``.
-
-        Metrics are stored in the run's result. Those that are single numbers are returned.
-        """
+        """Evaluate by hooks or at the server, then by ``evaluate_fn``. Return the single numbers, by name."""
         run, metrics = self._run, dict[str, float]()
         hooks, arrays = run.hooks, run.outward(tensors)
         assert hooks is not None, "an evaluation belongs to a start"

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class GridTransport(Transport):
-    """Run the rounds of one strategy over a Flower grid, for fl-bn's application or for an app of the user's own.
+    """Run the rounds of one strategy over a Flower grid, for fl-bn's application or a user's own app.
 
     ``train`` calls the strategy's hooks ``configure_train`` and ``aggregate_train``, whose own code is
     ``ask_to_train`` and ``combine``. ``evaluations`` calls the other two hooks.
@@ -48,8 +48,7 @@ class GridTransport(Transport):
         server: the server of the run.
         evaluate: maps the global model to metrics, at the server.
         callbacks: called at the start, after every round and at the end.
-        save_clients: the name of the run's folder, in which clients with models of their own save these
-            at the end. Empty: they save none.
+        save_clients: the run's folder at clients that save models of their own at the end. Empty: none do.
         keep_checkpoint: stores a ``Checkpoint``, and returns the oldest round to which the run can go back.
         secure: the settings of secure aggregation (SecAgg+). None: updates travel in the clear.
         task: the task whose metrics clients evaluate, and the log shows.
@@ -134,9 +133,8 @@ class GridTransport(Transport):
     def train(self, instruction: Instruction) -> RoundReplies:
         """Let the clients train, by the strategy's hooks ``configure_train`` and ``aggregate_train``.
 
-        ``aggregate_train`` also combines the replies, since a user's override gets the new tensors, and
-        may change them. A hook may also change the tensors of the ``instruction``, and the learning
-        rate.
+        The latter also combines the replies, since a user's override gets the new tensors, and may change
+        them. A hook may also change the tensors of the ``instruction``, and the learning rate.
         """
         number, strategy, before = instruction.round, self.hooks, self.shared.tensors()
         assert strategy is not None, "a round belongs to a start"
@@ -193,8 +191,7 @@ class GridTransport(Transport):
     def combine(self, number: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Combine the replies into the new shared model: the code of ``aggregate_train``.
 
-        Return the shared tensors and the metrics: ``loss``, ``samples``, and the clients' own,
-        combined. ``(None, None)`` if too few replies are usable.
+        Return the shared tensors and the combined metrics. ``(None, None)`` if too few replies are usable.
         """
         phase = Phase(self.record.phase)
         expected = self.server.expects(number, phase, {client.index: client.samples for client in self.cohort})
@@ -226,11 +223,7 @@ class GridTransport(Transport):
         return arrays
 
     def _read(self, replies: Iterable[Decoded], reading: Reading) -> RoundReplies:
-        """Check the replies to train messages.
-
-        If the method does not need all at once, add each to the average immediately, and free its
-        memory.
-        """
+        """Check the replies. If the method does not need all at once, add each to the average immediately."""
         who = [client.index for client in self.cohort]
         if (intake := self.server.intake(who)) is None:
             read = RoundReplies(who, *reading.all(replies))
@@ -316,7 +309,7 @@ class GridTransport(Transport):
     # An evaluation, and the end of the run
 
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
-        """Evaluate the shared ``tensors`` after round ``number``, and return metrics by name, see ``Evaluations.after``."""
+        """Evaluate the shared ``tensors`` after round ``number``, see ``Evaluations.after``."""
         return self.evaluations.after(number, tensors)
 
     # Messages

@@ -3,10 +3,9 @@
 Handlers are functions of a module, since Flower's ``run_simulation`` pickles inner functions with
 copies of all that they use.
 
-Between its rounds, a client keeps the tensors that stay with it, and the optimizer's momentum, in
-Flower's ``context.state`` or in files. ``context.state`` is in the memory of the simulation or of the
-SuperNode. Files survive the end of both. In a resumed run, each client reads from its files the state
-of the round to which the run goes back.
+Between its rounds, a client keeps the tensors that stay with it, and the optimizer's momentum, in Flower's
+``context.state``, which is in the memory of the simulation or of the SuperNode, or in files, which survive
+both. In a resumed run, each client reads the state of the round to which the run goes back.
 """
 
 from __future__ import annotations
@@ -156,8 +155,7 @@ class Request:
 
     Attributes:
         header: the message's header, which the reply repeats.
-        instruction: the instruction for the client's round. For an evaluation, its phase is
-            ``Phase.MEASURE``, in which nothing is trained.
+        instruction: what to do in the client's round. Its phase is ``Phase.MEASURE`` for an evaluation.
         transcript: in FedTAN's layer-wise exchange by replay, the server's answers so far.
     """
 
@@ -169,8 +167,8 @@ class Request:
     def kept(self, store: StateStore) -> ClientState:
         """Return the stored state from which the client starts: its newest before this round.
 
-        A client that measures or evaluates may also start from one of this round. ``counted`` says
-        whether the server used the reply of the state's round.
+        A client that measures or evaluates may also start from one of this round. ``counted`` says whether
+        the server used the reply of the state's round.
         """
         trains = self.instruction.trains
         kept = store.read(before=self.instruction.round + (not trains))
@@ -211,8 +209,7 @@ def request_of(header: Header, payload: Payload, config: Values, network: Networ
     """Build a request from an instruction's parts, and take a transcript out of ``payload``.
 
     Raises:
-        WireError: the instruction is for another model or method, or an array has another type than the
-            header says.
+        WireError: the instruction is for another model or method, or arrays differ from the header's type.
     """
     phase, form = Phase(header.phase), config.form
     transcript = detach(payload, config) if form is TO_TRAIN and phase is Phase.EXCHANGE else []
@@ -283,10 +280,8 @@ class Participant:
     def kept_layers(self, config: Mapping[str, Any], round: int) -> dict[str, Tensor]:
         """Return the scales, shifts and statistics that this client keeps after ``round``, by name.
 
-        The server averages them for new clients. The network's tensors stand in for those not kept yet.
-
-        Raises:
-            PermissionError: this client does not send them.
+        The network's tensors stand in for those not kept yet. A client that does not send them raises
+        ``PermissionError``.
         """
         if not self.tells:
             raise PermissionError("this client keeps its BatchNorm layers: set unseen-client, or tells=True in client_app.py")

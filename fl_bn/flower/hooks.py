@@ -61,11 +61,7 @@ def overrides(strategy: Strategy, hook: str) -> bool:
 
 
 def check_secure(strategy: Strategy) -> None:
-    """Refuse a strategy that overrides a hook for clients' replies, which a secure sum never calls.
-
-    Raises:
-        ValueError: ``strategy`` overrides one of the hooks ``REPLIES``.
-    """
+    """Raise ``ValueError`` if a hook for clients' replies is overridden, which a secure sum never calls."""
     if called := [hook for hook in REPLIES if overrides(strategy, hook)]:
         raise ValueError(f"{type(strategy).__name__} overrides {called[0]}, but secure aggregation hides all replies: remove the hook")
 
@@ -76,11 +72,7 @@ def wrong(hook: str, wanted: str, returned: Any) -> RunFailed:
 
 
 def asked(hook: str, returned: Sequence[Message], clients: Sequence[Client], called: ClientNames) -> list[Client]:
-    """Check the messages that a hook ``returned``, and return the ``clients`` to which they go.
-
-    Raises:
-        RunFailed: A message is for another node, or a client gets two.
-    """
+    """Return the ``clients`` to which a hook's messages go, one to each, or raise ``RunFailed``."""
     nodes = [message.metadata.dst_node_id for message in returned]
     chosen = set(nodes)
     if len(chosen) < len(nodes) or chosen - {client.node for client in clients}:
@@ -92,11 +84,7 @@ def asked(hook: str, returned: Sequence[Message], clients: Sequence[Client], cal
 
 
 def messages_of(hook: str, returned: Any) -> list[Message]:
-    """Return the messages of a hook as a list. A hook that is a generator runs now.
-
-    Raises:
-        RunFailed: The hook returned None.
-    """
+    """Return the messages of a hook, which may be a generator, as a list, or raise ``RunFailed`` for None."""
     if returned is None:
         raise wrong(hook, "messages", None)
     return list(returned)
@@ -118,11 +106,8 @@ def same(arrays: ArrayRecord, before: Mapping[str, Array] | None) -> bool:
 def shared_in(arrays: ArrayRecord, shared: SharedModel, expected: Schema) -> dict[str, Tensor]:
     """Return the shared tensors among arrays that a hook returned, by the names of the converted network.
 
-    The arrays may have the names of the user's network, or of the converted one.
-
-    Raises:
-        RunFailed: An array is missing, is none of this network's, has another shape or dtype, or
-            invalid values.
+    The arrays may have the names of the user's network, or of the converted one. A missing, foreign or
+    invalid array raises ``RunFailed``.
     """
     own, given, plain = shared.tensors(), tensors_of(arrays), plain_names(shared.model)
     if strange := sorted(given.keys() - {*plain, *plain.values()}):
@@ -180,9 +165,8 @@ class NamedRates:
 class OwnMetrics:
     """Combine the clients' own metrics by the user's functions, or by means over those that send one.
 
-    Against Byzantine clients, it is the median. A client is left out, and the log names it, if its
-    weight is missing, if a number is not finite, or if a name cannot be printed. Lists are not
-    averaged.
+    Against Byzantine clients, it is the median. A client is left out, and the log names it, if its weight
+    is missing, a number is not finite, or a name cannot be printed. Lists are not averaged.
 
     Attributes:
         key: the name of the metric that is a client's weight in the means.
@@ -259,12 +243,7 @@ def numbers_of(metrics: MetricRecord | None) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class OwnApp:
-    """Describe what a Flower app of the user's own has beside fl-bn's application.
-
-    Attributes:
-        population: its clients, which are met already.
-        config_key: the name of the user's config in a message.
-    """
+    """Describe what a Flower app of the user's own has beside fl-bn's application."""
 
     metrics: OwnMetrics
     population: Population
@@ -288,8 +267,7 @@ class RunResult(Result):
     """Hold Flower's result of a run, and every round's record.
 
     Attributes:
-        records: the records in the order of the rounds. The last one's ``client_metrics`` and
-            ``client_evaluation`` have each client's own metrics.
+        records: in the order of the rounds. The last one has each client's own metrics and evaluation.
     """
 
     records: list[RoundRecord] = field(default_factory=list)

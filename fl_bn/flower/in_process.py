@@ -47,13 +47,10 @@ class InProcessGrid(Grid):
         result: what the ServerApp leaves for the caller of ``run_in_process``.
 
     Args:
-        app: the ClientApp, or its import path ``module:name``.
         clients: the number of nodes, 1 or more.
         run_config: its ``engine`` says whether a cohort's clients are computed together (vmap).
-        workers: the processes that answer messages. None: this one does, until ``timing`` finds that
-            others would save time.
-        timing: decides before each round whether to start worker processes for the rest of the run. It
-            has no effect if ``workers`` is given.
+        workers: the processes that answer messages. None: this one, until ``timing`` starts others.
+        timing: decides before each round whether worker processes would save time in the rest of the run.
     """
 
     def __init__(
@@ -122,9 +119,8 @@ class InProcessGrid(Grid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
         """Yield the replies in the order of ``messages``. Each is computed when the caller asks for it.
 
-        So the caller can free one reply before the next is computed. Clients that are computed
-        together, or exchange vectors with each other, reply together. Worker processes compute the next
-        replies while the caller uses one. ``timeout`` has no effect.
+        So the caller can free one reply before the next is computed. Clients that are computed together, or
+        exchange vectors with each other, reply together. ``timeout`` has no effect.
         """
         messages = list(messages)
         exchanging = any(_exchange_token(message) for message in messages)
@@ -177,10 +173,7 @@ class InProcessGrid(Grid):
         return answer
 
     def _answered_by(self, workers: Workers, messages: list[Message]) -> Iterator[Message]:
-        """Yield the answers of ``workers``, which compute the next ones while the caller uses one.
-
-        A client's state travels with its message, and comes back with the reply.
-        """
+        """Yield the answers of ``workers``, which compute ahead. A client's state travels with its message."""
         contexts = [self._contexts[message.metadata.dst_node_id] for message in messages]
         tasks = [(self._app, *task) for task in zip(messages, contexts, strict=True)]
         for result, message, context in zip(workers.run(_in_worker, tasks), messages, contexts, strict=True):

@@ -185,12 +185,7 @@ def legacy_server_app(
 
 
 def check_class(thing: object, base: type, called: Collection[str]) -> None:
-    """Check that the class of ``thing`` is Flower's ``base``, or overrides only what fl-bn's rounds call.
-
-    Raises:
-        ValueError: it is another class of Flower's, whose rounds would not be those of the method, or
-            overrides another method.
-    """
+    """Raise ``ValueError`` if ``thing`` is not of ``base``, or overrides what the rounds do not call."""
     kind = type(thing)
     own = kind.__mro__[: kind.__mro__.index(base)] if isinstance(thing, base) else (kind,)
     named = {name for one in own for name in vars(one) if not name.startswith("_") and hasattr(base, name)} - {*called}

@@ -71,23 +71,17 @@ class BatchNormClient(Participant, NumPyClient):
     """Train, measure and evaluate one model as its method says.
 
     ``make_client_app`` calls ``compute``, ``evaluation`` and ``save``, which take a ``Request``. So
-    override ``compute``, not ``fit``, to change the training. The methods of Flower's ``NumPyClient``
-    do the same with lists of arrays, whose names are in the entry ``layout`` of their config, as JSON
-    from ``codec.flatten``. Its other entries are the fields of the instruction's header and of its
-    config.
+    override ``compute``, not ``fit``, to change the training. The methods of Flower's ``NumPyClient`` do
+    the same with lists of arrays, whose names are in the entry ``layout`` of their config, as JSON from
+    ``codec.flatten``.
 
     All random numbers depend only on ``seed``, the client and the round.
 
     Args:
-        model: the converted network with its initial tensors, which never change. Clients of one
-            process may share a ``Network``, and train its copy one after the other.
-        method: the run's method.
-        settings: the settings of local training.
-        site: the client's data and device.
+        model: the converted network with its initial tensors, which never change. Clients of one process
+            may share a ``Network``, and train its copy one after the other.
         state: Flower's ``context.state``.
-        seed: the run's seed.
         tells: whether the client sends the layers that it keeps, for the average that unseen clients get.
-        task: the model's task.
 
     Raises:
         ValueError: method and settings contradict each other.
@@ -119,9 +113,8 @@ class BatchNormClient(Participant, NumPyClient):
     def compute(self, request: Request, pack: Callable[[Reply], T]) -> T:
         """Train or measure as ``request`` says, and keep the tensors that stay with this client.
 
-        The client's tensors are stored only if ``pack`` makes a message of the reply. This message is
-        returned. The reply has 0 samples if the client sits out, or if, in an exchange by replay, it
-        asks for the next answer.
+        The client's tensors are stored only if ``pack`` makes a message of the reply. The reply has 0
+        samples if the client sits out or, in an exchange by replay, asks for the next answer.
         """
         instruction, store = request.instruction, self.store(request.config)
         kept, joins = request.kept(store), request.connect(self.node_config)
@@ -180,10 +173,8 @@ class BatchNormClient(Participant, NumPyClient):
     def get_parameters(self, config: Mapping[str, Any]) -> list[np.ndarray]:
         """Return the BatchNorm tensors that this client keeps, in the order of ``schema.kept_layers``.
 
-        ``config`` has the number of the ``round``, and the name of the ``run`` (NAME/state-XXXXXXXX).
-
-        Raises:
-            PermissionError: this client does not share them.
+        ``config`` has the ``round`` and the name of the ``run``. A client that sends none raises
+        ``PermissionError``.
         """
         return list(to_numpy(self.kept_layers(TO_TELL.read(config), int(config["round"]))).values())
 

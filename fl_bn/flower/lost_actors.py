@@ -1,11 +1,10 @@
 """Send a client's message again if the Ray actor that answers it dies, in Flower's simulation.
 
-Flower 1.25 returns an actor to its pool after any error, even if its process or node is gone. A dead
-actor fails every message at once, so it gets more messages than the living ones, and the run ends. With
-the functions of this module, a dead actor leaves the pool, and another one gets its message. The new
-answer is the same, bit for bit: it depends only on the message and on the client's state, which the
-main process holds. Ray starts a new actor on any node with free resources, also on one that joins
-later.
+Flower 1.25 returns an actor to its pool after any error, even if its process or node is gone. A dead actor
+fails every message at once, so it gets more messages than the living ones, and the run ends. Here, a dead
+actor leaves the pool, and another one computes the same answer, bit for bit: it depends only on the message
+and on the client's state, which the main process holds. Ray starts a new actor on any node with free
+resources.
 """
 
 from __future__ import annotations

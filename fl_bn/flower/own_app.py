@@ -144,11 +144,7 @@ class OwnRound:
 
 
 def numbers(metrics: Mapping[str, Any]) -> MetricRecord:
-    """Return a user's metrics as Flower sends them, with NumPy's scalars and tensors of one value as numbers.
-
-    Raises:
-        ValueError: a metric is neither a number nor a list of numbers.
-    """
+    """Return a user's metrics as Flower sends them, or raise ``ValueError`` if they are no numbers."""
     record = MetricRecord()
     for name, value in metrics.items():
         one = value.item() if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1) else value
@@ -209,9 +205,8 @@ def training(
     """Run the client's half of a round around your own training loop, inside a train handler.
 
     In FedTAN's rounds, torch's generator is seeded from run, client and round, since a round may be
-    computed more than once; with the carrier ``replay``, NumPy's and Python's generators are, too. The
-    client's tensors stay in ``context.state`` between rounds, or below ``state-dir`` of the node
-    config.
+    computed more than once; with the carrier ``replay``, NumPy's and Python's are, too. The client's
+    tensors stay in ``context.state`` between rounds, or below ``state-dir`` of the node config.
 
     Args:
         message: the server's message.
@@ -262,12 +257,8 @@ def training(
 def evaluating(message: Message, context: Context, model: nn.Module, method: Method) -> nn.Module:
     """Return the network to test in an evaluate handler of your own, in evaluation mode.
 
-    It is your unconverted ``model``, converted for the method. Its tensors come from the server or, if
-    they stay at this client, from this client's last round.
-
-    Raises:
-        ValueError: the server's message is for another model or method, or this site's settings forbid
-            an answer (``Refused``).
+    Its tensors come from the server or, if they stay at this client, from this client's last round. If the
+    message is for another model or method, or this site forbids an answer, ``ValueError`` is raised.
     """
     admit_own(message, context, evaluates=True)
     client = _client(context, model, method, Participant)
@@ -284,11 +275,10 @@ def answer(
     task: Task = CLASSIFICATION,
     tells: bool = False,
 ) -> None:
-    """Register handlers with ``app`` for the server's queries, such as who the client is, and its statistics.
+    """Register handlers with ``app`` for the server's queries, such as who the client is.
 
-    Your own handlers still answer train and evaluate messages. A ``Gate`` checks the messages and
-    replies of these handlers, and those of your own, too, if you make the app as
-    ``ClientApp(mods=[Gate()])``.
+    Your own handlers still answer train and evaluate messages. A ``Gate`` checks the messages and replies
+    of these handlers, and of all if you make the app as ``ClientApp(mods=[Gate()])``.
 
     Args:
         app: your ClientApp.
@@ -346,11 +336,8 @@ MOST_BATCHES = 1_000_000
 def samples_in(loader: Iterable[Any], task: Task) -> int:
     """Return the number of samples that a client may train on or measure in a pass over its loader.
 
-    A sampler may draw more samples than the dataset has, and a user's collate function may make several
-    of one. In its case a first batch is made.
-
-    Raises:
-        ValueError: ``loader`` has single samples, or is itself a single batch.
+    A user's collate function may make several samples of one, so in its case a first batch is made. A
+    loader of single samples, or a single batch, raises ``ValueError``.
     """
     check_not_one_batch("batches(context)", loader, task)
     data: Any = getattr(loader, "dataset", None)

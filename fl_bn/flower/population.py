@@ -34,7 +34,6 @@ class Client:
     Attributes:
         index: the number of the client's data partition, from 0.
         node: Flower's random id of the client's node.
-        label_counts: the number of samples per label, if the client reports it.
         clients: the number of clients of the run, as the client says it.
     """
 
@@ -64,15 +63,13 @@ class Population:
     an index that no node has served yet, none of them gets it.
 
     Args:
-        grid: Flower's grid.
         policy: whom the run waits for, and how long.
         signature: the signature of the server's model and method. Clients must have the same.
         called: the names of clients and nodes.
-        number: the number of clients. 0: the nodes vote on it, each by its ``num-partitions``, and the
-            most frequent value wins.
-        least: in an app of one's own, the smallest number of nodes that may take part: nodes that
-            cannot, or that do not come for ``policy.wait`` seconds, are left out. 0: all clients are
-            needed, or ``policy.at_start``, and a node that cannot take part ends the run.
+        number: the number of clients. 0: the most frequent ``num-partitions`` of the nodes.
+        least: in an app of one's own, the smallest number of nodes that may take part: nodes that cannot,
+            or that do not come for ``policy.wait`` seconds, are left out. 0: all clients are needed, or
+            ``policy.at_start``, and a node that cannot take part ends the run.
 
     Attributes:
         clients: the clients that have introduced themselves, by index.
@@ -92,8 +89,7 @@ class Population:
     def gather(self) -> int:
         """Wait for all clients that may take part in the next round, or for enough. Return their number.
 
-        Raises:
-            RunFailed: too few came in time, or may take part, or the vote on their number is a tie.
+        If too few come in time, or may take part, ``RunFailed`` is raised.
         """
         begin = enough = time.monotonic()
         complete, logged = self.least > 0 and isinstance(self.grid, InProcessGrid), -1  # complete: no further node will ever come
@@ -172,10 +168,7 @@ class Population:
                 log(logging.INFO, "%s joins in round %s", self.called.client(client.index), round)
 
     def greet(self) -> str:
-        """Ask every new node to introduce itself, and remove clients whose node is offline.
-
-        Return a problem that keeps a node from taking part, with advice; empty if there is none.
-        """
+        """Ask new nodes to introduce themselves, and remove offline clients. Return a node's problem."""
         online = frozenset(self.grid.get_node_ids())
         known = {node for node, (client, _) in self._refused.items() if self.called.client_of(node) != client}  # a site's key was renewed
         self._refused = {node: why for node, why in self._refused.items() if node in online - known}

@@ -44,8 +44,7 @@ class Checkpoint:
         kept: For each client, the last round in which it kept tensors of its own.
         history: The length in bytes of each file of results, to which every round adds lines, by its name.
         generators: The states of the generators of Python, NumPy and torch, as JSON.
-        auxiliary: The tensors that are sent beside the weights, such as control variates, by section
-            and name.
+        auxiliary: The tensors that are sent beside the weights (control variates), by section and name.
         counted: For each client, the last round in which its reply changed the model.
         releases: The number of noisy sums that the privacy accountant has counted.
     """
@@ -87,12 +86,10 @@ class Recovery:
     """Write a run's checkpoints, and remember in which rounds its clients kept tensors of their own.
 
     Args:
-        name: The name of the run.
-        every: The number of rounds between two checkpoints; 0: none are written. The last round has no
-            checkpoint, since its results are written anyway.
+        every: The number of rounds between two checkpoints; 0: none are written. The last round has none,
+            since its results are written anyway.
         store: Stores a checkpoint, and returns the oldest round to which the run can go back.
         accountant: Counts the privacy budget; None: no noise is added.
-        called: The names of the clients in the log.
     """
 
     def __init__(
@@ -142,11 +139,7 @@ class Recovery:
         self._counted |= dict.fromkeys((part.client for part in replies), round)
 
     def go_back(self, checkpoint: Checkpoint, rounds: int, shared: SharedModel, optimizer: ServerOptimizer) -> None:
-        """Restore a checkpoint: the shared model and the optimizer are changed in place.
-
-        Raises:
-            RunFailed: The checkpoint is of another model or method, or the run has no rounds after it.
-        """
+        """Restore a checkpoint in place, or raise ``RunFailed`` if it does not fit, or no round is left."""
         if checkpoint.round >= rounds:
             raise RunFailed(f"there is nothing to resume after round {checkpoint.round}: the run has only {rounds} rounds")
         try:
@@ -176,9 +169,8 @@ class Recovery:
 class Starts:
     """Send clients the initial values of the tensors that stay at the clients, in one run.
 
-    In a user's own Flower app, a client builds a new network with initial weights of its own. In
-    fl-bn's application the values are sent only if a run starts from other arrays than its model's
-    (``begin_with``).
+    In a user's own Flower app, a client builds a new network with initial weights of its own. In fl-bn's
+    application the values are sent only if a run does not start from its model (``begin_with``).
     """
 
     def __init__(self, shared: SharedModel, sends: bool = False) -> None:
@@ -186,11 +178,7 @@ class Starts:
         self._bytes: dict[int, int] = {}  # client -> the bytes of the initial values that it got in this round
 
     def begin_with(self, arrays: ArrayRecord) -> None:
-        """Let the run start from ``arrays``, by state_dict name, and send clients their initial values.
-
-        Raises:
-            ValueError: an array is missing, or the network has no tensor of an array's name and shape.
-        """
+        """Let the run start from ``arrays``, by state_dict name, and send clients their initial values."""
         own, tensors = self._shared.model.state_dict(), tensors_of(arrays)
         for name in {**tensors, **self._shared.tensors()}:
             given, here = (str(tuple(one[name].shape)) if name in one else "nothing" for one in (tensors, own))

@@ -82,9 +82,8 @@ class OwnAppStrategy(BatchNormStrategy):
     names of your network's state_dict, without tensors that clients keep. Names that begin with ``_``,
     and ``transport``, are fl-bn's; all other names are yours.
 
-    A node that names another number of clients than the run has, or that cannot take part, is refused,
-    and the log names it. The run goes on with the others, if there are at least
-    ``min_available_nodes``.
+    A node that names another number of clients than the run has, or that cannot take part, is refused. The
+    run goes on with at least ``min_available_nodes``.
 
     Args:
         model: your network, unconverted.

@@ -79,11 +79,7 @@ class BatchNormStrategy(Strategy):
 
     @property
     def transport(self) -> GridTransport:
-        """Return the object that carries the rounds, and has the run's state.
-
-        Raises:
-            RunFailed: ``start`` was not called yet (without ``rounds``), so the clients are not known.
-        """
+        """Return the object that carries the rounds, or raise ``RunFailed`` before ``start``."""
         if self._transport is None:
             raise RunFailed(f"{type(self).__name__} does not know its clients before the start: call strategy.start(...)")
         return self._transport
@@ -100,9 +96,8 @@ class BatchNormStrategy(Strategy):
         Args:
             server_round: the round's number, from 1.
             arrays: the shared tensors.
-            config: values for every message, such as ``lr``. ``start`` passes the same object, its
-                ``train_config``, in every round. So a value that your override changes stays changed in
-                later rounds.
+            config: values for every message, such as ``lr``: the same object, ``train_config``, in every
+                round. So a value that your override changes stays changed in later rounds.
             grid: Flower's grid.
 
         Raises:
@@ -124,8 +119,8 @@ class BatchNormStrategy(Strategy):
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """Make one evaluate message per client that evaluates.
 
-        If clients have models of their own, only clients that have trained evaluate. ``config`` is the
-        same object in every round.
+        If clients have models of their own, only those that have trained evaluate. ``config`` is the same
+        object in every round.
         """
         return self._called().evaluations.ask(server_round, arrays, config)
 
@@ -171,10 +166,9 @@ class BatchNormStrategy(Strategy):
                 3600 s.
             train_config: values for every train message, such as ``lr``.
             evaluate_config: values for every evaluate message.
-            evaluate_fn: evaluates at the server, besides the clients: ``evaluate_fn(round, arrays)``,
-                from round 0 on. The arrays load into the network by ``load_state_dict``. If clients
-                keep their BatchNorm layers, the arrays have the average over the clients that send
-                theirs.
+            evaluate_fn: evaluates at the server, besides the clients: ``evaluate_fn(round, arrays)``, from
+                round 0 on. The arrays load into the network by ``load_state_dict``. Of BatchNorm layers
+                that clients keep, they have the average over the clients that send theirs.
             resume: a checkpoint, which ``keep_checkpoint`` got. The run goes on after its round.
 
         Returns:

@@ -37,10 +37,7 @@ several steps: docs/methods/fbn.md.
 """
 
 LIMIT = 1.5
-"""Factor by which the standard deviation of a layer's input may grow before the layer's statistics no longer change.
-
-The deviation of a layer is the geometric mean over its channels, without the dead ones.
-"""
+"""Factor by which the deviation of a layer's input may grow before its statistics no longer change."""
 DEAD = 1e-12
 """Share of the layer's median variance below which a channel counts as dead (constant, perhaps behind a ReLU) and has no scale."""
 
@@ -116,10 +113,9 @@ def combine(reports: LayerReports, tracking: float, momentum: float | None, repo
 def fbn(options: FBNOptions) -> Method:
     """Make the method FBN: training normalises with the shared statistics, which follow the clients' pooled moments.
 
-    Without ``momentum``, gradients are centred (``federation.gradients``). The inputs of BatchNorm layers
-    then start with the standard deviation ``BOUNDED_SCALE`` if gradients are clipped, otherwise with 1. With
-    ``momentum`` the method is Algorithm 2: gradients are not centred, and the inputs always start with
-    standard deviation 1.
+    Without ``momentum``, gradients are centred (``federation.gradients``), and the inputs of BatchNorm
+    layers start with the standard deviation ``BOUNDED_SCALE`` if gradients are clipped. Otherwise, and with
+    ``momentum``, which makes the method Algorithm 2, it is 1.
     """
     report, own = REPORTS[options.report], options.momentum is None
     return Method(

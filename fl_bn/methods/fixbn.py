@@ -6,8 +6,8 @@ Stage I, rounds 1..T*, is FedAvg. In stage II, BatchNorm normalises with the agg
 T*, which stay bit-identical. All parameters are still trained, affine ones included.
 
 With batch statistics, a sample's gradient depends on the other samples of the client's batch (section 3.5,
-equation 4), so it is biased even with one local step. Training and test use different statistics, too, but
-this costs less than a percentage point of accuracy (section 3.4).
+equation 4), so it is biased even with one local step. Different statistics in training and test cost less
+than a percentage point of accuracy (section 3.4).
 
 The paper freezes when it divides the learning rate by ten (section 5). At the full rate the network collapses
 after the freeze. So by default, the learning rate of frozen rounds is at most a tenth of the highest rate
@@ -48,8 +48,8 @@ def fixbn(options: FixBNOptions) -> Method:
     """Make FixBN: FedAvg in stage I, then (stage II) training with BatchNorm frozen.
 
     ``freeze_after`` is the last round of stage I. Table H of the paper compares the values of
-    ``freeze_what``. ``frozen_rate`` is the upper limit of the learning rate in stage II, as a share of the
-    highest rate in stage I.
+    ``freeze_what``. ``frozen_rate`` limits the learning rate in stage II, as a share of the highest rate in
+    stage I.
     """
     what = FROZEN[options.freeze_what]
     return replace(freeze(fedavg(), options.freeze_after, what, options.frozen_rate), name="fixbn")

@@ -403,8 +403,7 @@ def freeze(
     In frozen rounds, BatchNorm layers normalise with the statistics of round ``after``, bit for bit. All
     parameters are still trained, and no statistics are reported. A network with constant statistics depends
     on the scale of its weights, and its gradient contains the mean of a layer's input, so it collapses at a
-    high learning rate. So frozen rounds centre gradients (``federation.gradients``) and reduce the rate
-    (``Method.learning_rate``).
+    high learning rate. So frozen rounds centre gradients and reduce the rate (``Method.learning_rate``).
 
     Args:
         method: the method of the rounds before the freeze.

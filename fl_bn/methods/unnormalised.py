@@ -1,4 +1,4 @@
-"""Define the baselines without normalisation: FedFN, FedWon and Fixup. A BatchNorm layer becomes its scale and shift (``ScaleShift``).
+"""Define the baselines without normalisation: FedFN, FedWon and Fixup. BatchNorm becomes its scale and shift.
 
 **FedFN**: FedFN: Feature Normalization for Alleviating Data Heterogeneity Problem in Federated Learning, Kim, Lee, Oh,
 Yun, FL@FM-NeurIPS 2023. The classifier receives feature vectors that all have the same length.

@@ -21,8 +21,7 @@ NETWORK = 24  # the most rows for which a network is faster than a sort
 def batcher(n: int) -> list[tuple[int, int]]:
     """Return pairs ``(i, j)`` of wires, i < j, whose compare-exchanges, in order, sort ``n`` values.
 
-    One half is sorted before the other begins. So the values that an exchange reads are often still in the
-    first-level cache.
+    One half is sorted before the other begins. So values are often still in the first-level cache.
     """
     pairs: list[tuple[int, int]] = []
 

@@ -152,7 +152,7 @@ def nnm(rows: Rows | View, f: int = 0, *, then: Rule = median) -> Outcome:
 
 
 def bucketing(rows: Rows | View, f: int = 0, *, then: Rule = median, size: int = 2, seed: int = 0) -> Outcome:
-    """Shuffle the rows into buckets, average each bucket, and apply ``then`` to the averages.
+    """Shuffle the rows into buckets of ``size``, average each bucket, and apply ``then`` to the averages.
 
     References:
         Karimireddy et al., Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing, ICLR 2022.

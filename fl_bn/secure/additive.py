@@ -107,9 +107,8 @@ def running_within(mean: Tensor, var: Tensor, limit: float) -> tuple[Tensor, Ten
 def lost(moments: Moments, first: Tensor, reference: Running, error: float, limit: float) -> int:
     """Count the channels whose variance is inexact because the reference is too far from the data.
 
-    A channel counts if the quantiser's rounding may change its variance (plus EPS) by more than both of two
-    limits. One is 0.1 %. The other is about four times the change that rounding causes with a reference near
-    the data.
+    A channel counts if the quantiser's rounding may change its variance (plus EPS) by more than 0.1 %, and
+    by more than about four times what it causes with a reference near the data.
 
     Args:
         moments: the moments of all clients together, as ``from_deviations`` computed them.

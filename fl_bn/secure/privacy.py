@@ -10,9 +10,8 @@ neighbours if one client's vector is replaced by 0. Releases add up (lemma 1.7).
 sqrt(rho ln(1 / delta)), delta)`` (proposition 1.3). Sampling of the cohort is not used to reduce the cost, so
 the figure is an upper bound.
 
-The noise is drawn from the operating system's entropy, so a run with privacy is not reproducible. A party
-that knows the noise can subtract it, and every client and the server know the run's seed. Only tests pass a
-generator.
+The noise is drawn from the operating system's entropy, so a run with privacy is not reproducible. Every
+client and the server know the run's seed, and a party that knows the noise can subtract it.
 """
 
 from __future__ import annotations
@@ -120,11 +119,7 @@ class Journal:
         self.path = path
 
     def add(self, releases: int) -> None:
-        """Add a line with the number of releases. Once the call has returned, the line survives a crash.
-
-        Raises:
-            OSError: the line cannot be written.
-        """
+        """Add a line with the number of releases, which survives a crash, or raise ``OSError``."""
         append(self.path, json.dumps({"releases": releases}).encode())
 
     def total(self) -> int:
@@ -158,11 +153,7 @@ class Accountant:
         self._journal = journal
 
     def spend(self, releases: int) -> None:
-        """Count and record ``releases`` releases, before they are made.
-
-        Raises:
-            OSError: the journal cannot be written. Then nothing may be released.
-        """
+        """Count and record ``releases`` before they are made. If that fails, nothing may be released."""
         if self._journal is not None:
             self._journal.add(releases)
         self.releases += releases

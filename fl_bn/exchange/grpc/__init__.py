@@ -1,4 +1,1 @@
-"""Run the layer-wise exchange over gRPC, with one stream per client.
-
-``service`` runs in the ServerApp's process. ``client`` is the client's side.
-"""
+"""Run the layer-wise exchange over gRPC: ``service`` in the ServerApp's process, ``client`` at a client."""

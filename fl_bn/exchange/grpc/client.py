@@ -24,12 +24,12 @@ class GrpcExchange:
     Args:
         address: HOST:PORT of the service.
         token: the client's token for this round, from its train message.
-        authority: the certificate authority's certificate, in PEM. Empty: the connection is not encrypted.
+        authority: the certificate authority's certificate, in PEM. Empty: no encryption.
         timeout: seconds that the whole stream may last.
-        patience: seconds without an answer to a ping, after which the client considers the server dead.
+        patience: seconds without an answer to a ping, after which the server counts as dead.
 
     Raises:
-        ExchangeFailed: the service cannot be reached or refuses the client, or the round fails before all clients have joined.
+        ExchangeFailed: the service cannot be reached or refuses the client, or not all clients join.
     """
 
     def __init__(
@@ -66,10 +66,7 @@ class GrpcExchange:
         return checked(self._ask(Local(key, local.detach().cpu(), count), local.dtype), key, local)
 
     def close(self, error: str = "") -> None:
-        """Leave the round, as ``Exchange.close`` says. With an error, the stream is cancelled at once.
-
-        Otherwise the call waits until the server has ended the stream.
-        """
+        """Leave the round: with an ``error`` at once, else when the server has ended the stream."""
         if self._closed:
             return
         self._closed = True

@@ -50,7 +50,6 @@ class ExchangeService:
     """Serve any number of sessions (rounds' exchanges) over gRPC, from ``start`` to ``stop``.
 
     Args:
-        host: the address to listen on.
         port: the first port to try. 0: any free one.
         largest: the length in bytes of the longest vector of any layer. gRPC refuses longer ones before
             reading them.
@@ -74,11 +73,7 @@ class ExchangeService:
         self._server: grpc.aio.Server | None = None
 
     def start(self) -> Self:
-        """Start to listen, and return this service.
-
-        Raises:
-            OSError: the service cannot listen on the address.
-        """
+        """Start to listen, or raise ``OSError``, and return this service."""
         self._thread.start()
         try:
             self._wait(self._start())

@@ -37,9 +37,8 @@ def decode_request(data: bytes, layers: Mapping[str, Layer]) -> Request | None:
     ``layers`` are those that may be exchanged. None: the client leaves the session.
 
     Raises:
-        Refused: the message cannot be read, is empty, or names an unknown layer or quantity. Or its
-            bytes are no whole number of the layer's values. How many there must be is the session's
-            rule.
+        Refused: the message cannot be read, or names an unknown layer or quantity. Or its bytes are no whole
+            number of the layer's values. How many there must be is the session's rule.
     """
     head, _, values = data.partition(b"\n")
     try:
@@ -62,11 +61,7 @@ def encode_answer(answer: Answer) -> bytes:
 
 
 def decode_answer(data: bytes, dtype: torch.dtype) -> Answer:
-    """Convert a message to an answer with values of ``dtype``.
-
-    Raises:
-        KeyError, ValueError, TypeError, RecursionError: the message cannot be read.
-    """
+    """Convert a message to an answer with values of ``dtype``. Errors of parsing are raised as they come."""
     head, _, values = data.partition(b"\n")
     fields = json.loads(head)
     return Answer(_tensor(values, dtype), _whole(fields["count"]), _whole(fields["batch"]))

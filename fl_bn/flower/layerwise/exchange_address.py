@@ -29,11 +29,8 @@ GRPC_FIELDS = ("exchange-token", "exchange-address", "exchange-authority", "exch
 def check_address(address: str, node_config: Mapping[str, Any]) -> None:
     """Check that the client with this ``node_config`` may connect to ``address``, HOST:PORT.
 
-    Without a list of addresses, a deployed client connects to no host, and one in a simulation only to
-    its own machine.
-
-    Raises:
-        ExchangeFailed: the address is not allowed. Only this client's log, not the error, repeats it.
+    Without a list of addresses, a deployed client connects to no host, and one in a simulation only to its
+    own machine. The ``ExchangeFailed`` for an address that is not allowed does not repeat it; the log does.
     """
     host = address.lower().rpartition(":")[0]
     if (listed := node_config.get(KEY)) is None:
@@ -59,12 +56,11 @@ class SiteExchange(GrpcExchange):
 def connect(node_config: Mapping[str, Any], config: Mapping[str, Any], transcript: Sequence[tuple[Key, Answer]], batch: int) -> Exchange:
     """Join the layer-wise exchange that a message names.
 
-    ``transcript`` has the answers so far in an exchange by replay, ``batch`` is the size of this
-    client's batch.
+    ``transcript`` has the answers so far in an exchange by replay, ``batch`` is the size of this client's
+    batch.
 
     Raises:
-        ExchangeFailed: the address is not allowed, or the client cannot join the exchange. The error
-            reveals nothing about this client's network.
+        ExchangeFailed: the address is not allowed, or the client cannot join the exchange.
         WireError: the message lacks a field that the exchange's carrier (transport) needs.
     """
     carrier = config.get("exchange")

@@ -1,10 +1,9 @@
 """Run the layer-wise exchanges of a run at the server.
 
-Each exchange has a ``Session``, which averages the clients' vectors. A carrier takes the vectors to the
-server and back: a gRPC service, turns in one process, or replay in Flower's messages. ``Exchanges``
-chooses it, once for all rounds. A round of FedTAN needs such an exchange. A statistics-only exchange
-goes layer by layer if all its clients can take part at the same time. Otherwise it takes one pass over
-the data per layer.
+Each exchange has a ``Session``, which averages the clients' vectors. ``Exchanges`` chooses its carrier,
+once for all rounds. A round of FedTAN needs such an exchange. A statistics-only exchange goes layer by
+layer if all its clients can take part at the same time. Otherwise it takes one pass over the data per
+layer.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Exchanges:
         model: the converted network.
         layers: its layers with shared statistics, by name.
         average: the rule that combines the clients' moments.
-        believing: whether the session uses the counts and batch sizes that clients report, see ``Session``.
+        believing: as in ``Session``.
         called: the clients' names in the log.
 
     Attributes:
@@ -97,10 +96,9 @@ class Exchanges:
     ) -> tuple[list[Message], str]:
         """Send the messages of a statistics-only exchange, and return the replies and the carrier's name.
 
-        Both are empty if the clients cannot all take part at the same time. Then, or if nobody joined,
-        the log gives the reason, and no later call tries again. There are ``timeout`` seconds from one
-        exchange to the next. All clients in this process may keep ``MEMORY`` bytes of activations
-        together. ``simulated``: try it in Flower's simulation, too, which may be unable to run all
+        Both are empty if the clients cannot all take part at the same time. Then, or if nobody joined, the
+        log gives the reason, and no later call tries again. There are ``timeout`` seconds from one exchange
+        to the next. ``simulated``: try it in Flower's simulation, too, which may be unable to run all
         clients at once.
         """
         if self._cannot_meet:
@@ -223,10 +221,7 @@ class Exchanges:
     def _carry(
         self, carrier: str, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float
     ) -> list[Message]:
-        """Send the messages, run the session by a ``carrier``, and return the replies.
-
-        ``timeout`` seconds are from one exchange to the next, ``longest`` for all of it.
-        """
+        """Run the session within ``longest`` seconds, and ``timeout`` from one exchange to the next."""
         if carrier == "replay":
             return self._by_replay(grid, messages, session, timeout)
         common = {"exchange": "local"} if carrier == "local" else self._listen() | {"exchange-timeout": longest}
@@ -263,11 +258,7 @@ class Exchanges:
             raise RunFailed(str(error)) from error
 
     def _replies(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float) -> list[Message]:
-        """Send the messages, and return the replies, without waiting for clients that the session has dropped.
-
-        A client that answers with an error is dropped at once, so the others need not wait for it until
-        the deadline.
-        """
+        """Send the messages, and return the replies. A client with an error is dropped at once."""
         pushed, begin, seen = set(grid.push_messages(messages.values())), time.monotonic(), session.exchanges
         end = begin + timeout
         sent = {message.metadata.message_id: message for message in messages.values()}
@@ -290,11 +281,7 @@ class Exchanges:
         return replies
 
     def _by_replay(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float) -> list[Message]:
-        """Send the messages again with each new answer until all clients have finished. Return the last replies.
-
-        Each message holds all answers so far. The client computes its round again from the start, until
-        it needs the next one.
-        """
+        """Send the messages again, with all answers so far, until all clients have finished."""
         transcript: list[tuple[Key, Answer]] = []
         final: dict[int, Message] = {}
         sizes, down = dict.fromkeys(messages, 0.0), dict.fromkeys(messages, 0)
@@ -329,8 +316,8 @@ class Exchanges:
     ) -> dict[int, tuple[int, Local]]:
         """Send the messages, and return the batch size and request of each client that needs an answer.
 
-        Replies of the others are added to ``final``, and they leave the session. ``sizes`` has the size
-        of each client's requests so far. A client also leaves if its repetition computed other values.
+        Replies of the others are added to ``final``, and they leave the session, as does a client whose
+        repetition computed other values than before (``sizes``).
         """
         requests: dict[int, tuple[int, Local]] = {}
         replies: dict[int, Message] = {}

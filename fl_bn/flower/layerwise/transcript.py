@@ -1,9 +1,8 @@
 """Exchange vectors by replay: a client computes its round again from the start whenever a new answer has come.
 
-The server sends all answers so far, the transcript. The client uses them in order, and stops where it
-needs the next one, for which it asks in its reply. Every repetition has the same batch and the same
-random numbers, so it reaches the same point. No process waits between messages, so any cohort size
-works.
+The server sends all answers so far, the transcript. The client uses them in order, and asks for the next
+one in its reply. Every repetition has the same batch and the same random numbers, so it reaches the same
+point. No process waits between messages, so any cohort size works.
 """
 
 from __future__ import annotations
@@ -114,9 +113,8 @@ def question(pending: Unanswered, client: int = 0) -> Reply:
 def read_request(reply: Message, header: Header) -> tuple[int, Local, float] | None:
     """Read the request of a client that needs an answer.
 
-    Return its batch size, its request, and the sum of the absolute values of its earlier requests.
-    None: this is its last reply. Raise ``WireError`` if it cannot be read, or does not repeat
-    ``header``.
+    Return its batch size, its request, and the sum of the absolute values of its earlier requests. None:
+    this is its last reply. A reply that does not repeat ``header`` raises ``WireError``.
     """
     payload, repeated = from_records(reply.content)
     if REQUEST not in payload:

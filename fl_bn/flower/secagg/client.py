@@ -45,12 +45,7 @@ NOBODY = Plan(0, 0, 0)
 
 
 def secure(build: Callable[[Context], BatchNormClient], message: Message, context: Context) -> Message:
-    """Answer a train message of Flower that belongs to a secure sum, after the ``Gate`` has checked it.
-
-    Raises:
-        Insecure: the protocol's parameters or the requested shares would reveal a single client's
-            vector.
-    """
+    """Answer a train message that belongs to a secure sum, or raise ``Insecure`` if that reveals a vector."""
     content, state = message.content, client_half.SecAggPlusState(**context.state.config_records.get(RECORD_KEY_STATE, ConfigRecord()))
     if why := next(refusals(content, state, context.node_id), ""):
         raise Insecure(why)
@@ -101,8 +96,8 @@ def refusals(content: RecordDict, state: Any, node: int) -> Iterator[str]:
 def setup_refusals(asked: Mapping[str, Any], state: Any, node: int) -> Iterator[str]:
     """Yield what is wrong with the protocol's parameters.
 
-    The sum could have too few clients or exceed the modulus; a minority of the clients could unmask a
-    vector; or this client is not in the cohort.
+    The sum could have too few clients or exceed the modulus, a minority could unmask a vector, or this
+    client is not in the cohort.
     """
     clients, shares, threshold, levels = (asked[name] for name in ("sample_num", "share_num", "threshold", "target_range"))
     if not LEAST <= shares <= clients:
@@ -138,10 +133,9 @@ def shares_refusals(asked: Mapping[str, Any], state: Any, node: int) -> Iterator
 def unmask_refusals(asked: Mapping[str, Any], state: Any, node: int) -> Iterator[str]:
     """Yield why the requested shares could remove more than the masks of this sum.
 
-    Each client has two secrets, and this client holds a share of each. It gives exactly one of the two,
-    for every client whose shares it holds. Shares of both would remove all masks of a client's vector.
-    So would shares of one secret for too many of its neighbours. Flower's own mod does not refuse such
-    requests.
+    Each client has two secrets, and this client gives one of its two shares, for every client whose shares
+    it holds. Both would remove all masks of a client's vector. So would shares of one secret for too many
+    of its neighbours. Flower's own mod does not refuse such requests.
     """
     active, lost, held = asked["active_nids"], asked["dead_nids"], sorted(state.rd_seed_share_dict)
     if sorted(active + lost) != held:

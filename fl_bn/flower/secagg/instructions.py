@@ -60,8 +60,7 @@ History = dict[int, bytes]
 def instruction_digest(message: Message, run_config: Mapping[str, Any], state: Any) -> bytes:
     """Hash this client's instruction to send a masked vector: 32 bytes, equal for equal instructions.
 
-    ``state`` is the client's state of SecAgg+, with the fields ``SET_UP``. An unreadable array raises
-    ``WireError``.
+    ``state`` is that of SecAgg+, with the fields ``SET_UP``. An unreadable array raises ``WireError``.
     """
     return _digest([_text({name: getattr(state, name) for name in SET_UP}), *_parts(message, run_config, PER_CLIENT)])
 
@@ -131,12 +130,7 @@ def to_config(history: History) -> dict[str, list[int] | bytes]:
 
 
 def from_config(record: Mapping[str, object] | None, form: Form, last: int) -> History:
-    """Read a history, with rounds up to ``last``, from a message's record of the given form, if there is one.
-
-    Raises:
-        WireError: a field has a wrong type, a round is listed twice or later than ``last``, or there is
-            not one hash for each round.
-    """
+    """Read a history, with rounds up to ``last``, from a message's record, or raise ``WireError``."""
     values = form.read({} if record is None else dict(record))
     rounds, hashes = values.get(HISTORY_ROUNDS, []), values.get(HISTORY_HASHES, b"")
     if len(set(rounds)) != len(rounds) or not all(1 <= round <= last for round in rounds):

@@ -8,9 +8,8 @@ trying all seeds.
 Here a mask is the key stream of AES-256 in counter mode. Its key is the SHA-256 of the whole seed and
 of the client's instruction (``instructions``). Keys, shares and encryption are Flower's.
 
-Flower's module is loaded a second time under another name, so its own stays unchanged for everyone
-else. Pickle stores a function by its module and name, so a handler that uses ``secagg_mod`` loads this
-module.
+Flower's module is loaded a second time under another name, so its own stays unchanged for everyone else.
+Pickle stores functions by module and name, so a handler that uses ``secagg_mod`` loads this module.
 
 References:
     Bell et al., Secure Single-Server Aggregation with (Poly)Logarithmic Overhead, CCS 2020.
@@ -48,12 +47,9 @@ def bound_to(digest: bytes) -> Iterator[None]:
 def key_stream(seed: bytes, num_range: int, dimensions_list: list[tuple[int, ...]]) -> list[np.ndarray]:
     """Return masks of the given shapes, int64, uniform in ``[0, num_range)``.
 
-    This replaces Flower's ``pseudo_rand_gen``. Each run of the protocol has fresh seeds, so a key is
-    used for one mask only. That is why the counter may start at a constant. ``num_range`` is a power of
-    2, at most 2**32, else the masks would not be uniform.
-
-    Raises:
-        LookupError: the call is not in a block of ``bound_to``.
+    This replaces Flower's ``pseudo_rand_gen``, in a block of ``bound_to``. Each run of the protocol has
+    fresh seeds, so a key is used for one mask only, and the counter may start at a constant. ``num_range``
+    is a power of 2, at most 2**32, else the masks would not be uniform.
     """
     key = hashlib.sha256(b"fl-bn/secagg/2" + _digest.get() + seed).digest()
     encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
@@ -73,11 +69,7 @@ client_half.pseudo_rand_gen = key_stream
 
 
 def secagg_mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message], digest: bytes = b"") -> Message:
-    """Run Flower's client mod with the masks of this file.
-
-    ``call_next`` makes the client's vector. The stage that masks it needs the ``digest`` of the
-    instruction.
-    """
+    """Run Flower's client mod with the masks of this file. ``call_next`` makes the client's vector."""
     with bound_to(digest):
         reply: Message = client_half.secaggplus_mod(message, context, call_next)
     return reply

@@ -43,11 +43,7 @@ REPEATS = 6  # the most exchanges for one measurement, if the reference is far f
 
 
 def check_secure(settings: SecureAggregation, method: Method, rounds: ServerPolicy, defence: Defence) -> None:
-    """Check that method, settings for rounds and defence work with secure sums.
-
-    Raises:
-        ValueError: one of them does not, in most cases because it needs single clients' values.
-    """
+    """Raise ``ValueError`` unless method, settings for rounds and defence work with secure sums."""
     settings.check(max(rounds.min_cohort, round_half_up(rounds.fraction * rounds.clients)))
     settings.check(rounds.clients)
     masked = "secure aggregation hides each client's values"
@@ -67,11 +63,10 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: ServerPoli
 
 
 class SecureRounds:
-    """Run secure sums for one run. ``accountant`` counts the privacy budget if differential privacy is on.
+    """Run secure sums for one run, if method, settings and defence work with them (``check_secure``).
 
-    ``note`` records the clients in a sum, and whether it is a sum of evaluations.
-
-    Method, settings and defence must work with secure sums (``check_secure``).
+    ``accountant`` counts the privacy budget. ``note`` records the clients in a sum, and whether it is of
+    evaluations.
     """
 
     def __init__(self, settings: SecureAggregation, server: Server, note: Note = lambda parts, evaluates: None) -> None:
@@ -90,9 +85,7 @@ class SecureRounds:
         times; under differential privacy it is not, since each exchange costs budget. In all
         repetitions clients normalise with the statistics in ``messages``.
 
-        Returns:
-            A reply for each client in the sum, with its counts alone; and why the other clients are not
-            in it.
+        Return each client's reply with its counts alone, and why clients are not in the sum.
         """
         shared, before, messages = self.shared, self.shared.statistics(), list(messages)
         reference, limit = references(shared.sections().get("statistics", {})), self.settings.clipping_range
@@ -179,11 +172,7 @@ class SecureRounds:
         return sums.evaluation_means(from_vector(total.mean, shapes), task, self.settings.clipping_range), total.refused
 
     def _sum(self, grid: Grid, messages: Sequence[Message], cohort: Sequence[Client], timeout: float, phase: Phase) -> tuple[Sum, Sections]:
-        """Compute a secure sum of the clients' vectors, and the weighted averages by section and name.
-
-        As in the vectors (``sums``), averages of weights are differences from those that were sent, and
-        averages of statistics are standardised deviations.
-        """
+        """Compute a secure sum, and the weighted averages in it, by section and name, see ``sums``."""
         rounds, privacy = self.rounds, self.settings.privacy
         loss = phase is not Phase.MEASURE and privacy is None
         shapes: Layout = sums.layout(self.shared.expected(phase, rounds.update), loss=loss, cut=privacy is None)
@@ -230,8 +219,8 @@ class SecureRounds:
     def _combined(self, total: Sum, moments: Mapping[str, Moments], pace: float) -> dict[str, Running]:
         """Return the shared statistics after the round, by layer.
 
-        The method combines them as if a single client had reported ``moments``, those of all clients in
-        the sum. A layer with fewer than two activations keeps its statistics.
+        The method combines them as if one client had reported ``moments``. A layer with fewer than two
+        activations keeps its own.
         """
         shared, method = self.shared.statistics(), self.shared.method
         new, by_passes = dict(shared), method.report is not StatisticsReport.RUNNING

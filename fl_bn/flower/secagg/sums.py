@@ -1,4 +1,4 @@
-"""Make the vector that a client adds to a secure sum, and read the average of all clients' vectors at the server.
+"""Make the vector that a client adds to a secure sum, and read the average of all clients' vectors.
 
 The vector (d,) holds these parts in the order of ``layout``:
 
@@ -79,11 +79,7 @@ class Weighting:
 
 
 def layout(expected: Schema, loss: bool, cut: bool = True) -> Layout:
-    """Return the shapes of all summed values, by section and name.
-
-    They are the tensors of a plain reply, except counts, and on demand the loss and the flags of cut
-    values.
-    """
+    """Return the shapes of all summed values: a plain reply's but counts, and if asked loss and flags."""
     numbers: Layout = {"loss": {"loss": (1,)}} if loss else {}
     numbers |= {"cut": {"statistics": (1,), "update": (1,)}} if cut else {}
     tensors = {
@@ -113,12 +109,9 @@ def additive(reply: Sections, weights: Named, reference: Mapping[str, Running], 
     """Convert a client's reply to values that can be summed, with ``limit`` as the quantiser's range.
 
     Returns:
-        In float64 by section of ``layout`` and name: the differences from the ``weights`` that were
-        sent, the gradients, and the deviations of the statistics from ``reference``. And for each
-        layer, the number of channels whose statistics were cut off to fit the range.
-
-    Raises:
-        WireError: a value is not finite.
+        In float64 by section of ``layout`` and name: differences from the ``weights`` that were sent,
+        gradients, deviations of the statistics from ``reference``. And each layer's number of channels
+        whose statistics were cut off to fit the range. A value that is not finite raises ``WireError``.
     """
     parts: Sections = {}
     cut: dict[str, int] = {}
@@ -143,11 +136,7 @@ def additive(reply: Sections, weights: Named, reference: Mapping[str, Running], 
 
 
 def activations(reply: Sections, plan: Plan) -> dict[str, int]:
-    """Return each layer's number of activations per channel and sample; 0: it did not run.
-
-    Raises:
-        WireError: a count is no multiple of the number of samples.
-    """
+    """Return each layer's number of activations per channel and sample; 0: it did not run."""
     per_sample: dict[str, int] = {}
     for layer, moments in decode_moments(reply.get("moments", {})).items():
         per_sample[layer], rest = divmod(moments.count, max(plan.passes, 1))
@@ -174,11 +163,7 @@ def evaluation_layout(task: type[Task] | Task) -> Layout:
 
 
 def evaluation_parts(metrics: Mapping[str, float], task: Task, limit: float) -> Sections:
-    """Scale a client's metrics to the quantiser's range, by section of ``evaluation_layout``.
-
-    Raises:
-        ValueError: a metric is NaN, because there are no labels or the model diverged.
-    """
+    """Scale a client's metrics to the quantiser's range, by section, or raise ``ValueError`` for NaN."""
     shares = {}
     for name in (LOSS, task.metric):
         if math.isnan(value := metrics[name]):
@@ -216,10 +201,7 @@ def from_vector(vector: np.ndarray, shapes: Layout) -> Sections:
 
 
 def update_of(average: Sections, weights: Named) -> Sections:
-    """Return the section ``weights`` or ``gradients`` of a secure average, if there is one, in float64.
-
-    Weights in the average are differences from those that were sent to the clients.
-    """
+    """Return the averaged differences from the ``weights`` that were sent, or gradients, in float64."""
     if "weights" in average:
         return {"weights": {name: weights[name].double() + difference for name, difference in average["weights"].items()}}
     return {"gradients": dict(average["gradients"])} if "gradients" in average else {}

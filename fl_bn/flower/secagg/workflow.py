@@ -1,17 +1,16 @@
 """Run the server's half of secure aggregation: the four stages of SecAgg+ with Flower's mod at the clients.
 
-A sum takes four messages per client, one in each stage. ``setup`` collects keys and the client's
-counts. ``share_keys`` gives shares of each client's secrets to its neighbours.
-``collect_masked_vectors`` sends the model and collects the vectors. ``unmask`` removes the masks from
-the sum. If a client is lost in the first two stages, the others begin again without it. If a client is
-lost later, the others' shares remove its masks from the sum. With shares from fewer than ``threshold``
-clients, nothing is revealed.
+A sum takes four messages per client. ``setup`` collects keys and the client's counts. ``share_keys`` gives
+shares of each client's secrets to its neighbours. ``collect_masked_vectors`` sends the model and collects
+the vectors. ``unmask`` removes the masks from the sum. If a client is lost in the first two stages, the
+others begin again without it. If it is lost later, the others' shares remove its masks from the sum. With
+shares from fewer than ``threshold`` clients, nothing is revealed.
 
-Forms (``messages``) declare which values each field of a reply may have. This file checks the values
-that depend on the stage before, on the other clients, or on the size of the model.
+Forms (``messages``) declare each field of a reply. This file checks what depends on the stage before, on
+the other clients, or on the size of the model.
 
-The server learns the sum of the vectors, and each client's counts. The protocol protects against a
-curious server, but not against one that invents clients, nor a sum against a client that lies.
+The server learns the sum of the vectors, and each client's counts. The protocol protects against a curious
+server, but not against one that invents clients, nor a sum against a client that lies.
 """
 
 from __future__ import annotations
@@ -100,16 +99,12 @@ class SecureSum:
     """Sum a cohort's vectors without seeing any single one.
 
     Args:
-        grid: Flower's grid.
         messages: the plain instruction to each client, with a ``config`` record.
-        cohort: the clients.
-        settings: the settings of secure aggregation.
-        policy: the server's settings for rounds.
         timeout: how many seconds to wait for the replies of a stage.
         shapes: the layout of a client's vector.
         phase: the phase of the round. None: clients evaluate.
-        once: whether a client's statistics come from a single batch or pass, so that its count
-            ``passes`` is limited to its number of samples.
+        once: whether a client's statistics come from a single batch or pass, so that its count ``passes``
+            is limited to its number of samples.
 
     Attributes:
         refused: the reasons why clients are refused, by client index.
@@ -142,11 +137,7 @@ class SecureSum:
         self.neighbours = dict[int, set[int]]()
 
     def result(self) -> Sum:
-        """Run the protocol, and return the sum.
-
-        Raises:
-            SumFailed: too few clients joined, answered, or sent shares; or the masks did not cancel.
-        """
+        """Run the protocol, and return the sum, or raise ``SumFailed``."""
         nodes = sorted(self.clients, key=lambda node: self.clients[node].index)
         while True:
             if len(nodes) < self.least:
@@ -226,11 +217,7 @@ class SecureSum:
         return self._ask(Stage.SHARE_KEYS, requests, read)
 
     def _weigh(self, nodes: Sequence[int]) -> Weighting:
-        """Choose the weights of this sum, and add them and the combined history to all instructions.
-
-        In sums of moments, a sample that a client uses twice counts twice in the weight of its
-        statistics.
-        """
+        """Choose the weights of this sum, and add them and the combined history to all instructions."""
         plans, together = [self.plans[node] for node in nodes], put_together({node: self.histories[node] for node in nodes})[0]
         most, passes = max(p.samples for p in plans), max(p.passes if "moments" in self.shapes else p.samples for p in plans)
         by_samples = self.exact and self.policy.client_weights == "samples"
@@ -244,7 +231,7 @@ class SecureSum:
         """Send the instructions, and return the masked vectors and the hash of the instruction.
 
         Vectors of clients with another instruction than most are left out, since their masks would not
-        cancel. So are those of clients whose inputs have another size: samples are no weights for their
+        cancel. So are those of clients whose inputs have another size: samples do not weigh their
         statistics.
         """
         sources = {node: [other for other in nodes if node in sealed[other]] for node in nodes}

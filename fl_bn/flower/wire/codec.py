@@ -51,11 +51,7 @@ class Header:
     signature: str
 
     def check(self, other: Header, why: Callable[[], str] = lambda: HINT) -> None:
-        """Check that ``other`` has the same fields. ``why`` gives the reason for another signature.
-
-        Raises:
-            WireError: a field differs.
-        """
+        """Raise ``WireError`` if a field of ``other`` differs. ``why`` explains another signature."""
         for key, expected in vars(self).items():
             if (actual := getattr(other, key)) != expected:
                 raise WireError("header", key, f"expected {expected!r}, but got {actual!r}" + (f": {why()}" if key == "signature" else ""))
@@ -138,11 +134,7 @@ DTYPES = frozenset(map(np.dtype, "?bBhHiIqQefd"))
 
 
 def array_from(data: bytes, section: str, name: str = "") -> np.ndarray:
-    """Decode an array in NumPy's .npy format, read-only and in the memory of ``data``.
-
-    Raises:
-        WireError: ``data`` is no array of numbers, or its length does not match its shape.
-    """
+    """Decode an array in .npy format, read-only in the memory of ``data``, or raise ``WireError``."""
     try:
         shape, fortran, dtype, begin = _head(data[: 10 + int.from_bytes(data[8:10], "little")])
         values = np.frombuffer(data, dtype, offset=begin) if len(data) > begin else np.empty(0, dtype)
@@ -254,14 +246,11 @@ class Reading:
         parts: the valid replies, by client index. The caller may take them out.
         own: the users' own metric records, by client index.
         refused: why clients are refused, by index.
-        wrong: the refused clients whose reply breaks the protocol. These clients are faulty or
-            Byzantine.
+        wrong: the refused clients whose reply breaks the protocol, which are faulty or Byzantine.
 
     Args:
-        cohort: the clients to which the messages went.
         header: the header of the instruction, which a reply must repeat.
-        expected: the tensors and numbers of a valid reply. None: the replies have only records of the
-            user's.
+        expected: the tensors and numbers of a valid reply. None: replies have only records of the user's.
     """
 
     def __init__(self, cohort: Sequence[Client], header: Header | None = None, expected: Expected | None = None) -> None:

@@ -1,9 +1,8 @@
 """Check every message to a client's app before a handler answers it, and every reply before it is sent.
 
 The gate is a Flower mod (``Gate``) around all handlers of an app, so every reply passes through it. It
-knows the kinds of messages, the node config with the site's policy, and how often this client has
-evaluated. It refuses messages of unknown kinds. For a new handler, declare here what its replies may
-hold.
+knows the kinds of messages, the site's policy, and how often this client has evaluated. It refuses messages
+of unknown kinds. For a new handler, declare here what its replies may hold.
 
 ``secure-aggregation`` in the node config or the run config means that this client sends no summary of
 its data unmasked. It introduces itself, reports its number of samples, saves its model, and takes part
@@ -68,9 +67,8 @@ class Kind:
 
     Attributes:
         records: the names of the config and metric records that the reply may have.
-        arrays: whether the reply may hold arrays.
-        open: whether a client that requires secure aggregation answers such messages, too. The replies
-            must hold no unmasked summary of its data.
+        open: whether a client that requires secure aggregation answers such messages, too. The replies must
+            hold no unmasked summary of its data.
     """
 
     records: frozenset[str] = frozenset()
@@ -113,11 +111,7 @@ class Limits:
 
     @classmethod
     def of(cls, context: Context) -> Limits:
-        """Read the limits from the node config. The run config can require secure aggregation, too.
-
-        Raises:
-            WireError: a value in the node config is not a whole number of at least 0.
-        """
+        """Read the limits from the node config, or raise ``WireError``. The run config may set ``secure``."""
         given = LIMITS.read(context.node_config)
         secure = any(bool(config.get(REQUIRED, False)) for config in (context.node_config, context.run_config))
         fewest = given.get("min-samples", FEW if secure else 0)

@@ -1,9 +1,8 @@
 """Declare all fields of messages, in both directions; find the records, and identify a run.
 
 A received value is checked by its declaration before it is used. Arrays are declared in ``schema``, by
-model, method and phase, requests of the layer-wise exchange in ``exchange.grpc.wire``, with their
-limits in ``exchange.session``. Every other value that server and client read from each other is a field
-below.
+model, method and phase, requests of the layer-wise exchange in ``exchange.grpc.wire`` and
+``exchange.session``. Every other value that server and client read from each other is a field below.
 
 The records ``config``, ``arrays`` and ``metrics``, which Flower's examples use, belong to the user, and
 may have any fields. The names of fl-bn's records begin with ``OURS``. Errors name a record without this
@@ -149,10 +148,7 @@ class RunId:
         return replace(self, resumes=(*self.resumes, (secrets.token_hex(4), round)))
 
     def counts(self, round: int, attempt: str) -> bool:
-        """Return whether no resume has undone the round in which a client's state was stored.
-
-        ``attempt`` is the token of the last resume at that time, or ``0``.
-        """
+        """Return whether a client's state of ``round``, stored after the resume ``attempt``, still counts."""
         if attempt not in self.attempts:
             return False
         return all(round <= resumed for _, resumed in self.resumes[self.attempts.index(attempt) :])

@@ -1,8 +1,4 @@
-"""Send messages and receive the replies, in one loop for every engine.
-
-The loop polls often, sends a message again if its node was lost and came back, and logs how many
-replies have come.
-"""
+"""Send messages and receive the replies, in one loop for every engine, and ask lost nodes again."""
 
 from __future__ import annotations
 
@@ -41,10 +37,9 @@ def receive(
 ) -> Iterator[Message]:
     """Yield the replies that come within ``timeout`` seconds, in no particular order.
 
-    If ``patience`` is above 0, a lost node that came back gets its message again, with the same answer,
-    which depends only on the message and on the client's state before the round. A node whose process
-    died gets it again at once, but only once: a lack of memory, for example, would end the next
-    process, too.
+    If ``patience`` is above 0, a lost node that came back gets its message again. The answer is the same:
+    it depends only on the message and on the client's state before the round. A node whose process died
+    gets it again at once, but only once: a lack of memory, say, would end the next process, too.
 
     Args:
         grid: Flower's grid.
@@ -65,11 +60,10 @@ def receive(
 def pulled(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
     """Yield the replies to the ``waiting`` messages (by id) that have come so far.
 
-    Flower decodes a reply in this process, from bytes that the client made, and its parsers may raise
-    any exception. So each reply is fetched alone. The bytes also name the sender and the answered
-    message, perhaps falsely. A reply that cannot be decoded, or that names another node, is replaced by
-    an error of the node that got the message. If the SuperLink cannot be reached, a ``grpc.RpcError``
-    is raised.
+    Flower decodes a reply in this process, from bytes that the client made, and its parsers may raise any
+    exception. So each reply is fetched alone. The bytes also name the sender and the answered message,
+    perhaps falsely. A reply that cannot be decoded, or that names another node, is replaced by an error of
+    the node that got the message. ``grpc.RpcError``: the SuperLink cannot be reached.
     """
     if isinstance(grid, InProcessGrid) or simulates(grid):  # no reply comes as bytes from another machine
         for reply in grid.pull_messages(list(waiting)):
@@ -134,12 +128,9 @@ class Mailbox:
         self.died: set[int] = set()  # nodes whose process died on this message
 
     def replies(self, messages: list[Message]) -> Iterator[Message]:
-        """Send the messages, and yield the replies until all have come or the time is over.
+        """Send the messages, and yield the replies, or errors of lost nodes, until the time is over.
 
-        A lost node that does not come back gives an error in place of its reply.
-
-        Raises:
-            RunFailed: the simulation with the clients has ended.
+        If the simulation with the clients has ended, ``RunFailed`` is raised.
         """
         self._push(messages)
         looked = logged = time.monotonic()
