@@ -87,11 +87,7 @@ def is_a(kind: Any, such: str) -> tuple[Callable[[Any], object], str]:
 def check_fits(table: Fits, given: Mapping[str, Any], whose: str = "", others: str = "") -> None:
     """Check that each value in ``given`` (name -> value) fits ``table``.
 
-    Args:
-        table: The table.
-        given: The values by name.
-        whose: The owner of the values, such as " of client 3", which follows the name in the message.
-        others: Other fitting values in words.
+    ``whose`` follows the name in the message, such as " of client 3". ``others`` are other fitting values in words.
 
     Raises:
         ValueError: A value does not fit.
@@ -139,9 +135,8 @@ def in_config(value: Value) -> str:
 def range_of(text: str) -> Callable[[Any], bool]:
     """Return a function that returns whether a number is finite and within the range that ``text`` describes.
 
-    Args:
-        text: ``>= 1``, ``> 0``, ``0..9`` (both ends included), ``(0, 1]``, or a single number. The word ``or`` joins several of
-            these: ``0 or >= 2``.
+    The text is ``>= 1``, ``> 0``, ``0..9`` (both ends included), ``(0, 1]``, or a single number. The word ``or``
+    joins several of these: ``0 or >= 2``.
 
     Raises:
         ValueError: The text is not a range.
@@ -208,11 +203,7 @@ class Option:
             return False
 
     def check(self, value: Any, called: str = "") -> Value:
-        """Check a value, and return it in the key's type.
-
-        Args:
-            value: The value.
-            called: The option's name in errors. Default: the key.
+        """Check a value, and return it in the key's type. Errors name the option as ``called``, by default its key.
 
         Raises:
             ValueError: The value is of another type, is out of range, or cannot be written to a file or sent.
@@ -276,13 +267,10 @@ def _field(spec: Option) -> Any:
 
 
 def declared(kind: type, name: str, neutral: Any = REQUIRED, read: Callable[[Any], Any] | None = None) -> Any:
-    """Return a dataclass field for an option that another class declares.
+    """Return a dataclass field for the option ``name`` that the class ``kind`` declares.
 
-    Args:
-        kind: The class that declares the option.
-        name: The option's field in ``kind``.
-        neutral: The constructor's default in the class that gets the field. Default: the run config's default.
-        read: Converts the key's value to the field's value with this default. None: they are the same.
+    ``neutral`` is the constructor's default in the class that gets the field, by default the run config's.
+    ``read`` converts the key's value to the field's value with this default. None: they are the same.
     """
     spec = own_options(kind)[name]
     if neutral is REQUIRED:
@@ -324,13 +312,10 @@ def own_options(kind: type) -> dict[str, Option]:
 
 
 def takes(options: Callable[P, Chosen]) -> Callable[[Callable[[Chosen], T]], Callable[P, T]]:
-    """Return a decorator for a function that takes one options object.
+    """Return a decorator for a function that takes one object of the class ``options``.
 
     The decorated function takes the object's fields as arguments instead, and makes the object itself. So
     ``@takes(FixBNOptions)`` on ``fixbn(options)`` lets users write ``fixbn(freeze_after=3)``.
-
-    Args:
-        options: The class of the options object.
     """
 
     def decorate(build: Callable[[Chosen], T]) -> Callable[P, T]:
@@ -346,7 +331,7 @@ def takes(options: Callable[P, Chosen]) -> Callable[[Callable[[Chosen], T]], Cal
 
 
 def options_by_key(constructor: object, hidden: bool = False) -> dict[str, Option]:
-    """Return a constructor's options by their run-config keys; with ``hidden``, the hidden ones by the keys that they would have."""
+    """Return a constructor's options by their run-config keys; with ``hidden``, the hidden ones alone."""
     kind = constructor if isinstance(constructor, type) and is_dataclass(constructor) else getattr(constructor, "options", None)
     return {} if kind is None else _by_key(kind, hidden)
 
@@ -357,15 +342,12 @@ def _by_key(kind: Any, hidden: bool) -> dict[str, Option]:
 
 
 def build(constructor: Callable[..., T], value_of: Callable[[str], Value], **computed: Any) -> T:
-    """Call a constructor with the run config's values of its options.
+    """Call a constructor with the run config's values of its options, which ``value_of`` returns by their keys.
 
     Args:
         constructor: A dataclass with options, or a function decorated by ``takes``.
         value_of: Returns the run config's value of a key.
         computed: Further arguments, whose values do not come from one key. They take precedence over the run config.
-
-    Returns:
-        The constructor's result.
     """
     arguments = dict(computed)
     for key, spec in options_by_key(constructor).items():
@@ -375,12 +357,9 @@ def build(constructor: Callable[..., T], value_of: Callable[[str], Value], **com
 
 
 def keys_of(registry: Mapping[str, object]) -> dict[str, Option]:
-    """Return the run-config keys of all constructors of a registry, by name.
+    """Return the run-config keys of all constructors of a registry (name -> constructor), by name.
 
     If they mean different things to several constructors, the help says which means what.
-
-    Args:
-        registry: Name -> constructor.
 
     Raises:
         ValueError: Two constructors declare one key with different defaults or allowed values.

@@ -1,6 +1,6 @@
 """Compute what a server needs for a round, in plain torch: look at values, average weights, combine statistics.
 
-Large tensors are processed block by block. A block fits into the processor's cache, and no whole tensor is copied.
+Large tensors are processed in blocks that fit into the processor's cache, and no whole tensor is copied.
 """
 
 from __future__ import annotations
@@ -50,10 +50,8 @@ def fits(tensor: Tensor, dtype: torch.dtype) -> bool:
 class WeightedSum:
     """Sum named tensors, each times its weight, in float64 and in the order in which they are added.
 
-    Large tensors are added block by block, without a float64 copy of the whole tensor, which changes no bit of the sum.
-
-    Attributes:
-        total: The sum of the weights.
+    Large tensors are added block by block, without a float64 copy of the whole tensor, which changes no bit of
+    the sum. ``total`` is the sum of the weights.
     """
 
     def __init__(self) -> None:
@@ -115,8 +113,8 @@ def combine(
         layers: Layer -> its module, whose momentum the rule may use.
         defence: The defence against Byzantine clients; None: there is none.
         pace: The round's learning rate divided by that of round 1.
-        scales: Layer -> the standard deviation that the server gave the layer's input before round 1, by rescaling
-            weights. 1 for layers that are missing.
+        scales: Layer -> the standard deviation that the server gave the layer's input before round 1, by
+            rescaling weights. 1 for layers that are missing.
     """
     new = dict(shared)
     average = weighted_mean if defence is None else defence.average
@@ -135,16 +133,12 @@ def combine(
 
 
 def difference(weight: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``weight - mean``, the pseudo-gradient of one tensor or of a block of it, in the memory of ``mean``.
+    """Return ``weight - mean``, the pseudo-gradient of one tensor or block in float64, in the memory of ``mean``.
 
-    The average is rounded to the dtype of the weights first. The rounding makes the difference exact: the weight minus the
-    pseudo-gradient is the rounded average, bit for bit. Without rounding, a step of SGD with learning rate 1 could end at a float32
-    number next to the rounded average. This happens to one value in 40 if two clients are averaged in the ratio 3 to 7.
-
-    Args:
-        weight: The weight before the round, in float64.
-        mean: The average, in float64. It is overwritten.
-        dtype: The dtype of the stored weights.
+    The average is rounded to ``dtype``, that of the stored weights, first. The rounding makes the difference
+    exact: the weight minus the pseudo-gradient is the rounded average, bit for bit. Without rounding, a step of
+    SGD with learning rate 1 could end at a float32 number next to the rounded average. This happens to one value
+    in 40 if two clients are averaged in the ratio 3 to 7.
     """
     return torch.sub(weight, mean.copy_(mean.to(dtype)), out=mean)
 
@@ -169,13 +163,7 @@ class Drift:
 
     @classmethod
     def between(cls, old: Mapping[str, Running], new: Mapping[str, Running], eps: float = 1e-5) -> Drift | None:
-        """Compare two sets of statistics. Return None if ``new`` is empty.
-
-        Args:
-            old: Layer -> statistics before the update.
-            new: Layer -> statistics after the update.
-            eps: Added to variances, so that no division is by 0.
-        """
+        """Compare two sets of statistics, with ``eps`` added to variances. Return None if ``new`` is empty."""
         if not new:
             return None
         moved = {k: float(((new[k].mean - old[k].mean).abs() / (old[k].var + eps).sqrt()).max()) for k in new}
@@ -190,7 +178,7 @@ def _extent(value: float) -> tuple[bool, float]:
 
 
 def running_statistics(model: nn.Module, of: Collection[str] | None = None) -> dict[str, Running]:
-    """Return layer -> a copy of its running statistics on the CPU, for the layers ``of`` that have some. None: all BatchNorm layers."""
+    """Return layer -> a copy of its running statistics on the CPU, for the layers ``of`` (None: all) that have some."""
     return {
         name: Running(layer.running_mean.detach().cpu().clone(), layer.running_var.detach().cpu().clone())
         for name, layer in batch_norms(model).items()

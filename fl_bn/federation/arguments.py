@@ -1,7 +1,4 @@
-"""Check what a ``Federation`` is given: its options, and arguments that are one value for all clients or one value per client.
-
-Its optimisers are tried once before round 1.
-"""
+"""Check what a ``Federation`` is given: its options, and arguments that are one value for all clients or one for each."""
 
 from __future__ import annotations
 
@@ -36,15 +33,12 @@ class FederationSpec(RunSpec):
     """Hold the options of a ``Federation``: those of every run, and those of a run in this process.
 
     Args:
-        clip: ``auto``: gradients are clipped if the method needs it, all clients use SGD, and the objective has no
-            control variates. ``none``: gradients are not clipped.
+        clip: ``auto``: gradients are clipped if the method needs it, all clients use SGD, and the objective has
+            no control variates. ``none``: gradients are not clipped.
         engine: ``sequential``: one client after the other. ``vectorised``: the clients of a cohort together, in
             one vectorised program, which needs ``SeededBatches``.
         workers: The number of processes that compute clients. Every number gives the same bits. 0: this process at
             first, and worker processes once the remaining rounds then take less time, if clients train on a CPU.
-
-    Raises:
-        ValueError: A value is out of range, or two values do not fit together.
     """
 
     clip: str = declared(LocalTraining, "clip", "auto")
@@ -93,14 +87,10 @@ ARGUMENTS: Fits = {
 class Trials:
     """Make each client's optimiser once, for a copy of the network, to check it and to read its learning rate.
 
-    Args:
-        model: The network; it stays unchanged.
-        makers: Each client's function that makes its optimiser.
-        objective: The local objective, which must fit the optimisers.
-
     Attributes:
         optimizers: The id of each function in ``makers`` -> an optimiser that it made.
-        rate: The largest learning rate of all clients, which the federation's schedule scales. None: no optimiser has one.
+        rate: The largest learning rate of all clients, which the federation's schedule scales. None: no optimiser
+            has one.
 
     Raises:
         ValueError: An optimiser has other parameters than the network's, or does not fit the objective.
@@ -126,11 +116,7 @@ class Trials:
 
 @dataclass(frozen=True)
 class PerClient:
-    """Hold one value per client for an argument of ``Federation``. The function ``per_client`` makes it.
-
-    Attributes:
-        values: A sequence with one value per client, or a function of a client's number.
-    """
+    """Hold one value per client for an argument of ``Federation``: a sequence, or a function of a client's number."""
 
     values: Sequence[Any] | Callable[[int], Any]
 
@@ -149,13 +135,10 @@ def per_client(values: Sequence[Any] | Callable[[int], Any]) -> PerClient:
 
 
 def each(name: str, value: Any, clients: int, *, sequences: bool = True) -> tuple[Any, ...]:
-    """Return the value of every client.
+    """Return the value of every client for the argument ``name``.
 
-    Args:
-        name: The name of the argument.
-        value: One value for all clients, a ``PerClient``, or a list or tuple of one value per client.
-        clients: The number of clients.
-        sequences: True: a list or tuple has one value per client. False: a list or tuple is one value for all clients.
+    ``value`` is one value for all clients, a ``PerClient``, or, if ``sequences``, a list or tuple of one value
+    per client.
 
     Raises:
         ValueError: There are more or fewer values than clients, or a value does not fit the argument.
@@ -172,18 +155,13 @@ def each(name: str, value: Any, clients: int, *, sequences: bool = True) -> tupl
 
 
 def tasks_of(task: Any, loss: Any, metrics: Any, clients: int) -> tuple[Task, ...]:
-    """Return the task of every client, with its loss and its further metrics.
+    """Return the task of every client, with its loss and its further metrics, each given for all clients or per client.
 
     Clients with the same task, loss and metrics get the same object.
 
-    Args:
-        task: The task, or one for each client.
-        loss: The loss, or one for each client; None: the task's loss.
-        metrics: Further metrics, or those of each client; None: there are none.
-        clients: The number of clients.
-
     Raises:
-        ValueError: A value has a wrong type, there are more or fewer values than clients, or a metric's name is not valid.
+        ValueError: A value has a wrong type, there are more or fewer values than clients, or a metric's name is
+            not valid.
     """
     tasks, losses, further = each("task", task, clients), each("loss", loss, clients), each("metrics", metrics, clients)
     made: dict[tuple[int, int, int], Task] = {}
@@ -196,12 +174,7 @@ def tasks_of(task: Any, loss: Any, metrics: Any, clients: int) -> tuple[Task, ..
 
 
 def own_tests(test: Any, clients: int, again: bool = True) -> tuple[Loader, ...] | None:
-    """Return every client's test batches; None if ``test`` is None.
-
-    Args:
-        test: Batches for all clients, or a ``PerClient``.
-        clients: The number of clients.
-        again: Whether the batches are iterated over more than once.
+    """Return every client's test batches, iterated over more than once if ``again``; None if ``test`` is None.
 
     Raises:
         ValueError: A value cannot be iterated over as batches, or there are more or fewer values than clients.

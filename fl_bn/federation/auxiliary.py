@@ -1,10 +1,11 @@
-"""Describe what is sent or kept beside the model: control variates, and the buffers of the clients' optimisers (momentum).
+"""Describe what is sent or kept beside the model: control variates, and buffers of the clients' optimisers (momentum).
 
 Each section of auxiliary tensors has one tensor for every parameter that is both shared and trained.
 
-Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao, appendix C.4, describes three ways
-to treat momentum between rounds. ``reset``: it starts from zeros in every round. ``local``: each client keeps its
-buffers. ``global``: the server averages the buffers like the model's weights and sends them back, which doubles the payload.
+Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao, appendix C.4, describes three
+ways to treat momentum between rounds. ``reset``: it starts from zeros in every round. ``local``: each client
+keeps its buffers. ``global``: the server averages the buffers like the model's weights and sends them back,
+which doubles the payload.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ Buffers = dict[str, dict[str, Tensor]]  # torch's name of the buffer -> name of 
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """Describe one section of auxiliary tensors. Instructions and replies both have this section.
+    """Describe one section of auxiliary tensors, which instructions and replies have.
 
-    The server's tensors start as zeros. With ``added``, a round adds to them the sum of the clients' tensors divided by the
-    number of all clients (SCAFFOLD's control variate). Otherwise the average of the clients' tensors replaces the server's
-    tensors (momentum). This average uses the same weights as the average of the model.
+    The server's tensors start as zeros. With ``added``, a round adds to them the sum of the clients' tensors
+    divided by the number of all clients (SCAFFOLD's control variate). Otherwise the average of the clients'
+    tensors, with the weights of the model's average, replaces them (momentum).
 
     Attributes:
         section: The section's name.
         added: Whether the clients' tensors are added to the server's.
-        scalar: True: one number per parameter, such as Adam's step count. False: a tensor of the parameter's shape.
+        scalar: Whether it has one number per parameter, such as Adam's step count, and no tensor of its shape.
         at_least: The smallest allowed value in replies.
     """
 
@@ -58,16 +59,9 @@ class Auxiliary:
         return torch.zeros((), dtype=parameter.dtype) if self.scalar else torch.zeros_like(parameter, device="cpu")
 
     def combine(self, before: Named, parts: Sequence[Named], weights: Sequence[float], clients: int) -> dict[str, Tensor]:
-        """Return the server's tensors after a round.
+        """Return the server's tensors after a round, in the dtypes of those ``before``.
 
-        Args:
-            before: The server's tensors before the round.
-            parts: The clients' tensors of this round.
-            weights: The clients' weights.
-            clients: The number of all clients of the run, including those outside this round.
-
-        Returns:
-            Name -> tensor, in the dtypes of ``before``.
+        ``clients`` is the number of all clients of the run, including those outside this round.
         """
         new, total = {}, float(sum(weights))
         for name, old in before.items():
@@ -97,14 +91,10 @@ def has_auxiliary(model: nn.Module, locality: Locality) -> dict[str, nn.Paramete
 
 
 class Momentum:
-    """Carry the buffers of one client's optimiser from round to round, if the setting ``maintain`` is ``local`` or ``global``.
+    """Carry the buffers of one client's optimiser from round to round, if ``maintain`` is ``local`` or ``global``.
 
-    Args:
-        settings: The settings of training.
-        parameters: Name -> parameter that the round trains.
-        shared: The names of the parameters that the clients share.
-        received: The tensors of the instruction: section -> name -> tensor.
-        kept: The tensors of section ``optimizer`` in the client's state.
+    ``received`` are the instruction's tensors: section -> name -> tensor. ``kept`` is section ``optimizer`` of
+    the client's state.
     """
 
     def __init__(
@@ -115,7 +105,7 @@ class Momentum:
         self._after: Buffers = {}
 
     def load(self, optimizer: Optimizer) -> None:
-        """Load the buffers of earlier rounds. A parameter for which one of its buffers is missing starts without buffers."""
+        """Load the buffers of earlier rounds. A parameter that misses one of its buffers starts without buffers."""
         buffers: Buffers = {}
         for entry, tensor in self._kept.items():
             key, _, name = entry.partition("/")
@@ -150,6 +140,6 @@ class Momentum:
         return {section: {**self._received[section], **own} for section, own in new.items()}
 
     def to_keep(self) -> dict[str, Tensor]:
-        """Return the buffers that the client keeps, as section ``optimizer`` of its state: all, or those that it does not send."""
+        """Return section ``optimizer`` of the client's state: all buffers, or those that it does not send."""
         sent = self._shared if self._shares else ()
         return {f"{key}/{name}": t for key, of in self._after.items() for name, t in of.items() if name not in sent}

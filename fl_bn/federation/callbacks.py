@@ -1,7 +1,4 @@
-"""Define callbacks, whose methods a run calls at its start and end, and after rounds and evaluations.
-
-Two of them compare a run's evaluations: one saves the best model, one ends a run that no longer improves.
-"""
+"""Define callbacks, whose methods a run calls at its start and end, and after rounds and evaluations."""
 
 from __future__ import annotations
 
@@ -51,13 +48,10 @@ class Running:
     reason: str = ""
 
     def stop(self, reason: str) -> None:
-        """End the run after this round. The run's metrics are those of the last evaluation.
+        """End the run after this round. Its metrics are those of the last evaluation.
 
-        The model is that of this round. But under HBN and static BN, which measure statistics only before an evaluation, it is
-        the model as evaluated last.
-
-        Args:
-            reason: The reason, for the log. If there are several, the first one is kept.
+        The model is that of this round. But under HBN and static BN, which measure statistics only before an
+        evaluation, it is the model as evaluated last. If there are several reasons, the log has the first one.
         """
         self.reason = self.reason or reason
 
@@ -72,11 +66,7 @@ class Callback:
     """
 
     def on_start(self, running: Running) -> None:
-        """Handle the start of the run, before its first round.
-
-        Args:
-            running: Gives the run's model now and at any later time, and can end the run.
-        """
+        """Handle the start of the run, before its first round. ``running`` has its model at any time, and can end it."""
 
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
         """Handle an evaluation, before ``on_round`` of the same round.
@@ -87,19 +77,13 @@ class Callback:
         """
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
-        """Handle the end of a round, even if the round failed.
-
-        Args:
-            record: The round's record.
-            rounds: The number of rounds of the whole run.
-        """
+        """Handle the end of a round, even if the round failed. ``rounds`` is the number of rounds of the whole run."""
 
     def on_end(self, error: BaseException | None) -> None:
         """Handle the end of the run, once.
 
         Args:
-            error: The error that ended the run early, such as ``KeyboardInterrupt`` for Ctrl-C. None: the run
-                ended without an error.
+            error: The error that ended the run early, such as ``KeyboardInterrupt`` for Ctrl-C, if one did.
         """
 
 
@@ -200,10 +184,10 @@ class Best(Callback):
             LOGGER.warning("%s had no effect, because no round was evaluated", type(self).__name__)
 
     def improved(self, record: RoundRecord) -> None:
-        """Handle an evaluation that is the best so far. The base class does nothing; subclasses override this method."""
+        """Handle an evaluation that is the best so far. The base class does nothing."""
 
     def did_not(self, record: RoundRecord, rounds: int) -> None:
-        """Handle an evaluation that is not better than the best one. The base class does nothing; subclasses override this method."""
+        """Handle an evaluation that is not better than the best one. The base class does nothing."""
 
     def _better(self, record: RoundRecord) -> bool:
         """Tell whether an evaluation is the best so far, and store it if so. NaN and infinite values are not better."""
@@ -272,9 +256,9 @@ class KeepBest(Best):
         self.path = Path(path)
 
     def on_start(self, running: Running) -> None:
-        """Begin without a best result or, in a continued run, with the evaluations of its earlier rounds, as ``Best`` does.
+        """Begin as ``Best`` does. If the file does not exist, ignore the evaluations of earlier rounds.
 
-        If the file does not exist, ignore those evaluations, because the model of the best one was not saved.
+        The model of the best one was not saved.
         """
         super().on_start(running if self.path.exists() else replace(running, history=()))
         self.running = running

@@ -1,8 +1,8 @@
 """Store the state of a run in one file. A crash never leaves an incomplete file.
 
-The format is safetensors, with JSON in the metadata. Loading such a file cannot run code. Runs over Flower and
-``Federation`` both use this format. ``flower.recovery.Checkpoint`` and ``FederationState`` list what each of them stores.
-A checkpoint has the main settings of its run as text, so that it can tell whether a federation continues it.
+The format is safetensors, with JSON in the metadata. Loading such a file cannot run code.
+``flower.recovery.Checkpoint`` and ``FederationState`` list what runs over Flower and ``Federation`` store:
+also the main settings of the run as text, to tell whether a federation continues it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ UNREADABLE = (KeyError, ValueError, TypeError, AttributeError, IndexError, Recur
 def write(path: Path, parts: Parts, about: Mapping[str, str]) -> None:
     """Write a checkpoint to ``path``, in place of the file that was there.
 
-    Args:
-        path: The file.
-        parts: Part -> name -> tensor. A part is a group of tensors; its name has no slash.
-        about: Texts by name, for the file's metadata.
+    ``parts`` is part -> name -> tensor; the name of a part has no slash. ``about`` has texts by name, for the metadata.
 
     Raises:
         OSError: The file cannot be written. An older file at ``path`` is then unchanged.
@@ -48,10 +45,7 @@ def write(path: Path, parts: Parts, about: Mapping[str, str]) -> None:
 
 
 def read(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
-    """Read a checkpoint.
-
-    Returns:
-        Part -> name -> tensor, and the texts by name.
+    """Read a checkpoint. Return part -> name -> tensor, and the texts by name.
 
     Raises:
         Damaged: The file is incomplete, or it is no checkpoint.
@@ -81,7 +75,7 @@ def generators() -> str:
 
 
 def set_generators(states: str) -> None:
-    """Set the global generators of Python, NumPy and torch to ``states``, a result of ``generators``. Empty: change nothing."""
+    """Set the global generators to ``states``, a result of ``generators``. Empty: change nothing."""
     if not states:
         return
     loaded = json.loads(states)
@@ -125,11 +119,7 @@ class FederationState:
     generators: str
 
     def save(self, path: Path) -> None:
-        """Write this state to ``path``, in place of the file that was there.
-
-        Raises:
-            OSError: The file cannot be written. An older file at ``path`` is then unchanged.
-        """
+        """Write this state to ``path``, in place of the file that was there, see ``write``."""
         named = {
             f"{client}/{section}/{name}": tensor
             for client, kept in enumerate(self.clients)
@@ -177,7 +167,6 @@ class FederationState:
 
 
 def _record(saved: dict[str, Any]) -> RoundRecord:
-    """Rebuild a record from ``saved`` fields, which were read from JSON."""
     return RoundRecord(
         **{
             **saved,
@@ -190,12 +179,9 @@ def _record(saved: dict[str, Any]) -> RoundRecord:
 
 
 def check_same(path: object, saved: Mapping[str, str], mine: Mapping[str, str]) -> None:
-    """Check that a federation has the settings of the run in a checkpoint.
+    """Check that a federation has the settings, ``mine``, of the run in the checkpoint ``path``, ``saved``.
 
-    Args:
-        path: The checkpoint.
-        saved: Name -> text of the settings in the checkpoint. What an older fl-bn did not save is not checked.
-        mine: Name -> text of the federation's own settings.
+    What an older fl-bn did not save is not checked.
 
     Raises:
         ValueError: A setting differs. The message has both values.

@@ -28,11 +28,7 @@ OBJECTS: Fits = {
 def check_composition(method: Method, settings: LocalTraining, robust: bool = False, server_optimizer: str = "fedavg") -> None:
     """Check that the parts of a run fit together.
 
-    Args:
-        method: The method.
-        settings: The settings of the clients' training.
-        robust: Whether the server has rules against Byzantine clients, or the run has such clients.
-        server_optimizer: The name of the server's optimiser.
+    ``robust``: the server has rules against Byzantine clients, or the run has such clients.
 
     Raises:
         ValueError: Two parts do not fit together. The message has the reason and the remedy.
@@ -62,7 +58,7 @@ def check_weights(method: Method, client_weights: str) -> None:
     """Check that ``client_weights`` is ``samples`` if ``method`` exchanges layer by layer in training (FedTAN).
 
     Raises:
-        ValueError: ``client_weights`` is another value, and the method exchanges layer by layer.
+        ValueError: It is not.
     """
     refuse(
         (client_weights != "samples" and method.exchanges,
@@ -78,10 +74,7 @@ def first_rate(optimizer: Optimizer) -> float | None:
 def check_rates(objective: Objective, optimizer: Optimizer, others: Sequence[float] = ()) -> None:
     """Check that ``optimizer`` is plain SGD with one learning rate, which an objective with control variates needs.
 
-    Args:
-        objective: The objective.
-        optimizer: The optimiser.
-        others: The rates of other optimisers that take part in the same step.
+    ``others`` are the rates of other optimisers that take part in the same step.
 
     Raises:
         ValueError: ``optimizer`` is not SGD, has momentum or ``maximize=True``, or there are several rates.

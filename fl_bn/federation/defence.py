@@ -1,8 +1,4 @@
-"""Combine the clients' replies at the server when some clients may be Byzantine (send false values).
-
-A defence holds the robust rules, and the number of Byzantine clients that these rules must withstand. It also replaces
-the counts of samples and steps that clients claim.
-"""
+"""Combine the clients' replies at the server when some clients may be Byzantine (send false values)."""
 
 from __future__ import annotations
 
@@ -80,22 +76,17 @@ class Defence:
         """Check that ``n`` replies are enough for both rules.
 
         Raises:
-            TooFew: ``n`` is too small for a rule. The message names the smallest sufficient number.
+            TooFew: They are not. The message names the smallest sufficient number.
         """
         for rule in (self.updates, self.statistics):
             if problem := _problem(rule, n, self.f):
                 raise TooFew(problem)
 
     def without(self, refused: int, n: int) -> Defence:
-        """Return the defence for the remaining replies, after the server refused some replies because of their contents.
+        """Return the defence for the ``n`` remaining replies, after the server refused some because of their contents.
 
-        A refused client may be honest: its training diverged, say. The remaining replies may then include those
-        of all Byzantine clients. So ``f`` is lowered only until ``n`` replies are enough for it, and by at most
-        ``refused``.
-
-        Args:
-            refused: The number of refused replies.
-            n: The number of remaining replies.
+        A refused client may be honest: its training diverged, say. The remaining replies may then include those of all
+        Byzantine clients. So ``f`` is lowered only until ``n`` replies are enough for it, and by at most ``refused``.
         """
         least = max(0, self.f - refused)
         fits = (replace(self, f=f) for f in range(self.f, least, -1))
@@ -129,15 +120,12 @@ class Defence:
         return value
 
     def update(self, parts: Sequence[Named], origin: Named | None) -> tuple[dict[str, Tensor], Report]:
-        """Combine the clients' updates by ``update_rule``, in float64.
+        """Combine the clients' updates by ``update_rule``, in float64. Return the combined tensors, and the rule's report.
 
         Args:
             parts: The tensors of each client, by name.
             origin: The tensors that the clients started from. The rule combines the differences from them,
                 and ``origin`` is added to the result. None: the rule combines ``parts`` themselves.
-
-        Returns:
-            The combined tensors by name, and the rule's report.
         """
         sizes = {name: tensor.numel() for name, tensor in parts[0].items()}
         rows = torch.empty(len(parts), sum(sizes.values()), dtype=torch.float64)
@@ -152,16 +140,9 @@ class Defence:
         return {name: t if origin is None else origin[name].double() + t for name, t in combined.items()}, report
 
     def believed(self, reports: Sequence[Mapping[str, Moments]], steps: Sequence[int]) -> tuple[list[dict[str, Moments]], list[int]]:
-        """Replace the counts of each layer, and the numbers of local steps, by those of the median client.
+        """Return ``reports`` and ``steps`` with counts of layers and numbers of local steps of the median client.
 
         A layer that a client did not run (count 0) keeps its count 0.
-
-        Args:
-            reports: The moments of each client, by layer.
-            steps: The number of local steps of each client.
-
-        Returns:
-            The reports with the new counts, and the new numbers of steps.
         """
         layers = {name for report in reports for name in report}
         usual = {name: int(median([r[name].count for r in reports if name in r and r[name].count > 0] or [0])) for name in layers}
@@ -178,7 +159,7 @@ def _unweighted(values: Tensor, counts: Tensor) -> Tensor:
 
 @lru_cache
 def _problem(rule: str | Rule, n: int, f: int) -> str:
-    """Return the reason why ``rule`` cannot combine ``n`` rows, with the number that it needs; empty if it can."""
+    """Return why ``rule`` cannot combine ``n`` rows, with the number that it needs; empty if it can."""
     if n == 0:
         return "there is no reply to combine"
     if _serves(rule, n, f):

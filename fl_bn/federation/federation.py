@@ -206,10 +206,7 @@ class Federation:
         return self._transport.model(self._newest.tensors, batches_trained(self.history))
 
     def client_model(self, client: int) -> nn.Module:
-        """Return the network of one client: the shared tensors as evaluated last, and the client's own tensors.
-
-        Args:
-            client: The client's number, from 0.
+        """Return the network of one client (from 0): the shared tensors as evaluated last, and the client's own tensors.
 
         Raises:
             ValueError: There is no client of this number.
@@ -219,13 +216,10 @@ class Federation:
         return self._transport.with_own(self.model, client)
 
     def save(self, path: str | Path) -> None:
-        """Save the shared model as evaluated last to a safetensors file.
+        """Save the shared model as evaluated last to a safetensors file. A missing folder is made.
 
         The tensors have the names of the unconverted network's state_dict. Tensors that clients keep are left
         out. docs/how-to/export.md says which network can load each method's file.
-
-        Args:
-            path: The file. A folder that is missing is made.
         """
         save_network(Path(path), self.server.shared.whole(self._newest.tensors, batches_trained(self.history)))
 
@@ -238,14 +232,11 @@ class Federation:
         Args:
             rounds: The number of rounds; 0: only the statistics are measured.
 
-        Yields:
-            The record of each round.
-
         Raises:
             Diverged: In three rounds in a row, too few replies could be used.
             TooFewMeasured: In a run of 0 rounds, too few clients measured.
-            ValueError: ``rounds`` is no whole number >= 0, or gradients are off. Or the run continues from a checkpoint
-                (``resume``) with another number of rounds.
+            ValueError: ``rounds`` is no whole number >= 0, or gradients are off. Or the run continues from a
+                checkpoint (``resume``) with another number of rounds.
         """
         callbacks, start = Callbacks(self.callbacks), self._start(rounds)
         shared = self.server.shared
@@ -277,11 +268,8 @@ class Federation:
     def checkpoint(self, path: str | Path) -> None:
         """Save the whole federation as it is after its last round, so that ``resume`` can continue from there.
 
-        The file has the server's and all clients' tensors, the server optimiser's buffers, the records, and the states of
-        random generators. Its format is safetensors. Loading such a file cannot run code.
-
-        Args:
-            path: The file.
+        The file has the server's and all clients' tensors, the server optimiser's buffers, the records, and the
+        states of random generators. Its format is safetensors. Loading such a file cannot run code.
 
         Raises:
             ValueError: No round was run yet.
@@ -310,17 +298,15 @@ class Federation:
     def resume(self, path: str | Path) -> None:
         """Load the state that ``checkpoint`` saved, into a federation made with the same arguments.
 
-        ``run(rounds)`` then continues after the saved round; ``rounds`` must be the same number as before. If the saved
-        run was over, ``run`` starts another one from its model, as a second call of ``run`` does. On the CPU the results
-        are bit for bit those of a run without interruption. For this, every loader must be ``SeededBatches`` or have a
-        generator of its own.
-
-        Args:
-            path: The file.
+        ``run(rounds)`` then continues after the saved round; ``rounds`` must be the same number as before. If the
+        saved run was over, ``run`` starts another one from its model, as a second call of ``run`` does. On the CPU
+        the results are bit for bit those of a run without interruption. For this, every loader must be
+        ``SeededBatches`` or have a generator of its own.
 
         Raises:
-            ValueError: The file is damaged, or was saved with another network, method, number of clients, seed, schedule, or other
-                options. Functions, optimizers, and options of the method that only the server uses are not compared.
+            ValueError: The file is damaged, or was saved with another network, method, number of clients, seed,
+                schedule, or other options. Functions, optimizers, and options of the method that only the server uses
+                are not compared.
             OSError: The file cannot be read.
         """
         state, server = FederationState.load(Path(path)), self.server
@@ -344,11 +330,7 @@ class Federation:
         self._resumed = state
 
     def _start(self, rounds: int) -> Start:
-        """Return where a run of ``rounds`` rounds begins: at round 1, or after the round of a loaded checkpoint.
-
-        Raises:
-            ValueError: ``rounds`` is no whole number >= 0, gradients are off, or the checkpoint's run has another number of rounds.
-        """
+        """Return where a run of ``rounds`` rounds begins: at round 1, or after the round of a loaded checkpoint."""
         state, self._resumed = self._resumed, None
         refuse(
             (type(rounds) is not int or rounds < 0, f"rounds must be a whole number >= 0, but got run({rounds!r})"),
@@ -391,7 +373,7 @@ class Federation:
         return None if tests is None else in_dtype(tests, inputs_like(model).dtype)
 
     def evaluate(self, batches: Loader | PerClient | None = None) -> dict[str, float]:
-        """Compute the loss and the task's metrics of the shared model as evaluated last.
+        """Compute the loss and the task's metrics of the shared model as evaluated last; empty without test batches.
 
         If clients have models, tasks or test batches of their own, the result is the mean over clients, weighted
         by their test samples. If clients keep tensors (FedBN, SiloBN), each client's own model is evaluated, but
@@ -399,9 +381,6 @@ class Federation:
 
         Args:
             batches: The batches to evaluate on, or ``per_client(...)``. Default: ``test``.
-
-        Returns:
-            Metrics by name; empty without ``batches`` and ``test``.
 
         Raises:
             ValueError: No client has a test batch, or ``batches`` has single samples.

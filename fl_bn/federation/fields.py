@@ -1,8 +1,8 @@
 """Declare and check the fields (name -> value) of a received record. A record is a part of a Flower message.
 
-A ``Form`` declares the fields of one record. Its ``read`` checks a record and returns ``Values``. If a received record has
-undeclared fields, ``read`` drops them, or keeps them unchecked if the form has ``others``. Sizes are limited, and are checked before any
-text is parsed. No parser is recursive, so deep nesting does no harm.
+``Form.read`` checks a record and returns ``Values``. It drops undeclared fields, or keeps them unchecked if
+the form has ``others``. Sizes are limited, and are checked before any text is parsed. No parser is recursive,
+so deep nesting does no harm.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Field:
     Attributes:
         fits: A function that tells whether a value is allowed.
         wanted: The allowed values in words.
-        turn: A function that converts an allowed value to the value that ``Values`` holds. Default: the value stays as it is.
-        default: The value of an absent field. None: the field is then absent from ``Values``, too. ``NEEDED``: the field
-            must be present.
+        turn: A function that converts an allowed value to the value that ``Values`` holds.
+        default: The value of an absent field. None: the field is then absent from ``Values``, too. ``NEEDED``:
+            the field must be present.
     """
 
     fits: Callable[[Any], bool]
@@ -64,7 +64,7 @@ def number(least: float = -math.inf, most: float = math.inf, default: Any = NEED
 
 
 def real(least: float, most: float = math.inf) -> Field:
-    """Declare a finite float of ``least`` to ``most``. An int is refused, because Flower's code that reads the field needs a float."""
+    """Declare a finite float of ``least`` to ``most``. An int is refused: Flower's code that reads it needs a float."""
     one = number(least, most)
     return Field(lambda v: type(v) is float and one.fits(v), f"{one.wanted} as a float", turn=float)
 
@@ -86,11 +86,8 @@ def measured(least: float = -math.inf, most: float = math.inf, default: Any = NE
 def text(longest: int, pattern: str = ".*", default: Any = NEEDED, wanted: str = "") -> Field:
     """Declare a text of up to ``longest`` characters that ``pattern`` matches as a whole.
 
-    Args:
-        longest: The largest number of characters.
-        pattern: A regular expression. Another side sends the text, so matching must take linear time for any text.
-        default: The value of an absent field, see ``Field``.
-        wanted: The allowed texts in words, for the error message. Empty: the message gives only the largest length.
+    Another side sends the text, so matching must take linear time for any text. ``wanted`` are the allowed texts
+    in words, for the error message. Empty: the message gives only the largest length.
     """
     compiled = re.compile(pattern, re.DOTALL)
     wanted = wanted or f"a text of up to {longest} characters"
@@ -126,9 +123,10 @@ def blobs(items: int, longest: int) -> Field:
 
 
 def whole_list(items: int) -> Field:
-    """Declare a text with a JSON list of up to ``items`` whole numbers >= 0. The value becomes a tuple of int.
+    """Declare a text with a JSON list of up to ``items`` whole numbers >= 0, read to a tuple of int.
 
-    Each number has up to 15 digits. A regular expression reads the text. A JSON parser could fail at deeply nested lists.
+    Each number has up to 15 digits. A regular expression reads the text. A JSON parser could fail at deeply
+    nested lists.
     """
     pattern = re.compile(r"\[(?:\d{1,15}(?:, ?\d{1,15})*)?\]", re.ASCII)
 
@@ -140,10 +138,10 @@ def whole_list(items: int) -> Field:
 
 
 def wholes_by_name(items: int) -> Field:
-    """Declare a text that holds a JSON object, layer -> whole number >= 0, such as ``{"stem.bn": 3}``.
+    """Declare a text with a JSON object, layer -> whole number >= 0, such as ``{"stem.bn": 3}``, read to a dict.
 
-    The object has up to ``items`` entries. A name has up to ``NAME`` characters, without double quotes and backslashes. A number
-    has up to 15 digits. The field's value becomes a dict.
+    The object has up to ``items`` entries. A name has up to ``NAME`` characters, without double quotes and
+    backslashes. A number has up to 15 digits.
     """
     name, digits = rf'"([^"\\]{{0,{NAME}}})"', r"(\d{1,15})"
     pattern = re.compile(rf"\{{(?:{name}: ?{digits}(?:, ?{name}: ?{digits})*)?\}}", re.ASCII)
@@ -175,10 +173,7 @@ class Form:
     MOST = 10_000  # fields of a record, and numbers of a series
 
     def read(self, record: Mapping[str, Any] | None) -> Values:
-        """Check a record, and return its values: those of declared fields, and of all fields if the form has ``others``.
-
-        Args:
-            record: The record; None if it is missing.
+        """Check a record (None: it is missing). Return the values of declared fields, or of all if it has ``others``.
 
         Raises:
             WireError: The record is missing, or has more than ``MOST`` fields. Or a field is missing, or has a wrong value.
@@ -208,7 +203,7 @@ class Form:
         return replace(self, fields={**self.fields, **fields})
 
     def declared(self, name: str) -> Field | None:
-        """Return the declared field ``name``; None if there is none."""
+        """Return the field ``name``, if it is declared."""
         if name in self.fields:
             return self.fields[name]
         stem = name[:NAME].rstrip("0123456789")

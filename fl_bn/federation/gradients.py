@@ -1,17 +1,16 @@
 """Change gradients before a step: centre them, and clip them.
 
-**Clipping** limits the overall norm, the distance that the weights may move in a round, each value, or each unit's norm.
+**Centring** subtracts, for each output unit of a layer, from its weights' gradient the mean over the unit's
+inputs. BatchNorm subtracts the batch's mean from its input. So the mean input of the layer before BatchNorm
+contributes nothing to that layer's gradient. If training normalises with constants, the mean input
+contributes the largest part: inputs that come out of a ReLU are positive, so their mean has nearly the same
+direction for every output unit. This direction limits the learning rate, and clients with different classes
+drift apart along it. With centred gradients FBN learns as fast as BatchNorm on IID clients:
+docs/methods/fbn.md.
 
-**Centring** subtracts, for each output unit of a layer, from its weights' gradient the mean over the unit's inputs.
-BatchNorm subtracts the batch's mean from its input. So the mean input of the layer before BatchNorm contributes nothing
-to that layer's gradient. If training normalises with constants, the mean input contributes the largest part. The reason:
-inputs that come out of a ReLU are positive, so their mean has nearly the same direction for every output unit. This
-direction limits the learning rate, and clients with different classes drift apart along it. With centred gradients FBN
-learns as fast as BatchNorm on IID clients: docs/methods/fbn.md.
-
-Gradient Centralization: A New Optimization Technique for Deep Neural Networks, Yong et al., ECCV 2020 (equation 1).
-The paper centres every weight. ``centred_weights`` leaves out the network's last layer (``head_of``), and weights with fewer
-than ``FEWEST`` inputs per output unit.
+Gradient Centralization: A New Optimization Technique for Deep Neural Networks, Yong et al., ECCV 2020
+(equation 1). The paper centres every weight. ``centred_weights`` leaves out the network's last layer
+(``head_of``), and weights with fewer than ``FEWEST`` inputs per output unit.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ FEWEST = 8
 
 
 def centred_weights(model: nn.Module) -> list[str]:
-    """Return the names of the weights to centre: those of linear layers and convolutions, without the network's last layer.
+    """Return the names of the weights to centre: of linear layers and convolutions, without the network's last layer.
 
-    A weight that is computed from other parameters (spectral norm, parametrizations) is left out, as it is no parameter.
-    A weight with fewer than ``FEWEST`` inputs per output unit is left out, too.
+    A weight that is computed from other parameters (spectral norm, parametrizations) is left out, as it is no
+    parameter. A weight with fewer than ``FEWEST`` inputs per output unit is left out, too.
     """
     head = head_of(model)
     found = {
@@ -63,12 +62,10 @@ def centred_weights(model: nn.Module) -> list[str]:
 
 @contextmanager
 def centring(parameters: Mapping[str, Tensor], names: Sequence[str], stacked: bool = False) -> Iterator[None]:
-    """Centre each gradient as soon as autograd has computed it, inside the ``with`` block. Any training loop can be inside.
+    """Centre the gradients of ``names`` as soon as autograd has computed them, inside the ``with`` block, around any loop.
 
-    Args:
-        parameters: Name -> parameter. While a parameter has ``requires_grad=False``, it has no gradient to centre.
-        names: The names of the weights to centre, see ``centred_weights``.
-        stacked: Whether axis 0 of each parameter is the client, as in the vectorised engine.
+    While a parameter has ``requires_grad=False``, it has no gradient to centre. ``stacked``: axis 0 of each
+    parameter is the client, as in the vectorised engine.
     """
 
     def centred(gradient: Tensor) -> Tensor:
@@ -84,7 +81,7 @@ def centring(parameters: Mapping[str, Tensor], names: Sequence[str], stacked: bo
 
 
 def unit_norm(x: Tensor) -> Tensor:
-    """Return the Euclidean norm of each output unit of a weight (out, ...): shape (out, 1, ...).
+    """Return the Euclidean norm of each output unit of a weight (out, ...), as (out, 1, ...).
 
     For a tensor with at most one axis, return one norm over all its values.
     """
@@ -123,10 +120,7 @@ def clip(
 def chosen(how: str, limit: float, drifts: bool) -> tuple[str, float]:
     """Return the way of clipping and its limit, with ``auto`` resolved: ``round`` if ``drifts``, else ``none``.
 
-    Args:
-        how: ``auto`` or one of ``CLIPS``.
-        limit: The limit, if ``how`` is not ``auto``.
-        drifts: Whether clients' weights could move far from the shared weights in a round.
+    ``drifts``: whether clients' weights could move far from the shared weights in a round.
     """
     if how != "auto":
         return how, limit
@@ -138,19 +132,13 @@ def bounded(
 ) -> tuple[Method, dict[int, LocalTraining]]:
     """Choose how clients clip gradients with ``clip="auto"``: so that SGD moves their weights by a limited distance per round.
 
-    Method and settings stay unchanged with ``clip="none"``, if a client uses another optimiser than SGD, or if the
-    objective has control variates (SCAFFOLD). A method that does not normalise its first batch with shared statistics needs
-    no clipping, and gets none.
-
-    Args:
-        method: The method.
-        clip: ``auto`` or ``none``.
-        optimizers: Key -> an example of each optimiser that clients use.
-        settings: The settings of local training.
+    Method and settings stay unchanged with ``clip="none"``, if a client uses another optimiser than SGD, or if
+    the objective has control variates (SCAFFOLD). A method that does not normalise its first batch with shared
+    statistics needs no clipping, and gets none.
 
     Returns:
-        The method with its values for clipped training (``Method.bounded``), and key -> the settings of local training
-        with the chosen clipping.
+        The method with its values for clipped training (``Method.bounded``), and, by the keys of ``optimizers``,
+        the settings of local training with the chosen clipping.
     """
     check_name("clip", clip, ("auto", "none"))
     if clip == "none" or not all(isinstance(one, SGD) for one in optimizers.values()) or settings.objective.travels:
@@ -165,10 +153,7 @@ def bounded(
 
 
 def norm_in_round(path: float, learning_rate: float, steps: int, momentum: float) -> float:
-    """Return the gradient norm with which ``steps`` steps of SGD move the weights by at most ``path``.
-
-    Clipping gradients to this norm bounds a client's drift.
-    """
+    """Return the gradient norm with which ``steps`` steps of SGD move the weights by at most ``path``."""
     return path * (1 - momentum) / (learning_rate * max(steps, 1))
 
 
@@ -198,15 +183,10 @@ def _unit_norm_of_rows(x: Tensor) -> Tensor:
 def clip_adaptive(parameters: Iterable[nn.Parameter], limit: float, norm_of: Callable[[Tensor], Tensor]) -> None:
     """Clip each output unit's gradient in place, to at most ``limit`` times the norm of the unit's weights.
 
-    High-Performance Large-Scale Image Recognition Without Normalization, Brock, De, Smith, Simonyan, ICML 2021, equation
-    3. Clients of FedWon clip in this way. A bias or scale (one axis) counts as one unit. As in the paper, the last layer is
-    not clipped: the caller leaves out its parameters.
-
-    Args:
-        parameters: The parameters. Those without a gradient are left out.
-        limit: The limit, as a factor of the weights' norm. A norm below ``SMALLEST`` counts as ``SMALLEST``.
-        norm_of: Takes a weight or its gradient, and returns the norm of each output unit, in a shape that broadcasts
-            with its argument; see ``unit_norm``.
+    High-Performance Large-Scale Image Recognition Without Normalization, Brock, De, Smith, Simonyan, ICML 2021,
+    equation 3. Clients of FedWon clip in this way. A bias or scale (one axis) counts as one unit. A norm of
+    weights below ``SMALLEST`` counts as ``SMALLEST``. As in the paper, the last layer is not clipped: the caller
+    leaves out its parameters. ``norm_of`` is as in ``clip``.
     """
     for p in parameters:
         if p.grad is not None:

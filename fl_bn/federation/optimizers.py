@@ -1,21 +1,21 @@
-"""Define the optimisers of clients and of the server. The server's step along the pseudo-gradient of shared weights and affine parameters.
+"""Define the optimisers of clients and of the server, which steps along the pseudo-gradient of shared weights.
 
 FedAvg: McMahan et al., AISTATS 2017. FedAvgM: Measuring the Effects of Non-Identical Data Distribution for
 Federated Visual Classification, Hsu, Qi, Brown, 2019. FedAdagrad, FedAdam, FedYogi: Adaptive Federated
 Optimization, Reddi et al., ICLR 2021, Algorithm 2. FedACG: Communication-Efficient Federated Learning with
 Accelerated Client Gradient, Kim, Kim, Han, CVPR 2024, Algorithm 1.
 
-Server optimisers never change statistics, because Adam, for example, can make running variances negative. The method's
-rule combines the statistics instead.
+Server optimisers never change statistics, because Adam, for example, can make running variances negative. The
+method's rule combines the statistics instead.
 
-**Eager optimisers.** torch keeps ``torch.compile`` from compiling the construction, ``zero_grad`` and ``step`` of its
-optimizers. The first of these calls imports the compiler. This takes 1.5 s of processor time in every process (torch 2.15):
-in each client, worker and run of a sweep. The classes derived from ``Eager`` run the same functions without that guard, so
-they give the same bits.
+**Eager optimisers.** torch keeps ``torch.compile`` from compiling the construction, ``zero_grad`` and
+``step`` of its optimizers. The first of these calls imports the compiler, which takes 1.5 s of processor time
+in every process (torch 2.15). The classes derived from ``Eager`` run the same functions without that guard,
+so they give the same bits. ``torch.compile`` cannot trace them.
 
-With this module's ``SGD``, a step of the default network takes 69 us, because no profiler record is made and no hook is called.
-``torch.optim.SGD(foreach=True)`` takes 87 us. No public option of torch avoids the compiler and gives the same bits. ``fused=True`` is
-faster (42 us), but it imports the compiler, too, and its bits differ. ``torch.compile`` cannot trace these classes.
+A step of the default network takes 69 us with this module's ``SGD``, and 87 us with
+``torch.optim.SGD(foreach=True)``. ``fused=True`` is faster (42 us), but it imports the compiler, too, and its
+bits differ.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Eager(optim.Optimizer):
 
 
 class SGD(Eager, optim.SGD):
-    """Optimise as ``torch.optim.SGD`` does, with the same bits, but without importing torch's compiler (``torch.compile``)."""
+    """Optimise as ``torch.optim.SGD`` does, with the same bits, but without importing torch's compiler."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -68,7 +68,7 @@ class SGD(Eager, optim.SGD):
 
 
 class Adam(Eager, optim.Adam):
-    """Optimise as ``torch.optim.Adam`` does, with the same bits, but without importing torch's compiler (``torch.compile``)."""
+    """Optimise as ``torch.optim.Adam`` does, with the same bits, but without importing torch's compiler."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -85,18 +85,11 @@ _adam_step = inspect.unwrap(optim.Adam.step)
 class FedOpt(Eager):
     """Step by Algorithm 2 of Adaptive Federated Optimization, as published.
 
-    As in the paper, there is no bias correction, and the second moment v starts as tau^2.
+    As in the paper, there is no bias correction, and the second moment v starts as tau^2. ``kind`` is ``fedadagrad``,
+    ``fedadam`` or ``fedyogi``. ``tau`` is added to sqrt(v), so that the step stays finite where gradients are small.
 
-    Symbols: Delta -> minus the gradient, m -> first, v -> second, eta -> lr, beta_1 -> beta1, beta_2 ->
-    beta2, tau -> tau.
-
-    Args:
-        parameters: The shared weights.
-        kind: ``fedadagrad``, ``fedadam`` or ``fedyogi``.
-        lr: The step size.
-        beta1: The weight of the old first moment.
-        beta2: The weight of the old second moment.
-        tau: The number that is added to sqrt(v), so that the step stays finite where gradients are small.
+    Symbols: Delta -> minus the gradient, m -> first, v -> second, eta -> lr, beta_1 -> beta1, beta_2 -> beta2,
+    tau -> tau.
     """
 
     def __init__(self, parameters: list[nn.Parameter], kind: str, lr: float, beta1: float, beta2: float, tau: float) -> None:
@@ -126,12 +119,9 @@ class FedACG(Eager):
     """Set the weights to the clients' average, and store by how much they moved: the server's half of FedACG.
 
     Clients start at ``weights + momentum * movement`` (``ServerOptimizer.lookahead``). The paper's local penalty
-    on the distance to this point is that of FedProx. Symbols: theta -> the weights, m -> movement,
-    lambda -> momentum.
+    on the distance to this point is that of FedProx.
 
-    Args:
-        parameters: The shared weights.
-        momentum: The factor of the last movement in the clients' starting point.
+    Symbols: theta -> the weights, m -> movement, lambda -> momentum.
     """
 
     def __init__(self, parameters: list[nn.Parameter], momentum: float) -> None:
@@ -149,8 +139,8 @@ class FedACG(Eager):
 class ServerOptimizer:
     """Step the shared learnable weights by any torch optimiser, along the pseudo-gradient, tensor by tensor.
 
-    It does not get statistics. It works in float64, on the server's weights before the round. The pseudo-gradient is the
-    weights minus the clients' average (``aggregation.difference``). So a step of SGD with learning rate 1 gives the average itself.
+    It works in float64, on the server's weights before the round. The pseudo-gradient is the weights minus the
+    clients' average (``aggregation.difference``). So a step of SGD with learning rate 1 gives the average itself.
 
     Args:
         make: Makes the torch optimiser of a list of parameters.
@@ -162,35 +152,27 @@ class ServerOptimizer:
         self._optimizer: Optimizer | None = None
 
     def fresh(self) -> Self:
-        """Return a copy of this optimiser without buffers, as before its first step. Every run takes such a copy.
-
-        So one object can be given to several runs, and none of them continues another one's momentum.
-        """
+        """Return a copy without buffers. Every run takes one, so that none continues the momentum of another."""
         own = copy(self)
         own._parameters, own._optimizer = {}, None
         return own
 
     def step(self, weights: Named, gradient: Named, learning_rate_factor: float = 1.0) -> dict[str, Tensor]:
-        """Return the weights after one step, in float64.
+        """Return the weights after one step, in float64. Weights without a gradient are not in the result.
 
-        Args:
-            weights: Name -> weight before the step.
-            gradient: Name -> gradient. Weights without a gradient are not in the result.
-            learning_rate_factor: The factor by which the step size is multiplied.
+        The step size is multiplied by ``learning_rate_factor``.
         """
         result = {name: tensor.to(torch.float64, copy=True) for name, tensor in gradient.items()}
         self.step_within(weights, result, None, learning_rate_factor)
         return result
 
     def step_within(self, weights: Named, tensors: Named, gradient: Gradient | None = None, learning_rate_factor: float = 1.0) -> None:
-        """Write the weights after one step into ``tensors``.
-
-        The method copies only one tensor at a time.
+        """Write the weights after one step into ``tensors``. Only one tensor at a time is copied.
 
         Args:
             weights: Name -> weight before the step.
-            tensors: Name -> float64 tensor: the gradient, or the clients' average from which ``gradient`` computes the gradient.
-                Each tensor is overwritten with the new weight.
+            tensors: Name -> float64 tensor: the gradient, or the clients' average from which ``gradient`` computes
+                the gradient. Each tensor is overwritten with the new weight.
             gradient: Computes the gradient, see ``Gradient``. Default: ``tensors`` are the gradients.
             learning_rate_factor: The factor by which the step size is multiplied.
         """
@@ -245,12 +227,7 @@ class ServerOptimizer:
         }
 
     def restore(self, buffers: Named) -> None:
-        """Load the optimiser's buffers from a checkpoint. The next step then continues from them.
-
-        Args:
-            buffers: The result of the method ``buffers``, of a server optimiser of the same kind with the same options.
-                Empty: this optimiser forgets its buffers, as before its first step.
-        """
+        """Load the ``buffers`` of a server optimiser of the same kind and options. Empty: forget the present ones."""
         shapes = {entry.partition("/")[2]: tensor for entry, tensor in buffers.items()}
         if not shapes:
             self._optimizer = None
@@ -268,7 +245,7 @@ def _takes_the_average(optimizer: Optimizer) -> bool:
 
 
 def _without_memory(like: Tensor) -> Tensor:
-    """Return float64 zeros in the shape of ``like``. They are an expanded scalar, with the memory of one number."""
+    """Return float64 zeros in the shape of ``like``: an expanded scalar, with the memory of one number."""
     return torch.zeros((), dtype=torch.float64).expand(like.shape)
 
 
@@ -282,11 +259,7 @@ def _adaptivity() -> Any:
 
 @dataclass(frozen=True)
 class ServerOptions(Options):
-    """Hold the option that all server optimisers have, except for ``fedacg``, which sets the weights to the clients' average.
-
-    Attributes:
-        learning_rate: The step size, above 0.
-    """
+    """Hold the option of all server optimisers but ``fedacg``, which sets the weights to the clients' average."""
 
     learning_rate: float = option(
         1.0, "the server optimiser's step size (times the clients' rate for update=gradients)", "> 0", key="server-learning-rate"
@@ -308,11 +281,7 @@ def fedavg(options: FedAvgOptions) -> ServerOptimizer:
 
 @dataclass(frozen=True)
 class FedAvgMOptions(ServerOptions):
-    """Hold the options of FedAvgM.
-
-    Attributes:
-        momentum: The momentum of SGD, in [0, 1).
-    """
+    """Hold the options of FedAvgM."""
 
     name: ClassVar[str] = "fedavgm"
     momentum: float = _momentum(0.9, "momentum")
@@ -326,12 +295,7 @@ def fedavgm(options: FedAvgMOptions) -> ServerOptimizer:
 
 @dataclass(frozen=True)
 class FedAdagradOptions(ServerOptions):
-    """Hold the options of FedAdagrad.
-
-    Attributes:
-        momentum: The weight of the old first moment, beta_1, in [0, 1).
-        adaptivity: tau, above 0. It keeps the step finite where gradients are small.
-    """
+    """Hold the options of FedAdagrad."""
 
     name: ClassVar[str] = "fedadagrad"
     momentum: float = _momentum(0.0, "beta_1")
@@ -346,13 +310,7 @@ def fedadagrad(options: FedAdagradOptions) -> ServerOptimizer:
 
 @dataclass(frozen=True)
 class FedAdamOptions(ServerOptions):
-    """Hold the options of FedAdam.
-
-    Attributes:
-        momentum: The weight of the old first moment, beta_1, in [0, 1).
-        beta2: The weight of the old second moment, in [0, 1).
-        adaptivity: tau, above 0. It keeps the step finite where gradients are small.
-    """
+    """Hold the options of FedAdam."""
 
     name: ClassVar[str] = "fedadam"
     momentum: float = _momentum(0.9, "beta_1")
@@ -386,11 +344,7 @@ def _adaptive(options: FedAdagradOptions | FedAdamOptions, beta2: float) -> Serv
 
 @dataclass(frozen=True)
 class FedACGOptions(Options):
-    """Hold the options of FedACG.
-
-    Attributes:
-        momentum: lambda, in [0, 1): the factor of the last movement in the clients' starting point.
-    """
+    """Hold the options of FedACG."""
 
     name: ClassVar[str] = "fedacg"
     momentum: float = _momentum(0.85, "lambda")
@@ -413,12 +367,7 @@ SERVER_OPTIMIZERS: dict[str, Callable[..., ServerOptimizer]] = {
 
 
 def server_optimizer(name: str, *args: Any, **options: Any) -> ServerOptimizer:
-    """Make the server optimiser ``name``.
-
-    Args:
-        name: One of ``SERVER_OPTIMIZERS``.
-        args: Options of this optimiser, by position.
-        options: Options of this optimiser, by name, such as ``learning_rate``.
+    """Make the server optimiser ``name``, with options of its own by position or name (``learning_rate``, say).
 
     Raises:
         ValueError: There is no such optimiser, or an option is out of range.

@@ -66,10 +66,9 @@ def to_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
 
 
 def encode_moments(moments: Mapping[str, Moments], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Encode moments as three tensors per layer, on the CPU.
+    """Encode moments as three tensors per layer, on the CPU: ``count`` int64 (1,), ``mean`` and ``var`` (C,) in ``dtype``.
 
-    For each layer, they are ``count`` int64 (1,), and ``mean`` and ``var`` (C,) in ``dtype``. Count 0 means that the layer
-    did not run.
+    Count 0 means that the layer did not run.
     """
     tensors: dict[str, Tensor] = {}
     for layer, m in moments.items():
@@ -79,7 +78,7 @@ def encode_moments(moments: Mapping[str, Moments], dtype: torch.dtype) -> dict[s
 
 
 def decode_moments(tensors: Named) -> dict[str, Moments]:
-    """Return layer -> moments in float64 from tensors that passed a ``Schema``. This is the inverse of ``encode_moments``."""
+    """Return layer -> moments in float64 from tensors that passed a ``Schema``: the inverse of ``encode_moments``."""
     layers = [name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] == "count"]
 
     def of(layer: str, key: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Describe a run: the options that hold in every door (``RunSpec``), and how a server runs rounds with them (``ServerPolicy``)."""
+"""Describe a run: options that hold in every door (``RunSpec``), and how a server runs rounds (``ServerPolicy``)."""
 
 from __future__ import annotations
 
@@ -40,13 +40,7 @@ def constant_rate(round: int, rounds: int) -> float:
 
 
 def checked_rate(what: str, rate: Callable[[int, int], float], round: int, rounds: int) -> float:
-    """Return what ``rate`` gives for ``round`` of ``rounds``.
-
-    Args:
-        what: The name of the argument that the user gave ``rate`` for.
-        rate: A function of a round (from 1) and the number of rounds.
-        round: The round.
-        rounds: The number of rounds of the run.
+    """Return what ``rate``, the user's argument called ``what``, gives for ``round`` (from 1) of ``rounds``.
 
     Raises:
         ValueError: It is no finite number >= 0.
@@ -58,17 +52,12 @@ def checked_rate(what: str, rate: Callable[[int, int], float], round: int, round
 
 
 def unbounded(samples: int) -> int:
-    """Return 0. This is the default of ``ServerPolicy.planned_steps``: the number of local steps is unknown."""
+    """Return 0, the default of ``ServerPolicy.planned_steps``: the number of local steps is unknown."""
     return 0
 
 
 def measures_in_the_clear(method: Method, config: Any) -> bool:
-    """Tell whether a run measures exact statistics, without secure aggregation and without simulated attackers.
-
-    Args:
-        method: The method that the run config describes.
-        config: The run config: key -> value.
-    """
+    """Tell whether a run measures exact statistics, without secure aggregation and without simulated attackers."""
     if config["secure-aggregation"] or method.adversary is not None:
         return False
     if config["calibrate"] == UNTIL_STILL or (method.refresh is Refresh.EXACT and config["rounds"] > 0):
@@ -80,16 +69,9 @@ def measures_in_the_clear(method: Method, config: Any) -> bool:
 def start_left(method: Method, config: Any, momenta: Iterable[float] = (MOMENTUM,)) -> float:
     """Return the share of their initial values (mean 0, variance 1) that running statistics still hold when they freeze.
 
-    Every local step multiplies this share by 1 - momentum. It is 1 in a new network.
-
-    Args:
-        method: The method that the run config describes.
-        config: The run config, whose values are read by key.
-        momenta: The momenta of the network's BatchNorm layers.
-
-    Returns:
-        The share in the layer where it is largest, in [0, 1]. 0: no statistics freeze after round 1, clients do not send running
-        statistics, the number of local steps is unknown, or the run starts with the weights of a trained network.
+    Every local step multiplies this share by 1 - momentum. It is 1 in a new network. The result is that of the
+    layer where it is largest. It is 0 if no statistics freeze after round 1, clients do not send running
+    statistics, the number of local steps is unknown, or the run starts with the weights of a trained network.
     """
     rounds, steps = config["rounds"], config["local-steps"]
     before = sum(not method.freezes_statistics(method.phase(round, rounds)) for round in range(1, rounds + 1))
@@ -123,18 +105,7 @@ RESCALES = Used(
 class RunSpec(Options):
     """Hold the options of a run that mean the same wherever it runs: a ``Federation``, your own Flower app, fl-bn's application.
 
-    Each is declared here once, with its run-config key, range and default. ``Federation`` and the strategies take them as keyword
-    arguments of the same names.
-
-    Args:
-        fraction: The share of the clients that train in a round, in (0, 1].
-        evaluate_every: The number of rounds between evaluations, at least 1. The last round is always evaluated.
-        seed: Decides the cohorts.
-        calibrate: The number of statistics-only exchanges before round 1, see ``UNTIL_STILL`` and ``AS_METHOD``.
-        unit_scale: Whether weights are rescaled after the calibration (``federation.unit_scale``).
-
-    Raises:
-        ValueError: A value is out of range.
+    Each is declared here once. ``Federation`` and the strategies take them as keyword arguments of the same names.
     """
 
     name: ClassVar[str] = "the run"
@@ -167,51 +138,27 @@ class RunSpec(Options):
 class ServerPolicy(RunSpec):
     """Describe how the server runs rounds.
 
-    Most fields are options, with their keys in docs/config.md; those of ``RunSpec`` are given by name. Times are in
-    seconds. The defaults differ from those of a run config. By default, the server here evaluates after every round, and
-    does not wait for a client whose process died.
+    Most fields are options, with their keys in docs/config.md; those of ``RunSpec`` are given by name. Times are
+    in seconds. The defaults differ from those of a run config. By default, the server here evaluates after every
+    round, and does not wait for a client whose process died.
 
     Args:
-        clients: The number of all clients, 1..100000.
-        min_replies: The share of a cohort's replies that must be usable, 0..1. With fewer, the round changes
-            nothing and counts as failed.
-        max_failed: The number of failed rounds in a row after which the run stops, at least 1.
-        timeout: The deadline of every message.
-        wait: How long the server waits for all clients before round 1, and for ``min_cohort`` clients later.
         client_weights: A client's weight in averages: ``samples`` or ``uniform``.
         update: The tensors that clients send, see ``LocalTraining``.
         rate: ``rate(round, rounds)`` returns the learning rate, a finite number >= 0. Default: 0.05 in all rounds.
         exchange: The settings of the layer-wise exchange.
         max_steps: The number of local steps that the server asks for. No client may claim more. 0: unknown.
-        planned_steps: ``planned_steps(samples)`` returns the largest number of local steps of a client with so many
-            samples, for ``max_steps=0``. 0: unknown.
-        min_cohort: The number of clients that must be connected for a round to start. It is also the smallest number of
-            usable replies with which the round changes the model.
-        at_clients: Whether models are evaluated on the clients' own test data, although no client has a model of its own.
+        planned_steps: ``planned_steps(samples)`` returns the largest number of local steps of a client with so
+            many samples, for ``max_steps=0``. 0: unknown.
+        at_clients: Whether models are evaluated on the clients' own test data, although no client has a model of
+            its own.
         evaluate_share: The share of the clients that evaluate in a round, 0..1. 0: nobody evaluates.
         evaluate_least: The smallest number of clients that evaluate in a round.
-        evaluate_clients: The largest number of them; 0: no limit.
-        retry: How long a round waits until a client whose process died comes back. FedTAN's exchange does not
-            wait.
-        checkpoint_every: The number of rounds between the server's checkpoints; 0: none are made.
         auxiliary: The kinds of tensors that are sent with the weights: control variates, momentum
             (``federation.auxiliary``).
-        objective: The clients' objective as text (``Objective.described``). A client whose loop has another one raises an
-            error. Empty: not checked.
-        unseen: Whether clients send, after the last round, the BatchNorm tensors that they keep. The average of these
-            tensors serves clients that did not take part in the run.
-        at_start: The number of connected clients with which the run starts; 0: all. A client that connects later
-            takes part from the next round.
-        min_sites: The number of sites with which the run goes on if the policies of other sites refuse the run. 0: a
-            refusal ends the run.
-        nodes: Flower's node id of each client, so that no other node can pose as this client; empty: unknown.
-        names: The name of each client's site, for logs, errors and records; empty: clients are named by their
-            numbers.
+        objective: The clients' objective as text (``Objective.described``). A client whose loop has another one
+            raises an error. Empty: not checked.
         registered: Returns node -> name of the site that has this node now, see ``ClientNames``.
-        recalibration: The way to measure exact statistics of all layers, see ``RECALIBRATIONS``.
-
-    Raises:
-        ValueError: A value is out of range, or two values do not fit together.
     """
 
     name: ClassVar[str] = "the round policy"
@@ -335,24 +282,11 @@ class ServerPolicy(RunSpec):
         return ClientNames(self.names, self.nodes, self.registered)
 
     def scheduled(self, round: int, rounds: int) -> float:
-        """Return the learning rate that ``rate`` gives for ``round``. After the last round, it is that of the last round.
-
-        Args:
-            round: The round, from 1.
-            rounds: The number of rounds of the run.
-
-        Raises:
-            ValueError: ``rate`` returned no finite number >= 0.
-        """
+        """Return the learning rate of ``round`` (from 1), after the last round that of the last one."""
         return checked_rate("rate", self.rate, min(round, max(rounds, 1)), rounds)
 
     def pace(self, learning_rate: float, rounds: int) -> float:
-        """Return ``learning_rate`` divided by the rate of round 1, but at most 1 (in a warm-up, rates rise).
-
-        Args:
-            learning_rate: The rate of a round.
-            rounds: The number of rounds of the run.
-        """
+        """Return a round's ``learning_rate`` divided by that of round 1, but at most 1 (in a warm-up, rates rise)."""
         first = self.scheduled(1, rounds)
         return 1.0 if learning_rate >= first else learning_rate / first
 

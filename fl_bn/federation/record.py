@@ -1,6 +1,7 @@
 """Record the facts of one round, for the log, the CSV, TensorBoard and the pictures.
 
-Training that diverges is recognised by these facts, and the log names the cause: the learning rate, a client's data, or its code.
+By these facts the log recognises training that diverges, and names the cause: learning rate, a client's data,
+or its code.
 """
 
 from __future__ import annotations
@@ -41,9 +42,7 @@ class ClientRecord:
     """Record one client's part in a round. Bytes are those of arrays, without the rest of the messages.
 
     Attributes:
-        client: The client's number.
         samples: The number of samples that its reply states, see ``Reply.samples``; 0 if the reply was not used.
-        steps: The number of its local steps.
         loss: Its mean training loss.
         bytes_down: Bytes that it received.
         bytes_up: Bytes that it sent.
@@ -139,7 +138,7 @@ class RoundRecord:
 
     @property
     def far(self) -> list[int]:
-        """Return the clients whose update is far from the robust update: more than ``FAR`` times the median distance."""
+        """Return the clients whose distance to the robust update is more than ``FAR`` times the median."""
         known = [c for c in self.accepted if not math.isnan(c.distance)]
         limit = FAR * median([c.distance for c in known]) if known else 0.0
         return [c.client for c in known if c.distance > limit]
@@ -167,15 +166,9 @@ def with_clients(
 ) -> RoundRecord:
     """Return ``record`` with a record of each client of the cohort, and the bytes sent. Log a warning for each refused reply.
 
-    Args:
-        record: The record of the round. Its ``bytes_down`` are the bytes of a single message to a client.
-        replies: The replies of the cohort.
-        parts: The replies that were used.
-        refused: Client -> the reason why its reply was not used.
-        called: The names of the clients, for the log.
-        distances: The distance of each used update to the robust update, in the order of ``parts``; empty without a
-            robust rule.
-        warning: The text of the warning about a refused reply, with the fields ``round``, ``client`` and ``reason``.
+    ``bytes_down`` of ``record`` are those of a message to one client. ``parts`` are the replies that were used,
+    and ``distances`` those of their updates to the robust update. ``warning`` has the fields ``round``,
+    ``client``, ``reason``.
     """
     exchange, down = replies.exchange, record.bytes_down
     traffic = {} if exchange is None else exchange.traffic
@@ -211,15 +204,14 @@ def with_clients(
 def batches_trained(records: Iterable[RoundRecord]) -> int:
     """Count the training batches of an average client, in the rounds that changed the model.
 
-    Returns:
-        The sum over these rounds of the clients' mean number of local steps. Each mean is rounded, to at least 1.
+    Each round's mean number of local steps is rounded, to at least 1.
     """
     steps = [[client.steps for client in record.accepted] for record in records if record.aggregated and record.phase != "measure"]
     return sum(max(1, round(sum(own) / len(own))) for own in steps if own)
 
 
 def why_failed(record: RoundRecord) -> str:
-    """Return, as text, why the first refused reply of a failed round was not used, with advice if training diverged."""
+    """Return why the first refused reply of a failed round was not used, with advice if training diverged."""
     first = next((client for client in record.clients if client.refused), None)
     if first is None:
         return "The log above says why"
@@ -234,13 +226,8 @@ def why_failed(record: RoundRecord) -> str:
 def watch(record: RoundRecord, first_loss: float = math.nan, last: bool = False, failed: int = 0) -> Iterator[str]:
     """Yield warnings if the training loss of a round shows that training diverges, or if a run ends so.
 
-    A loss shows divergence if it is not finite, or far above that of round 1.
-
-    Args:
-        record: The record of a round.
-        first_loss: The training loss of the first round. NaN: unknown.
-        last: Whether it is the last round of the run.
-        failed: The number of failed rounds in a row up to this one.
+    A loss does so if it is not finite, or far above ``first_loss``, that of round 1 (NaN: unknown). ``failed`` is
+    the number of failed rounds in a row up to this one.
     """
     if record.phase == Phase.MEASURE.value:
         return
@@ -263,12 +250,6 @@ def in_words(record: RoundRecord, rounds: int, task: Task, called: ClientNames =
     """Return the log line of a round, as ``[round 3/20] 3/3 clients  loss 2.2450  accuracy 15.8%  1.2 s``.
 
     A loss that no client told is left out.
-
-    Args:
-        record: The record of the round.
-        rounds: The number of rounds of the run.
-        task: The task, which names and formats the metric.
-        called: The names of the clients.
     """
     evaluation, metric, worst = record.evaluation, task.metric, f"{task.metric}-{task.worst()}"
     measures, clients = record.phase == Phase.MEASURE.value, f"{len(record.accepted)}/{len(record.clients)} clients"

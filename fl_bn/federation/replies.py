@@ -1,8 +1,7 @@
 """Check a client's reply before the server uses it, by the same rules for all ways of running fl-bn, and take replies in.
 
-In a user's own loop and in ``Federation``, a reply is a ``Reply`` (see ``Expected.check``). In Flower, a reply is a message
-whose header names the round and the model's signature (see ``flower.replies``). The same code checks the numbers and
-arrays of both.
+In a user's own loop and in ``Federation``, a reply is a ``Reply`` (see ``Expected.check``). In Flower, it is
+a message whose header names the round and the model's signature (see ``flower.replies``).
 """
 
 from __future__ import annotations
@@ -53,12 +52,8 @@ LOOPED = TRAINED.and_also(Form("metrics", {"steps": whole()}))  # a user's own l
 def bounds_of(sent: Sections, rate: float, buffers: Collection[str] = ()) -> dict[str, float]:
     """Return section -> the largest absolute value that a reply may have, for weights and for gradients.
 
-    A gradient times the learning rate may be as large as the largest allowed weight.
-
-    Args:
-        sent: The sections of the instruction.
-        rate: The learning rate of the instruction.
-        buffers: Names of buffers in the section of the weights, which do not count for the server's largest weight.
+    A gradient times the learning rate may be as large as the largest allowed weight. ``buffers`` do not count for
+    the largest of the weights that were ``sent``.
     """
     weight = WIDEST_WEIGHT * max(1.0, largest(t for name, t in sent.get("weights", {}).items() if name not in buffers))
     return {"weights": weight, "gradients": weight / rate if rate > 0 else math.inf}
@@ -69,9 +64,6 @@ class Expected:
     """Describe the expected replies to one instruction.
 
     Attributes:
-        round: The round of the instruction.
-        signature: The signature of model and method (``payload.signature``).
-        schema: The expected tensors.
         form: The names and allowed values of the numbers in the reply.
         samples: Client -> the number of samples that it announced. Other clients announced none.
         most_steps: ``most_steps(samples)`` returns the largest allowed number of local steps; 0: unknown.
@@ -105,10 +97,6 @@ class Expected:
 
     def numbers(self, client: int, record: Mapping[str, Any] | None) -> Values:
         """Check the numbers of a client's reply, and return those that ``form`` declares.
-
-        Args:
-            client: The client's number.
-            record: Name -> received number; None if the record is missing.
 
         Raises:
             Absent: The client took no part in the round.
@@ -147,8 +135,8 @@ def arrays_of(sections: Any) -> Payload:
     """Return the arrays of a reply's tensors, without a copy if they are plain and on the CPU.
 
     Raises:
-        WireError: ``sections`` is not section -> name -> tensor, or a tensor has no readable values (it is sparse, or on
-            the device ``meta``).
+        WireError: ``sections`` is not section -> name -> tensor, or a tensor has no readable values (it is
+            sparse, or on the device ``meta``).
     """
     payload: Payload = {}
     where = "reply", "sections"
@@ -169,18 +157,9 @@ def checked(
 ) -> RoundReplies:
     """Check the ``replies`` of clients in this process.
 
-    If several usable replies name the same client, the server uses none of them. A reply that names no client of the run
-    is left out, and the log says so.
-
-    Args:
-        replies: The replies to one instruction.
-        expected: Describes the expected replies.
-        clients: The number of clients of the run.
-        exchange: The session of the clients' layer-wise exchange, if there was one.
-        cohort: The clients that received the instruction. Default: all clients that replied.
-
-    Returns:
-        The usable replies, and the reasons why other replies are not used.
+    If several usable replies name the same client, the server uses none of them. A reply that names no client of
+    the run is left out, and the log says so. ``exchange`` is the session of the clients' layer-wise exchange. The
+    default of ``cohort`` is all clients that replied.
     """
     parts, refused, wrong = dict[int, list[Reply]](), dict[int, str](), set[int]()
     expected = replace(expected, form=LOOPED) if expected.form is TRAINED else expected
@@ -216,12 +195,9 @@ def _stranger(reply: Reply, clients: int) -> str | None:
 class Intake:
     """Add the replies of a round to a weighted sum one by one, as they arrive, and free the memory of their weights.
 
-    So the server needs the memory of three models, however many clients there are. Replies are added in the order of the clients'
-    numbers, so that the order of arrival changes no bit. A reply waits until the replies of all clients before it are added.
-
-    Args:
-        cohort: The clients that received the instruction.
-        weigh: Returns the weight of a reply.
+    So the server needs the memory of three models, however many clients there are. Replies are added in the order
+    of the clients' numbers in ``cohort``, so that the order of arrival changes no bit: a reply waits for those
+    before it.
     """
 
     def __init__(self, cohort: Sequence[int], weigh: Callable[[Reply], float]) -> None:
@@ -253,12 +229,8 @@ class Intake:
 def taking_part(session: Session, parts: Sequence[Reply], refused: dict[int, str]) -> list[Reply]:
     """Return the replies of clients that took part in the exchange, each weighted by its batch size in the exchange.
 
-    With ``exchange-policy='abort'``, one missing reply makes all others unusable.
-
-    Args:
-        session: The session of the exchange.
-        parts: The replies.
-        refused: Client -> the reason why its reply is not used. This function adds the clients whose replies it leaves out.
+    The reasons for other clients are added to ``refused``. With ``exchange-policy='abort'``, one missing reply
+    makes all others unusable.
     """
     usable, batches = {part.client: part for part in parts}, session.taking_part
     missing = sorted(set(batches) - set(usable))

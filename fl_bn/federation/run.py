@@ -1,7 +1,4 @@
-"""Run a federation: measure statistics before round 1; in each round train, renew statistics where needed, and evaluate.
-
-``Federation`` and Flower's strategies both use this module, each with its own ``Transport``.
-"""
+"""Run a federation: measure statistics before round 1, train, renew statistics where needed, and evaluate."""
 
 from __future__ import annotations
 
@@ -48,7 +45,8 @@ class Round:
     Attributes:
         record: The record of the round.
         tensors: Name -> shared tensor after the round.
-        evaluated: Name -> shared tensor for an evaluation. Empty: the statistics were not measured, since none was due (hbn, static-bn).
+        evaluated: Name -> shared tensor for an evaluation. Empty: the statistics were not measured, since none
+            was due (hbn, static-bn).
         failed: The number of failed rounds in a row, including this one; 0 if this round changed the model.
     """
 
@@ -77,9 +75,6 @@ def run(
         passes: Makes the statistics-only exchanges, and keeps their results. Default: a new ``Passes``.
         start: The first round. Default: round 1.
         show: Called in a run of 0 rounds: with the state before the exchanges, and with the result of each exchange.
-
-    Yields:
-        The results of each round.
 
     Raises:
         Diverged: Too few replies could be used in ``max_failed`` rounds in a row.

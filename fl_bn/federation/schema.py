@@ -1,7 +1,4 @@
-"""Describe the tensors that a payload must have. The receiver derives the description from its own model, method and phase.
-
-A payload with other tensors is refused, and the error names the first wrong tensor.
-"""
+"""Describe the tensors that a payload must have, as the receiver derives it from its own model, method and phase."""
 
 from __future__ import annotations
 
@@ -44,13 +41,7 @@ class Spec:
     any_value: bool = False
 
     def check(self, section: str, name: str, array: np.ndarray, limit: float = np.inf) -> float:
-        """Check that ``array`` is as described.
-
-        Args:
-            section: The section of the payload, for the error message.
-            name: The name of the tensor, for the error message.
-            array: The received array.
-            limit: The largest allowed absolute value, beside ``at_least`` and ``at_most``.
+        """Check that ``array`` is as described, and at most ``limit`` in absolute value.
 
         Returns:
             The largest absolute value in ``array``; 0 for integers, and with ``any_value``.
@@ -81,26 +72,16 @@ class Spec:
 
 @dataclass(frozen=True)
 class Schema:
-    """Describe which sections a payload has, and which tensors each section has. Other tensors are not allowed.
-
-    Attributes:
-        sections: Section -> name -> tensor.
-        optional: Sections that may be absent.
-    """
+    """Describe which sections a payload has, some of them ``optional``, and which tensors. No others are allowed."""
 
     sections: dict[str, dict[str, Spec]]
     optional: dict[str, dict[str, Spec]] = field(default_factory=dict)
 
     def check(self, payload: Payload, limits: Mapping[str, float] = MappingProxyType({}), free: Collection[str] = ()) -> float:
-        """Check that ``payload`` is as described.
+        """Check that ``payload`` is as described. Return the largest absolute value in it, see ``Spec.check``.
 
-        Args:
-            payload: The received arrays.
-            limits: Section -> the largest allowed absolute value in it. Other sections have no limit.
-            free: The names of tensors to which ``limits`` do not apply.
-
-        Returns:
-            The largest absolute value in it, see ``Spec.check``.
+        ``limits`` is section -> the largest allowed absolute value. It does not apply to other sections, nor to
+        tensors with a name in ``free``.
 
         Raises:
             WireError: A section or tensor is missing, extra, of a wrong shape or dtype, or out of range. The message
@@ -151,13 +132,8 @@ START = "start"  # the section with the initial values of these layers, for a cl
 def instruction(model: nn.Module, locality: Locality, auxiliary: Sequence[Auxiliary] = ()) -> Schema:
     """Describe the tensors of the server's instruction: weights, buffers that only the server sends, and shared statistics.
 
-    An instruction to train also has the auxiliary tensors. For a client that has kept no tensors yet, it may have the
-    section ``START``: the initial values of the tensors that the client will keep.
-
-    Args:
-        model: The converted network.
-        locality: Where its tensors live.
-        auxiliary: The kinds of auxiliary tensors; empty if the instruction is only to measure.
+    An instruction to train also has the auxiliary tensors. For a client that has kept no tensors yet, it may have
+    the section ``START``: the initial values of the tensors that the client will keep.
     """
     state = model.state_dict()
     sections = {"weights": {k: _weight(state[k], locality, k) for k in locality.names(Place.SHARED, Place.DOWN_ONLY)}}
@@ -168,14 +144,9 @@ def instruction(model: nn.Module, locality: Locality, auxiliary: Sequence[Auxili
 
 
 def reply(model: nn.Module, locality: Locality, phase: Phase, update: str = "weights", auxiliary: Sequence[Auxiliary] = ()) -> Schema:
-    """Describe the tensors of a client's reply: weights or gradients, auxiliary tensors, and statistics or moments.
+    """Describe the tensors of a client's reply: weights or gradients, auxiliary tensors, statistics or moments.
 
-    Args:
-        model: The converted network.
-        locality: Where its tensors live.
-        phase: The phase of the round. In phase MEASURE, a reply has moments only.
-        update: ``weights`` or ``gradients``.
-        auxiliary: The kinds of auxiliary tensors.
+    In phase MEASURE, a reply has moments only.
     """
     report, state = locality.method.reports(phase), model.state_dict()
     sections: dict[str, dict[str, Spec]] = {}

@@ -1,7 +1,7 @@
 """Carry out the server's half of a round: (state, replies) -> (state, record).
 
-A round changes the shared model, or leaves the model as it was. The server never stores values that are not finite. If a new shared
-tensor is not finite, the round changes nothing, and the next one goes without the client whose reply has the largest values.
+A round changes the shared model, or leaves it as it was. If a new shared tensor is not finite, the round
+changes nothing, and the next one goes without the client whose reply has the largest values.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Server:
         method: The method. It decides what is shared, and how statistics are combined.
         policy: The options of the server's rounds.
         rounds: The number of rounds of the run. The phases and the learning rates depend on it.
-        optimizer: Steps along the pseudo-gradient of the weights. The run takes a fresh copy. Default: the clients' average.
+        optimizer: Steps along the pseudo-gradient of the weights. The run takes a fresh copy. Default: the
+            clients' average.
         defence: Rules against Byzantine clients. Default: none.
 
     Raises:
@@ -75,17 +76,14 @@ class Server:
     def instruction(self) -> Instruction:
         """Return the instruction to the next round's clients.
 
-        Section ``start`` has the initial values of the tensors that clients keep. Only a client without kept tensors needs it. You may
-        leave it out for other clients. The record's bytes do not include this section.
+        Section ``start`` has the initial values of the tensors that clients keep. Only a client without kept tensors
+        needs it, so you may leave it out for others. The record's bytes do not include it.
         """
         instruction = self.begin(self.round + 1)
         return replace(instruction, sections=instruction.sections | self.shared.start())
 
     def begin(self, round: int) -> Instruction:
-        """Open the record of ``round``, and return the instruction to its clients.
-
-        Args:
-            round: The round, from 1.
+        """Open the record of ``round`` (from 1), and return the instruction to its clients.
 
         Raises:
             ValueError: The model has no parameter that can be trained, or the learning rate is no finite number >= 0.
@@ -103,26 +101,21 @@ class Server:
     def intake(self, cohort: Sequence[int]) -> Intake | None:
         """Return what takes the replies of ``cohort`` one by one, and frees the memory of their weights.
 
-        Return None if all replies are needed at the same time: for robust rules, the layer-wise exchange, and auxiliary tensors.
+        Return None if all replies are needed at the same time: for robust rules, the layer-wise exchange, and
+        auxiliary tensors.
         """
         whole = self._defended or Phase(self.record.phase) is Phase.EXCHANGE or self.policy.auxiliary
         return None if whole else Intake(cohort, self._weight)
 
     def _weight(self, part: Reply) -> float:
-        """Return the weight of a reply in averages of weights."""
         by_samples = self.policy.client_weights == "samples" or Phase(self.record.phase) is Phase.EXCHANGE
         return float(part.weight) if by_samples and not self._defended else 1.0
 
     def conclude(self, replies: RoundReplies) -> bool:
-        """Check and combine the round's replies, and update the shared model.
+        """Check and combine the checked ``replies`` to the instruction of ``begin``, and update the shared model.
 
-        ``record`` then names the refused clients, with the reasons.
-
-        Args:
-            replies: The checked replies to the instruction of ``begin``.
-
-        Returns:
-            Whether the model changed. False if too few replies were usable.
+        Return whether the model changed. It does not if too few replies are usable. ``record`` then names the refused
+        clients, with the reasons.
         """
         shared, phase, called = self.shared, Phase(self.record.phase), self.policy.called
         self.round, self.left_out = self.record.round, set()
@@ -152,14 +145,9 @@ class Server:
         return True
 
     def _step(self, parts: list[Reply], replies: RoundReplies) -> list[float]:
-        """Update the shared model by the usable replies.
+        """Update the shared model by the usable replies, ``parts``.
 
-        Args:
-            parts: The usable replies.
-            replies: All replies of the round.
-
-        Returns:
-            The distance (L2) of each client's update to the robust update, in order. Empty without a robust rule.
+        Return the distance (L2) of each client's update to the robust update, in order; empty without a robust rule.
 
         Raises:
             TooFew: There are too few replies for the round, or for the robust rule.
@@ -180,7 +168,7 @@ class Server:
         return self.shared.change(step, statistics)
 
     def defence_of(self, parts: Sequence[Reply], refused: int) -> Defence | None:
-        """Return the defence for ``parts``, after ``refused`` replies were left out because of their contents. None: there is none.
+        """Return the defence for ``parts``, if any, after ``refused`` replies were left out because of their contents.
 
         Raises:
             TooFew: There are fewer replies than the defence needs.
@@ -198,10 +186,7 @@ class Server:
     def expects(self, round: int, phase: Phase, samples: Mapping[int, int] = MappingProxyType({})) -> Expected:
         """Describe the expected replies to an instruction.
 
-        Args:
-            round: The round of the instruction.
-            phase: The phase of the instruction.
-            samples: Client -> the number of samples that it announced. Other clients announced none.
+        ``samples`` is client -> the number of samples that it announced. Other clients announced none.
         """
         form = REPLIED if phase is Phase.MEASURE else TRAINED
         bounds, expected = {} if phase is Phase.MEASURE else self._bounds, self.shared.expected(phase, self.policy.update)

@@ -39,38 +39,15 @@ class LocalTraining(Options):
     """Describe how a client trains in one round.
 
     Most fields are options, with their keys in docs/config.md. A package of your own can add options by a
-    subclass, see docs/how-to/method.md.
+    subclass, see docs/how-to/method.md. Exactly one of ``epochs`` and ``steps`` is positive.
 
     Args:
-        batch_size: The number of samples in a batch, at least 2. A last batch of one sample is merged into the batch before.
-        epochs: The number of passes over the client's own data in a round. Exactly one of ``epochs`` and
-            ``steps`` is positive.
-        steps: The number of batches in a round, in place of ``epochs``.
-        optimizer: ``sgd`` or ``adam``.
-        momentum: The optimiser's momentum, in [0, 1). With ``update="gradients"`` the client sends an exponential
-            moving average of its gradients with this factor, and keeps that average between rounds.
-        weight_decay: The L2 penalty, at least 0.
-        update: The tensors that clients send: ``weights``, or the ``gradients`` of one batch (distributed SGD,
-            DSGD). The latter needs ``steps=1`` and ``optimizer="sgd"``.
-        precision: ``float32``, or ``mixed``: bfloat16 by torch's autocast.
-        augment: The random changes of training images, by name; ``none``: no changes.
-        objective: The local objective: the loss with its further terms, or a correction of the gradients. An objective
-            with strength 0 is replaced by the plain loss.
-        maintain: What happens to momentum buffers between rounds: ``reset``; ``local``: each client keeps its
-            own; ``global``: the server averages them.
-        clip: How gradients are clipped: ``none``, ``norm``, ``round``, ``value`` or ``adaptive``.
-        clip_limit: The limit of ``clip``, above 0. ``norm``: the largest norm of the whole gradient. ``round``: the
-            largest distance that the weights move in a round. ``value``: the largest absolute value of each number
-            of the gradient. ``adaptive``: the largest norm of a unit's gradient, as a share of the norm of the unit's weights.
+        objective: The local objective: the loss with its further terms, or a correction of the gradients. An
+            objective with strength 0 is replaced by the plain loss.
         step_clip: The limit of ``clip="round"`` in a round of one local step, computed without momentum. 0:
             ``clip_limit`` is the limit of such a round, too.
         weigh_all: Whether a client's weight in averages is the number of all its samples. False: the number of
             different samples that it trained on in the round.
-        drop_last: Whether a last batch smaller than ``batch_size`` is left out. A client with fewer samples
-            then sits the round out.
-
-    Raises:
-        ValueError: A value is out of range, or two values do not fit together.
     """
 
     name: ClassVar[str] = "local training"
@@ -153,8 +130,8 @@ class LocalTraining(Options):
     def norm_in_round(self, learning_rate: float, steps: int) -> float:
         """Return the largest norm of a gradient under ``clip="round"``, in a round of ``steps`` local steps.
 
-        With gradients up to this norm, SGD moves the weights by at most ``clip_limit`` in the round. If there is only one
-        step and ``step_clip`` is set, ``step_clip`` replaces ``clip_limit``. Momentum is then left out of the formula: it
+        With gradients up to this norm, SGD moves the weights by at most ``clip_limit`` in the round. If there is only
+        one step and ``step_clip`` is set, it replaces ``clip_limit``. Momentum is then left out of the formula: it
         has no effect on a first step from zero buffers.
         """
         if steps == 1 and self.step_clip:
@@ -162,29 +139,17 @@ class LocalTraining(Options):
         return norm_in_round(self.clip_limit, learning_rate, steps, self.momentum)
 
     def weight(self, trained: int, samples: int) -> int:
-        """Return a client's weight in averages: a number of samples, see ``weigh_all``.
-
-        Args:
-            trained: The number of different samples that the client trained on.
-            samples: The number of all samples of the client.
-        """
+        """Return a client's weight in averages, from the numbers of samples that it trained on and of all its samples."""
         return samples if self.weigh_all else trained
 
     def fewest(self, least: int) -> int:
-        """Return the smallest number of samples that a client needs.
-
-        Args:
-            least: The smallest number of samples in a batch that the method can train on, 1 or 2.
-        """
+        """Return the fewest samples that a client needs. A batch needs ``least`` for the method to train on it, 1 or 2."""
         return max(least, self.batch_size) if self.drop_last else least
 
     def draw(self, samples: int, rng: np.random.Generator, least: int) -> list[Indices]:
         """Draw the batches of a round, in random order. Return one array of sample indices per batch.
 
-        Args:
-            samples: The number of the client's samples.
-            rng: The generator of the order.
-            least: The smallest number of samples in a batch that the method can train on, 1 or 2.
+        ``samples`` is the number of the client's samples. A batch needs ``least`` of them for the method, 1 or 2.
 
         Raises:
             ClientTooSmall: The client has too few samples.
@@ -193,11 +158,7 @@ class LocalTraining(Options):
         return list(draw_batches(samples, self.batch_size, rng, **several, drop_last=self.drop_last))
 
     def planned(self, samples: int) -> int:
-        """Return the weight in averages that a client will have, as known before its round.
-
-        Args:
-            samples: The number of all samples of the client.
-        """
+        """Return the weight in averages of a client with ``samples`` samples, as known before its round."""
         if self.weigh_all:
             return samples
         return distinct(samples, self.batch_size, epochs=self.epochs, steps=self.steps, drop_last=self.drop_last)
@@ -217,18 +178,10 @@ class LocalTraining(Options):
 class Schedule(Options):
     """Compute the learning rate of each round: call it with a round (from 1) and the number of rounds.
 
-    ``constant``: the rate stays ``base``. ``step``: it is multiplied by ``decay`` after 50 % of the rounds, and again
-    after 75 %. ``exponential``: it is multiplied by ``decay`` after every round. ``cosine``: it falls along half a cosine
-    towards 0. ``milestones``: it is ``base`` times the factor of the last milestone that has passed.
-
-    Attributes:
-        base: The rate of round 1.
-        kind: One of ``SCHEDULES``.
-        decay: The factor of ``step`` and ``exponential``.
-        milestones: For the kind ``milestones``: pairs of a share of the rounds in (0, 1), and the factor of ``base`` after this share.
-
-    Raises:
-        ValueError: A value is out of range, or the kind is ``milestones`` and no milestones are given.
+    ``constant``: the rate stays ``base``. ``step``: it is multiplied by ``decay`` after 50 % of the rounds, and
+    again after 75 %. ``exponential``: it is multiplied by ``decay`` after every round. ``cosine``: it falls along
+    half a cosine towards 0. ``milestones``: it is ``base`` times the factor of the last milestone that has
+    passed.
     """
 
     name: ClassVar[str] = "the schedule"
@@ -273,12 +226,9 @@ class Schedule(Options):
 
 
 def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
-    """Read the milestones of a learning rate from a text.
+    """Read pairs of a share of the rounds, and the factor of the first round's rate after this share, from a text.
 
     ``0.6:0.1, 0.8:0.01`` means a tenth of the rate of round 1 after 60 % of the rounds, and a hundredth after 80 %.
-
-    Returns:
-        Pairs: a share of the rounds, and the factor of the first round's rate after this share.
 
     Raises:
         ValueError: The text does not have this form, the shares do not rise between 0 and 1, or a factor is no
@@ -299,7 +249,6 @@ def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
 def seeded(*key: int) -> np.random.Generator:
     """Return a NumPy generator whose numbers depend only on ``key``, in every process and engine.
 
-    Args:
-        key: Whole numbers, such as the seed, the client, the round, and a number for the purpose.
+    ``key`` are whole numbers, such as the seed, the client, the round, and a number for the purpose.
     """
     return np.random.default_rng(np.random.SeedSequence(key))

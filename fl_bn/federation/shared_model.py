@@ -1,4 +1,4 @@
-"""Hold the server's model: its shared weights and statistics, and the auxiliary tensors. A round changes them."""
+"""Hold the server's model: its shared weights and statistics, and the auxiliary tensors."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ class ServerStep:
     Attributes:
         parts: The usable replies of a round.
         weights: The weight of each reply in averages.
-        optimizer: The server's optimiser.
         rate: The clients' learning rate. If clients send gradients, it multiplies the server's step.
-        defence: The defence against Byzantine clients; None: there is none.
         sum: The weighted sum of the replies, if each was added to it when it arrived.
         phase: The phase of the round. It decides which parameters are frozen.
     """
@@ -69,7 +67,7 @@ class ServerStep:
 def median_steps(steps: Iterable[int]) -> int:
     """Return the median of the clients' numbers of local steps, at least 1: no single client's claim decides it.
 
-    Clients that made no step are left out. Of two numbers in the middle, the smaller is taken.
+    Clients without a step are left out. Of two numbers in the middle, the smaller is taken.
     """
     return median_low([made for made in steps if made > 0] or [1])
 
@@ -78,16 +76,15 @@ class SharedModel:
     """Hold ``model``, converted for ``method``, at the server. Tensors that clients keep stay at their initial values here.
 
     Attributes:
-        method: The method.
-        model: The converted network.
         signature: The signature of model and method.
         layers: Name -> BatchNorm layer of the converted network.
         auxiliary: Section -> name -> the server's auxiliary tensor.
         buffers: The names of the floating-point buffers outside of norm layers. They are averaged like weights.
         personal: Whether every client evaluates a model of its own, because clients keep tensors.
-        scales: Layer -> the standard deviation that the server gave the layer's input before round 1, by rescaling
-            weights. A layer without an entry has 1.
-        reported: The statistics that ``Method.renew`` made from the last round's replies. Only for ``Refresh.REPORTED``.
+        scales: Layer -> the standard deviation that the server gave the layer's input before round 1, by
+            rescaling weights. A layer without an entry has 1.
+        reported: The statistics that ``Method.renew`` made from the last round's replies. Only for
+            ``Refresh.REPORTED``.
         reached: The layers that statistics passes have reached at some client. None: no pass was made yet.
         unseen: The layers of which no client reported a batch in the newest round.
         said_unmeasured: Whether this run has warned of layers that no statistics pass has reached.
@@ -121,11 +118,11 @@ class SharedModel:
         self.auxiliary = {c.section: {name: c.like(p.detach()) for name, p in like.items()} for c in auxiliary}
 
     def learnable(self, phase: Phase) -> set[str]:
-        """Return the names of the parameters that may change in ``phase``: those that learn and that the method does not freeze."""
+        """Return the names of the parameters that learn and that the method does not freeze in ``phase``."""
         return self._learnable - self._frozen if phase is Phase.FROZEN else self._learnable
 
     def held(self, phase: Phase) -> set[str]:
-        """Return the names of the parameters that do not learn in ``phase``: frozen by the method, or by the model's owner."""
+        """Return the names of the parameters that are frozen in ``phase`` by the method, or by the model's owner."""
         return {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - self.learnable(phase)
 
     def expected(self, phase: Phase, update: str) -> schema.Schema:
@@ -135,10 +132,7 @@ class SharedModel:
         return self._copy.network.reply(phase, update, self._auxiliary_kinds)
 
     def instruction(self, round: int, phase: Phase, **fields: Any) -> Instruction:
-        """Return the instruction to measure or evaluate. It has the weights, and the statistics if they are shared.
-
-        ``fields`` are further fields of ``Instruction``, by name.
-        """
+        """Return the instruction to measure or evaluate, with the weights, shared statistics, and further ``fields``."""
         return Instruction(round, phase, self.sections(), signature=self.signature, **fields)
 
     def sections(self) -> Sections:
@@ -148,7 +142,7 @@ class SharedModel:
         return {section: {name: state[name].detach().clone() for name in names} for section, names in wanted.items()}
 
     def start(self) -> Sections:
-        """Return the section ``START``, with the initial values of tensors that clients keep. Empty if they keep none."""
+        """Return the section ``START``: initial values of tensors that clients keep. Empty if they keep none."""
         state, names = self._copy.state, self.locality.started_by_server()
         return {schema.START: {name: state[name].detach().clone() for name in names}} if names else {}
 
@@ -157,13 +151,8 @@ class SharedModel:
     ) -> Instruction:
         """Return the instruction to train: weights from which clients start, shared statistics, and auxiliary tensors.
 
-        Args:
-            round: The round, from 1.
-            phase: The phase of the round.
-            optimizer: The server's optimiser. Its ``lookahead`` may change the weights from which clients start.
-            learning_rate: The clients' learning rate.
-            rate_share: The learning rate divided by the schedule's rate.
-            objective: The objective that the clients must have, as text; empty: not checked.
+        The ``lookahead`` of the server's optimiser may change these weights. ``rate_share`` is the learning rate
+        divided by the schedule's. ``objective`` is what the clients must have, as text; empty: not checked.
         """
         sections, state = self.sections(), self._copy.state
         ahead = optimizer.lookahead({name: state[name] for name in self.learnable(phase)})
@@ -178,7 +167,7 @@ class SharedModel:
         return Instruction(round, phase, sections, learning_rate, **told)  # type: ignore[arg-type]
 
     def _auxiliary(self, parts: Sequence[Reply], weights: Sequence[float]) -> dict[str, dict[str, Tensor]]:
-        """Combine the clients' auxiliary tensors into the server's new ones. Return section -> name -> tensor."""
+        """Combine the clients' auxiliary tensors into the server's new ones: section -> name -> tensor."""
         new = {}
         for extra in self._auxiliary_kinds:
             tensors = [part.sections[extra.section] for part in parts]
@@ -190,15 +179,11 @@ class SharedModel:
         return {name: tensor for section in self.sections().values() for name, tensor in section.items()}
 
     def whole(self, tensors: Named, batches: int = 0, kept: Collection[str] = ()) -> dict[str, Tensor]:
-        """Return the tensors to save in a file for ``load_state_dict``: all tensors that clients do not keep.
+        """Return the tensors to save in a file for ``load_state_dict``: ``kept``, and all that clients do not keep.
 
-        The names are those of the unconverted network, without the prefixes of wrappers (``derived.plain_names``). If the
-        method replaces BatchNorm by other layers, the names are those of the converted network.
-
-        Args:
-            tensors: Name -> shared tensor, as evaluated last.
-            batches: The number of training batches of one client since the start. It is added to ``num_batches_tracked``.
-            kept: Names of tensors that clients keep and that the result has nevertheless.
+        The names are those of the unconverted network, without the prefixes of wrappers (``derived.plain_names``). If
+        the method replaces BatchNorm by other layers, the names are those of the converted network. ``batches``, the
+        number of one client's training batches since the start, is added to ``num_batches_tracked``.
         """
         state, place = self._copy.state, self.locality.place
         saved = {name: tensors.get(name, state[name]) for name in state if name in kept or place[name] is not Place.HOME}
@@ -207,7 +192,7 @@ class SharedModel:
         return {plain[name]: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in saved.items()}
 
     def counters(self, batches: int) -> dict[str, Tensor]:
-        """Return BatchNorm's ``num_batches_tracked`` by name, without those that clients keep: initial values plus ``batches``."""
+        """Return the shared ``num_batches_tracked`` by name: initial values plus ``batches``."""
         return {name: count + batches for name, count in self._counters.items() if self.locality.place[name] is not Place.HOME}
 
     def load(self, tensors: Named) -> None:
@@ -215,7 +200,7 @@ class SharedModel:
         self._copy.load(tensors)
 
     def to_unit_scale(self) -> None:
-        """Rescale weights so that BatchNorm's inputs have the standard deviation ``Method.scale``, see ``unit_scale.rescaled``.
+        """Rescale weights so that BatchNorm's inputs have the deviation ``Method.scale`` (``unit_scale.rescaled``).
 
         If torch.fx cannot trace the network, log a warning and change nothing.
         """
@@ -234,16 +219,12 @@ class SharedModel:
             self.scales = dict.fromkeys(self._rescaled(), self.method.scale)
 
     def _rescaled(self) -> dict[str, str]:
-        """Return the layers that ``to_unit_scale`` rescales: a BatchNorm layer with shared statistics -> the layer before it."""
+        """Return what ``to_unit_scale`` rescales: a BatchNorm layer with shared statistics -> the layer before it."""
         rescaled = set(self.locality.shared_statistics) - held_layers(self.model)
         return {norm: source for norm, source in producers(self.model).items() if norm in rescaled}
 
     def restore(self, tensors: Mapping[str, Tensor], auxiliary: Mapping[str, Tensor]) -> None:
-        """Load the tensors of a checkpoint.
-
-        Args:
-            tensors: Name -> shared tensor.
-            auxiliary: ``section/name`` -> auxiliary tensor.
+        """Load the tensors of a checkpoint. The names of ``auxiliary`` are ``section/name``.
 
         Raises:
             ValueError: The checkpoint's tensors differ from the server's in a name, shape or dtype.
@@ -287,14 +268,12 @@ class SharedModel:
     def change(self, step: ServerStep, statistics: Mapping[str, Running]) -> list[float]:
         """Make one server step on the weights, and store the new shared ``statistics``.
 
-        The step goes along the pseudo-gradient ``weights - average``, or along the clients' averaged gradients.
-
-        Returns:
-            The distance (L2) of each update to the result of a robust rule; empty without such a rule.
+        The step goes along the pseudo-gradient ``weights - average``, or along the clients' averaged gradients. The
+        result is the distance (L2) of each update to that of a robust rule; empty without such a rule.
 
         Raises:
-            NotFinite: The model's dtype cannot hold a new tensor, or a weight after the server optimiser's look-ahead, from which
-                clients start the next round. The model and the optimiser stay unchanged.
+            NotFinite: The model's dtype cannot hold a new tensor, or a weight after the server optimiser's
+                look-ahead, from which clients start the next round. The model and the optimiser stay unchanged.
         """
         before, state = step.optimizer.buffers(), self._copy.state
         try:
@@ -315,11 +294,7 @@ class SharedModel:
         return distances
 
     def _stepped(self, step: ServerStep) -> tuple[dict[str, Tensor], list[float]]:
-        """Compute the new weights, and the distance of each client's update to the robust update.
-
-        Returns:
-            Name -> new weight in float64, and the distances. There are no distances without a robust rule.
-        """
+        """Compute the new weights in float64, and the distances of the clients' updates to the robust update, if any."""
         parts, weights, defence = step.parts, step.weights, step.defence
         section, distances = "gradients" if "gradients" in parts[0].sections else "weights", list[float]()
         state, tensors = self._copy.state, [part.sections[section] for part in parts]
@@ -343,13 +318,9 @@ class SharedModel:
         return mean, distances
 
     def combined(self, parts: Sequence[Reply], phase: Phase, defence: Defence | None, pace: float = 1.0) -> dict[str, Running]:
-        """Combine the replies' statistics by the method's rule. Return layer -> shared statistics, in float64.
+        """Combine the replies' statistics by the method's rule into layer -> shared statistics, in float64.
 
-        Args:
-            parts: The usable replies.
-            phase: The phase of the round.
-            defence: The defence against Byzantine clients; None: there is none.
-            pace: The round's learning rate divided by that of round 1.
+        ``pace`` is the round's learning rate divided by that of round 1.
         """
         shared, report = self.statistics(), self.method.reports(phase)
         if report is StatisticsReport.NOTHING:
@@ -368,10 +339,10 @@ class SharedModel:
         return combine(self.method.combine, shared, reports, steps, self.layers, defence, pace, self.scales)
 
     def measured(self, parts: Sequence[Reply], defence: Defence | None, what: str = INPUTS) -> dict[str, Running]:
-        """Combine the replies of a statistics-only exchange into shared statistics. Return layer -> statistics.
+        """Combine the replies of a statistics-only exchange into shared statistics, by layer.
 
-        If ``what`` is ``inputs``, the result is the statistics of each layer's input over the union of the clients' data.
-        If ``what`` is ``normalisers``, the rule ``Method.renew`` combines the moments.
+        If ``what`` is ``inputs``, the result is the statistics of each layer's input over the union of the clients'
+        data. If ``what`` is ``normalisers``, the rule ``Method.renew`` combines the moments.
         """
         rule = replace_by_pooled if what == INPUTS else self.method.renew
         reports = [decode_moments(part.sections["moments"]) for part in parts]

@@ -13,8 +13,8 @@ from fl_bn.federation.values import Instruction, RoundReplies
 class Transport(ABC):
     """Take instructions to clients, and bring their replies back.
 
-    ``federation.run`` decides when clients train, measure and evaluate. A transport only delivers instructions and replies.
-    A subclass must define ``train``, ``measure`` and ``evaluate``. The other methods have a default. An example is
+    ``federation.run`` decides when clients train, measure and evaluate. A subclass must define ``train``,
+    ``measure`` and ``evaluate``. The other methods have a default. An example is
     tests/extension/threads_transport.py.
 
     Attributes:
@@ -25,40 +25,20 @@ class Transport(ABC):
 
     @abstractmethod
     def train(self, instruction: Instruction) -> RoundReplies:
-        """Let the clients of a round train, and return their checked replies.
-
-        Args:
-            instruction: The instruction to each client of the round's cohort.
-        """
+        """Let the clients of the round's cohort train, and return their checked replies."""
 
     @abstractmethod
     def measure(self, instruction: Instruction) -> RoundReplies:
-        """Let clients measure the statistics of all layers in one forward pass, and return their checked replies.
-
-        Args:
-            instruction: The instruction to each client.
-        """
+        """Let clients measure the statistics of all layers in one forward pass, and return their checked replies."""
 
     @abstractmethod
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
-        """Evaluate the shared model after a round.
-
-        Args:
-            number: The round, from 1.
-            tensors: Name -> shared tensor.
-
-        Returns:
-            Metrics by name; empty if there are no data to evaluate on.
-        """
+        """Evaluate the shared model, ``tensors``, after round ``number``. Return metrics by name; empty without data."""
 
     def measure_layer_by_layer(self, instruction: Instruction) -> RoundReplies | None:
-        """Let clients measure exact statistics of all layers in one pass that goes layer by layer.
+        """Let clients measure exact statistics of all layers in one pass that goes layer by layer. Return checked replies.
 
-        Args:
-            instruction: The instruction to each client.
-
-        Returns:
-            The checked replies. None if this transport has no exchange that goes layer by layer, which is the default.
+        None, the default: this transport has no exchange that goes layer by layer.
         """
         return None
 
@@ -67,11 +47,7 @@ class Transport(ABC):
         return self.server.conclude(replies)
 
     def store(self, instruction: Instruction, replies: RoundReplies) -> None:
-        """Store measured statistics in the server.
-
-        Args:
-            instruction: The instruction that the replies answer.
-            replies: The checked replies.
+        """Store measured statistics, from checked ``replies`` to ``instruction``, in the server.
 
         Raises:
             TooFew: There is no reply, or there are fewer than the defence needs. The statistics stay unchanged.
@@ -83,10 +59,8 @@ class Transport(ABC):
         server.shared.store(server.shared.measured(parts, server.defence_of(parts, len(replies.wrong)), instruction.measured))
 
     def finish_round(self, number: int, changed: bool) -> None:
-        """Do what a transport needs at the end of round ``number``, before its record is complete. Default: nothing.
+        """Do what is needed at the end of round ``number``, before its record is complete.
 
-        Args:
-            number: The round, from 1.
-            changed: Whether the round changed the model.
+        ``changed`` is whether the round changed the model.
         """
         return
