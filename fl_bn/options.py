@@ -136,10 +136,7 @@ def range_of(text: str) -> Callable[[Any], bool]:
     """Return a function that returns whether a number is finite and within the range that ``text`` describes.
 
     The text is ``>= 1``, ``> 0``, ``0..9`` (both ends included), ``(0, 1]``, or a single number. The word ``or``
-    joins several of these: ``0 or >= 2``.
-
-    Raises:
-        ValueError: The text is not a range.
+    joins several of these: ``0 or >= 2``. Another text raises ValueError.
     """
     tests = [_interval(part, text) for part in text.split(" or ")]
     return lambda value: -LARGEST <= value <= LARGEST and any(test(value) for test in tests)
@@ -163,17 +160,17 @@ class Option:
     Attributes:
         name: The run-config key.
         default: The run config's default. Its type is that of the key.
+        neutral: The constructor's default.
         help: The meaning. The meaning of a special value comes last, after a semicolon.
         values: For a number, its range. For a text, the allowed names, or a description of the allowed texts.
         accepts: Returns False, or raises a ValueError, for a value of the right type that is not allowed.
-        neutral: The constructor's default.
-        unset: The key's value that selects the constructor's default, such as -1 for a default of None, because a run
-            config cannot hold None. None: there is no such value.
+        unset: The key's value that selects the constructor's default, such as -1 for a default of None, because a
+            run config cannot hold None. None: there is no such value.
         like: Names that may occur in a text. If a name in the text is not one of them, the error suggests the nearest.
         used: What the option belongs to, beside its class. None: it has an effect whenever its class is used.
         read: Converts the key's value to the field's value. None: they are the same.
-        hidden: Whether it is an argument in Python alone. It has a run-config key only in a run whose ``setup`` declares one.
-        field: The name of the field.
+        hidden: Whether it is an argument in Python alone. It has a run-config key only in a run whose ``setup``
+            declares one.
     """
 
     name: str
@@ -386,11 +383,7 @@ def _keys_of(registry: tuple[tuple[str, object], ...]) -> dict[str, Option]:
 
 
 def same_key(one: Option, other: Option) -> None:
-    """Check that two declarations of one key agree.
-
-    Raises:
-        ValueError: They differ in the default or in the allowed values.
-    """
+    """Raise ValueError unless two declarations of one key have the same default and allowed values."""
     if (other.default, other.shown) != (one.default, one.shown):
         variants = " and ".join(f"{_shown(spec.default)} of {spec.shown}" for spec in (one, other))
         raise ValueError(f"the run-config key {other.name!r} is declared twice, with different defaults or values: {variants}")

@@ -144,11 +144,7 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
 
 
 def check_converted(model: nn.Module, method: Method) -> None:
-    """Check that the BatchNorm layers of a client's network are those of ``method``.
-
-    Raises:
-        ValueError: the network was not converted, or was converted for another method.
-    """
+    """Raise ValueError unless the BatchNorm layers of a client's network are those of ``method``."""
     layers = batch_norms(model)
     if not layers:
         return
@@ -165,11 +161,7 @@ def check_converted(model: nn.Module, method: Method) -> None:
 
 
 def check_kinds(model: nn.Module, method: Method) -> None:
-    """Check that ``model`` is a network and not its class, and ``method`` a method.
-
-    Raises:
-        TypeError: one of them is something else.
-    """
+    """Raise TypeError unless ``model`` is a network, and not its class, and ``method`` a method."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a network, an object such as Net(), but got {model!r:.100}")
     if isinstance(method, type) or not hasattr(method, "needs_running"):
@@ -177,11 +169,7 @@ def check_kinds(model: nn.Module, method: Method) -> None:
 
 
 def check_complete(model: nn.Module) -> None:
-    """Check that ``model`` has no TorchScript modules, which have lost their types, and no lazy ones without a shape.
-
-    Raises:
-        Unconvertible: it has one.
-    """
+    """Raise Unconvertible for TorchScript modules, which have lost their types, and lazy ones without a shape."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             _refuse(["a TorchScript module has lost its layers' types: give the network before torch.jit.script"], _named(name, module))

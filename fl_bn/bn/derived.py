@@ -79,18 +79,10 @@ def _iterate(weight: Tensor, u: Tensor, v: Tensor, eps: float) -> None:
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool = False) -> None:
-    """Load ``tensors`` into ``model`` by ``load_state_dict``.
+    """Load ``tensors`` into ``model``, in place, by ``load_state_dict``, with its errors.
 
     The version numbers of ``model``'s own state_dict are added, without which some modules, such as torchvision's
-    MNASNet, raise an error.
-
-    Args:
-        model: changed in place.
-        tensors: the tensors, by their names in the model's state_dict.
-        strict: whether ``tensors`` must have all names of the state_dict, and no others.
-
-    Raises:
-        RuntimeError: torch's error for a name or a shape that does not fit.
+    MNASNet, raise an error. ``strict``: ``tensors`` must have all names of the state_dict, and no others.
     """
     state: Any = OrderedDict(tensors)
     state._metadata = getattr(model.state_dict(), "_metadata", None)
@@ -100,9 +92,8 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool =
 def plain_names(model: nn.Module) -> dict[str, str]:
     """Map the names in ``model``'s state_dict to the names of the same tensors in the network without wrappers.
 
-    Returns:
-        Full name -> name without ``module.`` of DataParallel and DistributedDataParallel, and without
-        ``_orig_mod.`` of ``torch.compile``. If a user's own submodule is called ``module``, that part stays.
+    These lack ``module.`` of DataParallel and DistributedDataParallel, and ``_orig_mod.`` of ``torch.compile``. A
+    user's own submodule called ``module`` stays.
     """
     return {name: _plain(model, name) for name in model.state_dict()}
 

@@ -37,15 +37,9 @@ Affine = tuple[Tensor | None, Tensor | None]
 
 
 def mixture(mix_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Mix the moments of a batch with the statistics that all clients share (HBN, equation 9).
+    """Mix the moments of a batch, (C,) each, with the statistics that all clients share (HBN, equation 9).
 
-    Args:
-        mix_C: weight of the batch (C,), from 0 to 1.
-        shared: shared mean and variance, (C,) each.
-        batch: mean and variance of the batch, (C,) each.
-
-    Returns:
-        Mean and variance (C,) with which a training batch is normalised.
+    ``mix_C`` is the weight of the batch, from 0 to 1.
     """
     return torch.lerp(shared[0], batch[0], mix_C), torch.lerp(shared[1], batch[1], mix_C)
 

@@ -233,9 +233,6 @@ def followed(layer: M, source: nn.Module, then: tuple[str, ...]) -> M:
         layer: the new layer. It is changed in place.
         source: the layer that ``layer`` replaces.
         then: names of these submodules, in the order of the calls. Empty: nothing is changed.
-
-    Raises:
-        Unconvertible: ``source`` has no such submodule.
     """
     if not then:
         return layer
@@ -284,13 +281,8 @@ def freeze_statistics(model: nn.Module, frozen: bool = True, layers: Container[s
 
     In training, too, a frozen layer normalises with its running statistics and does not update them (FixBN, stage
     II). ``model.train()`` does not change that. Affine parameters are still trained. All other layers are not
-    affected.
-
-    Args:
-        model: changed in place.
-        frozen: whether to freeze. In both cases, no layer refills its statistics any more
-            (``OwnBatchNorm.refills``).
-        layers: names of the layers to freeze. The freeze of all other layers ends. None: all layers are frozen.
+    affected. ``layers`` are the names of those to freeze, by default all. The freeze of all others ends. No layer
+    refills its statistics any more (``OwnBatchNorm.refills``).
     """
     for name, layer in batch_norms(model).items():
         if isinstance(layer, OwnBatchNorm):

@@ -147,7 +147,7 @@ def _known(module: nn.Module, key: str) -> Role | None:
 
 
 def set_buffer_roles(model: nn.Module, stated: Mapping[str, str]) -> nn.Module:
-    """State the roles of buffers of ``model``: whether they are averaged, stay at the client, are recomputed or are constant.
+    """State the roles of buffers of ``model``: averaged, kept at the client, recomputed or constant. Return ``model``.
 
     The roles are stored in the modules, so copies of ``model`` have them, too.
 
@@ -192,10 +192,9 @@ def state_role(module: nn.Module, key: str, role: Role) -> None:
 
 
 def parse_buffer_roles(text: str) -> dict[str, str]:
-    """Parse the argument ``stated`` of ``set_buffer_roles`` from the text of a run config.
+    """Parse the argument ``stated`` of ``set_buffer_roles`` from the text of a run config, which may be empty.
 
-    Args:
-        text: ``NAME=ROLE, ...``, for example ``"*.codebook=shared, site.*=kept"``. May be empty.
+    It has the form ``NAME=ROLE, ...``, for example ``"*.codebook=shared, site.*=kept"``.
 
     Raises:
         ValueError: the text has another form, or a role is unknown.

@@ -127,9 +127,6 @@ def recompute_statistics(model: nn.Module, x: Tensor) -> None:
     """Set the statistics of ``model``, in place, to the mean and the unbiased variance over all of ``x`` (N, ...).
 
     A layer is measured after all layers before it have their new statistics. This is ``recalibrate`` with one client.
-
-    Raises:
-        NotAdaptable: A layer gets fewer than two values per channel.
     """
     input_statistics(model, x)
     recalibrate(model, [_unlabelled(x)])

@@ -104,17 +104,10 @@ def combine(
     """Combine the clients' moments into new shared statistics of each layer, in float64.
 
     A layer keeps its statistics if the clients' moments have fewer than two values per channel in total.
-
-    Args:
-        rule: The method's rule for one layer.
-        shared: Layer -> the shared statistics before the round.
-        reports: Each client's moments by layer, in the order of the clients.
-        steps: Each client's number of training batches, in the same order.
-        layers: Layer -> its module, whose momentum the rule may use.
-        defence: The defence against Byzantine clients; None: there is none.
-        pace: The round's learning rate divided by that of round 1.
-        scales: Layer -> the standard deviation that the server gave the layer's input before round 1, by
-            rescaling weights. 1 for layers that are missing.
+    ``reports`` are each client's moments by layer, and ``steps`` its number of training batches. ``layers`` have
+    the momentum that ``rule`` may use. ``pace`` is the round's learning rate divided by that of round 1.
+    ``scales`` is layer -> the standard deviation that the server gave the layer's input before round 1, by
+    rescaling weights; 1 for others.
     """
     new = dict(shared)
     average = weighted_mean if defence is None else defence.average

@@ -43,8 +43,6 @@ class Auxiliary:
     tensors, with the weights of the model's average, replaces them (momentum).
 
     Attributes:
-        section: The section's name.
-        added: Whether the clients' tensors are added to the server's.
         scalar: Whether it has one number per parameter, such as Adam's step count, and no tensor of its shape.
         at_least: The smallest allowed value in replies.
     """

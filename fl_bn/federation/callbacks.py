@@ -145,9 +145,6 @@ class Best(Callback):
         best: The best finite value so far; NaN if there is none yet.
         round: The round of the best value; 0 if there is none yet.
         since: The number of evaluations since the best one.
-
-    Raises:
-        ValueError: ``least`` is negative or not finite.
     """
 
     def __init__(self, metric: str = "", higher_is_better: bool | None = None, least: float = 0.0) -> None:

@@ -91,18 +91,10 @@ class FederationState:
     """Hold the state of a ``Federation`` after a round.
 
     Attributes:
-        round: The last finished round.
-        rounds: The number of rounds of the run.
-        failed: The number of failed rounds in a row up to this round.
         decides: Name -> value, as text, of the settings that a federation which continues the run must have, too.
-        arrays: Name -> shared tensor.
         evaluated: Name -> shared tensor of the model that was evaluated last.
-        optimizer: The buffers of the server's optimiser.
         auxiliary: ``section/name`` -> auxiliary tensor.
-        clients: The state that each client keeps, in order.
         loaders: For each client, the states of its loader's generators, in the order of ``local.generators``.
-        history: The records of all rounds so far.
-        generators: The states of the global generators, see ``generators``.
     """
 
     round: int
@@ -179,12 +171,9 @@ def _record(saved: dict[str, Any]) -> RoundRecord:
 
 
 def check_same(path: object, saved: Mapping[str, str], mine: Mapping[str, str]) -> None:
-    """Check that a federation has the settings, ``mine``, of the run in the checkpoint ``path``, ``saved``.
+    """Raise ValueError unless a federation has the settings, ``mine``, of the run in the checkpoint ``path``, ``saved``.
 
     What an older fl-bn did not save is not checked.
-
-    Raises:
-        ValueError: A setting differs. The message has both values.
     """
     for name, ours in mine.items():
         if (theirs := saved.get(name, ours)) != ours:

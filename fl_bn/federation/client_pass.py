@@ -123,11 +123,9 @@ class ClientPass:
 def in_order(model: nn.Module, layers: Collection[str], inputs: Inputs, forward: Forward, memory: int) -> tuple[str, list[Any]]:
     """Find out by one forward pass whether BatchNorm ``layers`` of ``model`` can be measured one after the other.
 
-    The pass takes two samples of the first batch, or the whole batch if it is not a single tensor of torch's own
-    class. ``memory`` is the largest number of bytes of activations to keep while batches wait at a layer.
-
-    Returns:
-        The reason why they cannot, empty if they can, and the batches of inputs.
+    Return the reason why they cannot, empty if they can, and the batches of inputs. The pass takes two samples of
+    the first batch, or the whole batch if it is not a single tensor of torch's own class. ``memory`` is the
+    largest number of bytes of activations to keep while batches wait at a layer.
     """
     if (batch := next(iter(inputs()), None)) is None:
         return "there is no batch to measure", []

@@ -27,11 +27,10 @@ class Outcome:
     """Hold what ``train`` says about a client's round.
 
     Attributes:
-        samples: The number of different samples that the client trained on, or measured. With ``LocalTraining.weigh_all``, the
-            number of all its samples. 0: the client sat the round out.
+        samples: The number of different samples that the client trained on, or measured. With
+            ``LocalTraining.weigh_all``, the number of all its samples. 0: the client sat the round out.
         loss: The mean loss over the training batches; NaN if the client did not train.
         metrics: Further numbers for the record, by name.
-        client: The client's number.
     """
 
     samples: int

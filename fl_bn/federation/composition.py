@@ -55,11 +55,7 @@ def check_composition(method: Method, settings: LocalTraining, robust: bool = Fa
 
 
 def check_weights(method: Method, client_weights: str) -> None:
-    """Check that ``client_weights`` is ``samples`` if ``method`` exchanges layer by layer in training (FedTAN).
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Raise ValueError if ``method`` exchanges in training and ``client_weights`` is not ``samples`` (FedTAN)."""
     refuse(
         (client_weights != "samples" and method.exchanges,
          f"{method.name} weights clients by the sizes of their batches: client_weights must be 'samples', but got {client_weights!r}"),
@@ -92,11 +88,7 @@ def check_rates(objective: Objective, optimizer: Optimizer, others: Sequence[flo
 
 
 def check_learns(model: nn.Module) -> None:
-    """Check that ``model`` has a parameter that can be trained.
-
-    Raises:
-        ValueError: No parameter has ``requires_grad=True``.
-    """
+    """Raise ValueError unless ``model`` has a parameter that can be trained."""
     refuse(
         (not any(parameter.requires_grad for parameter in model.parameters()),
          f"{type(model).__name__} has no parameter with requires_grad=True, so there is nothing to train"),

@@ -48,8 +48,6 @@ class ContractBroken(ValueError):
     Attributes:
         rule: The rule, one of ``ADVICE``.
         name: The first layer or tensor that breaks it; empty if the rule is about no single one.
-        round: The number of the round.
-        method: The name of the method.
     """
 
     def __init__(self, rule: str, round: LocalRound, what: str, name: str = "") -> None:
@@ -89,11 +87,7 @@ class Lent:
         self._values = {name: p.detach().clone() for name, p in model.named_parameters()} if round.in_own_loop else {}
 
     def check(self, samples: int | None = None) -> None:
-        """Check the network and what the round has recorded: before a reply with ``samples``, or at the end of training.
-
-        Raises:
-            ContractBroken: A rule is broken.
-        """
+        """Check the network and what the round has recorded, at the end of training or, with ``samples``, before a reply."""
         for rule, what, name in self._broken_by_training() if samples is None else self._broken_by_reply(samples):
             raise ContractBroken(rule, self._round, what, name)
 

@@ -73,11 +73,7 @@ class Defence:
         return self != NO_DEFENCE
 
     def check(self, n: int) -> None:
-        """Check that ``n`` replies are enough for both rules.
-
-        Raises:
-            TooFew: They are not. The message names the smallest sufficient number.
-        """
+        """Raise TooFew, with the smallest sufficient number, unless ``n`` replies are enough for both rules."""
         for rule in (self.updates, self.statistics):
             if problem := _problem(rule, n, self.f):
                 raise TooFew(problem)

@@ -159,8 +159,6 @@ class Form:
     """Declare the fields of one record.
 
     Attributes:
-        record: The record's name.
-        fields: Name -> field.
         series: Stem of numbered names -> field. ``accuracy-class-`` is the stem of ``accuracy-class-3``.
         others: Whether undeclared fields are kept unchecked. False: they are dropped.
     """

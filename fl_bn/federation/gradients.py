@@ -134,11 +134,8 @@ def bounded(
 
     Method and settings stay unchanged with ``clip="none"``, if a client uses another optimiser than SGD, or if
     the objective has control variates (SCAFFOLD). A method that does not normalise its first batch with shared
-    statistics needs no clipping, and gets none.
-
-    Returns:
-        The method with its values for clipped training (``Method.bounded``), and, by the keys of ``optimizers``,
-        the settings of local training with the chosen clipping.
+    statistics needs no clipping, and gets none. Return ``Method.bounded``, and the settings with the clipping, by
+    the keys of ``optimizers``.
     """
     check_name("clip", clip, ("auto", "none"))
     if clip == "none" or not all(isinstance(one, SGD) for one in optimizers.values()) or settings.objective.travels:

@@ -59,11 +59,7 @@ def check_not_one_batch(whose: str, loader: Loader, task: Task) -> None:
 
 
 def check_clients(clients: Any) -> None:
-    """Check that ``clients`` is a list with a loader for each client.
-
-    Raises:
-        ValueError: It is a single loader, a generator, a dict, or something else.
-    """
+    """Raise ValueError unless ``clients`` is a list with a loader for each client."""
     several = hasattr(clients, "__len__") and hasattr(clients, "__iter__")
     if not several or isinstance(clients, Mapping | DataLoader | SeededBatches):
         raise ValueError(

@@ -48,10 +48,8 @@ class Measured:
     """Hold the result of one exchange.
 
     Attributes:
-        tensors: Name -> shared tensor, with the new statistics.
         outcome: How far the statistics moved, and how many clients were measured.
         record: The record of the exchange. Its ``round`` is the number of the pass.
-        last: Whether this is the last pass.
     """
 
     tensors: Named
@@ -230,7 +228,6 @@ class Newest:
     are no model that could be used: under static BN, they have mean 0 and variance 1.
 
     Attributes:
-        tensors: Name -> shared tensor.
         round: The round of these tensors; 0: before round 1.
         done: The number of the last finished round; 0: none is finished.
     """

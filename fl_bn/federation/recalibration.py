@@ -46,7 +46,6 @@ class Movement(NamedTuple):
     Both numbers use variances plus the layer's ``eps``, as the layer does when it normalises.
 
     Attributes:
-        layer: The layer's name.
         mean: The largest change of a mean, in standard deviations of the statistics before.
         variance: New variance / old variance, in the channel in which this factor is farthest from 1.
     """
@@ -62,7 +61,6 @@ class Pass:
 
     Attributes:
         number: The number of the pass, from 1.
-        movements: The movement of each layer.
         clients: How many clients were measured.
         settled: Whether the pass changed no statistic by more than the tolerance. Another pass would then change none.
         exchanges: The number of exchanges, if the pass went layer by layer and made all layers exact. Otherwise 0.

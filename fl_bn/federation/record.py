@@ -43,9 +43,6 @@ class ClientRecord:
 
     Attributes:
         samples: The number of samples that its reply states, see ``Reply.samples``; 0 if the reply was not used.
-        loss: Its mean training loss.
-        bytes_down: Bytes that it received.
-        bytes_up: Bytes that it sent.
         exchanges: The number of its layer-wise exchanges (FedTAN).
         waited: The seconds that it spent in exchanges, including the time to send.
         distance: The distance (L2) of its update to the result of a robust rule; NaN without such a rule.
@@ -69,11 +66,7 @@ class Disclosure:
     """Record one section of a message that left one client. For FedTAN's exchange, record all its messages of a round together.
 
     Attributes:
-        client: The client's number.
-        section: The section of the message.
         what: The content in words.
-        tensors: The number of arrays.
-        nbytes: The number of bytes of these arrays.
         samples: The number of different samples behind each statistic in this section; 0 without statistics.
         values: The number of activations per channel behind a statistic, in the layer with the fewest; 0 if unknown.
     """

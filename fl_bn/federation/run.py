@@ -43,8 +43,6 @@ class Round:
     """Hold the results of a finished round.
 
     Attributes:
-        record: The record of the round.
-        tensors: Name -> shared tensor after the round.
         evaluated: Name -> shared tensor for an evaluation. Empty: the statistics were not measured, since none
             was due (hbn, static-bn).
         failed: The number of failed rounds in a row, including this one; 0 if this round changed the model.

@@ -24,14 +24,9 @@ DIVERGED = "the client's training diverged"
 
 @dataclass(frozen=True)
 class Spec:
-    """Describe one tensor.
+    """Describe one tensor: its shape, the name of its dtype as in NumPy, and its smallest and largest allowed values.
 
-    Attributes:
-        shape: Its shape.
-        dtype: The name of its dtype, as in NumPy.
-        at_least: The smallest allowed value.
-        at_most: The largest allowed value.
-        any_value: Whether every value is allowed, including infinity and NaN.
+    ``any_value``: every value is allowed, including infinity and NaN.
     """
 
     shape: tuple[int, ...]
@@ -41,10 +36,9 @@ class Spec:
     any_value: bool = False
 
     def check(self, section: str, name: str, array: np.ndarray, limit: float = np.inf) -> float:
-        """Check that ``array`` is as described, and at most ``limit`` in absolute value.
+        """Check that ``array`` is as described, and at most ``limit`` in absolute value. Return its largest one.
 
-        Returns:
-            The largest absolute value in ``array``; 0 for integers, and with ``any_value``.
+        This is 0 for integers, and with ``any_value``.
 
         Raises:
             WireError: The array has another shape or dtype, or a value that is not allowed.

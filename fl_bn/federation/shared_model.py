@@ -48,8 +48,6 @@ class ServerStep:
     """Hold the inputs of a server step.
 
     Attributes:
-        parts: The usable replies of a round.
-        weights: The weight of each reply in averages.
         rate: The clients' learning rate. If clients send gradients, it multiplies the server's step.
         sum: The weighted sum of the replies, if each was added to it when it arrived.
         phase: The phase of the round. It decides which parameters are frozen.
@@ -76,9 +74,6 @@ class SharedModel:
     """Hold ``model``, converted for ``method``, at the server. Tensors that clients keep stay at their initial values here.
 
     Attributes:
-        signature: The signature of model and method.
-        layers: Name -> BatchNorm layer of the converted network.
-        auxiliary: Section -> name -> the server's auxiliary tensor.
         buffers: The names of the floating-point buffers outside of norm layers. They are averaged like weights.
         personal: Whether every client evaluates a model of its own, because clients keep tensors.
         scales: Layer -> the standard deviation that the server gave the layer's input before round 1, by

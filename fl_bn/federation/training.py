@@ -43,7 +43,6 @@ class Trained:
     """Hold the result of training over a client's batches once.
 
     Attributes:
-        loss: The mean loss over the samples of the training batches.
         samples: The number of these samples. A sample in two batches counts twice.
         left_out: The number of batches of one sample on which the network cannot train.
     """
@@ -117,10 +116,8 @@ class IndexBatches:
     """Iterate over batches of ``samples``. Yield inputs (B, ...) and targets (B, ...) on the device of ``like``.
 
     Attributes:
-        samples: The client's samples.
         indices: For each batch, an array with the indices of its samples (B,).
         like: A tensor with the device for inputs and targets, and the dtype for inputs.
-        augment: Changes every batch; None: no changes.
         seen: For each sample (N,), whether it was in a batch so far.
     """
 

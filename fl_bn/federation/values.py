@@ -22,19 +22,19 @@ class Instruction:
     """Hold the server's instruction to the clients of a cohort: what to do in a round, and with which tensors.
 
     Attributes:
-        round: The round, from 1.
         phase: The phase of the round. ``Phase.MEASURE``: clients only measure statistics.
         sections: Section -> name in the state_dict -> tensor. The sections are ``weights``, and ``statistics`` if
             they are shared. In training there are also auxiliary tensors (control variates, momentum). There may
             be a section ``start`` with the initial values of the tensors that clients keep.
-        learning_rate: The learning rate of this round.
-        measured: The moments that a statistics-only exchange measures: ``inputs``, those of the layers' inputs, or
-            ``normalisers``, those with which training batches are normalised.
+        measured: The moments that a statistics-only exchange measures: ``inputs``, those of the layers' inputs,
+            or ``normalisers``, those with which training batches are normalised.
         signature: The signature of model and method, see ``payload.signature``; empty: not checked.
-        memory: The largest number of bytes of activations that a client may keep in an exchange that goes layer by layer.
+        memory: The largest number of bytes of activations that a client may keep in an exchange that goes layer
+            by layer.
         rate_share: ``learning_rate`` divided by the schedule's rate. It is below 1 if the method lowers the rate
             because statistics are frozen (``Method.learning_rate``).
-        objective: The objective that the server expects of the client, as text (``Objective.described``). Empty: not checked.
+        objective: The objective that the server expects of the client, as text (``Objective.described``). Empty:
+            not checked.
     """
 
     round: int
@@ -83,7 +83,6 @@ class Reply:
     """Hold one client's reply after a round.
 
     Attributes:
-        client: The client's number.
         sections: Section -> name -> tensor. The sections are ``weights`` or ``gradients``; ``statistics`` or
             ``moments``, if the method reports them; and the auxiliary tensors.
         samples: The number of different samples that the client trained on, or measured. With
@@ -124,14 +123,14 @@ class RoundReplies:
     """Hold the replies to one instruction, and the reasons why some are not used.
 
     Attributes:
-        cohort: The clients that received the instruction, in order.
         parts: The usable replies, in client order.
         refused: Client -> the reason why its reply is not used.
         wrong: Clients whose reply breaks the protocol: they are faulty or Byzantine.
         exchange: The session of the layer-wise exchange (FedTAN), if there was one.
         carrier: The transport of this exchange's messages, see ``exchange.settings``; empty without an exchange.
         messages: The number of messages that each client received.
-        sum: The weighted sum of the replies' weights or gradients, if each was added to it when it arrived. ``parts`` then have none.
+        sum: The weighted sum of the replies' weights or gradients, if each was added to it when it arrived.
+            ``parts`` then have none.
     """
 
     cohort: Sequence[int]

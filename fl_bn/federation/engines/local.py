@@ -48,10 +48,9 @@ class LocalTransport(Transport):
     Args:
         server: The federation's server.
         clients: All clients, with their loaders and settings.
-        tests: Each client's test batches. None: there is no evaluation.
-        workers: The number of processes that compute clients. 1: only this process. 0: this process at first, and
-            several worker processes as soon as they save time (see ``WorkerTiming``), if the clients can be
-            moved.
+        tests: Each client's test batches, if there are any.
+        workers: The number of processes that compute clients. 0: this process at first, and several worker
+            processes as soon as they save time (see ``WorkerTiming``), if the clients can be moved.
         one_program: Whether clients are computed together in one vectorised program, if possible.
     """
 
@@ -147,13 +146,10 @@ class LocalTransport(Transport):
     def evaluate_on(self, tests: Sequence[Loader], model: nn.Module) -> tuple[dict[str, float], dict[int, dict[str, float]]]:
         """Evaluate ``model`` on each client's test batches, by the client's task.
 
-        If clients keep tensors of their own (FedBN), each client that has trained so far is evaluated with its own
-        model, and no other client. Before any client has trained, all clients are evaluated with ``model``. A client
-        without test batches counts in no mean.
-
-        Returns:
-            The mean metrics over clients (see ``metrics.over_samples``), and client -> its metrics. The latter is
-            empty if all clients have the same model, test batches and task.
+        Return the mean metrics (see ``metrics.over_samples``), and client -> its metrics, empty if all clients have
+        the same model, test batches and task. If clients keep tensors of their own (FedBN), each client that has
+        trained so far is evaluated with its own model, and no other client. Before any client has trained, all
+        clients are evaluated with ``model``. A client without test batches counts in no mean.
 
         Raises:
             ValueError: No client has a test batch.

@@ -52,15 +52,9 @@ class Stack:
     ) -> tuple[Tensor, Seen]:
         """Run ``answer(network, *batch)`` for the networks ``rows``, and update their buffers as a forward pass does.
 
-        Args:
-            rows: The numbers of the networks.
-            answer: A function of a network and its batch.
-            batch: The tensors of the batches, stacked: (len(rows), B, ...).
-            observed: Layer -> a list that the template's hooks fill in a forward pass. The lists are empty
-                afterwards.
-
-        Returns:
-            The results, stacked along the first axis, and layer -> for each row its moments.
+        The tensors of ``batch`` are stacked: (len(rows), B, ...). ``observed`` is layer -> a list that the template's
+        hooks fill in a forward pass. The lists are empty afterwards. Return the stacked results, and layer -> for
+        each row its moments.
 
         Raises:
             RuntimeError: The forward pass draws random numbers, or cannot run for all rows at once.

@@ -189,12 +189,9 @@ def _collected() -> Iterator[list[logging.LogRecord]]:
 
 @dataclass
 class WorkerTiming:
-    """Decide during a run whether worker processes would save more time than they cost.
+    """Decide during a run of ``rounds`` rounds whether ``workers`` processes would save more time than they cost.
 
-    Attributes:
-        workers: The number of processes that would compute clients.
-        rounds: The number of rounds of the run.
-        seconds: Round -> seconds of training so far.
+    ``seconds`` is round -> seconds of training so far.
     """
 
     workers: int
