@@ -18,12 +18,7 @@ from fl_bn.options import REQUIRED, Options, Used, declared, option, refuse
 from fl_bn.support.client_names import ClientNames, nodes_of, sites_of
 
 RECALIBRATIONS = ("auto", "passes", "exchange")
-"""The ways to measure exact statistics of all BatchNorm layers.
-
-``passes``: for every layer, one message and one forward pass. ``exchange``: one message and one forward pass in all, with
-one exchange for every layer. If not all clients can run at the same time, ``exchange`` is replaced by ``passes``. ``auto``:
-``passes`` in a simulation, where clients mostly do not run at the same time, else ``exchange``.
-"""
+"""The ways to measure exact statistics of all BatchNorm layers, see ``ServerPolicy.recalibration``."""
 MEMORY = 2**30
 """Bytes of activations that a process may keep in an exchange that goes layer by layer; beyond, each layer takes a forward pass."""
 UNTIL_STILL = -1  # value of ``calibrate``: as many exchanges as make the statistics of all layers exact

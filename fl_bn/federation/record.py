@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("flwr")
 RUNAWAY_LOSS = 10.0
-"""Training diverged if its loss is above this multiple of the first round's loss, or of 1 if that is larger.
-
-An untrained classifier's loss is about the logarithm of the number of classes, and training lowers it.
-"""
+"""Training diverged if its loss is above this multiple of the first round's loss, or of 1 if that is larger."""
 NOT_FINITE = "values are not finite"
 LOWER = "lower the learning rate"
 SHOWN = 4  # the most metrics of the user's own that a line of the log shows, of training and of evaluation each

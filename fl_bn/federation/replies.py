@@ -29,8 +29,8 @@ LOGGER = logging.getLogger("flwr")
 WIDEST_WEIGHT = 1e4
 """The largest allowed weight in a reply, as a multiple of the server's largest weight, or of 1 if 1 is larger.
 
-A finite value of 3e38 from one client would dominate the average. No client could train the new model, and nothing would show who sent
-the value. Honest training stays below this limit, even in the first steps of an untrained deep network.
+A finite value of 3e38 from one client would dominate the average, and nothing would show who sent it. Honest training
+stays below this limit, even in the first steps of an untrained deep network.
 """
 REPLIED = Form("metrics", {"samples": whole(), "measured": whole(default=None)})  # samples 0: the client took no part in the round
 TRAINED = REPLIED.and_also(

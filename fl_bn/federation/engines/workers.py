@@ -129,9 +129,7 @@ def cores() -> int:
 
 
 process_executor._MAX_MEMORY_LEAK_SIZE = sys.maxsize
-"""joblib replaces a worker whose memory grew by 300 MB. This line, run in every worker, turns that off: the growth is
-the worker's data and networks and not a leak, and a new process takes seconds.
-"""
+"""joblib replaces a worker whose memory grew by 300 MB, here by data and networks. This line turns that off."""
 
 
 def _load(module: str) -> None:
