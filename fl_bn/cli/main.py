@@ -149,14 +149,14 @@ def _started(count: object) -> Iterator[Workers | None]:
     """Start worker processes, which import torch at the same time as this process.
 
     Args:
-        count: The number of workers, which is not checked yet. Below 2: none are started.
+        count: The number of workers, which is not checked yet. Below 2, and where there may not be so many, none are started.
     """
-    if type(count) is not int or count < 2:
-        yield None
-        return
     from fl_bn.federation.engines.workers import MOST_WORKERS, Workers
 
-    with closing(Workers(min(count, MOST_WORKERS))) as workers:
+    if type(count) is not int or not 2 <= count <= MOST_WORKERS:
+        yield None
+        return
+    with closing(Workers(count)) as workers:
         workers.load("fl_bn.apps.client")
         yield workers
 

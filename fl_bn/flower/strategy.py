@@ -81,7 +81,8 @@ class BatchNormStrategy(Strategy):
     def transport(self) -> GridTransport:
         """Return the object that carries the rounds, or raise ``RunFailed`` before ``start``."""
         if self._transport is None:
-            raise RunFailed(f"{type(self).__name__} does not know its clients before the start: call strategy.start(...)")
+            alone = "call its own strategy.start(...); a strategy around it cannot (for noise: dp-noise, docs/privacy.md)"
+            raise RunFailed(f"{type(self).__name__} does not know its clients before the start: {alone}")
         return self._transport
 
     def _called(self) -> GridTransport:

@@ -62,7 +62,7 @@ class Task(ABC):
         names = [*getattr(cls, "ranges", {}), *([cls.metric] if hasattr(cls, "metric") else [])]
         for name in names:
             if not NAME.fullmatch(name) or name == "loss":
-                raise ValueError(f"task {cls.__name__}: {name!r} is 'loss', or not in lower-case letters, digits and single hyphens")
+                raise ValueError(f"task {cls.__name__}: metric {name!r} is 'loss', or not in lower-case letters, digits and single hyphens")
 
     @abstractmethod
     def loss(self, output: Any, targets: Any) -> Tensor:
