@@ -62,7 +62,7 @@ class Key(NamedTuple):
     call: int = 0
 
     def __str__(self) -> str:
-        """Describe the exchange in a short line for the log. Long or unprintable names are cut and quoted."""
+        """Describe the exchange in a short line for the log. Long or unprintable names are cut."""
         return f"{printable(self.layer) or 'the model'} ({self.quantity.value}{f', call {self.call + 1}' if self.call else ''})"
 
 
@@ -87,7 +87,7 @@ Request = Join | Local
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """Hold the server's answer to a client's request. The answer to a ``Join`` has no values and a count of 0.
+    """Hold the server's answer to a client's request: without values and a count for a ``Join``.
 
     Attributes:
         values: the cohort's vectors, combined to one vector (d,).

@@ -1,4 +1,4 @@
-"""Run the exchange inside one process. Each client has a thread, and only one of these threads runs at a time.
+"""Run the exchange inside one process. Each client has a thread, and one thread runs at a time.
 
 A thread runs until its client waits for an answer. Then the next thread runs, in a fixed order, with
 its own state of torch's random generators. So results do not depend on how threads are scheduled, and
@@ -41,7 +41,7 @@ def admit(session: Session) -> dict[int, str]:
 
 
 def end_task(token: str, error: str) -> None:
-    """Record that a client's task has ended, perhaps with an ``error``, so that no other one waits for it."""
+    """Record that a client's task has ended, perhaps with an ``error``, so that none waits for it."""
     if token in _sessions:
         session, client = _sessions[token]
         session.leave(client, error)
@@ -54,7 +54,7 @@ def dismiss(tokens: dict[int, str]) -> None:
 
 
 class Turns:
-    """Run each task in a thread of its own, but only one task at a time, in the order in which they become ready."""
+    """Run each task in a thread of its own, but one at a time, in the order in which they become ready."""
 
     _here = threading.local()
 
@@ -100,7 +100,7 @@ class Turns:
         return [results[index] for index in range(len(tasks))]
 
     def wait(self, index: int) -> None:
-        """Let others run until ``ready`` is called for this task, or raise ``ExchangeFailed`` if none can."""
+        """Let others run until ``ready`` is called for this task, or raise ``ExchangeFailed``."""
         before = random_states()
         self._waiting.append(index)
         self._next()

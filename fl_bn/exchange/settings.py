@@ -1,4 +1,4 @@
-"""Define the settings of the layer-wise exchange: the carrier (transport), deadlines, address and certificates."""
+"""Define the settings of the layer-wise exchange: carrier (transport), deadlines, address, certificates."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ class Certificates:
 class ExchangeSettings(Options):
     """Describe how the layer-wise exchange reaches the clients.
 
-    ``carrier`` is the run-config key ``exchange``. In a deployment, the server's file gives the address and the certificates
-    (``flower.deployment.exchange_in``).
+    In a deployment, the server's file gives the address and the certificates (``flower.deployment``).
 
     Attributes:
         carrier: ``grpc`` is a gRPC service in the ServerApp's process, with one stream per client.

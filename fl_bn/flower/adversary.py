@@ -1,4 +1,4 @@
-"""Simulate Byzantine clients that know the honest replies, by rewriting theirs before the server's checks."""
+"""Simulate Byzantine clients that know the honest replies, by rewriting replies before the checks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _finite(payload: Payload) -> bool:
 def _updates(
     section: str, truths: Sequence[Payload], lies: Sequence[Payload], adversary: Adversary, defence: Defence, sent: Payload
 ) -> None:
-    """Rewrite the updates in ``lies`` in place: all gradients or differences from ``sent`` are one vector."""
+    """Rewrite the updates in ``lies`` in place: gradients or differences from ``sent`` are one vector."""
     names = [name for name, array in truths[0][section].items() if array.dtype.kind == "f"]
     origin = _flat(sent["weights"], names) if section == "weights" else 0.0
     honest = np.stack([_flat(truth[section], names) for truth in truths]) - origin

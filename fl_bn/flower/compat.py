@@ -161,7 +161,7 @@ def deploys_by_grpc() -> bool:
 
 
 def federation_config(options: Mapping[str, object]) -> str:
-    """Return the argument of ``flwr run`` that sets options of the simulation, as the installed Flower reads it.
+    """Return the argument of ``flwr run`` that sets options of the simulation.
 
     Flower 1.25 drops all options of pyproject.toml if one is given. It then needs the number of
     SuperNodes, and the CPUs of a client whose GPUs are given. ``options`` have no prefix ``options.``.

@@ -66,7 +66,7 @@ OTHERS = {
 class DisclosureReport:
     """Record the disclosures of one run: the kinds of data that left each client.
 
-    ``note``, ``evaluations`` and ``masked`` record them, and ``enter`` adds the new ones to a round's record.
+    ``note``, ``evaluations`` and ``masked`` record them; ``enter`` adds the new ones to a record.
     """
 
     def __init__(self, model: nn.Module, locality: Locality, called: ClientNames = UNNAMED) -> None:

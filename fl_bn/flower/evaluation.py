@@ -1,4 +1,4 @@
-"""Evaluate the models of a run: by the strategy's hooks, at the server, and by the user's ``evaluate_fn``."""
+"""Evaluate the models of a run: by hooks, at the server, and by the user's ``evaluate_fn``."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Evaluations:
             self.once(logging.WARNING, line, self._run.policy.called.client(index), why)
 
     def after(self, number: int, tensors: Named) -> dict[str, float]:
-        """Evaluate by hooks or at the server, then by ``evaluate_fn``. Return the single numbers, by name."""
+        """Evaluate by hooks or at the server, then by ``evaluate_fn``. Return the single numbers."""
         run, metrics = self._run, dict[str, float]()
         hooks, arrays = run.hooks, run.outward(tensors)
         assert hooks is not None, "an evaluation belongs to a start"
@@ -194,7 +194,7 @@ class Evaluations:
         return numbers_of(metrics)
 
     def _global_model(self, number: int, tensors: Named) -> ArrayRecord | None:
-        """Return arrays that load into the user's network. None, with a reason in the log: there are none."""
+        """Return arrays that load into the user's network. None, with a reason in the log: no model."""
         run = self._run
         shared, method, locality, state = run.shared, run.method, run.shared.locality, run.shared.model.state_dict()
         others = {name: state[name] for name in locality.names(Place.HOME) if locality.role[name] is not Role.MIXING}

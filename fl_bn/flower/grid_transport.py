@@ -1,4 +1,4 @@
-"""Carry one run's rounds over a Flower grid: make the messages, call the strategy's hooks, and read the replies."""
+"""Carry a run's rounds over a Flower grid: make messages, call the strategy's hooks, read the replies."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ class GridTransport(Transport):
         return arrays
 
     def _read(self, replies: Iterable[Decoded], reading: Reading) -> RoundReplies:
-        """Check the replies. If the method does not need all at once, add each to the average immediately."""
+        """Check the replies. Unless the method needs all at once, add each to the average immediately."""
         who = [client.index for client in self.cohort]
         if (intake := self.server.intake(who)) is None:
             read = RoundReplies(who, *reading.all(replies))

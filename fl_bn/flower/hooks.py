@@ -84,7 +84,7 @@ def asked(hook: str, returned: Sequence[Message], clients: Sequence[Client], cal
 
 
 def messages_of(hook: str, returned: Any) -> list[Message]:
-    """Return the messages of a hook, which may be a generator, as a list, or raise ``RunFailed`` for None."""
+    """Return the messages of a hook, perhaps a generator, as a list, or raise ``RunFailed`` for None."""
     if returned is None:
         raise wrong(hook, "messages", None)
     return list(returned)
@@ -143,7 +143,7 @@ def with_share(config: Mapping[str, Any], share: float) -> dict[str, Any]:
 
 
 class NamedRates:
-    """Map rounds to the learning rates that train configs name, or to that of the last round that has one."""
+    """Map rounds to the learning rates that train configs name, else to that of the last such round."""
 
     def __init__(self) -> None:
         self._rates: dict[int, float] = {}

@@ -173,7 +173,7 @@ class InProcessGrid(Grid):
         return answer
 
     def _answered_by(self, workers: Workers, messages: list[Message]) -> Iterator[Message]:
-        """Yield the answers of ``workers``, which compute ahead. A client's state travels with its message."""
+        """Yield the answers of ``workers``, which compute ahead. A client's state travels along."""
         contexts = [self._contexts[message.metadata.dst_node_id] for message in messages]
         tasks = [(self._app, *task) for task in zip(messages, contexts, strict=True)]
         for result, message, context in zip(workers.run(_in_worker, tasks), messages, contexts, strict=True):

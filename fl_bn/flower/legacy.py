@@ -95,7 +95,7 @@ def legacy_client_app(
 
 
 def _fit(client_of: ClientOf, net: str, trainloader: str, method: Method, task: Task, message: Message, context: Context) -> Message:
-    """Answer a train message. Flower's ``run_simulation`` would pickle an inner function with all it uses."""
+    """Answer a train message: ``run_simulation`` would pickle an inner function with all it uses."""
     client = client_of(context)
     with training(message, context, getattr(client, net), method, getattr(client, trainloader), task=task) as round:
         setattr(client, net, round.model)
@@ -224,7 +224,7 @@ class LegacyRounds(OwnAppStrategy):
         return ArrayRecord({name: torch.from_numpy(np.array(array)) for name, array in pairs})
 
     def whole(self, arrays: ArrayRecord) -> list[np.ndarray]:
-        """Return the arrays in the order of the state_dict. Tensors that clients keep have initial values."""
+        """Return the arrays in the order of the state_dict. Tensors kept at clients are initial ones."""
         given = arrays.to_torch_state_dict()
         return [given.get(name, tensor).detach().cpu().numpy() for name, tensor in self._model.state_dict().items()]
 
@@ -242,11 +242,11 @@ class LegacyRounds(OwnAppStrategy):
         return super().configure_train(server_round, arrays, self._config("fit", server_round, config), grid)
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """Make the evaluate messages, with the config that ``on_evaluate_config_fn`` returns for this round."""
+        """Make the evaluate messages, with the config of ``on_evaluate_config_fn``."""
         return super().configure_evaluate(server_round, arrays, self._config("evaluate", server_round, config), grid)
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Combine the replies, and call the older strategy's ``aggregate_fit``, which may replace the arrays.
+        """Combine the replies, and call ``aggregate_fit``, which may replace the arrays.
 
         ``fit_metrics_aggregation_fn`` combines the metrics. If ``aggregate_fit`` returns no arrays, the
         round has failed.

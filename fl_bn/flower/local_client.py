@@ -143,7 +143,7 @@ class BatchNormClient(Participant, NumPyClient):
             return evaluate(model, self.site.test, task=self.task).result()
 
     def evaluation(self, request: Request, least: int = 0) -> Reply:
-        """Return the metrics of ``test`` as a reply. Metrics of fewer than ``least`` samples are withheld."""
+        """Return the metrics of ``test`` as a reply, without those of fewer than ``least`` samples."""
         metrics, samples = self.test(request), len(self.site.test)
         loss = metrics.pop("loss")
         metrics, fewest = enough(metrics, samples, self.task.samples_behind(self.site.test.y), least)

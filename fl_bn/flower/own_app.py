@@ -137,7 +137,7 @@ class OwnRound:
         return answer
 
     def store(self) -> None:
-        """Store the tensors that stay at this client, after the block of ``training``, but not after an error."""
+        """Store the tensors that stay at this client, once the block of ``training`` has succeeded."""
         self._open = False
         if self._kept.sections:
             self._store.write(self._kept.round, self._kept.sections)

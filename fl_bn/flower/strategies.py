@@ -226,7 +226,7 @@ class OfMethod(OwnAppStrategy):
 
 
 class FedAvgBN(OfMethod):
-    """Run FedAvg, the baseline: the server averages the running means and, separately, the running variances."""
+    """Run FedAvg, the baseline: the server averages running means and, separately, running variances."""
 
     of = "fedavg"
 
@@ -256,7 +256,7 @@ class HBN(OfMethod):
 
 
 class FBN(OfMethod):
-    """Run FBN: clients train with shared running statistics, corrected for the spread of the clients' means."""
+    """Run FBN: clients train with shared running statistics, corrected for the spread of their means."""
 
     of = "fbn"
 

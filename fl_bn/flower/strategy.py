@@ -155,7 +155,7 @@ class BatchNormStrategy(Strategy):
         evaluate_fn: EvaluateFn | None = None,
         resume: Checkpoint | None = None,
     ) -> RunResult:
-        """Run the rounds, as Flower's ``Strategy.start`` does. With ``num_rounds=0``, only measure the statistics.
+        """Run the rounds, as Flower's ``start`` does. ``num_rounds=0``: only measure the statistics.
 
         Args:
             grid: Flower's grid.
@@ -246,7 +246,7 @@ class BatchNormStrategy(Strategy):
             return complete
 
         def show(measured: Measured) -> None:
-            """Evaluate after a statistics-only exchange, and report it like a round, in a run of 0 rounds."""
+            """Evaluate after a statistics-only exchange, and report it, in a run of 0 rounds."""
             server.record, result.arrays, number = measured.record, transport.outward(measured.tensors), measured.record.round
             newest.take(0, measured.tensors)
             if measured.last or number % server.policy.evaluate_every == 0:

@@ -1,4 +1,4 @@
-"""Define FBN: normalise with shared running statistics, and correct the variance for the spread of the clients' means.
+"""Define FBN: normalise with shared running statistics, whose variance includes the means' spread.
 
 Overcoming the Challenges of Batch Normalization in Federated Learning, Guerraoui et al., Algorithm 2.
 
@@ -39,7 +39,7 @@ several steps: docs/methods/fbn.md.
 LIMIT = 1.5
 """Factor by which the deviation of a layer's input may grow before its statistics no longer change."""
 DEAD = 1e-12
-"""Share of the layer's median variance below which a channel counts as dead (constant, perhaps behind a ReLU) and has no scale."""
+"""Share of the layer's median variance below which a channel counts as dead, and has no scale."""
 
 
 def slowdown(shared: Running, scale: float = 1.0) -> float:
@@ -67,7 +67,7 @@ def follow(shared: Running, measured: Moments, tracking: float, scale: float = 1
 
 
 def tracking(default: float | None) -> Any:
-    """Declare the option ``tracking`` of FBN and HBN. If ``default`` is None, the method chooses the value."""
+    """Declare the option ``tracking`` of FBN and HBN. None: the method chooses the value."""
     meaning = "weight of a round's pooled moments in the shared statistics, at the start"
     return option(default, meaning, "(0, 1]", key="tracking", unset=0.0, hidden=True)
 
@@ -111,7 +111,7 @@ def combine(reports: LayerReports, tracking: float, momentum: float | None, repo
 
 @takes(FBNOptions)
 def fbn(options: FBNOptions) -> Method:
-    """Make the method FBN: training normalises with the shared statistics, which follow the clients' pooled moments.
+    """Make the method FBN: training normalises with shared statistics, which follow the pooled moments.
 
     Without ``momentum``, gradients are centred (``federation.gradients``), and the inputs of BatchNorm
     layers start with the standard deviation ``BOUNDED_SCALE`` if gradients are clipped. Otherwise, and with

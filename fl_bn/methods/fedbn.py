@@ -1,4 +1,4 @@
-"""Define the methods whose clients keep layers of their own: FedBN, SiloBN, and SingleSet, which shares nothing.
+"""Define the methods whose clients keep layers of their own: FedBN, SiloBN, SingleSet (all).
 
 FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021, Algorithm
 1, for feature shift (the same classes, photographed differently). SingleSet is a baseline in its section 5.
@@ -16,7 +16,7 @@ def fedbn() -> Method:
 
 
 def silobn() -> Method:
-    """Make the method SiloBN: running statistics stay at their client, affine parameters are shared. It has no options."""
+    """Make the method SiloBN: running statistics stay at their client, affine parameters are shared."""
     return Method("silobn", local=OF_BATCH_NORM - {Role.AFFINE}, needs_running=True)
 
 

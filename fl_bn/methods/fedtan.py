@@ -1,18 +1,19 @@
-"""Define FedTAN: the first local step of every round is one exact centralised step on the union of the clients' batches.
+"""Define FedTAN: each round's first local step is one exact centralised step on the clients' batches.
 
 Why Batch Normalization Damage Federated Learning on Non-IID Data?, Wang, Shi, Chang, Algorithms 1-3.
 
-In the forward pass, every BatchNorm layer normalises with the moments of the cohort's batches (Algorithm 2).
-In the backward pass, the gradients with respect to these moments are averaged over the cohort (Algorithm 3). Each
-average is a call of ``exchange(key, local, count)``. After that step, the average of the clients' models, weighted by
-batch sizes, is the model that centralised training would give. Steps 2, 3, ... use each client's own batches.
+In the forward pass, every BatchNorm layer normalises with the moments of the cohort's batches
+(Algorithm 2). In the backward pass, the gradients with respect to these moments are averaged over
+the cohort (Algorithm 3). Each average is a call of ``exchange(key, local, count)``. After that
+step, the average of the clients' models, weighted by batch sizes, is the model that centralised
+training would give. Steps 2, 3, ... use each client's own batches.
 
 There are two schedules with equal results. ``paper`` exchanges means, then variances about the common mean,
 then gradients (3L exchanges for L layers). ``merged`` sends mean and variance together, and adds the spread
 of the means by the law of total variance (2L).
 
-Symbols: p_i -> share of client i in the sum of batch sizes; m_i -> ``count`` that the client passes to the exchange, M ->
-``count`` that the exchange returns; G -> gradients that the exchange returns.
+Symbols: p_i -> share of client i in the sum of batch sizes; m_i, M -> ``count`` that the client
+passes to the exchange, and that it returns; G -> gradients that the exchange returns.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from fl_bn.options import Options, option, takes
 SCHEDULES = ("merged", "paper")
 MOMENTUM = ("kept", "restarted")
 FROZEN_RATE = 0.02
-"""Share of the learning rate after the freeze in FedTAN-II: .5 before, .01 after (FedTAN paper, section 6.5)."""
+"""Share of the learning rate after the freeze in FedTAN-II: .5 before, .01 after (section 6.5)."""
 
 
 @dataclass
@@ -69,11 +70,11 @@ class Live:
 
 
 class CohortBatchNorm(SharedNorm):
-    """Normalise with the moments of all the cohort's batches while an exchange is open, else as torch's BatchNorm does.
+    """Normalise with the moments of all the cohort's batches while an exchange is open.
 
     Attributes:
-        schedule: ``merged`` (2 exchanges per layer: mean with variance, gradients) or ``paper`` (3: mean, variance, gradients).
-        share_gradients: whether the gradients with respect to the moments are averaged over the cohort, too (Algorithm 3).
+        schedule: ``merged`` (2 exchanges per layer: mean with variance, gradients) or ``paper`` (3).
+        share_gradients: whether gradients with respect to moments are averaged, too (Algorithm 3).
     """
 
     schedule, share_gradients = "merged", True
@@ -125,7 +126,7 @@ class CohortBatchNorm(SharedNorm):
 
     @torch.no_grad()
     def _follow(self, moments: Answer) -> None:
-        """Move the running statistics towards the cohort's moments, as torch's BatchNorm would on the union of the batches."""
+        """Move the running statistics towards the cohort's moments, as on the union of the batches."""
         mean_C, var_C = moments.values.to(self.running_mean.device).chunk(2)
         self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), self.momentum)
         unbiased_C = var_C * (moments.count / max(moments.count - 1, 1))  # the factor first: variance times count may overflow
@@ -190,9 +191,9 @@ class _Normalise(torch.autograd.Function):
 
 @contextmanager
 def exchanging(model: nn.Module, exchange: Exchange) -> Iterator[None]:
-    """Connect the layers of ``model`` to ``exchange``, for the first local step of a round (Algorithm 1 of FedTAN's paper).
+    """Connect the layers of ``model`` to ``exchange``, for a round's first local step (Algorithm 1).
 
-    Inside the block, forward and backward pass give the same results as for one model on all batches of the cohort.
+    Inside the block, forward and backward pass give the results of one model on all the cohort's batches.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, CohortBatchNorm)}
     for name, layer in layers.items():
@@ -251,7 +252,7 @@ class Freezing(Options):
 
 @dataclass(frozen=True)
 class FedTAN2Options(FedTANOptions, Freezing):
-    """Hold the options of ``fedtan2``: ``freeze_after``, then ``schedule``, ``momentum`` and ``frozen_rate``."""
+    """Hold the options of ``fedtan2``: ``freeze_after``, then those of ``fedtan`` and ``frozen_rate``."""
 
     name: ClassVar[str] = "fedtan2"
     frozen_rate: float | None = frozen_rate()
@@ -259,7 +260,7 @@ class FedTAN2Options(FedTANOptions, Freezing):
 
 @takes(FedTANOptions)
 def fedtan(options: FedTANOptions) -> Method:
-    """Make the method FedTAN: in the first local step of every round, BatchNorm works on the union of the cohort's batches."""
+    """Make the method FedTAN: in each round's first local step, BatchNorm works on the cohort's batches."""
     return _exchanging(options, share_gradients=True)
 
 
@@ -282,6 +283,6 @@ def fedtan2(options: FedTAN2Options) -> Method:
 def fedavg_alg2(options: FedTANOptions) -> Method:
     """Make FedAvg with Algorithm 2 only, the ablation of FedTAN's paper.
 
-    The forward pass uses the cohort's moments, the backward pass the client's own gradients with respect to them.
+    The forward pass uses the cohort's moments, the backward pass the client's own gradients.
     """
     return replace(_exchanging(options, share_gradients=False), name="fedavg-alg2")

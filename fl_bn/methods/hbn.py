@@ -51,7 +51,7 @@ SCALE = 0.3
 At a scale of 1, HBN lost ten points in 25 rounds on ordinary data: docs/concepts/statistics.md.
 """
 ONE_SIDED = 100.0
-"""A mixing logit whose sigmoid is exactly 1 in float64. The sigmoid of its negative is too small to change any statistic."""
+"""A mixing logit whose sigmoid is exactly 1 in float64, and that of its negative next to 0."""
 MIXING = {"learned": None, "half": 0.0, "batch": ONE_SIDED, "shared": -ONE_SIDED}
 """The mixing logits for every value of ``mixing``. None: they start at 0 and are learned."""
 MERGES = ("unbiased", "average")
@@ -133,8 +133,8 @@ def hbn(options: HBNOptions) -> Method:
     exchange per layer. ``"hybrid"`` suits a smaller ``lam``: training then normalises with mixtures that
     contain older statistics.
 
-    Options of the statistics pass have no effect with ``separate=False``, which has none and evaluates with the reports of the
-    round's cohort; nor has ``merge`` with ``evaluate="exact"``.
+    ``separate=False`` has no statistics pass, and evaluates with the reports of the round's cohort.
+    ``merge`` has no effect with ``evaluate="exact"``.
     """
     evaluate = ("exact" if options.lam == 1 else "hybrid") if options.evaluate == "auto" else options.evaluate
     weight = options.tracking or (TRACKING if options.fraction == 1 else PARTIAL)

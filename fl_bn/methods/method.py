@@ -1,4 +1,4 @@
-"""Define a method: its BatchNorm layer, the tensors that stay local, the clients' reports, and the server's rule to combine them."""
+"""Define a method: its BatchNorm layer, local tensors, the clients' reports, and how they are combined."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Place(Enum):
 
     Attributes:
         SHARED: sent both ways, trained at clients, averaged.
-        STATISTIC: running statistics that are sent down. Clients report statistics, and the server combines them.
+        STATISTIC: running statistics that are sent down. The server combines the clients' reports.
         HOME: never leaves its client, which stores it between its rounds.
         DOWN_ONLY: the server's. Clients receive it, and never send it.
         COUNTER: never sent, never averaged, since the average need not be an integer.
@@ -137,7 +137,7 @@ class StatisticsPass:
 
 @dataclass(frozen=True)
 class LayerReports:
-    """Hold the clients' reports on one layer, with the other values that the server's rule needs to combine them.
+    """Hold the clients' reports on one layer, and what else the server's rule needs to combine them.
 
     Attributes:
         parts: one ``Moments`` per client, in the order of the clients.
@@ -266,7 +266,7 @@ class Method:
         return frozenset() if self.local_in is None else self.local_in(layer, index)
 
     def shares(self, role: Role) -> bool:
-        """Return whether tensors of this role are shared, except in layers that ``local_in`` keeps at home."""
+        """Return whether tensors of this role are shared, but for layers with ``local_in``."""
         return self.place(role) in (Place.SHARED, Place.STATISTIC)
 
     def keeps(self, role: Role) -> bool:
@@ -315,7 +315,7 @@ class Method:
 
     @property
     def has_statistics(self) -> bool:
-        """Return whether the server combines BatchNorm's statistics: after training, or only for evaluations (static BN)."""
+        """Return whether the server combines BatchNorm's statistics, perhaps only for evaluations."""
         return self.report is not StatisticsReport.NOTHING or self.refresh is not Refresh.NOTHING
 
     @property
@@ -362,7 +362,7 @@ class Method:
 
     @property
     def pools(self) -> bool:
-        """Return whether clients report moments, of which the server computes those of the union of the data."""
+        """Return whether clients report moments, which the server pools."""
         return self.report in MOMENTS
 
     @property
@@ -377,7 +377,7 @@ class Method:
 
     @property
     def personal(self) -> bool:
-        """Return whether every client keeps BatchNorm tensors, so that it evaluates a model of its own (FedBN, SiloBN)."""
+        """Return whether every client keeps BatchNorm tensors, and so has a model of its own."""
         return self.local_in is not None or bool(self.local & {Role.AFFINE, Role.STATISTIC})
 
 
@@ -398,7 +398,7 @@ def freeze(
     rate: float | None = None,
     unbounded_rate: float = FROZEN_RATE,
 ) -> Method:
-    """Return a copy of ``method`` that freezes BatchNorm tensors, by default the statistics, after some rounds (FixBN, FedTAN-II).
+    """Return a copy of ``method`` that freezes BatchNorm tensors after some rounds (FixBN, FedTAN-II).
 
     In frozen rounds, BatchNorm layers normalise with the statistics of round ``after``, bit for bit. All
     parameters are still trained, and no statistics are reported. A network with constant statistics depends
@@ -454,7 +454,7 @@ def _freeze_phase(before: Callable[[int, int], Phase], after: int | None, round:
 
 
 def attacked(method: Method, attack: str | Attack, f: int, on: str = "both", strength: float = 0.0) -> Method:
-    """Return a copy of ``method`` in which the last ``f`` clients of the population are Byzantine, for experiments.
+    """Return a copy of ``method`` for experiments, with the last ``f`` clients of all Byzantine.
 
     The Byzantine clients know all honest replies, and collude. For the options see
     ``robust.attacks.Adversary``.

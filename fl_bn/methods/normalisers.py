@@ -1,4 +1,4 @@
-"""Define the baselines without batch statistics: group, layer and instance normalisation instead of BatchNorm.
+"""Define the baselines with group, layer and instance normalisation instead of BatchNorm.
 
 Group Normalization, Wu and He, ECCV 2018; The Non-IID Data Quagmire of Decentralized Machine Learning, Hsieh
 et al., ICML 2020. Everything is averaged as in FedAvg.
@@ -29,7 +29,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class GNOptions(Options):
-    """Hold the options of ``gn``. The default is 2 groups, as in the FixBN paper, whose networks have layers of only 16 channels."""
+    """Hold the options of ``gn``. 2 groups is as in the FixBN paper, with layers of only 16 channels."""
 
     name: ClassVar[str] = "gn"
     groups: int = option(2, "groups per layer", ">= 1", key="groups")

@@ -1,4 +1,4 @@
-"""Define static BN: normalise by batch statistics in training, and measure statistics before each evaluation.
+"""Define static BN: batch statistics in training, and statistics measured before each evaluation.
 
 HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients, Diao, Ding,
 Tarokh, ICLR 2021, section 3 (sBN). In the paper the clients report these statistics once, and each layer is
@@ -20,7 +20,7 @@ class StaticBatchNorm(SharedNorm):
     """Normalise a training batch with the batch's own statistics, and keep no running average of them."""
 
     def normalised(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` (B, C, *): with its own moments in training, with the running statistics in evaluation."""
+        """Normalise ``x`` (B, C, *): with its own moments in training, else with running statistics."""
         self.check_input(x)
         if self.observation is not None:
             self.observation(self, x)

@@ -1,7 +1,8 @@
 """Define the baselines without normalisation: FedFN, FedWon and Fixup. BatchNorm becomes its scale and shift.
 
-**FedFN**: FedFN: Feature Normalization for Alleviating Data Heterogeneity Problem in Federated Learning, Kim, Lee, Oh,
-Yun, FL@FM-NeurIPS 2023. The classifier receives feature vectors that all have the same length.
+**FedFN**: FedFN: Feature Normalization for Alleviating Data Heterogeneity Problem in Federated
+Learning, Kim, Lee, Oh, Yun, FL@FM-NeurIPS 2023. The classifier receives feature vectors that all
+have the same length.
 
 As in the HBN paper's comparison of methods, BatchNorm layers keep scale and shift, since most layers before a
 BatchNorm have no bias, and features are scaled to the length sqrt(d), for d features. With a length of 1, a
@@ -26,8 +27,8 @@ The papers train with adaptive gradient clipping (AGC, NF-Nets section 4.1) at t
 in the run config. Linear layers do not change. Residual branches are not scaled as in NF-ResNets (alpha and
 beta there), because FedWon does without it.
 
-**Fixup**: Fixup Initialization: Residual Learning Without Normalization, Zhang, Dauphin, Ma, ICLR 2019, section 3 (the
-three rules) and equation 5.
+**Fixup**: Fixup Initialization: Residual Learning Without Normalization, Zhang, Dauphin, Ma, ICLR
+2019, section 3 (the three rules) and equation 5.
 
 1. The last layer of every residual branch, and the classifier, start at 0.
 2. All other layers start with He's standard deviation, ``sqrt(2 / fan_in)``. Inside a branch of m layers it
@@ -68,7 +69,7 @@ from fl_bn.models.head import head_of
 
 
 class ScaleShift(_NormBase):
-    """Compute ``x * weight + bias`` for inputs (B, C, *). If ``num_features`` is 1, all channels share one weight and one bias.
+    """Compute ``x * weight + bias`` for ``x`` (B, C, *), per channel unless ``num_features`` is 1.
 
     It derives from torch's norm layers, so its tensors have the roles of a norm layer's tensors
     (``fl_bn.bn.roles``).
@@ -87,14 +88,14 @@ class ScaleShift(_NormBase):
 
 
 def per_channel(layer: _BatchNorm, features: int = 0) -> ScaleShift:
-    """Make a ``ScaleShift`` with the scale and shift of ``layer``; with other ``features``, its multipliers are 1 and its biases 0."""
+    """Make a ``ScaleShift`` with scale and shift of ``layer``, or 1 and 0 for other ``features``."""
     momentum = 0.1 if layer.momentum is None else layer.momentum
     new = ScaleShift(features or layer.num_features, layer.eps, momentum, layer.affine, track_running_stats=False)
     return in_place_of(new, layer)
 
 
 def scalars(layer: _BatchNorm) -> ScaleShift:
-    """Make a ``ScaleShift`` with one multiplier of 1 and one bias of 0, instead of the scale and shift of ``layer``."""
+    """Make a ``ScaleShift`` with one multiplier of 1 and one bias of 0, in place of ``layer``."""
     return per_channel(layer, 1)
 
 
@@ -107,7 +108,7 @@ class NormalisedLinear(nn.Linear):
 
 
 class NormalisedConv2d(nn.Conv2d):
-    """Apply a convolution after scaling the features of every pixel of the input (B, C, H, W) to the length sqrt(C)."""
+    """Apply a convolution after scaling every pixel's features, of (B, C, H, W), to length sqrt(C)."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Scale the pixels of ``input`` (B, C, H, W) to length sqrt(C) and apply the layer."""
@@ -167,8 +168,8 @@ def scale_convolutions(model: nn.Module) -> nn.Module:
     (``scaled_standardise``). ``model`` is changed in place, and returned.
 
     Raises:
-        Unconvertible: the model has BatchNorm but no convolution. Or a convolution is not of torch's own class Conv1d,
-            Conv2d or Conv3d, or has only one weight per output channel.
+        Unconvertible: the model has BatchNorm but no convolution. Or a convolution is not of
+            torch's own class Conv1d, Conv2d or Conv3d, or has only one weight per output channel.
     """
     if any(isinstance(m, ScaleShift) for m in model.modules()) and not any(isinstance(m, _ConvNd) for m in model.modules()):
         raise Unconvertible(f"fedwon replaces BatchNorm by scaled convolutions, but the model has BatchNorm and no convolution: {INSTEAD}")
@@ -176,7 +177,7 @@ def scale_convolutions(model: nn.Module) -> nn.Module:
 
 
 def fedwon() -> Method:
-    """Make the method FedWon: no BatchNorm, and convolutions with scaled standardised weights. It has no options."""
+    """Make the method FedWon: no BatchNorm, and convolutions with scaled standardised weights."""
     return Method("fedwon", layer=per_channel, prepare=scale_convolutions)
 
 
@@ -281,5 +282,5 @@ def _rescale(weight: torch.Tensor, deviation: float) -> None:
 
 
 def fixup() -> Method:
-    """Make the method Fixup: initial weights with which a network trains without BatchNorm. The method has no options."""
+    """Make the method Fixup: initial weights with which a network trains without BatchNorm."""
     return Method("fixup", layer=scalars, prepare=initialise)

@@ -1,4 +1,4 @@
-"""Define local objectives, one file per paper: the loss that a client minimises, or the way it corrects its gradients.
+"""Define local objectives, one file per paper: a client's loss, or how it corrects its gradients.
 
 ``OBJECTIVES`` maps a name of the run config to an objective. Every method works with every objective, except
 for the few pairs that ``federation.composition`` refuses.

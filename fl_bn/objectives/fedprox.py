@@ -37,7 +37,7 @@ class _Proximal(Round):
 
 @dataclass(frozen=True)
 class FedProx(Objective):
-    """Add FedProx's proximal term to the loss. The term is over the trained weights that are shared, and no others."""
+    """Add FedProx's proximal term, over the trained weights that are shared, to the loss."""
 
     mu: float = option(0.01, "strength of mu/2 times the squared distance from the received weights (mu in the paper); 0: off", ">= 0")
     name: ClassVar[str] = "fedprox"

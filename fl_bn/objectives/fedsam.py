@@ -44,7 +44,7 @@ class _Sharpness(Round):
 
 @dataclass(frozen=True)
 class FedSAM(Objective):
-    """Compute each gradient after FedSAM's ascent step. ``rho`` is the step's Euclidean length, over all trained parameters."""
+    """Compute each gradient after FedSAM's ascent step, of Euclidean length ``rho`` over all parameters."""
 
     rho: float = option(0.05, "radius of the ascent step (rho in the paper); 0: off", ">= 0")
     name: ClassVar[str] = "fedsam"

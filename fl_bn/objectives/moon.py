@@ -1,4 +1,4 @@
-"""Define MOON: pull a client's representations towards the received model's, away from those of the client's previous model.
+"""Define MOON: pull representations towards the received model's, away from the client's previous one's.
 
 Model-Contrastive Federated Learning, Li, He, Song, CVPR 2021, Algorithm 1, equation 3.
 
@@ -37,7 +37,7 @@ def contrastive_term(z: Tensor, z_global: Tensor, z_previous: Tensor, temperatur
 
 
 class _Representation:
-    """Record the input (B, d) of the head of ``model`` in each forward pass, by a hook, in float32 or float64.
+    """Record the input (B, d) of the head of ``model`` in each forward pass, in float32 or float64.
 
     If the head is a convolution, its input is averaged over all pixels.
     """

@@ -74,7 +74,7 @@ class Finish:
 
 
 class Round:
-    """Compute the gradients of one client's round. This base class is the plain objective, the loss alone."""
+    """Compute the gradients of one client's round. This base class is the loss alone."""
 
     def gradient(self, step: Step) -> Tensor:
         """Add the gradient of one batch to every parameter's ``grad``, and return the loss alone."""
@@ -117,7 +117,7 @@ class Objective(Options):
 
     @property
     def described(self) -> str:
-        """Return class and options as text, such as ``FedProx(mu=0.1)``. Empty: the objective has no effect."""
+        """Return class and options as text, such as ``FedProx(mu=0.1)``. Empty: it has no effect."""
         return repr(self) if self.on else ""
 
     @property

@@ -52,7 +52,7 @@ class _Controlled(Round):
         return Finish({**self.kept, **keep}, {name: new[name] - known for name, known in self.known.items()})
 
     def _own(self, name: str, steps: int, learning_rate: float) -> Tensor:
-        """Compute the client's new control variate for the parameter ``name`` (c_i+, line 12 of Algorithm 1)."""
+        """Compute the client's new control variate for a parameter (c_i+, line 12 of Algorithm 1)."""
         moved = (self.anchors[name] - self.trained[name].detach()) / (steps * learning_rate)
         return moved - self.correction[name]
 

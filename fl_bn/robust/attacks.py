@@ -77,7 +77,7 @@ def mimic(victim: int = 0) -> Attack:
 
 
 def gaussian(sigma: float = 1.0, seed: int = 0) -> Attack:
-    """Make the attack that sends normal noise of mean 0 and standard deviation ``sigma`` in every coordinate."""
+    """Make the attack that sends normal noise of standard deviation ``sigma`` in every coordinate."""
     return lambda honest, f: np.random.default_rng(seed).normal(0.0, sigma, (f, honest.shape[1]))
 
 
@@ -150,7 +150,7 @@ class Adversary:
 
     Attributes:
         attack: a name of ``ATTACKS``, or a function ``(honest rows, f) -> rows``.
-        on: the part of the Byzantine clients' replies that is false: ``statistics``, ``updates`` or ``both``.
+        on: the part of a Byzantine client's reply that is false: ``statistics``, ``updates`` or ``both``.
         strength: FOE's epsilon, ALIE's z, gaussian's standard deviation, or mimic's victim. 0: the default.
 
     Raises:

@@ -44,7 +44,7 @@ def batcher(n: int) -> list[tuple[int, int]]:
 
 
 def trimmed_mean(block: Any, trim: int) -> Any:
-    """Return the mean (width,) of every column of ``block`` (n, width) without its ``trim`` smallest and ``trim`` largest values."""
+    """Return the means (width,) of the columns without their ``trim`` smallest and largest values."""
     n = len(block)
     if trim == 0:
         return block.sum(0) / n
@@ -62,5 +62,5 @@ def trimmed_mean(block: Any, trim: int) -> Any:
 
 
 def median(block: Any) -> Any:
-    """Return the median (width,) of every column. For an even number of rows it is the mean of the two middle values."""
+    """Return the medians (width,) of the columns: for even numbers the mean of the two middle values."""
     return trimmed_mean(block, (len(block) - 1) // 2)

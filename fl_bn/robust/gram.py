@@ -83,7 +83,7 @@ def gram(matrix: np.ndarray) -> Gram:
 
 
 def medoid(squared_distances: np.ndarray) -> int:
-    """Return the index of the medoid: the row around which a ball needs the smallest radius to hold a majority of the rows.
+    """Return the index of the medoid: around it, the smallest ball holds a majority of the rows.
 
     Among balls of the same radius, the smallest sum of squared distances to the rows in the ball decides.
     """
@@ -121,7 +121,7 @@ def _products(matrix: np.ndarray, double: bool, centre: int | None = None) -> np
 
 
 class _Scene:
-    """Hold the rows x_k relative to the medoid x_m. Coordinates b stand for the point x_m + sum_k b_k s_k (x_k - x_m).
+    """Hold the rows x_k about the medoid x_m. Coordinates b stand for x_m + sum_k b_k s_k (x_k - x_m).
 
     The factor s_k (``scale``) is in (0, 1]. It is below 1 if row k was moved towards the medoid.
     """

@@ -28,7 +28,7 @@ class Report:
     """Report which rows a rule rejected, and which are far from its value.
 
     Attributes:
-        rejected: indices of rows with a number that is not finite, or whose sum of squares is above ``LARGEST``.
+        rejected: indices of rows that are not finite, or whose sum of squares is above ``LARGEST``.
     """
 
     rejected: tuple[int, ...]

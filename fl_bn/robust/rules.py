@@ -68,7 +68,7 @@ def trimmed_mean(rows: Rows | View, f: int = 0) -> Outcome:
 
 
 def krum(rows: Rows | View, f: int = 0) -> Outcome:
-    """Return the row with the smallest sum of squared distances to its n - f - 2 nearest rows. In a tie, the first row wins.
+    """Return the first row with the smallest sum of squared distances to its n - f - 2 nearest rows.
 
     References:
         Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017.
@@ -133,7 +133,7 @@ def centered_clipping(rows: Rows | View, f: int = 0, *, radius: float | None = N
 
 
 def nnm(rows: Rows | View, f: int = 0, *, then: Rule = median) -> Outcome:
-    """Replace every row by the mean of its n - f nearest rows, itself included, and apply ``then`` (nearest-neighbour mixing).
+    """Replace every row by the mean of its n - f nearest rows, itself included, and apply ``then``.
 
     Among equally near rows, those with the smallest indices are chosen.
 

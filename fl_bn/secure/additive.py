@@ -1,8 +1,8 @@
 """Convert moments into numbers that secure aggregation can average over the clients.
 
-Count, mean and biased variance of one layer (``Moments``) cannot be averaged: pooling needs every client's mean. So each
-client computes two deviations from a public reference. The reference is the running statistics that the server sent,
-with mean r and standard deviation s = sqrt(var + EPS)::
+Count, mean and biased variance of one layer (``Moments``) cannot be averaged: pooling needs every
+client's mean. So each client computes two deviations from a public reference, the running
+statistics that the server sent, with mean r and standard deviation s = sqrt(var + EPS)::
 
     first  = mean of (x - r) / s            second = mean of ((x - r) / s)^2 - 1
 
@@ -39,7 +39,7 @@ def scale(reference: Running) -> Tensor:
 
 
 def deviations(moments: Moments, reference: Running) -> tuple[Tensor, Tensor]:
-    """Compute the deviations of a layer's moments from the reference, which has mean r and standard deviation s (``scale``).
+    """Compute the deviations of moments from the reference, with mean r and deviation s (``scale``).
 
     ``first`` is the mean of ``(x - r) / s``, and ``second`` the mean of ``((x - r) / s)^2 - 1``, both (C,),
     in float64. They are zeros if the moments have count 0, because the layer did not run.
@@ -66,7 +66,7 @@ def from_deviations(count: int, first: Tensor, second: Tensor, reference: Runnin
 
 
 def running_deviations(running: Running, reference: Running) -> tuple[Tensor, Tensor]:
-    """Compute ``(mean - r) / s`` and ``var / s^2 - 1``, (C,) each, for a reference with mean r and standard deviation s.
+    """Compute ``(mean - r) / s`` and ``var / s^2 - 1``, (C,) each, for mean r and deviation s.
 
     These deviations are for methods that average running means and running variances separately (FedAvg).
     """
@@ -123,7 +123,7 @@ def lost(moments: Moments, first: Tensor, reference: Running, error: float, limi
 
 
 def level(clipping_range: float, bits: int) -> float:
-    """Return the width of one level of a quantiser of ``[-clipping_range, clipping_range]`` with ``2**bits`` levels."""
+    """Return a level's width of a quantiser of ``[-clipping_range, clipping_range]``, ``2**bits`` levels."""
     return 2 * clipping_range / (1 << bits)
 
 
@@ -159,6 +159,6 @@ def moments_error(first: Tensor, reference: Running, error: float, limit: float)
 
 
 def beyond(named: Mapping[str, Tensor], limit: float) -> dict[str, int]:
-    """Count the values that a quantiser of ``[-limit, limit]`` would cut off, by tensor, if there are any."""
+    """Count the values, by tensor, that a quantiser of ``[-limit, limit]`` would cut off."""
     counts = {name: int((tensor.abs() > limit).sum()) for name, tensor in named.items()}
     return {name: count for name, count in counts.items() if count}

@@ -1,4 +1,4 @@
-"""Provide client-level differential privacy with two releases (noisy sums): of the updates and of the statistics.
+"""Provide client-level differential privacy with two noisy sums: of the updates and of the statistics.
 
 A client's update and its statistics (standardised deviations, see ``additive``) are two vectors. Each is
 scaled down to an L2 norm of at most its clip C. A clip that fits one would not fit the other. Each gets so
@@ -99,7 +99,7 @@ def noisy(
 
 
 def rho(releases: int, noise: float) -> float:
-    """Return rho, the cost in zero-concentrated DP of ``releases`` sums with Gaussian noise of the multiplier ``noise``."""
+    """Return rho, the cost in zero-concentrated DP of ``releases`` sums with noise of multiplier ``noise``."""
     return releases / (2 * noise**2)
 
 

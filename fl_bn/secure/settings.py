@@ -1,4 +1,4 @@
-"""Define the settings of secure aggregation (SecAgg+): shares of secrets, range and bits of values, fewest clients in a sum."""
+"""Define the settings of secure aggregation (SecAgg+): shares, values' range and bits, fewest clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ secured = partial(option, used=SECURE)
 
 @dataclass(frozen=True)
 class SecureAggregation(Options):
-    """Describe the settings of secure aggregation by SecAgg+. Most fields are options, with their keys in docs/config.md.
+    """Describe the settings of SecAgg+. Most fields are options, with their keys in docs/config.md.
 
     Attributes:
         shares: A client shares masks with ``shares - 1`` other clients.
@@ -53,7 +53,7 @@ class SecureAggregation(Options):
             self.check(max(self.shares, LEAST))
 
     def shares_of(self, clients: int) -> int:
-        """Return the number of parts into which each client's secrets are split, in a sum of ``clients`` clients."""
+        """Return the number of parts of each secret, in a sum of ``clients`` clients."""
         return min(self.shares or clients, clients)
 
     def threshold_of(self, clients: int) -> int:
@@ -64,7 +64,7 @@ class SecureAggregation(Options):
         """Check that the vectors of ``clients`` clients can be summed.
 
         Raises:
-            ValueError: There are too few clients, the sum would overflow, or ``shares`` or ``threshold`` does not fit their number.
+            ValueError: There are too few clients, the sum would overflow, or an option does not fit them.
         """
         shares, threshold, most = self.shares_of(clients), self.threshold_of(clients), (MODULUS - 1).bit_length() - clients.bit_length()
         fits = shares < 2 * threshold <= 2 * shares

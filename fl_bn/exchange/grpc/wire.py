@@ -1,9 +1,10 @@
 """Convert requests and answers to bytes and back: a line of JSON, and the values after it, little-endian.
 
-A stream's first request is ``{"join": batch}``, where 0 says that the client takes no part in this round. Its last one is
-``{"leave": true}``. All others have ``layer``, ``quantity``, ``call`` and ``count``, and a client's vector. Each but the last gets
-one answer, ``{"count": ..., "batch": ...}`` and the cohort's vector, once all clients of the round have sent theirs. If a stream
-ends without a leave, its client has died.
+A stream's first request is ``{"join": batch}``, where 0 says that the client takes no part in this
+round. Its last one is ``{"leave": true}``. All others have ``layer``, ``quantity``, ``call`` and
+``count``, and a client's vector. Each but the last gets one answer, ``{"count": ..., "batch": ...}``
+and the cohort's vector, once all clients of the round have sent theirs. A stream that ends without a
+leave means that its client has died.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Exchange vectors by replay: a client computes its round again from the start whenever a new answer has come.
+"""Exchange vectors by replay: a client computes its round again whenever a new answer has come.
 
 The server sends all answers so far, the transcript. The client uses them in order, and asks for the next
 one in its reply. Every repetition has the same batch and the same random numbers, so it reaches the same
@@ -86,7 +86,7 @@ def attach(content: RecordDict, transcript: Transcript) -> int:
 
 
 def detach(payload: Payload, config: Mapping[str, Any]) -> list[tuple[Key, Answer]]:
-    """Take the transcript, if there is one, out of ``payload``, or raise ``WireError`` if it is not valid."""
+    """Take the transcript, if there is one, out of ``payload``. A wrong one raises ``WireError``."""
     arrays = payload.pop(TRANSCRIPT, {})
     try:
         entries = enumerate(json.loads(str(config.get(TRANSCRIPT, "[]"))))

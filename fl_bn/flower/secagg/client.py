@@ -1,4 +1,4 @@
-"""Run the client's half of secure aggregation: Flower's SecAgg+ mod around the handlers that train and measure.
+"""Run the client's half of secure aggregation: Flower's SecAgg+ mod around training and measuring.
 
 The plain reply never leaves this file. It becomes a vector (``sums``), with noise if privacy is on.
 Flower's mod quantises and masks the vector. Only counts travel unmasked: samples, batches, and
@@ -45,7 +45,7 @@ NOBODY = Plan(0, 0, 0)
 
 
 def secure(build: Callable[[Context], BatchNormClient], message: Message, context: Context) -> Message:
-    """Answer a train message that belongs to a secure sum, or raise ``Insecure`` if that reveals a vector."""
+    """Answer a train message that belongs to a secure sum, or raise ``Insecure``."""
     content, state = message.content, client_half.SecAggPlusState(**context.state.config_records.get(RECORD_KEY_STATE, ConfigRecord()))
     if why := next(refusals(content, state, context.node_id), ""):
         raise Insecure(why)

@@ -6,8 +6,8 @@ masks of clients with different instructions do not cancel, and the sum consists
 
 The hash covers:
 
-* the set-up of SecAgg+: the number of clients and shares, the threshold, clipping range, levels, modulus, weight,
-  and the cohort's nodes,
+* the set-up of SecAgg+: the number of clients and shares, the threshold, clipping range, levels,
+  modulus, weight, and the cohort's nodes,
 * the header: method, phase, round, signature of the model, format, dtype of the payload,
 * the config: the weights of the sum, the learning rate, the clips and the noise, and undeclared fields, too,
 * the instructions in the rounds that formed the clients' states,

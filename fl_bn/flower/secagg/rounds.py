@@ -1,4 +1,4 @@
-"""Run rounds, statistics exchanges and evaluations in which the server sees only the sum over the clients."""
+"""Run rounds, statistics exchanges and evaluations in which the server sees only sums over clients."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class SecureRounds:
         return _entries(total), total.refused
 
     def train(self, grid: Grid, messages: Iterable[Message], cohort: Sequence[Client], timeout: float) -> tuple[bool, list[Reply]]:
-        """Train for one round. Return whether it changed the model, and each client's reply, with its counts.
+        """Train for one round. Return whether the model changed, and each client's counts as a reply.
 
         The server knows the cohort's mean loss alone, so the record has it as every client's loss.
         Under differential privacy the loss is NaN, because the budget does not include it.
@@ -269,7 +269,7 @@ def _widened(moments: Mapping[str, Moments], reference: Mapping[str, Running], l
 
 
 def _arrays(moments: Mapping[str, Moments], reference: Mapping[str, Running]) -> ArrayRecord:
-    """Return ``moments`` as a message's reference, in float32. A layer that did not run keeps the old one."""
+    """Return ``moments`` as a reference, in float32. A layer that did not run keeps the old one."""
     running = {layer: Running(m.mean, m.var) if m.count else reference[layer] for layer, m in moments.items()}
     named = {
         tensor_name(k, key): getattr(r, key.removeprefix("running_")) for k, r in running.items() for key in ("running_mean", "running_var")

@@ -261,7 +261,7 @@ class SecureSum:
         return Masked(arrays, told["digest"], told["activations"])
 
     def _unmask(self, keys: Mapping[int, list[bytes]], masked: Mapping[int, Masked], threshold: int, digest: str) -> np.ndarray:
-        """Ask for shares of secrets, remove the masks from the sum by them, and return the mean of the vectors.
+        """Ask for shares of secrets, remove the masks from the sum, and return the mean of the vectors.
 
         Of a client in the sum, the secret is the seed of its private mask. Of a lost one, it is the key
         of the masks that it shares with its neighbours.

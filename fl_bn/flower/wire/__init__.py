@@ -1,1 +1,1 @@
-"""Encode, check, send and receive Flower's messages. The module ``gate`` checks all messages and replies of a client's app."""
+"""Encode, check, send and receive Flower's messages. All of a client's app pass through ``gate``."""

@@ -165,7 +165,7 @@ def decoded(array: Array, section: str, name: str = "") -> np.ndarray:
 
 
 def flatten(payload: Payload) -> tuple[list[np.ndarray], str]:
-    """Return the arrays as a list, and their layout as JSON: ``[[section, [name, ...]], ...]`` in the same order."""
+    """Return the arrays as a list, and their layout as JSON: ``[[section, [name, ...]], ...]``."""
     layout = [[section, list(arrays)] for section, arrays in payload.items()]
     return [array for arrays in payload.values() for array in arrays.values()], json.dumps(layout)
 
@@ -259,7 +259,7 @@ class Reading:
         self.own, self.refused, self.wrong = dict[int, Mapping[str, MetricRecord]](), dict[int, str](), set[int]()
 
     def read(self, reply: Decoded) -> int | None:
-        """Check one reply, and return its client's index. None: not of the cohort, or not its first reply."""
+        """Check one reply, and return its client's index. None: not in the cohort, or not the first."""
         client = self._by_node.get(reply.node)
         if client is None or client.index in self.own:
             return None

@@ -111,7 +111,7 @@ class Limits:
 
     @classmethod
     def of(cls, context: Context) -> Limits:
-        """Read the limits from the node config, or raise ``WireError``. The run config may set ``secure``."""
+        """Read the limits from the node config and, for ``secure``, the run config, or raise ``WireError``."""
         given = LIMITS.read(context.node_config)
         secure = any(bool(config.get(REQUIRED, False)) for config in (context.node_config, context.run_config))
         fewest = given.get("min-samples", FEW if secure else 0)
@@ -207,9 +207,9 @@ def evaluations_left(context: Context, limits: Limits) -> bool:
 
 
 def _spend(context: Context, limits: Limits) -> str:
-    """Add 1 to this client's evaluations of the run, before the result is sent. Return why it may not answer.
+    """Count one more of this client's evaluations of the run, or return why it may not answer.
 
-    ``state-dir`` keeps the count over restarts.
+    It is counted before the result is sent. ``state-dir`` keeps the count over restarts.
     """
     most, file = limits.max_evaluations, _file(context)
     if most is None:

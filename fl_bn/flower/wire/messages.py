@@ -148,7 +148,7 @@ class RunId:
         return replace(self, resumes=(*self.resumes, (secrets.token_hex(4), round)))
 
     def counts(self, round: int, attempt: str) -> bool:
-        """Return whether a client's state of ``round``, stored after the resume ``attempt``, still counts."""
+        """Return whether a state of ``round``, stored after the resume ``attempt``, still counts."""
         if attempt not in self.attempts:
             return False
         return all(round <= resumed for _, resumed in self.resumes[self.attempts.index(attempt) :])
@@ -204,7 +204,7 @@ EVALUATED = Form("metrics", {"samples": whole(), "loss": measured(), "fewest": w
 
 
 def evaluated(task: Task) -> Form:
-    """Return ``EVALUATED`` with the metrics that ``task`` declares. Of these, only ``task.metric`` is required."""
+    """Return ``EVALUATED`` with the task's metrics, of which only ``task.metric`` is required."""
     ranges = task.declared()
     named = {name: measured(*ends, default=NEEDED if name == task.metric else None) for name, ends in ranges.items() if name[-1] != "-"}
     series = {name: measured(*ends) for name, ends in ranges.items() if name[-1] == "-"}
@@ -305,7 +305,7 @@ ADVICE = 'install the server\'s version at every site (docs, "Upgrade the server
 
 @cache
 def here() -> str:
-    """Return the version of fl-bn that is installed here, read once per process, which takes milliseconds."""
+    """Return the version of fl-bn that is installed here, read once per process, as that is slow."""
     return version_of("fl-bn")
 
 

@@ -100,7 +100,7 @@ def _checked(reply: Message, identity: str, message: Message) -> Message:
 
 
 def _from_its_node(reply: Message, message: Message) -> Message:
-    """Return ``reply``, with the node that got ``message``, which an error that Flower made does not name."""
+    """Return ``reply``, with the node that got ``message``, which Flower's own errors do not name."""
     if reply.has_error():
         reply.metadata.__dict__["_src_node_id"] = message.metadata.dst_node_id
     return reply
@@ -168,7 +168,7 @@ class Mailbox:
                 del reply
 
     def _is_final(self, reply: Message, sent: Message) -> bool:
-        """Return whether ``reply`` counts. An error of a node that may come back, or a late one, does not."""
+        """Return whether ``reply`` counts: no error of a node that may come back, nor a late one."""
         node = sent.metadata.dst_node_id
         if not reply.has_error() or reply.error.code not in PASSING:
             return True
