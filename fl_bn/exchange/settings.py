@@ -89,7 +89,7 @@ class ExchangeSettings(Options):
         super().__post_init__()
         exposed = [host for host in (self.host, self.bind) if host and not is_loopback(host)]
         if exposed and self.certificates is None and not self.insecure:
-            raise ValueError(f"the exchange would listen at {exposed[0]} without encryption: give certificates, or set insecure=True")
+            raise ValueError(f"the exchange would listen at {exposed[0]} without encryption: give certificates=..., or set insecure=True")
 
     @property
     def listen_on(self) -> str:

@@ -83,7 +83,7 @@ def check_rates(objective: Objective, optimizer: Optimizer, others: Sequence[flo
         (any(group.get("maximize") for group in optimizer.param_groups),
          f"{objective.name} lowers the loss, but the optimiser has maximize=True: change the sign of the loss instead"),
         (len(several) > 1,
-         f"{objective.name}'s control variates need one learning rate for all parameters, but the loop has {several}"),
+         f"{objective.name}'s control variates need one learning rate for all parameters, but the loop has the rates {several}"),
     )  # fmt: skip
 
 

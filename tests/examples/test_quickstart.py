@@ -143,5 +143,4 @@ def test_its_own_train_does_not_thaw_fixbn(written: Any, capsys: pytest.CaptureF
 
     monkeypatch.setattr(client_round, "freeze_statistics", by_mode)  # control: frozen by evaluation mode alone
     monkeypatch.setattr(client_round, "train_mode", lambda model: by_mode(model.train()))
-    monkeypatch.setattr(client_round.LocalRound, "freezes", property(lambda self: False))
     assert True in moved_in_frozen_rounds(written("fixbn"), capsys, monkeypatch)

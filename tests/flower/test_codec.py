@@ -141,7 +141,7 @@ def test_a_run_has_the_same_bits_whether_arrays_are_handed_over_or_encoded(name:
     def encoded(arrays: dict[str, np.ndarray]) -> ArrayRecord:
         return ArrayRecord({name: Array(np.asarray(array, order="C")) for name, array in arrays.items()})
 
-    for module in ("wire.codec", "client_state", "layerwise.transcript"):
+    for module in ("wire.codec", "handlers", "layerwise.transcript"):
         monkeypatch.setattr(f"fl_bn.flower.{module}.to_record", encoded)
     over_the_wire = run(method, equal_clients(3), 3, settings=settings)
     assert not any(isinstance(a, LazyArray) for a in over_the_wire.result.arrays.values())
