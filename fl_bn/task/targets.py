@@ -84,7 +84,7 @@ def batch_size(inputs: Any, targets: Any) -> int:
     if len(rows) == 1:
         return rows.pop()
     if shown is None:
-        raise ValueError(f"the size of a batch is unclear from inputs {type(inputs).__name__} and targets {type(targets).__name__}: override read")
+        raise ValueError(f"a batch of {type(inputs).__name__} and {type(targets).__name__} shows no number of samples: override read")
     return shown
 
 
