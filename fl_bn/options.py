@@ -65,7 +65,7 @@ Fits = Mapping[str, tuple[Callable[[Any], object], str]]
 
 
 def refuse(*rules: tuple[object, str]) -> None:
-    """Check rules in order, each a pair: whether it applies, and the sentence for the user.
+    """Check rules in order, each whether it applies, and the sentence for the user.
 
     >>> refuse((1 > 2, "one is too many"), (2 > 1, "two are too many"))
     Traceback (most recent call last):
@@ -100,7 +100,7 @@ def check_fits(table: Fits, given: Mapping[str, Any], whose: str = "", others: s
 
 @dataclass(frozen=True)
 class Used:
-    """Name what an option belongs to. In a run without that, the option has no effect, and setting it is an error.
+    """Name what an option belongs to. Without it, an option has no effect, and setting it is an error.
 
     Attributes:
         owner: The words after "belongs to", such as "method='fixbn'".
@@ -133,7 +133,7 @@ def in_config(value: Value) -> str:
 
 
 def range_of(text: str) -> Callable[[Any], bool]:
-    """Return a function that returns whether a number is finite and within the range that ``text`` describes.
+    """Return a function that tells whether a number is finite and within the range ``text``.
 
     The text is ``>= 1``, ``> 0``, ``0..9`` (both ends included), ``(0, 1]``, or a single number. The word ``or``
     joins several of these: ``0 or >= 2``. Another text raises ValueError.
@@ -200,7 +200,7 @@ class Option:
             return False
 
     def check(self, value: Any, called: str = "") -> Value:
-        """Check a value, and return it in the key's type. Errors name the option as ``called``, by default its key.
+        """Check a value, and return it in the key's type. Errors name it ``called``, or its key.
 
         Raises:
             ValueError: The value is of another type, is out of range, or cannot be written to a file or sent.
@@ -264,7 +264,7 @@ def _field(spec: Option) -> Any:
 
 
 def declared(kind: type, name: str, neutral: Any = REQUIRED, read: Callable[[Any], Any] | None = None) -> Any:
-    """Return a dataclass field for the option ``name`` that the class ``kind`` declares.
+    """Return a dataclass field for the option ``name`` of the class ``kind``.
 
     ``neutral`` is the constructor's default in the class that gets the field, by default the run config's.
     ``read`` converts the key's value to the field's value with this default. None: they are the same.
@@ -328,7 +328,7 @@ def takes(options: Callable[P, Chosen]) -> Callable[[Callable[[Chosen], T]], Cal
 
 
 def options_by_key(constructor: object, hidden: bool = False) -> dict[str, Option]:
-    """Return a constructor's options by their run-config keys; with ``hidden``, the hidden ones alone."""
+    """Return a constructor's options by run-config keys, with ``hidden`` the hidden ones alone."""
     kind = constructor if isinstance(constructor, type) and is_dataclass(constructor) else getattr(constructor, "options", None)
     return {} if kind is None else _by_key(kind, hidden)
 
@@ -339,7 +339,7 @@ def _by_key(kind: Any, hidden: bool) -> dict[str, Option]:
 
 
 def build(constructor: Callable[..., T], value_of: Callable[[str], Value], **computed: Any) -> T:
-    """Call a constructor with the run config's values of its options, which ``value_of`` returns by their keys.
+    """Call a constructor with the run config's values, which ``value_of`` returns by key.
 
     Args:
         constructor: A dataclass with options, or a function decorated by ``takes``.
@@ -354,7 +354,7 @@ def build(constructor: Callable[..., T], value_of: Callable[[str], Value], **com
 
 
 def keys_of(registry: Mapping[str, object]) -> dict[str, Option]:
-    """Return the run-config keys of all constructors of a registry (name -> constructor), by name.
+    """Return the run-config keys of a registry's constructors (name -> constructor).
 
     If they mean different things to several constructors, the help says which means what.
 
@@ -383,7 +383,7 @@ def _keys_of(registry: tuple[tuple[str, object], ...]) -> dict[str, Option]:
 
 
 def same_key(one: Option, other: Option) -> None:
-    """Raise ValueError unless two declarations of one key have the same default and allowed values."""
+    """Raise ValueError unless two options of one key have one default and allowed values."""
     if (other.default, other.shown) != (one.default, one.shown):
         variants = " and ".join(f"{_shown(spec.default)} of {spec.shown}" for spec in (one, other))
         raise ValueError(f"the run-config key {other.name!r} is declared twice, with different defaults or values: {variants}")

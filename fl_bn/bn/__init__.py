@@ -1,1 +1,1 @@
-"""Batch normalisation in a network: layers, their statistics, and the part that each tensor plays."""
+"""Batch normalisation in a network: layers, statistics, and the role of each tensor."""

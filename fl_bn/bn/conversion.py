@@ -1,4 +1,4 @@
-"""Convert a torch model: the layers of a method (FedBN, HBN, ...) replace the model's BatchNorm layers.
+"""Replace a torch model's BatchNorm layers by the layers of a method (FedBN, HBN, ...).
 
 ``check_complete``, ``_wrong_layer`` and ``_wrong_tensors`` list what cannot be converted.
 """
@@ -71,7 +71,7 @@ def _wrong_layer(layer: nn.Module, method: Method) -> Iterator[str]:
 
 
 def _wrong_tensors(model: nn.Module, method: Method) -> Iterator[str]:
-    """Yield what is wrong with the tensors of the converted ``model``, which may override its state_dict."""
+    """Yield what is wrong with the tensors of the converted ``model``."""
     state, layers = model.state_dict(), batch_norms(model)
     for name, tensor in state.items():
         if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
@@ -100,7 +100,7 @@ def _wrong_tensors(model: nn.Module, method: Method) -> Iterator[str]:
 
 
 def convert(model: nn.Module, method: Method) -> nn.Module:
-    """Copy a model, find its BatchNorm layers by their type, and replace them by the layers of ``method``.
+    """Copy a model, and replace its BatchNorm layers, found by type, by those of ``method``.
 
     >>> from fl_bn import convert, methods
     >>> convert(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), methods.hbn())[1].__class__.__name__
@@ -144,7 +144,7 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
 
 
 def check_converted(model: nn.Module, method: Method) -> None:
-    """Raise ValueError unless the BatchNorm layers of a client's network are those of ``method``."""
+    """Raise ValueError unless a client's network has the BatchNorm layers of ``method``."""
     layers = batch_norms(model)
     if not layers:
         return
@@ -161,7 +161,7 @@ def check_converted(model: nn.Module, method: Method) -> None:
 
 
 def check_kinds(model: nn.Module, method: Method) -> None:
-    """Raise TypeError unless ``model`` is a network, and not its class, and ``method`` a method."""
+    """Raise TypeError unless ``model`` is a network (no class) and ``method`` a method."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a network, an object such as Net(), but got {model!r:.100}")
     if isinstance(method, type) or not hasattr(method, "needs_running"):
@@ -169,7 +169,7 @@ def check_kinds(model: nn.Module, method: Method) -> None:
 
 
 def check_complete(model: nn.Module) -> None:
-    """Raise Unconvertible for TorchScript modules, which have lost their types, and lazy ones without a shape."""
+    """Raise Unconvertible for TorchScript modules (types are lost) and lazy ones without a shape."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             _refuse(["a TorchScript module has lost its layers' types: give the network before torch.jit.script"], _named(name, module))

@@ -1,4 +1,4 @@
-"""Recompute buffers of layers that compute weights from their parameters: spectral norm, parametrizations, pruning.
+"""Recompute buffers of layers that compute weights: spectral norm, parametrizations.
 
 Spectral norm divides a weight by its largest singular value. Its buffers ``u`` and ``v`` are singular
 vectors, which every training pass improves by one step of the power iteration. The average of several
@@ -26,7 +26,7 @@ MOST_STEPS = 200  # of the power iteration from the previous vectors; more are n
 
 
 def derivation(module: nn.Module) -> str:
-    """Say how a weight of ``module`` is computed (``torch.nn.utils.spectral_norm of 'weight'``); empty if none is."""
+    """Say how a weight of ``module`` is computed (``spectral_norm of 'weight'``); empty if none is."""
     if is_parametrized(module):
         lists: Any = module.parametrizations
         return ", ".join(f"parametrization {type(one).__name__.lstrip('_')} of {name!r}" for name, chain in lists.items() for one in chain)
@@ -41,7 +41,7 @@ def derivation(module: nn.Module) -> str:
 
 @torch.no_grad()
 def recompute(model: nn.Module) -> None:
-    """Compute anew, in place, the buffers of ``model`` that follow from its weights (``Role.RECOMPUTED``)."""
+    """Compute the buffers of ``model`` that follow from its weights (``Role.RECOMPUTED``), in place."""
     computed = {name for name, role in roles(model).items() if role is Role.RECOMPUTED}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -65,7 +65,7 @@ def _given_to(chain: ParametrizationList, place: int) -> Tensor:
 
 
 def _iterate(weight: Tensor, u: Tensor, v: Tensor, eps: float) -> None:
-    """Improve the singular vectors ``u`` and ``v`` of ``weight``, in place, by the power iteration.
+    """Improve the singular vectors ``u`` and ``v`` of ``weight``, in place, by power iteration.
 
     It ends when ``u`` no longer changes, or after ``MOST_STEPS`` steps.
     """
@@ -90,7 +90,7 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool =
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:
-    """Map the names in ``model``'s state_dict to the names of the same tensors in the network without wrappers.
+    """Map the names in ``model``'s state_dict to those in the network without wrappers.
 
     These lack ``module.`` of DataParallel and DistributedDataParallel, and ``_orig_mod.`` of ``torch.compile``. A
     user's own submodule called ``module`` stays.
@@ -99,12 +99,12 @@ def plain_names(model: nn.Module) -> dict[str, str]:
 
 
 def full_names(model: nn.Module) -> dict[str, str]:
-    """Map the names of the modules in the network without wrappers, as ``unwrapped`` returns it, to their names in ``model``."""
+    """Map the names of the modules of ``unwrapped``'s result to their names in ``model``."""
     return {_plain(model, name): name for name, _ in model.named_modules()}  # a wrapper comes before its content, which counts
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Replace each wrapper in ``model`` (see ``plain_names``) by its content, in place, and return the network without wrappers."""
+    """Replace each wrapper in ``model`` by its content, in place, and return what is left."""
     while inner := _wrapped(model):
         model = getattr(model, inner)
     for name, child in model.named_children():
@@ -123,7 +123,7 @@ def _plain(model: nn.Module, name: str) -> str:
 
 
 def _wrapped(module: nn.Module) -> str:
-    """Return the attribute in which the wrapper ``module`` holds its network. Empty if ``module`` is no wrapper."""
+    """Return the attribute in which a wrapper holds its network; empty for other modules."""
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return "module"
     return "_orig_mod" if type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules else ""

@@ -1,4 +1,4 @@
-"""Normalise a training batch as HBN does: in plain operations, or by torch's fused BatchNorm kernels.
+"""Normalise a training batch as HBN does: in plain operations, or by torch's fused kernels.
 
 In one channel, a batch has ``n`` values with mean ``mu`` and variance ``var``. The shared mean and variance are ``M`` and ``V``.
 With ``a = sigmoid(logit)``, HBN computes
@@ -37,7 +37,7 @@ Affine = tuple[Tensor | None, Tensor | None]
 
 
 def mixture(mix_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Mix the moments of a batch, (C,) each, with the statistics that all clients share (HBN, equation 9).
+    """Mix the moments of a batch, (C,) each, with the shared statistics (HBN, equation 9).
 
     ``mix_C`` is the weight of the batch, from 0 to 1.
     """
@@ -45,7 +45,7 @@ def mixture(mix_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor]) ->
 
 
 def normalise(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor], eps: float) -> Tensor:
-    """Normalise a batch with the mixture of its own moments and the shared statistics, by torch's fused kernels.
+    """Normalise a batch with the mixture of its moments and the shared statistics, by fused kernels.
 
     All tensors but ``x`` have one dtype, float32 or float64. The gradient for ``x`` takes into account that
     ``batch`` depends on ``x``. Second derivatives are possible. Inside ``torch.func`` and ``torch.compile`` use
@@ -79,7 +79,7 @@ def plain(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tensor], 
 
 
 def inside_transform() -> bool:
-    """Return whether ``torch.func``, forward-mode differentiation or ``torch.compile`` transforms the call."""
+    """Return whether ``torch.func``, forward-mode AD or ``torch.compile`` transforms the call."""
     return torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling() or forward_ad._current_level >= 0
 
 

@@ -1,4 +1,4 @@
-"""Make layer classes at run time, and describe kinds of BatchNorm layers that do more than torch's.
+"""Make layer classes at run time, and describe BatchNorm layers that do more than torch's.
 
 ``composed`` combines a way of computing with the class of the layer that is replaced. So a user's
 ``isinstance(layer, nn.BatchNorm2d)`` stays true, and the attributes and methods of the user's own class stay,
@@ -25,7 +25,7 @@ class Unconvertible(ValueError):
 
 
 class Composed(nn.Module):
-    """Serve as the abstract base of the layer classes that ``composed`` makes at run time.
+    """Serve as the abstract base of the layer classes that ``composed`` makes.
 
     Attributes:
         way: the first base class, which decides how the layer computes (``HybridBatchNorm``).
@@ -36,7 +36,7 @@ class Composed(nn.Module):
     kind: ClassVar[type[nn.Module]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the layer with its base classes, because pickle cannot import a class that was made at run time."""
+        """Pickle the layer by its base classes: pickle cannot import a class made at run time."""
         if "kind" not in vars(type(self)):
             return super().__reduce_ex__(protocol)
         return _rebuilt, (_parts(type(self)),), self.__dict__
@@ -46,7 +46,7 @@ _COMPOSED: dict[tuple[type[Any], type[Any]], type[Any]] = {}
 
 
 def composed(way: type[Any], kind: type[Any]) -> type[Any]:
-    """Return a layer class with the two base classes ``way`` and ``kind``. Equal arguments give the same class."""
+    """Return the layer class with bases ``way`` and ``kind``, the same for equal arguments."""
     if (way, kind) not in _COMPOSED:
         body = {"__module__": way.__module__, "way": way, "kind": kind}
         _COMPOSED[way, kind] = type(way.__name__, (way, kind), body)
@@ -106,7 +106,7 @@ def register_batch_norm(kind: type[nn.Module], then: Sequence[str] = (), convert
 
 
 def kind_of(layer: nn.Module) -> Kind | None:
-    """Return the ``Kind`` of ``layer``; None: its class is neither timm's nor registered by ``register_batch_norm``."""
+    """Return the ``Kind`` of ``layer``; None: it is neither timm's nor registered."""
     kind = type(layer)
     return _BY_TYPE.get(kind) or _BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
 
@@ -119,7 +119,7 @@ def is_plain(layer: _BatchNorm) -> bool:
 
 
 def takes(layer: _BatchNorm, spatial: int) -> bool:
-    """Return whether the layer's own check of its inputs allows ``spatial`` dimensions beside batch and channels."""
+    """Return whether the layer's check of its inputs allows ``spatial`` further dimensions."""
     try:
         layer._check_input_dim(torch.empty(2, layer.num_features, *[1] * spatial))
     except (ValueError, RuntimeError, AssertionError):  # a check of a user's own class may be an assertion

@@ -43,7 +43,7 @@ class OwnBatchNorm(Composed, _BatchNorm):
 
     @property
     def training(self) -> bool:
-        """Return whether the layer normalises as in training. A frozen layer does so only after ``reset_running_stats``."""
+        """Return whether the layer normalises as in training. A frozen one does only if it ``refills``."""
         return bool(self.__dict__["training"]) and (self.refills or not self.frozen)
 
     @training.setter
@@ -51,12 +51,12 @@ class OwnBatchNorm(Composed, _BatchNorm):
         self.__dict__["training"] = mode
 
     def reset_running_stats(self) -> None:
-        """Set the statistics to mean 0 and variance 1. In training mode the layer then measures them as torch's BatchNorm does."""
+        """Set mean 0 and variance 1. In training, the layer then measures as torch's BatchNorm."""
         super().reset_running_stats()
         self.refills = True
 
     def reset_parameters(self) -> None:
-        """Set statistics and affine parameters to their initial values, and end ``refills``."""
+        """Set statistics and affine parameters to initial values, and end ``refills``."""
         super().reset_parameters()
         vars(self).pop("refills", None)
 
@@ -71,7 +71,7 @@ class FrozenBatchNorm(OwnBatchNorm):
 
 
 class SharedNorm(OwnBatchNorm):
-    """Serve as the abstract base of the layers that normalise training batches in another way than torch.
+    """Serve as the abstract base of layers that normalise training batches unlike torch.
 
     Attributes:
         then: names of submodules that the layer calls on its output, in this order, such as an activation.
@@ -108,7 +108,7 @@ class SharedNorm(OwnBatchNorm):
         return y
 
     def normalised(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` (B, C, *) with the statistics that the subclass prescribes, then scale and shift it."""
+        """Normalise ``x`` (B, C, *) with the subclass's statistics, then scale and shift it."""
         raise NotImplementedError
 
     def check_input(self, x: Tensor) -> None:
@@ -116,7 +116,7 @@ class SharedNorm(OwnBatchNorm):
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
 
     def normalise_shared(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` (B, C, *) with the running statistics. They are constants: no gradient flows through them."""
+        """Normalise ``x`` (B, C, *) with the running statistics, which are constants without gradient."""
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
 
 
@@ -139,7 +139,7 @@ _OWN = ("weight", "bias", "mixing_logit", "running_mean", "running_var")
 
 
 class HybridBatchNorm(SharedNorm):
-    """Normalise with a learnable mixture of batch and shared statistics, per channel (HBN, equations 9 and 10).
+    """Normalise with a learnable mixture of batch and shared statistics (HBN, equations 9 and 10).
 
     In training, ``mean = a * batch + (1 - a) * shared`` with ``a = sigmoid(mixing_logit)``, the paper's
     distribution factor, and the same for the (biased) variance. Gradients flow through the batch statistics and
@@ -152,7 +152,7 @@ class HybridBatchNorm(SharedNorm):
 
     @classmethod
     def from_batch_norm(cls, layer: _BatchNorm, fixed: float | None = None) -> Self:
-        """Make a layer of this class with mixing logits, and with the tensors, mode, hooks and attributes of ``layer``.
+        """Make a layer with mixing logits, and the tensors, mode, hooks and attributes of ``layer``.
 
         The value of the mixing logits is ``fixed``, and then they do not learn. None: they start at 0 and learn.
         """
@@ -164,7 +164,7 @@ class HybridBatchNorm(SharedNorm):
         self.mixing_logit = nn.Parameter(torch.full_like(self.running_mean, fixed or 0.0), requires_grad=fixed is None)
 
     def normalised(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` (B, C, *) with the mixture in training, with the shared statistics in evaluation."""
+        """Normalise ``x`` (B, C, *) with the mixture in training, else with the shared statistics."""
         self.check_input(x)
         if not self.training:
             if self.observation is not None:
@@ -185,13 +185,13 @@ class HybridBatchNorm(SharedNorm):
         return (plain if transformed else normalise)(x, (weight, bias), logit, (mean, var), batch, self.eps)
 
     def _own(self) -> list[Any]:
-        """Return the tensors that ``_OWN`` names, faster than by reading the module's attributes."""
+        """Return the tensors that ``_OWN`` names, faster than by the module's attributes."""
         tensors = {**self._parameters, **self._buffers}
         return [tensors[name] if name in tensors else getattr(self, name) for name in _OWN]
 
     @torch.no_grad()
     def normaliser(self, batch: Moments) -> Moments:
-        """Return the mean and variance that normalise a training batch of moments ``batch`` (HBN, equation 9)."""
+        """Return what normalises a training batch of moments ``batch`` (HBN, equation 9)."""
         shared = (self.running_mean.double(), self.running_var.double())
         return Moments(batch.count, *mixture(torch.sigmoid(self.mixing_logit.double()), shared, (batch.mean, batch.var)))
 
@@ -201,7 +201,7 @@ CONSTANT = (FederatedBatchNorm, HybridBatchNorm)
 
 
 class InstanceNorm(nn.GroupNorm):
-    """Normalise every channel of every instance by itself: a GroupNorm with one channel per group, without statistics."""
+    """Normalise every channel of every instance by itself, without running statistics."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise every channel of every instance of ``x`` (B, C, *)."""
@@ -214,12 +214,12 @@ class InstanceNorm(nn.GroupNorm):
 
 
 class Followed(Composed):
-    """Add submodules, such as an activation, that are called on a layer's output. The layer may be of any class."""
+    """Call submodules, such as an activation, on the output of a layer of any class."""
 
     then: tuple[str, ...] = ()
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """Call the layer, then the submodules of ``then`` in their order, each on the output of the call before it."""
+        """Call the layer, then the submodules of ``then``, each on the last output."""
         y = super().forward(*args, **named)
         for name in self.then:
             y = getattr(self, name)(y)
@@ -227,7 +227,7 @@ class Followed(Composed):
 
 
 def followed(layer: M, source: nn.Module, then: tuple[str, ...]) -> M:
-    """Make ``layer`` call submodules of ``source``, such as an activation, on its output. ``source`` calls them, too.
+    """Make ``layer`` call submodules of ``source`` on its output, which ``source`` calls, too.
 
     Args:
         layer: the new layer. It is changed in place.
@@ -249,7 +249,7 @@ def followed(layer: M, source: nn.Module, then: tuple[str, ...]) -> M:
 
 
 def group_norm(layer: _BatchNorm, groups: int, kind: type[nn.GroupNorm] = nn.GroupNorm) -> nn.GroupNorm:
-    """Make a GroupNorm of class ``kind``, with the affine parameters, dtype and device of ``layer``.
+    """Make a GroupNorm of class ``kind`` with the affine parameters, dtype and device of ``layer``.
 
     ``groups`` is the number of groups of channels; 0: one group per channel.
 
@@ -263,7 +263,7 @@ def group_norm(layer: _BatchNorm, groups: int, kind: type[nn.GroupNorm] = nn.Gro
 
 
 def in_place_of(new: M, layer: _BatchNorm) -> M:
-    """Give ``new`` the scale, shift, hooks and mode of ``layer``. A parameter of another shape keeps its own values."""
+    """Give ``new`` the scale, shift, hooks and mode of ``layer``, but no parameter of another shape."""
     for key in ("weight", "bias"):
         theirs, own = getattr(layer, key), getattr(new, key)
         if theirs is None:  # with torch's BatchNorm(bias=False), only the bias is missing
@@ -301,5 +301,5 @@ def freeze_statistics(model: nn.Module, frozen: bool = True, layers: Container[s
 
 
 def mixes_samples(layer: _BatchNorm) -> bool:
-    """Return whether ``layer``, in its present mode, normalises a sample with statistics of the sample's own batch."""
+    """Return whether ``layer`` at present normalises a sample with statistics of its batch."""
     return not isinstance(layer, FederatedBatchNorm) and (layer.training or layer.running_mean is None)

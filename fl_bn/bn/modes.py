@@ -1,4 +1,4 @@
-"""Keep parts of a network in evaluation mode while the network trains, if its owner put them into evaluation mode.
+"""Keep parts of a network in evaluation mode in training, if its owner has put them there.
 
 Fine-tuning recipes do so with a pre-trained backbone, or its BatchNorm layers: by ``net.train();
 net.backbone.eval()`` before passing the network to fl-bn, or by a class that overrides ``train()``.
@@ -26,7 +26,7 @@ def remember_modes(model: nn.Module) -> None:
 
 
 def train_mode(model: nn.Module) -> None:
-    """Put ``model`` into training mode by its own ``train()``, except for the parts that ``remember_modes`` marked."""
+    """Put ``model`` into training mode by its ``train()``, but for what ``remember_modes`` marked."""
     model.train()
     for module in named_modules(model).values():
         if MARK in vars(module):
@@ -38,7 +38,7 @@ def _trains_as_torch(modules: Iterable[nn.Module]) -> bool:
 
 
 def frozen_affine(model: nn.Module) -> set[str]:
-    """Return the names of the FBN, HBN and Static BN layers whose affine parameters the owner of ``model`` has frozen.
+    """Return the FBN, HBN and Static BN layers whose affine parameters the owner has frozen.
 
     The running statistics of these layers count as frozen, too. A layer without affine parameters counts as
     frozen if all parameters of the nearest module around it that has any are frozen.
@@ -68,7 +68,7 @@ def kept_modes(model: nn.Module) -> Iterator[None]:
 
 
 def held_layers(model: nn.Module) -> set[str]:
-    """Return the names of the BatchNorm layers whose statistics the owner of ``model`` has frozen.
+    """Return the BatchNorm layers whose statistics the owner of ``model`` has frozen.
 
     They are the layers that stay in evaluation mode while the model trains, and the layers of ``frozen_affine``.
     """

@@ -1,4 +1,4 @@
-"""Compute moments (count, mean and variance per channel), with which every method works, and combine them by rules.
+"""Compute moments (count, mean and variance per channel), and combine them by rules.
 
 FBN's Algorithm 2 is ``ema(shared, pool(moments of the training batches), momentum)``. HBN's equations 8 and
 11 have the same form, with the moments of a pass before training. ``plain_average`` is the negative control.
@@ -29,7 +29,7 @@ def weighted_mean(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def bounds(dtype: torch.dtype) -> tuple[float, float]:
-    """Return the largest absolute mean and the largest variance that a client may report in ``dtype``.
+    """Return the largest absolute mean and variance that a client may report in ``dtype``.
 
     The variance of two clients' pooled data contains the squared distance between their means. Within these
     bounds, it does not overflow ``dtype``.
@@ -39,7 +39,7 @@ def bounds(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def ordinary(x: T) -> T:
-    """Return a tensor of a subclass, such as MONAI's ``MetaTensor``, as torch's own class, anything else unchanged.
+    """Return a tensor of a subclass (MONAI's ``MetaTensor``) as torch's own, all else unchanged.
 
     A subclass may handle a batch's metadata in every operation, and statistics and metrics of the batch have
     none. Subclasses with a ``__torch_dispatch__`` of their own (DTensor, tensors of a trace) cannot be separated
@@ -51,7 +51,7 @@ def ordinary(x: T) -> T:
 
 
 class Running(NamedTuple):
-    """Hold the running statistics of one layer, with which the layer normalises in evaluation.
+    """Hold the running statistics of a layer, with which it normalises in evaluation.
 
     Attributes:
         mean: (C,).
@@ -63,7 +63,7 @@ class Running(NamedTuple):
 
 
 def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the mean (C,) and the biased variance (C,) of every channel of a batch. Gradients flow through both.
+    """Compute mean (C,) and biased variance (C,) of a batch's channels. Gradients flow through both.
 
     There are two passes: the mean, then the centred squares. On a CPU this is several times faster than
     ``torch.var_mean`` and than the kernel inside ``F.batch_norm``. It also avoids the cancellation of
@@ -108,12 +108,12 @@ class Moments:
         return Moments(self.count, self.mean.to(device), self.var.to(device))
 
     def bessel(self) -> Tensor:
-        """Return the unbiased variance (C,), which is ``var * count / (count - 1)``. There are at least two values per channel."""
+        """Return the unbiased variance (C,). There are at least two values per channel."""
         return self.var * (self.count / (self.count - 1))
 
 
 def stack(parts: Sequence[Moments]) -> tuple[Tensor, Tensor, Tensor]:
-    """Stack means (n, C), variances (n, C) and counts (n,) of several parts in float64, without parts of count 0."""
+    """Stack means (n, C), variances (n, C) and counts (n,) in float64, without parts of count 0."""
     parts = [part for part in parts if part.count > 0]
     counts = torch.tensor([part.count for part in parts], dtype=torch.float64, device=parts[0].mean.device)
     return torch.stack([p.mean for p in parts]).double(), torch.stack([p.var for p in parts]).double(), counts
@@ -141,7 +141,7 @@ def pool(parts: Sequence[Moments], average: Average = weighted_mean) -> Moments:
 
 
 def plain_average(parts: Sequence[Moments], average: Average = weighted_mean) -> Moments:
-    """Average the means and, separately, the variances, as FedAvg does. The arguments are those of ``pool``.
+    """Average means and, separately, variances, as FedAvg does. The arguments are those of ``pool``.
 
     The result ignores the spread of the parts' means, so its variance is too small if the means differ.
     """
@@ -150,7 +150,7 @@ def plain_average(parts: Sequence[Moments], average: Average = weighted_mean) ->
 
 
 def ema(shared: Running, new: Moments, momentum: float) -> Running:
-    """Return ``(1 - momentum) * shared + momentum * new``, BatchNorm's update of running statistics, in float64.
+    """Return ``(1 - momentum) * shared + momentum * new`` in float64, as BatchNorm updates statistics.
 
     Args:
         shared: the running statistics before.

@@ -1,4 +1,4 @@
-"""Record the moments of BatchNorm layers' inputs, and tell which forward passes are training passes."""
+"""Record the moments of BatchNorm layers' inputs, and tell training passes from others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ F_ = TypeVar("F_", bound=Callable[..., Any])
 
 
 def normalisers(layer: nn.Module, seen: Moments) -> Moments:
-    """Return the mean and variance with which ``layer`` in training normalises an input of moments ``seen``.
+    """Return the mean and variance with which ``layer`` in training normalises an input ``seen``.
 
     An HBN layer normalises with a mixture of ``seen`` and its shared statistics, any other layer with ``seen``.
     """
@@ -45,7 +45,7 @@ def is_traced() -> bool:
 
 
 def learns_from_pass(module: nn.Module) -> bool:
-    """Return whether a forward pass of ``module``, made now, is a training pass: in training mode, with gradients.
+    """Return whether a forward pass of ``module``, made now, trains: in training mode, with gradients.
 
     A pass that is repeated in a backward pass (``in_backward``), or that ``torch.jit.trace`` records, is none.
     """
@@ -53,7 +53,7 @@ def learns_from_pass(module: nn.Module) -> bool:
 
 
 def whole(x: Tensor) -> Tensor:
-    """Return the values of ``x`` as an ordinary tensor without gradients, also inside transformations of ``torch.func``.
+    """Return the values of ``x`` as an ordinary tensor without gradients, also inside ``torch.func``.
 
     Inside a ``torch.func.vmap`` over B samples, ``x`` looks like one sample (1, C, *), but wraps the values of
     all B samples. They are returned as one batch (B, C, *). The dimension of each nested ``vmap`` is merged into
@@ -70,7 +70,7 @@ def whole(x: Tensor) -> Tensor:
 
 
 def eagerly(function: F_) -> F_:
-    """Return ``function`` so that ``torch.compile`` leaves it uncompiled, without the slow import of torch's compiler."""
+    """Return ``function``, uncompiled by ``torch.compile``, without the compiler's slow import."""
 
     @wraps(function)
     def call(*args: Any, **named: Any) -> Any:
@@ -86,12 +86,12 @@ def eagerly(function: F_) -> F_:
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Return a context in which compiled networks run as plain PyTorch, so that hooks of their layers are called."""
+    """Return a context in which compiled networks run as plain PyTorch, and call hooks."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class Observation:
-    """Record the moments of one layer's inputs. A copy or a pickle of the layer has no ``Observation``."""
+    """Record the moments of a layer's inputs. Copies of the layer have no ``Observation``."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Observation:
 
     @eagerly
     def __call__(self, layer: nn.Module, x: Tensor, batch: tuple[Tensor, Tensor] | None = None) -> None:
-        """Record the moments of the input ``x`` (B, C, *), if ``counts`` returns True for it.
+        """Record the moments of the input ``x`` (B, C, *), if ``counts`` says so.
 
         ``batch`` is the mean and biased variance of ``x``, (C,) each, if the layer has computed them.
         """
@@ -195,7 +195,7 @@ def _observed_by(layer: OwnBatchNorm, observation: Observation | None) -> None:
 
 
 def pooled(observed: dict[str, list[Moments]]) -> dict[str, Moments]:
-    """Pool the moments that ``observe`` recorded, for each layer. Layers that received no input are left out."""
+    """Pool the moments that ``observe`` recorded, per layer, without layers that got no input."""
     return {name: pool(parts) for name, parts in observed.items() if parts}
 
 

@@ -27,7 +27,7 @@ from fl_bn.support.names import expected, names_of, nearest
 
 
 class Role(Enum):
-    """Name the role of a tensor. The role decides whether the tensor may leave the client, and how the server combines it.
+    """Name the role of a tensor: whether it may leave the client, and how the server combines it.
 
     Attributes:
         WEIGHT: learnable, outside of norm layers.
@@ -66,7 +66,7 @@ BUFFER_ROLES = {"shared": Role.BUFFER, "kept": Role.KEPT, "recomputed": Role.REC
 
 
 class UnknownTensor(ValueError):
-    """Signal that a norm layer holds a tensor of unknown role, so it is unclear whether clients may send it."""
+    """Signal a tensor of unknown role in a norm layer: it is unclear whether clients may send it."""
 
 
 NORM_LAYERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -82,7 +82,7 @@ _NORM_TENSORS = {
 
 
 def roles(model: nn.Module) -> dict[str, Role]:
-    """Return the role of every tensor in ``model.state_dict()``, by name and in the order of the state_dict.
+    """Return the role of every tensor in ``model.state_dict()``, by name and in its order.
 
     Raises:
         UnknownTensor: a norm layer holds a tensor that neither torch nor this project defines.
@@ -147,7 +147,7 @@ def _known(module: nn.Module, key: str) -> Role | None:
 
 
 def set_buffer_roles(model: nn.Module, stated: Mapping[str, str]) -> nn.Module:
-    """State the roles of buffers of ``model``: averaged, kept at the client, recomputed or constant. Return ``model``.
+    """State roles of buffers of ``model``: averaged, kept, recomputed or constant. Return ``model``.
 
     The roles are stored in the modules, so copies of ``model`` have them, too.
 
@@ -192,7 +192,7 @@ def state_role(module: nn.Module, key: str, role: Role) -> None:
 
 
 def parse_buffer_roles(text: str) -> dict[str, str]:
-    """Parse the argument ``stated`` of ``set_buffer_roles`` from the text of a run config, which may be empty.
+    """Parse the argument ``stated`` of ``set_buffer_roles`` from a run config's text, even empty.
 
     It has the form ``NAME=ROLE, ...``, for example ``"*.codebook=shared, site.*=kept"``.
 
@@ -214,7 +214,7 @@ def _named(buffer: str, role: str) -> Role:
 
 
 def _free_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str, Tensor]]:
-    """Yield name, module, key and tensor of every buffer of the state_dict but statistics and counters of norm layers."""
+    """Yield name, module, key and tensor of the buffers whose role a user may state."""
     for path, module in model.named_modules(remove_duplicate=False):
         for key, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
             if key not in module._non_persistent_buffers_set and not (isinstance(module, NORM_LAYERS) and key in _NORM_TENSORS):
@@ -222,7 +222,7 @@ def _free_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str, Tenso
 
 
 def state_constants(model: nn.Module) -> None:
-    """Give the role CONSTANT to buffers without a known or stated role that hold infinity or NaN (a mask of -inf).
+    """Give the role CONSTANT to buffers of no stated role that hold infinity or NaN (a mask of -inf).
 
     Training does not produce such numbers, so these buffers must not be averaged.
     """
@@ -256,7 +256,7 @@ def _some(names: list[str], most: int = 8) -> str:
 
 
 def inputs_like(model: nn.Module) -> Tensor:
-    """Return any tensor with the device and the dtype that ``model`` expects of its inputs, of any values and shape.
+    """Return any tensor with the device and the dtype that ``model`` expects of its inputs.
 
     If no parameter or buffer is floating-point, it is an empty tensor of torch's default dtype: integer and
     complex tensors do not show the dtype of the inputs.
@@ -270,7 +270,7 @@ def inputs_like(model: nn.Module) -> Tensor:
 
 
 def unknown_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers by name that own running statistics as BatchNorm does, but are of no known type.
+    """Return the layers by name that own running statistics, but are of no known type.
 
     Layers of constants (torchvision's ``FrozenBatchNorm2d``) are excluded. The tensors of the returned layers are
     shared like those of any other layer.
@@ -284,5 +284,5 @@ def _tracks_statistics(module: nn.Module) -> bool:
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return every BatchNorm layer of ``model``, torch's and this project's, by name, in module order."""
+    """Return every BatchNorm layer of ``model``, torch's and fl-bn's, by name."""
     return {name: module for name, module in named_modules(model).items() if isinstance(module, _BatchNorm)}

@@ -1,1 +1,1 @@
-"""Compute rounds in plain torch: with the local training loop, the server's averaging, and the server's optimiser."""
+"""Compute rounds in plain torch: local training, the server's averaging, its optimiser."""

@@ -1,4 +1,4 @@
-"""Adapt a trained model to a new client, with its unlabelled samples and the tensors of the clients that trained.
+"""Adapt a trained model to a new client, with its unlabelled samples and the run's tensors.
 
 There are three ways to choose BatchNorm's affine parameters and statistics. "Known" clients are those that trained:
 
@@ -41,7 +41,7 @@ HOW = AVERAGE_AFFINE, RECOMPUTE, TEST_BATCH = "average-affine", "recompute", "te
 
 
 class NotAdaptable(ValueError):
-    """Report that a model cannot be adapted to a new client. The message has the reason."""
+    """Report why a model cannot be adapted to a new client."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Known:
 
 
 class Adaptation:
-    """Make models for new clients from one finished run. ``network`` is as its author wrote it, and stays unchanged.
+    """Make models for new clients from a finished run. ``network`` is unconverted, and stays unchanged.
 
     Raises:
         NotAdaptable: The method shares no tensor, the network has no statistics, or ``known`` belongs to another
@@ -89,11 +89,11 @@ class Adaptation:
             self._average = {name: known.average[name] for name in names if name in known.average}
 
     def before(self) -> nn.Module | None:
-        """Return the model before adaptation: shared tensors, and the average of the clients' own. None if it is unknown."""
+        """Return the model of shared tensors and the clients' average ones; None if unknown."""
         return None if any(name not in self._average for name in self._kept) else self._with(self._average)
 
     def refusal(self, how: str) -> str:
-        """Return the reason why this run's model cannot be adapted in the way ``how``, one of ``HOW``; empty if it can."""
+        """Return why this run's model cannot be adapted in the way ``how``; empty if it can."""
         check_name("how to adapt", how, HOW)
         if how in (AVERAGE_AFFINE, TEST_BATCH) and any(name not in self._average for name in self._affine):
             return f"{how}: the affine parameters that {self.method.name} keeps at the clients, or their average, are needed, but not given"
@@ -124,7 +124,7 @@ class Adaptation:
 
 
 def recompute_statistics(model: nn.Module, x: Tensor) -> None:
-    """Set the statistics of ``model``, in place, to the mean and the unbiased variance over all of ``x`` (N, ...).
+    """Set the statistics of ``model``, in place, to mean and unbiased variance over ``x`` (N, ...).
 
     A layer is measured after all layers before it have their new statistics. This is ``recalibrate`` with one client.
     """
@@ -133,7 +133,7 @@ def recompute_statistics(model: nn.Module, x: Tensor) -> None:
 
 
 def input_statistics(model: nn.Module, x: Tensor) -> dict[str, Running]:
-    """Return the statistics of each BatchNorm layer's input over ``x`` (N, ...), in evaluation mode."""
+    """Return the statistics of BatchNorm layers' inputs over ``x`` (N, ...), in evaluation mode."""
     by_layer = statistics_pass(model, _unlabelled(x), StatisticsPass.for_exchange(INPUTS), seeded(0))
     if few := [name for name, moments in by_layer.items() if moments.count < 2]:
         raise NotAdaptable(
@@ -143,7 +143,7 @@ def input_statistics(model: nn.Module, x: Tensor) -> dict[str, Running]:
 
 
 def with_batch_statistics(model: nn.Module) -> nn.Module:
-    """Return a copy of ``model`` whose layers normalise each batch with its own statistics, also in evaluation."""
+    """Return a copy of ``model`` whose layers always normalise batches with their own statistics."""
     model = copied(model)
     for layer in batch_norms(model).values():
         layer.running_mean = layer.running_var = None

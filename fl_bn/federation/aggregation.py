@@ -1,4 +1,4 @@
-"""Compute what a server needs for a round, in plain torch: look at values, average weights, combine statistics.
+"""Compute a server's round in plain torch: look at values, average weights, combine statistics.
 
 Large tensors are processed in blocks that fit into the processor's cache, and no whole tensor is copied.
 """
@@ -28,13 +28,13 @@ dtype_name = lru_cache(str)  # NumPy computes the name anew each time
 
 
 def extremes(array: np.ndarray) -> tuple[float, float]:
-    """Return the smallest and the largest value of an array that is not empty, in one pass; NaN if a value is NaN."""
+    """Return the smallest and the largest value of a non-empty array in one pass; NaN if one is NaN."""
     least, most = torch.aminmax(torch.from_numpy(array))
     return least.item(), most.item()
 
 
 def largest(tensors: Iterable[Tensor]) -> float:
-    """Return the largest absolute value among the floating-point tensors, which are finite; 0 if there is none."""
+    """Return the largest absolute value of the finite floating-point tensors; 0 without any."""
     floats = [tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     return max((abs(end.item()) for tensor in floats for end in torch.aminmax(tensor)), default=0.0)
 
@@ -48,7 +48,7 @@ def fits(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 class WeightedSum:
-    """Sum named tensors, each times its weight, in float64 and in the order in which they are added.
+    """Sum named tensors, each times its weight, in float64, in the order of ``add``.
 
     Large tensors are added block by block, without a float64 copy of the whole tensor, which changes no bit of
     the sum. ``total`` is the sum of the weights.
@@ -84,7 +84,7 @@ class WeightedSum:
 
 
 def average(parts: Sequence[Named], weights: Sequence[float]) -> dict[str, Tensor]:
-    """Return name -> the weighted mean of the clients' tensors, in float64. Clients are added in the given order."""
+    """Return name -> the weighted mean of the clients' tensors, in float64, in the given order."""
     mean = WeightedSum()
     for part, weight in zip(parts, weights, strict=True):
         mean.add(part, float(weight))
@@ -101,7 +101,7 @@ def combine(
     pace: float = 1.0,
     scales: Mapping[str, float] | None = None,
 ) -> dict[str, Running]:
-    """Combine the clients' moments into new shared statistics of each layer, in float64.
+    """Combine the clients' moments into new shared statistics per layer, in float64.
 
     A layer keeps its statistics if the clients' moments have fewer than two values per channel in total.
     ``reports`` are each client's moments by layer, and ``steps`` its number of training batches. ``layers`` have
@@ -126,7 +126,7 @@ def combine(
 
 
 def difference(weight: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``weight - mean``, the pseudo-gradient of one tensor or block in float64, in the memory of ``mean``.
+    """Return the pseudo-gradient ``weight - mean`` of a tensor or block, in the memory of ``mean``.
 
     The average is rounded to ``dtype``, that of the stored weights, first. The rounding makes the difference
     exact: the weight minus the pseudo-gradient is the rounded average, bit for bit. Without rounding, a step of
@@ -156,7 +156,7 @@ class Drift:
 
     @classmethod
     def between(cls, old: Mapping[str, Running], new: Mapping[str, Running], eps: float = 1e-5) -> Drift | None:
-        """Compare two sets of statistics, with ``eps`` added to variances. Return None if ``new`` is empty."""
+        """Compare two sets of statistics, ``eps`` added to variances; None if ``new`` is empty."""
         if not new:
             return None
         moved = {k: float(((new[k].mean - old[k].mean).abs() / (old[k].var + eps).sqrt()).max()) for k in new}
@@ -166,12 +166,12 @@ class Drift:
 
 
 def _extent(value: float) -> tuple[bool, float]:
-    """Return a key for ``max`` that makes NaN the largest value. Without it, ``max`` could ignore NaN."""
+    """Return a key for ``max`` that makes NaN the largest value, which it could ignore."""
     return math.isnan(value), value
 
 
 def running_statistics(model: nn.Module, of: Collection[str] | None = None) -> dict[str, Running]:
-    """Return layer -> a copy of its running statistics on the CPU, for the layers ``of`` (None: all) that have some."""
+    """Return layer -> a CPU copy of its running statistics, for layers ``of`` (None: all) with some."""
     return {
         name: Running(layer.running_mean.detach().cpu().clone(), layer.running_var.detach().cpu().clone())
         for name, layer in batch_norms(model).items()

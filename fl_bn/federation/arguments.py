@@ -1,4 +1,4 @@
-"""Check what a ``Federation`` is given: its options, and arguments that are one value for all clients or one for each."""
+"""Check a ``Federation``'s options, and arguments of one value for all clients or for each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MakeScheduler = Callable[[Optimizer], LRScheduler]
 
 @dataclass(frozen=True, kw_only=True)
 class FederationSpec(RunSpec):
-    """Hold the options of a ``Federation``: those of every run, and those of a run in this process.
+    """Hold the options of a ``Federation``: every run's, and those of a run in this process.
 
     Args:
         clip: ``auto``: gradients are clipped if the method needs it, all clients use SGD, and the objective has
@@ -85,7 +85,7 @@ ARGUMENTS: Fits = {
 
 
 class Trials:
-    """Make each client's optimiser once, for a copy of the network, to check it and to read its learning rate.
+    """Make each client's optimiser once, on a copy of the network, to check it and read its rate.
 
     Attributes:
         optimizers: The id of each function in ``makers`` -> an optimiser that it made.
@@ -116,7 +116,7 @@ class Trials:
 
 @dataclass(frozen=True)
 class PerClient:
-    """Hold one value per client for an argument of ``Federation``: a sequence, or a function of a client's number."""
+    """Hold one value per client: a sequence, or a function of a client's number."""
 
     values: Sequence[Any] | Callable[[int], Any]
 
@@ -155,7 +155,7 @@ def each(name: str, value: Any, clients: int, *, sequences: bool = True) -> tupl
 
 
 def tasks_of(task: Any, loss: Any, metrics: Any, clients: int) -> tuple[Task, ...]:
-    """Return the task of every client, with its loss and its further metrics, each given for all clients or per client.
+    """Return every client's task with its loss and metrics, each given for all clients or per client.
 
     Clients with the same task, loss and metrics get the same object.
 
@@ -174,7 +174,7 @@ def tasks_of(task: Any, loss: Any, metrics: Any, clients: int) -> tuple[Task, ..
 
 
 def own_tests(test: Any, clients: int, again: bool = True) -> tuple[Loader, ...] | None:
-    """Return every client's test batches, iterated over more than once if ``again``; None if ``test`` is None.
+    """Return clients' test batches, iterated over repeatedly if ``again``; None without ``test``.
 
     Raises:
         ValueError: A value cannot be iterated over as batches, or there are more or fewer values than clients.
@@ -188,7 +188,7 @@ def own_tests(test: Any, clients: int, again: bool = True) -> tuple[Loader, ...]
 
 
 def rate_of(optimizer: Optimizer) -> float | None:
-    """Return the largest learning rate of an optimiser's parameters; None if none is a number above 0."""
+    """Return the largest learning rate of an optimiser's parameters, if one is above 0."""
     rates = [group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), float | int | Tensor)]
     rate = max((float(one) for one in rates), default=0.0)
     return rate if rate > 0 else None

@@ -1,4 +1,4 @@
-"""Describe what is sent or kept beside the model: control variates, and buffers of the clients' optimisers (momentum).
+"""Describe what is sent or kept beside the model: control variates, optimisers' buffers (momentum).
 
 Each section of auxiliary tensors has one tensor for every parameter that is both shared and trained.
 
@@ -53,7 +53,7 @@ class Auxiliary:
     at_least: float = float("-inf")
 
     def like(self, parameter: Tensor) -> Tensor:
-        """Return the initial tensor for ``parameter``: zeros on the CPU, in its shape, or a single zero if ``scalar``."""
+        """Return CPU zeros in the shape of ``parameter``, or a single zero if ``scalar``."""
         return torch.zeros((), dtype=parameter.dtype) if self.scalar else torch.zeros_like(parameter, device="cpu")
 
     def combine(self, before: Named, parts: Sequence[Named], weights: Sequence[float], clients: int) -> dict[str, Tensor]:
@@ -73,7 +73,7 @@ class Auxiliary:
 
 
 def auxiliary(settings: LocalTraining) -> tuple[Auxiliary, ...]:
-    """Return the auxiliary sections that training with ``settings`` needs: control variates, optimiser buffers."""
+    """Return the auxiliary sections of ``settings``: control variates, optimiser buffers."""
     kinds = [Auxiliary(CONTROL, added=True)] if settings.objective.travels else []
     if settings.maintain == "global":
         for buffer, section in SECTIONS[settings.optimizer].items():
@@ -84,12 +84,12 @@ def auxiliary(settings: LocalTraining) -> tuple[Auxiliary, ...]:
 
 
 def has_auxiliary(model: nn.Module, locality: Locality) -> dict[str, nn.Parameter]:
-    """Return the parameters that have auxiliary tensors, by name: those that are trained and shared."""
+    """Return the parameters with auxiliary tensors, by name: those trained and shared."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad and locality.place[name] is Place.SHARED}
 
 
 class Momentum:
-    """Carry the buffers of one client's optimiser from round to round, if ``maintain`` is ``local`` or ``global``.
+    """Carry the buffers of a client's optimiser between rounds, if ``maintain`` is not ``reset``.
 
     ``received`` are the instruction's tensors: section -> name -> tensor. ``kept`` is section ``optimizer`` of
     the client's state.
@@ -103,7 +103,7 @@ class Momentum:
         self._after: Buffers = {}
 
     def load(self, optimizer: Optimizer) -> None:
-        """Load the buffers of earlier rounds. A parameter that misses one of its buffers starts without buffers."""
+        """Load the buffers of earlier rounds. A parameter that misses one starts without any."""
         buffers: Buffers = {}
         for entry, tensor in self._kept.items():
             key, _, name = entry.partition("/")
@@ -120,7 +120,7 @@ class Momentum:
                 optimizer.state[parameter] = state
 
     def keep(self, optimizer: Optimizer) -> None:
-        """Copy the buffers of ``optimizer`` after training. A parameter that it never updated has none."""
+        """Copy the buffers of ``optimizer`` after training. Parameters never updated have none."""
         self._after = {key: {} for key in self._sections}
         for name, parameter in self._parameters.items():
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -128,7 +128,7 @@ class Momentum:
                     self._after[key][name] = torch.as_tensor(value).detach().clone()
 
     def to_send(self, state: Named) -> Sections:
-        """Return section -> name -> buffer to send to the server, in the dtypes of the model's ``state``.
+        """Return section -> name -> buffer to send, in the dtypes of the model's ``state``.
 
         The buffer of a parameter that this round did not train is sent as it was received.
         """
@@ -138,6 +138,6 @@ class Momentum:
         return {section: {**self._received[section], **own} for section, own in new.items()}
 
     def to_keep(self) -> dict[str, Tensor]:
-        """Return section ``optimizer`` of the client's state: all buffers, or those that it does not send."""
+        """Return section ``optimizer`` of the client's state: buffers that it does not send."""
         sent = self._shared if self._shares else ()
         return {f"{key}/{name}": t for key, of in self._after.items() for name, t in of.items() if name not in sent}

@@ -1,4 +1,4 @@
-"""Define callbacks, whose methods a run calls at its start and end, and after rounds and evaluations."""
+"""Define callbacks, which a run calls at its start and end, after rounds and evaluations."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Callback:
     """
 
     def on_start(self, running: Running) -> None:
-        """Handle the start of the run, before its first round. ``running`` has its model at any time, and can end it."""
+        """Handle the start of the run. ``running`` has its model at any time, and can end it."""
 
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
         """Handle an evaluation, before ``on_round`` of the same round.
@@ -77,7 +77,7 @@ class Callback:
         """
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
-        """Handle the end of a round, even if the round failed. ``rounds`` is the number of rounds of the whole run."""
+        """Handle the end of a round, even a failed one. The whole run has ``rounds`` rounds."""
 
     def on_end(self, error: BaseException | None) -> None:
         """Handle the end of the run, once.
@@ -119,7 +119,7 @@ class Callbacks(Callback):
             callback.on_evaluation(record, rounds)
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
-        """Call ``on_evaluation`` of every callback if the round was evaluated, then ``on_round`` of every callback."""
+        """Call ``on_evaluation`` of all if the round was evaluated, then ``on_round`` of all."""
         if record.evaluation:
             self.on_evaluation(record, rounds)
         for callback in self.all:
@@ -133,7 +133,7 @@ class Callbacks(Callback):
 
 
 class Best(Callback):
-    """Follow the best value of a metric over the evaluations of a run. Base of ``EarlyStop`` and ``KeepBest``.
+    """Follow the best value of a metric over a run's evaluations, for ``EarlyStop`` and ``KeepBest``.
 
     Args:
         metric: The metric. Default: the task's own, such as ``accuracy``.
@@ -154,7 +154,7 @@ class Best(Callback):
         self.best, self.round, self.since = math.nan, 0, 0
 
     def on_start(self, running: Running) -> None:
-        """Begin without a best result or, in a continued run, with the evaluations of its earlier rounds."""
+        """Begin without a best result or, in a continued run, with its earlier evaluations."""
         task = running.task
         self.running, self.name = running, self.metric or task.metric
         by_name = task.higher_is_better if self.name == task.metric else not lower_is_better(self.name)
@@ -165,7 +165,7 @@ class Best(Callback):
                 self._better(record)
 
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
-        """Compare an evaluation with the best one so far, and call ``improved`` or ``did_not``.
+        """Compare an evaluation with the best so far, and call ``improved`` or ``did_not``.
 
         Raises:
             ValueError: The evaluation does not have the metric.
@@ -184,10 +184,10 @@ class Best(Callback):
         """Handle an evaluation that is the best so far. The base class does nothing."""
 
     def did_not(self, record: RoundRecord, rounds: int) -> None:
-        """Handle an evaluation that is not better than the best one. The base class does nothing."""
+        """Handle an evaluation that is no better than the best. The base class does nothing."""
 
     def _better(self, record: RoundRecord) -> bool:
-        """Tell whether an evaluation is the best so far, and store it if so. NaN and infinite values are not better."""
+        """Tell whether an evaluation is the best so far, and store it. Infinite or NaN is not."""
         if self.name not in record.evaluation:
             if self.round or self.since:
                 return False  # some clients' evaluation may be missing in a round
@@ -253,7 +253,7 @@ class KeepBest(Best):
         self.path = Path(path)
 
     def on_start(self, running: Running) -> None:
-        """Begin as ``Best`` does. If the file does not exist, ignore the evaluations of earlier rounds.
+        """Begin as ``Best`` does. Without the file, ignore the evaluations of earlier rounds.
 
         The model of the best one was not saved.
         """
@@ -276,6 +276,6 @@ class KeepBest(Best):
 
 
 def _write(path: Path, arrays: Mapping[str, Tensor], about: dict[str, str]) -> None:
-    """Write tensors to a safetensors file, in row-major order, even if their memory format is another one."""
+    """Write tensors to a safetensors file, in row-major order whatever their memory format."""
     rows = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in arrays.items()}
     durable.write(path, durable.in_order(save(rows, about)), mode=0o666)

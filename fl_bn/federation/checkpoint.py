@@ -62,7 +62,7 @@ def read(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
 
 
 def generators() -> str:
-    """Return the states of the global generators of Python, NumPy and torch (on the CPU), as JSON."""
+    """Return the states of the global generators of Python, NumPy and torch (CPU), as JSON."""
     name, keys, *rest = np.random.get_state(legacy=True)
     version, state, gauss = random.getstate()
     return json.dumps(
@@ -75,7 +75,7 @@ def generators() -> str:
 
 
 def set_generators(states: str) -> None:
-    """Set the global generators to ``states``, a result of ``generators``. Empty: change nothing."""
+    """Set the global generators to ``states`` of ``generators``. Empty: change nothing."""
     if not states:
         return
     loaded = json.loads(states)
@@ -171,7 +171,7 @@ def _record(saved: dict[str, Any]) -> RoundRecord:
 
 
 def check_same(path: object, saved: Mapping[str, str], mine: Mapping[str, str]) -> None:
-    """Raise ValueError unless a federation has the settings, ``mine``, of the run in the checkpoint ``path``, ``saved``.
+    """Raise ValueError unless a federation's settings ``mine`` are those ``saved`` in the checkpoint.
 
     What an older fl-bn did not save is not checked.
     """

@@ -1,4 +1,4 @@
-"""Carry out the client's half of a round, around any training loop: (instruction, state) -> (reply, state).
+"""Carry out the client's half of a round: (instruction, state) -> (reply, state).
 
 These modules do the parts of a round, in this order:
 
@@ -99,7 +99,7 @@ class LocalRound:
 
     @property
     def trains(self) -> bool:
-        """Tell whether the client trains in this round; otherwise it only measures statistics."""
+        """Tell whether the client trains in this round, or only measures statistics."""
         return self.instruction.trains
 
     @cached_property
@@ -118,7 +118,7 @@ class LocalRound:
 
     @cached_property
     def momentum(self) -> Momentum | None:
-        """Return the buffers of the client's optimiser, before and after training. None: rounds start without momentum."""
+        """Return the optimiser's buffers, before and after training. None: rounds begin without any."""
         if self.settings.maintain == "reset":
             return None
         return Momentum(self.settings, self.parameters, self.shared, self.instruction.sections, self.kept.get("optimizer"))
@@ -162,7 +162,7 @@ class LocalRound:
             self._check()
 
     def _observe(self) -> None:
-        """Let the BatchNorm layers record their inputs, or join FedTAN's exchange with the first of them."""
+        """Let BatchNorm layers record their inputs, or the first one join FedTAN's exchange."""
         if self.observes:
             self.recorder = Recorder(once=self.reports is StatisticsReport.FIRST)
             observing = observe(self.model, counts=self.recorder.counts, values=whole)
@@ -171,7 +171,7 @@ class LocalRound:
             self._observing.enter_context(observe(self.model, counts=self._joins))
 
     def _joins(self, layer: nn.Module, x: Tensor) -> bool:
-        """Join the exchange if ``layer`` is the first in the first batch. Return False: no moments are recorded."""
+        """Join the exchange at the first layer of the first batch. Return False: nothing is recorded."""
         ready = not (self.steps or self._first_samples or self.recorder.pauses)
         if ready and layer.training and not in_backward() and not is_traced():
             self._note_opacus()
@@ -194,17 +194,17 @@ class LocalRound:
         return self.reports in (StatisticsReport.BATCHES, StatisticsReport.FIRST, StatisticsReport.MOVING)
 
     def set_modes(self, model: nn.Module) -> None:
-        """Put ``model`` into training mode, but for parts that its owner holds in evaluation mode, and freeze layers."""
+        """Put ``model`` into training mode but for parts that its owner holds, and freeze layers."""
         freeze_statistics(model, layers=None if self.method.freezes_statistics(self.phase) else frozen_affine(model))
         train_mode(model)
 
     def adopt(self, steps: int, observed: dict[str, list[Moments]], batch: int) -> None:
-        """Store the local steps, layer -> moments, and the size of the first batch, which an engine found in training."""
+        """Store the steps, moments by layer and size of the first batch of an engine's training."""
         self.steps, self.recorder.observed, self._first_samples = steps, observed, batch
 
     @property
     def first_samples(self) -> int:
-        """Return the number of samples of the first batch: of rows that the layers got, or what ``batch`` was told.
+        """Return the first batch's number of samples: layers' rows, or what ``batch`` was told.
 
         It is 0 if it is unknown, as where no layer records batches.
         """
@@ -230,11 +230,11 @@ class LocalRound:
             self._exchanging.enter_context(exchanging(self.model, self.exchange))
 
     def step_done(self) -> None:
-        """Count one local step of a loop that steps without a torch optimiser (``p -= lr * p.grad``)."""
+        """Count a local step of a loop without a torch optimiser (``p -= lr * p.grad``)."""
         self.count_step()
 
     def count_step(self, goes_on: bool = False) -> None:
-        """Count one local step, unless it ``goes_on`` with the step before, as no batch came between them."""
+        """Count a local step, unless it ``goes_on`` with the one before, without a batch between."""
         if not goes_on:
             if self.steps == 0:
                 self._end_first_batch()
@@ -244,7 +244,7 @@ class LocalRound:
             self._observing.close()
 
     def _end_first_batch(self) -> None:
-        """Store the number of samples, and end the exchange; after the backward pass, if the first step is inside it."""
+        """Store the number of samples, and end the exchange, after a backward pass around the step."""
         self._first_samples = self.first_samples
         if self.exchange is not None and in_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self._exchanging.close)
@@ -256,7 +256,7 @@ class LocalRound:
         self.recorder.begins(optimizer)
 
     def step_ends(self, optimizer: Optimizer) -> None:
-        """Count a step of ``optimizer`` of a user's loop, if it has a parameter of the network with a gradient."""
+        """Count a step of a user's ``optimizer``, if a parameter of the network has a gradient."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None and id(p) in self._ids}
         if not stepped:
             return
@@ -267,7 +267,7 @@ class LocalRound:
         self.count_step(goes_on)
 
     def optimizer_stepped(self, optimizer: Optimizer, goes_on: bool = False) -> None:
-        """Record the rate of a step of ``optimizer``, and clear its buffers if the method says so, before ``count_step``.
+        """Record the rate of a step, and clear the optimiser's buffers if the method says so.
 
         Raises:
             ValueError: The objective needs plain SGD with one learning rate, but ``optimizer`` differs.
@@ -281,12 +281,12 @@ class LocalRound:
 
     @property
     def mean_rate(self) -> float:
-        """Return the mean learning rate of the steps. If none was recorded, return the instruction's."""
+        """Return the mean learning rate of the steps, by default the instruction's."""
         seen = set(self._rates) or {self.instruction.learning_rate}
         return seen.pop() if len(seen) == 1 else sum(self._rates) / len(self._rates)
 
     def backward(self, forward: Callable[[], Tensor], x: Any, call: Callable[[nn.Module, Any], Any] | None = None) -> Tensor:
-        """Compute the gradient of one batch, including the objective's terms, and add it to the parameters' ``grad``.
+        """Compute a batch's gradient with the objective's terms, and add it to the parameters' ``grad``.
 
         Call this method in place of ``loss.backward()``, once per optimiser step.
 
@@ -316,7 +316,7 @@ class LocalRound:
         return loss
 
     def measure(self, batches: Iterable[Any], task: Task = CLASSIFICATION) -> None:
-        """Measure the moments of every BatchNorm layer over ``batches``, in a form that ``task`` reads.
+        """Measure the moments of every BatchNorm layer over ``batches``, read by ``task``.
 
         The model's parameters and statistics stay unchanged. HBN needs this pass before training. In a
         statistics-only exchange, the pass is all that a client does.
@@ -339,7 +339,7 @@ class LocalRound:
         client: int = 0,
         metrics: Mapping[str, float] | None = None,
     ) -> tuple[Reply, ClientState]:
-        """Make the reply to the server, and the state that the client keeps for its next round.
+        """Make the reply to the server, and the state that the client keeps for later.
 
         Args:
             samples: The number of different samples that the client trained on. It is the client's weight in
@@ -362,7 +362,7 @@ class LocalRound:
         return client_tensors.reply(self, index(samples), float(loss), index(client), given)
 
     def sit_out(self, client: int, metrics: Mapping[str, float]) -> tuple[Reply, ClientState]:
-        """Leave the round and its exchange. Return a reply without tensors, and the state as it was before."""
+        """Leave the round and its exchange, with a reply without tensors and the state as before."""
         if self._connect is not None:
             self._connect(0).close()
         return Reply(client, {}, 0, 0, dict(metrics), self.instruction.round, self.network.signature), self.kept

@@ -1,4 +1,4 @@
-"""Make a client's statistics pass in a round: alone, or one layer after the other with its cohort.
+"""Make a client's statistics pass: alone, or layer after layer with its cohort.
 
 In a pass with the cohort, all batches of a client stop at a layer. The client sends the moments of the
 layer's input, and gets the cohort's statistics (one exchange), with which its batches continue. So one
@@ -74,7 +74,7 @@ class ClientPass:
             self.measure(partial(self.inputs, batches, task), task.forward)
 
     def measure(self, inputs: Inputs, forward: Forward = called) -> None:
-        """Measure the moments of each BatchNorm layer over all batches of ``inputs()``, and store them.
+        """Measure and store each BatchNorm layer's moments over all batches of ``inputs()``.
 
         Every call of ``inputs`` returns the same batches. In an exchange that goes layer by layer, the client
         exchanges the statistics of each layer with the cohort. If the network has no fixed order of layers, or its
@@ -93,7 +93,7 @@ class ClientPass:
 
     @contextmanager
     def own_first(self, inputs: Inputs, forward: Forward = called) -> Iterator[None]:
-        """Give layers with statistics at home those of this client's data in the block, if the client keeps none yet.
+        """Give layers with statistics at home those of the client's data, if it keeps none yet.
 
         Other layers are measured behind them, and would see what no training batch looks like: such a batch
         normalises itself.
@@ -108,7 +108,7 @@ class ClientPass:
             store_statistics(self._model, before)
 
     def inputs(self, batches: Iterable[Any], task: Task) -> Iterator[Any]:
-        """Yield the inputs of each batch until the pass has as many samples as it needs. Count these samples."""
+        """Yield the batches' inputs until the pass has as many samples as it needs. Count them."""
         device, most = inputs_like(self._model).device, self.how.samples
         self.samples = 0
         for batch in batches:
@@ -121,7 +121,7 @@ class ClientPass:
 
 @torch.no_grad()
 def in_order(model: nn.Module, layers: Collection[str], inputs: Inputs, forward: Forward, memory: int) -> tuple[str, list[Any]]:
-    """Find out by one forward pass whether BatchNorm ``layers`` of ``model`` can be measured one after the other.
+    """Find out by one forward pass whether ``layers`` can be measured one after the other.
 
     Return the reason why they cannot, empty if they can, and the batches of inputs. The pass takes two samples of
     the first batch, or the whole batch if it is not a single tensor of torch's own class. ``memory`` is the
@@ -153,7 +153,7 @@ def in_order(model: nn.Module, layers: Collection[str], inputs: Inputs, forward:
 
 
 class _Batches(Turns):
-    """Run the forward passes of a client's batches. Each waits at each layer until all have come there.
+    """Run the forward passes of a client's batches, which wait for all at each layer.
 
     ``answer`` exchanges a layer's moments with the cohort, and stores the statistics with which they go on.
     """
@@ -201,7 +201,7 @@ class _Batches(Turns):
 def layer_by_layer(
     model: nn.Module, layers: Collection[str], batches: Sequence[Any], exchange: Exchange, forward: Forward = called
 ) -> dict[str, Moments]:
-    """Measure the moments of the input of each of the ``layers`` over this client's batches.
+    """Measure the moments of the input of each of ``layers`` over this client's batches.
 
     While a layer is measured, the layers before it normalise with the cohort's exact statistics. ``model`` stays
     unchanged. At the end the client leaves the ``exchange``. ``in_order`` must have found no problem.
@@ -239,7 +239,7 @@ def layer_by_layer(
 
 @contextmanager
 def _watched(model: nn.Module, layers: Collection[str], reached: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Put ``model`` into evaluation mode for the block; call ``reached(layer, x)`` before each of the ``layers`` runs."""
+    """Put ``model`` into evaluation mode, and call ``reached(layer, x)`` before each layer runs."""
 
     def hook(name: str, layer: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         reached(name, *args, *named.values())

@@ -1,4 +1,4 @@
-"""Carry out a client's round around a training loop: ``client_round``, which every door and every engine calls.
+"""Carry out a client's round: ``client_round``, which every door and every engine calls.
 
 fl-bn's own training loop (``training``) and a user's differ in ``train`` alone. ``own_loop.local_round`` is
 the same round for a loop inside a ``with`` block. ``engines.vectorised`` trains many clients at once.
@@ -48,7 +48,7 @@ def client_round(
     settings: LocalTraining | None = None,
     connect: Connect | None = None,
 ) -> Result:
-    """Carry out a client's round around any training loop: (network, method, instruction, state, train) -> (reply, state).
+    """Carry out a client's round: (network, method, instruction, state, train) -> (reply, state).
 
     ``train`` trains the network inside ``round.open()``, or measures its statistics. The other arguments are
     those of ``LocalRound``.
@@ -58,7 +58,7 @@ def client_round(
 
 
 def concluded(round: LocalRound, one: Outcome) -> Result:
-    """Return the reply and the new state of a client whose training had the outcome ``one``."""
+    """Return the reply and the new state of a client whose training had outcome ``one``."""
     if round.trains and not one.samples:
         return round.sit_out(one.client, one.metrics)
     return round.reply(one.samples, one.loss, client=one.client, metrics=one.metrics)

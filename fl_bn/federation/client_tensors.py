@@ -1,4 +1,4 @@
-"""Load an instruction into the network of a client's round, and make the tensors of its reply and its state."""
+"""Load an instruction into a client's network, and make the tensors of its reply and its state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STARTS: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
 def load(copy: Copy, instruction: Instruction, kept: ClientState, objective: Objective, auxiliary: Sequence[Auxiliary]) -> object:
-    """Check the tensors of ``instruction``, and load them into ``copy`` with those that the client keeps.
+    """Check the tensors of ``instruction``, and load them into ``copy`` with the client's own.
 
     ``objective`` is that of the client's loop. ``auxiliary`` are the kinds of auxiliary tensors that the
     instruction has beside the model's tensors. They are checked, but not loaded. The result is a token of this
@@ -72,12 +72,12 @@ def load(copy: Copy, instruction: Instruction, kept: ClientState, objective: Obj
 
 
 def is_newest(model: nn.Module, token: object) -> bool:
-    """Tell whether no later round than that with ``token`` has loaded tensors into the network."""
+    """Tell whether no round after that with ``token`` has loaded tensors into the network."""
     return _NEWEST.get(model) is token
 
 
 def _first_values(copy: Copy, phase: Phase) -> dict[str, Tensor]:
-    """Return the values with which every client begins, of tensors at home that the server does not send, by name.
+    """Return every client's first values, by name, of tensors at home that the server does not send.
 
     They are buffers that each client keeps, and zeros for HBN's mixing logits. They replace those in the network,
     which may be another client's.
@@ -90,7 +90,7 @@ def _first_values(copy: Copy, phase: Phase) -> dict[str, Tensor]:
 
 
 def reply(round: LocalRound, samples: int, loss: float, client: int, given: Mapping[str, float]) -> tuple[Reply, ClientState]:
-    """Make the reply to the server and the client's next state. The arguments are those of ``LocalRound.reply``."""
+    """Make the reply and the client's next state. The arguments are those of ``LocalRound.reply``."""
     moments = moments_to_report(round)
     if round.trains:
         gradients = ema_gradients(round) if round.settings.update == "gradients" else {}
@@ -108,7 +108,7 @@ def reply(round: LocalRound, samples: int, loss: float, client: int, given: Mapp
 
 
 def moments_to_report(round: LocalRound) -> dict[str, Moments]:
-    """Return layer -> the moments to report: of the statistics pass, or of the training batches so far."""
+    """Return layer -> the moments to report: of the statistics pass, or of batches so far."""
     if round.reports is StatisticsReport.PASS:
         return round.statistics_pass.moments or {}
     if not round.observes:
@@ -121,7 +121,7 @@ def moments_to_report(round: LocalRound) -> dict[str, Moments]:
 
 
 def complete_moments(round: LocalRound, moments: Mapping[str, Moments]) -> dict[str, Tensor]:
-    """Encode the moments of every layer with shared statistics as tensors. A layer that did not run gets the count 0."""
+    """Encode the moments of every layer with shared statistics; a layer that did not run has count 0."""
     unseen = {k: torch.zeros_like(s.mean) for k, s in running_statistics(round.model, round.network.locality.shared_statistics).items()}
     complete = {k: moments.get(k, Moments(0, zeros, zeros)) for k, zeros in unseen.items()}
     return {key: t for k, m in complete.items() for key, t in encode_moments({k: m}, unseen[k].dtype).items()}
@@ -147,7 +147,7 @@ def sections_to_send(round: LocalRound, gradients: Named, moments: Mapping[str, 
 
 
 def state_to_keep(round: LocalRound, gradients: Named, client: int) -> ClientState:
-    """Return the state that the client keeps: tensors that it does not share, and the optimiser's and objective's buffers.
+    """Return the client's state: tensors that are not shared, the optimiser's and objective's buffers.
 
     If one of these tensors is not finite, return the state from before the round, so that later rounds are not
     spoilt. ``gradients`` are averaged ones (``ema_gradients``), with ``update="gradients"``.
@@ -172,7 +172,7 @@ def state_to_keep(round: LocalRound, gradients: Named, client: int) -> ClientSta
 
 
 def numbers_of_training(round: LocalRound, kept: ClientState) -> dict[str, float]:
-    """Return the numbers that the reply has about training, by name (see ``Reply.metrics``)."""
+    """Return the reply's numbers about training, by name (see ``Reply.metrics``)."""
     waited = 0.0 if round.exchange is None else round.exchange.seconds
     numbers: dict[str, float] = {"steps": round.steps, "waited": waited}
     if round.reports is StatisticsReport.FIRST:
@@ -183,7 +183,7 @@ def numbers_of_training(round: LocalRound, kept: ClientState) -> dict[str, float
 
 
 def ema_gradients(round: LocalRound) -> dict[str, Tensor]:
-    """Compute name -> ``m <- momentum * m + (1 - momentum) * g``: DSGD's client momentum (FBN, Table 2).
+    """Compute ``m <- momentum * m + (1 - momentum) * g`` by name: DSGD's client momentum (FBN, Table 2).
 
     ``g`` is the gradient with weight decay, of each parameter that is trained.
     """
@@ -199,7 +199,7 @@ def ema_gradients(round: LocalRound) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def step_at_home(round: LocalRound, gradients: Named) -> None:
-    """Make a gradient step on the parameters that stay at the client, because the server does not update these."""
+    """Make a gradient step on the parameters at home, which the server does not update."""
     for name, parameter in round.model.named_parameters():
         if name in gradients and round.network.locality.place[name] is Place.HOME:
             parameter.sub_(gradients[name], alpha=round.instruction.learning_rate)

@@ -1,4 +1,4 @@
-"""Refuse combinations of method, objective, optimiser and options that do not work together."""
+"""Refuse combinations of method, objective, optimiser and options that do not work."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_composition(method: Method, settings: LocalTraining, robust: bool = Fa
 
 
 def check_weights(method: Method, client_weights: str) -> None:
-    """Raise ValueError if ``method`` exchanges in training and ``client_weights`` is not ``samples`` (FedTAN)."""
+    """Raise ValueError if ``method`` exchanges in training and weights are not ``samples`` (FedTAN)."""
     refuse(
         (client_weights != "samples" and method.exchanges,
          f"{method.name} weights clients by the sizes of their batches: client_weights must be 'samples', but got {client_weights!r}"),
@@ -63,12 +63,12 @@ def check_weights(method: Method, client_weights: str) -> None:
 
 
 def first_rate(optimizer: Optimizer) -> float | None:
-    """Return the learning rate of the optimiser's first parameters that have one; None: it has none."""
+    """Return the learning rate of the optimiser's first parameters that have one."""
     return next((float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None), None)
 
 
 def check_rates(objective: Objective, optimizer: Optimizer, others: Sequence[float] = ()) -> None:
-    """Check that ``optimizer`` is plain SGD with one learning rate, which an objective with control variates needs.
+    """Check that ``optimizer`` is plain SGD of one rate, which control variates need.
 
     ``others`` are the rates of other optimisers that take part in the same step.
 

@@ -1,4 +1,4 @@
-"""Check, at the end of a client's round, what a network and a training loop must do (docs/contract.md)."""
+"""Check at the end of a client's round what network and loop must do (docs/contract.md)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ADVICE = {
 
 
 class ContractBroken(ValueError):
-    """Report that a network or a training loop did not keep the contract of a round (docs/contract.md).
+    """Report that a network or a loop did not keep the contract (docs/contract.md).
 
     Attributes:
         rule: The rule, one of ``ADVICE``.
@@ -57,7 +57,7 @@ class ContractBroken(ValueError):
 
 @contextmanager
 def frozen_parameters(round: LocalRound) -> Iterator[dict[str, nn.Parameter]]:
-    """Let the parameters that the method freezes in this round not learn, since a user's optimiser may have them, too.
+    """Let a round's frozen parameters not learn, since a user's optimiser may have them, too.
 
     Gradients of an earlier round, or of another client, are cleared.
     """
@@ -87,12 +87,12 @@ class Lent:
         self._values = {name: p.detach().clone() for name, p in model.named_parameters()} if round.in_own_loop else {}
 
     def check(self, samples: int | None = None) -> None:
-        """Check the network and what the round has recorded, at the end of training or, with ``samples``, before a reply."""
+        """Check network and records at the end of training or, with ``samples``, before a reply."""
         for rule, what, name in self._broken_by_training() if samples is None else self._broken_by_reply(samples):
             raise ContractBroken(rule, self._round, what, name)
 
     def _broken_by_training(self) -> Iterator[tuple[str, str, str]]:
-        """Yield what does not keep the contract: rule, finding, and name of the tensor or layer."""
+        """Yield what breaks the contract: rule, finding, and name of the tensor or layer."""
         round, model = self._round, self._round.model
         now = objects(model) if self._objects else {}
         for name in (*self._objects, *now):
@@ -136,7 +136,7 @@ class Lent:
             yield "batches", "connect exchanges statistics in the first pass in training mode with gradients, but 0 batches were seen", ""
 
     def _broken_by_opacus(self) -> Iterator[tuple[str, str, str]]:
-        """Yield why opacus (differential privacy), which computes each sample's gradient, does not protect this round.
+        """Yield why opacus (differential privacy, gradients per sample) does not protect this round.
 
         opacus itself refuses torch's BatchNorm classes, and trainable layers with buffers, but no other layers that
         mix samples.
@@ -168,14 +168,14 @@ class Lent:
 
 
 def objects(model: nn.Module) -> dict[str, object]:
-    """Return the layers and parameters of ``model`` by a name in words, and True for each buffer that travels."""
+    """Return the model's layers and parameters by a name in words, True for buffers that travel."""
     found: dict[str, object] = {f"layer {name!r}": module for name, module in model.named_modules(remove_duplicate=False)}
     found |= {f"parameter {name!r}": p for name, p in model.named_parameters(remove_duplicate=False)}
     return found | {f"buffer {name!r}": True for name in _persistent(model)}
 
 
 def forms(round: LocalRound) -> dict[str, tuple[Any, ...]]:
-    """Return dtype and shape of each parameter, and shape of each buffer that is sent or kept, by name."""
+    """Return dtype and shape of parameters, and shape of buffers sent or kept, by name."""
     place = round.network.locality.place
     found: dict[str, tuple[Any, ...]] = {name: (p.dtype, *p.shape) for name, p in round.model.named_parameters()}
     travels = (Place.SHARED, Place.STATISTIC, Place.HOME)
@@ -183,7 +183,7 @@ def forms(round: LocalRound) -> dict[str, tuple[Any, ...]]:
 
 
 def fixed_statistics(model: nn.Module, all: bool = False) -> dict[str, Tensor]:
-    """Return the running statistics, by name, of layers that normalise with them in training and do not update them.
+    """Return the running statistics, by name, of layers that train with them as constants.
 
     ``all``: those of all BatchNorm layers, as when the freeze is over.
     """
@@ -196,7 +196,7 @@ def fixed_statistics(model: nn.Module, all: bool = False) -> dict[str, Tensor]:
 
 
 def _persistent(model: nn.Module) -> Iterator[str]:
-    """Yield the names of the buffers of the state_dict. The network may make others when it needs them."""
+    """Yield the names of the state_dict's buffers. The network may make others when needed."""
     for name, module in model.named_modules():
         for own, buffer in module._buffers.items():
             if buffer is not None and own not in module._non_persistent_buffers_set:

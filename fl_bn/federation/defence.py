@@ -1,4 +1,4 @@
-"""Combine the clients' replies at the server when some clients may be Byzantine (send false values)."""
+"""Combine the clients' replies when some clients may be Byzantine (send false values)."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def _rule(rule: str | Rule) -> Rule:
 
 
 class TooFew(ValueError):
-    """Report that too few replies can be used: for a round, or for a rule against ``f`` Byzantine clients."""
+    """Report too few usable replies: for a round, or for a rule against ``f`` clients."""
 
 
 @dataclass(frozen=True)
 class Defence:
-    """Describe the rules against ``f`` Byzantine clients: one for BN statistics and one for updates.
+    """Describe the rules against ``f`` Byzantine clients: for BN statistics and for updates.
 
     An active defence ignores the numbers of samples, activations and steps that clients claim. For every client it
     uses the median client's numbers, so that all clients have the same weight.
@@ -69,17 +69,17 @@ class Defence:
 
     @property
     def active(self) -> bool:
-        """Tell whether this defence differs from ``NO_DEFENCE``, which takes plain averages with ``f`` = 0."""
+        """Tell whether this differs from ``NO_DEFENCE``: plain averages with ``f`` = 0."""
         return self != NO_DEFENCE
 
     def check(self, n: int) -> None:
-        """Raise TooFew, with the smallest sufficient number, unless ``n`` replies are enough for both rules."""
+        """Raise TooFew, with the smallest number, unless ``n`` replies suffice for both rules."""
         for rule in (self.updates, self.statistics):
             if problem := _problem(rule, n, self.f):
                 raise TooFew(problem)
 
     def without(self, refused: int, n: int) -> Defence:
-        """Return the defence for the ``n`` remaining replies, after the server refused some because of their contents.
+        """Return the defence for ``n`` remaining replies, after some were refused for their contents.
 
         A refused client may be honest: its training diverged, say. The remaining replies may then include those of all
         Byzantine clients. So ``f`` is lowered only until ``n`` replies are enough for it, and by at most ``refused``.
@@ -99,7 +99,7 @@ class Defence:
 
     @property
     def average(self) -> Average:
-        """Return the rule for statistics, as a function of the clients' values (one row per client) and their counts.
+        """Return the rule for statistics: a function of values (a row per client) and counts.
 
         If only few clients ran a layer, there may be fewer rows than the rule needs for ``f``. The rule then
         withstands as many Byzantine clients as these rows allow.
@@ -116,7 +116,7 @@ class Defence:
         return value
 
     def update(self, parts: Sequence[Named], origin: Named | None) -> tuple[dict[str, Tensor], Report]:
-        """Combine the clients' updates by ``update_rule``, in float64. Return the combined tensors, and the rule's report.
+        """Combine the clients' updates by ``update_rule``, in float64, and return the rule's report, too.
 
         Args:
             parts: The tensors of each client, by name.
@@ -136,7 +136,7 @@ class Defence:
         return {name: t if origin is None else origin[name].double() + t for name, t in combined.items()}, report
 
     def believed(self, reports: Sequence[Mapping[str, Moments]], steps: Sequence[int]) -> tuple[list[dict[str, Moments]], list[int]]:
-        """Return ``reports`` and ``steps`` with counts of layers and numbers of local steps of the median client.
+        """Return ``reports`` and ``steps`` with the median client's counts and numbers of steps.
 
         A layer that a client did not run (count 0) keeps its count 0.
         """
@@ -155,7 +155,7 @@ def _unweighted(values: Tensor, counts: Tensor) -> Tensor:
 
 @lru_cache
 def _problem(rule: str | Rule, n: int, f: int) -> str:
-    """Return why ``rule`` cannot combine ``n`` rows, with the number that it needs; empty if it can."""
+    """Return why ``rule`` cannot combine ``n`` rows, and the number it needs; empty if it can."""
     if n == 0:
         return "there is no reply to combine"
     if _serves(rule, n, f):

@@ -206,7 +206,7 @@ class Federation:
         return self._transport.model(self._newest.tensors, batches_trained(self.history))
 
     def client_model(self, client: int) -> nn.Module:
-        """Return the network of one client (from 0): the shared tensors as evaluated last, and the client's own tensors.
+        """Return a client's network (from 0): shared tensors as evaluated last, and its own ones.
 
         Raises:
             ValueError: There is no client of this number.
@@ -224,7 +224,7 @@ class Federation:
         save_network(Path(path), self.server.shared.whole(self._newest.tensors, batches_trained(self.history)))
 
     def run(self, rounds: int) -> Iterator[RoundRecord]:
-        """Train for ``rounds`` rounds, and yield each round's record: loss, evaluation, drift of the statistics.
+        """Train for ``rounds`` rounds, and yield records: loss, evaluation, drift of statistics.
 
         This is a generator: a round runs when its record is requested. A second call is a new run from the present
         model: learning rates, phases, cohorts and the order of ``SeededBatches`` are those of round 1 again.
@@ -266,7 +266,7 @@ class Federation:
         callbacks.on_end(None)
 
     def checkpoint(self, path: str | Path) -> None:
-        """Save the whole federation as it is after its last round, so that ``resume`` can continue from there.
+        """Save the federation as it is after its last round, for ``resume``.
 
         The file has the server's and all clients' tensors, the server optimiser's buffers, the records, and the
         states of random generators. Its format is safetensors. Loading such a file cannot run code.
@@ -296,7 +296,7 @@ class Federation:
         state.save(Path(path))
 
     def resume(self, path: str | Path) -> None:
-        """Load the state that ``checkpoint`` saved, into a federation made with the same arguments.
+        """Load what ``checkpoint`` saved, into a federation made with the same arguments.
 
         ``run(rounds)`` then continues after the saved round; ``rounds`` must be the same number as before. If the
         saved run was over, ``run`` starts another one from its model, as a second call of ``run`` does. On the CPU
@@ -330,7 +330,7 @@ class Federation:
         self._resumed = state
 
     def _start(self, rounds: int) -> Start:
-        """Return where a run of ``rounds`` rounds begins: at round 1, or after the round of a loaded checkpoint."""
+        """Return where a run begins: at round 1, or after the round of a loaded checkpoint."""
         state, self._resumed = self._resumed, None
         refuse(
             (type(rounds) is not int or rounds < 0, f"rounds must be a whole number >= 0, but got run({rounds!r})"),
@@ -356,24 +356,24 @@ class Federation:
         return Start(state.round + 1, state.failed)
 
     def _decided(self, rounds: int) -> dict[str, str]:
-        """Return name -> text of the settings that a run of ``rounds`` rounds must have to continue another one."""
+        """Return name -> text of the settings that a continuing run must share."""
         method, policy = self.server.method, self.server.policy
         every = [(method.phase(n, rounds).value, policy.scheduled(n, rounds)) for n in range(1, rounds + 1)]
         return self._decides | {"calendar": hashlib.sha256(repr(every).encode()).hexdigest()[:16]}  # of phases and learning rates
 
     def _of_clients(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Return client -> the state_dict of its own network; empty if clients keep no tensors."""
+        """Return client -> its network's state_dict; empty if clients keep no tensors."""
         if not self.server.shared.personal:
             return {}
         return {client: self._transport.with_own(self.model, client).state_dict() for client in range(len(self.clients))}
 
     def _tests(self, test: Any, model: nn.Module, again: bool = True) -> tuple[Loader, ...] | None:
-        """Return each client's test batches, see ``own_tests``, with ``SeededBatches`` in the dtype of ``model``."""
+        """Return the clients' test batches (``own_tests``), ``SeededBatches`` in the model's dtype."""
         tests = own_tests(test, len(self.clients), again)
         return None if tests is None else in_dtype(tests, inputs_like(model).dtype)
 
     def evaluate(self, batches: Loader | PerClient | None = None) -> dict[str, float]:
-        """Compute the loss and the task's metrics of the shared model as evaluated last; empty without test batches.
+        """Compute loss and metrics of the shared model as evaluated last; empty without batches.
 
         If clients have models, tasks or test batches of their own, the result is the mean over clients, weighted
         by their test samples. If clients keep tensors (FedBN, SiloBN), each client's own model is evaluated, but

@@ -1,4 +1,4 @@
-"""Declare and check the fields (name -> value) of a received record. A record is a part of a Flower message.
+"""Declare and check the fields (name -> value) of a received record of a Flower message.
 
 ``Form.read`` checks a record and returns ``Values``. It drops undeclared fields, or keeps them unchecked if
 the form has ``others``. Sizes are limited, and are checked before any text is parsed. No parser is recursive,
@@ -47,7 +47,7 @@ class Field:
 
 
 def whole(least: int = 0, most: int = LARGEST, default: Any = NEEDED) -> Field:
-    """Declare a whole number of ``least`` to ``most``. The type must be int, so True and 1.0 are refused."""
+    """Declare a whole number of ``least`` to ``most``. True and 1.0 are refused."""
     wanted = f"a whole number {least}..{most}" if most != LARGEST else f"a whole number >= {least} (and <= 2**53)"
     return Field(lambda v: type(v) is int and least <= v <= most, wanted, default)
 
@@ -64,13 +64,13 @@ def number(least: float = -math.inf, most: float = math.inf, default: Any = NEED
 
 
 def real(least: float, most: float = math.inf) -> Field:
-    """Declare a finite float of ``least`` to ``most``. An int is refused: Flower's code that reads it needs a float."""
+    """Declare a finite float of ``least`` to ``most``. No int, since Flower's code needs a float."""
     one = number(least, most)
     return Field(lambda v: type(v) is float and one.fits(v), f"{one.wanted} as a float", turn=float)
 
 
 def measured(least: float = -math.inf, most: float = math.inf, default: Any = NEEDED) -> Field:
-    """Declare a float that may be infinite or NaN, such as the loss of a client whose training diverged.
+    """Declare a float that may be infinite or NaN, such as the loss of diverged training.
 
     Such a value is accepted, because it is only averaged and shown, and never enters the model. A finite ``most`` refuses
     infinity, and a finite ``least`` refuses minus infinity. NaN is always accepted.
@@ -123,7 +123,7 @@ def blobs(items: int, longest: int) -> Field:
 
 
 def whole_list(items: int) -> Field:
-    """Declare a text with a JSON list of up to ``items`` whole numbers >= 0, read to a tuple of int.
+    """Declare a JSON list of up to ``items`` whole numbers >= 0, read to a tuple of int.
 
     Each number has up to 15 digits. A regular expression reads the text. A JSON parser could fail at deeply
     nested lists.
@@ -138,7 +138,7 @@ def whole_list(items: int) -> Field:
 
 
 def wholes_by_name(items: int) -> Field:
-    """Declare a text with a JSON object, layer -> whole number >= 0, such as ``{"stem.bn": 3}``, read to a dict.
+    """Declare a JSON object, layer -> whole number >= 0, such as ``{"stem.bn": 3}``.
 
     The object has up to ``items`` entries. A name has up to ``NAME`` characters, without double quotes and
     backslashes. A number has up to 15 digits.
@@ -171,7 +171,7 @@ class Form:
     MOST = 10_000  # fields of a record, and numbers of a series
 
     def read(self, record: Mapping[str, Any] | None) -> Values:
-        """Check a record (None: it is missing). Return the values of declared fields, or of all if it has ``others``.
+        """Check a record (None: missing). Return declared values, or all if it has ``others``.
 
         Raises:
             WireError: The record is missing, or has more than ``MOST`` fields. Or a field is missing, or has a wrong value.

@@ -46,7 +46,7 @@ FEWEST = 8
 
 
 def centred_weights(model: nn.Module) -> list[str]:
-    """Return the names of the weights to centre: of linear layers and convolutions, without the network's last layer.
+    """Return the weights to centre: of linear layers and convolutions but the last layer.
 
     A weight that is computed from other parameters (spectral norm, parametrizations) is left out, as it is no
     parameter. A weight with fewer than ``FEWEST`` inputs per output unit is left out, too.
@@ -62,7 +62,7 @@ def centred_weights(model: nn.Module) -> list[str]:
 
 @contextmanager
 def centring(parameters: Mapping[str, Tensor], names: Sequence[str], stacked: bool = False) -> Iterator[None]:
-    """Centre the gradients of ``names`` as soon as autograd has computed them, inside the ``with`` block, around any loop.
+    """Centre the gradients of ``names`` as autograd computes them, in the block, in any loop.
 
     While a parameter has ``requires_grad=False``, it has no gradient to centre. ``stacked``: axis 0 of each
     parameter is the client, as in the vectorised engine.
@@ -118,7 +118,7 @@ def clip(
 
 
 def chosen(how: str, limit: float, drifts: bool) -> tuple[str, float]:
-    """Return the way of clipping and its limit, with ``auto`` resolved: ``round`` if ``drifts``, else ``none``.
+    """Return way and limit of clipping; ``auto`` is ``round`` if ``drifts``, else ``none``.
 
     ``drifts``: whether clients' weights could move far from the shared weights in a round.
     """
@@ -130,7 +130,7 @@ def chosen(how: str, limit: float, drifts: bool) -> tuple[str, float]:
 def bounded(
     method: Method, clip: str, optimizers: Mapping[int, Optimizer], settings: LocalTraining
 ) -> tuple[Method, dict[int, LocalTraining]]:
-    """Choose how clients clip gradients with ``clip="auto"``: so that SGD moves their weights by a limited distance per round.
+    """Choose the clipping of ``clip="auto"``: SGD moves weights by a limited distance per round.
 
     Method and settings stay unchanged with ``clip="none"``, if a client uses another optimiser than SGD, or if
     the objective has control variates (SCAFFOLD). A method that does not normalise its first batch with shared
@@ -150,13 +150,13 @@ def bounded(
 
 
 def norm_in_round(path: float, learning_rate: float, steps: int, momentum: float) -> float:
-    """Return the gradient norm with which ``steps`` steps of SGD move the weights by at most ``path``."""
+    """Return the gradient norm with which ``steps`` SGD steps move weights by at most ``path``."""
     return path * (1 - momentum) / (learning_rate * max(steps, 1))
 
 
 @torch.no_grad()
 def clip_rows(parameters: Iterable[nn.Parameter], how: str, limits: Tensor, head: Iterable[nn.Parameter] = ()) -> None:
-    """Clip the stacked gradients (K, ...) of K clients in place. Client k's limit is ``limits[k]``; see ``clip``.
+    """Clip stacked gradients (K, ...) of K clients in place, client k's by ``limits[k]``.
 
     For ``value`` and ``adaptive``, all limits must be the same.
     """
@@ -178,7 +178,7 @@ def _unit_norm_of_rows(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def clip_adaptive(parameters: Iterable[nn.Parameter], limit: float, norm_of: Callable[[Tensor], Tensor]) -> None:
-    """Clip each output unit's gradient in place, to at most ``limit`` times the norm of the unit's weights.
+    """Clip each output unit's gradient, in place, to ``limit`` times the norm of its weights.
 
     High-Performance Large-Scale Image Recognition Without Normalization, Brock, De, Smith, Simonyan, ICML 2021,
     equation 3. Clients of FedWon clip in this way. A bias or scale (one axis) counts as one unit. A norm of

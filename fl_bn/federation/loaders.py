@@ -21,7 +21,7 @@ Loader = Iterable[Any]
 
 
 def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
-    """Check that ``loader`` can be iterated over, and more than once if ``again`` is True.
+    """Check that ``loader`` can be iterated over, more than once if ``again``.
 
     ``whose`` is the start of the error message, such as ``client 3``.
 
@@ -40,7 +40,7 @@ def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
 
 
 def check_not_one_batch(whose: str, loader: Loader, task: Task) -> None:
-    """Check that ``loader`` is neither a single batch nor a list or torch dataset of single samples.
+    """Check that ``loader`` is no single batch, and no list or dataset of single samples.
 
     For a task that overrides ``read``, check nothing: it may take any batches. ``whose`` is as in ``check_loader``.
 
@@ -69,7 +69,7 @@ def check_clients(clients: Any) -> None:
 
 
 class SeededBatches:
-    """Divide a client's samples into batches, in an order that is the same in every run with the same seed.
+    """Divide a client's samples into batches, in an order that the seed decides.
 
     The order of the samples depends only on the seed, the client and the round. If one sample is left at the end,
     that sample joins the batch before, because a single sample has no variance. A client with only one sample
@@ -119,7 +119,7 @@ class SeededBatches:
         return min(1, len(self.samples)) + len(cuts(len(self.samples), self.batch_size))
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield inputs and targets of each batch, in the samples' order: for statistics passes and evaluation."""
+        """Yield batches in the samples' order, for statistics passes and evaluation."""
         like = torch.zeros(0, dtype=self.dtype)
         if not len(self.samples):
             return
@@ -127,7 +127,7 @@ class SeededBatches:
             yield self.samples.batch(index, like)
 
     def epochs(self, seed: int, client: int, round: int, epochs: int) -> IndexBatches:
-        """Return the batches for ``epochs`` passes of a client's ``round``, from 1, in the order that the seed gives."""
+        """Return batches for ``epochs`` passes of a client's round (from 1), in seeded order."""
         rng, n = seeded(seed, client, round, BATCHES), len(self.samples)
         drawn = draw_batches(n, self.batch_size, rng, epochs=epochs, least=1) if n else iter(())
         like = torch.zeros(0, dtype=self.dtype)
@@ -135,6 +135,6 @@ class SeededBatches:
 
 
 def in_dtype(loaders: Sequence[Loader], dtype: torch.dtype) -> tuple[Loader, ...]:
-    """Return ``loaders`` with every ``SeededBatches`` in ``dtype``. A loader that occurs twice stays one object."""
+    """Return ``loaders``, ``SeededBatches`` in ``dtype``. One that occurs twice stays one object."""
     made = {id(one): one.like(dtype) if isinstance(one, SeededBatches) and one.dtype != dtype else one for one in loaders}
     return tuple(made[id(one)] for one in loaders)

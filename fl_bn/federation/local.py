@@ -32,7 +32,7 @@ PASS_BATCH = 256
 
 
 def called(model: nn.Module, x: Any) -> Any:
-    """Return ``model(x)``: the default of the arguments named ``forward`` of statistics passes."""
+    """Return ``model(x)``, the default ``forward`` of statistics passes."""
     return model(x)
 
 
@@ -53,7 +53,7 @@ class Samples:
         return len(self.y)
 
     def batch(self, index: np.ndarray, like: Tensor, augment: Augment | None = None) -> tuple[Tensor, Tensor]:
-        """Return inputs (B, ...), images scaled to -1..1, and targets (B, ...) of a batch, on the device of ``like``.
+        """Return a batch: inputs (B, ...), images scaled to -1..1, and targets (B, ...).
 
         Args:
             index: The indices of the samples of the batch (B,).
@@ -64,7 +64,7 @@ class Samples:
         return to_input(x.to(like.device), like.dtype), y.to(like.device)
 
     def rows(self, index: np.ndarray, augment: Augment | None = None) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of a batch, changed by ``augment``, but neither scaled nor moved to a device."""
+        """Return a batch, changed by ``augment``, but neither scaled nor moved to a device."""
         chosen = torch.from_numpy(index)
         x, y = self.x.index_select(0, chosen), self.y.index_select(0, chosen)
         return (x, y) if augment is None else augment(x, y)
@@ -72,7 +72,7 @@ class Samples:
 
 @contextmanager
 def torch_seed(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators of the CPU and of ``device`` for the ``with`` block. Restore their states afterwards."""
+    """Seed torch's generators of CPU and ``device`` for the block, then restore them."""
     cuda = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if cuda else []):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed every accelerator, forked or not
@@ -90,7 +90,7 @@ def statistics_pass(
     rng: np.random.Generator,
     batch_size: int = PASS_BATCH,
 ) -> dict[str, Moments]:
-    """Measure the moments that ``how`` describes, of every BatchNorm layer, in evaluation mode.
+    """Measure the moments that ``how`` describes, of every layer, in evaluation mode.
 
     The model stays unchanged: its gradients, its statistics and the modes of its modules. Random samples and
     batches come only from ``rng``. Moments with which training batches are normalised (``NORMALISERS``) depend on
@@ -119,7 +119,7 @@ def pieces(n: int, how: StatisticsPass, rng: np.random.Generator, batch_size: in
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Samples | Iterable[Any], batch_size: int = 0, task: Task = CLASSIFICATION) -> MetricState:
-    """Evaluate ``model`` on ``data``, in evaluation mode, in which it stays. Return the metrics of ``task``.
+    """Return the metrics of ``task`` for ``model`` on ``data``. It stays in evaluation mode.
 
     ``data`` may be batches that ``task.read`` takes (a DataLoader, say). For ``Samples``, a ``batch_size`` of 0
     is 500, or 8 if the targets are masks, which are large.
@@ -144,7 +144,7 @@ def measured(
     how: StatisticsPass,
     forward: Forward = called,
 ) -> dict[str, Moments]:
-    """Measure, for every BatchNorm layer, the moments that ``how`` describes, over ``batches`` of inputs.
+    """Measure the moments that ``how`` describes, of every layer, over ``batches`` of inputs.
 
     The model runs in evaluation mode and stays unchanged: its gradients, its statistics and the modes of its
     modules. No random number is drawn. If ``how.lower_layers`` is "hybrid", HBN's layers run in training mode, so
@@ -167,7 +167,7 @@ def measured(
 
 @contextmanager
 def measuring(model: nn.Module, how: StatisticsPass) -> Iterator[dict[str, list[Moments]]]:
-    """Prepare ``model`` for the statistics pass ``how`` in the block. Each forward pass adds one ``Moments`` per layer."""
+    """Prepare ``model`` for a statistics pass. Each forward pass adds one ``Moments`` per layer."""
     held = held_layers(model)
     with kept_modes(model), uncompiled():
         model.eval()
@@ -179,7 +179,7 @@ def measuring(model: nn.Module, how: StatisticsPass) -> Iterator[dict[str, list[
 
 
 def generators(loader: Any) -> list[torch.Generator]:
-    """Return the ``torch.Generator`` objects of a DataLoader and of its samplers, whose states a checkpoint stores.
+    """Return a DataLoader's and its samplers' ``torch.Generator`` objects, for checkpoints.
 
     These are the loader's own generator, and those of ``sampler``, ``batch_sampler`` and ``batch_sampler.sampler``.
     """

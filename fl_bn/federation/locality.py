@@ -22,7 +22,7 @@ KEPT_BY_CLIENTS = frozenset({Role.AFFINE, Role.STATISTIC})
 
 @dataclass(frozen=True)
 class Locality:
-    """Hold the place and the role of each tensor, by its name in the state_dict and in the order of the state_dict.
+    """Hold place and role of each tensor, by name and in the order of the state_dict.
 
     Attributes:
         norm_layers: The names of all BatchNorm layers.
@@ -62,16 +62,16 @@ class Locality:
         return self.names(Place.HOME, of=[role for role in Role if role not in (Role.MIXING, Role.KEPT)])
 
     def kept_by_clients(self) -> list[str]:
-        """Return the names of BatchNorm's affine parameters and statistics that clients keep."""
+        """Return the names of affine parameters and statistics that clients keep."""
         return self.names(Place.HOME, of=KEPT_BY_CLIENTS)
 
     def fewest(self, phase: Phase) -> int:
-        """Return the fewest samples in a batch: 2 if a layer normalises with its batch's statistics, else 1."""
+        """Return a batch's fewest samples: 2 if a layer normalises with its statistics, else 1."""
         constant = len(self.shared_statistics) if self.method.constant else 0
         return 1 if self.method.freezes_statistics(phase) or constant == len(self.norm_layers) else 2
 
     def signature(self, model: nn.Module) -> str:
-        """Return a short hash of the method with its clients' options, and of each tensor's name, role, shape and dtype.
+        """Return a short hash of the method at clients, and of each tensor's name, role, shape, dtype.
 
         If single layers stay at home (``Method.local_in``), it depends on the names of all tensors at home, too.
         """

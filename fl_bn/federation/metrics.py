@@ -1,4 +1,4 @@
-"""Summarise metrics over several clients, and read numbered metrics such as ``accuracy-class-0``, ``accuracy-class-1``."""
+"""Summarise clients' metrics, and read numbered ones such as ``accuracy-class-0``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fl_bn.task import Task, weighted_mean
 
 
 def series(metrics: Mapping[str, float], stem: str) -> list[float]:
-    """Return the values of the metrics ``stem`` + "0", ``stem`` + "1", ..., up to the first missing name."""
+    """Return the metrics ``stem`` + "0", ``stem`` + "1", ..., up to the first missing name."""
     names = (f"{stem}{index}" for index in count())
     return [metrics[name] for name in takewhile(metrics.__contains__, names)]
 
@@ -23,7 +23,7 @@ def named_series(stem: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def fits(task: Task, name: str, value: float) -> bool:
-    """Tell whether ``value`` is finite and in the range that ``task`` declares for the metric ``name``."""
+    """Tell whether ``value`` is finite and in the range of the task's metric ``name``."""
     low, high = task.declared()[name]
     return math.isfinite(value) and low <= value <= high
 
@@ -50,7 +50,7 @@ def over_clients(task: Task, measured: Sequence[Mapping[str, float]], robust: bo
 
 
 def over_samples(measured: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Return the mean of each metric over clients, weighted by their numbers of test samples.
+    """Return each metric's mean over clients, weighted by numbers of test samples.
 
     Clients without a metric are left out of its mean: one without samples of class 3 has no accuracy of class 3.
     """

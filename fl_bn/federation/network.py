@@ -1,4 +1,4 @@
-"""Lend copies of a converted network to rounds, and store values that depend only on the network, such as schemas."""
+"""Lend copies of a converted network, and store values that depend only on it (schemas)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Network:
 
     @contextmanager
     def lend(self) -> Iterator[Copy]:
-        """Lend a copy of ``model`` for the ``with`` block, on ``device``. Its state is that of ``model``."""
+        """Lend a copy of ``model`` in its state, for the ``with`` block, on ``device``."""
         if self._back:
             lent, pristine = self._back.pop()
             pristine.restore()
@@ -76,11 +76,11 @@ class Network:
 
     @cached_property
     def centred(self) -> list[str]:
-        """Return the names of the weights to centre in rounds with centred gradients (see ``gradients``)."""
+        """Return the names of the weights to centre in rounds with centred gradients."""
         return centred_weights(self.original)
 
     def instruction(self, auxiliary: Sequence[Auxiliary] = ()) -> schema.Schema:
-        """Return the schema of the instruction with the ``auxiliary`` tensors, see ``schema.instruction``."""
+        """Return the schema of the instruction with ``auxiliary`` tensors."""
         if (key := tuple(auxiliary)) not in self._schemas:
             self._schemas[key] = schema.instruction(self.original, self.locality, key)
         return self._schemas[key]
@@ -93,7 +93,7 @@ class Network:
 
 
 class Copy:
-    """Hold the model that a round trains or tests, and load tensors into it faster than ``load_state_dict`` does.
+    """Hold a round's model, and load tensors into it faster than ``load_state_dict`` does.
 
     From ``Network.lend`` it is a copy of the network's model, from ``Copy.of`` the user's model itself.
     """
@@ -115,14 +115,14 @@ class Copy:
         return {name: tensors[key].detach() for name, (tensors, key) in self._slots.items()}
 
     def trainable(self, phase: Phase) -> dict[str, nn.Parameter]:
-        """Return the parameters by name that learn and that the method does not freeze in ``phase``."""
+        """Return the parameters that learn and that are not frozen in ``phase``, by name."""
         role = self.network.locality.role
         frozen = self.network.method.frozen if phase is Phase.FROZEN else frozenset()
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad and role[name] not in frozen}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load tensors as ``load_state_dict(tensors, strict=False)`` does, but without checks of names and shapes."""
+        """Load tensors as ``load_state_dict(tensors, strict=False)`` does, without its checks."""
         if self._slots is None:
             load_tensors(self.model, tensors)
         elif tensors:
@@ -131,7 +131,7 @@ class Copy:
 
 
 class _Pristine:
-    """Store what the modules of a model hold: tensors with their values, modes, attributes and hooks."""
+    """Store what a model's modules hold: tensors, values, modes, attributes and hooks."""
 
     def __init__(self, model: nn.Module) -> None:
         every = [vars(module) for module in model.modules()]
@@ -162,7 +162,7 @@ class _Pristine:
 
 
 def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]] | None:
-    """Return, for each tensor of the state_dict: name -> (dict of the tensor's module, key of the tensor in this dict).
+    """Return each state_dict tensor's name -> (dict of its module, its key in the dict).
 
     The dicts stay valid even if ``model.to`` replaces a tensor. Return None if a module loads a state_dict in its
     own way, so that copying the tensors is not enough.
@@ -185,7 +185,7 @@ def _has_no_way(module: nn.Module) -> bool:
 
 
 def _plain(value: Any) -> bool:
-    """Tell whether ``value`` consists of plain Python values, so that a copy of it has its complete state."""
+    """Tell whether ``value`` consists of plain Python values, so that a copy is complete."""
     if isinstance(value, tuple | list | set | frozenset):
         return all(map(_plain, value))
     if isinstance(value, dict):

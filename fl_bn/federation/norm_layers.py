@@ -1,4 +1,4 @@
-"""Check before round 1 that a network has BatchNorm if its method needs it, and name layers that were never measured."""
+"""Check that a network has BatchNorm if its method needs it; name layers never measured."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ UNMEASURED = (
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Tell whether ``model``, converted or not, has a layer that methods treat as BatchNorm."""
+    """Tell whether ``model``, converted or not, has a layer treated as BatchNorm."""
     return bool(batch_norms(model)) or any(kind_of(module) is not None for module in model.modules())
 
 
 def no_batch_norm(model: nn.Module, method: Method) -> str:
-    """Explain that ``method`` is plain federated averaging for ``model``, because this model has no BatchNorm layer.
+    """Explain that ``method`` is plain averaging for ``model``, which has no BatchNorm layer.
 
     The text is empty if it is not, or if the method is ``fedavg`` itself.
     """
@@ -51,12 +51,12 @@ def no_batch_norm(model: nn.Module, method: Method) -> str:
 
 
 def registering(kind: str) -> str:
-    """Return the call that makes fl-bn treat a class that does not derive from torch's BatchNorm as BatchNorm."""
+    """Return the call that makes fl-bn treat a class not derived from torch's BatchNorm as one."""
     return f"fl_bn.register_batch_norm({kind}, convert=...)"
 
 
 def check_layers(model: nn.Module, method: Method) -> None:
-    """Check that ``model``, converted for ``method`` or not, has BatchNorm if ``method`` needs it.
+    """Check that ``model``, converted or not, has BatchNorm if ``method`` needs it.
 
     Raises:
         ValueError: ``model`` has no BatchNorm layer, and ``method`` uses its statistics.
@@ -66,7 +66,7 @@ def check_layers(model: nn.Module, method: Method) -> None:
 
 
 def looks_like_norm(model: nn.Module) -> list[str]:
-    """Return a sentence about each class of layers with running statistics that fl-bn does not know as BatchNorm."""
+    """Return a sentence per class of layers with running statistics unknown to fl-bn."""
     by_kind = defaultdict[str, list[str]](list)
     for name, layer in unknown_norms(model).items():
         if kind_of(layer) is None:
@@ -79,13 +79,13 @@ def looks_like_norm(model: nn.Module) -> list[str]:
 
 
 def say_absent(model: nn.Module, method: Method) -> None:
-    """Warn in the log, at the start of a run, if ``model`` lacks BatchNorm or has unknown norm layers."""
+    """Warn, at the start of a run, if ``model`` lacks BatchNorm or has unknown norm layers."""
     for line in filter(None, [no_batch_norm(model, method), *looks_like_norm(model)]):
         LOGGER.warning("%s", line)
 
 
 def say_unmeasured(shared: SharedModel, round: int, rounds: int) -> None:
-    """Warn, once per run, of BatchNorm layers that no statistics pass, or no training batch that is reported, has reached.
+    """Warn, once per run, of BatchNorm layers that no statistics pass or reported batch has reached.
 
     A statistics pass runs the network in evaluation mode, so it misses an auxiliary head that runs in training
     mode alone. Both miss layers that the network does not call.
@@ -103,13 +103,13 @@ def say_unmeasured(shared: SharedModel, round: int, rounds: int) -> None:
 
 
 def layers_by_type(model: nn.Module) -> str:
-    """Return the number of norm layers by type, as ``3 BatchNorm2d, 1 BatchNorm1d`` or ``no normalisation layer``."""
+    """Return counts of norm layers, as ``3 BatchNorm2d, 1 BatchNorm1d`` or ``no normalisation layer``."""
     layers = Counter(type(module).__name__ for module in model.modules() if isinstance(module, NORM_LAYERS))
     return ", ".join(f"{count} {name}" for name, count in layers.items()) or "no normalisation layer"
 
 
 def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iterator[str]:
-    """Yield log lines about a method and a network, which is ``source`` before conversion and ``model`` after it.
+    """Yield log lines on a method and a network, ``source`` unconverted and ``model`` converted.
 
     They name the layers before and after, what happens to the tensors of each role, and what clients report.
     """

@@ -1,4 +1,4 @@
-"""Define the optimisers of clients and of the server, which steps along the pseudo-gradient of shared weights.
+"""Define the optimisers of clients, and of the server, which steps along pseudo-gradients.
 
 FedAvg: McMahan et al., AISTATS 2017. FedAvgM: Measuring the Effects of Non-Identical Data Distribution for
 Federated Visual Classification, Hsu, Qi, Brown, 2019. FedAdagrad, FedAdam, FedYogi: Adaptive Federated
@@ -42,7 +42,7 @@ Gradient = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 
 
 class Eager(optim.Optimizer):
-    """Replace ``add_param_group`` and ``zero_grad`` of torch's optimizers by versions that do not import torch's compiler.
+    """Replace methods of torch's optimizers by versions that do not import torch's compiler.
 
     Derive from this class alone, or from this class first and an optimizer class of torch second.
     """
@@ -57,7 +57,7 @@ class Eager(optim.Optimizer):
 
 
 class SGD(Eager, optim.SGD):
-    """Optimise as ``torch.optim.SGD`` does, with the same bits, but without importing torch's compiler."""
+    """Optimise as ``torch.optim.SGD``, bit for bit, without importing torch's compiler."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -68,7 +68,7 @@ class SGD(Eager, optim.SGD):
 
 
 class Adam(Eager, optim.Adam):
-    """Optimise as ``torch.optim.Adam`` does, with the same bits, but without importing torch's compiler."""
+    """Optimise as ``torch.optim.Adam``, bit for bit, without importing torch's compiler."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -116,7 +116,7 @@ class FedOpt(Eager):
 
 
 class FedACG(Eager):
-    """Set the weights to the clients' average, and store by how much they moved: the server's half of FedACG.
+    """Set the weights to the clients' average, and store the movement: FedACG's server half.
 
     Clients start at ``weights + momentum * movement`` (``ServerOptimizer.lookahead``). The paper's local penalty
     on the distance to this point is that of FedProx.
@@ -137,7 +137,7 @@ class FedACG(Eager):
 
 
 class ServerOptimizer:
-    """Step the shared learnable weights by any torch optimiser, along the pseudo-gradient, tensor by tensor.
+    """Step shared weights by any torch optimiser along the pseudo-gradient, tensor by tensor.
 
     It works in float64, on the server's weights before the round. The pseudo-gradient is the weights minus the
     clients' average (``aggregation.difference``). So a step of SGD with learning rate 1 gives the average itself.
@@ -152,13 +152,13 @@ class ServerOptimizer:
         self._optimizer: Optimizer | None = None
 
     def fresh(self) -> Self:
-        """Return a copy without buffers. Every run takes one, so that none continues the momentum of another."""
+        """Return a copy without buffers, so that no run continues another's momentum."""
         own = copy(self)
         own._parameters, own._optimizer = {}, None
         return own
 
     def step(self, weights: Named, gradient: Named, learning_rate_factor: float = 1.0) -> dict[str, Tensor]:
-        """Return the weights after one step, in float64. Weights without a gradient are not in the result.
+        """Return the weights that have a gradient after one step, in float64.
 
         The step size is multiplied by ``learning_rate_factor``.
         """
@@ -167,7 +167,7 @@ class ServerOptimizer:
         return result
 
     def step_within(self, weights: Named, tensors: Named, gradient: Gradient | None = None, learning_rate_factor: float = 1.0) -> None:
-        """Write the weights after one step into ``tensors``. Only one tensor at a time is copied.
+        """Write the weights after one step into ``tensors``, copying one at a time.
 
         Args:
             weights: Name -> weight before the step.
@@ -195,7 +195,7 @@ class ServerOptimizer:
             parameter.grad, parameter.data = None, _without_memory(tensor)
 
     def lookahead(self, weights: Named) -> dict[str, Tensor]:
-        """Return name -> the weight with which clients start (FedACG), in float64. Empty: they start with ``weights``.
+        """Return name -> clients' first weight (FedACG), in float64. Empty: they start with ``weights``.
 
         Weights that never made a step are left out.
         """
@@ -227,7 +227,7 @@ class ServerOptimizer:
         }
 
     def restore(self, buffers: Named) -> None:
-        """Load the ``buffers`` of a server optimiser of the same kind and options. Empty: forget the present ones."""
+        """Load the ``buffers`` of an equal server optimiser. Empty: forget the present ones."""
         shapes = {entry.partition("/")[2]: tensor for entry, tensor in buffers.items()}
         if not shapes:
             self._optimizer = None
@@ -239,13 +239,13 @@ class ServerOptimizer:
 
 
 def _takes_the_average(optimizer: Optimizer) -> bool:
-    """Tell whether a step along ``aggregation.difference`` ends at the rounded average, from any weights."""
+    """Tell whether a step along ``aggregation.difference`` always ends at the rounded average."""
     plain = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "maximize": False}
     return isinstance(optimizer, SGD) and all(group[name] == value for group in optimizer.param_groups for name, value in plain.items())
 
 
 def _without_memory(like: Tensor) -> Tensor:
-    """Return float64 zeros in the shape of ``like``: an expanded scalar, with the memory of one number."""
+    """Return float64 zeros like ``like``: an expanded scalar, with one number's memory."""
     return torch.zeros((), dtype=torch.float64).expand(like.shape)
 
 
@@ -259,7 +259,7 @@ def _adaptivity() -> Any:
 
 @dataclass(frozen=True)
 class ServerOptions(Options):
-    """Hold the option of all server optimisers but ``fedacg``, which sets the weights to the clients' average."""
+    """Hold the option of all server optimisers but ``fedacg``, which takes the average."""
 
     learning_rate: float = option(
         1.0, "the server optimiser's step size (times the clients' rate for update=gradients)", "> 0", key="server-learning-rate"
@@ -275,7 +275,7 @@ class FedAvgOptions(ServerOptions):
 
 @takes(FedAvgOptions)
 def fedavg(options: FedAvgOptions) -> ServerOptimizer:
-    """Make FedAvg's optimiser: SGD. With a learning rate of 1, the new weights are the clients' average itself."""
+    """Make FedAvg's SGD. With a learning rate of 1, the weights become the average itself."""
     return ServerOptimizer(partial(SGD, lr=options.learning_rate))
 
 
@@ -367,7 +367,7 @@ SERVER_OPTIMIZERS: dict[str, Callable[..., ServerOptimizer]] = {
 
 
 def server_optimizer(name: str, *args: Any, **options: Any) -> ServerOptimizer:
-    """Make the server optimiser ``name``, with options of its own by position or name (``learning_rate``, say).
+    """Make the server optimiser ``name``, with its options by position or by name.
 
     Raises:
         ValueError: There is no such optimiser, or an option is out of range.

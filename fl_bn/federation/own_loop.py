@@ -1,4 +1,4 @@
-"""Carry out the client's and the server's part of a round around a user's own training loop and own messages."""
+"""Carry out client's and server's rounds around a user's own training loop and messages."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def local_round(
 
 
 def client_model(model: nn.Module, method: Method, instruction: Instruction, kept: ClientState = NOTHING) -> nn.Module:
-    """Return one client's network in evaluation mode: with the server's tensors, and those that the client keeps (FedBN).
+    """Return a client's network in evaluation mode: the server's tensors, and its own ones (FedBN).
 
     >>> from fl_bn import client_model, methods, server_state
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
@@ -112,7 +112,7 @@ def client_model(model: nn.Module, method: Method, instruction: Instruction, kep
 
 
 def _say_rate(round: LocalRound) -> None:
-    """Say, in this process's first round with frozen statistics, that the learning rate drops (FixBN, FedTAN-II)."""
+    """Say in the process's first round with frozen statistics that the learning rate drops."""
     instruction, key = round.instruction, (round.network.signature, round.method.name)
     if instruction.rate_share < 1 and key not in _SAID:
         _SAID.add(key)
@@ -210,7 +210,7 @@ def server_round(state: Server, replies: Sequence[Reply], exchange: Session | No
 
 
 def _with_metrics(record: RoundRecord, replies: Sequence[Reply]) -> RoundRecord:
-    """Return the record with the metrics that clients gave to ``round.reply``, and their means, weighted by samples."""
+    """Return the record with the metrics given to ``round.reply``, and their weighted means."""
     samples = {client.client: client.samples for client in record.accepted}
     known = [one for one in replies if isinstance(one, Reply) and type(one.client) is int and one.client in samples]
     replies = sorted(known, key=lambda one: one.client)

@@ -1,4 +1,4 @@
-"""Make statistics-only exchanges: clients measure moments with the present weights, and the server pools them.
+"""Make statistics-only exchanges: clients measure with the present weights, the server pools.
 
 In a pass, every client makes one forward pass over its data, and one exchange follows. Pass p makes the
 statistics of layers 1..p exact. Passes take place before round 1 (``calibrate``), and before evaluations
@@ -40,7 +40,7 @@ Ask = Callable[[Instruction], RoundReplies | None]
 
 
 class TooFewMeasured(Exception):
-    """Report that too few clients' replies could be used, in a run that only measures statistics."""
+    """Report too few usable replies in a run that only measures statistics."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Measured:
 
 
 class Passes:
-    """Make the statistics-only exchanges of one run. They change the statistics of ``server``.
+    """Make the statistics-only exchanges of a run, which change the server's statistics.
 
     If each exchange costs privacy (``private``), there are none before round 1 unless the run config asks for
     them. ``outcomes`` has the results of those before round 1.
@@ -70,7 +70,7 @@ class Passes:
         self.outcomes: list[Pass] = []
 
     def calibration(self, rounds: int) -> int:
-        """Return the number of exchanges before round 1, or ``UNTIL_STILL``: as many as make all layers exact."""
+        """Return the number of exchanges before round 1, or ``UNTIL_STILL``: until all are exact."""
         if self.server.policy.calibrate != AS_METHOD:
             return self.server.policy.calibrate
         return UNTIL_STILL if self.server.method.uses_shared(rounds) and not self.private else 0
@@ -80,7 +80,7 @@ class Passes:
         return why_not(self.server.model, self.server.method) or ("" if self.calibration(0) else IDLE)
 
     def rescales(self, rounds: int) -> bool:
-        """Tell whether the weights are rescaled before round 1, see ``federation.unit_scale``.
+        """Tell whether weights are rescaled before round 1 (``federation.unit_scale``).
 
         They are if the option ``unit_scale`` is on, statistics are measured before round 1 (the calibration), and the
         method normalises the first batch with these statistics.
@@ -91,7 +91,7 @@ class Passes:
     def calibrated(
         self, transport: Transport, tensors: Named, rounds: int, show: Callable[[Measured], None] = lambda measured: None
     ) -> Named:
-        """Make the exchanges before round 1, then rescale the weights if ``rescales``. Return the tensors for round 1.
+        """Make the exchanges before round 1, and rescale if ``rescales``. Return round 1's tensors.
 
         With 0 rounds the run consists only of these exchanges, and each needs the replies of as many clients as a
         round does. ``show`` is then called with the state before the exchanges, and with the result of each.
@@ -127,7 +127,7 @@ class Passes:
         return tensors
 
     def refreshed(self, transport: Transport, round: int, tensors: Named) -> Named:
-        """Return the shared tensors with statistics renewed for an evaluation after ``round``, as ``Method.refresh`` says.
+        """Return the shared tensors, statistics renewed for an evaluation by ``Method.refresh``.
 
         ``EXACT``: those of the union of the clients' data. ``HYBRID``: clients measure the moments with which
         training normalises. ``REPORTED``: the server combines the statistics of this round's replies.
@@ -148,14 +148,14 @@ class Passes:
 
     @staticmethod
     def _in_words(measured: Measured, asked: int, who: str) -> str:
-        """Say how many exchanges there were, and with ``who``, if all ``asked`` clients' statistics could be used."""
+        """Say the number of exchanges, and ``who`` took part if all ``asked`` could be used."""
         exchanges, clients = measured.record.exchanges or measured.outcome.number, measured.outcome.clients
         return f"{exchanges} exchange{'s' * (exchanges != 1)} with {who if clients >= asked else f'{clients} of {asked} clients'}"
 
     def _passes(
         self, transport: Transport, round: int, tensors: Named, most: int, tolerance: float = 0.0, measured: str = INPUTS
     ) -> Iterator[Measured]:
-        """Yield the results of ``most`` exchanges, or of as many as make all layers exact (UNTIL_STILL).
+        """Yield the results of ``most`` exchanges, or of as many as make all layers exact.
 
         Each exchange starts with the statistics of the exchange before; ``tensors`` stays unchanged. The exchanges
         end early if one changes no statistic by more than ``tolerance``, since further ones would not, either. If all
@@ -222,7 +222,7 @@ class Passes:
 
 @dataclass
 class Newest:
-    """Hold the tensors of a run's model as evaluated last, also in rounds without an evaluation, and in runs that end early.
+    """Hold a run's model as evaluated last, also in rounds without an evaluation.
 
     HBN and static BN measure the statistics of a model only before it is evaluated. The tensors of another round
     are no model that could be used: under static BN, they have mean 0 and variance 1.
@@ -237,7 +237,7 @@ class Newest:
     done: int = 0
 
     def take(self, round: int, evaluated: Named) -> None:
-        """Take the tensors of a finished round (``run.Round.evaluated``). Empty: the model stays the earlier one."""
+        """Take a finished round's ``evaluated`` tensors. Empty: the model stays the earlier one."""
         self.done = round
         if evaluated:
             self.tensors, self.round = evaluated, round

@@ -1,4 +1,4 @@
-"""Convert payloads (named tensors in sections) between torch tensors in memory and NumPy arrays in messages."""
+"""Convert payloads (named tensors in sections) between torch tensors and NumPy arrays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ with warnings.catch_warnings():  # PyTorch warns once in a process that it has n
 
 
 def nbytes(payload: Mapping[str, Mapping[str, Tensor | np.ndarray]]) -> int:
-    """Return the number of bytes of all tensors or arrays together, without headers of messages."""
+    """Return the number of bytes of all tensors or arrays, without messages' headers."""
     return sum(int(array.nbytes) for arrays in payload.values() for array in arrays.values())
 
 
@@ -37,7 +37,7 @@ def count_tensors(payload: Mapping[str, Mapping[str, Tensor | np.ndarray]]) -> i
 
 
 def tensor_name(layer: str, key: str) -> str:
-    """Return the state_dict name of tensor ``key`` of ``layer``. The layer "" is the model itself."""
+    """Return the state_dict name of tensor ``key`` of ``layer``; "" is the model itself."""
     return f"{layer}.{key}" if layer else key
 
 
@@ -61,12 +61,12 @@ def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
 
 
 def to_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """Copy arrays to tensors with memory of their own, since received arrays are read-only."""
+    """Copy arrays to tensors with their own memory, since received arrays are read-only."""
     return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
 
 
 def encode_moments(moments: Mapping[str, Moments], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Encode moments as three tensors per layer, on the CPU: ``count`` int64 (1,), ``mean`` and ``var`` (C,) in ``dtype``.
+    """Encode a layer's moments on the CPU: ``count`` int64 (1,), ``mean`` and ``var`` (C,) in ``dtype``.
 
     Count 0 means that the layer did not run.
     """
@@ -78,7 +78,7 @@ def encode_moments(moments: Mapping[str, Moments], dtype: torch.dtype) -> dict[s
 
 
 def decode_moments(tensors: Named) -> dict[str, Moments]:
-    """Return layer -> moments in float64 from tensors that passed a ``Schema``: the inverse of ``encode_moments``."""
+    """Return layer -> float64 moments from checked tensors: inverse of ``encode_moments``."""
     layers = [name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] == "count"]
 
     def of(layer: str, key: str) -> Tensor:
@@ -88,5 +88,5 @@ def decode_moments(tensors: Named) -> dict[str, Moments]:
 
 
 def views(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """Return tensors that share the arrays' memory. Do not change them: a received array is a part of its message's bytes."""
+    """Return tensors in the arrays' memory, a part of a message's bytes. Do not change them."""
     return {name: torch.from_numpy(array) for name, array in arrays.items()}

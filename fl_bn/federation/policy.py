@@ -1,4 +1,4 @@
-"""Describe a run: options that hold in every door (``RunSpec``), and how a server runs rounds (``ServerPolicy``)."""
+"""Describe a run: every door's options (``RunSpec``), and the server's rounds (``ServerPolicy``)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def constant_rate(round: int, rounds: int) -> float:
 
 
 def checked_rate(what: str, rate: Callable[[int, int], float], round: int, rounds: int) -> float:
-    """Return what ``rate``, the user's argument called ``what``, gives for ``round`` (from 1) of ``rounds``.
+    """Return what ``rate``, the user's argument ``what``, gives for ``round`` (from 1).
 
     Raises:
         ValueError: It is no finite number >= 0.
@@ -47,12 +47,12 @@ def checked_rate(what: str, rate: Callable[[int, int], float], round: int, round
 
 
 def unbounded(samples: int) -> int:
-    """Return 0, the default of ``ServerPolicy.planned_steps``: the number of local steps is unknown."""
+    """Return 0, the default of ``ServerPolicy.planned_steps``: unknown."""
     return 0
 
 
 def measures_in_the_clear(method: Method, config: Any) -> bool:
-    """Tell whether a run measures exact statistics, without secure aggregation and without simulated attackers."""
+    """Tell whether a run measures exact statistics without secure sums and attackers."""
     if config["secure-aggregation"] or method.adversary is not None:
         return False
     if config["calibrate"] == UNTIL_STILL or (method.refresh is Refresh.EXACT and config["rounds"] > 0):
@@ -62,7 +62,7 @@ def measures_in_the_clear(method: Method, config: Any) -> bool:
 
 
 def start_left(method: Method, config: Any, momenta: Iterable[float] = (MOMENTUM,)) -> float:
-    """Return the share of their initial values (mean 0, variance 1) that running statistics still hold when they freeze.
+    """Return the share of initial values (mean 0, variance 1) in statistics when they freeze.
 
     Every local step multiplies this share by 1 - momentum. It is 1 in a new network. The result is that of the
     layer where it is largest. It is 0 if no statistics freeze after round 1, clients do not send running
@@ -76,7 +76,7 @@ def start_left(method: Method, config: Any, momenta: Iterable[float] = (MOMENTUM
 
 
 def _at_server(weights: str) -> str:
-    """Translate the option client-weights for the server: ``data`` becomes ``samples``, since clients send the number to use."""
+    """Translate client-weights for the server: ``data`` is ``samples``, the number that clients send."""
     return "samples" if weights == ALL_SAMPLES else weights
 
 
@@ -98,7 +98,7 @@ RESCALES = Used(
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec(Options):
-    """Hold the options of a run that mean the same wherever it runs: a ``Federation``, your own Flower app, fl-bn's application.
+    """Hold the options that every run has: a ``Federation``, a Flower app, fl-bn's application.
 
     Each is declared here once. ``Federation`` and the strategies take them as keyword arguments of the same names.
     """
@@ -246,7 +246,7 @@ class ServerPolicy(RunSpec):
     registered: Callable[[], Mapping[int, str]] = dict
 
     def most_steps(self, samples: int) -> int:
-        """Return the largest number of local steps that a client with ``samples`` samples may claim; 0: unknown."""
+        """Return the most local steps that a client with ``samples`` may claim; 0: unknown."""
         return self.max_steps or self.planned_steps(samples)
 
     def __post_init__(self) -> None:
@@ -268,7 +268,7 @@ class ServerPolicy(RunSpec):
 
     @property
     def least_cohort(self) -> int:
-        """Return the number of clients in the cohort of round 1, which is the smallest planned cohort."""
+        """Return the size of the cohort of round 1, the smallest planned one."""
         return max(1, int(self.fraction * (self.at_start or self.clients) + 0.5))
 
     @property
@@ -281,11 +281,11 @@ class ServerPolicy(RunSpec):
         return checked_rate("rate", self.rate, min(round, max(rounds, 1)), rounds)
 
     def pace(self, learning_rate: float, rounds: int) -> float:
-        """Return a round's ``learning_rate`` divided by that of round 1, but at most 1 (in a warm-up, rates rise)."""
+        """Return ``learning_rate`` over that of round 1, at most 1 (in a warm-up, rates rise)."""
         first = self.scheduled(1, rounds)
         return 1.0 if learning_rate >= first else learning_rate / first
 
     def evaluators(self, clients: int) -> int:
-        """Return how many of ``clients`` evaluate in a round, if so many have a model to evaluate."""
+        """Return how many of ``clients`` with a model to evaluate do so in a round."""
         wanted = max(self.evaluate_least, int(self.evaluate_share * clients + 0.5))
         return min(wanted, self.evaluate_clients or wanted)

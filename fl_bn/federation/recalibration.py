@@ -1,4 +1,4 @@
-"""Re-calibrate: measure the exact statistics of the union of the clients' data in every BatchNorm layer, by passes.
+"""Re-calibrate: measure the exact statistics of all clients' data in every BatchNorm layer.
 
 This is PreciseBN (Rethinking "Batch" in BatchNorm, Wu, Johnson, 2021, section 3), federated, and without its
 division into batches. In a pass, every client runs the network over its data in evaluation mode, so all
@@ -41,7 +41,7 @@ error is some eps per level of the summation tree. 32 eps are 4e-6 in float32 an
 
 
 class Movement(NamedTuple):
-    """Describe how far a pass moved one layer's statistics, in the channel that moved most.
+    """Describe how far a pass moved a layer's statistics, in the channel that moved most.
 
     Both numbers use variances plus the layer's ``eps``, as the layer does when it normalises.
 
@@ -87,7 +87,7 @@ class Pass:
         exchanges: int = 0,
         kept_layers: Collection[str] = (),
     ) -> Pass:
-        """Compare the running statistics of layers before and after a pass. Without clients, ``settled`` is False.
+        """Compare running statistics before and after a pass. Without clients, ``settled`` is False.
 
         ``tolerance`` is the largest change that counts as no change (``TOLERANCE``). ``kept_layers`` keep their old
         statistics after this pass, see ``unreached``.
@@ -104,7 +104,7 @@ class Pass:
 
 
 def unreached(layers: Sequence[str], number: int) -> Sequence[str]:
-    """Return the ``layers`` that keep their statistics in pass ``number``, if passes go on until all layers are exact.
+    """Return the ``layers`` that keep their statistics in pass ``number`` of as many as needed.
 
     A pass changes the layers that it makes exact and one more, in the order in which the network registers them.
     If it changed all layers, each would be measured under wrong statistics of the layers before it. In a deep
@@ -114,7 +114,7 @@ def unreached(layers: Sequence[str], number: int) -> Sequence[str]:
 
 
 def through(layers: int, outcome: Pass) -> bool:
-    """Tell whether the passes may end, since every one of ``layers`` layers now has the exact statistics of all data.
+    """Tell whether passes may end, since each of ``layers`` layers has exact statistics.
 
     They may end after a pass that changes no statistic. They may also end after pass number ``layers``, if only
     the last layer changed in this pass. If other layers changed, the network calls its layers in another order
@@ -124,7 +124,7 @@ def through(layers: int, outcome: Pass) -> bool:
 
 
 def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, tolerance: float = TOLERANCE) -> list[Pass]:
-    """Set the running statistics of ``model`` to those of the union of the clients' data (variance unbiased).
+    """Set the running statistics of ``model`` to those of all clients' data (variance unbiased).
 
     Measured moments are rounded to the model's dtype, as in messages. So a federated run with the same clients
     gives the same bits. If the network uses a layer at two depths, the layer's input depends on its own
@@ -159,7 +159,7 @@ def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, t
 
 
 def why_not(model: nn.Module, method: Method, trains: bool = False) -> str:
-    """Return the reason why ``method`` cannot re-calibrate the (converted) ``model``; empty if it can.
+    """Return why ``method`` cannot re-calibrate the converted ``model``; empty if it can.
 
     In a run that ``trains``, clients have the statistics that they keep.
     """
@@ -173,7 +173,7 @@ def why_not(model: nn.Module, method: Method, trains: bool = False) -> str:
 
 
 def without_statistics(model: nn.Module) -> str:
-    """Return the reason why ``model`` has no running statistics to measure; empty if all BatchNorm layers have some."""
+    """Return why ``model`` has no running statistics; empty if all BatchNorm layers have some."""
     layers = batch_norms(model)
     if not layers:
         return "this model has no BatchNorm layer, so there are no running statistics to re-calibrate"

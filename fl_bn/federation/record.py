@@ -36,7 +36,7 @@ SHOWN = 4  # the most metrics of the user's own that a line of the log shows, of
 
 @dataclass(frozen=True, slots=True)  # slots: a run keeps the records of all rounds
 class ClientRecord:
-    """Record one client's part in a round. Bytes are those of arrays, without the rest of the messages.
+    """Record a client's part in a round. Bytes are those of arrays alone.
 
     Attributes:
         samples: The number of samples that its reply states, see ``Reply.samples``; 0 if the reply was not used.
@@ -60,7 +60,7 @@ class ClientRecord:
 
 @dataclass(frozen=True, slots=True)
 class Disclosure:
-    """Record one section of a message that left one client. For FedTAN's exchange, record all its messages of a round together.
+    """Record a section of a message that left a client, or a round's messages of FedTAN's exchange.
 
     Attributes:
         what: The content in words.
@@ -128,14 +128,14 @@ class RoundRecord:
 
     @property
     def far(self) -> list[int]:
-        """Return the clients whose distance to the robust update is more than ``FAR`` times the median."""
+        """Return clients farther than ``FAR`` times the median from the robust update."""
         known = [c for c in self.accepted if not math.isnan(c.distance)]
         limit = FAR * median([c.distance for c in known]) if known else 0.0
         return [c.client for c in known if c.distance > limit]
 
     @property
     def loss(self) -> float:
-        """Return the clients' mean training loss, weighted by their samples; NaN if no reply was used.
+        """Return the mean training loss, weighted by samples; NaN if no reply was used.
 
         Under a robust rule, which gives each client a distance, it is their median: a false loss moves it little.
         """
@@ -154,7 +154,7 @@ def with_clients(
     distances: Sequence[float] = (),
     warning: str = "round {round}: {client}'s reply is not used: {reason}",
 ) -> RoundRecord:
-    """Return ``record`` with a record of each client of the cohort, and the bytes sent. Log a warning for each refused reply.
+    """Return ``record`` with the cohort's records and the bytes sent. Warn of each refused reply.
 
     ``bytes_down`` of ``record`` are those of a message to one client. ``parts`` are the replies that were used,
     and ``distances`` those of their updates to the robust update. ``warning`` has the fields ``round``,
@@ -192,7 +192,7 @@ def with_clients(
 
 
 def batches_trained(records: Iterable[RoundRecord]) -> int:
-    """Count the training batches of an average client, in the rounds that changed the model.
+    """Count an average client's training batches, in rounds that changed the model.
 
     Each round's mean number of local steps is rounded, to at least 1.
     """
@@ -201,7 +201,7 @@ def batches_trained(records: Iterable[RoundRecord]) -> int:
 
 
 def why_failed(record: RoundRecord) -> str:
-    """Return why the first refused reply of a failed round was not used, with advice if training diverged."""
+    """Return why a failed round's first refused reply was not used, with advice on divergence."""
     first = next((client for client in record.clients if client.refused), None)
     if first is None:
         return "The log above says why"
@@ -214,7 +214,7 @@ def why_failed(record: RoundRecord) -> str:
 
 
 def watch(record: RoundRecord, first_loss: float = math.nan, last: bool = False, failed: int = 0) -> Iterator[str]:
-    """Yield warnings if the training loss of a round shows that training diverges, or if a run ends so.
+    """Yield warnings if a round's training loss shows divergence, or if a run ends so.
 
     A loss does so if it is not finite, or far above ``first_loss``, that of round 1 (NaN: unknown). ``failed`` is
     the number of failed rounds in a row up to this one.
@@ -237,7 +237,7 @@ def watch(record: RoundRecord, first_loss: float = math.nan, last: bool = False,
 
 
 def in_words(record: RoundRecord, rounds: int, task: Task, called: ClientNames = UNNAMED) -> str:
-    """Return the log line of a round, as ``[round 3/20] 3/3 clients  loss 2.2450  accuracy 15.8%  1.2 s``.
+    """Return a round's log line: ``[round 3/20] 3/3 clients  loss 2.2450  accuracy 15.8%  1.2 s``.
 
     A loss that no client told is left out.
     """
@@ -260,7 +260,7 @@ def in_words(record: RoundRecord, rounds: int, task: Task, called: ClientNames =
 
 
 def size(nbytes: float) -> str:
-    """Format a number of bytes in B, kB or MB, where 1 kB is 1024 bytes and 1 MB is 1024 kB."""
+    """Format a number of bytes in B, kB (1024 B) or MB (1024 kB)."""
     if nbytes < 1024:
         return f"{nbytes:.0f} B"
     return f"{nbytes / 1024:.1f} kB" if nbytes < 1024**2 else f"{nbytes / 1024**2:.2f} MB"

@@ -1,4 +1,4 @@
-"""Record the batches and steps of a round, as docs/contract.md defines them, whatever loop trains the network.
+"""Record a round's batches and steps, as docs/contract.md defines them, in any loop.
 
 A *batch* is all forward passes of the round's network between two steps, in training mode under autograd. A
 pass that a backward pass repeats is not recorded again, nor is one that ``torch.jit.trace`` makes, nor is a
@@ -31,7 +31,7 @@ Connect = Callable[[int], Exchange]
 
 
 class Recorder:
-    """Record the training passes of one round's network, and tell which steps belong together.
+    """Record the training passes of a round's network, and tell which steps belong together.
 
     A recorder is also a forward pre-hook of the network. In a copy or a pickle of the network, the hook does nothing.
 
@@ -56,12 +56,12 @@ class Recorder:
         self._begun: dict[int, int] = {}  # the id of an optimiser -> how many steps had ended when its newest step began
 
     def __call__(self, model: nn.Module, args: Any) -> None:
-        """Note a training pass of the network. FedAvg needs no more: its layers are torch's own."""
+        """Note a training pass of the network. FedAvg, with torch's layers, needs no more."""
         if learns_from_pass(model) and not self.pauses:
             self._came = True
 
     def counts(self, layer: nn.Module, x: Tensor) -> bool:
-        """Tell whether the pass in which ``layer`` now gets the input ``x`` (B, ...) is recorded."""
+        """Tell whether the pass in which ``layer`` gets the input ``x`` is recorded."""
         if self.pauses or is_traced() or not (layer.training and torch.is_grad_enabled()):
             return False
         if not in_backward():
@@ -76,12 +76,12 @@ class Recorder:
 
     @property
     def samples(self) -> int:
-        """Return the samples since the last step: rows of the layer that got fewest, as others run more often."""
+        """Return the samples since the last step: rows of the layer that got fewest."""
         return min(self._rows.values(), default=0)
 
     @property
     def all_done(self) -> bool:
-        """Tell whether no layer waits for its first batch any more. False if all batches count."""
+        """Tell whether no layer waits for its first batch. False if all batches count."""
         return self._once and all(self.observed.values())
 
     def begins(self, optimizer: Optimizer) -> None:
@@ -89,7 +89,7 @@ class Recorder:
         self._begun[id(optimizer)] = self._ended
 
     def continues(self, optimizer: Optimizer, parameters: set[int]) -> bool:
-        """Tell whether a step of ``optimizer``, which ends now and moved ``parameters`` (ids), belongs to the one before.
+        """Tell whether the step that ends, and moved ``parameters`` (ids), belongs to the one before.
 
         It does if another optimiser stepped inside of it, or if no batch came since the steps of other parameters.
         """
@@ -144,7 +144,7 @@ _LOCK, _HOOKS = Lock(), list[Any]()
 
 @contextmanager
 def following(round: LocalRound) -> Iterator[None]:
-    """Tell ``round`` of each step that an optimiser of its network's parameters makes inside the ``with`` block.
+    """Tell ``round`` of each step of an optimiser of its parameters inside the ``with`` block.
 
     torch's hooks are registered once and stay, since every thread's ``Optimizer.step`` goes through them. Outside
     of rounds they do nothing.
@@ -179,7 +179,7 @@ def _after(optimizer: Optimizer, args: Any, named: Any) -> None:
 
 @contextmanager
 def unrecorded(model: nn.Module) -> Iterator[None]:
-    """Make forward passes inside a round that lead to no step: they are not recorded, and leave buffers as they were.
+    """Make forward passes in a round that lead to no step: not recorded, and without effect on buffers.
 
     >>> import torch
     >>> from torch import nn

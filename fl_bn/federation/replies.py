@@ -1,4 +1,4 @@
-"""Check a client's reply before the server uses it, by the same rules for all ways of running fl-bn, and take replies in.
+"""Check replies before the server uses them, alike for all ways of running, and take them in.
 
 In a user's own loop and in ``Federation``, a reply is a ``Reply`` (see ``Expected.check``). In Flower, it is
 a message whose header names the round and the model's signature (see ``flower.replies``).
@@ -50,7 +50,7 @@ LOOPED = TRAINED.and_also(Form("metrics", {"steps": whole()}))  # a user's own l
 
 
 def bounds_of(sent: Sections, rate: float, buffers: Collection[str] = ()) -> dict[str, float]:
-    """Return section -> the largest absolute value that a reply may have, for weights and for gradients.
+    """Return section -> the largest absolute value in a reply, for weights and gradients.
 
     A gradient times the learning rate may be as large as the largest allowed weight. ``buffers`` do not count for
     the largest of the weights that were ``sent``.
@@ -81,7 +81,7 @@ class Expected:
     unbounded: Collection[str] = ()
 
     def check(self, reply: Reply) -> Reply:
-        """Check ``reply``, and return it with plain tensors on the CPU and only the numbers that ``form`` declares.
+        """Check ``reply``, and return it with plain CPU tensors and the numbers of ``form``.
 
         The field ``largest`` of the result is the largest absolute value in the arrays, see ``Spec.check``.
 
@@ -132,7 +132,7 @@ class Expected:
 
 
 def arrays_of(sections: Any) -> Payload:
-    """Return the arrays of a reply's tensors, without a copy if they are plain and on the CPU.
+    """Return a reply's tensors as arrays, without a copy if they are plain and on the CPU.
 
     Raises:
         WireError: ``sections`` is not section -> name -> tensor, or a tensor has no readable values (it is
@@ -184,7 +184,7 @@ def checked(
 
 
 def _stranger(reply: Reply, clients: int) -> str | None:
-    """Return the reason why ``reply`` cannot come from a client of this run; None if it can."""
+    """Return why ``reply`` cannot come from a client of this run; None if it can."""
     if not isinstance(reply, Reply):
         return f"expected a Reply, the first value that round.reply(...) returns, but got a {type(reply).__name__}"
     if type(reply.client) is not int or not 0 <= reply.client < clients:
@@ -193,7 +193,7 @@ def _stranger(reply: Reply, clients: int) -> str | None:
 
 
 class Intake:
-    """Add the replies of a round to a weighted sum one by one, as they arrive, and free the memory of their weights.
+    """Add replies to a weighted sum as they arrive, and free the memory of their weights.
 
     So the server needs the memory of three models, however many clients there are. Replies are added in the order
     of the clients' numbers in ``cohort``, so that the order of arrival changes no bit: a reply waits for those
@@ -206,13 +206,13 @@ class Intake:
         self._sum = WeightedSum()
 
     def take(self, client: int, reply: Reply | None) -> None:
-        """Take a checked reply; None: that of ``client`` is missing or refused. Call this at most once per client."""
+        """Take a checked reply, None if it is missing or refused, at most once per client."""
         self._came[client] = reply
         while self._turns and self._turns[0] in self._came:
             self._add(self._turns.popleft())
 
     def end(self) -> tuple[list[Reply], WeightedSum]:
-        """Return all replies in client order, without the values of their weights, and the sum of these."""
+        """Return all replies in client order, without weights' values, and these values' sum."""
         for client in self._turns:
             self._add(client)
         return [reply for _, reply in sorted(self._came.items()) if reply is not None], self._sum
@@ -227,7 +227,7 @@ class Intake:
 
 
 def taking_part(session: Session, parts: Sequence[Reply], refused: dict[int, str]) -> list[Reply]:
-    """Return the replies of clients that took part in the exchange, each weighted by its batch size in the exchange.
+    """Return the replies of clients in the exchange, weighted by their batch sizes in it.
 
     The reasons for other clients are added to ``refused``. With ``exchange-policy='abort'``, one missing reply
     makes all others unusable.

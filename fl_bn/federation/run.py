@@ -1,4 +1,4 @@
-"""Run a federation: measure statistics before round 1, train, renew statistics where needed, and evaluate."""
+"""Run a federation: calibrate, train, renew statistics where needed, and evaluate."""
 
 from __future__ import annotations
 

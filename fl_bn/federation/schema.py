@@ -1,4 +1,4 @@
-"""Describe the tensors that a payload must have, as the receiver derives it from its own model, method and phase."""
+"""Describe a payload's tensors, as the receiver derives them from model, method and phase."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DIVERGED = "the client's training diverged"
 
 @dataclass(frozen=True)
 class Spec:
-    """Describe one tensor: its shape, the name of its dtype as in NumPy, and its smallest and largest allowed values.
+    """Describe a tensor: shape, name of its dtype as in NumPy, smallest and largest allowed value.
 
     ``any_value``: every value is allowed, including infinity and NaN.
     """
@@ -36,7 +36,7 @@ class Spec:
     any_value: bool = False
 
     def check(self, section: str, name: str, array: np.ndarray, limit: float = np.inf) -> float:
-        """Check that ``array`` is as described, and at most ``limit`` in absolute value. Return its largest one.
+        """Check ``array``, also against the absolute ``limit``. Return its largest absolute value.
 
         This is 0 for integers, and with ``any_value``.
 
@@ -66,13 +66,13 @@ class Spec:
 
 @dataclass(frozen=True)
 class Schema:
-    """Describe which sections a payload has, some of them ``optional``, and which tensors. No others are allowed."""
+    """Describe a payload's sections, some ``optional``, and their tensors. No others are allowed."""
 
     sections: dict[str, dict[str, Spec]]
     optional: dict[str, dict[str, Spec]] = field(default_factory=dict)
 
     def check(self, payload: Payload, limits: Mapping[str, float] = MappingProxyType({}), free: Collection[str] = ()) -> float:
-        """Check that ``payload`` is as described. Return the largest absolute value in it, see ``Spec.check``.
+        """Check ``payload``. Return the largest absolute value in it, see ``Spec.check``.
 
         ``limits`` is section -> the largest allowed absolute value. It does not apply to other sections, nor to
         tensors with a name in ``free``.
@@ -91,7 +91,7 @@ class Schema:
         return largest
 
     def _other_names(self, payload: Payload) -> Iterator[tuple[str, str, str]]:
-        """Yield section, name and the reason for every section and tensor that is missing or extra."""
+        """Yield section, name and reason for all that is missing or extra."""
         known = self.sections | self.optional
         for section in [section for section in self.sections if section not in payload]:
             yield section, "", f"missing: expected {len(known[section])} tensors, but got sections {excerpt(sorted(payload))}"
@@ -105,7 +105,7 @@ class Schema:
 
 
 def difference(expected: Schema, payload: Payload) -> str:
-    """Name the first tensor in which two sides differ: the tensors of this side, and the arrays of the other side.
+    """Name the first tensor in which this side's tensors and the other's arrays differ.
 
     If the arrays are as expected, name the other possible differences, and the command that shows them.
     """
@@ -124,7 +124,7 @@ START = "start"  # the section with the initial values of these layers, for a cl
 
 
 def instruction(model: nn.Module, locality: Locality, auxiliary: Sequence[Auxiliary] = ()) -> Schema:
-    """Describe the tensors of the server's instruction: weights, buffers that only the server sends, and shared statistics.
+    """Describe the instruction: weights, buffers that only the server sends, shared statistics.
 
     An instruction to train also has the auxiliary tensors. For a client that has kept no tensors yet, it may have
     the section ``START``: the initial values of the tensors that the client will keep.
@@ -138,7 +138,7 @@ def instruction(model: nn.Module, locality: Locality, auxiliary: Sequence[Auxili
 
 
 def reply(model: nn.Module, locality: Locality, phase: Phase, update: str = "weights", auxiliary: Sequence[Auxiliary] = ()) -> Schema:
-    """Describe the tensors of a client's reply: weights or gradients, auxiliary tensors, statistics or moments.
+    """Describe a reply: weights or gradients, auxiliary tensors, statistics or moments.
 
     In phase MEASURE, a reply has moments only.
     """
@@ -165,7 +165,7 @@ def reply(model: nn.Module, locality: Locality, phase: Phase, update: str = "wei
 
 
 def kept_layers(model: nn.Module, locality: Locality) -> Schema:
-    """Describe the section ``KEPT``, in which a client sends the BatchNorm tensors that it keeps: affine and statistics."""
+    """Describe section ``KEPT``: the affine parameters and statistics that a client keeps."""
     state = model.state_dict()
     return Schema({KEPT: {name: _spec(name, state[name]) for name in locality.kept_by_clients()}})
 
@@ -175,7 +175,7 @@ def _spec(name: str, tensor: torch.Tensor) -> Spec:
 
 
 def _reported(name: str, like: torch.Tensor) -> Spec:
-    """Describe a statistic that a client reports. Its values are bounded, so that a sum over clients stays finite."""
+    """Describe a reported statistic, bounded so that a sum over clients stays finite."""
     mean, var = bounds(like.dtype)
     limits = (0.0, var) if name.endswith("var") else (-mean, mean)
     return Spec(tuple(like.shape), _dtype(like), *limits)

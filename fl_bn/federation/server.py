@@ -31,7 +31,7 @@ LOGGER = logging.getLogger("flwr")
 
 
 class Server:
-    """Hold the server's state: the shared model, the server optimiser's buffers, and the record of the last round.
+    """Hold the server's state: shared model, optimiser's buffers, record of the last round.
 
     Args:
         model: The unconverted network. The run starts with its tensors.
@@ -99,7 +99,7 @@ class Server:
         return instruction
 
     def intake(self, cohort: Sequence[int]) -> Intake | None:
-        """Return what takes the replies of ``cohort`` one by one, and frees the memory of their weights.
+        """Return what takes the cohort's replies one by one, and frees their weights' memory.
 
         Return None if all replies are needed at the same time: for robust rules, the layer-wise exchange, and
         auxiliary tensors.
@@ -112,7 +112,7 @@ class Server:
         return float(part.weight) if by_samples and not self._defended else 1.0
 
     def conclude(self, replies: RoundReplies) -> bool:
-        """Check and combine the checked ``replies`` to the instruction of ``begin``, and update the shared model.
+        """Check and combine the ``replies`` to ``begin``'s instruction, and update the model.
 
         Return whether the model changed. It does not if too few replies are usable. ``record`` then names the refused
         clients, with the reasons.
@@ -168,7 +168,7 @@ class Server:
         return self.shared.change(step, statistics)
 
     def defence_of(self, parts: Sequence[Reply], refused: int) -> Defence | None:
-        """Return the defence for ``parts``, if any, after ``refused`` replies were left out because of their contents.
+        """Return the defence for ``parts``, after ``refused`` replies had wrong contents.
 
         Raises:
             TooFew: There are fewer replies than the defence needs.
@@ -180,7 +180,7 @@ class Server:
         return defence
 
     def pace(self) -> float:
-        """Return this round's learning rate divided by that of the first round, but at most 1, see ``ServerPolicy.pace``."""
+        """Return this round's learning rate over that of round 1, see ``ServerPolicy.pace``."""
         return self.policy.pace(self.record.learning_rate, self.rounds)
 
     def expects(self, round: int, phase: Phase, samples: Mapping[int, int] = MappingProxyType({})) -> Expected:

@@ -128,7 +128,7 @@ class LocalTraining(Options):
         )  # fmt: skip
 
     def norm_in_round(self, learning_rate: float, steps: int) -> float:
-        """Return the largest norm of a gradient under ``clip="round"``, in a round of ``steps`` local steps.
+        """Return a gradient's largest norm under ``clip="round"``, in a round of ``steps`` steps.
 
         With gradients up to this norm, SGD moves the weights by at most ``clip_limit`` in the round. If there is only
         one step and ``step_clip`` is set, it replaces ``clip_limit``. Momentum is then left out of the formula: it
@@ -139,15 +139,15 @@ class LocalTraining(Options):
         return norm_in_round(self.clip_limit, learning_rate, steps, self.momentum)
 
     def weight(self, trained: int, samples: int) -> int:
-        """Return a client's weight in averages, from the numbers of samples that it trained on and of all its samples."""
+        """Return a client's weight, from its numbers of samples trained on and of all samples."""
         return samples if self.weigh_all else trained
 
     def fewest(self, least: int) -> int:
-        """Return the fewest samples that a client needs. A batch needs ``least`` for the method to train on it, 1 or 2."""
+        """Return a client's fewest samples, if the method needs ``least`` (1 or 2) in a batch."""
         return max(least, self.batch_size) if self.drop_last else least
 
     def draw(self, samples: int, rng: np.random.Generator, least: int) -> list[Indices]:
-        """Draw the batches of a round, in random order. Return one array of sample indices per batch.
+        """Draw a round's batches in random order. Return an array of indices per batch.
 
         ``samples`` is the number of the client's samples. A batch needs ``least`` of them for the method, 1 or 2.
 
@@ -158,13 +158,13 @@ class LocalTraining(Options):
         return list(draw_batches(samples, self.batch_size, rng, **several, drop_last=self.drop_last))
 
     def planned(self, samples: int) -> int:
-        """Return the weight in averages of a client with ``samples`` samples, as known before its round."""
+        """Return the weight of a client with ``samples`` samples, as known before its round."""
         if self.weigh_all:
             return samples
         return distinct(samples, self.batch_size, epochs=self.epochs, steps=self.steps, drop_last=self.drop_last)
 
     def most_steps(self, samples: int) -> int:
-        """Return the largest number of local steps that a client with ``samples`` samples makes in a round."""
+        """Return the most local steps of a client with ``samples`` samples in a round."""
         return self.steps or self.epochs * (1 + len(cuts(samples, self.batch_size)))
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter], learning_rate: float) -> Optimizer:
@@ -176,7 +176,7 @@ class LocalTraining(Options):
 
 @dataclass(frozen=True)
 class Schedule(Options):
-    """Compute the learning rate of each round: call it with a round (from 1) and the number of rounds.
+    """Compute a round's learning rate: call it with a round (from 1) and the number of rounds.
 
     ``constant``: the rate stays ``base``. ``step``: it is multiplied by ``decay`` after 50 % of the rounds, and
     again after 75 %. ``exponential``: it is multiplied by ``decay`` after every round. ``cosine``: it falls along
@@ -226,7 +226,7 @@ class Schedule(Options):
 
 
 def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
-    """Read pairs of a share of the rounds, and the factor of the first round's rate after this share, from a text.
+    """Read pairs of a share of the rounds, and the later factor of the first rate, from a text.
 
     ``0.6:0.1, 0.8:0.01`` means a tenth of the rate of round 1 after 60 % of the rounds, and a hundredth after 80 %.
 
@@ -247,7 +247,7 @@ def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
 
 
 def seeded(*key: int) -> np.random.Generator:
-    """Return a NumPy generator whose numbers depend only on ``key``, in every process and engine.
+    """Return a NumPy generator that depends only on ``key``, in every process and engine.
 
     ``key`` are whole numbers, such as the seed, the client, the round, and a number for the purpose.
     """

@@ -1,4 +1,4 @@
-"""Hold the server's model: its shared weights and statistics, and the auxiliary tensors."""
+"""Hold the server's model: shared weights and statistics, and auxiliary tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LOGGER = logging.getLogger("flwr")
 
 
 class NotFinite(Exception):
-    """Report that a round would make a tensor of the shared model infinite or NaN. The model stays unchanged."""
+    """Report that a tensor of the shared model would not be finite. The model is unchanged."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"{name}: the combination of the clients' replies is not finite")
@@ -63,7 +63,7 @@ class ServerStep:
 
 
 def median_steps(steps: Iterable[int]) -> int:
-    """Return the median of the clients' numbers of local steps, at least 1: no single client's claim decides it.
+    """Return the median of clients' numbers of steps, at least 1: no single claim decides it.
 
     Clients without a step are left out. Of two numbers in the middle, the smaller is taken.
     """
@@ -71,7 +71,7 @@ def median_steps(steps: Iterable[int]) -> int:
 
 
 class SharedModel:
-    """Hold ``model``, converted for ``method``, at the server. Tensors that clients keep stay at their initial values here.
+    """Hold the server's ``model``, converted for ``method``, with initial values of clients' own tensors.
 
     Attributes:
         buffers: The names of the floating-point buffers outside of norm layers. They are averaged like weights.
@@ -113,21 +113,21 @@ class SharedModel:
         self.auxiliary = {c.section: {name: c.like(p.detach()) for name, p in like.items()} for c in auxiliary}
 
     def learnable(self, phase: Phase) -> set[str]:
-        """Return the names of the parameters that learn and that the method does not freeze in ``phase``."""
+        """Return the names of the parameters that learn and are not frozen in ``phase``."""
         return self._learnable - self._frozen if phase is Phase.FROZEN else self._learnable
 
     def held(self, phase: Phase) -> set[str]:
-        """Return the names of the parameters that are frozen in ``phase`` by the method, or by the model's owner."""
+        """Return the names of parameters frozen in ``phase`` by the method or the owner."""
         return {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - self.learnable(phase)
 
     def expected(self, phase: Phase, update: str) -> schema.Schema:
-        """Return the schema of a client's reply in ``phase``, with ``update``: ``weights`` or ``gradients``."""
+        """Return the schema of a reply of ``weights`` or ``gradients`` (``update``) in ``phase``."""
         if update == "gradients":  # which parameters learn can change
             return schema.reply(self.model, self.locality, phase, update, self._auxiliary_kinds)
         return self._copy.network.reply(phase, update, self._auxiliary_kinds)
 
     def instruction(self, round: int, phase: Phase, **fields: Any) -> Instruction:
-        """Return the instruction to measure or evaluate, with the weights, shared statistics, and further ``fields``."""
+        """Return the instruction to measure or evaluate: weights, shared statistics, and ``fields``."""
         return Instruction(round, phase, self.sections(), signature=self.signature, **fields)
 
     def sections(self) -> Sections:
@@ -137,14 +137,14 @@ class SharedModel:
         return {section: {name: state[name].detach().clone() for name in names} for section, names in wanted.items()}
 
     def start(self) -> Sections:
-        """Return the section ``START``: initial values of tensors that clients keep. Empty if they keep none."""
+        """Return section ``START``: initial values of tensors that clients keep, if any."""
         state, names = self._copy.state, self.locality.started_by_server()
         return {schema.START: {name: state[name].detach().clone() for name in names}} if names else {}
 
     def instruction_to_train(
         self, round: int, phase: Phase, optimizer: ServerOptimizer, learning_rate: float, rate_share: float = 1.0, objective: str = ""
     ) -> Instruction:
-        """Return the instruction to train: weights from which clients start, shared statistics, and auxiliary tensors.
+        """Return the instruction to train: weights to start from, shared statistics, auxiliary tensors.
 
         The ``lookahead`` of the server's optimiser may change these weights. ``rate_share`` is the learning rate
         divided by the schedule's. ``objective`` is what the clients must have, as text; empty: not checked.
@@ -162,7 +162,7 @@ class SharedModel:
         return Instruction(round, phase, sections, learning_rate, **told)  # type: ignore[arg-type]
 
     def _auxiliary(self, parts: Sequence[Reply], weights: Sequence[float]) -> dict[str, dict[str, Tensor]]:
-        """Combine the clients' auxiliary tensors into the server's new ones: section -> name -> tensor."""
+        """Combine the clients' auxiliary tensors into the server's, by section and name."""
         new = {}
         for extra in self._auxiliary_kinds:
             tensors = [part.sections[extra.section] for part in parts]
@@ -174,7 +174,7 @@ class SharedModel:
         return {name: tensor for section in self.sections().values() for name, tensor in section.items()}
 
     def whole(self, tensors: Named, batches: int = 0, kept: Collection[str] = ()) -> dict[str, Tensor]:
-        """Return the tensors to save in a file for ``load_state_dict``: ``kept``, and all that clients do not keep.
+        """Return the tensors for a ``load_state_dict`` file: ``kept``, and all not kept by clients.
 
         The names are those of the unconverted network, without the prefixes of wrappers (``derived.plain_names``). If
         the method replaces BatchNorm by other layers, the names are those of the converted network. ``batches``, the
@@ -187,7 +187,7 @@ class SharedModel:
         return {plain[name]: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in saved.items()}
 
     def counters(self, batches: int) -> dict[str, Tensor]:
-        """Return the shared ``num_batches_tracked`` by name: initial values plus ``batches``."""
+        """Return the shared ``num_batches_tracked``: initial values plus ``batches``."""
         return {name: count + batches for name, count in self._counters.items() if self.locality.place[name] is not Place.HOME}
 
     def load(self, tensors: Named) -> None:
@@ -195,7 +195,7 @@ class SharedModel:
         self._copy.load(tensors)
 
     def to_unit_scale(self) -> None:
-        """Rescale weights so that BatchNorm's inputs have the deviation ``Method.scale`` (``unit_scale.rescaled``).
+        """Rescale weights so that BatchNorm's inputs have deviation ``Method.scale``.
 
         If torch.fx cannot trace the network, log a warning and change nothing.
         """
@@ -209,12 +209,12 @@ class SharedModel:
         self._copy.load(rescaled(self._copy.state, self.statistics(), eps, sources, self.method.scale))
 
     def was_at_unit_scale(self) -> None:
-        """Set ``scales`` in a run that continues from a checkpoint, as ``to_unit_scale`` set them before round 1."""
+        """Set ``scales`` as before round 1, in a run that continues from a checkpoint."""
         with suppress(ValueError):  # a network that cannot be traced was not rescaled
             self.scales = dict.fromkeys(self._rescaled(), self.method.scale)
 
     def _rescaled(self) -> dict[str, str]:
-        """Return what ``to_unit_scale`` rescales: a BatchNorm layer with shared statistics -> the layer before it."""
+        """Return the BatchNorm layers to rescale, with shared statistics -> the layer before."""
         rescaled = set(self.locality.shared_statistics) - held_layers(self.model)
         return {norm: source for norm, source in producers(self.model).items() if norm in rescaled}
 
@@ -242,7 +242,7 @@ class SharedModel:
         return running_statistics(self.model, self.locality.shared_statistics)
 
     def exchanged(self) -> dict[str, Layer]:
-        """Return the layers that clients may exchange layer by layer: those with shared statistics."""
+        """Return the layers with shared statistics, which clients may exchange one by one."""
         return exchanged_layers(self.model, self.locality.shared_statistics)
 
     def store(self, statistics: Mapping[str, Running]) -> None:
@@ -289,7 +289,7 @@ class SharedModel:
         return distances
 
     def _stepped(self, step: ServerStep) -> tuple[dict[str, Tensor], list[float]]:
-        """Compute the new weights in float64, and the distances of the clients' updates to the robust update, if any."""
+        """Compute new weights in float64, and updates' distances to the robust update, if any."""
         parts, weights, defence = step.parts, step.weights, step.defence
         section, distances = "gradients" if "gradients" in parts[0].sections else "weights", list[float]()
         state, tensors = self._copy.state, [part.sections[section] for part in parts]
@@ -313,7 +313,7 @@ class SharedModel:
         return mean, distances
 
     def combined(self, parts: Sequence[Reply], phase: Phase, defence: Defence | None, pace: float = 1.0) -> dict[str, Running]:
-        """Combine the replies' statistics by the method's rule into layer -> shared statistics, in float64.
+        """Combine replies' statistics by the method's rule, in float64, by layer.
 
         ``pace`` is the round's learning rate divided by that of round 1.
         """
@@ -334,7 +334,7 @@ class SharedModel:
         return combine(self.method.combine, shared, reports, steps, self.layers, defence, pace, self.scales)
 
     def measured(self, parts: Sequence[Reply], defence: Defence | None, what: str = INPUTS) -> dict[str, Running]:
-        """Combine the replies of a statistics-only exchange into shared statistics, by layer.
+        """Combine the replies of a statistics-only exchange into shared statistics.
 
         If ``what`` is ``inputs``, the result is the statistics of each layer's input over the union of the clients'
         data. If ``what`` is ``normalisers``, the rule ``Method.renew`` combines the moments.

@@ -1,4 +1,4 @@
-"""Train a client by fl-bn's own loop, in an order that depends on the seed: ``SampleLoop`` over samples in memory.
+"""Train a client by fl-bn's own loop, in seeded order: ``SampleLoop`` over samples in memory.
 
 ``engines.clients.LoaderLoop`` is the same loop over the batches of a user's loader.
 """
@@ -53,7 +53,7 @@ class Trained:
 
 
 def train(round: LocalRound, batches: Iterable[Any], task: Task, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> Trained:
-    """Train ``round.model`` in place by the round's settings, method and phase. Call this inside ``with round.open()``.
+    """Train ``round.model`` in place by settings, method and phase, inside ``round.open()``.
 
     Training iterates once over ``batches``, and steps ``scheduler`` after every batch. A batch of one sample is
     left out if a BatchNorm layer gets only one value per channel from it, which has no variance.
@@ -97,7 +97,7 @@ def train(round: LocalRound, batches: Iterable[Any], task: Task, optimizer: Opti
 
 
 def counted(batches: Iterable[Any]) -> tuple[Iterable[Any], int]:
-    """Return ``batches`` and their number. If ``batches`` has no length, return a list of all batches instead."""
+    """Return ``batches`` and their number, as a list if they have no length."""
     try:
         return batches, len(batches)  # type: ignore[arg-type]
     except TypeError:
@@ -113,7 +113,7 @@ def loss_of(model: nn.Module, task: Task, settings: LocalTraining, x: Any, y: An
 
 @dataclass
 class IndexBatches:
-    """Iterate over batches of ``samples``. Yield inputs (B, ...) and targets (B, ...) on the device of ``like``.
+    """Yield batches of ``samples``: inputs (B, ...), targets (B, ...), on the device of ``like``.
 
     Attributes:
         indices: For each batch, an array with the indices of its samples (B,).
@@ -138,7 +138,7 @@ class IndexBatches:
             yield to_input(x.to(self.like.device), self.like.dtype), y.to(self.like.device)
 
     def rows(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield inputs and targets of each batch as they are stored: not scaled, and not moved to a device."""
+        """Yield inputs and targets of batches as stored: not scaled, and not moved to a device."""
         for index in self.indices:
             self.seen[index] = True
             yield self.samples.rows(index, self.augment)
@@ -146,7 +146,7 @@ class IndexBatches:
 
 @dataclass
 class SampleLoop:
-    """Train on one client's samples, as the settings of a round say. It is the argument ``train`` of ``client_round``.
+    """Train on a client's samples by a round's settings, as argument ``train`` of ``client_round``.
 
     All random numbers depend only on ``seed``, ``client`` and the round. A subclass draws its batches in another
     way. A training round iterates ``passes`` times over ``batches``.
@@ -159,11 +159,11 @@ class SampleLoop:
     passes: int = 1
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Make the scheduler of the learning rate within a round. None: the rate stays the same."""
+        """Make the scheduler of the rate within a round. None: it stays the same."""
         return None
 
     def seeded(self, round: LocalRound, purpose: int) -> AbstractContextManager[None]:
-        """Return a context whose random numbers of torch depend only on seed, client, round and ``purpose``."""
+        """Return a context of random numbers by seed, client, round and ``purpose`` alone."""
         seed = int(seeded(self.seed, self.client, round.instruction.round, purpose).integers(2**62))
         return torch_seed(seed, inputs_like(round.model).device)
 
@@ -187,7 +187,7 @@ class SampleLoop:
         return replace(self.weighed(round, batches, trained), metrics={LEFT_OUT: float(left_out)} if left_out else {})
 
     def batches(self, round: LocalRound) -> Iterable[Any]:
-        """Draw the training batches. Raise ClientTooSmall if there are too few samples for a batch."""
+        """Draw the training batches. Raise ClientTooSmall if samples do not fill one."""
         settings, number = round.settings, round.instruction.round
         least = round.network.locality.fewest(round.phase)
         indices = settings.draw(len(self.samples), seeded(self.seed, self.client, number, BATCHES), least)
@@ -200,7 +200,7 @@ class SampleLoop:
         round.statistics_pass.measure(lambda: self.pass_inputs(round))
 
     def pass_inputs(self, round: LocalRound) -> Iterator[Any]:
-        """Return the batches of inputs of the statistics pass, on the network's device, and count their samples."""
+        """Return the statistics pass's inputs on the network's device, and count samples."""
         own, how, n, like = round.statistics_pass, round.statistics_pass.how, len(self.samples), inputs_like(round.model)
         own.samples = how.size(n, round.settings.planned(n))
         size = round.settings.batch_size if how.measured == NORMALISERS else PASS_BATCH
@@ -208,11 +208,11 @@ class SampleLoop:
         return (self.samples.batch(index, like)[0] for index in pieces(n, replace(how, samples=own.samples), rng, size))
 
     def optimizer(self, round: LocalRound) -> Optimizer:
-        """Make the optimiser that the round's settings name, with the learning rate of the round."""
+        """Make the optimiser of the round's settings, with the round's learning rate."""
         return round.settings.make_optimizer(round.parameters.values(), round.instruction.learning_rate)
 
     def weighed(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
-        """Return the client's weight as a number of samples, and the mean loss. In a round that only measures, all count.
+        """Return the samples that the client weighs (all, if it only measures), and the mean loss.
 
         ``batches`` is empty if the round only measures. ``trained`` is the result of each pass over them.
         """
@@ -234,7 +234,7 @@ def alone(
     connect: Connect | None = None,
     number: int = 0,
 ) -> LocalRound:
-    """Make a client's round without a server. The round starts from the tensors of ``model``."""
+    """Make a client's round without a server, from the tensors of ``model``."""
     state, expected = model.state_dict(), schema.instruction(model, Locality.of(model, method), auxiliary(settings)).sections
     sections = {section: {name: state[name].detach().clone() for name in names if name in state} for section, names in expected.items()}
     return LocalRound(model, method, Instruction(number, phase, sections, learning_rate), kept, settings, connect)

@@ -1,4 +1,4 @@
-"""Define how a run reaches its clients: in this process, through Flower, or in a way of your own."""
+"""Define how a run reaches its clients: in this process, by Flower, or your own way."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ class Transport(ABC):
 
     @abstractmethod
     def measure(self, instruction: Instruction) -> RoundReplies:
-        """Let clients measure the statistics of all layers in one forward pass, and return their checked replies."""
+        """Let clients measure all layers in one forward pass. Return their checked replies."""
 
     @abstractmethod
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
-        """Evaluate the shared model, ``tensors``, after round ``number``. Return metrics by name; empty without data."""
+        """Evaluate shared ``tensors`` after round ``number``. Return metrics, empty without data."""
 
     def measure_layer_by_layer(self, instruction: Instruction) -> RoundReplies | None:
-        """Let clients measure exact statistics of all layers in one pass that goes layer by layer. Return checked replies.
+        """Let clients measure all layers exactly, layer by layer. Return checked replies.
 
         None, the default: this transport has no exchange that goes layer by layer.
         """
         return None
 
     def conclude(self, replies: RoundReplies) -> bool:
-        """Combine the round's ``replies``, which ``train`` returned, and return whether this changed the model."""
+        """Combine the ``replies`` of ``train``, and return whether this changed the model."""
         return self.server.conclude(replies)
 
     def store(self, instruction: Instruction, replies: RoundReplies) -> None:
-        """Store measured statistics, from checked ``replies`` to ``instruction``, in the server.
+        """Store measured statistics, from checked ``replies``, in the server.
 
         Raises:
             TooFew: There is no reply, or there are fewer than the defence needs. The statistics stay unchanged.

@@ -1,4 +1,4 @@
-"""Rescale weights before round 1, so that every BatchNorm layer's input has the standard deviation ``Method.scale``.
+"""Rescale weights before round 1: every BatchNorm layer's input gets the deviation ``Method.scale``.
 
 A new network's activations have a small standard deviation. Normalisation divides by it, so the gradient of
 the weights is large. With BatchNorm this does little harm, because the gradient is orthogonal to the weights.
@@ -43,7 +43,7 @@ MUCH = 0.01
 
 
 def producers(model: nn.Module) -> dict[str, str]:
-    """Return the pairs of layers that can be rescaled: name of a BatchNorm layer -> name of the layer before it.
+    """Return the pairs to rescale: name of a BatchNorm layer -> name of the layer before it.
 
     Only this BatchNorm layer may use the output of the layer before. Between the two there may be ``HOMOGENEOUS``
     operations (ReLU, pooling). The layer before must be one of ``PRODUCERS`` and be trained. Its weight must not
@@ -103,7 +103,7 @@ def rescaled(
     sources: Mapping[str, str],
     scale: float = 1.0,
 ) -> dict[str, Tensor]:
-    """Return the tensors that change so that the input of each BatchNorm layer has the standard deviation ``scale``.
+    """Return the tensors that change to give each BatchNorm layer's input deviation ``scale``.
 
     Let s be ``sqrt(var + eps) / scale`` of a channel. The weight and bias of the layer before BatchNorm
     (``sources``, see ``producers``) are divided by s, and so is BatchNorm's running mean. The running variance is
@@ -132,7 +132,7 @@ def rescaled(
 
 
 def _changed(layer: nn.Module) -> bool:
-    """Return whether hooks, or a ``forward`` set on the object, may change what ``layer`` computes."""
+    """Return whether hooks or a ``forward`` on the object may change what ``layer`` computes."""
     return bool(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
 
 
@@ -142,7 +142,7 @@ class _Tracer(fx.Tracer):
 
 
 def _source(norm: fx.Node, modules: Mapping[str, nn.Module], between: tuple[Any, ...] = HOMOGENEOUS) -> str | None:
-    """Return the module whose output only ``norm`` uses, directly or through the operations ``between``, or None."""
+    """Return the module whose output only ``norm`` uses, perhaps through ``between``, or None."""
     node = norm.all_input_nodes[0] if norm.all_input_nodes else None
     while node is not None and len(node.users) == 1:
         if node.op == "call_module" and type(modules[str(node.target)]) not in between:

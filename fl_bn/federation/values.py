@@ -1,4 +1,4 @@
-"""Hold the values of a round: the instruction to a client, the state that it keeps, and its reply."""
+"""Hold the values of a round: instruction to a client, its state, and its reply."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Instruction:
-    """Hold the server's instruction to the clients of a cohort: what to do in a round, and with which tensors.
+    """Hold the server's instruction to a cohort: what to do in a round, with which tensors.
 
     Attributes:
         phase: The phase of the round. ``Phase.MEASURE``: clients only measure statistics.

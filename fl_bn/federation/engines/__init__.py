@@ -1,1 +1,1 @@
-"""Run clients in this process: one by one, in worker processes, or together in one vectorised program."""
+"""Run clients in this process: one by one, in workers, or in one vectorised program."""

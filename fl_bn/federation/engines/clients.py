@@ -1,4 +1,4 @@
-"""Describe the clients of a ``Federation``: how they train on a loader's batches, here or in worker processes."""
+"""Describe how a ``Federation``'s clients train on a loader's batches, here or in workers."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class Own:
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """Return the values that must be equal for all clients that ``engine='vectorised'`` computes together."""
+        """Return what clients computed together (``engine='vectorised'``) must have in common."""
         return id(self.task), id(self.make_optimizer), id(self.make_scheduler), self.settings, self.rate_share
 
 
 @dataclass
 class Clients:
-    """Hold all clients of a federation: the values that they have in common, and each client's own loaders and settings.
+    """Hold all clients of a federation: their common values, and each one's loaders and settings.
 
     Attributes:
         model: The network, converted for ``method``; it stays unchanged.
@@ -89,7 +89,7 @@ class Clients:
 
     @contextmanager
     def given_unused(self) -> Iterator[None]:
-        """Check that training in the ``with`` block gives no gradient to the network that the user gave.
+        """Check that training in the block gives no gradient to the network that the user gave.
 
         Raises:
             ValueError: It does, so the loss uses this network, whose weights stay the same while clients train
@@ -104,12 +104,12 @@ class Clients:
             )
 
     def instruction(self, client: int, instruction: Instruction) -> Instruction:
-        """Return ``instruction`` with the learning rate of one client, which may have an optimiser of its own."""
+        """Return ``instruction`` with the learning rate of a client's own optimiser."""
         share = self.own[client].rate_share
         return instruction if share == 1 else replace(instruction, learning_rate=instruction.learning_rate * share)
 
     def compute(self, instruction: Instruction, rounds: int, client: int, kept: ClientState, connect: Connect | None = None) -> Result:
-        """Carry out one client's round alone: training, or its part of a statistics-only exchange.
+        """Carry out a client's round alone: training, or its part of a statistics-only exchange.
 
         ``connect`` joins the layer-wise exchange, see ``LocalRound``.
         """
@@ -151,7 +151,7 @@ class LoaderLoop(SampleLoop):
         return round.statistics_pass.inputs(self.own.loader, self.task)
 
     def optimizer(self, round: LocalRound) -> Optimizer:
-        """Make a fresh optimiser, with the learning rate of ``round``, and check it by ``check_parameters``."""
+        """Make a fresh optimiser with the round's learning rate, and check it."""
         optimizer = self.own.make_optimizer(round.parameters.values())
         check_parameters(optimizer, round.parameters.values())
         for group in optimizer.param_groups:
@@ -163,11 +163,11 @@ class LoaderLoop(SampleLoop):
         return optimizer
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Make the scheduler of the learning rate within the round; None if the rate stays the same."""
+        """Make the scheduler of the rate within the round; None if the rate stays the same."""
         return None if self.own.make_scheduler is None else self.own.make_scheduler(optimizer)
 
     def weighed(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
-        """Return the samples of one epoch, 0 without a batch, and the mean loss; or the number of measured samples."""
+        """Return the samples of an epoch (0: no batch) and mean loss, or the measured samples."""
         if not round.trains:
             return Outcome(round.statistics_pass.samples, client=self.client)
         if (count := sum(part.samples for part in trained)) == 0:
@@ -177,7 +177,7 @@ class LoaderLoop(SampleLoop):
 
 
 def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Check that the ``optimizer`` of the user's function updates some of the ``parameters`` it was given, and no others.
+    """Check that a user's optimiser updates some of the ``parameters`` it was given, and no others.
 
     Raises:
         ValueError: It does not: the function ignores its argument, or did not make the optimiser anew.
@@ -197,7 +197,7 @@ class CannotMove(ValueError):
 
 
 class InWorkers:
-    """Compute clients in ``count`` worker processes. All clients are pickled to a file, which each worker reads once.
+    """Compute clients in ``count`` processes, each of which reads the pickled clients once.
 
     Tasks and functions are sent again for every round, so the workers see what the user's code changes in them,
     but no changes of the data.
@@ -227,7 +227,7 @@ class InWorkers:
         self._folder.cleanup()
 
     def work(self, instruction: Instruction, rounds: int, clients: Sequence[int], kept: Sequence[ClientState]) -> list[Result]:
-        """Compute the rounds of several clients. Return each client's reply and new state, in the order of ``clients``.
+        """Compute clients' rounds. Return each one's reply and new state, in their order.
 
         Raises:
             Exception: The error of the first client that failed.
@@ -292,7 +292,7 @@ def _set_states(of: Sequence[torch.Generator], states: Sequence[Any]) -> None:
 
 
 def _packed(value: Value) -> Value:
-    """Return ``value`` with NumPy arrays in place of tensors: joblib passes large arrays through shared memory."""
+    """Return ``value`` with NumPy arrays, which joblib passes through shared memory."""
     sections: Any = {section: to_numpy(tensors) for section, tensors in value.sections.items()}
     return replace(value, sections=sections)
 

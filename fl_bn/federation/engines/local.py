@@ -1,4 +1,4 @@
-"""Run all clients on this machine: one by one, in worker processes, or together in one vectorised program."""
+"""Run all clients on this machine: one by one, in workers, or in one vectorised program."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class LocalTransport(Transport):
 
     @contextmanager
     def serving(self, rounds: int, start: Start = FROM_THE_START) -> Iterator[None]:
-        """Prepare for ``rounds`` rounds in the ``with`` block. Start the worker processes if ``workers`` is above 1."""
+        """Prepare for ``rounds`` rounds in the block, with worker processes if ``workers`` is above 1."""
         self._rounds = rounds
         if start.round == 1:
             self.kept = [replace(kept, round=0) for kept in self.kept]  # the state of an earlier run counts as from before round 1
@@ -107,12 +107,12 @@ class LocalTransport(Transport):
         return self._checked(replies, instruction, session)
 
     def measure(self, instruction: Instruction) -> RoundReplies:
-        """Let all clients or the round's cohort measure statistics, as the method requires. Return the checked replies."""
+        """Let all clients or the cohort, as the method requires, measure. Return checked replies."""
         everyone = self._measuring(instruction)
         return self._checked(self._in_parts(instruction, everyone), instruction, None, everyone)
 
     def measure_layer_by_layer(self, instruction: Instruction) -> RoundReplies | None:
-        """Let the clients measure their statistics layer by layer, with one forward pass each. Return checked replies.
+        """Let clients measure layer by layer, by one forward pass each. Return checked replies.
 
         Return None if this is impossible: there are too many clients, their networks have no fixed order of layers, a
         client left the exchange, or clients are computed in one vectorised program.
@@ -133,7 +133,7 @@ class LocalTransport(Transport):
         return self._checked(replies, instruction, session, everyone)
 
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
-        """Evaluate the model on the clients' test batches. Return the mean metrics, none without test batches.
+        """Evaluate on the clients' test batches. Return mean metrics, none without batches.
 
         If clients differ in model, task or test batches, the metrics of each client are stored in the round's record.
         """
@@ -174,7 +174,7 @@ class LocalTransport(Transport):
         return over_samples([(own[client].count, result) for client, result in results.items()]), results
 
     def model(self, tensors: Named, batches: int = 0) -> nn.Module:
-        """Return a copy of the shared network in evaluation mode, with ``batches`` added to ``num_batches_tracked``."""
+        """Return the shared network in evaluation mode, ``batches`` added to ``num_batches_tracked``."""
         model = copied(self.server.model)
         load_tensors(model, {**self.server.shared.counters(batches), **tensors})
         return model.eval()
@@ -186,7 +186,7 @@ class LocalTransport(Transport):
         return own
 
     def finish_round(self, number: int, changed: bool) -> None:
-        """Record in the kept state of each client of the cohort whether the server used its reply.
+        """Record in the kept states of the cohort whether the server used the replies.
 
         If the round has not ``changed`` the model, it used none.
         """
@@ -195,7 +195,7 @@ class LocalTransport(Transport):
             self.kept[client] = replace(self.kept[client], counted=client in counted)
 
     def cohort(self, number: int) -> list[int]:
-        """Return the clients that train in round ``number``, drawn by the seed, in ascending order."""
+        """Return the clients that train in round ``number``, drawn by the seed, ascending."""
         everyone = range(len(self.clients.own))
         return sorted(Random(f"{self.clients.seed}/{number}").sample(everyone, self._cohort_size))
 
@@ -214,7 +214,7 @@ class LocalTransport(Transport):
         return checked(replies, expected, self.server.policy.clients, session, cohort)
 
     def _in_parts(self, instruction: Instruction, clients: Sequence[int]) -> list[Reply]:
-        """Compute the replies of ``clients`` in groups of ``AT_ONCE``, each together if possible, else one by one."""
+        """Compute replies in groups of ``AT_ONCE``, each together if possible, else one by one."""
         parts = [clients[begin : begin + AT_ONCE] for begin in range(0, len(clients), AT_ONCE)]
         return [reply for part in parts for reply in self._together(instruction, part) or self._one_by_one(instruction, part)]
 
@@ -234,7 +234,7 @@ class LocalTransport(Transport):
         return reply
 
     def _warn_of(self, round: int, client: int, reply: Reply) -> None:
-        """Warn, once per client, of batches of one sample that were left out, or of a loader without a batch."""
+        """Warn once per client of left out batches of one sample, or of a loader without a batch."""
         left_out = int(reply.metrics.get(LEFT_OUT, 0))
         if client not in self._warned and (left_out or not reply.samples):
             self._warned.add(client)
@@ -245,7 +245,7 @@ class LocalTransport(Transport):
             LOGGER.warning("client %s %s in round %s: %s", client, what, round, why)
 
     def _together(self, instruction: Instruction, clients: Sequence[int]) -> list[Reply] | None:
-        """Compute the replies in one vectorised program; None if clients must be computed one by one."""
+        """Compute replies in one vectorised program; None if it must be one by one."""
         if not self._one_program:
             return None
         try:
@@ -273,7 +273,7 @@ class LocalTransport(Transport):
             return client_rounds(rounds, [LoaderLoop(own, client, self._rounds) for client in clients], self.clients.device)
 
     def _exchange(self, instruction: Instruction, clients: Sequence[int]) -> tuple[list[Reply], Session]:
-        """Let ``clients`` exchange layer by layer. Return their replies, and the session of their exchange.
+        """Let ``clients`` exchange layer by layer. Return replies, and the exchange's session.
 
         A client runs until it waits for the others in the exchange, or is finished. Then the next one runs.
         """

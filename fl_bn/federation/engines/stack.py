@@ -1,4 +1,4 @@
-"""Stack the tensors of networks of one kind, and run all of them by one call (``torch.func.vmap``)."""
+"""Stack the tensors of networks of one kind, and run all by one call (``torch.func.vmap``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Seen = Mapping[str, Sequence[Sequence[Moments]]]
 
 
 class _Holder(nn.Module):
-    """Wrap ``answer``, a function of a network and a batch, as a module, since ``functional_call`` needs a module."""
+    """Wrap ``answer``, a function of network and batch, as the module ``functional_call`` needs."""
 
     def __init__(self, model: nn.Module, answer: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class _Holder(nn.Module):
 
 
 class Stack:
-    """Hold the tensors of K networks, stacked along a new first axis (K, ...), on the device of ``template``.
+    """Hold the tensors of K networks, stacked along a first axis (K, ...), on ``template``'s device.
 
     ``template`` is a network with the same layers. All rows run with its modes and hooks, but not with its
     tensors. The stacked ``parameters`` are leaf tensors, so an elementwise optimiser can step all rows at once.
@@ -50,7 +50,7 @@ class Stack:
         batch: Sequence[Tensor],
         observed: Mapping[str, list[Moments]],
     ) -> tuple[Tensor, Seen]:
-        """Run ``answer(network, *batch)`` for the networks ``rows``, and update their buffers as a forward pass does.
+        """Run ``answer(network, *batch)`` for networks ``rows``, and update their buffers.
 
         The tensors of ``batch`` are stacked: (len(rows), B, ...). ``observed`` is layer -> a list that the template's
         hooks fill in a forward pass. The lists are empty afterwards. Return the stacked results, and layer -> for
@@ -89,14 +89,14 @@ class Stack:
         return result, seen
 
     def _index(self, rows: Sequence[int]) -> slice | Tensor | None:
-        """Return an index that selects ``rows``: None for all rows, a slice for the first ones, else a tensor."""
+        """Return an index of ``rows``: None for all, a slice for the first ones, else a tensor."""
         if list(rows) == list(range(len(rows))):
             return None if len(rows) == self.rows else slice(len(rows))
         return torch.tensor(rows, device=next(iter(self.parameters.values())).device)
 
 
 def groups(batches: Mapping[int, Sequence[Tensor]]) -> Iterator[tuple[list[int], tuple[Tensor, ...]]]:
-    """Group the rows whose ``batches`` have equal shapes. Yield the rows of each group, and their stacked batches."""
+    """Yield the rows whose ``batches`` have equal shapes, and their stacked batches."""
     by_shape: dict[Any, list[int]] = {}
     for row, parts in batches.items():
         by_shape.setdefault(tuple(part.shape for part in parts), []).append(row)

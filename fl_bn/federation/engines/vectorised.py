@@ -1,4 +1,4 @@
-"""Compute the clients of a cohort together, in one vectorised program (``torch.func.vmap``).
+"""Compute a cohort's clients in one vectorised program (``torch.func.vmap``).
 
 The results are those of one client after the other, except for rounding: sums are computed in another order.
 The clients' networks are stacked (``Stack``). Batches of one step that differ in size are grouped by size.
@@ -57,7 +57,7 @@ class CannotVectorise(ValueError):
 
 
 def client_rounds(rounds: Sequence[LocalRound], loops: Sequence[SampleLoop], device: torch.device | None = None) -> list[Result]:
-    """Carry out the rounds of several clients together: what ``client_round`` is for one."""
+    """Carry out several clients' rounds together: what ``client_round`` is for one."""
     return [concluded(round, one) for round, one in zip(rounds, outcomes(rounds, loops, device), strict=True)]
 
 
@@ -83,7 +83,7 @@ def outcomes(rounds: Sequence[LocalRound], loops: Sequence[SampleLoop], device: 
 
 
 class Fallback:
-    """Warn, once per reason, that clients are computed one by one, although ``engine='vectorised'`` was requested."""
+    """Warn, once per reason, that ``engine='vectorised'`` computes clients one by one."""
 
     def __init__(self) -> None:
         self._reasons: set[str] = set()
@@ -96,7 +96,7 @@ class Fallback:
 
 
 class TogetherTurns(Turns):
-    """Run tasks, each of which may ask to train one client, and train these clients in one vectorised program.
+    """Run tasks which may each ask to train a client, and train these clients together.
 
     A task that asks waits. Once every task waits or has ended, all clients are trained. ``fallback`` reports the
     reason if they cannot be trained in one program.
@@ -135,14 +135,14 @@ class TogetherTurns(Turns):
 
 
 def with_others(loop: SampleLoop, round: LocalRound) -> Outcome:
-    """Train a client as ``loop`` does, but with those of the other tasks if a task of ``TogetherTurns`` calls this."""
+    """Train a client as ``loop`` does, but with others if a ``TogetherTurns`` task calls this."""
     turns, index = Turns.here() or (None, 0)
     small = round.trains and len(loop.samples) < round.settings.fewest(2)
     return turns.trained(index, round, loop) if isinstance(turns, TogetherTurns) and not small else loop(round)
 
 
 def _why_not(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Task) -> str:
-    """Return why ``rounds`` cannot be computed together, as far as this is known before training; empty if they can."""
+    """Return why ``rounds`` cannot be computed together, if known before training, else ""."""
     first, settings = rounds[0], rounds[0].settings
     if len({(own.phase, own.network.signature, repr(own.settings)) for own in rounds}) > 1:
         return "all clients of a cohort need the same network, method, phase and settings, but theirs differ"
@@ -175,7 +175,7 @@ def _why_not(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Tas
 
 
 def _foreign(model: nn.Module, task: Task) -> str:
-    """Return the package of a part of the network or the task that is not in ``PURE``; empty if there is none."""
+    """Return the package of a part of network or task outside ``PURE``; empty without one."""
     code: list[Any] = [type(task), vars(task).get("loss")]
     for module in model.modules():
         code += [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
@@ -186,7 +186,7 @@ def _foreign(model: nn.Module, task: Task) -> str:
 
 
 def measure_together(rounds: Sequence[LocalRound], loops: Sequence[SampleLoop], device: torch.device | None = None) -> None:
-    """Make the statistics passes of all ``rounds``, and store the moments in each ``round.statistics_pass``."""
+    """Make the statistics passes of ``rounds``, and store moments in ``statistics_pass``."""
     forward, by_client = loops[0].task.forward, [dict[str, list[Moments]]() for _ in rounds]
 
     def answer(model: nn.Module, x: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ def measure_together(rounds: Sequence[LocalRound], loops: Sequence[SampleLoop], 
 def train_together(
     rounds: Sequence[LocalRound], batches: Sequence[IndexBatches], loop: SampleLoop, device: torch.device | None = None
 ) -> list[Trained]:
-    """Open and train all ``rounds``, each on its own ``batches``, as ``training.train`` does for one client.
+    """Open and train all ``rounds`` on their ``batches``, as ``training.train`` does for one.
 
     ``loop`` makes one optimiser, for the round that has most batches. It steps the stacked parameters of all
     clients.
@@ -289,7 +289,7 @@ class _Training:
             self._leave(finished)
 
     def _forward(self, now: Mapping[int, tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the sum of the losses of the batches ``now``. Row k of its gradient is that of client k's own loss."""
+        """Return the sum of the losses of ``now``. Its gradient's row k is that of client k's loss."""
         losses = []
         for rows, (x, y) in groups(now):
             x, y = to_input(x.to(self.like.device), self.dtype), y.to(self.like.device)
@@ -303,7 +303,7 @@ class _Training:
 
     @contextmanager
     def _observing(self) -> Iterator[dict[str, list[Moments]]]:
-        """Record moments, by layer, in the ``with`` block, if the method reports those of this step's batches."""
+        """Record moments by layer in the block, if the method reports those of this step."""
         reports = self.first.reports
         if reports in (StatisticsReport.BATCHES, StatisticsReport.MOVING) or (reports is StatisticsReport.FIRST and self.number == 0):
             with observe(self.stack.template, counts=lambda layer, x: layer.training) as observed:
@@ -312,7 +312,7 @@ class _Training:
             yield {}
 
     def _leave(self, rows: list[int]) -> None:
-        """Store the tensors of the clients in ``rows``, which have finished, before the next step changes these rows."""
+        """Store the tensors of finished clients ``rows``, before the next step changes them."""
         device, every = inputs_like(self.first.model).device, {**self.stack.parameters, **self.stack.buffers}
         tensors = {name: (stack if len(rows) == len(stack) else stack[rows]).detach().to(device) for name, stack in every.items()}
         self.done.append((rows, tensors))

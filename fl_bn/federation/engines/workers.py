@@ -1,4 +1,4 @@
-"""Run tasks, such as the rounds of clients, at the same time in processes of this machine, with joblib's pool."""
+"""Run tasks, such as clients' rounds, in processes of this machine, with joblib's pool."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DIED = "its worker process died (killed, or out of memory)"
 
 
 class Done(NamedTuple):
-    """Hold the result of one task: the ``value`` that it returned, or the ``error`` that it raised."""
+    """Hold the result of a task: the ``value`` it returned, or the ``error`` it raised."""
 
     value: Any = None
     error: BaseException | None = None
@@ -64,7 +64,7 @@ class Workers:
         self._open = ExitStack()
 
     def load(self, module: str) -> None:
-        """Start the processes now, and let each import ``module``. Return at once, before they are ready."""
+        """Start the processes, let each import ``module``, and return before they are ready."""
         self._loading = self._started()(delayed(_logged)(_load, (module,), sys.path) for _ in range(self.count))
 
     def run(self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> Generator[Done]:
@@ -89,7 +89,7 @@ class Workers:
         self._pool = None
 
     def _attempt(self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> Generator[Done]:
-        """Yield the results of the tasks. If a process dies, end without the results of the remaining tasks."""
+        """Yield the results of the tasks, up to the first process that dies."""
         try:
             deque(self._loading, 0)  # if the import failed, the tasks raise the same error
             with _ended(self._started()(delayed(_logged)(function, task, sys.path) for task in tasks)) as made:
@@ -139,7 +139,7 @@ def _load(module: str) -> None:
 
 @cache
 def _end_with_parent() -> None:
-    """Let this worker process end with its parent, even if the parent was killed. joblib's would stay for minutes."""
+    """End this worker with its parent, even a killed one. joblib's would stay for minutes."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -151,7 +151,7 @@ def _end_with_parent() -> None:
 
 
 def _logged(function: Callable[..., Any], task: tuple[Any, ...], path: list[str]) -> tuple[Done, list[logging.LogRecord]]:
-    """Run a task in a worker process, which leaves Ctrl-C to its parent. Return its result and its log records."""
+    """Run a task in a worker, which leaves Ctrl-C to its parent. Return result and log records."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_parent()
     sys.path[:] = path
@@ -163,7 +163,7 @@ def _logged(function: Callable[..., Any], task: tuple[Any, ...], path: list[str]
 
 
 def _travelling(error: Exception) -> Exception:
-    """Return ``error``, or a RuntimeError in its place if it cannot be pickled, with its traceback as a note."""
+    """Return ``error``, or a RuntimeError if it cannot be pickled, with its traceback as a note."""
     trace = "".join(traceback.format_exception(error)).rstrip()
     try:
         pickle.loads(dumps(error))
@@ -187,7 +187,7 @@ def _collected() -> Iterator[list[logging.LogRecord]]:
 
 @dataclass
 class WorkerTiming:
-    """Decide during a run of ``rounds`` rounds whether ``workers`` processes would save more time than they cost.
+    """Decide during ``rounds`` rounds whether ``workers`` processes save more time than they cost.
 
     ``seconds`` is round -> seconds of training so far.
     """
@@ -201,7 +201,7 @@ class WorkerTiming:
         self.seconds[round] = self.seconds.get(round, 0.0) + seconds
 
     def worth_it(self, round: int) -> bool:
-        """Tell whether worker processes would save more than ``START`` seconds, if they compute the rounds from ``round`` on.
+        """Tell whether workers from ``round`` on would save more than ``START`` seconds.
 
         The last of at least ``WATCHED`` timed rounds tells how long the next ones take.
         """
