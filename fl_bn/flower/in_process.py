@@ -47,6 +47,7 @@ class InProcessGrid(Grid):
         result: what the ServerApp leaves for the caller of ``run_in_process``.
 
     Args:
+        app: the ClientApp, or its import path ``module:name``.
         clients: the number of nodes, 1 or more.
         run_config: its ``engine`` says whether a cohort's clients are computed together (vmap).
         workers: the processes that answer messages. None: this one, until ``timing`` starts others.

@@ -47,7 +47,7 @@ class Site:
     """Describe one client: its data and its device.
 
     Attributes:
-        client: the client's index, from 0.
+        client: the client's index, from 0, of ``clients``.
         folder: the folder for the model that the client saves at the end; None: it saves none.
         label_counts: the number of training samples per label, if the client reports it.
         state: the folder for tensors that the client keeps between rounds, with a subfolder for each
@@ -80,8 +80,13 @@ class BatchNormClient(Participant, NumPyClient):
     Args:
         model: the converted network with its initial tensors, which never change. Clients of one process
             may share a ``Network``, and train its copy one after the other.
+        method: the run's method.
+        settings: the settings of local training.
+        site: the client's data and device.
         state: Flower's ``context.state``.
+        seed: the run's seed.
         tells: whether the client sends the layers that it keeps, for the average that unseen clients get.
+        task: the model's task.
 
     Raises:
         ValueError: method and settings contradict each other.

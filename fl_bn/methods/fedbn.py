@@ -1,4 +1,4 @@
-"""Define the methods whose clients keep layers of their own: FedBN, SiloBN, SingleSet (all).
+"""Define the methods whose clients keep layers of their own: FedBN, SiloBN and, with all layers, SingleSet.
 
 FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021, Algorithm
 1, for feature shift (the same classes, photographed differently). SingleSet is a baseline in its section 5.

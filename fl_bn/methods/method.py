@@ -21,6 +21,7 @@ class Phase(Enum):
     """Name the purpose of one message to the cohort.
 
     Attributes:
+        TRAIN: local training.
         FROZEN: local training in which some BatchNorm tensors are frozen (``Method.frozen``). Frozen
             statistics are not reported.
         MEASURE: statistics only, without training.
@@ -77,6 +78,7 @@ class Refresh(Enum):
     """Name the way of updating the shared statistics for the present weights, before an evaluation.
 
     Attributes:
+        NOTHING: no update. The model is evaluated with the statistics of training.
         EXACT: passes in evaluation mode, until all layers have the statistics of the union of all data. After
             pass p, layers 1..p have them. One pass is enough if clients exchange statistics layer by layer
             (``RECALIBRATIONS``).
@@ -204,6 +206,7 @@ class Method:
         renew: computes a layer's shared statistics from the reports of that exchange.
         calibrate: whether the shared statistics are measured before round 1, because training uses them.
         constant: whether training normalises with the shared statistics alone (FBN).
+        statistics_pass: the pass that measures the statistics.
         needs_running: whether torch's BatchNorm layers must have running statistics.
         frozen: roles of tensors that do not change in frozen rounds.
         frozen_rate: the upper limit of the learning rate in rounds with frozen statistics, as a share of the

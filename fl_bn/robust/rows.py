@@ -29,6 +29,8 @@ class Report:
 
     Attributes:
         rejected: indices of rows that are not finite, or whose sum of squares is above ``LARGEST``.
+        rows: the other rows (n, d).
+        value: the rule's value (d,).
     """
 
     rejected: tuple[int, ...]

@@ -33,7 +33,10 @@ class Rule(Protocol):
 
 
 def mean(rows: Rows | View, f: int = 0) -> Outcome:
-    """Return the mean, accumulated in float64. It is no defence: ``f`` changes nothing."""
+    """Return the mean, accumulated in float64.
+
+    All rules take ``rows`` of which at most ``f`` are Byzantine. This one is no defence.
+    """
 
     def rule(view: View) -> Outcome:
         return view.linear(np.full(view.n, 1 / view.n))

@@ -122,7 +122,8 @@ class Limits:
 class Gate:
     """Check an app's messages and replies, as a Flower mod: ``ClientApp(mods=[Gate()])``.
 
-    ``kinds`` are those of messages that the app answers, by Flower's message type.
+    ``kinds`` are those of messages that the app answers, by Flower's message type. By default they are
+    those of fl-bn's own app.
     """
 
     kinds: Mapping[str, Kind] = field(default_factory=lambda: KINDS)
