@@ -111,10 +111,8 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
         method: the result of a constructor in ``fl_bn.methods``, such as ``methods.hbn()``.
 
     Raises:
-        Unconvertible: replacing a layer would change what the network computes, a tensor cannot be averaged or
-            sent, or the network cannot be copied.
-        UnknownTensor: a norm layer holds a tensor that is unknown to fl-bn, so it is unclear whether clients may
-            send it.
+        Unconvertible: replacing a layer would change what the network computes, or a tensor cannot be sent.
+        UnknownTensor: a norm layer holds a tensor that is unknown to fl-bn.
         TypeError: ``model`` is no network, or ``method`` is no method.
     """
     check_kinds(model, method)

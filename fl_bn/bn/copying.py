@@ -17,12 +17,9 @@ M = TypeVar("M", bound=nn.Module)
 def copied(model: M) -> M:
     """Copy a network deeply.
 
-    ``copy.deepcopy`` alone raises an error for tensors that a computation made, such as the weights that
-    ``torch.nn.utils.weight_norm`` leaves in a layer. The copy gets such a tensor as a constant. A tensor whose
-    entries share memory (``expand``) becomes one that can be written.
-
-    Functions are not copied. A lambda in an attribute that remembers the network calls the original from within
-    the copy (docs/how-to/network.md).
+    ``copy.deepcopy`` refuses tensors that a computation made, such as those of ``nn.utils.weight_norm``. The copy
+    gets them as constants. A tensor whose entries share memory (``expand``) becomes writable. Functions are not
+    copied: a lambda in an attribute calls the original network (docs/how-to/network.md).
 
     Raises:
         Unconvertible: The network cannot be copied.

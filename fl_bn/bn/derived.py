@@ -1,8 +1,7 @@
 """Recompute buffers of layers that compute weights: spectral norm, parametrizations.
 
-Spectral norm divides a weight by its largest singular value. Its buffers ``u`` and ``v`` are singular
-vectors, which every training pass improves by one step of the power iteration. The average of several
-clients' vectors does not belong to the averaged weight, so the server computes the vectors anew.
+Spectral norm divides a weight by its largest singular value. Every training pass improves its buffers ``u`` and
+``v`` by a power iteration. Their average does not belong to the averaged weight, so the server computes them.
 """
 
 from __future__ import annotations
@@ -81,8 +80,7 @@ def _iterate(weight: Tensor, u: Tensor, v: Tensor, eps: float) -> None:
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool = False) -> None:
     """Load ``tensors`` into ``model``, in place, by ``load_state_dict``, with its errors.
 
-    The version numbers of ``model``'s own state_dict are added, without which some modules, such as torchvision's
-    MNASNet, raise an error. ``strict``: ``tensors`` must have all names of the state_dict, and no others.
+    The version numbers of ``model``'s own state_dict are added, which some modules need (torchvision's MNASNet).
     """
     state: Any = OrderedDict(tensors)
     state._metadata = getattr(model.state_dict(), "_metadata", None)

@@ -47,9 +47,8 @@ def mixture(mix_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor]) ->
 def normalise(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor], eps: float) -> Tensor:
     """Normalise a batch with the mixture of its moments and the shared statistics, by fused kernels.
 
-    All tensors but ``x`` have one dtype, float32 or float64. The gradient for ``x`` takes into account that
-    ``batch`` depends on ``x``. Second derivatives are possible. Inside ``torch.func`` and ``torch.compile`` use
-    ``plain`` instead.
+    All tensors but ``x`` have one dtype, float32 or float64. ``batch`` depends on ``x``, and the gradient for
+    ``x`` respects that. Inside ``torch.func`` and ``torch.compile`` use ``plain``.
 
     Args:
         x: a batch (B, C, *).

@@ -1,12 +1,10 @@
 """Make layer classes at run time, and describe BatchNorm layers that do more than torch's.
 
-``composed`` combines a way of computing with the class of the layer that is replaced. So a user's
-``isinstance(layer, nn.BatchNorm2d)`` stays true, and the attributes and methods of the user's own class stay,
-too.
+``composed`` combines a way of computing with the replaced layer's class. So ``isinstance(layer,
+nn.BatchNorm2d)`` stays true, and a user's class keeps its attributes and methods.
 
-A ``Kind`` names the submodules that a layer calls on its output. The layer that replaces it calls them, too.
-A subclass of torch's BatchNorm with a forward of its own is refused until ``register_batch_norm`` describes
-it.
+A ``Kind`` names the submodules that a layer and its replacement call on their output. A subclass of torch's
+BatchNorm with its own forward is refused until ``register_batch_norm`` describes it.
 """
 
 from __future__ import annotations

@@ -62,10 +62,7 @@ class OwnBatchNorm(Composed, _BatchNorm):
 
 
 class FrozenBatchNorm(OwnBatchNorm):
-    """Normalise with the running statistics, even in training mode.
-
-    ``freeze_statistics`` gives this class to torch's BatchNorm layers and to those of a user's own class.
-    """
+    """Normalise with the running statistics, even in training. ``freeze_statistics`` gives layers this class."""
 
     frozen = True
 
@@ -123,8 +120,7 @@ class SharedNorm(OwnBatchNorm):
 class FederatedBatchNorm(SharedNorm):
     """Normalise with the shared running statistics, also in training (FBN, Algorithm 2, line 3).
 
-    The layer never updates the statistics, so they are constants during a round. ``observe`` records the moments of
-    the training batches.
+    The statistics are constants during a round. ``observe`` records the moments of the training batches.
     """
 
     def normalised(self, x: Tensor) -> Tensor:
@@ -279,10 +275,9 @@ def in_place_of(new: M, layer: _BatchNorm) -> M:
 def freeze_statistics(model: nn.Module, frozen: bool = True, layers: Container[str] | None = None) -> None:
     """Freeze the running statistics of BatchNorm layers, or end the freeze, in place.
 
-    In training, too, a frozen layer normalises with its running statistics and does not update them (FixBN, stage
-    II). ``model.train()`` does not change that. Affine parameters are still trained. All other layers are not
-    affected. ``layers`` are the names of those to freeze, by default all. The freeze of all others ends. No layer
-    refills its statistics any more (``OwnBatchNorm.refills``).
+    A frozen layer trains with its running statistics and does not update them (FixBN, stage II), whatever
+    ``model.train()`` does. Affine parameters still learn. ``layers`` are those to freeze, by default all. The
+    freeze of all others ends, and every layer's ``refills``.
     """
     for name, layer in batch_norms(model).items():
         if isinstance(layer, OwnBatchNorm):

@@ -1,7 +1,7 @@
 """Keep parts of a network in evaluation mode in training, if its owner has put them there.
 
-Fine-tuning recipes do so with a pre-trained backbone, or its BatchNorm layers: by ``net.train();
-net.backbone.eval()`` before passing the network to fl-bn, or by a class that overrides ``train()``.
+Fine-tuning recipes do so with a backbone: by ``net.train(); net.backbone.eval()`` before the network is given
+to fl-bn, or by a class that overrides ``train()``.
 """
 
 from __future__ import annotations

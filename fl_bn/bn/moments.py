@@ -1,10 +1,9 @@
 """Compute moments (count, mean and variance per channel), and combine them by rules.
 
-FBN's Algorithm 2 is ``ema(shared, pool(moments of the training batches), momentum)``. HBN's equations 8 and
-11 have the same form, with the moments of a pass before training. ``plain_average`` is the negative control.
+FBN's Algorithm 2 is ``ema(shared, pool(moments of training batches), momentum)``. HBN's equations 8 and 11
+are so, too, with the moments of a pass before training. ``plain_average`` is the negative control.
 
-The moments of a batch are computed in the dtype of the activations, in float32 at least. Batches and clients
-are combined in float64.
+A batch's moments have the dtype of its activations, float32 at least. All else is computed in float64.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ def weighted_mean(values: Tensor, counts: Tensor) -> Tensor:
 def bounds(dtype: torch.dtype) -> tuple[float, float]:
     """Return the largest absolute mean and variance that a client may report in ``dtype``.
 
-    The variance of two clients' pooled data contains the squared distance between their means. Within these
-    bounds, it does not overflow ``dtype``.
+    The squared distance of two clients' means, which is in the pooled variance, then does not overflow.
     """
     largest = torch.finfo(dtype).max
     return math.sqrt(largest) / 4, largest / 2
@@ -41,9 +39,8 @@ def bounds(dtype: torch.dtype) -> tuple[float, float]:
 def ordinary(x: T) -> T:
     """Return a tensor of a subclass (MONAI's ``MetaTensor``) as torch's own, all else unchanged.
 
-    A subclass may handle a batch's metadata in every operation, and statistics and metrics of the batch have
-    none. Subclasses with a ``__torch_dispatch__`` of their own (DTensor, tensors of a trace) cannot be separated
-    from it.
+    Subclasses may handle a batch's metadata in every operation, and statistics have none. Those with their own
+    ``__torch_dispatch__`` (DTensor, tensors of a trace) stay.
     """
     if type(x) is Tensor or not isinstance(x, Tensor) or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return x
@@ -65,9 +62,8 @@ class Running(NamedTuple):
 def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute mean (C,) and biased variance (C,) of a batch's channels. Gradients flow through both.
 
-    There are two passes: the mean, then the centred squares. On a CPU this is several times faster than
-    ``torch.var_mean`` and than the kernel inside ``F.batch_norm``. It also avoids the cancellation of
-    ``E[x^2] - E[x]^2``.
+    On a CPU, the mean and then the centred squares are several times faster than ``torch.var_mean`` and the
+    kernel of ``F.batch_norm``, without the cancellation of ``E[x^2] - E[x]^2``.
 
     Args:
         x: a batch (B, C, *). Half precision is computed in float32.
@@ -123,9 +119,8 @@ def pool(parts: Sequence[Moments], average: Average = weighted_mean) -> Moments:
     """Compute the moments of the union of the data from which ``parts`` were computed.
 
     By the law of total variance, the variance is the average over the parts of ``var + (mean - common mean)^2``.
-    With the default ``average``, the result is exact, associative and commutative, up to rounding. A robust
-    ``average`` replaces both averages: the one for the common mean, and the one for the variance (FBN, section
-    5).
+    With the default ``average``, this is exact, associative and commutative, up to rounding. A robust ``average``
+    replaces the averages of both mean and variance (FBN, section 5).
 
     Args:
         parts: moments of disjoint data, one entry per batch or client.

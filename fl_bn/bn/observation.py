@@ -21,18 +21,14 @@ F_ = TypeVar("F_", bound=Callable[..., Any])
 
 
 def normalisers(layer: nn.Module, seen: Moments) -> Moments:
-    """Return the mean and variance with which ``layer`` in training normalises an input ``seen``.
-
-    An HBN layer normalises with a mixture of ``seen`` and its shared statistics, any other layer with ``seen``.
-    """
+    """Return what normalises an input ``seen`` in training: ``seen``, or HBN's mixture with it."""
     return layer.normaliser(seen) if isinstance(layer, HybridBatchNorm) else seen
 
 
 def in_backward() -> bool:
-    """Return whether autograd's backward pass is running.
+    """Return whether autograd's backward pass is running, in which a forward pass repeats an earlier one.
 
-    A forward pass during a backward pass repeats an earlier one (activation checkpointing). While ``torch.compile``
-    traces a network, the result is False.
+    While ``torch.compile`` traces a network, the result is False.
     """
     if torch.compiler.is_compiling():
         return False
@@ -55,9 +51,8 @@ def learns_from_pass(module: nn.Module) -> bool:
 def whole(x: Tensor) -> Tensor:
     """Return the values of ``x`` as an ordinary tensor without gradients, also inside ``torch.func``.
 
-    Inside a ``torch.func.vmap`` over B samples, ``x`` looks like one sample (1, C, *), but wraps the values of
-    all B samples. They are returned as one batch (B, C, *). The dimension of each nested ``vmap`` is merged into
-    dimension 0.
+    In a ``torch.func.vmap`` over B samples, ``x`` looks like one sample (1, C, *). The result is the batch (B, C,
+    *), with the dimensions of nested ``vmap`` merged into dimension 0.
     """
     functorch = torch._C._functorch
     while torch._C._are_functorch_transforms_active() and functorch.is_functorch_wrapped_tensor(x):
@@ -147,16 +142,15 @@ def observe(
 ) -> Iterator[dict[str, list[Moments]]]:
     """Record the moments of every BatchNorm layer's input during the ``with`` block.
 
-    Layers whose statistics the model's owner has frozen (``modes.held_layers``) are left out. Layers of this project
-    record by their attribute ``observation``, torch's own layers by a hook that is removed after the block. Such hooks
-    have no effect in a compiled network. ``pooled`` combines the result.
+    Layers that the owner has frozen (``modes.held_layers``) are left out. fl-bn's layers record by their
+    attribute ``observation``, torch's own by a hook, which has no effect in a compiled network.
 
     Args:
         model: the network.
         measure: ``(layer, moments of the input) -> moments``, returns the moments to record. None: those of the input.
         counts: ``(layer, x) -> bool``, whether a pass is recorded. None: every pass is.
-        values: applied to a layer's input before its moments are computed, but only inside a transformation of ``torch.func``.
-            With ``whole``, the samples of all ``vmap`` dimensions count as one batch.
+        values: applied to a layer's input inside a transformation of ``torch.func`` before it is measured. With
+            ``whole``, the samples of all ``vmap`` dimensions count as one batch.
 
     Yields:
         A list for each layer, by name, with one ``Moments`` per forward pass.
@@ -202,8 +196,7 @@ def pooled(observed: dict[str, list[Moments]]) -> dict[str, Moments]:
 def moving_average(layer: _BatchNorm, batches: Sequence[Moments]) -> Moments:
     """Return the running statistics of ``layer`` after ``batches``, as torch's BatchNorm updates them.
 
-    The layer has a momentum, and is not changed. The result has the count of all batches together, and the
-    unbiased variance, in float64.
+    The result has the count of all batches together, and the unbiased variance, in float64.
     """
     assert layer.running_mean is not None
     assert layer.running_var is not None

@@ -1,11 +1,9 @@
 """Find the role of each tensor of a model, such as weight, statistic or counter.
 
-The type of the tensor's module decides the role, never the tensor's name. A test by name ("bn" in key) misses
-BatchNorm inside ``nn.Sequential`` and torchvision's ``downsample.1``, and so silently turns FedBN into
-FedAvg.
+The type of the tensor's module decides it. A test by name ("bn" in key) misses BatchNorm inside
+``nn.Sequential`` and torchvision's ``downsample.1``, and silently turns FedBN into FedAvg.
 
-The buffers of known kinds of modules have a default role, any other floating-point buffer is shared.
-``set_buffer_roles`` states another role.
+Buffers of unknown modules are shared if they are floating-point. ``set_buffer_roles`` states other roles.
 """
 
 from __future__ import annotations
@@ -258,8 +256,7 @@ def _some(names: list[str], most: int = 8) -> str:
 def inputs_like(model: nn.Module) -> Tensor:
     """Return any tensor with the device and the dtype that ``model`` expects of its inputs.
 
-    If no parameter or buffer is floating-point, it is an empty tensor of torch's default dtype: integer and
-    complex tensors do not show the dtype of the inputs.
+    Integer and complex tensors do not show this dtype: without others, it is torch's default dtype.
     """
     first = None
     for tensor in chain(model.parameters(), model.buffers()):
@@ -272,8 +269,7 @@ def inputs_like(model: nn.Module) -> Tensor:
 def unknown_norms(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers by name that own running statistics, but are of no known type.
 
-    Layers of constants (torchvision's ``FrozenBatchNorm2d``) are excluded. The tensors of the returned layers are
-    shared like those of any other layer.
+    Constants (torchvision's ``FrozenBatchNorm2d``) are left out.
     """
     return {name: module for name, module in model.named_modules() if not isinstance(module, NORM_LAYERS) and _tracks_statistics(module)}
 

@@ -126,7 +126,7 @@ class Adaptation:
 def recompute_statistics(model: nn.Module, x: Tensor) -> None:
     """Set the statistics of ``model``, in place, to mean and unbiased variance over ``x`` (N, ...).
 
-    A layer is measured after all layers before it have their new statistics. This is ``recalibrate`` with one client.
+    A layer is measured after all layers before it have their new statistics.
     """
     input_statistics(model, x)
     recalibrate(model, [_unlabelled(x)])

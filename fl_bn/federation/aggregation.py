@@ -1,6 +1,6 @@
 """Compute a server's round in plain torch: look at values, average weights, combine statistics.
 
-Large tensors are processed in blocks that fit into the processor's cache, and no whole tensor is copied.
+Large tensors are processed in blocks that fit into the cache, and no whole tensor is copied.
 """
 
 from __future__ import annotations
@@ -48,10 +48,9 @@ def fits(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 class WeightedSum:
-    """Sum named tensors, each times its weight, in float64, in the order of ``add``.
+    """Sum named tensors, each times its weight (sum: ``total``), in float64, in the order of ``add``.
 
-    Large tensors are added block by block, without a float64 copy of the whole tensor, which changes no bit of
-    the sum. ``total`` is the sum of the weights.
+    Large tensors are added block by block, without a float64 copy, which changes no bit.
     """
 
     def __init__(self) -> None:
@@ -103,11 +102,9 @@ def combine(
 ) -> dict[str, Running]:
     """Combine the clients' moments into new shared statistics per layer, in float64.
 
-    A layer keeps its statistics if the clients' moments have fewer than two values per channel in total.
-    ``reports`` are each client's moments by layer, and ``steps`` its number of training batches. ``layers`` have
-    the momentum that ``rule`` may use. ``pace`` is the round's learning rate divided by that of round 1.
-    ``scales`` is layer -> the standard deviation that the server gave the layer's input before round 1, by
-    rescaling weights; 1 for others.
+    A layer keeps its statistics if the clients' moments have fewer than two values per channel in total. ``pace``
+    is the round's learning rate over that of round 1. ``scales`` is layer -> the standard deviation that the
+    server gave the layer's input before round 1, by rescaling weights; 1 for others.
     """
     new = dict(shared)
     average = weighted_mean if defence is None else defence.average
@@ -128,10 +125,9 @@ def combine(
 def difference(weight: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the pseudo-gradient ``weight - mean`` of a tensor or block, in the memory of ``mean``.
 
-    The average is rounded to ``dtype``, that of the stored weights, first. The rounding makes the difference
-    exact: the weight minus the pseudo-gradient is the rounded average, bit for bit. Without rounding, a step of
-    SGD with learning rate 1 could end at a float32 number next to the rounded average. This happens to one value
-    in 40 if two clients are averaged in the ratio 3 to 7.
+    The average is first rounded to ``dtype``, that of the stored weights. So the weight minus the pseudo-gradient
+    is the rounded average, bit for bit. Otherwise a step of SGD with learning rate 1 could end at the next
+    float32: for one value in 40, if two clients are averaged in the ratio 3 to 7.
     """
     return torch.sub(weight, mean.copy_(mean.to(dtype)), out=mean)
 

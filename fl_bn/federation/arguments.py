@@ -89,8 +89,7 @@ class Trials:
 
     Attributes:
         optimizers: The id of each function in ``makers`` -> an optimiser that it made.
-        rate: The largest learning rate of all clients, which the federation's schedule scales. None: no optimiser
-            has one.
+        rate: The largest learning rate of all clients, which the schedule scales, if one has a rate.
 
     Raises:
         ValueError: An optimiser has other parameters than the network's, or does not fit the objective.
@@ -137,8 +136,7 @@ def per_client(values: Sequence[Any] | Callable[[int], Any]) -> PerClient:
 def each(name: str, value: Any, clients: int, *, sequences: bool = True) -> tuple[Any, ...]:
     """Return the value of every client for the argument ``name``.
 
-    ``value`` is one value for all clients, a ``PerClient``, or, if ``sequences``, a list or tuple of one value
-    per client.
+    ``value`` is one for all clients, a ``PerClient``, or, if ``sequences``, a list or tuple with one per client.
 
     Raises:
         ValueError: There are more or fewer values than clients, or a value does not fit the argument.
@@ -160,8 +158,7 @@ def tasks_of(task: Any, loss: Any, metrics: Any, clients: int) -> tuple[Task, ..
     Clients with the same task, loss and metrics get the same object.
 
     Raises:
-        ValueError: A value has a wrong type, there are more or fewer values than clients, or a metric's name is
-            not valid.
+        ValueError: A value or a metric's name does not fit, or there are more or fewer values than clients.
     """
     tasks, losses, further = each("task", task, clients), each("loss", loss, clients), each("metrics", metrics, clients)
     made: dict[tuple[int, int, int], Task] = {}

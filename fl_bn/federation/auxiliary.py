@@ -2,10 +2,9 @@
 
 Each section of auxiliary tensors has one tensor for every parameter that is both shared and trained.
 
-Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao, appendix C.4, describes three
-ways to treat momentum between rounds. ``reset``: it starts from zeros in every round. ``local``: each client
-keeps its buffers. ``global``: the server averages the buffers like the model's weights and sends them back,
-which doubles the payload.
+Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao, appendix C.4, treats momentum
+between rounds in three ways. ``reset``: it starts from zeros. ``local``: each client keeps its buffers.
+``global``: the server averages them like weights and sends them back, which doubles the payload.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ Buffers = dict[str, dict[str, Tensor]]  # torch's name of the buffer -> name of 
 class Auxiliary:
     """Describe one section of auxiliary tensors, which instructions and replies have.
 
-    The server's tensors start as zeros. With ``added``, a round adds to them the sum of the clients' tensors
-    divided by the number of all clients (SCAFFOLD's control variate). Otherwise the average of the clients'
-    tensors, with the weights of the model's average, replaces them (momentum).
+    The server's tensors start as zeros. With ``added``, a round adds the sum of the clients' tensors divided by
+    the number of all clients (SCAFFOLD's control variate). Otherwise their average, weighted as the model's,
+    replaces them (momentum).
 
     Attributes:
         scalar: Whether it has one number per parameter, such as Adam's step count, and no tensor of its shape.
@@ -91,8 +90,7 @@ def has_auxiliary(model: nn.Module, locality: Locality) -> dict[str, nn.Paramete
 class Momentum:
     """Carry the buffers of a client's optimiser between rounds, if ``maintain`` is not ``reset``.
 
-    ``received`` are the instruction's tensors: section -> name -> tensor. ``kept`` is section ``optimizer`` of
-    the client's state.
+    ``received`` are the instruction's tensors, ``kept`` section ``optimizer`` of the client's state.
     """
 
     def __init__(

@@ -50,8 +50,8 @@ class Running:
     def stop(self, reason: str) -> None:
         """End the run after this round. Its metrics are those of the last evaluation.
 
-        The model is that of this round. But under HBN and static BN, which measure statistics only before an
-        evaluation, it is the model as evaluated last. If there are several reasons, the log has the first one.
+        The model is that of this round, but as evaluated last under HBN and static BN, which measure statistics only
+        before an evaluation. Of several reasons, the log has the first one.
         """
         self.reason = self.reason or reason
 
@@ -100,9 +100,9 @@ def checked_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
 
 
 class Callbacks(Callback):
-    """Combine several callbacks into one, which calls each of them in order.
+    """Combine callbacks into one, which calls each in order.
 
-    ``on_end`` calls them in the opposite order, and calls every callback even if another one raises an error.
+    ``on_end`` calls them in the opposite order, and every one even if another raises an error.
     """
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
@@ -253,10 +253,7 @@ class KeepBest(Best):
         self.path = Path(path)
 
     def on_start(self, running: Running) -> None:
-        """Begin as ``Best`` does. Without the file, ignore the evaluations of earlier rounds.
-
-        The model of the best one was not saved.
-        """
+        """Begin as ``Best`` does. Without the file, in which the best model was, ignore earlier rounds."""
         super().on_start(running if self.path.exists() else replace(running, history=()))
         self.running = running
 

@@ -1,8 +1,7 @@
 """Store the state of a run in one file. A crash never leaves an incomplete file.
 
-The format is safetensors, with JSON in the metadata. Loading such a file cannot run code.
-``flower.recovery.Checkpoint`` and ``FederationState`` list what runs over Flower and ``Federation`` store:
-also the main settings of the run as text, to tell whether a federation continues it.
+The format is safetensors, with JSON in the metadata. Loading such a file cannot run code. ``FederationState`` and
+``flower.recovery.Checkpoint`` list what is stored: also the main settings, to tell whether a run continues it.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ UNREADABLE = (KeyError, ValueError, TypeError, AttributeError, IndexError, Recur
 def write(path: Path, parts: Parts, about: Mapping[str, str]) -> None:
     """Write a checkpoint to ``path``, in place of the file that was there.
 
-    ``parts`` is part -> name -> tensor; the name of a part has no slash. ``about`` has texts by name, for the metadata.
+    ``parts`` is part (a name without slash) -> name -> tensor. ``about`` has texts for the metadata.
 
     Raises:
         OSError: The file cannot be written. An older file at ``path`` is then unchanged.

@@ -213,8 +213,8 @@ class LocalRound:
     def batch(self, samples: int) -> None:
         """Say the number of samples of the first batch, before its forward pass.
 
-        A loop whose network folds something else into the rows of a batch, such as time, calls this. In phase
-        EXCHANGE the layers exchange their statistics with the cohort from now on.
+        A loop calls this whose network folds something else into the rows of a batch, such as time. In phase EXCHANGE
+        the layers exchange their statistics from now on.
 
         Raises:
             ValueError: The number is below 1, the first step is over, or the client has joined the exchange already.
@@ -318,8 +318,7 @@ class LocalRound:
     def measure(self, batches: Iterable[Any], task: Task = CLASSIFICATION) -> None:
         """Measure the moments of every BatchNorm layer over ``batches``, read by ``task``.
 
-        The model's parameters and statistics stay unchanged. HBN needs this pass before training. In a
-        statistics-only exchange, the pass is all that a client does.
+        The model stays unchanged. HBN needs this pass before training. Otherwise it is all that a client does.
 
         Raises:
             ValueError: A local step was made already.

@@ -1,11 +1,11 @@
 """Make a client's statistics pass: alone, or layer after layer with its cohort.
 
-In a pass with the cohort, all batches of a client stop at a layer. The client sends the moments of the
-layer's input, and gets the cohort's statistics (one exchange), with which its batches continue. So one
-forward pass makes all layers exact, for which ``federation.passes`` needs one for each layer.
+With the cohort, all batches of a client stop at a layer. The client sends the moments of the layer's input,
+and its batches continue with the cohort's statistics, which it gets (one exchange). So one forward pass makes
+all layers exact, for which ``federation.passes`` needs one per layer.
 
-The layers must run in one order in every batch, each of them once, and the activations of all batches must
-fit into memory. For other networks there is ``federation.passes``.
+The layers must run in one order, each once per batch, and all activations must fit into memory. Other
+networks need ``federation.passes``.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ Inputs = Callable[[], Iterable[Any]]
 class ClientPass:
     """Make the statistics pass of one client's round, and hold its result.
 
-    In a training round, the pass is the one that the method makes before training (HBN). Otherwise it is the
-    client's part of a statistics-only exchange, and all that the client does in the round. Only such an exchange
+    It is the method's pass before training (HBN), or the client's part of a statistics-only exchange, which alone
     uses ``connect``.
 
     Attributes:
@@ -65,8 +64,7 @@ class ClientPass:
     def run(self, batches: Iterable[Any], task: Task) -> None:
         """Measure ``batches``, which ``task`` reads, and store the moments.
 
-        In a statistics-only exchange, the generators of a DataLoader are restored afterwards, so that the batches of
-        the next training round stay the same.
+        In a statistics-only exchange, a DataLoader's generators are restored, so that later batches stay the same.
         """
         if (self._connect is not None or self._unmeasured) and isinstance(batches, Iterator):
             batches = list(batches)  # they are gone through more than once
@@ -76,9 +74,8 @@ class ClientPass:
     def measure(self, inputs: Inputs, forward: Forward = called) -> None:
         """Measure and store each BatchNorm layer's moments over all batches of ``inputs()``.
 
-        Every call of ``inputs`` returns the same batches. In an exchange that goes layer by layer, the client
-        exchanges the statistics of each layer with the cohort. If the network has no fixed order of layers, or its
-        activations need too much memory, the client leaves the exchange and measures all layers in one pass.
+        In an exchange that goes layer by layer, the client exchanges each layer's statistics with the cohort. If the
+        network has no fixed order of layers, or needs too much memory, it leaves, and measures all layers in one pass.
         """
         with self.own_first(inputs, forward):
             if self._connect is not None:
@@ -95,8 +92,7 @@ class ClientPass:
     def own_first(self, inputs: Inputs, forward: Forward = called) -> Iterator[None]:
         """Give layers with statistics at home those of the client's data, if it keeps none yet.
 
-        Other layers are measured behind them, and would see what no training batch looks like: such a batch
-        normalises itself.
+        Other layers behind them would else see what no training batch, which normalises itself, looks like.
         """
         before, how = running_statistics(self._model, self._unmeasured), StatisticsPass.for_exchange(INPUTS)
         try:
@@ -124,8 +120,8 @@ def in_order(model: nn.Module, layers: Collection[str], inputs: Inputs, forward:
     """Find out by one forward pass whether ``layers`` can be measured one after the other.
 
     Return the reason why they cannot, empty if they can, and the batches of inputs. The pass takes two samples of
-    the first batch, or the whole batch if it is not a single tensor of torch's own class. ``memory`` is the
-    largest number of bytes of activations to keep while batches wait at a layer.
+    the first batch, or all unless it is a plain tensor. ``memory`` limits the bytes of activations that waiting
+    batches keep.
     """
     if (batch := next(iter(inputs()), None)) is None:
         return "there is no batch to measure", []
@@ -203,8 +199,8 @@ def layer_by_layer(
 ) -> dict[str, Moments]:
     """Measure the moments of the input of each of ``layers`` over this client's batches.
 
-    While a layer is measured, the layers before it normalise with the cohort's exact statistics. ``model`` stays
-    unchanged. At the end the client leaves the ``exchange``. ``in_order`` must have found no problem.
+    The layers before normalise with the cohort's exact statistics. ``model`` stays unchanged, and ``in_order``
+    must have found no problem. At the end the client leaves the ``exchange``.
 
     Raises:
         ExchangeFailed: The cohort's exchange failed, or the batches take different ways through the network.

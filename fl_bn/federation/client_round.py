@@ -1,7 +1,7 @@
 """Carry out a client's round: ``client_round``, which every door and every engine calls.
 
-fl-bn's own training loop (``training``) and a user's differ in ``train`` alone. ``own_loop.local_round`` is
-the same round for a loop inside a ``with`` block. ``engines.vectorised`` trains many clients at once.
+fl-bn's loop (``training``) and a user's differ in ``train`` alone. ``own_loop.local_round`` is the same round
+for a loop in a ``with`` block.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ def client_round(
 ) -> Result:
     """Carry out a client's round: (network, method, instruction, state, train) -> (reply, state).
 
-    ``train`` trains the network inside ``round.open()``, or measures its statistics. The other arguments are
-    those of ``LocalRound``.
+    ``train`` trains inside ``round.open()``, or measures. The other arguments are those of ``LocalRound``.
     """
     round = LocalRound(model, method, instruction, state, settings, connect)
     return concluded(round, train(round))

@@ -36,9 +36,7 @@ _STARTS: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 def load(copy: Copy, instruction: Instruction, kept: ClientState, objective: Objective, auxiliary: Sequence[Auxiliary]) -> object:
     """Check the tensors of ``instruction``, and load them into ``copy`` with the client's own.
 
-    ``objective`` is that of the client's loop. ``auxiliary`` are the kinds of auxiliary tensors that the
-    instruction has beside the model's tensors. They are checked, but not loaded. The result is a token of this
-    loading, for ``is_newest``.
+    Tensors of the ``auxiliary`` kinds are checked, but not loaded. Return a token of this loading for ``is_newest``.
 
     Raises:
         ValueError: The server's model differs from the one in ``copy``, or the server expects another objective.
@@ -79,8 +77,7 @@ def is_newest(model: nn.Module, token: object) -> bool:
 def _first_values(copy: Copy, phase: Phase) -> dict[str, Tensor]:
     """Return every client's first values, by name, of tensors at home that the server does not send.
 
-    They are buffers that each client keeps, and zeros for HBN's mixing logits. They replace those in the network,
-    which may be another client's.
+    Those in the network, which may be another client's, are replaced: kept buffers, and HBN's mixing logits (by 0).
     """
     locality = copy.network.locality
     if (kept := locality.names(Place.HOME, of=[Role.KEPT])) and copy.model not in _STARTS:
@@ -130,9 +127,8 @@ def complete_moments(round: LocalRound, moments: Mapping[str, Moments]) -> dict[
 def sections_to_send(round: LocalRound, gradients: Named, moments: Mapping[str, Moments]) -> Sections:
     """Return the tensors to send, on the CPU: section -> name -> tensor.
 
-    A tensor that this round did not train is sent unchanged. If a parameter was not trained, its control variate
-    is sent as zeros, because clients send the changes of control variates. ``gradients`` is empty except with
-    ``update="gradients"``.
+    Tensors that this round did not train are sent unchanged, their control variates as zeros, because clients
+    send changes of these. ``gradients`` are for ``update="gradients"``.
     """
     state, settings = round.state, round.settings
     expected = round.network.reply(round.phase, settings.update, round.auxiliary).sections
@@ -149,8 +145,8 @@ def sections_to_send(round: LocalRound, gradients: Named, moments: Mapping[str, 
 def state_to_keep(round: LocalRound, gradients: Named, client: int) -> ClientState:
     """Return the client's state: tensors that are not shared, the optimiser's and objective's buffers.
 
-    If one of these tensors is not finite, return the state from before the round, so that later rounds are not
-    spoilt. ``gradients`` are averaged ones (``ema_gradients``), with ``update="gradients"``.
+    If one is not finite, return the state from before the round. ``gradients`` are those of ``ema_gradients``, if
+    ``update="gradients"``.
     """
     state = round.state
     local = {name: ordinary(state[name]).clone() for name in round.network.locality.names(Place.HOME)}

@@ -138,8 +138,7 @@ class Lent:
     def _broken_by_opacus(self) -> Iterator[tuple[str, str, str]]:
         """Yield why opacus (differential privacy, gradients per sample) does not protect this round.
 
-        opacus itself refuses torch's BatchNorm classes, and trainable layers with buffers, but no other layers that
-        mix samples.
+        opacus refuses torch's BatchNorm and trainable layers with buffers, but no other layers that mix samples.
         """
         round = self._round
         for name, layer in batch_norms(round.model).items():

@@ -40,8 +40,8 @@ class TooFew(ValueError):
 class Defence:
     """Describe the rules against ``f`` Byzantine clients: for BN statistics and for updates.
 
-    An active defence ignores the numbers of samples, activations and steps that clients claim. For every client it
-    uses the median client's numbers, so that all clients have the same weight.
+    An active defence replaces the numbers of samples, activations and steps that clients claim by the median
+    client's, so that all clients have the same weight.
 
     Attributes:
         f: The number of Byzantine clients that the rules withstand, at least 0.
@@ -81,8 +81,8 @@ class Defence:
     def without(self, refused: int, n: int) -> Defence:
         """Return the defence for ``n`` remaining replies, after some were refused for their contents.
 
-        A refused client may be honest: its training diverged, say. The remaining replies may then include those of all
-        Byzantine clients. So ``f`` is lowered only until ``n`` replies are enough for it, and by at most ``refused``.
+        A refused client may be honest, and all Byzantine ones may remain. So ``f`` falls only until ``n`` replies are
+        enough, and by at most ``refused``.
         """
         least = max(0, self.f - refused)
         fits = (replace(self, f=f) for f in range(self.f, least, -1))
@@ -101,8 +101,7 @@ class Defence:
     def average(self) -> Average:
         """Return the rule for statistics: a function of values (a row per client) and counts.
 
-        If only few clients ran a layer, there may be fewer rows than the rule needs for ``f``. The rule then
-        withstands as many Byzantine clients as these rows allow.
+        If few clients ran a layer, the rule withstands as many Byzantine clients as these rows allow.
         """
         if self.statistics == "mean":
             return _unweighted if self.active else weighted_mean

@@ -1,8 +1,7 @@
 """Declare and check the fields (name -> value) of a received record of a Flower message.
 
-``Form.read`` checks a record and returns ``Values``. It drops undeclared fields, or keeps them unchecked if
-the form has ``others``. Sizes are limited, and are checked before any text is parsed. No parser is recursive,
-so deep nesting does no harm.
+``Form.read`` drops undeclared fields, or keeps them unchecked if the form has ``others``. Sizes are checked
+before any text is parsed. No parser is recursive, so deep nesting does no harm.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class Field:
         fits: A function that tells whether a value is allowed.
         wanted: The allowed values in words.
         turn: A function that converts an allowed value to the value that ``Values`` holds.
-        default: The value of an absent field. None: the field is then absent from ``Values``, too. ``NEEDED``:
-            the field must be present.
+        default: The value of an absent field. None: it is absent from ``Values``, too. ``NEEDED``: it must be present.
     """
 
     fits: Callable[[Any], bool]
@@ -72,8 +70,7 @@ def real(least: float, most: float = math.inf) -> Field:
 def measured(least: float = -math.inf, most: float = math.inf, default: Any = NEEDED) -> Field:
     """Declare a float that may be infinite or NaN, such as the loss of diverged training.
 
-    Such a value is accepted, because it is only averaged and shown, and never enters the model. A finite ``most`` refuses
-    infinity, and a finite ``least`` refuses minus infinity. NaN is always accepted.
+    It is only averaged and shown, and never enters the model. Finite ``most`` and ``least`` refuse infinity, not NaN.
     """
 
     def fits(value: Any) -> bool:
@@ -86,8 +83,7 @@ def measured(least: float = -math.inf, most: float = math.inf, default: Any = NE
 def text(longest: int, pattern: str = ".*", default: Any = NEEDED, wanted: str = "") -> Field:
     """Declare a text of up to ``longest`` characters that ``pattern`` matches as a whole.
 
-    Another side sends the text, so matching must take linear time for any text. ``wanted`` are the allowed texts
-    in words, for the error message. Empty: the message gives only the largest length.
+    Matching must take linear time for any text. Errors name ``wanted``, the allowed texts in words, or the length.
     """
     compiled = re.compile(pattern, re.DOTALL)
     wanted = wanted or f"a text of up to {longest} characters"
@@ -125,8 +121,7 @@ def blobs(items: int, longest: int) -> Field:
 def whole_list(items: int) -> Field:
     """Declare a JSON list of up to ``items`` whole numbers >= 0, read to a tuple of int.
 
-    Each number has up to 15 digits. A regular expression reads the text. A JSON parser could fail at deeply
-    nested lists.
+    Each has up to 15 digits. A regular expression reads the text: deep nesting could break a JSON parser.
     """
     pattern = re.compile(r"\[(?:\d{1,15}(?:, ?\d{1,15})*)?\]", re.ASCII)
 
@@ -140,8 +135,7 @@ def whole_list(items: int) -> Field:
 def wholes_by_name(items: int) -> Field:
     """Declare a JSON object, layer -> whole number >= 0, such as ``{"stem.bn": 3}``.
 
-    The object has up to ``items`` entries. A name has up to ``NAME`` characters, without double quotes and
-    backslashes. A number has up to 15 digits.
+    It has up to ``items`` entries, with names of up to ``NAME`` characters, and numbers of up to 15 digits.
     """
     name, digits = rf'"([^"\\]{{0,{NAME}}})"', r"(\d{1,15})"
     pattern = re.compile(rf"\{{(?:{name}: ?{digits}(?:, ?{name}: ?{digits})*)?\}}", re.ASCII)

@@ -1,16 +1,14 @@
 """Change gradients before a step: centre them, and clip them.
 
-**Centring** subtracts, for each output unit of a layer, from its weights' gradient the mean over the unit's
-inputs. BatchNorm subtracts the batch's mean from its input. So the mean input of the layer before BatchNorm
-contributes nothing to that layer's gradient. If training normalises with constants, the mean input
-contributes the largest part: inputs that come out of a ReLU are positive, so their mean has nearly the same
-direction for every output unit. This direction limits the learning rate, and clients with different classes
-drift apart along it. With centred gradients FBN learns as fast as BatchNorm on IID clients:
-docs/methods/fbn.md.
+**Centring** subtracts from the gradient of each output unit's weights its mean over the unit's inputs.
+BatchNorm subtracts the batch's mean, so the mean input of the layer before it does not contribute to that
+layer's gradient. If training normalises with constants, it contributes most: after a ReLU, inputs are
+positive, and their mean has nearly the same direction for every unit. This direction limits the learning
+rate, and clients with different classes drift apart along it. With centred gradients FBN learns as fast as
+BatchNorm on IID clients: docs/methods/fbn.md.
 
 Gradient Centralization: A New Optimization Technique for Deep Neural Networks, Yong et al., ECCV 2020
-(equation 1). The paper centres every weight. ``centred_weights`` leaves out the network's last layer
-(``head_of``), and weights with fewer than ``FEWEST`` inputs per output unit.
+(equation 1). The paper centres every weight.
 """
 
 from __future__ import annotations
@@ -48,8 +46,8 @@ FEWEST = 8
 def centred_weights(model: nn.Module) -> list[str]:
     """Return the weights to centre: of linear layers and convolutions but the last layer.
 
-    A weight that is computed from other parameters (spectral norm, parametrizations) is left out, as it is no
-    parameter. A weight with fewer than ``FEWEST`` inputs per output unit is left out, too.
+    Weights computed from other parameters are no parameters, and left out, as are those with fewer than
+    ``FEWEST`` inputs per output unit.
     """
     head = head_of(model)
     found = {
@@ -64,8 +62,7 @@ def centred_weights(model: nn.Module) -> list[str]:
 def centring(parameters: Mapping[str, Tensor], names: Sequence[str], stacked: bool = False) -> Iterator[None]:
     """Centre the gradients of ``names`` as autograd computes them, in the block, in any loop.
 
-    While a parameter has ``requires_grad=False``, it has no gradient to centre. ``stacked``: axis 0 of each
-    parameter is the client, as in the vectorised engine.
+    ``stacked``: axis 0 of each parameter is the client, as in the vectorised engine.
     """
 
     def centred(gradient: Tensor) -> Tensor:
@@ -132,10 +129,9 @@ def bounded(
 ) -> tuple[Method, dict[int, LocalTraining]]:
     """Choose the clipping of ``clip="auto"``: SGD moves weights by a limited distance per round.
 
-    Method and settings stay unchanged with ``clip="none"``, if a client uses another optimiser than SGD, or if
-    the objective has control variates (SCAFFOLD). A method that does not normalise its first batch with shared
-    statistics needs no clipping, and gets none. Return ``Method.bounded``, and the settings with the clipping, by
-    the keys of ``optimizers``.
+    Nothing changes with ``clip="none"``, another optimiser than SGD, control variates (SCAFFOLD), or a method
+    that does not normalise its first batch with shared statistics. Return ``Method.bounded``, and settings by the
+    keys of ``optimizers``.
     """
     check_name("clip", clip, ("auto", "none"))
     if clip == "none" or not all(isinstance(one, SGD) for one in optimizers.values()) or settings.objective.travels:
@@ -181,9 +177,8 @@ def clip_adaptive(parameters: Iterable[nn.Parameter], limit: float, norm_of: Cal
     """Clip each output unit's gradient, in place, to ``limit`` times the norm of its weights.
 
     High-Performance Large-Scale Image Recognition Without Normalization, Brock, De, Smith, Simonyan, ICML 2021,
-    equation 3. Clients of FedWon clip in this way. A bias or scale (one axis) counts as one unit. A norm of
-    weights below ``SMALLEST`` counts as ``SMALLEST``. As in the paper, the last layer is not clipped: the caller
-    leaves out its parameters. ``norm_of`` is as in ``clip``.
+    equation 3. Clients of FedWon clip so. A bias or scale (one axis) counts as one unit, and a norm below
+    ``SMALLEST`` as ``SMALLEST``. As in the paper, the last layer is not clipped: the caller leaves it out.
     """
     for p in parameters:
         if p.grad is not None:

@@ -26,8 +26,8 @@ def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
     ``whose`` is the start of the error message, such as ``client 3``.
 
     Raises:
-        ValueError: ``loader`` is not iterable, is a list of loaders, or is an iterator (a generator, ``zip``)
-            despite ``again``.
+        ValueError: ``loader`` is no iterable, a list of loaders, or an iterator (a generator, ``zip``) despite
+            ``again``.
     """
     loaders = isinstance(loader, list | tuple) and loader and isinstance(loader[0], DataLoader | SeededBatches)
     iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
@@ -42,11 +42,10 @@ def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
 def check_not_one_batch(whose: str, loader: Loader, task: Task) -> None:
     """Check that ``loader`` is no single batch, and no list or dataset of single samples.
 
-    For a task that overrides ``read``, check nothing: it may take any batches. ``whose`` is as in ``check_loader``.
+    For a task that overrides ``read``, and so may take any batches, check nothing.
 
     Raises:
-        ValueError: ``loader`` is a tensor, a dict, or a list or dataset of single samples, or its first element
-            is a tensor.
+        ValueError: ``loader`` or its first element is a tensor, or it is a dict, or a list or dataset of samples.
     """
     first = loader[0] if isinstance(loader, list | tuple) and loader else None
     kinds = (Mapping, torch.Tensor, TensorDataset, Subset, ConcatDataset)

@@ -92,10 +92,9 @@ def statistics_pass(
 ) -> dict[str, Moments]:
     """Measure the moments that ``how`` describes, of every layer, in evaluation mode.
 
-    The model stays unchanged: its gradients, its statistics and the modes of its modules. Random samples and
-    batches come only from ``rng``. Moments with which training batches are normalised (``NORMALISERS``) depend on
-    the batches, so for these the batches are random, and ``batch_size`` should be that of training. With fewer
-    than two samples, such moments are not measured.
+    The model stays unchanged. Random samples and batches come from ``rng``. Moments with which training
+    normalises (``NORMALISERS``) depend on batches, so these are random, of training's ``batch_size``, and at
+    least two samples are needed.
     """
     like = inputs_like(model)
     return measured(model, (samples.batch(index, like)[0] for index in pieces(len(samples), how, rng, batch_size)), how)
@@ -121,8 +120,7 @@ def pieces(n: int, how: StatisticsPass, rng: np.random.Generator, batch_size: in
 def evaluate(model: nn.Module, data: Samples | Iterable[Any], batch_size: int = 0, task: Task = CLASSIFICATION) -> MetricState:
     """Return the metrics of ``task`` for ``model`` on ``data``. It stays in evaluation mode.
 
-    ``data`` may be batches that ``task.read`` takes (a DataLoader, say). For ``Samples``, a ``batch_size`` of 0
-    is 500, or 8 if the targets are masks, which are large.
+    For ``Samples``, a ``batch_size`` of 0 is 500, or 8 if the targets are masks, which are large.
     """
     model.eval()
     state, like = task.state(), inputs_like(model)
@@ -146,11 +144,9 @@ def measured(
 ) -> dict[str, Moments]:
     """Measure the moments that ``how`` describes, of every layer, over ``batches`` of inputs.
 
-    The model runs in evaluation mode and stays unchanged: its gradients, its statistics and the modes of its
-    modules. No random number is drawn. If ``how.lower_layers`` is "hybrid", HBN's layers run in training mode, so
-    they normalise with the mixture of batch and shared statistics. Layers that the model's owner has put into
-    evaluation mode (``held_layers``) stay in it. A batch that gives a layer in training mode only one value per
-    channel is left out.
+    The model stays unchanged and in evaluation mode, without random numbers. If ``how.lower_layers`` is "hybrid",
+    HBN's layers, but those of ``held_layers``, normalise with their mixture, as in training. A batch that then
+    gives a layer one value per channel is left out.
     """
     with measuring(model, how) as observed:
         for x in batches:

@@ -31,10 +31,9 @@ def fits(task: Task, name: str, value: float) -> bool:
 def over_clients(task: Task, measured: Sequence[Mapping[str, float]], robust: bool = False) -> dict[str, float]:
     """Summarise the metrics of several clients, each client counted once.
 
-    For the task's own metric: the mean, the standard deviation and the worst value (``accuracy``,
-    ``accuracy-std``, ``accuracy-min``). For ``loss``: the mean, or the median if ``robust``, since it has no
-    range. For every other metric: the mean over the clients with a value in the metric's range; NaN if there are
-    none.
+    Of the task's own metric: mean, standard deviation and worst value (``accuracy``, ``accuracy-std``,
+    ``accuracy-min``). Of ``loss``: mean, or median if ``robust``, since it has no range. Of every other: the mean
+    of the values in the metric's range; NaN without any.
     """
     own = np.array([metrics[task.metric] for metrics in measured])
     worst = own.min() if task.higher_is_better else own.max()

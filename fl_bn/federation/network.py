@@ -34,9 +34,8 @@ _TORCHS = frozenset(vars(nn.Module()))  # torch's own bookkeeping: tensors, subm
 class Network:
     """Lend copies of ``model`` for training and testing. ``model`` itself is never changed.
 
-    ``model`` must be converted for ``method`` already. A returned copy is reset and lent again, so there are only
-    as many copies as are in use at the same time. Schemas and other values that depend only on model and method
-    are computed once.
+    ``model`` must be converted for ``method``. Returned copies are reset and lent again, so there are only as
+    many as are in use at a time. Schemas and other values of model and method are computed once.
     """
 
     def __init__(self, model: nn.Module, method: Method, device: torch.device | None = None) -> None:
@@ -164,8 +163,7 @@ class _Pristine:
 def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]] | None:
     """Return each state_dict tensor's name -> (dict of its module, its key in the dict).
 
-    The dicts stay valid even if ``model.to`` replaces a tensor. Return None if a module loads a state_dict in its
-    own way, so that copying the tensors is not enough.
+    The dicts stay valid if ``model.to`` replaces tensors. None: a module loads a state_dict in its own way.
     """
     if not all(map(_has_no_way, model.modules())):
         return None

@@ -56,11 +56,7 @@ def registering(kind: str) -> str:
 
 
 def check_layers(model: nn.Module, method: Method) -> None:
-    """Check that ``model``, converted or not, has BatchNorm if ``method`` needs it.
-
-    Raises:
-        ValueError: ``model`` has no BatchNorm layer, and ``method`` uses its statistics.
-    """
+    """Raise ValueError unless ``model``, converted or not, has BatchNorm if ``method`` needs it."""
     if method.has_statistics and (reason := no_batch_norm(model, method)):
         raise ValueError(reason)
 
@@ -87,8 +83,7 @@ def say_absent(model: nn.Module, method: Method) -> None:
 def say_unmeasured(shared: SharedModel, round: int, rounds: int) -> None:
     """Warn, once per run, of BatchNorm layers that no statistics pass or reported batch has reached.
 
-    A statistics pass runs the network in evaluation mode, so it misses an auxiliary head that runs in training
-    mode alone. Both miss layers that the network does not call.
+    A statistics pass misses heads that run in training mode alone. Both miss layers that are not called.
     """
     method, layers, held = shared.method, list(shared.statistics()), held_layers(shared.model)
     uses = method.uses_shared(rounds) or method.freezes_statistics(method.phase(rounds, rounds))

@@ -5,17 +5,14 @@ Federated Visual Classification, Hsu, Qi, Brown, 2019. FedAdagrad, FedAdam, FedY
 Optimization, Reddi et al., ICLR 2021, Algorithm 2. FedACG: Communication-Efficient Federated Learning with
 Accelerated Client Gradient, Kim, Kim, Han, CVPR 2024, Algorithm 1.
 
-Server optimisers never change statistics, because Adam, for example, can make running variances negative. The
-method's rule combines the statistics instead.
+Server optimisers never change statistics: Adam, for example, can make running variances negative.
 
-**Eager optimisers.** torch keeps ``torch.compile`` from compiling the construction, ``zero_grad`` and
-``step`` of its optimizers. The first of these calls imports the compiler, which takes 1.5 s of processor time
-in every process (torch 2.15). The classes derived from ``Eager`` run the same functions without that guard,
-so they give the same bits. ``torch.compile`` cannot trace them.
+**Eager optimisers.** torch's optimizers import the compiler (``torch.compile``) in the first call, which
+takes 1.5 s of processor time in every process (torch 2.15). Classes derived from ``Eager`` run the same
+functions without it, so they give the same bits, but ``torch.compile`` cannot trace them.
 
 A step of the default network takes 69 us with this module's ``SGD``, and 87 us with
-``torch.optim.SGD(foreach=True)``. ``fused=True`` is faster (42 us), but it imports the compiler, too, and its
-bits differ.
+``torch.optim.SGD(foreach=True)``. ``fused=True`` (42 us) imports the compiler, too, and its bits differ.
 """
 
 from __future__ import annotations
@@ -118,8 +115,7 @@ class FedOpt(Eager):
 class FedACG(Eager):
     """Set the weights to the clients' average, and store the movement: FedACG's server half.
 
-    Clients start at ``weights + momentum * movement`` (``ServerOptimizer.lookahead``). The paper's local penalty
-    on the distance to this point is that of FedProx.
+    Clients start at ``weights + momentum * movement`` (``lookahead``). The paper's local penalty is FedProx's.
 
     Symbols: theta -> the weights, m -> movement, lambda -> momentum.
     """
@@ -139,8 +135,8 @@ class FedACG(Eager):
 class ServerOptimizer:
     """Step shared weights by any torch optimiser along the pseudo-gradient, tensor by tensor.
 
-    It works in float64, on the server's weights before the round. The pseudo-gradient is the weights minus the
-    clients' average (``aggregation.difference``). So a step of SGD with learning rate 1 gives the average itself.
+    It works in float64, on the server's weights. The pseudo-gradient is the weights minus the clients' average
+    (``aggregation.difference``). So a step of SGD with learning rate 1 gives the average itself.
 
     Args:
         make: Makes the torch optimiser of a list of parameters.

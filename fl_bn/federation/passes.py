@@ -1,10 +1,9 @@
 """Make statistics-only exchanges: clients measure with the present weights, the server pools.
 
-In a pass, every client makes one forward pass over its data, and one exchange follows. Pass p makes the
-statistics of layers 1..p exact. Passes take place before round 1 (``calibrate``), and before evaluations
-(HBN, static BN: ``Method.refresh``). A run of 0 rounds consists of passes only: it is a re-calibration. If
-all clients can take part at the same time, one pass that goes layer by layer makes all layers exact
-(``federation.client_pass``).
+In a pass, every client makes one forward pass, and one exchange follows. Pass p makes the statistics of
+layers 1..p exact. Passes take place before round 1 (``calibrate``), and before evaluations (HBN, static BN:
+``Method.refresh``). A run of 0 rounds is passes only, a re-calibration. If all clients can run at the same
+time, one pass that goes layer by layer makes all layers exact (``federation.client_pass``).
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Passes:
     """Make the statistics-only exchanges of a run, which change the server's statistics.
 
     If each exchange costs privacy (``private``), there are none before round 1 unless the run config asks for
-    them. ``outcomes`` has the results of those before round 1.
+    them. ``outcomes`` has their results.
     """
 
     def __init__(self, server: Server, private: bool = False) -> None:
@@ -82,8 +81,7 @@ class Passes:
     def rescales(self, rounds: int) -> bool:
         """Tell whether weights are rescaled before round 1 (``federation.unit_scale``).
 
-        They are if the option ``unit_scale`` is on, statistics are measured before round 1 (the calibration), and the
-        method normalises the first batch with these statistics.
+        They are if ``unit_scale`` is on, and the method normalises the first batch with calibrated statistics.
         """
         policy = self.server.policy
         return policy.unit_scale and rounds > 0 and self.calibration(rounds) != 0 and self.server.method.uses_shared(rounds)
@@ -157,9 +155,8 @@ class Passes:
     ) -> Iterator[Measured]:
         """Yield the results of ``most`` exchanges, or of as many as make all layers exact.
 
-        Each exchange starts with the statistics of the exchange before; ``tensors`` stays unchanged. The exchanges
-        end early if one changes no statistic by more than ``tolerance``, since further ones would not, either. If all
-        layers are to be exact and the transport can measure layer by layer, one such pass replaces them.
+        Each starts with the statistics of the one before. They end if one changes no statistic by more than ``tolerance``.
+        If all layers are to be exact and the transport can measure layer by layer, one such pass replaces them.
         """
         layers = len(self.server.shared.statistics())
         most = layers if most == UNTIL_STILL and self.private else most  # noise changes them every time, and each exchange costs privacy
@@ -224,8 +221,8 @@ class Passes:
 class Newest:
     """Hold a run's model as evaluated last, also in rounds without an evaluation.
 
-    HBN and static BN measure the statistics of a model only before it is evaluated. The tensors of another round
-    are no model that could be used: under static BN, they have mean 0 and variance 1.
+    HBN and static BN measure statistics only before an evaluation. The tensors of other rounds are no usable
+    model: under static BN, they have mean 0 and variance 1.
 
     Attributes:
         round: The round of these tensors; 0: before round 1.

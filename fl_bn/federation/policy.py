@@ -64,9 +64,9 @@ def measures_in_the_clear(method: Method, config: Any) -> bool:
 def start_left(method: Method, config: Any, momenta: Iterable[float] = (MOMENTUM,)) -> float:
     """Return the share of initial values (mean 0, variance 1) in statistics when they freeze.
 
-    Every local step multiplies this share by 1 - momentum. It is 1 in a new network. The result is that of the
-    layer where it is largest. It is 0 if no statistics freeze after round 1, clients do not send running
-    statistics, the number of local steps is unknown, or the run starts with the weights of a trained network.
+    Every local step multiplies it by 1 - momentum. The layer with the largest share counts. It is 0 if none
+    freeze after round 1, clients do not send running statistics, the number of local steps is unknown, or the
+    network is trained.
     """
     rounds, steps = config["rounds"], config["local-steps"]
     before = sum(not method.freezes_statistics(method.phase(round, rounds)) for round in range(1, rounds + 1))

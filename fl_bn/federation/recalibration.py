@@ -1,15 +1,13 @@
 """Re-calibrate: measure the exact statistics of all clients' data in every BatchNorm layer.
 
-This is PreciseBN (Rethinking "Batch" in BatchNorm, Wu, Johnson, 2021, section 3), federated, and without its
-division into batches. In a pass, every client runs the network over its data in evaluation mode, so all
-clients normalise with the same constants. The pooled moments of a layer's input are then those of the union
-of all data, given the statistics of the layers below. So pass p makes layers 1..p exact, and L passes make
-all L layers exact. If a pass changes no statistic, all layers are exact. If the number of passes is not
-given, or is at least L, pass p changes only layers 1..p+1 (``unreached``). If fewer are given, each pass
-changes all layers, since the highest ones would else keep wrong statistics.
+This is PreciseBN (Rethinking "Batch" in BatchNorm, Wu, Johnson, 2021, section 3), federated, without its
+batches. In a pass, clients run the network over their data in evaluation mode, with the same constants. So
+the pooled moments of a layer's input are those of all data, given the statistics of the layers below: pass p
+makes layers 1..p exact. If a pass changes no statistic, all layers are exact. Pass p changes only layers
+1..p+1 (``unreached``), but all of them if fewer passes than layers are asked for: the highest would else keep
+wrong statistics.
 
-The functions work for any torch network, converted or not, trained in a federation or not. They never change
-weights.
+The functions work for any torch network, converted or not. They never change weights.
 """
 
 from __future__ import annotations
@@ -106,9 +104,8 @@ class Pass:
 def unreached(layers: Sequence[str], number: int) -> Sequence[str]:
     """Return the ``layers`` that keep their statistics in pass ``number`` of as many as needed.
 
-    A pass changes the layers that it makes exact and one more, in the order in which the network registers them.
-    If it changed all layers, each would be measured under wrong statistics of the layers before it. In a deep
-    network such errors multiply: those of ResNet-50 overflow float32 within ten passes.
+    A pass changes the layers that it makes exact and one more. Others would be measured under wrong statistics of
+    the layers before. Such errors multiply: those of ResNet-50 overflow float32 within ten passes.
     """
     return layers[number + 1 :]
 
@@ -116,9 +113,8 @@ def unreached(layers: Sequence[str], number: int) -> Sequence[str]:
 def through(layers: int, outcome: Pass) -> bool:
     """Tell whether passes may end, since each of ``layers`` layers has exact statistics.
 
-    They may end after a pass that changes no statistic. They may also end after pass number ``layers``, if only
-    the last layer changed in this pass. If other layers changed, the network calls its layers in another order
-    than it registers them. Twice as many passes are enough for any order.
+    They may after a pass that changes no statistic, or after pass ``layers`` if only the last layer changed in
+    it. Else the network calls its layers in another order than it registers them: twice as many passes suffice.
     """
     return outcome.settled or outcome.number >= 2 * layers or (outcome.number >= layers and outcome.in_order)
 
@@ -126,20 +122,17 @@ def through(layers: int, outcome: Pass) -> bool:
 def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, tolerance: float = TOLERANCE) -> list[Pass]:
     """Set the running statistics of ``model`` to those of all clients' data (variance unbiased).
 
-    Measured moments are rounded to the model's dtype, as in messages. So a federated run with the same clients
-    gives the same bits. If the network uses a layer at two depths, the layer's input depends on its own
-    statistics. These may converge, but are not exact.
+    Moments are rounded to the model's dtype, as in messages, so a federated run gives the same bits. Statistics
+    of a layer that the network uses at two depths may converge, but are not exact.
 
     Args:
         model: The network. Its statistics are set in place.
         clients: The samples of each client.
         passes: The largest number of passes; 0: as many as make all layers exact.
-        tolerance: The largest change that counts as no change, see ``TOLERANCE``. The passes end once no
-            statistic changes by more.
+        tolerance: The largest change that counts as no change, see ``TOLERANCE``, and ends the passes.
 
     Raises:
-        ValueError: There is no BatchNorm layer with running statistics, or a BatchNorm layer keeps none. Or no
-            client has a sample.
+        ValueError: A BatchNorm layer keeps no running statistics, or there is none, or no client has a sample.
     """
     clients = [samples for samples in clients if len(samples)]
     reason = without_statistics(model)

@@ -1,7 +1,6 @@
 """Record the facts of one round, for the log, the CSV, TensorBoard and the pictures.
 
-By these facts the log recognises training that diverges, and names the cause: learning rate, a client's data,
-or its code.
+By them the log recognises diverging training, and its cause: learning rate, a client's data, or its code.
 """
 
 from __future__ import annotations

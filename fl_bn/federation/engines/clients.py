@@ -40,8 +40,7 @@ class Own:
     """Hold the loaders and settings of one client. They may differ from client to client.
 
     Attributes:
-        make_optimizer: Makes an optimiser for given parameters, with the learning rate before ``schedule``
-            changes it.
+        make_optimizer: Makes an optimiser for given parameters, with the learning rate before ``schedule``.
         make_scheduler: Makes the scheduler of the learning rate within a round. None: the rate stays the same.
         rate_share: The client's learning rate divided by the instruction's learning rate.
     """
@@ -92,8 +91,7 @@ class Clients:
         """Check that training in the block gives no gradient to the network that the user gave.
 
         Raises:
-            ValueError: It does, so the loss uses this network, whose weights stay the same while clients train
-                copies.
+            ValueError: It does, so the loss uses this network, whose weights never change: clients train copies.
         """
         before = [(id(p.grad), -1 if p.grad is None else p.grad._version) for p in self.given]
         yield
@@ -109,10 +107,7 @@ class Clients:
         return instruction if share == 1 else replace(instruction, learning_rate=instruction.learning_rate * share)
 
     def compute(self, instruction: Instruction, rounds: int, client: int, kept: ClientState, connect: Connect | None = None) -> Result:
-        """Carry out a client's round alone: training, or its part of a statistics-only exchange.
-
-        ``connect`` joins the layer-wise exchange, see ``LocalRound``.
-        """
+        """Carry out a client's round alone: training, or its part of a statistics-only exchange."""
         try:
             own, loop = self.instruction(client, instruction), LoaderLoop(self, client, rounds)
             with self.network.lend() as lent:
@@ -199,8 +194,7 @@ class CannotMove(ValueError):
 class InWorkers:
     """Compute clients in ``count`` processes, each of which reads the pickled clients once.
 
-    Tasks and functions are sent again for every round, so the workers see what the user's code changes in them,
-    but no changes of the data.
+    Tasks and functions are sent anew for every round, with what the user's code changes in them. Data is not.
 
     Raises:
         CannotMove: A loader has worker processes of its own, or joblib's cloudpickle cannot pickle the clients.
@@ -227,11 +221,7 @@ class InWorkers:
         self._folder.cleanup()
 
     def work(self, instruction: Instruction, rounds: int, clients: Sequence[int], kept: Sequence[ClientState]) -> list[Result]:
-        """Compute clients' rounds. Return each one's reply and new state, in their order.
-
-        Raises:
-            Exception: The error of the first client that failed.
-        """
+        """Compute clients' rounds. Return replies and new states in their order, or raise the first client's error."""
         packed, same = _packed(instruction), (torch.get_num_threads(), torch.get_default_dtype())
         own = [generators(self._clients.own[client].loader) for client in clients]
         states = [[one.get_state().numpy() for one in of] for of in own]
@@ -265,8 +255,8 @@ def _work(
 ) -> Any:
     """Compute one client's round in a worker process. Tensors travel as NumPy arrays.
 
-    The worker uses as many threads as its parent (``same``), since another number would change the order of sums.
-    ``states`` are those of the generators of the client's loader, and their new states are returned.
+    The worker uses as many threads as its parent (``same``), for the same order of sums. ``states`` are those of
+    the loader's generators, and their new states are returned.
     """
     threads, dtype = same
     torch.set_num_threads(threads)

@@ -114,8 +114,8 @@ class LocalTransport(Transport):
     def measure_layer_by_layer(self, instruction: Instruction) -> RoundReplies | None:
         """Let clients measure layer by layer, by one forward pass each. Return checked replies.
 
-        Return None if this is impossible: there are too many clients, their networks have no fixed order of layers, a
-        client left the exchange, or clients are computed in one vectorised program.
+        Return None if there are too many clients, their networks have no fixed order of layers, a client left the
+        exchange, or clients are computed in one vectorised program.
         """
         everyone = self._measuring(instruction)
         if self._one_program or turns.too_many(len(everyone), self.clients.model):
@@ -135,7 +135,7 @@ class LocalTransport(Transport):
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
         """Evaluate on the clients' test batches. Return mean metrics, none without batches.
 
-        If clients differ in model, task or test batches, the metrics of each client are stored in the round's record.
+        If clients differ in model, task or batches, the round's record gets each client's metrics.
         """
         if self._tests is None:
             return {}
@@ -146,10 +146,9 @@ class LocalTransport(Transport):
     def evaluate_on(self, tests: Sequence[Loader], model: nn.Module) -> tuple[dict[str, float], dict[int, dict[str, float]]]:
         """Evaluate ``model`` on each client's test batches, by the client's task.
 
-        Return the mean metrics (see ``metrics.over_samples``), and client -> its metrics, empty if all clients have
-        the same model, test batches and task. If clients keep tensors of their own (FedBN), each client that has
-        trained so far is evaluated with its own model, and no other client. Before any client has trained, all
-        clients are evaluated with ``model``. A client without test batches counts in no mean.
+        Return the mean metrics over clients with batches, and client -> metrics, empty if all have the same model,
+        batches and task. If clients keep tensors (FedBN), only those that have trained so far are evaluated, with
+        their own models. Before any has trained, all are evaluated with ``model``.
 
         Raises:
             ValueError: No client has a test batch.

@@ -30,8 +30,8 @@ class _Holder(nn.Module):
 class Stack:
     """Hold the tensors of K networks, stacked along a first axis (K, ...), on ``template``'s device.
 
-    ``template`` is a network with the same layers. All rows run with its modes and hooks, but not with its
-    tensors. The stacked ``parameters`` are leaf tensors, so an elementwise optimiser can step all rows at once.
+    All rows run with the modes and hooks of ``template``, a network with the same layers. The stacked
+    ``parameters`` are leaf tensors, so that an elementwise optimiser steps all rows at once.
     """
 
     def __init__(self, models: Sequence[nn.Module], template: nn.Module) -> None:
@@ -53,8 +53,7 @@ class Stack:
         """Run ``answer(network, *batch)`` for networks ``rows``, and update their buffers.
 
         The tensors of ``batch`` are stacked: (len(rows), B, ...). ``observed`` is layer -> a list that the template's
-        hooks fill in a forward pass. The lists are empty afterwards. Return the stacked results, and layer -> for
-        each row its moments.
+        hooks fill, empty afterwards. Return the stacked results, and layer -> each row's moments.
 
         Raises:
             RuntimeError: The forward pass draws random numbers, or cannot run for all rows at once.

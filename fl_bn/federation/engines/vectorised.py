@@ -1,10 +1,8 @@
 """Compute a cohort's clients in one vectorised program (``torch.func.vmap``).
 
-The results are those of one client after the other, except for rounding: sums are computed in another order.
-The clients' networks are stacked (``Stack``). Batches of one step that differ in size are grouped by size.
-This is exact for every layer, whereas padding would need masks in every layer. A client without further
-batches stays unchanged while the others go on. A GPU gains most, because it runs fewer small kernels. A CPU
-gains little.
+The results are those of one client after the other, except for rounding: sums have another order. Batches of
+one step are grouped by size, which is exact for every layer, without masks for padding. A client without
+further batches stays unchanged while the others go on. A GPU gains most, a CPU little.
 """
 
 from __future__ import annotations
@@ -64,8 +62,8 @@ def client_rounds(rounds: Sequence[LocalRound], loops: Sequence[SampleLoop], dev
 def outcomes(rounds: Sequence[LocalRound], loops: Sequence[SampleLoop], device: torch.device | None = None) -> list[Outcome]:
     """Train and measure several clients together: what a ``SampleLoop`` does for one.
 
-    ``device`` is that of the stacked tensors, by default that of the clients' models. Models on the CPU with a
-    stack on a GPU need the fewest copies.
+    ``device`` is that of the stack, by default of the models. Models on the CPU with a stack on a GPU need the
+    fewest copies.
 
     Raises:
         CannotVectorise: There is an obstacle: torch cannot batch the network or the task, say.
@@ -98,8 +96,7 @@ class Fallback:
 class TogetherTurns(Turns):
     """Run tasks which may each ask to train a client, and train these clients together.
 
-    A task that asks waits. Once every task waits or has ended, all clients are trained. ``fallback`` reports the
-    reason if they cannot be trained in one program.
+    A task that asks waits, until every task waits or has ended. ``fallback`` reports why one program is impossible.
     """
 
     def __init__(self, tasks: int, fallback: Fallback) -> None:
@@ -214,8 +211,7 @@ def train_together(
 ) -> list[Trained]:
     """Open and train all ``rounds`` on their ``batches``, as ``training.train`` does for one.
 
-    ``loop`` makes one optimiser, for the round that has most batches. It steps the stacked parameters of all
-    clients.
+    ``loop`` makes one optimiser, for the round with most batches, which steps all clients' stacked parameters.
     """
     with ExitStack() as opened, _refused():
         for round in rounds:
@@ -233,9 +229,9 @@ def train_together(
 
 
 class _Training:
-    """Train the clients of ``rounds`` as a stack, one row per client.
+    """Train the clients of ``rounds`` as a stack, one row per client, those with more batches first.
 
-    The caller gives rounds with more batches first. So the clients that still train are always the first rows.
+    So the clients that still train are always the first rows.
     """
 
     def __init__(
@@ -341,10 +337,7 @@ def _add(by_client: Sequence[dict[str, list[Moments]]], rows: Sequence[int], see
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Raise CannotVectorise for any error inside the ``with`` block.
-
-    The clients are then computed one by one, where a mistake in the user's own code raises its own error.
-    """
+    """Raise CannotVectorise for any error in the block. One by one, a mistake in the user's code then raises its own."""
     try:
         yield
     except CannotVectorise:

@@ -47,9 +47,8 @@ class Done(NamedTuple):
 class Workers:
     """Run tasks in ``count`` processes; 0: one for each core that this process may use.
 
-    The processes start with the first task, or with ``load``. After ``close``, joblib keeps the processes for the
-    next ``Workers``, and ends them after a while, or with this process. Large arrays in a task's arguments are
-    put into shared memory, once for all tasks, and are read-only.
+    The processes start with the first task, or with ``load``. joblib keeps them for the next ``Workers`` for a
+    while. Large arrays in tasks' arguments are put into shared memory once, and are read-only.
 
     Raises:
         ValueError: ``count`` is negative, or above ``MOST_WORKERS``.
@@ -70,9 +69,8 @@ class Workers:
     def run(self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> Generator[Done]:
         """Yield the result of ``function(*task)`` for every task, in the order of ``tasks``.
 
-        The log records of tasks are logged in this process, in the same order. Take all results, or call ``close``.
-        If a process dies, the tasks without a result are run again, one at a time. If a task's process dies again,
-        the task's error is ``WorkerDied``.
+        Log records of tasks are logged here in the same order. Take all results, or call ``close``. If a process
+        dies, the tasks without a result run again, one at a time. If theirs dies again, the error is ``WorkerDied``.
         """
         finished = 0
         with closing(self._attempt(function, tasks)) as first:
