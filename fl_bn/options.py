@@ -164,13 +164,11 @@ class Option:
         help: The meaning. The meaning of a special value comes last, after a semicolon.
         values: For a number, its range. For a text, the allowed names, or a description of the allowed texts.
         accepts: Returns False, or raises a ValueError, for a value of the right type that is not allowed.
-        unset: The key's value that selects the constructor's default, such as -1 for a default of None, because a
-            run config cannot hold None. None: there is no such value.
+        unset: The key's value that selects the constructor's default, such as -1 for None, which no run config holds.
         like: Names that may occur in a text. If a name in the text is not one of them, the error suggests the nearest.
         used: What the option belongs to, beside its class. None: it has an effect whenever its class is used.
         read: Converts the key's value to the field's value. None: they are the same.
-        hidden: Whether it is an argument in Python alone. It has a run-config key only in a run whose ``setup``
-            declares one.
+        hidden: Whether it is an argument in Python alone, with a key only if a run's ``setup`` declares one.
     """
 
     name: str

@@ -29,13 +29,11 @@ class OwnBatchNorm(Composed, _BatchNorm):
     """Serve as the abstract base of this project's BatchNorm layers.
 
     Attributes:
-        frozen: whether the layer normalises with its running statistics and does not update them.
-            ``model.train()``, ``layer.train()`` and ``layer.training = True`` do not change that.
-        observation: the ``Observation`` that records the moments of the layer's inputs, if any. A copy of the
-            layer has None.
-        refills: whether ``reset_running_stats`` was called (by ``torch.optim.swa_utils.update_bn``, say). In
-            training mode the layer is then torch's BatchNorm, so that its statistics become those of the data.
-            The next round sets ``refills`` to False.
+        frozen: whether the layer normalises with its running statistics and does not update them, whatever
+            ``model.train()``, ``layer.train()`` and ``layer.training = True`` do.
+        observation: the ``Observation`` that records the layer's inputs, if any. A copy of the layer has none.
+        refills: whether ``reset_running_stats`` was called (by ``torch.optim.swa_utils.update_bn``, say). In training,
+            the layer is then torch's BatchNorm, and gets the statistics of the data, up to the next round.
     """
 
     frozen = refills = False

@@ -50,8 +50,7 @@ class Known:
 
     Attributes:
         shared: The server's tensors.
-        clients: Name of a known client -> all tensors of its model. Empty if clients keep no tensors, or if their
-            models are not available.
+        clients: Name of a known client -> all tensors of its model. Empty if clients keep none, or if not available.
         average: The average of the tensors that clients keep. Give it if ``clients`` is empty.
     """
 
@@ -64,8 +63,7 @@ class Adaptation:
     """Make models for new clients from a finished run. ``network`` is unconverted, and stays unchanged.
 
     Raises:
-        NotAdaptable: The method shares no tensor, the network has no statistics, or ``known`` belongs to another
-            network or method.
+        NotAdaptable: The method shares no tensor, the network has no statistics, or ``known`` is another one's.
     """
 
     def __init__(self, network: nn.Module, method: Method, known: Known) -> None:

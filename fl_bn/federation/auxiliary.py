@@ -38,8 +38,7 @@ class Auxiliary:
     """Describe one section of auxiliary tensors, which instructions and replies have.
 
     The server's tensors start as zeros. With ``added``, a round adds the sum of the clients' tensors divided by
-    the number of all clients (SCAFFOLD's control variate). Otherwise their average, weighted as the model's,
-    replaces them (momentum).
+    the number of all clients (SCAFFOLD's control variate). Otherwise their average replaces them (momentum).
 
     Attributes:
         scalar: Whether it has one number per parameter, such as Adam's step count, and no tensor of its shape.

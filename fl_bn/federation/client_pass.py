@@ -43,8 +43,7 @@ Inputs = Callable[[], Iterable[Any]]
 class ClientPass:
     """Make the statistics pass of one client's round, and hold its result.
 
-    It is the method's pass before training (HBN), or the client's part of a statistics-only exchange, which alone
-    uses ``connect``.
+    It is the method's before training (HBN), or part of a statistics-only exchange, which alone uses ``connect``.
 
     Attributes:
         how: What the pass measures, and on how many samples.
@@ -120,8 +119,7 @@ def in_order(model: nn.Module, layers: Collection[str], inputs: Inputs, forward:
     """Find out by one forward pass whether ``layers`` can be measured one after the other.
 
     Return the reason why they cannot, empty if they can, and the batches of inputs. The pass takes two samples of
-    the first batch, or all unless it is a plain tensor. ``memory`` limits the bytes of activations that waiting
-    batches keep.
+    the first batch, or all unless it is a plain tensor. ``memory`` limits the bytes of waiting activations.
     """
     if (batch := next(iter(inputs()), None)) is None:
         return "there is no batch to measure", []

@@ -1,7 +1,6 @@
 """Carry out a client's round: ``client_round``, which every door and every engine calls.
 
-fl-bn's loop (``training``) and a user's differ in ``train`` alone. ``own_loop.local_round`` is the same round
-for a loop in a ``with`` block.
+fl-bn's loop (``training``) and a user's differ in ``train`` alone. ``own_loop.local_round`` is for a user's block.
 """
 
 from __future__ import annotations

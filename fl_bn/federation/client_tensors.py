@@ -145,8 +145,7 @@ def sections_to_send(round: LocalRound, gradients: Named, moments: Mapping[str, 
 def state_to_keep(round: LocalRound, gradients: Named, client: int) -> ClientState:
     """Return the client's state: tensors that are not shared, the optimiser's and objective's buffers.
 
-    If one is not finite, return the state from before the round. ``gradients`` are those of ``ema_gradients``, if
-    ``update="gradients"``.
+    If one is not finite, return the state from before the round. ``gradients`` are those of ``ema_gradients``.
     """
     state = round.state
     local = {name: ordinary(state[name]).clone() for name in round.network.locality.names(Place.HOME)}

@@ -130,8 +130,7 @@ def bounded(
     """Choose the clipping of ``clip="auto"``: SGD moves weights by a limited distance per round.
 
     Nothing changes with ``clip="none"``, another optimiser than SGD, control variates (SCAFFOLD), or a method
-    that does not normalise its first batch with shared statistics. Return ``Method.bounded``, and settings by the
-    keys of ``optimizers``.
+    that does not normalise its first batch with shared statistics. The settings have the keys of ``optimizers``.
     """
     check_name("clip", clip, ("auto", "none"))
     if clip == "none" or not all(isinstance(one, SGD) for one in optimizers.values()) or settings.objective.travels:

@@ -26,8 +26,7 @@ def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
     ``whose`` is the start of the error message, such as ``client 3``.
 
     Raises:
-        ValueError: ``loader`` is no iterable, a list of loaders, or an iterator (a generator, ``zip``) despite
-            ``again``.
+        ValueError: ``loader`` is no iterable, a list of loaders, or an iterator (a generator) despite ``again``.
     """
     loaders = isinstance(loader, list | tuple) and loader and isinstance(loader[0], DataLoader | SeededBatches)
     iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")

@@ -92,9 +92,8 @@ def statistics_pass(
 ) -> dict[str, Moments]:
     """Measure the moments that ``how`` describes, of every layer, in evaluation mode.
 
-    The model stays unchanged. Random samples and batches come from ``rng``. Moments with which training
-    normalises (``NORMALISERS``) depend on batches, so these are random, of training's ``batch_size``, and at
-    least two samples are needed.
+    The model stays unchanged. Random samples and batches come from ``rng``. Moments with which training normalises
+    (``NORMALISERS``) need two samples, and random batches of training's ``batch_size``, on which they depend.
     """
     like = inputs_like(model)
     return measured(model, (samples.batch(index, like)[0] for index in pieces(len(samples), how, rng, batch_size)), how)

@@ -1,7 +1,6 @@
 """Say where every tensor of a converted network lives under a method.
 
-The table is computed once, and read by schemas, client state, the disclosure report, adaptation, secure sums
-and re-calibration.
+The table is computed once. Schemas, client state, disclosure, adaptation, secure sums and re-calibration read it.
 """
 
 from __future__ import annotations

@@ -82,11 +82,10 @@ _adam_step = inspect.unwrap(optim.Adam.step)
 class FedOpt(Eager):
     """Step by Algorithm 2 of Adaptive Federated Optimization, as published.
 
-    As in the paper, there is no bias correction, and the second moment v starts as tau^2. ``kind`` is ``fedadagrad``,
-    ``fedadam`` or ``fedyogi``. ``tau`` is added to sqrt(v), so that the step stays finite where gradients are small.
+    As in the paper, there is no bias correction, and the second moment v starts as tau^2. ``kind`` is
+    ``fedadagrad``, ``fedadam`` or ``fedyogi``. ``tau`` keeps the step finite where gradients are small.
 
-    Symbols: Delta -> minus the gradient, m -> first, v -> second, eta -> lr, beta_1 -> beta1, beta_2 -> beta2,
-    tau -> tau.
+    Symbols: Delta -> minus the gradient, m -> first, v -> second, eta -> lr, beta_1 -> beta1, beta_2 -> beta2.
     """
 
     def __init__(self, parameters: list[nn.Parameter], kind: str, lr: float, beta1: float, beta2: float, tau: float) -> None:

@@ -64,9 +64,8 @@ def measures_in_the_clear(method: Method, config: Any) -> bool:
 def start_left(method: Method, config: Any, momenta: Iterable[float] = (MOMENTUM,)) -> float:
     """Return the share of initial values (mean 0, variance 1) in statistics when they freeze.
 
-    Every local step multiplies it by 1 - momentum. The layer with the largest share counts. It is 0 if none
-    freeze after round 1, clients do not send running statistics, the number of local steps is unknown, or the
-    network is trained.
+    Every local step multiplies it by 1 - momentum. The layer with the largest share counts. It is 0 if none freeze
+    after round 1, clients send no running statistics, the local steps are unknown, or the network is trained.
     """
     rounds, steps = config["rounds"], config["local-steps"]
     before = sum(not method.freezes_statistics(method.phase(round, rounds)) for round in range(1, rounds + 1))

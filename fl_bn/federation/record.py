@@ -136,7 +136,7 @@ class RoundRecord:
     def loss(self) -> float:
         """Return the mean training loss, weighted by samples; NaN if no reply was used.
 
-        Under a robust rule, which gives each client a distance, it is their median: a false loss moves it little.
+        Under a robust rule, it is the clients' median: a false loss moves it little.
         """
         if any(not math.isnan(c.distance) for c in self.accepted):
             return median([c.loss for c in self.accepted if math.isfinite(c.loss)] or [math.nan])
@@ -155,9 +155,8 @@ def with_clients(
 ) -> RoundRecord:
     """Return ``record`` with the cohort's records and the bytes sent. Warn of each refused reply.
 
-    ``bytes_down`` of ``record`` are those of a message to one client. ``parts`` are the replies that were used,
-    and ``distances`` those of their updates to the robust update. ``warning`` has the fields ``round``,
-    ``client``, ``reason``.
+    ``bytes_down`` of ``record`` are those of a message to one client. ``parts`` are the used replies, at
+    ``distances`` from the robust update. ``warning`` has the fields ``round``, ``client``, ``reason``.
     """
     exchange, down = replies.exchange, record.bytes_down
     traffic = {} if exchange is None else exchange.traffic

@@ -1,10 +1,10 @@
 """Record a round's batches and steps, as docs/contract.md defines them, in any loop.
 
-A *batch* is all forward passes of the round's network between two steps, in training mode under autograd. A
-pass that a backward pass repeats is not recorded again, nor is one that ``torch.jit.trace`` makes, nor is a
-copy of the network. A *step* is a step of a ``torch.optim.Optimizer`` along a gradient of one of the
-network's parameters. Steps of different parameters without a batch between them are one step (optimisers of
-several parts, or inside the backward pass), and so are those of an optimiser around another.
+A *batch* is all forward passes of the round's network between two steps, in training mode under autograd, but
+those of a copy, of ``torch.jit.trace``, or repeated by a backward pass. A *step* is one of a
+``torch.optim.Optimizer`` along a gradient of one of the network's parameters. Steps of different parameters
+without a batch between them are one (optimisers of several parts, or inside the backward pass), and so are
+those of an optimiser around another.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Connect = Callable[[int], Exchange]
 class Recorder:
     """Record the training passes of a round's network, and tell which steps belong together.
 
-    A recorder is also a forward pre-hook of the network. In a copy or a pickle of the network, the hook does nothing.
+    It is also a forward pre-hook of the network, which does nothing in a copy or a pickle.
 
     Args:
         once: Whether a layer's batches count only up to the first step before which the layer runs.
@@ -146,8 +146,7 @@ _LOCK, _HOOKS = Lock(), list[Any]()
 def following(round: LocalRound) -> Iterator[None]:
     """Tell ``round`` of each step of an optimiser of its parameters inside the ``with`` block.
 
-    torch's hooks are registered once and stay, since every thread's ``Optimizer.step`` goes through them. Outside
-    of rounds they do nothing.
+    torch's hooks stay registered, since every thread's ``Optimizer.step`` uses them. Outside of rounds they do nothing.
 
     Raises:
         ValueError: Another round still trains the network.

@@ -1,7 +1,6 @@
 """Check replies before the server uses them, alike for all ways of running, and take them in.
 
-In a user's own loop and in ``Federation``, a reply is a ``Reply`` (see ``Expected.check``). In Flower, it is
-a message whose header names the round and the model's signature (see ``flower.replies``).
+They come as a ``Reply``, or, in Flower, as a message with round and signature in its header (``flower.replies``).
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ LOOPED = TRAINED.and_also(Form("metrics", {"steps": whole()}))  # a user's own l
 def bounds_of(sent: Sections, rate: float, buffers: Collection[str] = ()) -> dict[str, float]:
     """Return section -> the largest absolute value in a reply, for weights and gradients.
 
-    A gradient times the learning rate may be as large as the largest allowed weight. ``buffers`` do not count for
-    the largest of the weights that were ``sent``.
+    A gradient times the learning rate may be as large as the largest allowed weight. ``buffers`` do not count for it.
     """
     weight = WIDEST_WEIGHT * max(1.0, largest(t for name, t in sent.get("weights", {}).items() if name not in buffers))
     return {"weights": weight, "gradients": weight / rate if rate > 0 else math.inf}
@@ -157,9 +155,8 @@ def checked(
 ) -> RoundReplies:
     """Check the ``replies`` of clients in this process.
 
-    If several usable replies name the same client, the server uses none of them. A reply that names no client of
-    the run is left out, and the log says so. ``exchange`` is the session of the clients' layer-wise exchange. The
-    default of ``cohort`` is all clients that replied.
+    Of several usable replies of one client, none is used. A reply of no client of the run is left out, and the
+    log says so. The default of ``cohort`` is all clients that replied.
     """
     parts, refused, wrong = dict[int, list[Reply]](), dict[int, str](), set[int]()
     expected = replace(expected, form=LOOPED) if expected.form is TRAINED else expected
@@ -195,9 +192,8 @@ def _stranger(reply: Reply, clients: int) -> str | None:
 class Intake:
     """Add replies to a weighted sum as they arrive, and free the memory of their weights.
 
-    So the server needs the memory of three models, however many clients there are. Replies are added in the order
-    of the clients' numbers in ``cohort``, so that the order of arrival changes no bit: a reply waits for those
-    before it.
+    So the server needs the memory of three models, however many clients there are. A reply waits for those before
+    it in ``cohort``, so that the order of arrival changes no bit.
     """
 
     def __init__(self, cohort: Sequence[int], weigh: Callable[[Reply], float]) -> None:
@@ -229,8 +225,7 @@ class Intake:
 def taking_part(session: Session, parts: Sequence[Reply], refused: dict[int, str]) -> list[Reply]:
     """Return the replies of clients in the exchange, weighted by their batch sizes in it.
 
-    The reasons for other clients are added to ``refused``. With ``exchange-policy='abort'``, one missing reply
-    makes all others unusable.
+    Others are added to ``refused``. With ``exchange-policy='abort'``, one missing reply makes all others unusable.
     """
     usable, batches = {part.client: part for part in parts}, session.taking_part
     missing = sorted(set(batches) - set(usable))

@@ -43,8 +43,7 @@ class Round:
     """Hold the results of a finished round.
 
     Attributes:
-        evaluated: Name -> shared tensor for an evaluation. Empty: the statistics were not measured, since none
-            was due (hbn, static-bn).
+        evaluated: Name -> shared tensor for an evaluation. Empty: none was due, nor measured (hbn, static-bn).
         failed: The number of failed rounds in a row, including this one; 0 if this round changed the model.
     """
 

@@ -74,12 +74,10 @@ class Schema:
     def check(self, payload: Payload, limits: Mapping[str, float] = MappingProxyType({}), free: Collection[str] = ()) -> float:
         """Check ``payload``. Return the largest absolute value in it, see ``Spec.check``.
 
-        ``limits`` is section -> the largest allowed absolute value. It does not apply to other sections, nor to
-        tensors with a name in ``free``.
+        ``limits`` is section -> the largest allowed absolute value, except of tensors with a name in ``free``.
 
         Raises:
-            WireError: A section or tensor is missing, extra, of a wrong shape or dtype, or out of range. The message
-                names the first one.
+            WireError: A section or tensor is missing, extra, or not as described. The message names the first one.
         """
         if wrong := next(self._other_names(payload), None):
             raise WireError(*wrong)
@@ -126,8 +124,8 @@ START = "start"  # the section with the initial values of these layers, for a cl
 def instruction(model: nn.Module, locality: Locality, auxiliary: Sequence[Auxiliary] = ()) -> Schema:
     """Describe the instruction: weights, buffers that only the server sends, shared statistics.
 
-    An instruction to train also has the auxiliary tensors. For a client that has kept no tensors yet, it may have
-    the section ``START``: the initial values of the tensors that the client will keep.
+    To train, it also has auxiliary tensors, and for a client without kept tensors, perhaps their initial values
+    (``START``).
     """
     state = model.state_dict()
     sections = {"weights": {k: _weight(state[k], locality, k) for k in locality.names(Place.SHARED, Place.DOWN_ONLY)}}

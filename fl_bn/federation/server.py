@@ -1,7 +1,7 @@
 """Carry out the server's half of a round: (state, replies) -> (state, record).
 
-A round changes the shared model, or leaves it as it was. If a new shared tensor is not finite, the round
-changes nothing, and the next one goes without the client whose reply has the largest values.
+If a new shared tensor is not finite, the round changes nothing, and the next one goes without the client
+whose reply has the largest values.
 """
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ class Server:
     def instruction(self) -> Instruction:
         """Return the instruction to the next round's clients.
 
-        Section ``start`` has the initial values of the tensors that clients keep. Only a client without kept tensors
-        needs it, so you may leave it out for others. The record's bytes do not include it.
+        Only a client without kept tensors needs section ``start``, their initial values. You may leave it out for others.
         """
         instruction = self.begin(self.round + 1)
         return replace(instruction, sections=instruction.sections | self.shared.start())
@@ -101,8 +100,7 @@ class Server:
     def intake(self, cohort: Sequence[int]) -> Intake | None:
         """Return what takes the cohort's replies one by one, and frees their weights' memory.
 
-        Return None if all replies are needed at the same time: for robust rules, the layer-wise exchange, and
-        auxiliary tensors.
+        None: robust rules, the layer-wise exchange or auxiliary tensors need all replies at the same time.
         """
         whole = self._defended or Phase(self.record.phase) is Phase.EXCHANGE or self.policy.auxiliary
         return None if whole else Intake(cohort, self._weight)
@@ -114,8 +112,7 @@ class Server:
     def conclude(self, replies: RoundReplies) -> bool:
         """Check and combine the ``replies`` to ``begin``'s instruction, and update the model.
 
-        Return whether the model changed. It does not if too few replies are usable. ``record`` then names the refused
-        clients, with the reasons.
+        Return whether the model changed. ``record`` then names the refused clients, with the reasons.
         """
         shared, phase, called = self.shared, Phase(self.record.phase), self.policy.called
         self.round, self.left_out = self.record.round, set()
@@ -151,7 +148,7 @@ class Server:
 
         Raises:
             TooFew: There are too few replies for the round, or for the robust rule.
-            NotFinite: The model's dtype cannot hold a new tensor, see ``SharedModel.change``. The model stays unchanged.
+            NotFinite: The model's dtype cannot hold a new tensor. The model stays unchanged.
         """
         policy, phase, cohort = self.policy, Phase(self.record.phase), len(replies.cohort)
         needed = max(float(policy.min_cohort), policy.min_replies * cohort)

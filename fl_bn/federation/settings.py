@@ -130,9 +130,8 @@ class LocalTraining(Options):
     def norm_in_round(self, learning_rate: float, steps: int) -> float:
         """Return a gradient's largest norm under ``clip="round"``, in a round of ``steps`` steps.
 
-        With gradients up to this norm, SGD moves the weights by at most ``clip_limit`` in the round. If there is only
-        one step and ``step_clip`` is set, it replaces ``clip_limit``. Momentum is then left out of the formula: it
-        has no effect on a first step from zero buffers.
+        Up to this norm, SGD moves the weights by at most ``clip_limit`` in the round. In a round of one step,
+        ``step_clip`` replaces it if set, and momentum does not count: a first step starts from zero buffers.
         """
         if steps == 1 and self.step_clip:
             return norm_in_round(self.step_clip, learning_rate, 1, 0.0)
@@ -178,10 +177,9 @@ class LocalTraining(Options):
 class Schedule(Options):
     """Compute a round's learning rate: call it with a round (from 1) and the number of rounds.
 
-    ``constant``: the rate stays ``base``. ``step``: it is multiplied by ``decay`` after 50 % of the rounds, and
-    again after 75 %. ``exponential``: it is multiplied by ``decay`` after every round. ``cosine``: it falls along
-    half a cosine towards 0. ``milestones``: it is ``base`` times the factor of the last milestone that has
-    passed.
+    ``constant``: it stays ``base``. ``step``: it is multiplied by ``decay`` after 50 % of the rounds, and after
+    75 %. ``exponential``: it is multiplied by ``decay`` after every round. ``cosine``: it falls along half a
+    cosine towards 0. ``milestones``: it is ``base`` times the factor of the last milestone.
     """
 
     name: ClassVar[str] = "the schedule"
@@ -231,8 +229,7 @@ def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
     ``0.6:0.1, 0.8:0.01`` means a tenth of the rate of round 1 after 60 % of the rounds, and a hundredth after 80 %.
 
     Raises:
-        ValueError: The text does not have this form, the shares do not rise between 0 and 1, or a factor is no
-            finite number above 0.
+        ValueError: The form is wrong, shares do not rise between 0 and 1, or a factor is no finite number above 0.
     """
     try:
         pairs = tuple((float(share), float(factor)) for share, factor in (part.split(":") for part in names_of(text)))

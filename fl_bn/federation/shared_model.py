@@ -146,8 +146,7 @@ class SharedModel:
     ) -> Instruction:
         """Return the instruction to train: weights to start from, shared statistics, auxiliary tensors.
 
-        The ``lookahead`` of the server's optimiser may change these weights. ``rate_share`` is the learning rate
-        divided by the schedule's. ``objective`` is what the clients must have, as text; empty: not checked.
+        The optimiser's ``lookahead`` may change these weights. ``rate_share`` is the learning rate over the schedule's.
         """
         sections, state = self.sections(), self._copy.state
         ahead = optimizer.lookahead({name: state[name] for name in self.learnable(phase)})
@@ -176,9 +175,9 @@ class SharedModel:
     def whole(self, tensors: Named, batches: int = 0, kept: Collection[str] = ()) -> dict[str, Tensor]:
         """Return the tensors for a ``load_state_dict`` file: ``kept``, and all not kept by clients.
 
-        The names are those of the unconverted network, without the prefixes of wrappers (``derived.plain_names``). If
-        the method replaces BatchNorm by other layers, the names are those of the converted network. ``batches``, the
-        number of one client's training batches since the start, is added to ``num_batches_tracked``.
+        The names are those of the unconverted network without wrappers (``derived.plain_names``), or, if the method
+        replaces BatchNorm by other layers, of the converted one. ``batches``, one client's number of training batches
+        so far, is added to ``num_batches_tracked``.
         """
         state, place = self._copy.state, self.locality.place
         saved = {name: tensors.get(name, state[name]) for name in state if name in kept or place[name] is not Place.HOME}
@@ -263,12 +262,12 @@ class SharedModel:
     def change(self, step: ServerStep, statistics: Mapping[str, Running]) -> list[float]:
         """Make one server step on the weights, and store the new shared ``statistics``.
 
-        The step goes along the pseudo-gradient ``weights - average``, or along the clients' averaged gradients. The
-        result is the distance (L2) of each update to that of a robust rule; empty without such a rule.
+        The step goes along the pseudo-gradient ``weights - average``, or the averaged gradients. Return the distance
+        (L2) of each update to that of a robust rule, if there is one.
 
         Raises:
-            NotFinite: The model's dtype cannot hold a new tensor, or a weight after the server optimiser's
-                look-ahead, from which clients start the next round. The model and the optimiser stay unchanged.
+            NotFinite: The model's dtype cannot hold a new tensor, also after the look-ahead. Model and optimiser stay
+                unchanged.
         """
         before, state = step.optimizer.buffers(), self._copy.state
         try:
@@ -336,8 +335,7 @@ class SharedModel:
     def measured(self, parts: Sequence[Reply], defence: Defence | None, what: str = INPUTS) -> dict[str, Running]:
         """Combine the replies of a statistics-only exchange into shared statistics.
 
-        If ``what`` is ``inputs``, the result is the statistics of each layer's input over the union of the clients'
-        data. If ``what`` is ``normalisers``, the rule ``Method.renew`` combines the moments.
+        For ``inputs`` (``what``), they are those of all clients' data. ``normalisers`` are combined by ``Method.renew``.
         """
         rule = replace_by_pooled if what == INPUTS else self.method.renew
         reports = [decode_moments(part.sections["moments"]) for part in parts]

@@ -43,7 +43,7 @@ class Trained:
     """Hold the result of training over a client's batches once.
 
     Attributes:
-        samples: The number of these samples. A sample in two batches counts twice.
+        samples: The number of samples in the training batches. A sample in two batches counts twice.
         left_out: The number of batches of one sample on which the network cannot train.
     """
 
@@ -55,8 +55,8 @@ class Trained:
 def train(round: LocalRound, batches: Iterable[Any], task: Task, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> Trained:
     """Train ``round.model`` in place by settings, method and phase, inside ``round.open()``.
 
-    Training iterates once over ``batches``, and steps ``scheduler`` after every batch. A batch of one sample is
-    left out if a BatchNorm layer gets only one value per channel from it, which has no variance.
+    ``scheduler`` steps after every batch. A batch of one sample is left out if a BatchNorm layer gets only one
+    value per channel from it, which has no variance.
     """
     model, settings, rate = round.model, round.settings, round.instruction.learning_rate
     like, parameters = inputs_like(model), round.parameters
@@ -148,8 +148,8 @@ class IndexBatches:
 class SampleLoop:
     """Train on a client's samples by a round's settings, as argument ``train`` of ``client_round``.
 
-    All random numbers depend only on ``seed``, ``client`` and the round. A subclass draws its batches in another
-    way. A training round iterates ``passes`` times over ``batches``.
+    All random numbers depend only on ``seed``, ``client`` and the round. A round iterates ``passes`` times over
+    ``batches``.
     """
 
     samples: Samples

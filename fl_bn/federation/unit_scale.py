@@ -1,11 +1,11 @@
 """Rescale weights before round 1: every BatchNorm layer's input gets the deviation ``Method.scale``.
 
-A new network's activations have a small standard deviation. Normalisation divides by it, so the gradient of
-the weights is large. With BatchNorm this does little harm, because the gradient is orthogonal to the weights.
-If training normalises with constants, the first rounds diverge. So this module divides the weights, means and
-standard deviations by the same number. The network then computes the same function (up to ``eps``), but its
-gradients are smaller. This is the initialisation LSUV, with statistics measured over all clients (All You
-Need Is a Good Init, Mishkin and Matas, ICLR 2016). In the paper the deviation is 1.
+A new network's activations have a small standard deviation, by which normalisation divides, so gradients are
+large. With BatchNorm this does little harm, because they are orthogonal to the weights. If training
+normalises with constants, the first rounds diverge. So weights, means and deviations are divided by the same
+number: the network computes the same function (up to ``eps``) with smaller gradients. This is the
+initialisation LSUV, with statistics of all clients (All You Need Is a Good Init, Mishkin and Matas, ICLR
+2016). In the paper the deviation is 1.
 
 Symbols: s -> deviation.
 """
@@ -45,11 +45,10 @@ MUCH = 0.01
 def producers(model: nn.Module) -> dict[str, str]:
     """Return the pairs to rescale: name of a BatchNorm layer -> name of the layer before it.
 
-    Only this BatchNorm layer may use the output of the layer before. Between the two there may be ``HOMOGENEOUS``
-    operations (ReLU, pooling). The layer before must be one of ``PRODUCERS`` and be trained. Its weight must not
-    be shared with another layer, nor be computed from other tensors (spectral norm, for example), nor be read by
-    the network's own ``forward``. Each of the two layers must run once per forward pass, and neither may have
-    hooks. All this must hold in both modes of the network.
+    Only this BatchNorm layer may use the output of the layer before, directly or through ``HOMOGENEOUS``
+    operations (ReLU, pooling). That layer must be one of ``PRODUCERS`` and be trained. Its weight must not be
+    shared, computed from other tensors (spectral norm), or read by the network's own ``forward``. Both must run
+    once per forward pass, without hooks. All this must hold in both modes of the network.
 
     Raises:
         ValueError: torch.fx cannot trace the network (control flow that depends on data, say).
@@ -105,11 +104,10 @@ def rescaled(
 ) -> dict[str, Tensor]:
     """Return the tensors that change to give each BatchNorm layer's input deviation ``scale``.
 
-    Let s be ``sqrt(var + eps) / scale`` of a channel. The weight and bias of the layer before BatchNorm
-    (``sources``, see ``producers``) are divided by s, and so is BatchNorm's running mean. The running variance is
-    divided by s^2, and becomes ``scale**2 * var / (var + eps)``. So the network computes the same function, up to
-    ``eps``. Where eps changes a channel's output by more than ``MUCH``, BatchNorm's own weight makes up for it. A
-    layer that has no such weight is left as it is then.
+    Let s be ``sqrt(var + eps) / scale`` of a channel. Weight and bias of the layer before BatchNorm (``sources``,
+    see ``producers``) are divided by s, and so is the running mean. The running variance is divided by s^2, and
+    becomes ``scale**2 * var / (var + eps)``. Where eps changes a channel's output by more than ``MUCH``,
+    BatchNorm's own weight makes up for it; a layer without one is left as it is.
     """
     new: dict[str, Tensor] = {}
     for norm, source in sources.items():

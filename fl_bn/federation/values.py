@@ -23,18 +23,15 @@ class Instruction:
 
     Attributes:
         phase: The phase of the round. ``Phase.MEASURE``: clients only measure statistics.
-        sections: Section -> name in the state_dict -> tensor. The sections are ``weights``, and ``statistics`` if
-            they are shared. In training there are also auxiliary tensors (control variates, momentum). There may
-            be a section ``start`` with the initial values of the tensors that clients keep.
+        sections: Section -> name in the state_dict -> tensor: ``weights``, ``statistics`` if they are shared, auxiliary
+            tensors in training (control variates, momentum), and perhaps ``start``, initial values of kept tensors.
         measured: The moments that a statistics-only exchange measures: ``inputs``, those of the layers' inputs,
             or ``normalisers``, those with which training batches are normalised.
         signature: The signature of model and method, see ``payload.signature``; empty: not checked.
-        memory: The largest number of bytes of activations that a client may keep in an exchange that goes layer
-            by layer.
-        rate_share: ``learning_rate`` divided by the schedule's rate. It is below 1 if the method lowers the rate
+        memory: The most bytes of activations that a client may keep in an exchange that goes layer by layer.
+        rate_share: ``learning_rate`` divided by the schedule's rate, below 1 if the method lowers the rate
             because statistics are frozen (``Method.learning_rate``).
-        objective: The objective that the server expects of the client, as text (``Objective.described``). Empty:
-            not checked.
+        objective: The expected objective of the client, as text (``Objective.described``). Empty: not checked.
     """
 
     round: int
@@ -83,18 +80,15 @@ class Reply:
     """Hold one client's reply after a round.
 
     Attributes:
-        sections: Section -> name -> tensor. The sections are ``weights`` or ``gradients``; ``statistics`` or
-            ``moments``, if the method reports them; and the auxiliary tensors.
+        sections: Section -> name -> tensor: ``weights`` or ``gradients``, ``statistics`` or ``moments`` if the
+            method reports them, and auxiliary tensors.
         samples: The number of different samples that the client trained on, or measured. With
             ``LocalTraining.weigh_all``, the number of all its samples.
-        weight: The client's weight in averages. It is ``samples``, but in phase EXCHANGE it is the size of the
-            first batch.
+        weight: The client's weight in averages: ``samples``, but in phase EXCHANGE the size of the first batch.
         metrics: Numbers by name. ``loss``: the mean over the training batches. ``steps``: local steps.
             ``batch``: samples of the first batch. ``measured``: samples of a statistics pass. ``waited``:
             seconds in exchanges. ``kept``: the round of the state that the client began with. ``before`` and
             ``after``: the task's metric on the client's test data, before and after local training, if measured.
-        round: The round of the instruction that this reply answers.
-        signature: The signature of the client's model and method.
         largest: The largest absolute value in the sections; 0 if unknown.
     """
 
@@ -129,8 +123,8 @@ class RoundReplies:
         exchange: The session of the layer-wise exchange (FedTAN), if there was one.
         carrier: The transport of this exchange's messages, see ``exchange.settings``; empty without an exchange.
         messages: The number of messages that each client received.
-        sum: The weighted sum of the replies' weights or gradients, if each was added to it when it arrived.
-            ``parts`` then have none.
+        sum: The weighted sum of the replies' weights or gradients, if they were added as they arrived, and then
+            left out.
     """
 
     cohort: Sequence[int]

@@ -62,8 +62,7 @@ def client_rounds(rounds: Sequence[LocalRound], loops: Sequence[SampleLoop], dev
 def outcomes(rounds: Sequence[LocalRound], loops: Sequence[SampleLoop], device: torch.device | None = None) -> list[Outcome]:
     """Train and measure several clients together: what a ``SampleLoop`` does for one.
 
-    ``device`` is that of the stack, by default of the models. Models on the CPU with a stack on a GPU need the
-    fewest copies.
+    ``device`` is the stack's, by default the models'. Models on the CPU and a GPU's stack need the fewest copies.
 
     Raises:
         CannotVectorise: There is an obstacle: torch cannot batch the network or the task, say.
