@@ -117,7 +117,7 @@ def is_plain(layer: _BatchNorm) -> bool:
 
 
 def takes(layer: _BatchNorm, spatial: int) -> bool:
-    """Return whether the layer's check of its inputs allows ``spatial`` further dimensions."""
+    """Return whether the layer's check of inputs allows ``spatial`` dimensions after B and C."""
     try:
         layer._check_input_dim(torch.empty(2, layer.num_features, *[1] * spatial))
     except (ValueError, RuntimeError, AssertionError):  # a check of a user's own class may be an assertion

@@ -21,7 +21,7 @@ F_ = TypeVar("F_", bound=Callable[..., Any])
 
 
 def normalisers(layer: nn.Module, seen: Moments) -> Moments:
-    """Return what normalises an input ``seen`` in training: ``seen``, or HBN's mixture with it."""
+    """Return what normalises an input of moments ``seen`` in training: these, or HBN's mixture."""
     return layer.normaliser(seen) if isinstance(layer, HybridBatchNorm) else seen
 
 

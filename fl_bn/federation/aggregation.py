@@ -48,9 +48,9 @@ def fits(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 class WeightedSum:
-    """Sum named tensors, each times its weight (sum: ``total``), in float64, in the order of ``add``.
+    """Sum named tensors, each times its weight, in float64, in the order of ``add``.
 
-    Large tensors are added block by block, without a float64 copy, which changes no bit.
+    Large tensors are added block by block, without a float64 copy, which changes no bit. ``total`` sums the weights.
     """
 
     def __init__(self) -> None:

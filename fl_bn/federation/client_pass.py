@@ -43,7 +43,7 @@ Inputs = Callable[[], Iterable[Any]]
 class ClientPass:
     """Make the statistics pass of one client's round, and hold its result.
 
-    It is the method's before training (HBN), or part of a statistics-only exchange, which alone uses ``connect``.
+    It is the method's pass before training (HBN), or that of a statistics-only exchange, which alone uses ``connect``.
 
     Attributes:
         how: What the pass measures, and on how many samples.
@@ -91,7 +91,7 @@ class ClientPass:
     def own_first(self, inputs: Inputs, forward: Forward = called) -> Iterator[None]:
         """Give layers with statistics at home those of the client's data, if it keeps none yet.
 
-        Other layers behind them would else see what no training batch, which normalises itself, looks like.
+        The layers behind them would else see inputs that are not normalised, unlike those in training.
         """
         before, how = running_statistics(self._model, self._unmeasured), StatisticsPass.for_exchange(INPUTS)
         try:

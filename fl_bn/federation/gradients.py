@@ -129,8 +129,8 @@ def bounded(
 ) -> tuple[Method, dict[int, LocalTraining]]:
     """Choose the clipping of ``clip="auto"``: SGD moves weights by a limited distance per round.
 
-    Nothing changes with ``clip="none"``, another optimiser than SGD, control variates (SCAFFOLD), or a method
-    that does not normalise its first batch with shared statistics. The settings have the keys of ``optimizers``.
+    Nothing changes with ``clip="none"``, another optimiser than SGD, control variates (SCAFFOLD), or a method that
+    does not normalise its first batch with shared statistics. Return method, and settings by ``optimizers``' keys.
     """
     check_name("clip", clip, ("auto", "none"))
     if clip == "none" or not all(isinstance(one, SGD) for one in optimizers.values()) or settings.objective.travels:

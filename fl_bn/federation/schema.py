@@ -124,8 +124,7 @@ START = "start"  # the section with the initial values of these layers, for a cl
 def instruction(model: nn.Module, locality: Locality, auxiliary: Sequence[Auxiliary] = ()) -> Schema:
     """Describe the instruction: weights, buffers that only the server sends, shared statistics.
 
-    To train, it also has auxiliary tensors, and for a client without kept tensors, perhaps their initial values
-    (``START``).
+    To train, it also has auxiliary tensors, and perhaps ``START``: initial values for a client without kept tensors.
     """
     state = model.state_dict()
     sections = {"weights": {k: _weight(state[k], locality, k) for k in locality.names(Place.SHARED, Place.DOWN_ONLY)}}

@@ -130,8 +130,8 @@ class LocalTraining(Options):
     def norm_in_round(self, learning_rate: float, steps: int) -> float:
         """Return a gradient's largest norm under ``clip="round"``, in a round of ``steps`` steps.
 
-        Up to this norm, SGD moves the weights by at most ``clip_limit`` in the round. In a round of one step,
-        ``step_clip`` replaces it if set, and momentum does not count: a first step starts from zero buffers.
+        Up to this norm, SGD moves the weights by at most ``clip_limit`` in the round. With one step, ``step_clip``,
+        if set, is the limit, and momentum does not count: a first step starts from zero buffers.
         """
         if steps == 1 and self.step_clip:
             return norm_in_round(self.step_clip, learning_rate, 1, 0.0)

@@ -336,7 +336,7 @@ def _add(by_client: Sequence[dict[str, list[Moments]]], rows: Sequence[int], see
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Raise CannotVectorise for any error in the block. One by one, a mistake in the user's code then raises its own."""
+    """Raise CannotVectorise for any error in the block: one by one, the user's code raises its own."""
     try:
         yield
     except CannotVectorise:
