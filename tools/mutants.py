@@ -38,8 +38,7 @@ FILE = ROOT / "tests/mutants.jsonl"
 TARGETS = (  # where `draw` looks
     *(f"fl_bn/bn/{name}.py" for name in ("moments", "hybrid", "layers")),
     *(f"fl_bn/{package}/*.py" for package in ("methods", "objectives", "robust")),
-    *(f"fl_bn/federation/{name}.py" for name in ("aggregation", "blocks", "defence", "optimizers", "eager", "clipping", "momentum")),
-    *(f"fl_bn/federation/{name}.py" for name in ("schema", "payload", "auxiliary")),
+    *(f"fl_bn/federation/{name}.py" for name in ("aggregation", "defence", "optimizers", "gradients", "schema", "payload", "auxiliary")),
     *("fl_bn/data/partition.py", "fl_bn/secure/*.py", "fl_bn/flower/secagg/sums.py", "fl_bn/flower/secagg/masks.py"),
 )
 LIKE = ("Add Sub Mul Div FloorDiv Mod Pow", "BitOr BitAnd BitXor", "RShift LShift", "Eq NotEq Lt LtE Gt GtE", "Is IsNot")
