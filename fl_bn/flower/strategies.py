@@ -85,23 +85,23 @@ class OwnAppStrategy(BatchNormStrategy):
     A node that names another number of clients than the run has, or that cannot take part, is refused. The
     run goes on with at least ``min_available_nodes``.
 
+    The arguments of Flower's ``FedAvg`` are keywords here. A subclass may also set them, as attributes of
+    these names, until ``start`` is called.
+
+    - ``fraction_train``, ``fraction_evaluate``: the shares of the clients that train and evaluate in a
+      round. With ``fraction_evaluate=0`` nobody evaluates.
+    - ``min_train_nodes``, ``min_evaluate_nodes``, ``min_available_nodes``: the smallest numbers of clients
+      in a round, that evaluate, and for the run to start.
+    - ``weighted_by_key``: the metric by which a client is weighted in the means of metrics. In the average
+      of the model, it is weighted by the ``samples`` that it passes to ``round.message``.
+    - ``arrayrecord_key`` must be ``arrays``; ``configrecord_key`` is the name of the record that
+      ``train_config`` and ``evaluate_config`` become.
+    - ``train_metrics_aggr_fn``, ``evaluate_metrics_aggr_fn``: ``f(records, weighted_by_key)`` combines the
+      clients' own metrics. Default: means. The records hold only metrics.
+
     Args:
         model: your network, unconverted.
         method: the method, the same as the clients'.
-        fraction_train: the share of the clients that train in a round, in (0, 1], as in Flower's
-            ``FedAvg``. A subclass may set this and Flower's other arguments, as attributes of these
-            names, until ``start`` is called.
-        fraction_evaluate: the share of the clients that evaluate in a round. 0: nobody evaluates.
-        min_train_nodes: the smallest number of clients in a round.
-        min_evaluate_nodes: the smallest number of clients that evaluate, unless nobody does.
-        min_available_nodes: the smallest number of clients for the run to start.
-        weighted_by_key: the metric by which a client is weighted in the means of metrics. In the
-            average of the model, it is weighted by the ``samples`` that it passes to ``round.message``.
-        arrayrecord_key: must be ``arrays``. It has no effect, since ``training`` loads the arrays.
-        configrecord_key: the name of the record that ``train_config`` and ``evaluate_config`` become.
-        train_metrics_aggr_fn: ``f(records, weighted_by_key)`` combines the clients' own training
-            metrics. Default: means. The records hold only metrics.
-        evaluate_metrics_aggr_fn: combines the clients' evaluations in the same way.
         optimizer: steps on the pseudo-gradient at the server. Every ``start`` takes a copy without
             earlier momentum. Default: the average becomes the new model.
         defence: the robust rules against Byzantine clients.
@@ -110,7 +110,7 @@ class OwnAppStrategy(BatchNormStrategy):
         callbacks: called at the start, after every round and at the end of ``start``.
         clients: the number of clients. 0: the value of ``num-partitions`` that most nodes report.
         options: the fields of ``ServerPolicy`` by name, such as ``seed``, ``calibrate``,
-            ``unit_scale``, ``client_weights``, ``payload``, ``exchange`` (FedTAN) and ``rate``. Without
+            ``unit_scale``, ``client_weights``, ``exchange`` (FedTAN) and ``rate``. Without
             ``rate``, the learning rate is the one that ``train_config`` names (``RATES``), which your
             clients read, too, and which a hook may change in the config of any round. FBN's shared
             statistics move more slowly as it falls. In rounds with frozen statistics, clients get a
