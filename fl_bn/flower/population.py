@@ -101,7 +101,7 @@ class Population:
             here, needed = self._here_and_needed()
             if here >= needed > 0 or (late and 0 < self.least <= here and self._agreed()):
                 break
-            if late or (problem and not self.least):
+            if late or (problem and not self._may_do_without()):
                 raise RunFailed((not self.least and problem) or self._too_few(here, needed))
             if here != logged:
                 logged = here
@@ -109,6 +109,11 @@ class Population:
             time.sleep(POLL)
         self._begin()
         return self.number
+
+    def _may_do_without(self) -> bool:
+        """Return whether enough others may still come if a node cannot take part. Each node is asked only once."""
+        sites = self.called.nodes
+        return self.least > 0 and (not sites or len({*sites, *self._claims} - self._refused.keys()) >= self.least)
 
     def _agreed(self) -> int:
         """Return the number of clients, if it is known or has more votes than any other; else 0."""
