@@ -65,9 +65,11 @@ def losses(network: nn.Module, method: Any, data: Sequence[Any], rounds: int = 3
 # Networks and data
 
 
-@listed("method", ["fbn", "hbn", "fedtan"])
+@pytest.mark.slow  # with the extra loops, which no newcomer has
+@pytest.mark.parametrize("method", ["fbn", "hbn", "fedtan"])
 def test_a_what_monai_s_loader_yields_trains_as_plain_tensors_do(method: str) -> None:
-    from monai.data import DataLoader, MetaTensor
+    data = pytest.importorskip("monai.data")
+    DataLoader, MetaTensor = data.DataLoader, data.MetaTensor
 
     def trained(kind: Callable[[Tensor], Tensor]) -> list[float]:
         torch.manual_seed(0)
