@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from tests.sweeps.paper_setting import Keys, Setting
+
+TABLE = partial(Setting, seeds=5)  # 5.1 and 5.2: five trials
 
 DIGITS: Keys = {
     "model": "digits-cnn",  # Table 3
@@ -40,15 +44,15 @@ BRAINS = {  # 5.2, D.4
 }  # fmt: skip
 UNEQUAL = {"samples-per-domain": 0, "local-epochs": 0}  # E.6: clients with fewer samples repeat them
 FEDBN_PAPER = {
-    "001-F3": Setting("5.1, Table 4", {**DIGITS, "evaluate-on": "training"}, {"method": TWO}),
-    "001-F4a": Setting("5.1, Table 5", DIGITS, {"method": TWO, "local-epochs": EPOCHS}),
-    "001-F4c": Setting(
+    "001-F3": TABLE("5.1, Table 4", {**DIGITS, "evaluate-on": "training"}, {"method": TWO}),
+    "001-F4a": TABLE("5.1, Table 5", DIGITS, {"method": TWO, "local-epochs": EPOCHS}),
+    "001-F4c": TABLE(
         "5.1, Table 7",
         DIGITS,
         {"method": TWO, "clients": {str(5 * n): {"clients": 5 * n, "samples-per-domain": 743 * n} for n in range(1, 11)}},
     ),
-    "001-F7": Setting("E.1", {**DIGITS, "evaluate-every": 1, "evaluate-on": "training"}, {"method": TWO, "local-epochs": EPOCHS}),
-    "001-T1": Setting(
+    "001-F7": TABLE("E.1", {**DIGITS, "evaluate-every": 1, "evaluate-on": "training"}, {"method": TWO, "local-epochs": EPOCHS}),
+    "001-T1": TABLE(
         "5.2, D.3",
         {**DIGITS, **OFFICE},
         {
@@ -64,10 +68,10 @@ FEDBN_PAPER = {
             },
         },
     ),
-    "001-T1-ABIDE": Setting("5.2, D.4", {**DIGITS, **BRAINS}, {"method": {**FOUR, "FedProx": {**PROX, "fedprox-mu": 0.2}}}),
-    "001-T11": Setting("5.1, Table 8", DIGITS, {"method": FOUR}),
-    "001-T12": Setting("E.3", DIGITS, {"method": {"Centralised": {**AVG, "clients": 1, "partition": "iid"}, "FedBN": FEDBN}}),
-    "001-T13": Setting(
+    "001-T1-ABIDE": TABLE("5.2, D.4", {**DIGITS, **BRAINS}, {"method": {**FOUR, "FedProx": {**PROX, "fedprox-mu": 0.2}}}),
+    "001-T11": TABLE("5.1, Table 8", DIGITS, {"method": FOUR}),
+    "001-T12": TABLE("E.3", DIGITS, {"method": {"Centralised": {**AVG, "clients": 1, "partition": "iid"}, "FedBN": FEDBN}}),
+    "001-T13": TABLE(
         "E.4",
         DIGITS,
         {
@@ -79,7 +83,7 @@ FEDBN_PAPER = {
             },
         },
     ),
-    "001-T14": Setting(
+    "001-T14": TABLE(
         "Table 6, E.5",
         DIGITS,
         {
@@ -87,15 +91,15 @@ FEDBN_PAPER = {
             "samples": {str(n): {"samples-per-domain": n} for n in (74, 371, 743, 1487, 2975, 4462, 7438)},
         },
     ),
-    "001-T15": Setting(
+    "001-T15": TABLE(
         "E.6, Table 15",
         {**DIGITS, **UNEQUAL, "samples-share": 0.1, "local-steps": 1223},  # 39,116 samples in batches of 32
         {"method": {name: FOUR[name] for name in ("FedAvg", "FedProx", "FedBN")}},
     ),
-    "001-T16": Setting(
+    "001-T16": TABLE(
         "E.6, Table 16",
         {**DIGITS, **UNEQUAL, "local-steps": 12224},  # 391,160 samples
         {"method": {name: FOUR[name] for name in ("FedAvg", "FedProx", "FedBN")}},
     ),
-    "001-T17": Setting("appendix G", DIGITS, {"method": {name: FOUR[name] for name in ("FedAvg", "FedProx", "FedBN")}}),
+    "001-T17": TABLE("appendix G", DIGITS, {"method": {name: FOUR[name] for name in ("FedAvg", "FedProx", "FedBN")}}),
 }

@@ -78,7 +78,10 @@ def _federations() -> dict[str, Keys]:
 
 FIXBN_PAPER = {
     "000-T1": Setting(
-        "l. 110-121", {**CIFAR, **NO_MOMENTUM}, {"method": {"BN": BN, "GN": GN}, "training": {"centralised": CENTRALISED, "FL": {}}}
+        "l. 110-121",
+        {**CIFAR, **NO_MOMENTUM},
+        {"method": {"BN": BN, "GN": GN}, "training": {"centralised": CENTRALISED, "FL": {}}},
+        seeds=5,
     ),
     "000-T2": Setting("l. 223-230", {**CIFAR, **IMAGENET}, {"method": THREE}),
     "000-T3": Setting(
@@ -106,6 +109,7 @@ FIXBN_PAPER = {
             },
         },
         without=lambda at: str(at["method"]).startswith("centralised") and at["split"] == "non-IID",
+        seeds=5,
     ),
     "000-T5": Setting(
         "l. 243-246",
@@ -134,7 +138,7 @@ FIXBN_PAPER = {
             "split": SHARDS,
         },
     ),
-    "000-TI": Setting("l. 494-496", {**CIFAR, "method": "gn"}, {"groups": {n: {"groups": int(n)} for n in "248"}, "split": SHARDS}),
+    "000-TI": Setting("l. 494-496", {**CIFAR, **GN}, {"groups": {n: {"groups": int(n)} for n in "248"}, "split": SHARDS}, seeds=5),
     "000-F1": Setting(
         "caption, l. 501-536",
         {**CIFAR, **ONE_STEP},
@@ -171,7 +175,7 @@ FIXBN_PAPER = {
         {"method": THREE, "split": {**SPLITS, "Shards": {"partition": "classes", "partition-parameter": 40.0}}},
     ),
     "000-FD": Setting("l. 420-426", CIFAR, {"method": THREE, "split": SPLITS, "local-steps": STEPS}),
-    "000-FE": Setting("l. 466-478", CIFAR, {"method": {"BN": BN, "GN": GN}, "local-steps": STEPS, "split": SHARDS}),
+    "000-FE": Setting("l. 466-478", CIFAR, {"method": {"BN": BN, "GN": GN}, "local-steps": STEPS, "split": SHARDS}, seeds=5),
     "000-FG": Setting("l. 462-465", CIFAR, {"method": {"BN": BN, "GN": GN}, "federation": _federations(), "split": SHARDS}),
     "000-FH": Setting(
         "l. 497-499",
