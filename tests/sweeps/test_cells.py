@@ -10,8 +10,8 @@ import pytest
 
 from experiments.kept import finished
 from fl_bn.flower import RunFailed
-from tests.experiment.test_compare import finish
 from tests.refusals import naming
+from tests.sweeps.finished_cells import Threads, checkpoint, finish
 from tests.sweeps.inner import LOGGER, Cell, ConfigError, RunConfig, cells, run_cell
 
 
@@ -33,12 +33,17 @@ def a_cell(folder: Path, **keys: Any) -> Cell:
     return Cell(RunConfig.from_mapping({"output": str(folder), "name": "a", "rounds": 2, **keys}))
 
 
-def test_a_cell_that_another_process_runs_is_left_alone(tmp_path: Path, ran: list[dict[str, Any]]) -> None:
+def test_a_cell_that_another_process_runs_is_left_alone(
+    tmp_path: Path, ran: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cell = a_cell(tmp_path)
     finish(cell, [0.5])  # so far
     (tmp_path / "a.log").write_text("the other's")
-    with cell.held(), naming("another", RunFailed):
-        run_cell(cell)
+    monkeypatch.setattr(cells, "ProcessPoolExecutor", Threads)
+    with cell.held():
+        with naming("another", RunFailed):
+            run_cell(cell)
+        assert cells.run_cells([cell], 1, lambda done, total: None) == {}
     assert ran == []
     assert len(cell.rows()) == 1
     assert cell.outcome() == {}
@@ -58,12 +63,8 @@ def test_a_cell_that_ran_on_another_device_and_engine_is_finished_and_kept_as_it
     here = a_cell(tmp_path, device="cpu", **{"data-path": "here", "setup": setup})
     assert here.finished()
     (kept,) = finished([here], [a_cell(tmp_path, device="cpu", **{"data-path": "{data}", "setup": setup})])
-    assert {key: kept.config.get(key) for key in ("engine", "memory-format", "device", "data-path")} == {
-        "engine": "vectorised",
-        "memory-format": "channels-last",
-        "device": None,
-        "data-path": "{data}",
-    }
+    told = [kept.config.get(key) for key in ("engine", "memory-format", "device", "data-path")]
+    assert told == ["vectorised", "channels-last", None, "{data}"]
     with naming("learning-rate", ConfigError):  # control
         a_cell(tmp_path, **{"learning-rate": 0.1, "data-path": "here", "setup": setup}).finished()
 
@@ -71,14 +72,11 @@ def test_a_cell_that_ran_on_another_device_and_engine_is_finished_and_kept_as_it
 def test_a_centralised_run_is_not_taken_for_a_federated_one(tmp_path: Path) -> None:
     federated = a_cell(tmp_path)
     centralised = replace(federated, centralised=True)
-    finish(centralised, [0.5, 0.6])
-    assert centralised.finished()
-    with naming("centralised", ConfigError):
-        federated.finished()
-    finish(federated, [0.5, 0.6])
-    assert federated.finished()
-    with naming("centralised", ConfigError):
-        centralised.finished()
+    for one, other in ((centralised, federated), (federated, centralised)):
+        finish(one, [0.5, 0.6])
+        assert one.finished()
+        with naming("centralised", ConfigError):
+            other.finished()
 
 
 def test_a_row_that_a_crash_has_torn_is_left_out(tmp_path: Path) -> None:
@@ -97,8 +95,7 @@ def test_a_config_that_a_crash_has_emptied_is_no_other_run(left: bytes, tmp_path
     cell = a_cell(tmp_path)
     finish(cell, [0.5])
     (cell.path / "config.toml").write_bytes(left)
-    (cell.path / "checkpoints").mkdir()
-    (cell.path / "checkpoints" / "round-000001.safetensors").touch()
+    checkpoint(cell)
     assert not cell.finished()
     run_cell(cell)
     assert [config["resume"] for config in ran] == [""]  # not gone on with, as its config is unknown
@@ -111,8 +108,7 @@ def test_what_is_retried_is_begun_anew_and_not_from_its_checkpoint(tmp_path: Pat
     for name, status in (("failed", "failed"), ("interrupted", "")):
         cell = a_cell(tmp_path, name=name)
         finish(cell, [0.5])
-        (cell.path / "checkpoints").mkdir()
-        (cell.path / "checkpoints" / "round-000001.safetensors").touch()
+        checkpoint(cell)
         if status:
             cell.write_outcome(status, 1.0)
         run_cell(cell)

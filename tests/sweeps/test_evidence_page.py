@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from experiments.catalogue import FOLDER, Experiment, find
-from experiments.claims import LEAST, Rules, read_register
+from experiments.claims import read_register
 from experiments.evidence import RESULTS, definition, gather, results_of
 from experiments.evidence import Tested as OneClaim  # pytest would take a name in Test... for tests
 from experiments.evidence_page import AMENDED, PAGE, markdown, readme, write_evidence
-from experiments.scale import too_short
 from tests.sweeps.evidence_runs import ALL, CLAIMS, OWN, kept, register
 from tests.sweeps.inner import SEED
 
@@ -38,33 +36,6 @@ def test_the_page_says_what_the_results_say(ours: list[OneClaim]) -> None:
     assert (folder / PAGE).read_text() == page, "fl-bn experiments evidence"
     assert text == readme(text, ours, "experiments"), "fl-bn experiments evidence --readme README.md"
     assert len(page.splitlines()) <= MOST
-
-
-def test_no_planned_cell_belongs_to_a_claim_that_it_cannot_decide(ours: list[OneClaim]) -> None:
-    """By the rules: enough seeds, or a gap of the paper's that three decide, and a length at which the runs count. Controls below."""
-    rules = read_register(FOLDER).rules
-    assert {one.claim.id: why for one in ours if (why := undecidable(one, rules))} == {}
-    (one,) = [one for one in ours if one.claim.id == "002-T1"]
-    assert one.runs is not None
-    fewer = replace(one.runs, defined=tuple(cell for cell in one.runs.defined if cell.config.seed < 3), kept=())
-    assert len(undecidable(replace(one, runs=fewer), rules)) == 3
-    assert undecidable(replace(one, runs=fewer), replace(rules, collapse=0.5)) == []  # the paper's gaps count as collapses
-    assert len(undecidable(replace(one, runs=replace(one.runs, kept=())), replace(rules, share=0.5))) == 3
-
-
-def undecidable(one: OneClaim, rules: Rules) -> list[str]:
-    """Return the comparisons that cells without a result are planned for, although no results of theirs would decide them."""
-    if one.runs is None:
-        return []
-    places, found = one.runs.places, []
-    for comparison in one.claim.compare:
-        sides = [places[row, column] for side in (comparison.left, comparison.right) for row, column, _ in side.places]
-        seeds = min(len(cells) for cells in sides)
-        enough = seeds >= rules.seeds or (seeds >= LEAST and not comparison.near and abs(comparison.gap or 0.0) > rules.collapse)
-        short = not comparison.metric and any(too_short(cells, one.claim, rules) for cells in sides)
-        if any(not cell.rows for cells in sides for cell in cells) and (short or not enough):
-            found.append(str(comparison))
-    return found
 
 
 def test_cells_of_a_commit_that_the_history_lacks_say_so() -> None:

@@ -40,6 +40,12 @@ report = { at = "best" }
 """
 
 
+SKEWED = '{ partition = "dirichlet", partition-parameter = 9.0 }'
+IID = """"IID" = { partition = "iid" }
+"skewed" = { partition = "dirichlet", partition-parameter = 0.1 }
+"""
+
+
 def sweep(text: str = TEXT, variant: str = "", **overrides: Any) -> Sweep:
     return parse(tomllib.loads(text), "file", variant, "there", {name.replace("_", "-"): value for name, value in overrides.items()})
 
@@ -129,35 +135,29 @@ def test_what_is_wrong_is_said_before_anything_runs(change: dict[str, str], mess
     assert not list(tmp_path.iterdir())
 
 
-def test_a_variant_that_is_not_there() -> None:
-    with naming("'smal'", ConfigError):
-        sweep(variant="smal")
-    with naming("'skew'", ConfigError):
-        sweep(TEXT.replace('["skewed"]', '["skew"]'), variant="small")
+@listed(
+    ("text", "variant", "overrides", "about"),
+    [
+        (TEXT, "smal", {}, "'smal'"),
+        (TEXT.replace('["skewed"]', '["skew"]'), "small", {}, "'skew'"),
+        (TEXT, "", {"method": "fbn"}, "axes.method"),  # it makes an axis one run
+        (TEXT.replace('{ partition = "iid" }', SKEWED), "", {"partition_parameter": 1.0}, "'IID'"),
+        (TEXT + "[variants.one]\naxes.other = []\n", "one", {}, "other"),  # an empty list drops an axis, which must be there
+        (TEXT.replace(IID, ""), "", {}, "split"),
+    ],
+)
+def test_a_variant_and_an_override_must_fit_the_file(text: str, variant: str, overrides: dict[str, Any], about: str) -> None:
+    with naming(about, ConfigError):
+        sweep(text, variant, **overrides)
 
 
-def test_an_override_that_makes_an_axis_one_run_is_refused() -> None:
-    with naming("axes.method", ConfigError):
-        sweep(method="fbn")
-    with naming("'IID'", ConfigError):
-        sweep(TEXT.replace('{ partition = "iid" }', '{ partition = "dirichlet", partition-parameter = 9.0 }'), partition_parameter=1.0)
-    assert sweep(freeze_after=1).axes["method"]["Fix"] == {"method": "fixbn"}  # control: they still differ
+def test_control_an_override_that_leaves_axes_apart_and_an_empty_list_that_drops_one() -> None:
+    assert sweep(freeze_after=1).axes["method"]["Fix"] == {"method": "fixbn"}  # they still differ
     assert "seed" not in sweep(seed=3).axes  # nor is a list of [run], whose values are their labels
-
-
-def test_an_empty_list_in_a_variant_drops_the_axis() -> None:
-    """Control: an axis that the file does not have is refused, and so is an axis of the file itself without values."""
-    tables = tomllib.loads(TEXT)
-    tables["variants"]["one"] = {"axes": {"split": []}, "run": {"partition": "iid"}, "skip": [], "report": {"columns": []}}
-    sweep = parse(tables, "x", "one", "data", {})
-    assert list(sweep.axes) == ["method", "seed"]
-    assert {keys["partition"] for _, keys in sweep.points()} == {"iid"}
-    tables["variants"]["one"]["axes"] = {"other": []}
-    with naming("other", ConfigError):
-        parse(tables, "x", "one", "data", {})
-    tables["axes"]["split"] = {}
-    with naming("split", ConfigError):
-        parse(tables, "x", "", "data", {})
+    one = '[variants.one]\naxes.split = []\nrun = { partition = "iid" }\nskip = []\nreport = { columns = [] }\n'
+    made = sweep(TEXT + one, "one")
+    assert list(made.axes) == ["method", "seed"]
+    assert {keys["partition"] for _, keys in made.points()} == {"iid"}
 
 
 WHERE = TEXT.replace(

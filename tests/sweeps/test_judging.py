@@ -51,37 +51,37 @@ def test_p_values_and_intervals_are_those_of_scipy() -> None:
     assert one.p != pytest.approx(ttest_rel(left, right[::-1]).pvalue, rel=1e-3)  # pairs matter
 
 
+SMALL_GAP, LARGE_GAP = (3.0, 3.1, 2.9), (40.0, 41.0, 42.0)
+FIVE = {"needed": 5, "collapse": 10.0}  # five seeds decide, and three only a collapse
+
+
 @listed(
-    ("limit", "differences", "state"),
+    ("differences", "rules", "state"),
     [
-        (None, (3.0, 3.1, 2.9), HELD),
-        (None, (-3.0, -3.1, -2.9), AGAINST),
-        (None, (3.0, -2.0, 1.0), LESS),
-        (None, (9.0, -9.0, 0.0), OPEN),
-        (None, (30.0,), OPEN),
-        (None, (), MISSING),
-        (2.0, (0.1, -0.1, 0.2), HELD),
-        (2.0, (5.0, 5.1, 4.9), AGAINST),
-        (2.0, (1.9, 2.3, 1.7), OPEN),
-        (2.0, (-1.0, -1.0, -1.0), HELD),
+        (SMALL_GAP, {}, HELD),
+        ((-3.0, -3.1, -2.9), {}, AGAINST),
+        ((3.0, -2.0, 1.0), {}, LESS),
+        ((9.0, -9.0, 0.0), {}, OPEN),
+        ((30.0,), {}, OPEN),
+        ((), {}, MISSING),
+        ((0.1, -0.1, 0.2), {"limit": 2.0}, HELD),
+        ((5.0, 5.1, 4.9), {"limit": 2.0}, AGAINST),
+        ((1.9, 2.3, 1.7), {"limit": 2.0}, OPEN),
+        ((-1.0, -1.0, -1.0), {"limit": 2.0}, HELD),
+        (SMALL_GAP, FIVE, OPEN),
+        ((*SMALL_GAP, 3.0, 3.1), FIVE, HELD),
+        (LARGE_GAP, FIVE, HELD),
+        (tuple(-value for value in LARGE_GAP), FIVE, AGAINST),
+        (LARGE_GAP, {"needed": 5}, OPEN),
+        (LARGE_GAP[:2], FIVE, OPEN),
     ],
 )
-def test_what_seeds_decide(limit: float | None, differences: tuple[float, ...], state: str) -> None:
+def test_what_seeds_decide(differences: tuple[float, ...], rules: dict[str, Any], state: str) -> None:
     """What is smaller than the paper's needs a number of the paper: without one it is undecided."""
-    one = outcome(*differences, limit=limit)
+    one = outcome(*differences, **rules)
     assert one.state == state
-    assert replace(one, comparison=replace(ABOVE, paper=None, figure="3")).state == (OPEN if state == LESS else state)
-
-
-def test_five_seeds_decide_and_three_only_a_collapse() -> None:
-    """Controls: with five seeds the small difference is decided; without a bound for collapses the large one is not."""
-    small, large = (3.0, 3.1, 2.9), (40.0, 41.0, 42.0)
-    assert outcome(*small, needed=5, collapse=10.0).state == OPEN
-    assert outcome(*small, 3.0, 3.1, needed=5, collapse=10.0).state == HELD
-    assert outcome(*large, needed=5, collapse=10.0).state == HELD
-    assert outcome(*(-value for value in large), needed=5, collapse=10.0).state == AGAINST
-    assert outcome(*large, needed=5).state == OPEN
-    assert outcome(*large[:2], needed=5, collapse=10.0).state == OPEN
+    if not FIVE.items() <= rules.items():
+        assert replace(one, comparison=replace(ABOVE, paper=None, figure="3")).state == (OPEN if state == LESS else state)
 
 
 def test_verdicts() -> None:
@@ -134,33 +134,38 @@ def short(one: ReportedCell, **claim: Any) -> str:
     return too_short([one], Claim("000-T1", "Table 1", "c", **claim), Rules())
 
 
-def test_a_third_of_the_steps_is_enough() -> None:
-    assert short(cell(RISING), steps=(3000.0,)) == ""  # 1,000 of 3,000
-    assert short(cell(RISING), steps=(3100.0,)) == "32 % of the paper's steps per client"
-    assert short(cell(RISING, fraction=0.5), steps=(3000.0,)) == "17 % of the paper's steps per client"
-    assert short(cell(RISING)) == ""  # a claim that is not of converged accuracy
+MILESTONES = {"learning_rate_schedule": "milestones", "learning_rate_milestones": "0.5:0.1, 0.9:0.01"}
+STEP = {"learning_rate_schedule": "step"}
+IN_A_PHASE = "of the paper's steps per client in a phase of the schedule"
 
 
-def test_every_phase_of_the_schedule_needs_its_share() -> None:
-    """As long as the paper's in all, but the last phase is not. Control: the paper's own shares."""
-    milestones = {"learning_rate_schedule": "milestones", "learning_rate_milestones": "0.5:0.1, 0.9:0.01"}
-    in_a_phase = "of the paper's steps per client in a phase of the schedule"
-    assert phases(RunConfig(**milestones)) == [50, 90, 100]
-    assert short(cell(RISING, **milestones), steps=(500.0, 400.0, 1000.0)) == f"10 % {in_a_phase}"
-    assert short(cell(RISING, **milestones), steps=(500.0, 400.0, 100.0)) == ""
-    assert short(cell(RISING, learning_rate_schedule="step"), steps=(1600.0, 800.0, 800.0)) == f"31 % {in_a_phase}"
+@listed(
+    ("config", "steps", "why"),
+    [
+        ({}, (3000.0,), ""),  # 1,000 of 3,000
+        ({}, (3100.0,), "32 % of the paper's steps per client"),
+        ({"fraction": 0.5}, (3000.0,), "17 % of the paper's steps per client"),
+        ({}, (), ""),  # a claim that is not of converged accuracy
+        (MILESTONES, (500.0, 400.0, 1000.0), f"10 % {IN_A_PHASE}"),  # long enough in all, but the last phase is not
+        (MILESTONES, (500.0, 400.0, 100.0), ""),
+        (STEP, (1600.0, 800.0, 800.0), f"31 % {IN_A_PHASE}"),
+    ],
+)
+def test_a_third_of_the_steps_is_enough_in_every_phase(config: dict[str, Any], steps: tuple[float, ...], why: str) -> None:
+    assert short(cell(RISING, **config), **({"steps": steps} if steps else {})) == why
+    assert phases(RunConfig(**MILESTONES)) == [50, 90, 100]
 
 
-def test_a_flat_curve_is_enough() -> None:
-    """Control: one that gains in the last fifth."""
-    assert short(cell(FLAT, learning_rate_schedule="exponential", learning_rate_decay=0.998), steps=(99999.0,)) == ""
-    assert short(cell([*FLAT[:8], 0.5, 0.52]), steps=(99999.0,)) != ""
-    assert short(cell([0.1, *FLAT[1:]]), steps=(99999.0,)) == ""
-
-
-def test_a_curve_that_the_rate_has_ended_is_not_flat() -> None:
-    """A cosine ends at 0, and an exponential can. A step's last phase is flat, its first is not."""
-    assert short(cell(FLAT, learning_rate_schedule="cosine"), steps=(99999.0,)) != ""
-    assert short(cell(FLAT, learning_rate_schedule="exponential", learning_rate_decay=0.9), steps=(99999.0,)) != ""
-    steep = [0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
-    assert short(cell(steep, learning_rate_schedule="step"), steps=(9e4, 9e4, 9e4)) != ""
+@listed(
+    ("curve", "config", "enough"),
+    [
+        (FLAT, {"learning_rate_schedule": "exponential", "learning_rate_decay": 0.998}, True),
+        ([*FLAT[:8], 0.5, 0.52], {}, False),  # it gains in the last fifth
+        ([0.1, *FLAT[1:]], {}, True),
+        (FLAT, {"learning_rate_schedule": "cosine"}, False),  # the rate has ended it
+        (FLAT, {"learning_rate_schedule": "exponential", "learning_rate_decay": 0.9}, False),
+        ([0.1, 0.2, 0.3, 0.4, *FLAT[:6]], STEP, False),  # the last phase is flat, the first is not
+    ],
+)
+def test_a_flat_curve_is_enough_unless_the_rate_has_ended_it(curve: list[float], config: dict[str, Any], enough: bool) -> None:
+    assert (short(cell(curve, **config), steps=(99999.0,) * (3 if config == STEP else 1)) == "") == enough
