@@ -26,8 +26,6 @@ from tests.data.inner import (
     read_columns,
     read_rows,
     split_rows,
-    to_input,
-    without_domain,
 )
 from tests.listed import listed
 from tests.refusals import wrong_data
@@ -74,21 +72,14 @@ def test_the_arrays_are_those_of_a_plain_reading(tmp_path: Path) -> None:
     data, (x, y) = load_csv(str(file), 0), plain(file)
     want = sorted(zip(np.array(x, dtype=np.float32).tolist(), y, strict=True))
     assert together(data) == want
-    assert together(data) != sorted(zip(np.array(x, dtype=np.float32).tolist(), [1 - label for label in y], strict=True))  # control
     assert (data.channels, data.image_size, data.classes, data.domains) == (7, 1, 2, ())
-    assert torch.equal(to_input(data.x_train), data.x_train)
 
 
 def test_the_order_of_columns_and_an_excel_file_change_nothing(tmp_path: Path) -> None:
-    want = together(load_csv(str(site(tmp_path / "a")), 0))
-    cells = [line.split(",") for line in [HEADER, *ROWS]]
-    turned = [";".join(reversed(row)) for row in cells]
-    file = site(tmp_path / "b", rows=turned[1:], header=turned[0], delimiter=";")
+    cells = [";".join(reversed(line.split(","))) for line in [HEADER, *ROWS]]
+    file = site(tmp_path / "b", rows=cells[1:], header=cells[0], delimiter=";")
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n") + b"\r\n")  # a byte order mark, an empty line
-    assert together(load_csv(str(file), 0)) == want
-    by_place = site(tmp_path / "c", rows=turned[1:], header=HEADER.replace(",", ";"), delimiter=";")
-    with pytest.raises(DataError):  # control: cells under other names
-        load_csv(str(by_place), 0)
+    assert together(load_csv(str(file), 0)) == together(load_csv(str(site(tmp_path / "a")), 0))
 
 
 def test_several_files_are_domains_and_a_site_has_the_same_split_alone(tmp_path: Path) -> None:
@@ -102,18 +93,16 @@ def test_several_files_are_domains_and_a_site_has_the_same_split_alone(tmp_path:
     assert len(alone.x_test) == round(0.2 * 7) + round(0.2 * 24)  # of each class a fifth
     other = load_csv(str(site(tmp_path / "seed", "south", rows[:31], seed=1)), 0)
     assert not torch.equal(other.x_train, alone.x_train)  # control: another seed of columns.toml draws others
-    assert without_domain(data, "north").x_train.shape == alone.x_train.shape
     assert load_csv(f"{tmp_path / 'south.csv'}, {tmp_path / 'north.csv'}", 0).domains == ("south", "north")
 
 
-def test_a_person_s_rows_stay_on_one_side(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{"ignore": [], "group": "id"}, {}], ids=["grouped", "control"])
+def test_a_person_s_rows_stay_on_one_side(changes: dict[str, Any], tmp_path: Path) -> None:
     rows = [f"{i // 4},{40 + i},0,no,a,{('well', 'ill')[i % 2]}" for i in range(40)]
-    file = site(tmp_path, rows=rows, ignore=[], group="id")
-    test = split_rows(read_rows(file, read_columns(tmp_path)), read_columns(tmp_path))
-    assert [len(set(test[4 * i : 4 * i + 4])) for i in range(10)] == [1] * 10
+    file, columns = site(tmp_path, rows=rows, **changes), read_columns(tmp_path)
+    test = split_rows(read_rows(file, columns), columns)
     assert test.sum() == 8
-    by_rows = split_rows(read_rows(site(tmp_path / "b", rows=rows), read_columns(tmp_path / "b")), read_columns(tmp_path / "b"))
-    assert any(len(set(by_rows[4 * i : 4 * i + 4])) == 2 for i in range(10))  # control
+    assert all(len(set(test[4 * i : 4 * i + 4])) == 1 for i in range(10)) is bool(changes)
 
 
 def test_a_target_that_is_a_number_is_scaled_by_stated_constants(tmp_path: Path) -> None:
@@ -142,11 +131,9 @@ def test_policies_are_stated_and_told(rows: list[str], changes: dict[str, Any], 
 
 def test_what_takes_the_place_of_a_missing_cell(tmp_path: Path) -> None:
     file = site(tmp_path, rows=[*ROWS, "6,,NaN,,x,well"], missing="fill", unknown="zeros")
-    rows = read_rows(file, read_columns(tmp_path))
-    assert rows.x[-1].tolist() == [0.0] * 7  # the stated mean, and no category
-    listed_as_category = columns_of(
-        SCHEME | {"categorical": {"smoker": ["no", "yes", ""], "ward": ["a", "b", "c", "x"]}, "missing": "fill"}
-    )
+    assert read_rows(file, read_columns(tmp_path)).x[-1].tolist() == [0.0] * 7  # the stated mean, and no category
+    categories = {"smoker": ["no", "yes", ""], "ward": ["a", "b", "c", "x"]}
+    listed_as_category = columns_of(SCHEME | {"categorical": categories, "missing": "fill"})
     assert read_rows(file, listed_as_category).x[-1].tolist() == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
 
 
@@ -157,25 +144,18 @@ BELOW = "\n".join([HEADER, *ROWS, ""])
     ("text", "line", "column"),
     [
         (BELOW + "6,,1,no,a,well", 7, "age"),
-        (BELOW + "6,NaN,1,no,a,well", 7, "age"),
         (BELOW + "6,40,1,,a,well", 7, "smoker"),
         (BELOW + "6,40,1,no,a,", 7, "outcome"),
-        (BELOW + "6,inf,1,no,a,well", 7, "age"),
         (BELOW + "6,1e999,1,no,a,well", 7, "age"),
         (BELOW + "6,40,1_0,no,a,well", 7, "dose"),
-        (BELOW + "6,40,old,no,a,well", 7, "dose"),
-        (BELOW + '6,40,"1,5",no,a,well', 7, "dose"),
         (BELOW + "6,40,1,ja,a,well", 7, "smoker"),
         (BELOW + "6,40,1,no,a,welll", 7, "outcome"),
         (BELOW + "6,40,1,no,a", 7, ""),
-        (BELOW + "6,40,1,no,a,well,9", 7, ""),
         (BELOW + '"6\n6",40,1,no,a,well\n7,x,1,no,a,well', 9, "age"),  # a cell of two lines
         (BELOW + '6,"40"1,1,no,a,well', 7, ""),
         ("", 0, ""),
-        ("\n\n", 0, ""),
         (HEADER, 0, ""),
         (HEADER.replace(",dose", ""), 1, "dose"),
-        (HEADER.replace("outcome", "Outcome"), 1, "outcome"),
         (HEADER + ",zip", 1, "zip"),
         (HEADER + ",age", 1, "age"),
         (HEADER.replace(",", ";"), 1, "outcome"),
@@ -196,18 +176,13 @@ def test_a_wrong_file_is_refused_by_line_and_column(text: str, line: int, column
 def test_one_row_and_a_missing_class_at_one_of_several_sites(tmp_path: Path) -> None:
     site(tmp_path, "north"), site(tmp_path, "one", ROWS[:1]), site(tmp_path, "well", [ROWS[0], ROWS[2], ROWS[4]])
     data = load_csv(str(tmp_path), 0)
-    assert data.domains == ("north", "one", "well")
     assert data.domain_train is not None
     assert data.domain_test is not None
-    assert data.domain_train.bincount().tolist() == [3, 1, 2]
-    assert data.domain_test.bincount(minlength=3).tolist() == [2, 0, 1]
+    assert (data.domain_train.bincount().tolist(), data.domain_test.bincount(minlength=3).tolist()) == ([3, 1, 2], [2, 0, 1])
     two = load_csv(str(site(tmp_path / "two", rows=ROWS[:2])), 0)  # each class has one row
-    assert (len(two.y_train), len(two.y_test), two.classes) == (1, 1, 2)
+    assert (len(two.y_train), len(two.y_test)) == (1, 1)
     only = load_csv(str(site(tmp_path / "only", rows=[ROWS[0], ROWS[2]])), 0)
     assert only.classes == 2  # not the largest label, plus one
-    site(tmp_path, "zero", [])
-    with wrong_data(tmp_path / "zero.csv"):
-        load_csv(str(tmp_path), 0)
 
 
 @listed(
@@ -215,23 +190,16 @@ def test_one_row_and_a_missing_class_at_one_of_several_sites(tmp_path: Path) -> 
     [
         ({"target": None}, "target"),
         ({"targets": "x"}, "'targets'"),
-        ({"target": 3}, "target"),
         ({"classes": ["well"]}, "classes"),
         ({"classes": ["well", "well"]}, "'well'"),
-        ({"classes": [True, False]}, "classes"),
         ({"target-mean": 3}, "target-mean"),
-        ({"numeric": {"age": 3}}, "'age'"),
         ({"numeric": {"age": {"sd": 3}}}, "'sd'"),
         ({"numeric": {"age": {"std": 0}}}, "std"),
-        ({"numeric": {"age": {"mean": "fifty"}}}, "'fifty'"),
         ({"numeric": {}, "categorical": {}}, "learn"),
         ({"numeric": {"outcome": {}}}, "'outcome'"),
-        ({"group": "age"}, "'age'"),
         ({"categorical": {"smoker": []}}, "'smoker'"),
         ({"missing": "mean"}, "'mean'"),
-        ({"unknown": "fill"}, "'fill'"),
         ({"test-share": 1}, "test-share"),
-        ({"seed": 1.5}, "seed"),
         ({"delimiter": "::"}, "','"),
     ],
 )
@@ -248,28 +216,22 @@ def test_the_digest_tells_descriptions_apart_and_not_their_layout(tmp_path: Path
     assert columns == columns_of(SCHEME)
     (tmp_path / "columns.toml").write_text("# a comment\n" + (tmp_path / "columns.toml").read_text())
     assert read_columns(tmp_path).digest == columns.digest
-    others = [
-        {"classes": ["ill", "well"]},
-        {"numeric": {"age": {"mean": 51, "std": 10}, "dose": {}}},
-        {"categorical": {"smoker": ["yes", "no"], "ward": ["a", "b", "c"]}},
-        {"missing": "drop"},
-        {"seed": 1},
-    ]
+    turned = {"smoker": ["yes", "no"], "ward": ["a", "b", "c"]}
+    others = [{"classes": ["ill", "well"]}, {"numeric": {"dose": {}}}, {"categorical": turned}, {"missing": "drop"}, {"seed": 1}]
     assert len({columns.digest, *(columns_of(SCHEME | other).digest for other in others)}) == 1 + len(others)
 
 
 def test_paths(tmp_path: Path) -> None:
-    file = site(tmp_path / "a")
-    other, same = site(tmp_path / "b", "south", classes=["ill", "well"]), site(tmp_path / "c")
-    for path, source, part in (
-        ("", "csv", "data-path"),
-        (f"{file},{same}", file, ""),
-        (f"{file},{other}", tmp_path / "b" / "columns.toml", ""),
+    file, same = site(tmp_path / "a"), site(tmp_path / "c")
+    other = site(tmp_path / "b", "south", classes=["ill", "well"])
+    for path, size, source, part in (
+        ("", 0, "csv", "data-path"),
+        (f"{file},{same}", 0, file, ""),
+        (f"{file},{other}", 0, tmp_path / "b" / "columns.toml", ""),
+        (str(file), 32, "csv", "image-size"),
     ):
         with wrong_data(source, part):
-            load_csv(path, 0)
-    with wrong_data("csv", "image-size"):
-        load_csv(str(file), 32)
+            load_csv(path, size)
     (tmp_path / "a" / "columns.toml").unlink()
     for path in (str(tmp_path / "gone.csv"), str(tmp_path), str(file)):
         with pytest.raises(DataNotFound):
@@ -287,14 +249,12 @@ def test_a_draft_describes_the_files_and_looks_at_no_test_row(tmp_path: Path) ->
     data = load_csv(str(file), 0)
     assert abs(float(data.x_train[:, 0].mean())) < 0.05
     assert float(data.x_train[:, 0].std()) == pytest.approx(1, abs=0.05)
-    lines = [file.read_text().splitlines()[0], *rows]
     chosen = split_rows(read_rows(file, columns), columns)
     kept = [row for i, row in enumerate(rows) if i != 3]
-    spoilt = [re.sub(r"^(p\d+),\d+", r"\1,900", row) if test else row for row, test in zip(kept, chosen, strict=True)]
-    file.write_text("\n".join([lines[0], *spoilt]) + "\n")
-    assert draft(str(file), "outcome") == text
-    file.write_text("\n".join([lines[0], *(re.sub(r"^(p\d+),\d+", r"\1,900", row) for row in kept)]) + "\n")
-    assert draft(str(file), "outcome") != text  # control: training rows do count
+    for spoilt, same in (("test", True), ("training", False)):  # control: training rows do count
+        aged = [re.sub(r",\d+", ",900", row, count=1) if test is same else row for row, test in zip(kept, chosen.tolist(), strict=True)]
+        file.write_text("\n".join([HEADER, *aged]) + "\n")
+        assert (draft(str(file), "outcome") == text) is same, spoilt
 
 
 def test_the_commands(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""Partitions: the laws all of them obey, and what each one promises."""
+"""Samples divided among clients, and a client's samples into batches: the laws that all divisions obey, and what each promises."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.data.inner import by_domain, classes_per_client, dirichlet, iid, label_counts, partition, similarity
+from tests.data.inner import (
+    ClientTooSmall,
+    classes_per_client,
+    dirichlet,
+    distinct,
+    draw_batches,
+    epoch_batches,
+    iid,
+    label_counts,
+    partition,
+    similarity,
+)
 from tests.listed import listed
 from tests.refusals import naming
 
-laws = settings(deadline=None, derandomize=True)
+Parts = list[NDArray[np.int64]]
 BALANCED = np.repeat(np.arange(10), 60)[np.random.default_rng(0).permutation(600)]
 DIVISIONS: list[tuple[str, Callable[[int], float]]] = [  # the kind, and a parameter that lets every class find a client
     ("iid", lambda _: 0),
@@ -30,20 +42,24 @@ DIVISIONS: list[tuple[str, Callable[[int], float]]] = [  # the kind, and a param
 ]
 
 
+def same(one: Parts, other: Parts) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 @pytest.mark.parametrize(("kind", "parameter"), DIVISIONS)
-@settings(laws, max_examples=10)
+@settings(max_examples=10)
 @given(clients=st.integers(3, 25), seed=st.integers(0, 2**40))
 def test_every_sample_has_one_client(kind: str, parameter: Callable[[int], float], clients: int, seed: int) -> None:
     domains = np.arange(600) % 3
-    parts = partition(kind, BALANCED, domains, clients, parameter(clients), seed)
+    parts, again, other = (partition(kind, BALANCED, domains, clients, parameter(clients), s) for s in (seed, seed, seed + 1))
     assert len(parts) == clients
     assert all(len(part) > 0 and part.dtype == np.int64 and (np.diff(part) > 0).all() for part in parts)
     assert sorted(np.concatenate(parts)) == list(range(600))
-    again = partition(kind, BALANCED, domains, clients, parameter(clients), seed)
-    assert all((a == b).all() for a, b in zip(parts, again, strict=True))
-    other = partition(kind, BALANCED, domains, clients, parameter(clients), seed + 1)
+    assert same(parts, again)
     fixed = kind.startswith("domain") and clients == 3  # a whole domain each, whatever the seed
-    assert fixed or any(len(a) != len(b) or (a != b).any() for a, b in zip(parts, other, strict=True))  # control
+    assert same(parts, other) is fixed
+    if kind.startswith("domain"):
+        assert [np.unique(domains[part]).tolist() for part in parts] == [[client % 3] for client in range(clients)]
 
 
 def test_another_process_computes_the_same_partition() -> None:
@@ -56,12 +72,10 @@ def test_another_process_computes_the_same_partition() -> None:
 
 
 def test_iid_is_even_in_size_and_nearly_in_classes() -> None:
-    parts = iid(BALANCED, 7, seed=0)
-    assert {len(part) for part in parts} == {85, 86}
+    assert {len(part) for part in iid(BALANCED, 7, seed=0)} == {85, 86}
     assert label_counts(BALANCED, iid(BALANCED, 2, seed=0), 10).min() > 15
 
 
-@laws
 @given(clients=st.integers(1, 15), k=st.integers(1, 10), seed=st.integers(0, 1000))
 def test_class_shards_are_even(clients: int, k: int, seed: int) -> None:
     counts = label_counts(BALANCED, classes_per_client(BALANCED, clients, k, seed), 10)
@@ -80,7 +94,7 @@ def test_mending_reaches_any_feasible_minimum_and_moves_no_more_than_it_must() -
     assert {len(part) for part in dirichlet(BALANCED, 20, 1e-3, seed=0, min_samples=30)} == {30}
 
 
-@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
+@listed("share", [0.0, 0.25, 0.5, 1.0])
 def test_similarity_mixes_sorted_chunks_with_a_pool(share: float) -> None:
     counts = label_counts(BALANCED, similarity(BALANCED, 10, share, seed=0), 10)
     assert (counts.sum(axis=1) == 60).all()
@@ -91,29 +105,14 @@ def test_similarity_mixes_sorted_chunks_with_a_pool(share: float) -> None:
         assert sorted(counts.flatten()) == [0] * 90 + [60] * 10
 
 
-@laws
-@given(clients=st.integers(3, 20))
-def test_each_client_has_one_domain_and_domains_have_clients_alike(clients: int) -> None:
-    domains = np.array([2, 5, 9])[np.arange(90) % 3]
-    parts = by_domain(domains, clients, seed=0)
-    owned = [np.unique(domains[part]) for part in parts]
-    assert all(len(names) == 1 for names in owned)
-    per_domain = np.unique(np.concatenate(owned), return_counts=True)[1]
-    assert per_domain.max() - per_domain.min() <= 1
-    assert len(per_domain) == 3
-    assert max(len(np.unique(domains[part])) for part in iid(domains, clients, 0)) > 1  # control
-
-
 def test_clients_of_a_domain_divide_it_with_label_skew() -> None:
     domains, labels = np.arange(3000) % 3, np.random.default_rng(0).integers(0, 10, 3000)
-    skewed = partition("domain-dirichlet", labels, domains, 9, 0.05, 0)
-    assert [np.unique(domains[part]).tolist() for part in skewed] == [[n % 3] for n in range(9)]
-    even = partition("domain", labels, domains, 9, 0, 0)  # control: without skew a client has its domain's classes in like numbers
 
-    def largest(parts: list[NDArray[np.int64]]) -> float:
+    def largest(kind: str, parameter: float) -> float:
+        parts = partition(kind, labels, domains, 9, parameter, 0)
         return float(np.mean([np.bincount(labels[part]).max() / len(part) for part in parts]))
 
-    assert largest(skewed) > 0.3 > 0.2 > largest(even)
+    assert largest("domain-dirichlet", 0.05) > 0.3 > 0.2 > largest("domain", 0)  # control: without skew, classes in like numbers
 
 
 TABLES = {
@@ -125,7 +124,7 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("k", TABLES)
+@listed("k", TABLES)
 def test_the_class_tables(k: int) -> None:
     labels = np.concatenate([BALANCED, BALANCED])  # 120 of each class, which 1 to 5 clients share without remainder
     counts = label_counts(labels, partition("table", labels, None, 5, k, seed=3), 10)
@@ -133,27 +132,23 @@ def test_the_class_tables(k: int) -> None:
     for client, classes in enumerate(TABLES[k]):
         wanted[client, [int(c) for c in classes]] = 120 // (k // 2)
     assert counts.tolist() == wanted.tolist()
-    drawn = label_counts(labels, partition("classes", labels, None, 5, k, seed=3), 10)
-    assert (drawn > 0).tolist() != (wanted > 0).tolist() or k == 10  # control: classes given out by lot
 
 
 def test_one_client_per_group_and_nothing_drawn() -> None:
     groups = np.array([7, 3, 3, 9, 7, 7])
-    assert [part.tolist() for part in partition("natural", groups * 0, groups, 3, 0, seed=0)] == [[1, 2], [0, 4, 5], [3]]
-    assert [part.tolist() for part in partition("natural", groups * 0, groups, 3, 0, seed=1)] == [[1, 2], [0, 4, 5], [3]]
+    for seed in (0, 1):
+        assert [part.tolist() for part in partition("natural", groups * 0, groups, 3, 0, seed)] == [[1, 2], [0, 4, 5], [3]]
 
 
 def test_equal_sizes_are_those_of_the_smallest_drawn_at_random_from_each_clients_own() -> None:
     groups = np.repeat([0, 1, 2], [300, 100, 200])
     whole = partition("natural", BALANCED, groups, 3, 0, seed=0)
-    parts = partition("natural", BALANCED, groups, 3, 0, seed=0, sizes="equal")
+    parts, again, other = (partition("natural", BALANCED, groups, 3, 0, seed, sizes="equal") for seed in (0, 0, 1))
     assert [len(part) for part in parts] == [100, 100, 100] != [len(part) for part in whole]
     assert all(set(part) <= set(own) and (np.diff(part) > 0).all() for part, own in zip(parts, whole, strict=True))
-    assert parts[0].tolist() != whole[0][:100].tolist()  # control: the first of a list that is sorted by label would be of one class
-    assert parts[0].max() > 200
-    again, other = (partition("natural", BALANCED, groups, 3, 0, seed=seed, sizes="equal") for seed in (0, 1))
-    assert all((a == b).all() for a, b in zip(parts, again, strict=True))
-    assert any((a != b).any() for a, b in zip(parts, other, strict=True))
+    assert parts[0].max() > 200  # not the first of a list that is sorted by label, which would be of one class
+    assert same(parts, again)
+    assert not same(parts, other)
 
 
 def test_masks_are_counted_by_pixel_and_divided_without_their_labels() -> None:
@@ -190,3 +185,49 @@ def test_wrong_arguments_are_refused_with_the_reason(arguments: dict[str, Any], 
     defaults = {"kind": "iid", "labels": BALANCED, "domains": None, "clients": 5, "parameter": 0.0, "seed": 0}
     with naming(message):
         partition(**(defaults | arguments))
+
+
+# Batches
+
+
+def drawn(n: int, batch_size: int, **how: Any) -> list[NDArray[np.int64]]:
+    return list(draw_batches(n, batch_size, np.random.default_rng(0), **how))
+
+
+@given(n=st.integers(2, 200), batch_size=st.integers(2, 70), epochs=st.integers(1, 4), whole=st.booleans())
+def test_passes_have_every_sample_once_in_batches_of_two_or_more(n: int, batch_size: int, epochs: int, whole: bool) -> None:
+    whole = whole and n >= batch_size
+    batches = drawn(n, batch_size, epochs=epochs, drop_last=whole)
+    used = n - n % batch_size if whole else n
+    passes = np.concatenate(batches).reshape(epochs, used)
+    assert all(len(np.unique(samples)) == used for samples in passes)
+    *sizes, last = (len(batch) for batch in batches[: len(batches) // epochs])
+    assert all(size == batch_size for size in sizes)
+    assert last == batch_size if whole else 2 <= last <= batch_size + 1
+    assert len(sizes) == 0 or n > batch_size
+    assert used < 20 or all((passes[0] != samples).any() for samples in passes[1:])  # each shuffled afresh
+    assert distinct(n, batch_size, epochs=1, drop_last=whole) == used
+
+
+@given(n=st.integers(2, 200), batch_size=st.integers(2, 70), steps=st.integers(1, 30))
+def test_steps_run_on_over_passes(n: int, batch_size: int, steps: int) -> None:
+    batches = drawn(n, batch_size, steps=steps)
+    passes = drawn(n, batch_size, epochs=steps)  # a pass is at least one step
+    assert len(batches) == steps
+    assert same(batches, list(islice(passes, steps)))
+    assert distinct(n, batch_size, steps=steps) == len(np.unique(np.concatenate(batches)))
+
+
+def test_a_client_without_variance_and_wrong_arguments_are_refused_at_the_call() -> None:
+    rng = np.random.default_rng(0)
+    for n in (0, 1):
+        assert distinct(n, 4, epochs=1) == 0
+        with naming(str(n), ClientTooSmall):
+            draw_batches(n, 8, rng, epochs=1)
+    with naming("batch_size"):
+        epoch_batches(10, 1, rng)
+    for epochs, steps in ((0, 0), (1, 1), (-1, 2), (2, -1), (-1, 0)):
+        with naming(f"steps={steps}"):
+            draw_batches(10, 4, rng, epochs=epochs, steps=steps)
+    with naming("drop-last", ClientTooSmall):
+        draw_batches(3, 4, rng, epochs=1, drop_last=True)

@@ -17,7 +17,7 @@ from fl_bn.run.history import per_domain, record_of, round_line
 from fl_bn.run.testing import note_domains
 from fl_bn.run.testing import test_metrics as metrics_of_test
 from fl_bn.sweep.file import parse
-from tests.data.test_folder import draw
+from tests.data.test_own_files import draw
 from tests.experiment.inside import (
     RoundRecord,
     RunConfig,

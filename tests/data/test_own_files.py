@@ -1,0 +1,283 @@
+"""Data of one's own: archives, functions and folders of images are read as they were written, and every wrong one is named."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.data.inner import DataNotFound, load, to_input
+from tests.listed import listed
+from tests.refusals import naming, wrong_data
+
+Arrays = dict[str, Any]
+
+
+def made(channels: int = 3, size: int = 8) -> Arrays:
+    """Return four training and two test images of three classes; grey ones without an axis of channels."""
+    rng, shape = np.random.default_rng(0), (size, size) if channels == 1 else (size, size, channels)
+    x_train, x_test = (rng.integers(0, 256, (n, *shape), dtype=np.uint8) for n in (4, 2))
+    return {"x_train": x_train, "y_train": np.array([0, 1, 1, 2], dtype=np.uint8), "x_test": x_test, "y_test": np.array([0, 2])}
+
+
+def npz(folder: Path, arrays: Arrays) -> str:
+    """Write an archive beside ``folder``, without the arrays that are None."""
+    np.savez(file := folder.with_suffix(".npz"), **{key: value for key, value in arrays.items() if value is not None})
+    return str(file)
+
+
+def images(folder: Path, arrays: Arrays) -> str:
+    for split in ("train", "test"):
+        for number, (x, y) in enumerate(zip(arrays[f"x_{split}"], arrays[f"y_{split}"], strict=True)):
+            file = folder / split / "abc"[y] / f"{number}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(x).save(file)
+    return str(folder)
+
+
+def draw(file: Path, colour: int | tuple[int, ...] = (10, 20, 30), size: tuple[int, int] = (8, 8), mode: str = "RGB") -> Path:
+    """Write an image of one colour; ``size`` is (width, height)."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, colour).save(file)
+    return file
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """``own(source)`` is the name of the data function ``f`` in a fresh module of that source."""
+    names: list[str] = []
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(source: str) -> str:
+        names.append(f"own_data_{tmp_path.name}_{len(names)}".replace("-", "_"))
+        (tmp_path / f"{names[-1]}.py").write_text(HEADER + source)
+        return f"{names[-1]}:f"
+
+    yield write
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+HEADER = """
+import numpy as np, torch
+def table(n=6, features=5):
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(n, features)), np.arange(n) % 3, rng.normal(size=(2, features)), np.array([0, 1])
+def images(shape):
+    x = np.zeros(shape, dtype=np.uint8)
+    return x, np.arange(len(x)), x[:2], np.array([1, 0])
+"""
+ARCHIVED = (
+    "def f(path):\n    archive = np.load(path)\n    return [archive[f'{what}_{split}'] for split in ('train', 'test') for what in 'xy']"
+)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("kind", ["npz", "folder", "function"])
+def test_images_are_read_as_they_were_written(kind: str, channels: int, tmp_path: Path, own: Any) -> None:
+    arrays = made(channels)
+    path = (images if kind == "folder" else npz)(tmp_path / "site", arrays)
+    name = own(ARCHIVED) if kind == "function" else kind
+    data = load(name, path)
+    for split in ("train", "test"):
+        x = torch.from_numpy(arrays[f"x_{split}"]).view(-1, 8, 8, channels).permute(0, 3, 1, 2)
+        assert torch.equal(getattr(data, f"x_{split}"), x)
+        assert getattr(data, f"y_{split}").tolist() == arrays[f"y_{split}"].tolist()
+    assert (data.name, data.classes, data.channels, data.image_size, data.domains, data.domain_train) == (name, 3, channels, 8, (), None)
+    assert load(name, path, image_size=12).x_test.shape == (2, channels, 12, 12)
+
+
+@pytest.mark.parametrize(("kind", "write"), [("npz", npz), ("folder", images)])
+def test_several_are_domains_of_one_form(kind: str, write: Any, tmp_path: Path) -> None:
+    grey, colour = write(tmp_path / "grey", made(1)), write(tmp_path / "colour", made(3))
+    data = load(kind, f"{grey}, {colour}")
+    assert data.domains == ("grey", "colour")
+    assert data.domain_train is not None
+    assert data.domain_test is not None
+    assert (data.domain_train.tolist(), data.domain_test.tolist()) == ([0] * 4 + [1] * 4, [0, 0, 1, 1])
+    assert torch.equal(data.x_train[4:], torch.from_numpy(made(3)["x_train"]).permute(0, 3, 1, 2))
+    assert torch.equal(data.x_test[:2], torch.from_numpy(made(1)["x_test"])[:, None].expand(-1, 3, -1, -1))
+    larger = write(tmp_path / "larger", made(3, size=10))
+    assert load(kind, f"{grey},{larger}", 0 if kind == "npz" else 10).x_train.shape == (8, 3, 10, 10)  # the largest, or as asked
+    with wrong_data(grey):
+        load(kind, f"{grey},{write(tmp_path / 'other' / 'grey', made()) if kind == 'folder' else grey}")
+    with wrong_data(kind, "data-path"):
+        load(kind)
+    with naming("gone", DataNotFound):
+        load(kind, str(tmp_path / "gone"))
+
+
+@listed(
+    ("changes", "part"),
+    [
+        ({"y_test": None}, "y_test"),
+        ({"x_train": np.linspace(0, 1, 768).reshape(4, 8, 8, 3)}, "x_train"),
+        ({"x_test": np.zeros((2, 3, 8, 8), dtype=np.uint8)}, "x_test"),
+        ({"x_test": np.zeros((2, 9, 9, 3), dtype=np.uint8)}, "x_train and x_test"),
+        ({"y_train": np.full((4, 2), 2)}, "y_train and y_test"),
+        ({"y_train": np.zeros(4)}, "y_train and y_test"),
+        ({"y_train": np.array([0, 1, 65_536, 0])}, "y_train"),
+        ({"y_train": np.array([0, 1, 2, np.nan]), "y_test": np.zeros(2)}, "y_train"),
+        ({"y_train": np.array(["0", "1", "2", "1"])}, "y_train"),
+    ],
+)
+def test_malformed_arrays_are_named(tmp_path: Path, changes: Arrays, part: str) -> None:
+    path = npz(tmp_path / "bad", made() | changes)
+    with wrong_data(path, part):
+        load("npz", path)
+
+
+def test_files_that_are_no_archives_are_named(tmp_path: Path) -> None:
+    (tmp_path / "text.npz").write_text("not an archive")
+    (tmp_path / "empty.npz").write_bytes(b"")
+    np.save(tmp_path / "single.npy", np.zeros(3))
+    for name in ("text.npz", "empty.npz", "single.npy"):
+        with wrong_data(tmp_path / name):
+            load("npz", str(tmp_path / name))
+
+
+class Touches:
+    """A pickle that makes a file when it is read."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.file,)
+
+
+def test_no_code_is_run_from_an_archive(tmp_path: Path) -> None:
+    path = npz(tmp_path / "bad", made() | {"y_train": np.array([Touches(tmp_path / "ran")] * 4, dtype=object)})
+    with wrong_data(path, "y_train"):
+        load("npz", path)
+    assert not (tmp_path / "ran").exists()
+    np.load(path, allow_pickle=True)["y_train"]
+    assert (tmp_path / "ran").exists()  # control
+
+
+# A function
+
+
+def changed(step: str) -> str:
+    """A function that returns a good table but for ``step``; x and y are of the training split, a and b of the test split."""
+    return f"def f(path):\n    x, y, a, b = table()\n    {step}\n    return x, y, a, b"
+
+
+def test_floats_are_used_as_they_are(own: Any) -> None:
+    data = load(own("def f(path):\n    x, *rest = table()\n    return (x * float(path), *rest)"), "2")
+    assert (data.classes, data.channels, data.image_size) == (3, 5, 1)
+    expected = np.random.default_rng(0).normal(size=(6, 5)) * 2
+    np.testing.assert_array_equal(data.x_train.numpy(), expected.astype(np.float32))
+    assert to_input(data.x_train) is data.x_train
+
+
+def test_image_size_is_given_to_a_function_that_takes_it(own: Any) -> None:
+    sized = own(changed("x, a = (torch.rand(n, 1, image_size or 6, image_size or 6) for n in (6, 2))").replace("path", "path, image_size"))
+    assert (load(sized).image_size, load(sized, image_size=9).image_size) == (6, 9)
+    other = own(changed("x = x * scale").replace("path", "path, scale=1.0"))  # an option of another name is left alone
+    assert load(other, image_size=1).x_train.abs().max() > 0
+    with wrong_data(other):
+        load(other, image_size=7)
+
+
+@listed(
+    ("source", "part"),
+    [
+        ("def g(path): ...", ""),
+        ("def f(): ...", ""),
+        ("def f(path): raise KeyError('hospital')", ""),
+        ("def f(path): return table()[:3]", ""),
+        (changed("x = x.tolist()"), "x_train"),
+        (changed("x = x.astype(int)"), "x_train"),
+        (changed("y = y[:5]"), "y_train"),
+        (changed("x[4, 2] = np.nan"), "x_train"),
+        (changed("a, b = a[:0], b[:0]"), "x_test"),
+        (changed("a, b = images((4, 8, 8, 3))[2:]"), "x_train and x_test"),
+        ("def f(path): return images((4, 8, 6, 3))", "x_train"),
+        ("import no_such_package_at_all", ""),
+    ],
+)
+def test_a_wrong_function_is_named(own: Any, source: str, part: str) -> None:
+    name = own(source)
+    with wrong_data(name, part):
+        load(name)
+
+
+def test_a_function_that_misses_a_file_is_named(own: Any, tmp_path: Path) -> None:
+    name = own("def f(path):\n    open(path)")
+    with naming(name, DataNotFound):
+        load(name, str(tmp_path / "gone"))
+
+
+# A folder of images
+
+
+def test_sites_agree_on_labels_only_by_a_shared_classes_txt(tmp_path: Path) -> None:
+    """The trap of the docstring: dog is 1 here and 0 there, unless both read one list."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for site, names in ((here, ("cat", "dog")), (there, ("dog", "fox"))):
+        for name in names:
+            draw(site / "train" / name / "a.png")
+        draw(site / "test" / "dog" / "a.png")
+    assert [load("folder", str(site)).y_test.tolist() for site in (here, there)] == [[1], [0]]
+    both = load("folder", f"{here}, {there}")  # read together, they are numbered together: cat, dog, fox
+    assert (both.y_train.tolist(), both.y_test.tolist()) == ([0, 1, 1, 2], [1, 1])
+    (here / "classes.txt").write_text("cat\ndog\n")
+    with naming("classes.txt"):
+        load("folder", f"{here},{there}")
+    for site in (here, there):
+        (site / "classes.txt").write_text("dog\n\ncat \nfox\n")
+    found = [load("folder", f"{site}/") for site in (here, there)]  # another spelling, not the cached answer
+    assert [(data.y_train.tolist(), data.y_test.tolist(), data.classes) for data in found] == [([1, 0], [0], 3), ([0, 2], [0], 3)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "colour", "expected"), [("RGBA", (9, 8, 7, 0), [9, 8, 7]), ("1", 1, [255] * 3), ("LA", (9, 255), [9] * 3), ("L", 7, [7] * 3)]
+)
+def test_any_mode_becomes_colour_where_another_image_has_it(mode: str, colour: Any, expected: list[int], tmp_path: Path) -> None:
+    images(tmp_path, made())
+    draw(tmp_path / "test" / "b" / "b.png", colour, mode=mode)
+    assert load("folder", str(tmp_path)).x_test[1, :, 0, 0].tolist() == expected
+
+
+def test_resizing_crops_to_the_centre_and_does_not_distort(tmp_path: Path) -> None:
+    images(tmp_path, made())
+    wide = np.zeros((6, 14, 3), dtype=np.uint8)
+    wide[:, 4:10] = 200  # the centred square; black at both sides
+    Image.fromarray(wide).save(tmp_path / "test" / "c" / "b.png")
+    assert torch.equal(load("folder", str(tmp_path), 12).x_test[2], torch.full((3, 12, 12), 200, dtype=torch.uint8))
+
+
+@listed(
+    ("name", "content"),
+    [
+        ("deep.png", Image.fromarray(np.full((8, 8), 3000, dtype=np.uint16))),  # converted, its pixels would saturate
+        ("0.png", Image.new("RGB", (12, 12))),  # comes first, but the others outvote it
+        ("wide.png", Image.new("RGB", (12, 6))),
+        ("notes.txt", b"hello"),
+        ("cut.png", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"),
+        ("empty.jpg", b""),
+        ("folder", None),
+    ],
+)
+def test_a_wrong_image_is_named_and_a_hidden_file_is_passed_over(name: str, content: Any, tmp_path: Path) -> None:
+    images(tmp_path, made())
+    (tmp_path / "train" / "a" / ".DS_Store").write_bytes(b"\0")
+    draw(tmp_path / "train" / ".thumbnails" / "a.png")
+    (tmp_path / "train" / "notes.txt").write_text("beside the class folders")
+    assert load("folder", str(tmp_path)).y_train.tolist() == [0, 1, 1, 2]
+    file = tmp_path / "train" / "a" / name
+    if isinstance(content, Image.Image):
+        content.save(file)
+    elif content is None:
+        file.mkdir()
+    else:
+        file.write_bytes(content)
+    with wrong_data(file):
+        load("folder", f"{tmp_path}/")
