@@ -18,7 +18,7 @@ from fl_bn.data.dataset import DATASETS, DataNotFound, load, to_input
 from fl_bn.data.digits import SPLIT
 from fl_bn.data.draft_columns import draft
 from fl_bn.data.images import images_to_tensor, resize
-from fl_bn.data.partition import by_domain, classes_per_client, dirichlet, iid, label_counts, partition, similarity
+from fl_bn.data.partition import classes_per_client, dirichlet, iid, label_counts, partition, similarity
 from fl_bn.data.record import DataError, Dataset
 from fl_bn.data.subsets import hold_out, only_domain, without_domain
 from fl_bn.run.assembly import OwnData, client_samples, dataset, partitions

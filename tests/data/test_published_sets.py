@@ -156,10 +156,10 @@ def test_published_files_are_read_as_they_were_written(case: str, tmp_path: Path
     assert read(name, tmp_path, 20).x_test.shape[2:] == (20, 20)
 
 
-@listed("name", ["cifar10", "cifar100", "mnist", "svhn", "usps"])
+@listed("name", ["cifar10", "cifar100", "mnist", "svhn", "usps", "synth-digits", "mnist-m", "tiny-imagenet", "pacs", "cityscapes", "abide"])
 def test_missing_files_are_named_and_nothing_is_written(name: str, tmp_path: Path) -> None:
     with naming(str(tmp_path), DataNotFound):
-        load(name, str(tmp_path))
+        read(name, tmp_path)
     assert not [path for path in tmp_path.rglob("*.*") if path.is_file()]
 
 

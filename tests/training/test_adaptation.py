@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 
 from fl_bn import convert
 from fl_bn.advise.measure import divergence
-from fl_bn.bn.observation import observe
 from fl_bn.federation.adaptation import (
     AVERAGE_AFFINE,
     HOW,
@@ -28,7 +28,9 @@ from fl_bn.methods import METHODS, Place, Role
 from tests.federation import largest_deviation, random_samples
 from tests.listed import listed
 from tests.networks import seeded_network
-from tests.training.core import Running, batch_norms, roles, to_input
+from tests.refusals import naming
+from tests.training.core import Running, batch_norms, roles, running_statistics, to_input
+from tests.training.test_recalibration import EXACT, off, reference
 
 OWN = random_samples(90, brightness=0.5, seed=7)
 
@@ -63,55 +65,15 @@ def adaptation(method: str = "fedbn", dtype: torch.dtype = torch.float64, client
     return Adaptation(network(dtype), METHODS[method](), known(method, dtype, clients))
 
 
-def inputs(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """What enters each BatchNorm layer in evaluation mode, by torch alone, as (values, C)."""
-    seen: dict[str, Tensor] = {}
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, args, name=name: seen.update({name: args[0].transpose(0, 1).flatten(1).T}))
-        for name, layer in batch_norms(model).items()
-    ]
-    with torch.no_grad():
-        model.eval()(to_input(x, torch.float64))
-    for hook in hooks:
-        hook.remove()
-    return seen
-
-
-def error(model: nn.Module, x: Tensor) -> dict[str, float]:
-    """Largest distance of each layer's statistics to mean and unbiased variance of what enters it."""
-    layers = batch_norms(model)
-    return {
-        name: max(
-            float((layers[name].running_mean - seen.mean(0)).abs().max()),  # type: ignore[operator]
-            float((layers[name].running_var - seen.var(0)).abs().max()),  # type: ignore[operator]
-        )
-        for name, seen in inputs(model, x).items()
-    }
-
-
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("how", [AVERAGE_AFFINE, RECOMPUTE])
 @pytest.mark.parametrize("method", WITH_STATISTICS)
 def test_statistics_are_those_of_the_clients_own_data_in_every_layer(method: str, how: str) -> None:
-    made = adaptation(method).adapt(how, OWN.x)
-    assert len(found := error(made, OWN.x)) == 2
-    assert max(found.values()) < 1e-12
-
-
-def test_less_than_all_passes_or_all_data_is_not_exact() -> None:
-    """Negative controls: one pass is exact in the first layer alone, half of the data in none, and before nothing is."""
-    once = adaptation().before()
-    assert once is not None
-    assert min(error(once, OWN.x).values()) > 0.01
-    with observe(once) as seen, torch.no_grad():
-        once(to_input(OWN.x, torch.float64))
-        for name, layer in batch_norms(once).items():
-            layer.running_mean, layer.running_var = seen[name][0].mean, seen[name][0].bessel()
-    first, second = error(once, OWN.x).values()
-    assert first < 1e-12
-    assert second > 0.01
-    half = adaptation().adapt(AVERAGE_AFFINE, OWN.x[:45])
-    assert min(error(half, OWN.x).values()) > 1e-4
+    made, half = (adaptation(method).adapt(how, x) for x in (OWN.x, OWN.x[:45]))
+    distances, others = (off(running_statistics(model), reference(model, OWN)) for model in (made, half))
+    assert len(distances) == 2
+    assert max(distances.values()) < EXACT
+    assert min(others.values()) > 1e-4  # control: half of the data
 
 
 def affine_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -119,31 +81,33 @@ def affine_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if role.get(name) is Role.AFFINE}
 
 
+def average_of(clients: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    affine = [affine_of(state) for state in clients]
+    return {name: torch.stack([client[name] for client in affine]).mean(0) for name in affine[0]}
+
+
 def test_the_affine_is_the_clients_average_and_the_weights_are_the_shared_ones() -> None:
     run = adaptation()
-    clients = [affine_of(state) for state in run.known.clients.values()]
-    mean = {name: sum(client[name] for client in clients) / 3 for name in clients[0]}
+    mean = average_of(run.known.clients.values())
     for how in (AVERAGE_AFFINE, TEST_BATCH):
         state = run.adapt(how, OWN.x).state_dict()
-        assert largest_deviation(state, mean) < 1e-15  # type: ignore[arg-type]
+        assert largest_deviation(state, mean) < 1e-15
         assert largest_deviation(state, dict(run.known.shared)) == 0
-    # controls: recompute has nobody's affine, no single client's is the average, and the run moved the weights
-    assert largest_deviation(run.adapt(RECOMPUTE, OWN.x).state_dict(), affine_of(network().state_dict())) == 0
-    assert min(largest_deviation(mean, client) for client in (*clients[::2], affine_of(network().state_dict()))) > 0.1  # type: ignore[arg-type]
-    assert largest_deviation(network().state_dict(), dict(run.known.shared)) > 0.01
+    own = affine_of(network().state_dict())
+    assert largest_deviation(run.adapt(RECOMPUTE, OWN.x).state_dict(), own) == 0  # which has nobody's affine
+    assert largest_deviation(mean, own) > 0.1  # control
+    assert largest_deviation(network().state_dict(), dict(run.known.shared)) > 0.01  # control: the run moved the weights
 
 
 def test_the_distance_is_torchs_divergence_both_ways_and_knows_no_scale(rng: np.random.Generator) -> None:
     mean_a, mean_b, sd_a, sd_b = (torch.from_numpy(rng.uniform(0.5, 2, 5)) for _ in range(4))
-    a, b = Running(mean_a, sd_a**2), Running(mean_b, sd_b**2)
     p, q = torch.distributions.Normal(mean_a, sd_a), torch.distributions.Normal(mean_b, sd_b)
-    kl = torch.distributions.kl_divergence
-    assert divergence(a, b) == pytest.approx(float((kl(p, q) + kl(q, p)).mean()), rel=1e-12)
-    assert divergence(a, b) == pytest.approx(divergence(b, a), rel=1e-12)
-    assert divergence(a, a) == pytest.approx(0, abs=1e-12)
+    right = sum(float(torch.distributions.kl_divergence(*both).mean()) for both in ((p, q), (q, p)))
     scale = torch.tensor([1e-3, 1, 10, 1e3, 7], dtype=torch.float64)
-    scaled = [Running(scale * r.mean, scale**2 * r.var) for r in (a, b)]
-    assert divergence(scaled[0], scaled[1]) == pytest.approx(divergence(a, b), rel=1e-9)
+    for by in (torch.ones(5), scale):
+        a, b = Running(by * mean_a, (by * sd_a) ** 2), Running(by * mean_b, (by * sd_b) ** 2)
+        assert divergence(a, b) == pytest.approx(right, rel=1e-9)
+        assert divergence(a, a) == pytest.approx(0, abs=1e-12)
     assert divergence(Running(mean_a, 0 * sd_a), Running(mean_a, 0 * sd_a), 1e-5) == 0  # dead channels
 
 
@@ -174,9 +138,8 @@ def test_each_method_has_the_ways_that_its_shared_tensors_allow(method: str) -> 
 
 def test_the_clients_average_may_be_told_instead() -> None:
     whole = adaptation()
-    names = affine_of(network().state_dict())
-    told = {name: sum(state[name] for state in whole.known.clients.values()) / 3 for name in names}
-    run = Adaptation(network(), METHODS["fedbn"](), Known(whole.known.shared, average=told))  # type: ignore[arg-type]
+    told = average_of(whole.known.clients.values())
+    run = Adaptation(network(), METHODS["fedbn"](), Known(whole.known.shared, average=told))
     assert run.before() is None  # the affine alone was told
     for how in (AVERAGE_AFFINE, RECOMPUTE):
         assert largest_deviation(run.adapt(how, OWN.x).state_dict(), whole.adapt(how, OWN.x).state_dict()) < 1e-12
@@ -195,14 +158,14 @@ def changed(**tensors: Tensor | None) -> Known:
 FLAT = nn.Sequential(nn.Flatten(), nn.Linear(192, 4), nn.BatchNorm1d(4))
 
 
+def without_statistics(method: str) -> Any:
+    return lambda: given(method, Known(convert(network(), METHODS[method]()).state_dict()))
+
+
 @listed(
     ("key", "call"),
     [
-        *[
-            (name, lambda name=name: given(name, Known(convert(network(), METHODS[name]()).state_dict())))
-            for name in METHODS
-            if name not in WITH_STATISTICS
-        ],
+        *[(name, without_statistics(name)) for name in METHODS if name not in WITH_STATISTICS],
         ("affine", lambda: given("fedbn", Known(known().shared), AVERAGE_AFFINE)),
         ("affine", lambda: given("fedbn", Known(known().shared), TEST_BATCH)),
         ("guess", lambda: given("fedbn", known(), "guess")),
@@ -214,6 +177,6 @@ FLAT = nn.Sequential(nn.Flatten(), nn.Linear(192, 4), nn.BatchNorm1d(4))
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_refused(key: str, call: Callable[[], None]) -> None:
-    with pytest.raises(ValueError, match=key):
+    with naming(key):
         call()
     given("fedavg", Known(FLAT.state_dict()), samples=2, net=FLAT)  # control

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fl_bn import Classification, Federation, SeededBatches, methods
 from fl_bn.task import MetricState, extended
 from tests.listed import listed
+from tests.refusals import naming
 from tests.training.core import evaluate
 
 torchmetrics = pytest.importorskip("torchmetrics.classification")
@@ -34,31 +35,19 @@ def batches(*parts: tuple[Tensor, Tensor], task: Classification) -> MetricState:
     return state
 
 
-def test_they_see_all_samples_and_are_no_mean_over_batches() -> None:
-    output, targets = data(40, 0)
-    task = extended(Classification(), metrics=objects())
-    parts = [(output[:12], targets[:12]), (output[12:21], targets[12:21]), (output[21:], targets[21:])]
-    found = batches(*parts, task=task).result()
-    functional = pytest.importorskip("torchmetrics.functional.classification")
-    assert found["auc"] == pytest.approx(float(functional.multiclass_auroc(output, targets, 3)), rel=1e-6)
-    assert found["f1"] == pytest.approx(float(functional.multiclass_f1_score(output, targets, 3)), rel=1e-6)
-    own = [batches(part, task=task).result() for part in parts]
-    for name in ("auc", "f1"):  # controls: means over batches
-        assert found[name] != pytest.approx(np.mean([one[name] for one in own]), rel=1e-3)
-    assert found["accuracy"] == batches(*parts, task=Classification())["accuracy"]
-
-
-def test_over_several_domains_they_are_the_mean_weighted_by_samples() -> None:
+def test_they_see_all_samples_and_domains_are_weighted_by_theirs() -> None:
     output, targets = data(40, 1)
-    task = extended(Classification(), metrics=objects())
-    parts = [batches((output[a:b], targets[a:b]), task=task) for a, b in ((0, 10), (10, 40))]
-    union = MetricState.union(parts)
-    for name in ("auc", "f1"):
-        weighted = (10 * parts[0][name] + 30 * parts[1][name]) / 40
-        assert union[name] == pytest.approx(weighted)
-        assert union[name] != pytest.approx((parts[0][name] + parts[1][name]) / 2, rel=1e-3)  # control
-        assert (MetricState.union([parts[1]]) + parts[0])[name] == pytest.approx(weighted)
-    with pytest.raises(ValueError, match="auc, f1"):
+    task, functional = extended(Classification(), metrics=objects()), pytest.importorskip("torchmetrics.functional.classification")
+    parts = [(output[:12], targets[:12]), (output[12:], targets[12:])]
+    found, domains = batches(*parts, task=task).result(), [batches(part, task=task) for part in parts]
+    union = MetricState.union(domains)
+    for name, of_all in (("auc", functional.multiclass_auroc), ("f1", functional.multiclass_f1_score)):
+        own = [one[name] for one in domains]
+        assert found[name] == pytest.approx(float(of_all(output, targets, 3)), rel=1e-6)
+        assert found[name] != pytest.approx(np.mean(own), rel=1e-3)  # control: the mean over batches
+        assert union[name] == pytest.approx((12 * own[0] + 28 * own[1]) / 40) == (domains[0] + domains[1])[name]
+        assert union[name] != pytest.approx(np.mean(own), rel=1e-3)  # control
+    with naming("auc, f1"):
         union.tensors()
 
 
@@ -94,39 +83,35 @@ def test_a_federation_takes_them_for_all_and_for_each_client() -> None:
     assert evaluate(fed.model, test, task=Top())["auc"] == pytest.approx(records[-1].evaluation["auc"])
 
 
-class Vector:
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
+class Own:
+    """A metric without torchmetrics: computes the value that it is told to, or the number of samples of each class."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value, self.seen = value, list[Tensor]()
 
     def update(self, preds: Any, target: Any) -> None:
         self.seen.append(target)
 
-    def compute(self) -> Tensor:
-        return torch.bincount(torch.cat(self.seen), minlength=3)
+    def compute(self) -> Any:
+        counts = torch.bincount(torch.cat(self.seen), minlength=3)
+        return self.value(counts) if self.value else counts
 
     def reset(self) -> None:
         self.seen = []
 
 
-class Count(Vector):
-    """Computes a number, or the value that it is told to."""
-
-    def __init__(self, value: Any = None) -> None:
-        super().__init__()
-        self.value = value
-
-    def compute(self) -> Any:
-        return super().compute().sum() if self.value is None else self.value[0]
-
-
 def test_one_of_your_own_needs_no_torchmetrics() -> None:
-    assert batches(data(5, 0), task=extended(Classification(), metrics={"n": Count()}))["n"] == 5
+    assert batches(data(5, 0), task=extended(Classification(), metrics={"n": Own(torch.sum)}))["n"] == 5
 
 
-@listed("metric", [Vector(), *[Count([value]) for value in (None, {"a": 1.0}, "0.5", 1 + 2j)]], ids=str)
-def test_what_computes_no_number_is_refused_by_name(metric: Vector) -> None:
-    with pytest.raises(ValueError, match="metric 'n'"):
-        batches(data(5, 0), task=extended(Classification(), metrics={"n": metric})).result()
+@listed(
+    "value",
+    [None, lambda _: None, lambda _: {"a": 1.0}, lambda _: "0.5", lambda _: 1 + 2j],
+    ids=["vector", "None", "dict", "text", "complex"],
+)
+def test_what_computes_no_number_is_refused_by_name(value: Any) -> None:
+    with naming("metric 'n'"):
+        batches(data(5, 0), task=extended(Classification(), metrics={"n": Own(value)})).result()
 
 
 def test_the_error_of_a_metric_names_it() -> None:

@@ -16,6 +16,7 @@ from fl_bn.methods import METHODS, Role
 from tests.federation import random_samples, union
 from tests.listed import listed
 from tests.networks import seeded_network
+from tests.refusals import naming
 from tests.training.core import Running, Samples, batch_norms, recalibrate, running_statistics, to_input, why_not
 
 Clients = Callable[..., list[Samples]]
@@ -39,10 +40,8 @@ def network(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     """With running statistics that are wrong in every layer."""
     model = (chain() if name == "chain" else seeded_network(name)).to(dtype)
     for i, layer in enumerate(batch_norms(model).values()):
-        assert layer.running_mean is not None
-        assert layer.running_var is not None
-        nn.init.constant_(layer.running_mean, 0.3 + 0.1 * i)
-        nn.init.constant_(layer.running_var, 2.0 + i)
+        layer.running_mean.fill_(0.3 + 0.1 * i)  # type: ignore[union-attr]
+        layer.running_var.fill_(2.0 + i)  # type: ignore[union-attr]
     return model
 
 
@@ -98,19 +97,6 @@ def test_every_layer_has_the_unions_statistics_after_one_pass_per_layer(name: st
     assert min(wrong.values()) > 1e-6  # control: a client is missing
     assert [one.number for one in made] == list(range(1, len(made) + 1))
     assert all(torch.equal(model.state_dict()[k], t) for k, t in weights.items())
-
-
-def test_the_naive_average_of_the_clients_is_not_exact(clients: list[Samples]) -> None:
-    """Negative control: variances averaged without the spread of the means, as FedAvg does."""
-    model = network("chain")
-    true = reference(model, union(clients))
-    parts = [reference(model, client) for client in clients]
-    counts = torch.tensor([float(len(client)) for client in clients], dtype=torch.float64)
-    naive = {
-        name: Running(*(sum(n * part[name][i] for n, part in zip(counts, parts, strict=True)) / counts.sum() for i in (0, 1)))
-        for name in true
-    }
-    assert min(off(naive, true).values()) > 1e-3  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("passes", [1, 2, 3])
@@ -182,23 +168,21 @@ def test_the_errors_of_a_deep_network_do_not_multiply() -> None:
     assert largest > 1e18
 
 
+NOBODY = [Samples(torch.empty(0, 3, 8, 8), torch.empty(0, dtype=torch.int64))]
+
+
 @listed(
-    "model",
+    ("model", "clients", "word"),
     [
-        nn.Sequential(nn.Flatten(), nn.Linear(192, 4)),
-        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)),
+        pytest.param(nn.Sequential(nn.Flatten(), nn.Linear(192, 4)), [random_samples(4)], "", id="no BatchNorm"),
+        pytest.param(nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False)), [random_samples(4)], "", id="no statistics"),
+        pytest.param(nn.Sequential(nn.BatchNorm2d(3)), [], "sample", id="no client"),
+        pytest.param(nn.Sequential(nn.BatchNorm2d(3)), NOBODY, "sample", id="no sample"),
     ],
-    ids=["no BatchNorm", "no running statistics"],
 )
-def test_what_cannot_be_recalibrated_is_refused(model: nn.Module) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011
-        recalibrate(model, [random_samples(4)])
-
-
-@listed("clients", [[], [Samples(torch.empty(0, 3, 8, 8), torch.empty(0, dtype=torch.int64))]], ids=["no client", "no sample"])
-def test_nothing_is_measured_without_a_sample(clients: list[Samples]) -> None:
-    with pytest.raises(ValueError, match="sample"):
-        recalibrate(nn.Sequential(nn.BatchNorm2d(3)), clients)
+def test_what_cannot_be_recalibrated_is_refused(model: nn.Module, clients: list[Samples], word: str) -> None:
+    with naming(word):
+        recalibrate(model, clients)
 
 
 @listed("name", METHODS)
