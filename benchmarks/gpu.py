@@ -28,7 +28,7 @@ from common import RESULTS
 from torch import Tensor, nn
 
 from fl_bn import Federation, SeededBatches, convert
-from fl_bn.bn.copying import copied
+from fl_bn.bn.modules import copied
 from fl_bn.federation.client_round import concluded
 from fl_bn.federation.engines.vectorised import ENGINES, SEQUENTIAL, VECTORISED, client_rounds
 from fl_bn.federation.local import Samples

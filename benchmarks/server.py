@@ -115,7 +115,7 @@ def cell(which: str, n: int, name: str, how: str) -> dict[str, float]:
     from flwr.app import ConfigRecord
     from flwr.serverapp.strategy import FedAvg
 
-    from fl_bn.federation.payload import to_numpy
+    from fl_bn.federation.values import to_numpy
     from fl_bn.flower import BatchNormStrategy, Rounds
     from fl_bn.flower.population import Client
     from fl_bn.methods import METHODS, Phase
@@ -193,6 +193,7 @@ class Stages(dict[str, float]):
 
     def timed(self, stage: str, function: Any) -> Any:
         """Return a function that calls ``function`` and adds its seconds to the part ``stage``."""
+
         def call(*args: Any) -> Any:
             begin = time.perf_counter()
             try:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from experiments.gradient_deviation import Batch, gradient_deviations
 from fl_bn.bn.conversion import convert
-from fl_bn.bn.copying import copied
 from fl_bn.bn.derived import load_tensors
+from fl_bn.bn.modules import copied
 from fl_bn.bn.moments import Moments, Running, pool
 from fl_bn.bn.observation import observe, pooled, uncompiled
 from fl_bn.bn.roles import batch_norms, inputs_like

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fl_bn.bn.copying import copied
+from fl_bn.bn.modules import copied
 from fl_bn.bn.roles import batch_norms, inputs_like
 from fl_bn.exchange.call import Layer
 from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss, end_task

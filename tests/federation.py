@@ -14,7 +14,7 @@ from fl_bn.bn.moments import Moments, Running
 from fl_bn.bn.roles import batch_norms
 from fl_bn.federation.aggregation import average, combine, running_statistics
 from fl_bn.federation.local import Samples, statistics_pass, torch_seed
-from fl_bn.federation.locality import Locality
+from fl_bn.federation.schema import Locality
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.methods import LayerReports, Method, Phase, Place, StatisticsReport
 from tests.local import Result, train

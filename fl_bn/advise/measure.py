@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fl_bn.bn.copying import copied
+from fl_bn.bn.modules import copied
 from fl_bn.bn.moments import Running
 from fl_bn.bn.roles import batch_norms, inputs_like
 from fl_bn.data.batches import cuts

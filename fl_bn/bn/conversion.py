@@ -14,10 +14,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from fl_bn.bn.copying import copied
 from fl_bn.bn.kinds import Composed, Unconvertible, is_plain, kind_of
 from fl_bn.bn.layers import OwnBatchNorm, SharedNorm, followed, freeze_statistics
-from fl_bn.bn.modes import MARK, remember_modes
+from fl_bn.bn.modules import MARK, copied, remember_modes
 from fl_bn.bn.roles import BUFFER_ROLES, Role, batch_norms, roles, state_constants
 
 if TYPE_CHECKING:  # methods name layers of this package

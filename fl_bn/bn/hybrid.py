@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fl_bn.bn.moments import channel_moments
 
@@ -75,11 +74,6 @@ def plain(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tensor], 
     if bias_C is not None:
         shift_C = shift_C + bias_C
     return torch.addcmul(_tall(shift_C, x), x.to(scale_C.dtype), _tall(scale_C, x)).to(x.dtype)
-
-
-def inside_transform() -> bool:
-    """Return whether ``torch.func``, forward-mode AD or ``torch.compile`` transforms the call."""
-    return torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling() or forward_ad._current_level >= 0
 
 
 class _Normalise(torch.autograd.Function):

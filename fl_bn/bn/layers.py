@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_bn.bn.hybrid import inside_transform, mixture, normalise, plain
+from fl_bn.bn.hybrid import mixture, normalise, plain
 from fl_bn.bn.kinds import Composed, Unconvertible, composed
-from fl_bn.bn.moments import Moments, channel_moments
+from fl_bn.bn.moments import Moments, channel_moments, inside_transform
 from fl_bn.bn.roles import batch_norms
 
 M = TypeVar("M", bound=nn.Module)

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 T = TypeVar("T")
 Average = Callable[[Tensor, Tensor], Tensor]
@@ -57,6 +58,11 @@ class Running(NamedTuple):
 
     mean: Tensor
     var: Tensor
+
+
+def inside_transform() -> bool:
+    """Return whether ``torch.func``, forward-mode AD or ``torch.compile`` transforms the call."""
+    return torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling() or forward_ad._current_level >= 0
 
 
 def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn.bn.layers import FrozenBatchNorm, HybridBatchNorm, OwnBatchNorm
-from fl_bn.bn.modes import held_layers
+from fl_bn.bn.modules import held_layers
 from fl_bn.bn.moments import Moments, Running, ema, pool
 from fl_bn.bn.roles import batch_norms
 
@@ -142,7 +142,7 @@ def observe(
 ) -> Iterator[dict[str, list[Moments]]]:
     """Record the moments of every BatchNorm layer's input during the ``with`` block.
 
-    Layers that the owner has frozen (``modes.held_layers``) are left out. fl-bn's layers record by their
+    Layers that the owner has frozen (``modules.held_layers``) are left out. fl-bn's layers record by their
     attribute ``observation``, torch's own by a hook, which has no effect in a compiled network.
 
     Args:

@@ -20,7 +20,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from fl_bn.support.modules import named_modules
+from fl_bn.bn.modules import named_modules
 from fl_bn.support.names import expected, names_of, nearest
 
 

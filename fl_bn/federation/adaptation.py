@@ -24,16 +24,16 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn.bn.conversion import convert
-from fl_bn.bn.copying import copied
 from fl_bn.bn.derived import load_tensors
+from fl_bn.bn.modules import copied
 from fl_bn.bn.moments import Running
 from fl_bn.bn.roles import Role, batch_norms
 from fl_bn.federation.aggregation import average
 from fl_bn.federation.local import Samples, statistics_pass
-from fl_bn.federation.locality import Locality
-from fl_bn.federation.payload import Named
 from fl_bn.federation.recalibration import recalibrate, without_statistics
+from fl_bn.federation.schema import Locality
 from fl_bn.federation.settings import seeded
+from fl_bn.federation.values import Named
 from fl_bn.methods import INPUTS, Method, Place, StatisticsPass
 from fl_bn.support.names import check_name
 

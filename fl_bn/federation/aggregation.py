@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fl_bn.bn.moments import Moments, Running, weighted_mean
 from fl_bn.bn.roles import batch_norms
 from fl_bn.federation.defence import Defence
-from fl_bn.federation.payload import Named
+from fl_bn.federation.values import Named
 from fl_bn.methods import LayerReports
 
 BLOCK = 1 << 17  # values; 1 MB of float64

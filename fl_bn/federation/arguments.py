@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fl_bn.bn.copying import copied
+from fl_bn.bn.modules import copied
 from fl_bn.federation.composition import OBJECTS, check_rates
 from fl_bn.federation.engines.clients import check_parameters
 from fl_bn.federation.engines.vectorised import ENGINES, VECTORISED

@@ -17,19 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_bn.federation.locality import Locality
-from fl_bn.federation.payload import Named, Sections
-from fl_bn.methods import Place
+from fl_bn.federation.values import Named, Sections
 from fl_bn.objectives import CONTROL
 
 if TYPE_CHECKING:
     from fl_bn.federation.settings import LocalTraining
 
 MAINTAIN = ("reset", "local", "global")
-SECTIONS = {  # optimiser -> torch's name of a buffer -> the section of messages that holds it
-    "sgd": {"momentum_buffer": "momentum"},
-    "adam": {"exp_avg": "momentum", "exp_avg_sq": "second-moment", "step": "steps"},
-}
 Buffers = dict[str, dict[str, Tensor]]  # torch's name of the buffer -> name of the parameter -> buffer
 
 
@@ -70,20 +64,17 @@ class Auxiliary:
         return new
 
 
-def auxiliary(settings: LocalTraining) -> tuple[Auxiliary, ...]:
-    """Return the auxiliary sections of ``settings``: control variates, optimiser buffers."""
-    kinds = [Auxiliary(CONTROL, added=True)] if settings.objective.travels else []
-    if settings.maintain == "global":
-        for buffer, section in SECTIONS[settings.optimizer].items():
-            kinds.append(
-                Auxiliary(section, scalar=buffer == "step", at_least=0.0 if section in ("second-moment", "steps") else float("-inf"))
-            )
-    return tuple(kinds)
-
-
-def has_auxiliary(model: nn.Module, locality: Locality) -> dict[str, nn.Parameter]:
-    """Return the parameters with auxiliary tensors, by name: those trained and shared."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad and locality.place[name] is Place.SHARED}
+CONTROLS = Auxiliary(CONTROL, added=True)
+"""SCAFFOLD's control variates."""
+BUFFERS = {
+    "sgd": {"momentum_buffer": Auxiliary("momentum")},
+    "adam": {
+        "exp_avg": Auxiliary("momentum"),
+        "exp_avg_sq": Auxiliary("second-moment", at_least=0.0),
+        "step": Auxiliary("steps", scalar=True, at_least=0.0),
+    },
+}
+"""Optimiser -> torch's name of a buffer -> the section of messages that holds it."""
 
 
 class Momentum:
@@ -95,7 +86,8 @@ class Momentum:
     def __init__(
         self, settings: LocalTraining, parameters: Mapping[str, nn.Parameter], shared: Container[str], received: Sections, kept: Named
     ) -> None:
-        self._shares, self._sections = settings.maintain == "global", SECTIONS[settings.optimizer]
+        self._shares = settings.maintain == "global"
+        self._sections = {buffer: kind.section for buffer, kind in BUFFERS[settings.optimizer].items()}
         self._parameters, self._shared, self._received, self._kept = parameters, shared, received, kept
         self._after: Buffers = {}
 

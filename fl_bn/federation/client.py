@@ -22,23 +22,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_bn.bn.layers import freeze_statistics
-from fl_bn.bn.modes import frozen_affine, train_mode
+from fl_bn.bn.modules import frozen_affine, train_mode
 from fl_bn.bn.moments import Moments
 from fl_bn.bn.observation import in_backward, is_traced, observe, whole
 from fl_bn.exchange.call import Exchange
 from fl_bn.exchange.local import random_states, set_random_states
 from fl_bn.federation import client_tensors
-from fl_bn.federation.auxiliary import Momentum, auxiliary
+from fl_bn.federation.auxiliary import Momentum
 from fl_bn.federation.client_pass import ClientPass
-from fl_bn.federation.composition import check_rates, first_rate
+from fl_bn.federation.composition import check_rates
 from fl_bn.federation.contract import ContractBroken, Lent, frozen_parameters
 from fl_bn.federation.gradients import centring
 from fl_bn.federation.network import Copy
-from fl_bn.federation.payload import Named
+from fl_bn.federation.optimizers import first_rate
 from fl_bn.federation.recording import Connect, Recorder, following, restored
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
-from fl_bn.methods import Method, Phase, Place, StatisticsReport
+from fl_bn.methods import OBSERVED, Method, Phase, Place, StatisticsReport
 from fl_bn.methods.fedtan import exchanging
 from fl_bn.objectives import CONTROL, Finish, Start, Step
 from fl_bn.task import CLASSIFICATION, Task
@@ -73,14 +73,14 @@ class LocalRound:
         connect: Connect | None = None,
         in_own_loop: bool = False,
     ) -> None:
-        self._copy = model if isinstance(model, Copy) else Copy.of(model, method)
-        self.network = self._copy.network
+        self.copy = model if isinstance(model, Copy) else Copy.of(model, method)
+        self.network, self.trains = self.copy.network, instruction.trains
         self.method, self.instruction, self.kept = method, instruction, kept
         self.settings = settings or LocalTraining(batch_size=2, epochs=1)
         self.phase, self.reports, self.steps = instruction.phase, method.reports(instruction.phase), 0
         self.corrected = 0  # how many gradients the objective has computed
         self.private = False  # whether opacus computes the gradients
-        self.in_own_loop, self.recorder = in_own_loop, Recorder()
+        self.in_own_loop, self.observes = in_own_loop, self.reports in OBSERVED
         self._connect, self._exchanging = connect, ExitStack()
         self.exchange: Exchange | None = None  # the layer-wise exchange, once the client has joined it
         self._first_samples = 0
@@ -89,23 +89,23 @@ class LocalRound:
         self._lent: Lent | None = None  # None as long as nothing is trained
         self.finish = Finish()  # the objective's tensors at the end of the round
         self._open = False
-        self.auxiliary = auxiliary(self.settings) if self.trains else ()  # the tensors that are sent with the weights
-        self.loaded = client_tensors.load(self._copy, instruction, kept, self.settings.objective, self.auxiliary)
+        self.auxiliary = self.settings.auxiliary if self.trains else ()  # the tensors that are sent with the weights
+        self.loaded = client_tensors.load(self.copy, instruction, kept, self.settings.objective, self.auxiliary)
 
     @property
     def model(self) -> nn.Module:
-        """Return the network that this round trains."""
-        return self._copy.model
+        """Return the network that this round trains. It cannot be replaced."""
+        return self.copy.model
 
-    @property
-    def trains(self) -> bool:
-        """Tell whether the client trains in this round, or only measures statistics."""
-        return self.instruction.trains
+    @cached_property
+    def recorder(self) -> Recorder:
+        """Return what records the batches of a user's loop, or those that the method reports."""
+        return Recorder(once=self.reports is StatisticsReport.FIRST)
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that an optimiser updates in this round, by name."""
-        return self._copy.trainable(self.phase)
+        return self.copy.trainable(self.phase)
 
     @cached_property
     def _ids(self) -> frozenset[int]:
@@ -164,7 +164,6 @@ class LocalRound:
     def _observe(self) -> None:
         """Let BatchNorm layers record their inputs, or the first one join FedTAN's exchange."""
         if self.observes:
-            self.recorder = Recorder(once=self.reports is StatisticsReport.FIRST)
             observing = observe(self.model, counts=self.recorder.counts, values=whole)
             self.recorder.observed = self._observing.enter_context(observing)
         elif self.phase is Phase.EXCHANGE and self.in_own_loop:
@@ -187,11 +186,6 @@ class LocalRound:
         if self.in_own_loop and self.steps:
             self.recorder.forget()
         self._lent.check()
-
-    @property
-    def observes(self) -> bool:
-        """Tell whether the client reports the moments of training batches in this round."""
-        return self.reports in (StatisticsReport.BATCHES, StatisticsReport.FIRST, StatisticsReport.MOVING)
 
     def set_modes(self, model: nn.Module) -> None:
         """Put ``model`` into training mode but for parts that its owner holds, and freeze layers."""
@@ -239,9 +233,10 @@ class LocalRound:
             if self.steps == 0:
                 self._end_first_batch()
             self.steps += 1
-        self.recorder.next_step()
-        if self.recorder.all_done:
-            self._observing.close()
+        if self.observes or self.in_own_loop:
+            self.recorder.next_step()
+            if self.recorder.all_done:
+                self._observing.close()
 
     def _end_first_batch(self) -> None:
         """Store the number of samples, and end the exchange, after a backward pass around the step."""
@@ -250,10 +245,6 @@ class LocalRound:
             torch.autograd.Variable._execution_engine.queue_callback(self._exchanging.close)
         else:
             self._exchanging.close()
-
-    def step_begins(self, optimizer: Optimizer) -> None:
-        """Note that a step of ``optimizer`` of a user's loop begins."""
-        self.recorder.begins(optimizer)
 
     def step_ends(self, optimizer: Optimizer) -> None:
         """Count a step of a user's ``optimizer``, if a parameter of the network has a gradient."""
@@ -365,8 +356,3 @@ class LocalRound:
         if self._connect is not None:
             self._connect(0).close()
         return Reply(client, {}, 0, 0, dict(metrics), self.instruction.round, self.network.signature), self.kept
-
-    @property
-    def state(self) -> Named:
-        """Return the tensors of the model, by name."""
-        return self._copy.state

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fl_bn.bn.modes import held_layers, kept_modes
+from fl_bn.bn.modules import held_layers, kept_modes
 from fl_bn.bn.moments import Moments, Running, pool
 from fl_bn.bn.roles import inputs_like
 from fl_bn.exchange.call import Exchange, ExchangeFailed, Key, Quantity
@@ -27,8 +27,8 @@ from fl_bn.exchange.local import Turns
 from fl_bn.exchange.session import exchanged_layers
 from fl_bn.federation.aggregation import running_statistics, store_statistics
 from fl_bn.federation.local import Forward, called, measured, unmoved
-from fl_bn.federation.locality import Locality
 from fl_bn.federation.recording import Connect
+from fl_bn.federation.schema import Locality
 from fl_bn.federation.values import ClientState, Instruction
 from fl_bn.methods import INPUTS, StatisticsPass
 from fl_bn.task import Task, batch_size, tensors_in, to_device

@@ -18,8 +18,7 @@ from fl_bn.federation import schema
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.network import Copy
-from fl_bn.federation.payload import Named, Sections, encode_moments, to_numpy
-from fl_bn.federation.values import ClientState, Instruction, Reply
+from fl_bn.federation.values import ClientState, Instruction, Named, Reply, Sections, encode_moments, to_numpy
 from fl_bn.methods import Phase, Place, StatisticsReport
 from fl_bn.objectives import CONTROL, Objective
 
@@ -130,7 +129,7 @@ def sections_to_send(round: LocalRound, gradients: Named, moments: Mapping[str, 
     Tensors that this round did not train are sent unchanged, their control variates as zeros, because clients
     send changes of these. ``gradients`` are for ``update="gradients"``.
     """
-    state, settings = round.state, round.settings
+    state, settings = round.copy.state, round.settings
     expected = round.network.reply(round.phase, settings.update, round.auxiliary).sections
     sources: dict[str, Named] = {"weights": state, "statistics": state, "gradients": gradients}
     if settings.objective.travels:
@@ -147,7 +146,7 @@ def state_to_keep(round: LocalRound, gradients: Named, client: int) -> ClientSta
 
     If one is not finite, return the state from before the round. ``gradients`` are those of ``ema_gradients``.
     """
-    state = round.state
+    state = round.copy.state
     local = {name: ordinary(state[name]).clone() for name in round.network.locality.names(Place.HOME)}
     sections: dict[str, dict[str, Tensor]] = {"local": local} if local else {}
     if gradients and round.settings.momentum > 0:

@@ -62,11 +62,6 @@ def check_weights(method: Method, client_weights: str) -> None:
     )  # fmt: skip
 
 
-def first_rate(optimizer: Optimizer) -> float | None:
-    """Return the learning rate of the optimiser's first parameters that have one."""
-    return next((float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None), None)
-
-
 def check_rates(objective: Objective, optimizer: Optimizer, others: Sequence[float] = ()) -> None:
     """Check that ``optimizer`` is plain SGD of one rate, which control variates need.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fl_bn.bn.moments import Average, Moments, weighted_mean
 from fl_bn.bn.roles import Role
-from fl_bn.federation.payload import Named
+from fl_bn.federation.values import Named
 from fl_bn.options import Used, option
 from fl_bn.robust import PREAGGREGATIONS, RULES, Report, Rule, rule_named
 

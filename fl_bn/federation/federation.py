@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fl_bn.bn.conversion import check_complete
-from fl_bn.bn.copying import copied
+from fl_bn.bn.modules import copied
 from fl_bn.bn.roles import buffers_in_words, inputs_like
 from fl_bn.federation.arguments import (
     ARGUMENTS,
@@ -30,7 +30,6 @@ from fl_bn.federation.arguments import (
     same_rate,
     tasks_of,
 )
-from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.callbacks import Callback, Callbacks, Running, checked_callbacks
 from fl_bn.federation.checkpoint import FederationState, check_same, set_generators
 from fl_bn.federation.checkpoint import generators as global_generators
@@ -153,7 +152,7 @@ class Federation:
         policy = ServerPolicy(
             count,
             rate=lambda round, rounds: (base or constant_rate(round, rounds)) * checked_rate("schedule", schedule, round, rounds),
-            auxiliary=auxiliary(settings),
+            auxiliary=settings.auxiliary,
             objective=objective.described,
             **spec.common,
         )

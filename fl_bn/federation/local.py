@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn.bn.layers import HybridBatchNorm
-from fl_bn.bn.modes import held_layers, kept_modes
+from fl_bn.bn.modules import held_layers, kept_modes
 from fl_bn.bn.moments import Moments
 from fl_bn.bn.observation import normalisers, observe, pooled, uncompiled
 from fl_bn.bn.roles import inputs_like

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fl_bn.bn.copying import copied
 from fl_bn.bn.derived import load_tensors
+from fl_bn.bn.modules import copied
 from fl_bn.bn.roles import inputs_like
 from fl_bn.federation import schema
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.gradients import centred_weights
-from fl_bn.federation.locality import Locality
+from fl_bn.federation.schema import Locality
 from fl_bn.methods import Method, Phase
 
 AUTO = "auto"

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from fl_bn.bn.kinds import kind_of
-from fl_bn.bn.modes import held_layers
+from fl_bn.bn.modules import held_layers
 from fl_bn.bn.roles import NORM_LAYERS, Role, batch_norms, buffers_in_words, unknown_norms
-from fl_bn.federation.locality import Locality
+from fl_bn.federation.schema import Locality
 from fl_bn.methods import Method, Place
 from fl_bn.methods.fedtan import CohortBatchNorm
 

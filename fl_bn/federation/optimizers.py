@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from fl_bn.federation.payload import Named
+from fl_bn.federation.values import Named
 from fl_bn.options import Options, option, takes
 from fl_bn.support.names import check_name
 
@@ -77,6 +77,11 @@ class Adam(Eager, optim.Adam):
 
 _sgd_step = inspect.unwrap(optim.SGD.step)
 _adam_step = inspect.unwrap(optim.Adam.step)
+
+
+def first_rate(optimizer: Optimizer) -> float | None:
+    """Return the learning rate of the optimiser's first parameters that have one."""
+    return next((float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None), None)
 
 
 class FedOpt(Eager):

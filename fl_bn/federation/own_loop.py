@@ -13,9 +13,8 @@ from torch import nn
 from fl_bn.bn.conversion import check_converted, convert
 from fl_bn.bn.roles import buffers_in_words
 from fl_bn.exchange.session import Session
-from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.composition import check_composition
+from fl_bn.federation.composition import check_composition, check_learns
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.metrics import over_samples
 from fl_bn.federation.norm_layers import check_layers
@@ -164,7 +163,8 @@ def server_state(
         raise ValueError(f"rounds must be a whole number >= 1 (the number of rounds of the run), but got {rounds!r}")
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings, robust=defence.active)
-    policy = ServerPolicy(clients=clients, rate=rate, auxiliary=auxiliary(settings), objective=objective.described)
+    check_learns(model)
+    policy = ServerPolicy(clients=clients, rate=rate, auxiliary=settings.auxiliary, objective=objective.described)
     for number in (1, rounds):
         policy.scheduled(number, rounds)
     server = Server(model, method, policy, rounds, optimizer=optimizer, defence=defence)

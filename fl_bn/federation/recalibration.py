@@ -24,7 +24,7 @@ from fl_bn.bn.moments import Moments, Running
 from fl_bn.bn.roles import Role, batch_norms, inputs_like
 from fl_bn.federation.aggregation import combine, running_statistics, store_statistics
 from fl_bn.federation.local import Samples, statistics_pass
-from fl_bn.federation.locality import Locality
+from fl_bn.federation.schema import Locality
 from fl_bn.federation.settings import seeded
 from fl_bn.methods import INPUTS, Method, StatisticsPass, replace_by_pooled
 from fl_bn.options import refuse

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from fl_bn.exchange.session import Traffic
 from fl_bn.federation.aggregation import Drift
-from fl_bn.federation.payload import count_tensors, section_bytes
 from fl_bn.federation.schema import DIVERGED
+from fl_bn.federation.values import count_tensors, section_bytes
 from fl_bn.methods import Phase
 from fl_bn.options import LARGEST
 from fl_bn.robust.rows import FAR

@@ -168,7 +168,7 @@ def following(round: LocalRound) -> Iterator[None]:
 
 def _before(optimizer: Optimizer, args: Any, named: Any) -> None:
     for round in _OPEN:
-        round.step_begins(optimizer)
+        round.recorder.begins(optimizer)
 
 
 def _after(optimizer: Optimizer, args: Any, named: Any) -> None:

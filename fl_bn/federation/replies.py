@@ -18,10 +18,9 @@ from fl_bn.exchange.session import Session
 from fl_bn.federation.aggregation import WeightedSum, largest
 from fl_bn.federation.fields import LARGEST, Field, Form, Values, number, one_of, whole
 from fl_bn.federation.fields import measured as a_number
-from fl_bn.federation.payload import Payload, Sections, to_numpy, views
 from fl_bn.federation.policy import unbounded
 from fl_bn.federation.schema import Schema
-from fl_bn.federation.values import Reply, RoundReplies
+from fl_bn.federation.values import Payload, Reply, RoundReplies, Sections, to_numpy, views
 from fl_bn.support.wire import Absent, WireError, check_samples, excerpt, reason
 
 LOGGER = logging.getLogger("flwr")

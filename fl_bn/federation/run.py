@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from fl_bn.federation.composition import check_learns
 from fl_bn.federation.passes import Measured, Passes
-from fl_bn.federation.payload import Named
 from fl_bn.federation.record import RoundRecord, watch, why_failed
 from fl_bn.federation.server import Server
 from fl_bn.federation.transport import Transport
+from fl_bn.federation.values import Named
 from fl_bn.methods import Phase, Refresh
 
 LOGGER = logging.getLogger("flwr")
@@ -76,7 +77,10 @@ def run(
     Raises:
         Diverged: Too few replies could be used in ``max_failed`` rounds in a row.
         TooFewMeasured: In a run of 0 rounds, too few clients measured.
+        ValueError: The model has no parameter that can be trained.
     """
+    if rounds:
+        check_learns(server.model)
     passes, policy, failed = passes or Passes(server), server.policy, start.failed
     server.rounds, first_loss = rounds, math.nan
     tensors: Named = server.shared.tensors()

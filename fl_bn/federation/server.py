@@ -15,16 +15,15 @@ from types import MappingProxyType
 from torch import nn
 
 from fl_bn.federation.aggregation import Drift
-from fl_bn.federation.composition import check_learns, check_weights
+from fl_bn.federation.composition import check_weights
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.federation.norm_layers import check_layers, say_absent, say_unmeasured
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
-from fl_bn.federation.payload import count_tensors, section_bytes
 from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.record import RoundRecord, with_clients
 from fl_bn.federation.replies import REPLIED, TRAINED, Expected, Intake, bounds_of, taking_part
 from fl_bn.federation.shared_model import NotFinite, ServerStep, SharedModel
-from fl_bn.federation.values import Instruction, Reply, RoundReplies
+from fl_bn.federation.values import Instruction, Reply, RoundReplies, count_tensors, section_bytes
 from fl_bn.methods import Method, Phase
 
 LOGGER = logging.getLogger("flwr")
@@ -85,9 +84,8 @@ class Server:
         """Open the record of ``round`` (from 1), and return the instruction to its clients.
 
         Raises:
-            ValueError: The model has no parameter that can be trained, or the learning rate is no finite number >= 0.
+            ValueError: The learning rate is no finite number >= 0.
         """
-        check_learns(self.model)
         phase, scheduled = self.method.phase(round, self.rounds), self.policy.scheduled(round, self.rounds)
         rate = self.method.learning_rate(self.policy.scheduled, round, self.rounds)
         share = 1.0 if rate == scheduled else rate / scheduled

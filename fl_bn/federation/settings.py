@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fl_bn.data.augment import AUGMENTATIONS
 from fl_bn.data.batches import Indices, cuts, distinct, draw_batches
-from fl_bn.federation.auxiliary import MAINTAIN
+from fl_bn.federation.auxiliary import BUFFERS, CONTROLS, MAINTAIN, Auxiliary
 from fl_bn.federation.gradients import CLIPS, PATH, STEP, norm_in_round
 from fl_bn.federation.optimizers import SGD, Adam
 from fl_bn.objectives import PLAIN, Objective
@@ -126,6 +126,12 @@ class LocalTraining(Options):
              f"{objective.name} needs plain SGD: optimizer='sgd', momentum=0 and clip='none', but got "
              f"{self.optimizer!r}, {self.momentum} and {self.clip!r}"),
         )  # fmt: skip
+
+    @property
+    def auxiliary(self) -> tuple[Auxiliary, ...]:
+        """Return the kinds of tensors that are sent with the weights: control variates, optimiser buffers."""
+        controls = (CONTROLS,) if self.objective.travels else ()
+        return (*controls, *BUFFERS[self.optimizer].values()) if self.maintain == "global" else controls
 
     def norm_in_round(self, learning_rate: float, steps: int) -> float:
         """Return a gradient's largest norm under ``clip="round"``, in a round of ``steps`` steps.

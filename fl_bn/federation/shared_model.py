@@ -14,23 +14,21 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn.bn.conversion import convert
-from fl_bn.bn.copying import copied
 from fl_bn.bn.derived import load_tensors, plain_names, recompute
-from fl_bn.bn.modes import held_layers
+from fl_bn.bn.modules import copied, held_layers
 from fl_bn.bn.moments import Moments, Running
 from fl_bn.bn.roles import Role, batch_norms
 from fl_bn.exchange.call import Layer
 from fl_bn.exchange.session import exchanged_layers
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import WeightedSum, average, combine, difference, fits, running_statistics
-from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
+from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.network import Copy
 from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.federation.payload import Named, Sections, decode_moments, tensor_name
 from fl_bn.federation.recalibration import epsilons
 from fl_bn.federation.unit_scale import producers, rescaled
-from fl_bn.federation.values import Instruction, Reply
+from fl_bn.federation.values import Instruction, Named, Reply, Sections, decode_moments, tensor_name
 from fl_bn.methods import INPUTS, Method, Phase, Place, Refresh, StatisticsReport, replace_by_pooled
 
 LOGGER = logging.getLogger("flwr")
@@ -109,7 +107,7 @@ class SharedModel:
         self._cumulative = [name for name in sent_down if role[name] is Role.BATCHES]
         self._recomputes = any(role[name] is Role.RECOMPUTED for name in sent_down)
         self.personal = method.personal or any(r is Role.KEPT for r in role.values())
-        like = has_auxiliary(self.model, self.locality)
+        like = self.locality.trained(self.model)
         self.auxiliary = {c.section: {name: c.like(p.detach()) for name, p in like.items()} for c in auxiliary}
 
     def learnable(self, phase: Phase) -> set[str]:

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,13 +22,12 @@ from fl_bn.bn.roles import inputs_like
 from fl_bn.data.augment import Augment, augmenter
 from fl_bn.data.dataset import to_input
 from fl_bn.federation import schema
-from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import Outcome
 from fl_bn.federation.gradients import clip
 from fl_bn.federation.local import NO_VARIANCE, PASS_BATCH, Samples, pieces, torch_seed
-from fl_bn.federation.locality import Locality
 from fl_bn.federation.recording import Connect
+from fl_bn.federation.schema import Locality
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.federation.values import NOTHING, ClientState, Instruction
 from fl_bn.methods import NORMALISERS, Method, Phase, StatisticsReport
@@ -224,6 +224,10 @@ class SampleLoop:
         return Outcome(weight, trained[0].loss, client=self.client)
 
 
+TRAINER: ContextVar[Callable[[SampleLoop, LocalRound], Outcome]] = ContextVar("trainer", default=SampleLoop.__call__)
+"""How a client of a Flower app trains by its loop: alone or, in a thread of ``engines.vectorised``, with others."""
+
+
 def alone(
     model: nn.Module,
     method: Method,
@@ -235,6 +239,6 @@ def alone(
     number: int = 0,
 ) -> LocalRound:
     """Make a client's round without a server, from the tensors of ``model``."""
-    state, expected = model.state_dict(), schema.instruction(model, Locality.of(model, method), auxiliary(settings)).sections
+    state, expected = model.state_dict(), schema.instruction(model, Locality.of(model, method), settings.auxiliary).sections
     sections = {section: {name: state[name].detach().clone() for name in names if name in state} for section, names in expected.items()}
     return LocalRound(model, method, Instruction(number, phase, sections, learning_rate), kept, settings, connect)

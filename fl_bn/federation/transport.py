@@ -5,9 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from fl_bn.federation.defence import TooFew
-from fl_bn.federation.payload import Named
 from fl_bn.federation.server import Server
-from fl_bn.federation.values import Instruction, RoundReplies
+from fl_bn.federation.values import Instruction, Named, RoundReplies
 
 
 class Transport(ABC):

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fl_bn.bn.copying import copied
 from fl_bn.bn.derived import derivation, full_names, unwrapped
 from fl_bn.bn.kinds import takes
+from fl_bn.bn.modules import copied
 from fl_bn.bn.moments import Running
 from fl_bn.bn.roles import batch_norms
 

@@ -27,10 +27,9 @@ from flwr.app import Message
 from torch import nn
 
 from fl_bn.exchange.session import Session
-from fl_bn.federation.locality import Locality
-from fl_bn.federation.payload import nbytes
 from fl_bn.federation.record import Disclosure, RoundRecord
-from fl_bn.federation.values import Reply
+from fl_bn.federation.schema import Locality
+from fl_bn.federation.values import Reply, nbytes
 from fl_bn.flower.compat import log
 from fl_bn.flower.population import Client
 from fl_bn.flower.wire.codec import Decoded, decode

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from fl_bn.bn.roles import Role, batch_norms
 from fl_bn.federation.aggregation import average
 from fl_bn.federation.metrics import fits, over_clients
-from fl_bn.federation.payload import Named
 from fl_bn.federation.record import batches_trained
 from fl_bn.federation.replies import REPLIED, Expected
 from fl_bn.federation.schema import KEPT, Schema, kept_layers
-from fl_bn.federation.values import Instruction
+from fl_bn.federation.values import Instruction, Named
 from fl_bn.flower.compat import log
 from fl_bn.flower.hooks import NOT_EVALUATED, ByClient, OwnMetrics, asked, messages_of, numbers_of, same, wrong
 from fl_bn.flower.population import Client, RunFailed, sample_cohort

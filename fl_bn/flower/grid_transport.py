@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from fl_bn.federation.callbacks import Callback, Callbacks, Running
 from fl_bn.federation.passes import Newest, Passes
-from fl_bn.federation.payload import Named, Payload, to_numpy
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.schema import instruction as shared_tensors
 from fl_bn.federation.server import Server
 from fl_bn.federation.transport import Transport
-from fl_bn.federation.values import Instruction, RoundReplies
+from fl_bn.federation.values import Instruction, Named, Payload, RoundReplies, to_numpy
 from fl_bn.flower import hooks
 from fl_bn.flower.compat import log
 from fl_bn.flower.disclosure import DisclosureReport

@@ -26,10 +26,9 @@ from torch import Tensor
 
 from fl_bn.federation.fields import Values
 from fl_bn.federation.network import Network
-from fl_bn.federation.payload import Payload, to_numpy, to_tensors
 from fl_bn.federation.recording import Connect
 from fl_bn.federation.schema import KEPT, difference
-from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
+from fl_bn.federation.values import NOTHING, ClientState, Instruction, Payload, Reply, to_numpy, to_tensors
 from fl_bn.flower.compat import deployed, log
 from fl_bn.flower.layerwise.exchange_address import connect
 from fl_bn.flower.layerwise.transcript import Transcript, detach

@@ -16,12 +16,11 @@ from torch import Tensor
 from fl_bn.bn.derived import plain_names
 from fl_bn.federation.fields import number as a_number
 from fl_bn.federation.fields import whole
-from fl_bn.federation.payload import Named, to_numpy
 from fl_bn.federation.policy import constant_rate
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.schema import Schema
 from fl_bn.federation.shared_model import SharedModel
-from fl_bn.federation.values import Instruction, RoundReplies
+from fl_bn.federation.values import Instruction, Named, RoundReplies, to_numpy
 from fl_bn.flower.compat import log
 from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.wire.codec import tensors_of

@@ -22,13 +22,11 @@ from fl_bn.data.batches import ClientTooSmall
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import client_round
 from fl_bn.federation.composition import check_composition
-from fl_bn.federation.engines.vectorised import with_others
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.network import Network
-from fl_bn.federation.payload import Sections, to_numpy
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.training import SampleLoop
-from fl_bn.federation.values import ClientState, Reply
+from fl_bn.federation.training import TRAINER, SampleLoop
+from fl_bn.federation.values import ClientState, Reply, Sections, to_numpy
 from fl_bn.flower.compat import log
 from fl_bn.flower.handlers import QUERIES, Answer, Participant, Request, metrics_of, read, register, reply_to, request_of
 from fl_bn.flower.layerwise.transcript import Unanswered, question
@@ -126,7 +124,7 @@ class BatchNormClient(Participant, NumPyClient):
         try:
             with self.network.lend() as lent:
                 loop = SampleLoop(self.site.train, self.seed, self.site.client, self.task)
-                reply, keeps = client_round(lent, self.method, instruction, kept, partial(with_others, loop), self.settings, joins)
+                reply, keeps = client_round(lent, self.method, instruction, kept, partial(TRAINER.get(), loop), self.settings, joins)
         except Unanswered as pending:
             return pack(question(pending, self.site.client))
         except ClientTooSmall as reason:

@@ -298,7 +298,6 @@ def answers(app: ClientApp, model: Models, method: Method, batches: Batches, *, 
 
 
 class _Measuring(Participant):
-
     batches: Iterable[Any]
     task: Task
 

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from fl_bn.federation.checkpoint import FORMAT, UNREADABLE, generators, read, set_generators, write
 from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.federation.payload import Named, nbytes, to_numpy
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.schema import START
 from fl_bn.federation.shared_model import SharedModel
-from fl_bn.federation.values import Reply
+from fl_bn.federation.values import Named, Reply, nbytes, to_numpy
 from fl_bn.flower.compat import log
 from fl_bn.flower.population import Client, RunFailed
 from fl_bn.flower.wire.codec import tensors_of, to_record

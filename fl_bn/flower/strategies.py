@@ -20,7 +20,6 @@ from flwr.serverapp import Grid
 from torch import nn
 
 from fl_bn.bn.conversion import check_kinds, convert
-from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.callbacks import Callback, checked_callbacks
 from fl_bn.federation.composition import OBJECTS, check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
@@ -145,7 +144,7 @@ class OwnAppStrategy(BatchNormStrategy):
         self._policy = ServerPolicy(
             clients=clients or CLIENTS,
             fraction=flowers.fraction_train,
-            auxiliary=auxiliary(settings),
+            auxiliary=settings.auxiliary,
             objective=objective.described,
             **{"timeout": TIMEOUT, **options},
         )

@@ -71,7 +71,9 @@ class Place(Enum):
     COUNTER = "never sent, never averaged"
 
 
-MOMENTS = (StatisticsReport.BATCHES, StatisticsReport.FIRST, StatisticsReport.PASS, StatisticsReport.MOVING)
+OBSERVED = (StatisticsReport.BATCHES, StatisticsReport.FIRST, StatisticsReport.MOVING)
+"""Reports on training batches, whose moments the layers record."""
+MOMENTS = (*OBSERVED, StatisticsReport.PASS)
 
 
 class Refresh(Enum):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_bn.bn.copying import copied
+from fl_bn.bn.modules import copied
 from fl_bn.models.head import head_of
 from fl_bn.objectives.objective import Finish, Objective, Round, Start, Step
 from fl_bn.options import option

@@ -18,7 +18,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
 from fl_bn.bn.conversion import convert
-from fl_bn.bn.copying import copied
+from fl_bn.bn.modules import copied
 from fl_bn.bn.roles import parse_buffer_roles, set_buffer_roles
 from fl_bn.data.csv_files import TableData
 from fl_bn.data.dataset import Dataset, load

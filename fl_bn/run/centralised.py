@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_bn.bn.copying import copied
+from fl_bn.bn.modules import copied
 from fl_bn.bn.roles import inputs_like
 from fl_bn.data.augment import augmenter
 from fl_bn.data.batches import draw_batches

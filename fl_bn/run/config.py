@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fl_bn.data.dataset import PER_SITE
 from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.composition import check_composition, check_weights
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.engines.vectorised import VECTORISED
@@ -285,7 +284,7 @@ class RunConfig(RunKeys):
             **({"calibrate": UNTIL_STILL} if early and self.calibrate == AS_METHOD else {}),
             rate=self.schedule(),
             exchange=self._value(ExchangeSettings),
-            auxiliary=auxiliary(training),
+            auxiliary=training.auxiliary,
             objective=training.objective.described,
             planned_steps=training.most_steps,
             at_clients=self.dataset == SITES,

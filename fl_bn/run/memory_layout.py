@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fl_bn.bn.copying import copied
+from fl_bn.bn.modules import copied
 from fl_bn.bn.roles import inputs_like
 from fl_bn.federation.network import AUTO, MEMORY_FORMATS
 from fl_bn.flower.compat import LOGGER

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fl_bn.bn.copying import copied
+from fl_bn.bn.modules import copied
 from fl_bn.bn.roles import Role, batch_norms, inputs_like
 from fl_bn.data.augment import augmenter
 from fl_bn.data.dataset import to_input
 from fl_bn.federation.local import torch_seed
 from fl_bn.federation.norm_layers import check_layers
-from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.policy import AS_METHOD, MUCH, start_left
 from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.settings import seeded
+from fl_bn.federation.values import to_numpy
 from fl_bn.flower.compat import LOGGER
 from fl_bn.methods import Method
 from fl_bn.run import recalibrate

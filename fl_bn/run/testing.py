@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fl_bn.bn.copying import copied
+from fl_bn.bn.modules import copied
 from fl_bn.data.partition import BY_DOMAIN
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.record import RoundRecord

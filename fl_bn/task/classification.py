@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_bn.bn.hybrid import inside_transform
+from fl_bn.bn.moments import inside_transform
 from fl_bn.support.wire import excerpt
 from fl_bn.task.targets import LABELS, MASKS
 from fl_bn.task.task import SHARE, Range, Task

@@ -15,7 +15,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn import Federation, convert
-from fl_bn.federation.locality import Locality
+from fl_bn.federation.schema import Locality
 from fl_bn.flower import RunFailed
 from fl_bn.methods import METHODS, Place, Refresh, Role, StatisticsReport, freeze
 from tests.conformance import doors

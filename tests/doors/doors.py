@@ -19,12 +19,12 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from fl_bn import Federation, SeededBatches, convert, local_round, server_round, server_state
-from fl_bn.bn.copying import copied
+from fl_bn.bn.modules import copied
 from fl_bn.exchange import Layer, LocalExchange, Session, Turns, admit, dismiss
 from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, replayed, training
 from fl_bn.methods import Method, Phase, StatisticsReport
 from fl_bn.objectives import PLAIN, Objective
-from tests.doors.inner import AS_METHOD, NO_DEFENCE, Defence, ExchangeSettings, LocalTraining, Samples, auxiliary, batch_norms
+from tests.doors.inner import AS_METHOD, NO_DEFENCE, Defence, ExchangeSettings, LocalTraining, Samples, batch_norms
 from tests.in_process import run
 from tests.noted import noted
 
@@ -229,7 +229,7 @@ def application(
 ) -> Rounds:
     """Train with ``BatchNormClient`` and ``BatchNormStrategy``, as ``flwr run .`` does."""
     settings = LocalTraining(batch_size=size, epochs=1, momentum=momentum_for(objective), objective=objective)
-    policy = {"auxiliary": auxiliary(settings)} | ({"calibrate": AS_METHOD, "unit_scale": True} if passes else {})
+    policy = {"auxiliary": settings.auxiliary} | ({"calibrate": AS_METHOD, "unit_scale": True} if passes else {})
     ran = run(method, clients, rounds, settings=settings, model=model, defence=defence, policy=policy)
     return [{name: torch.from_numpy(array.copy()) for name, array in ran.trajectory[n].items()} for n in range(1, rounds + 1)]
 

@@ -16,7 +16,6 @@ from torch.optim import SGD
 
 from fl_bn import Federation, SeededBatches, convert, flower, local_round, server_round, server_state
 from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.optimizers import server_optimizer
 from fl_bn.federation.settings import LocalTraining
@@ -115,7 +114,7 @@ def application(row: Row) -> Computed:
     made = partial(flower.BatchNormClient, convert(net, method), method, settings)
     app = flower.make_client_app(lambda context: made(sites[context.node_config["partition-id"]], context.state))
     calendar = {"rate": lambda *_: row.rate, "calibrate": row.calibrate, "unit_scale": False, "wait": 0.0}
-    rounds = flower.Rounds(count, fraction=len(row.schedule[0]) / count, update=settings.update, auxiliary=auxiliary(settings), **calendar)
+    rounds = flower.Rounds(count, fraction=len(row.schedule[0]) / count, update=settings.update, auxiliary=settings.auxiliary, **calendar)
     kept = Kept()
     strategy = flower.BatchNormStrategy(net, method, rounds, optimizer=server, defence=defence, callbacks=[kept])
     found = arrays_of(strategy.start(flower.InProcessGrid(app, count, {}), num_rounds=row.rounds))

@@ -14,8 +14,8 @@ from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss, end_task
 from fl_bn.exchange.session import LARGEST_COUNT, POLICIES, Session, reduce
 from fl_bn.exchange.settings import Certificates, ExchangeSettings
 from fl_bn.federation.local import Samples
-from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.values import to_numpy
 from fl_bn.methods.fedtan import fedtan
 
 MEAN, VARIANCE, MOMENTS, GRADIENTS, STATISTICS = Quantity

@@ -12,7 +12,7 @@ from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_bn.federation.payload import Payload
+from fl_bn.federation.values import Payload
 from fl_bn.flower.layerwise.transcript import ReplayExchange, Unanswered, attach, detach, question, read_request
 from fl_bn.flower.wire.codec import Header, flatten, from_records, to_records, unflatten
 from tests.exchange.cohorts import Answer, ExchangeFailed, Key, Local, Quantity, to_numpy

@@ -20,7 +20,7 @@ from experiments.definitions.programs.normalisation_error import (
     draws,
     normalised,
 )
-from fl_bn.bn.copying import copied
+from fl_bn.bn.modules import copied
 from fl_bn.data.batches import draw_batches
 from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.server import Server

@@ -10,13 +10,12 @@ from torch import nn
 from fl_bn import convert
 from fl_bn.federation.client_round import client_round
 from fl_bn.federation.local import Samples, evaluate
-from fl_bn.federation.payload import Named
 from fl_bn.federation.replies import checked
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training import SampleLoop
 from fl_bn.federation.transport import Transport
-from fl_bn.federation.values import NOTHING, Instruction, Reply, RoundReplies
+from fl_bn.federation.values import NOTHING, Instruction, Named, Reply, RoundReplies
 
 
 class Threads(Transport):

@@ -9,9 +9,9 @@ from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.local import Samples
 from fl_bn.federation.network import Network
-from fl_bn.federation.payload import Payload, decode_moments, encode_moments, to_numpy, to_tensors
 from fl_bn.federation.record import ClientRecord, Disclosure, RoundRecord
 from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.values import Payload, decode_moments, encode_moments, to_numpy, to_tensors
 from fl_bn.flower.compat import LOGGER, find
 from fl_bn.flower.population import Client
 from fl_bn.flower.recovery import Checkpoint

@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as arrays
 
 from fl_bn import convert
 from fl_bn.federation.network import Network
-from fl_bn.federation.payload import count_tensors, nbytes
+from fl_bn.federation.values import count_tensors, nbytes
 from fl_bn.flower.wire.codec import LazyArray, flatten, unflatten
 from fl_bn.methods import METHODS, Phase
 from tests.flower.byzantine import equal_clients

@@ -13,14 +13,12 @@ from flwr.clientapp import ClientApp
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 
 from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.local import Samples
-from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.shared_model import SharedModel
-from fl_bn.federation.values import ClientState, Reply
+from fl_bn.federation.values import ClientState, Reply, to_numpy
 from fl_bn.flower.compat import LOGGER
 from fl_bn.flower.secagg import client as secure_client
 from fl_bn.flower.secagg import workflow as secure_workflow

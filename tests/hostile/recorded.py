@@ -23,7 +23,6 @@ from tests.hostile.liars import (
     LocalTraining,
     RoundRecord,
     SecureAggregation,
-    auxiliary,
     people,
     to_numpy,
     what,
@@ -219,7 +218,7 @@ def served(name: str, grid: Grid, rounds: int = 1) -> Served:
     settings = scenario.settings
     # recorded replies cannot answer an exchange layer by layer, whose session is a target of its own
     rules = {"recalibration": "passes", "wait": 0.0, "at_start": CLIENTS - 1, "update": settings.update}
-    rules |= {"auxiliary": auxiliary(settings), **scenario.policy}
+    rules |= {"auxiliary": settings.auxiliary, **scenario.policy}
     rules["nodes"] = tuple(range(1, CLIENTS + 1))  # as in a deployment, where each client's key is known
     strategy = BatchNormStrategy(
         seeded_network("cnn"),

@@ -12,7 +12,7 @@ from fl_bn.federation.client import LocalRound
 from fl_bn.methods import METHODS
 from fl_bn.objectives import Scaffold
 from tests.conformance.doors import Asked, federation, flower, own_loop
-from tests.hostile.liars import ClientState, LocalTraining, Reply, auxiliary, people
+from tests.hostile.liars import ClientState, LocalTraining, Reply, people
 from tests.in_process import TWO_STEPS, run
 
 VICTIM, BAD, ROUNDS, HUGE = 2, 2, 4, 1e200  # the third client to train in round 2; its squares overflow in float64
@@ -74,7 +74,7 @@ def test_so_does_all_else_that_it_keeps_and_from_a_bad_first_round_it_keeps_noth
     settings = {"maintained momentum": replace(TWO_STEPS, maintain="local"), "control variates": SCAFFOLD, "statistics": TWO_STEPS}[what]
     monkeypatch.setattr("tests.hostile.test_one_bad_round.BAD", 1)
     watch = Watch(monkeypatch, 1e30)
-    rules = {"at_start": 3, "auxiliary": auxiliary(settings)}
+    rules = {"at_start": 3, "auxiliary": settings.auxiliary}
     ran = run(METHODS["fedbn" if what == "statistics" else "fedavg"](), people(4), 3, settings=settings, policy=rules)
     assert not watch.finite(1)
     assert watch.kept[1, VICTIM].sections == {}

@@ -23,7 +23,7 @@ from fl_bn.federation.adaptation import (
     recompute_statistics,
     with_batch_statistics,
 )
-from fl_bn.federation.locality import Locality
+from fl_bn.federation.schema import Locality
 from fl_bn.methods import METHODS, Place, Role
 from tests.federation import largest_deviation, random_samples
 from tests.listed import listed

@@ -12,8 +12,7 @@ import numpy as np
 from flwr.common.logger import FLOWER_LOGGER
 
 from fl_bn.federation import schema
-from fl_bn.federation.auxiliary import auxiliary
-from fl_bn.federation.payload import to_numpy
+from fl_bn.federation.values import to_numpy
 from tests.hostile.liars import LIAR
 from tests.hostile.recorded import SCENARIOS, Liar, LivingGrid, PlayingGrid, Served, app_of, recorded, served
 
@@ -97,7 +96,7 @@ def judged(name: str, ran: Served, lines: list[str]) -> Outcome:
         return Outcome(GIVEN_UP if SCENARIOS[name].secure else BROKEN, lines[-1] if lines else "the log gives no reason")
     shared = ran.strategy.transport.shared
     try:
-        beside = auxiliary(SCENARIOS[name].settings)
+        beside = SCENARIOS[name].settings.auxiliary
         asked = ran.strategy.transport.server.begin(1).sections
         schema.instruction(shared.model, shared.locality, beside).check({section: to_numpy(tensors) for section, tensors in asked.items()})
     except ValueError as error:

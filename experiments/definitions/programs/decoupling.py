@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from experiments.catalogue import FOLDER
-from fl_bn.bn.copying import copied
 from fl_bn.bn.derived import load_tensors
+from fl_bn.bn.modules import copied
 from fl_bn.bn.moments import Moments, Running, plain_average
 from fl_bn.bn.roles import inputs_like
 from fl_bn.data.augment import augmenter

@@ -24,10 +24,9 @@ from fl_bn.federation.engines.workers import Workers
 from fl_bn.federation.loaders import Loader, SeededBatches
 from fl_bn.federation.local import generators
 from fl_bn.federation.network import Network
-from fl_bn.federation.payload import to_numpy, to_tensors
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training import SUBSET, SampleLoop, Trained
-from fl_bn.federation.values import ClientState, Instruction, Reply
+from fl_bn.federation.values import ClientState, Instruction, Reply, to_numpy, to_tensors
 from fl_bn.methods import Method
 from fl_bn.task import Task
 

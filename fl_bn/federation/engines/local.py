@@ -13,8 +13,8 @@ from random import Random
 import torch
 from torch import nn
 
-from fl_bn.bn.copying import copied
 from fl_bn.bn.derived import load_tensors
+from fl_bn.bn.modules import copied
 from fl_bn.exchange import local as turns
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.local import LocalExchange, Turns
@@ -28,14 +28,13 @@ from fl_bn.federation.loaders import Loader, SeededBatches
 from fl_bn.federation.local import evaluate, unmoved
 from fl_bn.federation.metrics import over_samples
 from fl_bn.federation.network import Network
-from fl_bn.federation.payload import Named
 from fl_bn.federation.policy import MEMORY
 from fl_bn.federation.replies import checked
 from fl_bn.federation.run import FROM_THE_START, Start
 from fl_bn.federation.server import Server
 from fl_bn.federation.training import LEFT_OUT
 from fl_bn.federation.transport import Transport
-from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply, RoundReplies
+from fl_bn.federation.values import NOTHING, ClientState, Instruction, Named, Reply, RoundReplies
 from fl_bn.methods import Phase
 from fl_bn.task import MetricState
 

@@ -8,17 +8,17 @@ further batches stays unchanged while the others go on. A GPU gains most, a CPU 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
 
-from fl_bn.bn.copying import copied
+from fl_bn.bn.modules import copied
 from fl_bn.bn.moments import Moments
 from fl_bn.bn.observation import observe, pooled
 from fl_bn.bn.roles import inputs_like
@@ -30,13 +30,14 @@ from fl_bn.federation.client_round import Outcome, Result, concluded
 from fl_bn.federation.engines.stack import Seen, Stack, groups
 from fl_bn.federation.gradients import centring, clip_rows
 from fl_bn.federation.local import Samples, measuring
-from fl_bn.federation.training import IndexBatches, SampleLoop, Trained, loss_of
+from fl_bn.federation.training import TRAINER, IndexBatches, SampleLoop, Trained, loss_of
 from fl_bn.methods import StatisticsReport
 from fl_bn.models.head import head_of
 from fl_bn.objectives import FedProx, Objective, Start, Step
 from fl_bn.task import Task
 
 LOGGER = logging.getLogger("flwr")
+T = TypeVar("T")
 ENGINES = SEQUENTIAL, VECTORISED = "sequential", "vectorised"
 AT_ONCE = 64
 """The largest number of clients that are computed together. More clients gain little."""
@@ -120,21 +121,24 @@ class TogetherTurns(Turns):
         self._results, self._asked = dict(zip(self._asked, results, strict=True)), {}
         return list(self._results)
 
-    def trained(self, index: int, round: LocalRound, loop: SampleLoop) -> Outcome:
+    def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
+        """Run all tasks, and train the clients for which they ask by ``TRAINER``."""
+        return super().run([partial(self._task, index, task) for index, task in enumerate(tasks)])
+
+    def _task(self, index: int, task: Callable[[], T]) -> T:
+        TRAINER.set(partial(self._trained, index))  # for the task's own thread
+        return task()
+
+    def _trained(self, index: int, loop: SampleLoop, round: LocalRound) -> Outcome:
         """Wait until the client of task ``index`` is trained, and return the outcome."""
+        if round.trains and len(loop.samples) < round.settings.fewest(2):
+            return loop(round)
         self._asked[index] = round, loop
         self.wait(index)
         result = self._results.pop(index)
         if isinstance(result, Exception):
             raise result
         return loop(round) if result is None else result
-
-
-def with_others(loop: SampleLoop, round: LocalRound) -> Outcome:
-    """Train a client as ``loop`` does, but with others if a ``TogetherTurns`` task calls this."""
-    turns, index = Turns.here() or (None, 0)
-    small = round.trains and len(loop.samples) < round.settings.fewest(2)
-    return turns.trained(index, round, loop) if isinstance(turns, TogetherTurns) and not small else loop(round)
 
 
 def _why_not(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Task) -> str:

@@ -19,10 +19,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
 
 from fl_bn.data.batches import ClientTooSmall
-from fl_bn.federation.payload import Sections, to_tensors
 from fl_bn.federation.settings import seeded
 from fl_bn.federation.training import BATCHES
-from fl_bn.federation.values import ClientState
+from fl_bn.federation.values import ClientState, Sections, to_tensors
 from fl_bn.flower.compat import RECORD_KEY_STATE, Key, Stage, fitres_to_recorddict, log
 from fl_bn.flower.handlers import read
 from fl_bn.flower.local_client import BatchNormClient

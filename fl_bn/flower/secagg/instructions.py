@@ -42,8 +42,7 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
 
-from fl_bn.federation.payload import Sections
-from fl_bn.federation.values import ClientState
+from fl_bn.federation.values import ClientState, Sections
 from fl_bn.flower.wire import messages
 from fl_bn.flower.wire.codec import decoded
 from fl_bn.flower.wire.messages import HISTORY_HASHES, HISTORY_ROUNDS, OURS, Form, records_of

@@ -15,12 +15,11 @@ from fl_bn.bn.moments import Moments, Running
 from fl_bn.exchange.session import LARGEST_COUNT
 from fl_bn.federation.aggregation import Drift
 from fl_bn.federation.defence import Defence
-from fl_bn.federation.payload import Sections, tensor_name, to_tensors
 from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.record import with_clients
 from fl_bn.federation.server import Server
 from fl_bn.federation.shared_model import NotFinite, ServerStep, median_steps
-from fl_bn.federation.values import Reply, RoundReplies
+from fl_bn.federation.values import Reply, RoundReplies, Sections, tensor_name, to_tensors
 from fl_bn.flower.compat import log
 from fl_bn.flower.population import Client, round_half_up
 from fl_bn.flower.secagg import sums

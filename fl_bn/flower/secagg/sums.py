@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 from fl_bn.bn.moments import Moments, Running
-from fl_bn.federation.payload import Named, Sections, decode_moments, tensor_name
 from fl_bn.federation.schema import Schema
+from fl_bn.federation.values import Named, Sections, decode_moments, tensor_name
 from fl_bn.secure.additive import deviations, from_deviations, from_running_deviations, running_deviations, running_within, within
 from fl_bn.support.wire import WireError
 from fl_bn.task import Task

@@ -21,10 +21,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from torch import Tensor
 
 from fl_bn.federation.aggregation import dtype_name
-from fl_bn.federation.payload import Payload, to_numpy, views
 from fl_bn.federation.replies import Expected
 from fl_bn.federation.shared_model import SharedModel
-from fl_bn.federation.values import Reply
+from fl_bn.federation.values import Payload, Reply, to_numpy, views
 from fl_bn.flower.compat import fill
 from fl_bn.flower.population import Client
 from fl_bn.flower.wire.messages import HEADER, OURS, our_records, their_records
