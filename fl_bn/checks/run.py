@@ -91,7 +91,7 @@ def refusal(error: Exception) -> Finding:
 
 def model_layers(config: RunConfig) -> Finding:
     """Say which normalisation layers the model has, and what the method does with them."""
-    from fl_bn.federation.norm_layers import describe_layers, has_batch_norm, no_batch_norm
+    from fl_bn.federation.composition import describe_layers, has_batch_norm, no_batch_norm
     from fl_bn.run.assembly import client_model, source_model
 
     source, method = source_model(config), config.build_method()

@@ -221,8 +221,8 @@ def layers(
     """
     from fl_bn import convert
     from fl_bn.bn.roles import parse_buffer_roles, roles, set_buffer_roles
+    from fl_bn.federation.composition import describe_layers, looks_like_norm, no_batch_norm
     from fl_bn.federation.network import Network
-    from fl_bn.federation.norm_layers import describe_layers, looks_like_norm, no_batch_norm
     from fl_bn.methods import METHODS
     from fl_bn.models import build
     from fl_bn.support.names import check_name

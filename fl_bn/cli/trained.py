@@ -31,7 +31,7 @@ def adapt(
 
     BatchNorm is fitted to the client's unlabelled data. The metrics before and after are shown.
     """
-    from fl_bn.federation.adaptation import HOW
+    from fl_bn.federation.recalibration import HOW
     from fl_bn.run import adapt as adapting
     from fl_bn.run.assembly import limit_threads, task
     from fl_bn.run.device import device

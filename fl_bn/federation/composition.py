@@ -1,20 +1,40 @@
-"""Refuse combinations of method, objective, optimiser and options that do not work."""
+"""Refuse what makes no sense together: method, network, objective, optimiser, options. Describe norm layers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from fl_bn.bn.roles import Role
+from fl_bn.bn.kinds import kind_of
+from fl_bn.bn.modules import held_layers
+from fl_bn.bn.roles import NORM_LAYERS, Role, batch_norms, buffers_in_words, unknown_norms
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.optimizers import ServerOptimizer
+from fl_bn.federation.schema import Locality
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.methods import Method
+from fl_bn.methods import Method, Place
+from fl_bn.methods.fedtan import CohortBatchNorm
 from fl_bn.objectives import Objective
 from fl_bn.options import Fits, is_a, refuse
 
+if TYPE_CHECKING:
+    from fl_bn.federation.shared_model import SharedModel
+
+LOGGER = logging.getLogger("flwr")
+SHOWN = 3  # the largest number of layers of one kind that a message names
+UNMEASURED = (
+    "round %s: %s of the %s BatchNorm layers (%s) were reached by no %s, so under %s they normalise with the statistics that the network "
+    "had before round 1 (mean 0, variance 1 in a new one), until training batches move these. Such are an auxiliary head, which a "
+    "statistics pass leaves out (train without it: aux_logits=False, say), layers that run without gradients alone, and layers that the "
+    "network does not call (it asks type(layer) is nn.BatchNorm2d, not isinstance, or calls F.batch_norm). docs/contract.md has more"
+)
 OBJECTS: Fits = {
     "method": is_a(Method, "methods.fbn()"),
     "objective": is_a(Objective, "FedProx(0.01)"),
@@ -88,3 +108,97 @@ def check_learns(model: nn.Module) -> None:
         (not any(parameter.requires_grad for parameter in model.parameters()),
          f"{type(model).__name__} has no parameter with requires_grad=True, so there is nothing to train"),
     )  # fmt: skip
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Tell whether ``model``, converted or not, has a layer treated as BatchNorm."""
+    return bool(batch_norms(model)) or any(kind_of(module) is not None for module in model.modules())
+
+
+def no_batch_norm(model: nn.Module, method: Method) -> str:
+    """Explain that ``method`` is plain averaging for ``model``, which has no BatchNorm layer.
+
+    The text is empty if it is not, or if the method is ``fedavg`` itself.
+    """
+    if has_batch_norm(model) or method.prepare is not None or not method.shares(Role.WEIGHT) or method.name == "fedavg":
+        return ""
+    words = f"this model has no BatchNorm layer: method {method.name} is plain federated averaging here"
+    if method.has_statistics:
+        words = f"{words}, but method {method.name} is about the statistics of BatchNorm: take fedavg, or a network with BatchNorm"
+    lookalikes = {type(layer).__name__: None for layer in unknown_norms(model).values()}
+    return words + "".join(f". If {kind} is BatchNorm, register it: {registering(kind)}" for kind in lookalikes)
+
+
+def registering(kind: str) -> str:
+    """Return the call that makes fl-bn treat a class not derived from torch's BatchNorm as one."""
+    return f"fl_bn.register_batch_norm({kind}, convert=...)"
+
+
+def check_layers(model: nn.Module, method: Method) -> None:
+    """Raise ValueError unless ``model``, converted or not, has BatchNorm if ``method`` needs it."""
+    if method.has_statistics and (reason := no_batch_norm(model, method)):
+        raise ValueError(reason)
+
+
+def looks_like_norm(model: nn.Module) -> list[str]:
+    """Return a sentence per class of layers with running statistics unknown to fl-bn."""
+    by_kind = defaultdict[str, list[str]](list)
+    for name, layer in unknown_norms(model).items():
+        if kind_of(layer) is None:
+            by_kind[type(layer).__name__].append(name or "the model")
+    return [
+        f"{', '.join(names)} ({kind}): looks like BatchNorm, but its class is not known as BatchNorm, so its tensors are treated like "
+        f"those of any other layer. If it is BatchNorm, register it: {registering(kind)}"
+        for kind, names in by_kind.items()
+    ]
+
+
+def say_absent(model: nn.Module, method: Method) -> None:
+    """Warn, at the start of a run, if ``model`` lacks BatchNorm or has unknown norm layers."""
+    for line in filter(None, [no_batch_norm(model, method), *looks_like_norm(model)]):
+        LOGGER.warning("%s", line)
+
+
+def say_unmeasured(shared: SharedModel, round: int, rounds: int) -> None:
+    """Warn, once per run, of BatchNorm layers that no statistics pass or reported batch has reached.
+
+    A statistics pass misses heads that run in training mode alone. Both miss layers that are not called.
+    """
+    method, layers, held = shared.method, list(shared.statistics()), held_layers(shared.model)
+    uses = method.uses_shared(rounds) or method.freezes_statistics(method.phase(rounds, rounds))
+    missed = [name for name in layers if name not in shared.reached | held] if uses and shared.reached is not None else []
+    unseen = [name for name in shared.unseen if name not in held]
+    if shared.said_unmeasured or not (missed or unseen):
+        return
+    shared.said_unmeasured = True
+    names, how = (missed, "statistics pass") if missed else (unseen, "training batch")
+    shown = ", ".join(names[:SHOWN]) + ", ..." * (len(names) > SHOWN)
+    LOGGER.warning(UNMEASURED, round, len(names), len(layers), shown, how, method.name)
+
+
+def layers_by_type(model: nn.Module) -> str:
+    """Return counts of norm layers, as ``3 BatchNorm2d, 1 BatchNorm1d`` or ``no normalisation layer``."""
+    layers = Counter(type(module).__name__ for module in model.modules() if isinstance(module, NORM_LAYERS))
+    return ", ".join(f"{count} {name}" for name, count in layers.items()) or "no normalisation layer"
+
+
+def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iterator[str]:
+    """Yield log lines on a method and a network, ``source`` unconverted and ``model`` converted.
+
+    They name the layers before and after, what happens to the tensors of each role, and what clients report.
+    """
+    before, after = layers_by_type(source), layers_by_type(model)
+    yield f"method {method.name}: found {before}" + ("" if before == after else f", trained as {after}")
+    if method.prepare is not None:
+        summary, *_ = (inspect.getdoc(method.prepare) or "changed").splitlines()
+        yield f"the rest of the network: {summary}"
+    locality = Locality.of(model, method)
+    for role, place in product(Role, Place):
+        if count := len(locality.names(place, of=[role])):
+            yield f"{count} tensors of role {role.value}: {place.value}"
+    if buffers := buffers_in_words(model):
+        yield buffers
+    if cohort := [module for module in model.modules() if isinstance(module, CohortBatchNorm)]:
+        count = sum((1 if layer.schedule == "merged" else 2) + layer.share_gradients for layer in cohort)
+        yield f"first local step: {count} layer-wise exchanges of moments{' and their gradients' if cohort[0].share_gradients else ''}"
+    yield f"clients report: {method.report.value}"

@@ -14,13 +14,11 @@ from fl_bn.bn.conversion import check_converted, convert
 from fl_bn.bn.roles import buffers_in_words
 from fl_bn.exchange.session import Session
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.composition import check_composition, check_learns
+from fl_bn.federation.composition import check_composition, check_layers, check_learns
 from fl_bn.federation.defence import NO_DEFENCE, Defence
-from fl_bn.federation.metrics import over_samples
-from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.policy import ServerPolicy, constant_rate
-from fl_bn.federation.record import RoundRecord, watch
+from fl_bn.federation.record import RoundRecord, over_samples, watch
 from fl_bn.federation.recording import Connect
 from fl_bn.federation.replies import TRAINED, checked
 from fl_bn.federation.schema import START

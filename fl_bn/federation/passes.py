@@ -20,9 +20,8 @@ from fl_bn.federation.defence import TooFew
 from fl_bn.federation.policy import AS_METHOD, UNTIL_STILL
 from fl_bn.federation.recalibration import TOLERANCE, Pass, epsilons, through, unreached, why_not
 from fl_bn.federation.record import RoundRecord, with_clients
-from fl_bn.federation.server import Server
+from fl_bn.federation.server import Server, Transport
 from fl_bn.federation.shared_model import NotFinite
-from fl_bn.federation.transport import Transport
 from fl_bn.federation.values import Instruction, Named, RoundReplies, count_tensors, section_bytes
 from fl_bn.methods import INPUTS, NORMALISERS, Method, Phase, Refresh
 

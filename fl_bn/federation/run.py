@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from fl_bn.federation.composition import check_learns
 from fl_bn.federation.passes import Measured, Passes
 from fl_bn.federation.record import RoundRecord, watch, why_failed
-from fl_bn.federation.server import Server
-from fl_bn.federation.transport import Transport
+from fl_bn.federation.server import Server, Transport
 from fl_bn.federation.values import Named
 from fl_bn.methods import Phase, Refresh
 

@@ -1,4 +1,4 @@
-"""Carry out the server's half of a round: (state, replies) -> (state, record).
+"""Carry out the server's half of a round: (state, replies) -> (state, record). Reach clients by a ``Transport``.
 
 If a new shared tensor is not finite, the round changes nothing, and the next one goes without the client
 whose reply has the largest values.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -15,15 +16,14 @@ from types import MappingProxyType
 from torch import nn
 
 from fl_bn.federation.aggregation import Drift
-from fl_bn.federation.composition import check_weights
+from fl_bn.federation.composition import check_layers, check_weights, say_absent, say_unmeasured
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
-from fl_bn.federation.norm_layers import check_layers, say_absent, say_unmeasured
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
 from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.record import RoundRecord, with_clients
 from fl_bn.federation.replies import REPLIED, TRAINED, Expected, Intake, bounds_of, taking_part
 from fl_bn.federation.shared_model import NotFinite, ServerStep, SharedModel
-from fl_bn.federation.values import Instruction, Reply, RoundReplies, count_tensors, section_bytes
+from fl_bn.federation.values import Instruction, Named, Reply, RoundReplies, count_tensors, section_bytes
 from fl_bn.methods import Method, Phase
 
 LOGGER = logging.getLogger("flwr")
@@ -186,3 +186,59 @@ class Server:
         form = REPLIED if phase is Phase.MEASURE else TRAINED
         bounds, expected = {} if phase is Phase.MEASURE else self._bounds, self.shared.expected(phase, self.policy.update)
         return Expected(round, self.shared.signature, expected, form, samples, self.policy.most_steps, bounds, self.shared.buffers)
+
+
+class Transport(ABC):
+    """Take instructions to clients, and bring their replies back.
+
+    ``federation.run`` decides when clients train, measure and evaluate. A subclass must define ``train``,
+    ``measure`` and ``evaluate``. The other methods have a default. An example is
+    tests/extension/threads_transport.py.
+
+    Attributes:
+        server: The server of the run. Set it in the constructor.
+    """
+
+    server: Server
+
+    @abstractmethod
+    def train(self, instruction: Instruction) -> RoundReplies:
+        """Let the clients of the round's cohort train, and return their checked replies."""
+
+    @abstractmethod
+    def measure(self, instruction: Instruction) -> RoundReplies:
+        """Let clients measure all layers in one forward pass. Return their checked replies."""
+
+    @abstractmethod
+    def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
+        """Evaluate shared ``tensors`` after round ``number``. Return metrics, empty without data."""
+
+    def measure_layer_by_layer(self, instruction: Instruction) -> RoundReplies | None:
+        """Let clients measure all layers exactly, layer by layer. Return checked replies.
+
+        None, the default: this transport has no exchange that goes layer by layer.
+        """
+        return None
+
+    def conclude(self, replies: RoundReplies) -> bool:
+        """Combine the ``replies`` of ``train``, and return whether this changed the model."""
+        return self.server.conclude(replies)
+
+    def store(self, instruction: Instruction, replies: RoundReplies) -> None:
+        """Store measured statistics, from checked ``replies``, in the server.
+
+        Raises:
+            TooFew: There is no reply, or there are fewer than the defence needs. The statistics stay unchanged.
+            NotFinite: A combined statistic is not finite. The statistics stay unchanged.
+        """
+        server, parts = self.server, replies.parts
+        if not parts:
+            raise TooFew("there is no reply to combine")
+        server.shared.store(server.shared.measured(parts, server.defence_of(parts, len(replies.wrong)), instruction.measured))
+
+    def finish_round(self, number: int, changed: bool) -> None:
+        """Do what is needed at the end of round ``number``, before its record is complete.
+
+        ``changed`` is whether the round changed the model.
+        """
+        return

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from fl_bn.bn.roles import Role, batch_norms
 from fl_bn.federation.aggregation import average
-from fl_bn.federation.metrics import fits, over_clients
-from fl_bn.federation.record import batches_trained
+from fl_bn.federation.record import batches_trained, fits, over_clients
 from fl_bn.federation.replies import REPLIED, Expected
 from fl_bn.federation.schema import KEPT, Schema, kept_layers
 from fl_bn.federation.values import Instruction, Named

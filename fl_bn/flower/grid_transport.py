@@ -16,8 +16,7 @@ from fl_bn.federation.callbacks import Callback, Callbacks, Running
 from fl_bn.federation.passes import Newest, Passes
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.schema import instruction as shared_tensors
-from fl_bn.federation.server import Server
-from fl_bn.federation.transport import Transport
+from fl_bn.federation.server import Server, Transport
 from fl_bn.federation.values import Instruction, Named, Payload, RoundReplies, to_numpy
 from fl_bn.flower import hooks
 from fl_bn.flower.compat import log

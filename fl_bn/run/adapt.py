@@ -18,8 +18,8 @@ from fl_bn.bn.roles import Role
 from fl_bn.data.dataset import DATASETS
 from fl_bn.data.record import TEST
 from fl_bn.data.subsets import only_domain
-from fl_bn.federation.adaptation import HOW, TEST_BATCH, Adaptation, Known, with_batch_statistics
 from fl_bn.federation.local import Samples, evaluate
+from fl_bn.federation.recalibration import HOW, TEST_BATCH, Adaptation, Known, with_batch_statistics
 from fl_bn.run import assembly
 from fl_bn.run.assembly import OwnData
 from fl_bn.run.config import SITES, ConfigError, RunConfig

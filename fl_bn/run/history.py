@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fl_bn.federation.aggregation import Drift
-from fl_bn.federation.metrics import named_series, series
 from fl_bn.federation.recalibration import Pass
-from fl_bn.federation.record import ClientRecord, Disclosure, RoundRecord
+from fl_bn.federation.record import ClientRecord, Disclosure, RoundRecord, named_series, series
 from fl_bn.flower.compat import LOGGER
 from fl_bn.options import Value
 from fl_bn.support.client_names import UNNAMED, ClientNames

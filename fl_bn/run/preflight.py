@@ -9,8 +9,8 @@ from fl_bn.bn.modules import copied
 from fl_bn.bn.roles import Role, batch_norms, inputs_like
 from fl_bn.data.augment import augmenter
 from fl_bn.data.dataset import to_input
+from fl_bn.federation.composition import check_layers
 from fl_bn.federation.local import torch_seed
-from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.policy import AS_METHOD, MUCH, start_left
 from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.settings import seeded

@@ -20,7 +20,7 @@ from safetensors.torch import save
 
 from fl_bn.bn.derived import plain_names
 from fl_bn.federation.callbacks import Callback, Running
-from fl_bn.federation.norm_layers import describe_layers
+from fl_bn.federation.composition import describe_layers
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import RunFailed
 from fl_bn.flower.compat import LOGGER

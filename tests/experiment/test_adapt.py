@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fl_bn.bn.roles import roles
-from fl_bn.federation.adaptation import HOW
+from fl_bn.federation.recalibration import HOW
 from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.methods import Role
 from fl_bn.run.adapt import newcomer

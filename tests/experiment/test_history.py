@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fl_bn.federation.gradients import PATH, STEP
-from fl_bn.federation.metrics import named_series, series
+from fl_bn.federation.record import named_series, series
 from fl_bn.run.disclosure_report import COLUMNS, DisclosureTotals, Kind, disclosure_csv, disclosure_table
 from fl_bn.run.history import SECTIONS, History, client_rows, record_of, round_columns, round_line, round_row
 from fl_bn.run.summary import summary

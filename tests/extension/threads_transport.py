@@ -11,10 +11,9 @@ from fl_bn import convert
 from fl_bn.federation.client_round import client_round
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.replies import checked
-from fl_bn.federation.server import Server
+from fl_bn.federation.server import Server, Transport
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training import SampleLoop
-from fl_bn.federation.transport import Transport
 from fl_bn.federation.values import NOTHING, Instruction, Named, Reply, RoundReplies
 
 

@@ -8,10 +8,10 @@ from fl_bn.data.dataset import to_input
 from fl_bn.federation.aggregation import Drift, average, combine, difference, running_statistics
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.federation.local import Samples, evaluate, statistics_pass, torch_seed
-from fl_bn.federation.metrics import named_series, over_clients, series
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, ServerOptimizer, server_optimizer
 from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.recalibration import TOLERANCE, Pass, epsilons, recalibrate, why_not
+from fl_bn.federation.record import named_series, over_clients, series
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LocalTraining, Schedule, milestones_of, seeded
 from fl_bn.federation.values import Reply, RoundReplies

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fl_bn import convert
 from fl_bn.advise.measure import divergence
-from fl_bn.federation.adaptation import (
+from fl_bn.federation.recalibration import (
     AVERAGE_AFFINE,
     HOW,
     RECOMPUTE,

@@ -21,8 +21,8 @@ from fl_bn.bn.roles import Role
 from fl_bn.data.dataset import load
 from fl_bn.data.images import resize
 from fl_bn.data.record import Dataset
-from fl_bn.federation.adaptation import AVERAGE_AFFINE
 from fl_bn.federation.local import Samples, evaluate
+from fl_bn.federation.recalibration import AVERAGE_AFFINE
 from fl_bn.run.adapt import Newcomer, read_run
 from fl_bn.run.config import RunConfig
 from fl_bn.sweep.cells import Cell, run_cells

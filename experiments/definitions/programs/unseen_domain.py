@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from experiments.data.digits_five import sources
-from fl_bn.federation.adaptation import HOW
+from fl_bn.federation.recalibration import HOW
 from fl_bn.run.adapt import adapt, newcomer, read_run, ways
 from fl_bn.run.config import ConfigError
 from fl_bn.run.usage import Usage

@@ -26,14 +26,13 @@ from fl_bn.federation.engines.vectorised import AT_ONCE, CannotVectorise, Fallba
 from fl_bn.federation.engines.workers import WorkerTiming, cores
 from fl_bn.federation.loaders import Loader, SeededBatches
 from fl_bn.federation.local import evaluate, unmoved
-from fl_bn.federation.metrics import over_samples
 from fl_bn.federation.network import Network
 from fl_bn.federation.policy import MEMORY
+from fl_bn.federation.record import over_samples
 from fl_bn.federation.replies import checked
 from fl_bn.federation.run import FROM_THE_START, Start
-from fl_bn.federation.server import Server
+from fl_bn.federation.server import Server, Transport
 from fl_bn.federation.training import LEFT_OUT
-from fl_bn.federation.transport import Transport
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Named, Reply, RoundReplies
 from fl_bn.methods import Phase
 from fl_bn.task import MetricState
