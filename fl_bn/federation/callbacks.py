@@ -162,32 +162,19 @@ class Best(Callback):
         self.best, self.round, self.since = math.nan, 0, 0
         for record in running.history:
             if record.evaluation:
-                self._better(record)
-
-    def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
-        """Compare an evaluation with the best so far, and call ``improved`` or ``did_not``.
-
-        Raises:
-            ValueError: The evaluation does not have the metric.
-        """
-        if self._better(record):
-            self.improved(record)
-        else:
-            self.did_not(record, rounds)
+                self.better(record)
 
     def on_end(self, error: BaseException | None) -> None:
         """Warn if no round was evaluated."""
         if not self.round and not self.since:
             LOGGER.warning("%s had no effect, because no round was evaluated", type(self).__name__)
 
-    def improved(self, record: RoundRecord) -> None:
-        """Handle an evaluation that is the best so far. The base class does nothing."""
+    def better(self, record: RoundRecord) -> bool:
+        """Tell whether an evaluation is the best so far, and store it. Infinite or NaN is not.
 
-    def did_not(self, record: RoundRecord, rounds: int) -> None:
-        """Handle an evaluation that is no better than the best. The base class does nothing."""
-
-    def _better(self, record: RoundRecord) -> bool:
-        """Tell whether an evaluation is the best so far, and store it. Infinite or NaN is not."""
+        Raises:
+            ValueError: The evaluation does not have the metric.
+        """
         if self.name not in record.evaluation:
             if self.round or self.since:
                 return False  # some clients' evaluation may be missing in a round
@@ -226,9 +213,9 @@ class EarlyStop(Best):
         super().__init__(metric, higher_is_better, least)
         self.patience = patience
 
-    def did_not(self, record: RoundRecord, rounds: int) -> None:
+    def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
         """End the run after ``patience`` evaluations in a row that were not better."""
-        if self.since >= self.patience and record.round < rounds:
+        if not self.better(record) and self.since >= self.patience and record.round < rounds:
             self.running.stop(f"{self.name} did not improve since round {self.round}, where it was {self.best:.4g}")
 
 
@@ -257,8 +244,10 @@ class KeepBest(Best):
         super().on_start(running if self.path.exists() else replace(running, history=()))
         self.running = running
 
-    def improved(self, record: RoundRecord) -> None:
-        """Write the model of this evaluation to the file, in place of an earlier one."""
+    def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
+        """Write the model of the best evaluation to the file, in place of an earlier one."""
+        if not self.better(record):
+            return
         about = {"round": str(record.round), self.name: repr(self.best)}
         _write(self.path, self.running.arrays(), about)
         for client, arrays in self.running.clients().items():

@@ -94,7 +94,12 @@ def reply(round: LocalRound, samples: int, loss: float, client: int, given: Mapp
             step_at_home(round, gradients)
         kept = state_to_keep(round, gradients, client)
         sections = sections_to_send(round, gradients, moments)
-        numbers = {**given, "loss": loss, **numbers_of_training(round, kept)}
+        waited = 0.0 if round.exchange is None else round.exchange.seconds
+        numbers = {**given, "loss": loss, "steps": round.steps, "waited": waited}
+        if round.reports is StatisticsReport.FIRST:
+            numbers["batch"] = round.first_samples
+        if kept.sections:
+            numbers["kept"] = round.kept.round
     else:
         sections, numbers, kept = {"moments": complete_moments(round, moments)}, dict(given), round.kept
     if round.reports is StatisticsReport.PASS and round.statistics_pass.samples:
@@ -118,9 +123,11 @@ def moments_to_report(round: LocalRound) -> dict[str, Moments]:
 
 def complete_moments(round: LocalRound, moments: Mapping[str, Moments]) -> dict[str, Tensor]:
     """Encode the moments of every layer with shared statistics; a layer that did not run has count 0."""
-    unseen = {k: torch.zeros_like(s.mean) for k, s in running_statistics(round.model, round.network.locality.shared_statistics).items()}
-    complete = {k: moments.get(k, Moments(0, zeros, zeros)) for k, zeros in unseen.items()}
-    return {key: t for k, m in complete.items() for key, t in encode_moments({k: m}, unseen[k].dtype).items()}
+    complete = dict[str, Tensor]()
+    for layer, (mean, _) in running_statistics(round.model, round.network.locality.shared_statistics).items():
+        unseen = torch.zeros_like(mean)
+        complete |= encode_moments(layer, moments.get(layer, Moments(0, unseen, unseen)), mean.dtype)
+    return complete
 
 
 def sections_to_send(round: LocalRound, gradients: Named, moments: Mapping[str, Moments]) -> Sections:
@@ -163,17 +170,6 @@ def state_to_keep(round: LocalRound, gradients: Named, client: int) -> ClientSta
                 LOGGER.warning("client %s: %s/%s is not finite after round %s: %s", client, section, name, number, stays)
                 return kept
     return ClientState(round.instruction.round, sections, signature=round.network.signature)
-
-
-def numbers_of_training(round: LocalRound, kept: ClientState) -> dict[str, float]:
-    """Return the reply's numbers about training, by name (see ``Reply.metrics``)."""
-    waited = 0.0 if round.exchange is None else round.exchange.seconds
-    numbers: dict[str, float] = {"steps": round.steps, "waited": waited}
-    if round.reports is StatisticsReport.FIRST:
-        numbers["batch"] = round.first_samples
-    if kept.sections:
-        numbers["kept"] = round.kept.round
-    return numbers
 
 
 def ema_gradients(round: LocalRound) -> dict[str, Tensor]:

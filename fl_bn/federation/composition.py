@@ -136,7 +136,7 @@ def registering(kind: str) -> str:
 
 def check_layers(model: nn.Module, method: Method) -> None:
     """Raise ValueError unless ``model``, converted or not, has BatchNorm if ``method`` needs it."""
-    if method.has_statistics and (reason := no_batch_norm(model, method)):
+    if method.needs_batch_norm and (reason := no_batch_norm(model, method)):
         raise ValueError(reason)
 
 

@@ -127,8 +127,6 @@ class Federation:
         check_clients(clients)
         given = {"model": model, "method": method, "clients": clients, "objective": objective, "server_optimizer": server_optimizer}
         check_fits(ARGUMENTS, {**given, "defence": defence, "schedule": schedule, "local_epochs": local_epochs})
-        refuse(
-        )  # fmt: skip
         for number, loader in enumerate(clients):
             check_loader(f"client {number}", loader)
         count = len(clients)

@@ -53,30 +53,29 @@ class Eager(optim.Optimizer):
                 parameter.grad = None if set_to_none or parameter.grad is None else torch.zeros_like(parameter)
 
 
+def _eager(kind: type[Optimizer]) -> Callable[..., Any]:
+    """Return the method ``step`` of one of torch's classes, for a class derived from ``Eager``."""
+    own: Any = inspect.unwrap(kind.step)
+
+    @torch.no_grad()
+    def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step. Return the loss of ``closure`` if one is given."""
+        return own(self, closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it at the first construction
+    return step
+
+
 class SGD(Eager, optim.SGD):
     """Optimise as ``torch.optim.SGD``, bit for bit, without importing torch's compiler."""
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step. Return the loss of ``closure`` if one is given."""
-        return _sgd_step(self, closure)
-
-    step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it at the first construction
+    step = _eager(optim.SGD)
 
 
 class Adam(Eager, optim.Adam):
     """Optimise as ``torch.optim.Adam``, bit for bit, without importing torch's compiler."""
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step. Return the loss of ``closure`` if one is given."""
-        return _adam_step(self, closure)
-
-    step.hooked = True  # type: ignore[attr-defined]
-
-
-_sgd_step = inspect.unwrap(optim.SGD.step)
-_adam_step = inspect.unwrap(optim.Adam.step)
+    step = _eager(optim.Adam)
 
 
 def first_rate(optimizer: Optimizer) -> float | None:
@@ -258,19 +257,13 @@ def _adaptivity() -> Any:
 
 
 @dataclass(frozen=True)
-class ServerOptions(Options):
-    """Hold the option of all server optimisers but ``fedacg``, which takes the average."""
+class FedAvgOptions(Options):
+    """Hold the options of FedAvg, which all server optimisers have but FedACG: that takes the average."""
 
+    name: ClassVar[str] = "fedavg"
     learning_rate: float = option(
         1.0, "the server optimiser's step size (times the clients' rate for update=gradients)", "> 0", key="server-learning-rate"
     )
-
-
-@dataclass(frozen=True)
-class FedAvgOptions(ServerOptions):
-    """Hold the options of FedAvg."""
-
-    name: ClassVar[str] = "fedavg"
 
 
 @takes(FedAvgOptions)
@@ -280,7 +273,7 @@ def fedavg(options: FedAvgOptions) -> ServerOptimizer:
 
 
 @dataclass(frozen=True)
-class FedAvgMOptions(ServerOptions):
+class FedAvgMOptions(FedAvgOptions):
     """Hold the options of FedAvgM."""
 
     name: ClassVar[str] = "fedavgm"
@@ -294,7 +287,7 @@ def fedavgm(options: FedAvgMOptions) -> ServerOptimizer:
 
 
 @dataclass(frozen=True)
-class FedAdagradOptions(ServerOptions):
+class FedAdagradOptions(FedAvgOptions):
     """Hold the options of FedAdagrad."""
 
     name: ClassVar[str] = "fedadagrad"
@@ -309,7 +302,7 @@ def fedadagrad(options: FedAdagradOptions) -> ServerOptimizer:
 
 
 @dataclass(frozen=True)
-class FedAdamOptions(ServerOptions):
+class FedAdamOptions(FedAvgOptions):
     """Hold the options of FedAdam."""
 
     name: ClassVar[str] = "fedadam"

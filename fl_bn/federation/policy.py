@@ -74,11 +74,6 @@ def start_left(method: Method, config: Any, momenta: Iterable[float] = (MOMENTUM
     return max(((1 - momentum) ** (before * steps) for momentum in momenta), default=0.0)
 
 
-def _at_server(weights: str) -> str:
-    """Translate client-weights for the server: ``data`` is ``samples``, the number that clients send."""
-    return "samples" if weights == ALL_SAMPLES else weights
-
-
 KEEPS_LAYERS = Used("a method with which clients keep BatchNorm tensors", lambda config: config.build_method().personal)
 EVALUATE = Used(
     "clients that evaluate: models of their own, or on data of their own (dataset='sites')",
@@ -176,7 +171,7 @@ class ServerPolicy(RunSpec):
         key="wait-timeout",
     )
     evaluate_clients: int = option(0, "largest number of clients that evaluate in a round; 0: all", ">= 0", used=EVALUATE)
-    client_weights: str = declared(LocalTraining, "weigh_all", "samples", _at_server)
+    client_weights: str = declared(LocalTraining, "weigh_all", "samples", lambda weights: weights.replace(ALL_SAMPLES, "samples"))
     update: str = declared(LocalTraining, "update", "weights")
     rate: Callable[[int, int], float] = constant_rate
     exchange: ExchangeSettings = ExchangeSettings()

@@ -307,19 +307,17 @@ def recompute_statistics(model: nn.Module, x: Tensor) -> None:
     """Set the statistics of ``model``, in place, to mean and unbiased variance over ``x`` (N, ...).
 
     A layer is measured after all layers before it have their new statistics.
+
+    Raises:
+        NotAdaptable: A layer gets fewer than two values per channel.
     """
-    input_statistics(model, x)
-    recalibrate(model, [_unlabelled(x)])
-
-
-def input_statistics(model: nn.Module, x: Tensor) -> dict[str, Running]:
-    """Return the statistics of BatchNorm layers' inputs over ``x`` (N, ...), in evaluation mode."""
-    by_layer = statistics_pass(model, _unlabelled(x), StatisticsPass.for_exchange(INPUTS), seeded(0))
+    samples = Samples(x, torch.zeros(len(x), dtype=torch.int64))
+    by_layer = statistics_pass(model, samples, StatisticsPass.for_exchange(INPUTS), seeded(0))
     if few := [name for name, moments in by_layer.items() if moments.count < 2]:
         raise NotAdaptable(
             f"layer {few[0]}: a variance needs at least 2 values per channel, but got {len(x)} sample(s): adapt with more samples"
         )
-    return {name: Running(moments.mean.cpu(), moments.bessel().cpu()) for name, moments in by_layer.items()}
+    recalibrate(model, [samples])
 
 
 def with_batch_statistics(model: nn.Module) -> nn.Module:
@@ -338,7 +336,3 @@ def _check(whose: str, state: Named, model: nn.Module, names: Sequence[str]) -> 
             raise NotAdaptable(
                 f"{whose}: expected {name} of shape {tuple(own[name].shape)}, but it {problem}: use a run of this network and method"
             )
-
-
-def _unlabelled(x: Tensor) -> Samples:
-    return Samples(x, torch.zeros(len(x), dtype=torch.int64))

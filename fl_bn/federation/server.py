@@ -89,7 +89,8 @@ class Server:
         phase, scheduled = self.method.phase(round, self.rounds), self.policy.scheduled(round, self.rounds)
         rate = self.method.learning_rate(self.policy.scheduled, round, self.rounds)
         share = 1.0 if rate == scheduled else rate / scheduled
-        instruction = self.shared.instruction_to_train(round, phase, self.optimizer, rate, share, self.policy.objective)
+        fields = {"learning_rate": rate, "rate_share": share, "objective": self.policy.objective}
+        instruction = self.shared.instruction_to_train(round, phase, self.optimizer, **fields)
         down = instruction.sections
         self._bounds = {} if self._defended else bounds_of(down, rate, self.shared.buffers)  # a robust rule needs no bounds
         self.record = RoundRecord(round, phase.value, rate, tensors_down=count_tensors(down), bytes_down=section_bytes(down))

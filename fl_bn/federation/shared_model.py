@@ -125,7 +125,7 @@ class SharedModel:
         return self._copy.network.reply(phase, update, self._auxiliary_kinds)
 
     def instruction(self, round: int, phase: Phase, **fields: Any) -> Instruction:
-        """Return the instruction to measure or evaluate: weights, shared statistics, and ``fields``."""
+        """Return the instruction to measure or evaluate: weights, shared statistics, and the ``fields`` of ``Instruction``."""
         return Instruction(round, phase, self.sections(), signature=self.signature, **fields)
 
     def sections(self) -> Sections:
@@ -139,14 +139,13 @@ class SharedModel:
         state, names = self._copy.state, self.locality.started_by_server()
         return {schema.START: {name: state[name].detach().clone() for name in names}} if names else {}
 
-    def instruction_to_train(
-        self, round: int, phase: Phase, optimizer: ServerOptimizer, learning_rate: float, rate_share: float = 1.0, objective: str = ""
-    ) -> Instruction:
-        """Return the instruction to train: weights to start from, shared statistics, auxiliary tensors.
+    def instruction_to_train(self, round: int, phase: Phase, optimizer: ServerOptimizer, **fields: Any) -> Instruction:
+        """Return the instruction to train: weights to start from, shared statistics, auxiliary tensors, and ``fields``.
 
-        The optimiser's ``lookahead`` may change these weights. ``rate_share`` is the learning rate over the schedule's.
+        The optimiser's ``lookahead`` may change these weights.
         """
-        sections, state = self.sections(), self._copy.state
+        instruction, state = self.instruction(round, phase, **fields), self._copy.state
+        sections = instruction.sections
         ahead = optimizer.lookahead({name: state[name] for name in self.learnable(phase)})
         sections["weights"] |= {name: tensor.to(state[name].dtype) for name, tensor in ahead.items()}
         if ahead and self._recomputes:
@@ -155,8 +154,7 @@ class SharedModel:
             recompute(other)
             sections["weights"] = {name: other.state_dict()[name] for name in sections["weights"]}
         sections |= {section: dict(tensors) for section, tensors in self.auxiliary.items()}
-        told = {"signature": self.signature, "rate_share": rate_share, "objective": objective}
-        return Instruction(round, phase, sections, learning_rate, **told)  # type: ignore[arg-type]
+        return instruction
 
     def _auxiliary(self, parts: Sequence[Reply], weights: Sequence[float]) -> dict[str, dict[str, Tensor]]:
         """Combine the clients' auxiliary tensors into the server's, by section and name."""

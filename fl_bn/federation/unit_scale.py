@@ -28,16 +28,13 @@ from fl_bn.bn.roles import batch_norms
 
 PRODUCERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers whose first axis of ``weight`` is the output channel."""
-HOMOGENEOUS: tuple[Any, ...] = (
-    nn.ReLU, nn.LeakyReLU, nn.Identity, nn.Dropout, nn.Dropout2d, nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
-    F.relu, F.leaky_relu, F.dropout, F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, torch.relu, "relu",
-)  # fmt: skip
-"""Operations f with f(a x) = a f(x) for a positive factor a per channel: module types, functions, and names of methods."""
 ELEMENTWISE: tuple[Any, ...] = (
     nn.ReLU, nn.LeakyReLU, nn.Identity, nn.Dropout, F.relu, F.leaky_relu, F.dropout, torch.relu, "relu",
 )  # fmt: skip
-"""The operations of ``HOMOGENEOUS`` that compute each value by itself. After a linear layer, pooling would mix features."""
-
+"""Operations that compute each value by itself. After a linear layer, pooling would mix features."""
+POOLING = (nn.Dropout2d, nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d)
+HOMOGENEOUS = (*ELEMENTWISE, *POOLING)
+"""Operations f with f(a x) = a f(x) for a positive factor a per channel: module types, functions, and names of methods."""
 MUCH = 0.01
 """The relative change of a channel's output from which on it is made up for: eps counts where BatchNorm's input varies little."""
 

@@ -73,16 +73,13 @@ def to_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
 
 
-def encode_moments(moments: Mapping[str, Moments], dtype: torch.dtype) -> dict[str, Tensor]:
+def encode_moments(layer: str, moments: Moments, dtype: torch.dtype) -> dict[str, Tensor]:
     """Encode a layer's moments on the CPU: ``count`` int64 (1,), ``mean`` and ``var`` (C,) in ``dtype``.
 
     Count 0 means that the layer did not run.
     """
-    tensors: dict[str, Tensor] = {}
-    for layer, m in moments.items():
-        tensors[tensor_name(layer, "count")] = torch.tensor([m.count])
-        tensors |= {tensor_name(layer, key): getattr(m, key).to(dtype).cpu() for key in ("mean", "var")}
-    return tensors
+    mean, var = moments.mean.to(dtype).cpu(), moments.var.to(dtype).cpu()
+    return {tensor_name(layer, key): t for key, t in (("count", torch.tensor([moments.count])), ("mean", mean), ("var", var))}
 
 
 def decode_moments(tensors: Named) -> dict[str, Moments]:

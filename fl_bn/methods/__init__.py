@@ -39,27 +39,10 @@ from fl_bn.methods.normalisers import gn, gn_ws, instance, ln
 from fl_bn.methods.static_bn import static_bn
 from fl_bn.methods.unnormalised import fedfn, fedwon, fixup
 
-METHODS: dict[str, Callable[..., Method]] = {
-    "fedavg": fedavg,
-    "gn": gn,
-    "ln": ln,
-    "in": instance,
-    "gn-ws": gn_ws,
-    "fixup": fixup,
-    "fedfn": fedfn,
-    "fedwon": fedwon,
-    "static-bn": static_bn,
-    "single": single,
-    "fixbn": fixbn,
-    "fedbn": fedbn,
-    "silobn": silobn,
-    "hbn": hbn,
-    "fbn": fbn,
-    "fedlbn": fedlbn,
-    "fedtan": fedtan,
-    "fedtan2": fedtan2,
-    "fedavg-alg2": fedavg_alg2,
-}
+Constructor = Callable[..., Method]
+BASELINES: tuple[Constructor, ...] = (fedavg, gn, ln, instance, gn_ws, fixup, fedfn, fedwon, static_bn, single)
+FEDERATED: tuple[Constructor, ...] = (fixbn, fedbn, silobn, hbn, fbn, fedlbn, fedtan, fedtan2, fedavg_alg2)
+METHODS = {make().name: make for make in (*BASELINES, *FEDERATED)}
 
 __all__ = [
     "COHORT",
