@@ -34,7 +34,7 @@ SECTIONS = {
     "min-replies": "Clients that are late or missing",
     "checkpoint-every": "Checkpoints",
     "exchange": "Layer-wise exchange",
-    "statistics-rule": "Byzantine clients and robust rules",
+    "declared-byzantine": "Byzantine clients and robust rules",
     "secure-aggregation": "Secure aggregation and noise",
     "local-epochs": "Local training",
     "objective": "Local objective",
