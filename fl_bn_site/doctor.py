@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from fl_bn.checks import machine
-from fl_bn.checks.run import parse, refusal, run, site_experiment, this_machine
+from fl_bn.checks.run import run, site_experiment, this_machine
 from fl_bn.support.finding import Finding, guard, guard_each, reason
 from fl_bn.support.locks import hold
 from fl_bn_site import checks
@@ -54,7 +54,7 @@ def _site(site: SiteFolder, overrides: str) -> Iterator[Finding]:
     yield guard("clientappio", lambda: checks.port_free("clientappio", site.clientappio, "clientappio in site.toml", running=running))
     yield guard("proxy", lambda: checks.proxy(host))
     yield from guard_each("superlink", lambda: checks.connection(host, port, site.root_certificates))
-    yield from guard_each("run config", lambda: site_experiment(parse(overrides), node))
+    yield from guard_each("run config", lambda: site_experiment(overrides, node))
 
 
 def _policy(file: Path) -> Finding:
@@ -90,18 +90,11 @@ def _server(server: ServerFolder, overrides: str) -> Iterator[Finding]:
 
 
 def _server_run(server: ServerFolder, overrides: str) -> Iterator[Finding]:
-    from fl_bn.run.config import ConfigError
     from fl_bn_site.submit import run_config
 
-    try:
-        values = run_config(server, overrides)
-    except ConfigError as error:
-        yield refusal(error)
-        return
+    values = run_config(server, overrides)
     if values["clients"] != len(server.sites):
-        what = (
-            f"the run config has clients={values['clients']}, but server.toml names {len(server.sites)} sites, which would refuse the run"
-        )
+        what = f"the run config has clients={values['clients']}, but server.toml names {len(server.sites)} sites: they would refuse the run"
         yield Finding("fail", "clients", what, "leave clients out of --run-config")
     yield from run(values)
 

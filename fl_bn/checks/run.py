@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fl_bn.checks import machine
-from fl_bn.support.finding import Finding, guard, guard_each, reason
+from fl_bn.support.finding import Finding, failure, guard, guard_each
 
 if TYPE_CHECKING:
     from fl_bn.federation.local import Samples
@@ -35,58 +35,40 @@ def diagnose(overrides: str = "") -> Iterator[Finding]:
     Yields:
         The findings of each check. Anything that is wrong is a finding; nothing is raised.
     """
-    yield from this_machine()
-    yield from guard_each("run config", lambda: run(parse(overrides)))
-
-
-def parse(overrides: str) -> dict[str, Any] | Finding:
-    """Return the keys that ``overrides`` sets, or a finding if they cannot be read."""
-    from fl_bn.run.config import ConfigError
     from fl_bn.run.overrides import parse_overrides
 
-    try:
-        return parse_overrides(overrides)
-    except ConfigError as error:
-        return refusal(error)
+    yield from this_machine()
+    yield from guard_each("run config", lambda: run(parse_overrides(overrides)))
 
 
-def run(values: Mapping[str, Any] | Finding) -> Iterator[Finding]:
+def run(values: Mapping[str, Any]) -> Iterator[Finding]:
     """Make the checks of a run that its server needs: run config, GPU, data and model.
 
     Args:
-        values: Keys of the run config, or the finding that they cannot be read.
+        values: Keys of the run config.
 
     Yields:
         The finding of each check.
+
+    Raises:
+        ConfigError: The run config is wrong.
     """
-    finding, config = run_config(values)
-    yield finding
-    if config is not None:
-        yield guard("gpu", lambda: machine.gpu(config.device, "run config"))
-        yield guard("data", lambda: run_data(config))
-        yield guard("model", lambda: model_layers(config))
+    from fl_bn.run.config import RunConfig
+
+    config = RunConfig.from_mapping(values)
+    yield run_config(config)
+    yield guard("gpu", lambda: machine.gpu(config.device, "run config"))
+    yield guard("data", lambda: run_data(config))
+    yield guard("model", lambda: model_layers(config))
 
 
-def run_config(values: Mapping[str, Any] | Finding) -> tuple[Finding, RunConfig | None]:
-    """Check that ``values`` (key -> value) make a valid run config."""
-    from fl_bn.run.config import SITES, ConfigError, RunConfig
+def run_config(config: RunConfig) -> Finding:
+    """Say what a run is, and which form the data of its sites have."""
+    from fl_bn.run.config import SITES
 
-    if isinstance(values, Finding):
-        return values, None
-    try:
-        config = RunConfig.from_mapping(values)
-    except ConfigError as error:
-        return refusal(error), None
-    text = f"method={config.method} model={config.model} dataset={config.dataset} clients={config.clients} rounds={config.rounds}"
-    if config.dataset == SITES:
-        text += f" classes={config.classes} channels={config.channels} image-size={config.image_size}"
-        text += f" columns-digest='{config.columns_digest}'" if config.columns_digest else ""
-    return Finding("ok", "run config", text), config
-
-
-def refusal(error: Exception) -> Finding:
-    """Return the finding for a run config that is refused."""
-    return Finding("fail", "run config", str(error), "correct --run-config; `fl-bn config` prints every key")
+    keys = ("method", "model", "dataset", "clients", "rounds")
+    of_sites = ("classes", "channels", "image-size", "columns-digest") if config.dataset == SITES else ()
+    return Finding("ok", "run config", " ".join(f"{key}={config[key]}" for key in (*keys, *of_sites)))
 
 
 def model_layers(config: RunConfig) -> Finding:
@@ -147,34 +129,42 @@ def own_form(node: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
     return {**usual, **values, "dataset": SITES, **shape, "columns-digest": data.columns.digest}
 
 
-def site_experiment(values: Mapping[str, Any] | Finding, node: Mapping[str, Any]) -> Iterator[Finding]:
+def site_experiment(overrides: str, node: Mapping[str, Any]) -> Iterator[Finding]:
     """Make all checks of a run on a site: its run config, model, data and batches.
 
     Args:
-        values: Keys of the run config, or the finding that they cannot be read. Without ``dataset``, the form of the data
-            is that of this site's own.
+        overrides: Keys of the run config, as text. Without ``dataset``, the form of the data is that of this site's own.
         node: The site's node config.
 
     Yields:
         The finding of each check. Checks that need the data follow only if these can be loaded.
-    """
-    from fl_bn.run.assembly import OwnData, allow_modules, client_samples, partition_of
 
-    named = isinstance(values, Finding) or "dataset" in values
+    Raises:
+        ConfigError: The run config is wrong.
+    """
+    from fl_bn.run.assembly import allow_modules
+    from fl_bn.run.config import RunConfig
+    from fl_bn.run.overrides import parse_overrides
+
+    values = parse_overrides(overrides)
     try:
-        finding, config = run_config(values if isinstance(values, Finding) else own_form(node, values))
-        yield finding
-        if config is None:
-            return
-        allow_modules(Path(__file__).parents[2], node)  # as fl-bn's Flower app does at this site
-        yield guard("model", lambda: model_layers(config))
-        index = partition_of(node, config) if "partition-id" in node else 0
-        train, test, counts = client_samples(config, index, OwnData.of(node, config))
+        form = own_form(node, values)
     except (ValueError, FileNotFoundError) as error:
-        yield Finding("fail", "data", reason(error), "correct dataset and data-path in site.toml, or --run-config, or put the data there")
+        yield failure("data", error)
         return
-    own = str(node.get("dataset", ""))
-    yield guard("data", lambda: site_data(train, test, counts, own, counted=not named))
+    config = RunConfig.from_mapping(form)
+    yield run_config(config)
+    allow_modules(Path(__file__).parents[2], node)  # as fl-bn's Flower app does at this site
+    yield guard("model", lambda: model_layers(config))
+    yield from guard_each("data", lambda: _with_data(config, node, counted="dataset" not in values))
+
+
+def _with_data(config: RunConfig, node: Mapping[str, Any], counted: bool) -> Iterator[Finding]:
+    from fl_bn.run.assembly import OwnData, client_samples, partition_of
+
+    index = partition_of(node, config) if "partition-id" in node else 0
+    train, test, counts = client_samples(config, index, OwnData.of(node, config))
+    yield guard("data", lambda: site_data(train, test, counts, str(node.get("dataset", "")), counted))
     yield (finding := guard("batches", lambda: smallest_batch(len(train), config.local_training())))
     if finding.status != "fail":
         yield guard("model on data", lambda: model_on_data(config, train))
@@ -225,7 +215,11 @@ def smallest_batch(samples: int, settings: LocalTraining) -> Finding:
 
 
 def model_on_data(config: RunConfig, train: Samples) -> Finding:
-    """Pass a batch of the site's data through the model."""
+    """Pass a batch of the site's data through the model.
+
+    Raises:
+        ConfigError: The model does not take it.
+    """
     import numpy as np
 
     from fl_bn.bn.roles import inputs_like
@@ -233,8 +227,5 @@ def model_on_data(config: RunConfig, train: Samples) -> Finding:
     from fl_bn.run.preflight import try_batch
 
     x, y = train.batch(np.arange(min(len(train), config.batch_size)), inputs_like(source_model(config)))
-    try:
-        try_batch(config, x, y)
-    except ValueError as error:
-        return Finding("fail", "model on data", str(error), "choose a model that takes them, or check the data's shape")
+    try_batch(config, x, y)
     return Finding("ok", "model on data", f"the model takes a batch {tuple(x.shape)}")

@@ -48,12 +48,13 @@ def guard_each(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Fi
     try:
         yield from look()
     except Exception as error:  # one broken check must not stop the others
-        yield Finding(
-            "fail",
-            check,
-            f"this could not be checked: {type(error).__name__}: {error}",
-            "correct what the message names; if that is nothing on this machine, report this line as a bug of fl-bn",
-        )
+        yield failure(check, error)
+
+
+def failure(check: str, error: Exception) -> Finding:
+    """Return the finding of a check that raised ``error``."""
+    do = "correct what the message names; if that is nothing on this machine, report this line as a bug of fl-bn"
+    return Finding("fail", check, f"{type(error).__name__}: {reason(error)}", do)
 
 
 def reason(error: Exception) -> str:
