@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,9 @@ from typing import Any
 
 from fl_bn.data.record import TEST, evaluated_on
 from fl_bn.report.settings import SEED, label
-from fl_bn.run.checkpoints import CONFIG, FREE
+from fl_bn.run.checkpoints import FREE
 from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.former import read_config
 from fl_bn.run.history import read_rows
 from fl_bn.task import CLASSIFICATION, SHARE, TASKS
 from fl_bn.task import lower_is_better as low_by_name
@@ -145,7 +145,7 @@ def read_runs(folders: Sequence[Path]) -> list[Cell]:
     Raises:
         ConfigError: A folder has no run, or a run has no readable config.
     """
-    runs = {run: _ran(run) for folder in folders for run in _runs(folder)}
+    runs = {run: {**RunConfig().to_mapping(), **read_config(run)} for folder in folders for run in _runs(folder)}
     keys = sorted({key for config in runs.values() for key in config} - FREE - {SEED, "method"})
     differing = [key for key in keys if len({str(config.get(key)) for config in runs.values()}) > 1]
     cells = list[Cell]()
@@ -166,14 +166,6 @@ def _runs(folder: Path) -> list[Path]:
     if not below:
         raise ConfigError(f"{folder} has no run: expected runs/NAME, which has {ROUNDS}, or a folder of such folders")
     return sorted(below, key=lambda run: _natural(run.name))
-
-
-def _ran(run: Path) -> dict[str, Any]:
-    try:
-        config = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{run}: its {CONFIG} cannot be read: {error}") from error
-    return {**RunConfig().to_mapping(), **config}
 
 
 def scale(metric: str) -> float:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 
 from fl_bn.report.cells import Cell
-from fl_bn.report.layout import Entry, Problem, Table, as_text
+from fl_bn.report.layout import Entry, Table, as_text
 from fl_bn.report.settings import SEED, label
 
 
@@ -17,13 +18,13 @@ def to_markdown(table: Table) -> str:
     columns = table.layout.columns
     lines = [f"# {_md(table.layout.settings.title)}", ""]
     lines += [f"| {_md(table.corner)} | {' | '.join(map(_md, columns))} |", "|---|" + "---:|" * len(columns)]
-    for row, entries in table.entries.items():
-        parts = [entry_text(table, row, column, "**{}**", _md) for column in entries]
+    for row, entries in texts(table):
+        parts = [f"{f'**{_md(mean)}**' if best else _md(mean)}{_md(rest)}" for best, mean, rest in entries]
         lines.append(f"| {_md(row)} | {' | '.join(parts)} |")
     lines += ["", _md(table.caption), ""]
     if table.problems:
         lines += [f"Runs that are not in the numbers ({len(table.problems)}):", ""]
-        lines += [f"- {_md(problem.cell.name)}: {_md(problem_text(problem))}" for problem in table.problems]
+        lines += [f"- {_md(name)}: {_md(why)}" for name, why in table.problems.items()]
         lines.append("")
     return "\n".join(lines)
 
@@ -48,47 +49,31 @@ def runs_csv(cells: Sequence[Cell]) -> str:
     return text.getvalue()
 
 
-def problem_text(problem: Problem) -> str:
-    """Return the reason why the table leaves a run out, as one line of text."""
-    status, why = problem.cell.status, " ".join(problem.why.split())
-    return why if problem.cell.finished or why.startswith(status) else f"{status}: {why}"
+def texts(table: Table) -> list[tuple[str, list[tuple[bool, str, str]]]]:
+    """Return each row's name and entries: whether the entry is the best of its column, its mean, and what follows the mean."""
+    return [
+        (row, [((row, column) in table.best, *_text(table, entry)) for column, entry in entries.items()])
+        for row, entries in table.entries.items()
+    ]
 
 
-def number(table: Table, entry: Entry) -> tuple[str, str, str]:
-    """Return the parts of an entry: the mean ``45.2``, the deviation ``(0.3)``, and the number of seeds.
+def _text(table: Table, entry: Entry) -> tuple[str, str]:
+    """Return the mean as text, and then the deviation, the number of seeds if the caption states another, and the paper's number.
 
-    The number of seeds is ``2 of 3`` if runs lack a value, else ``n=3``. It is empty if no run lacks a value and the caption
-    states the same number. For an entry without values, the first part is
-    a text such as ``failed``, and the others are empty.
+    For an entry without values, the first text is such as ``failed``.
     """
-    if not entry.values:
-        return entry.instead, "", ""
-    metric = table.layout.metric
-    spread = f"({as_text(entry.std, metric)})" if math.isfinite(entry.std) else ""
-    whole = len(entry.values) == entry.runs
-    count = "" if whole and entry.runs == table.seeds else f"n={entry.runs}" if whole else f"{len(entry.values)} of {entry.runs}"
-    return as_text(entry.mean, metric), spread, count
-
-
-def entry_text(table: Table, row: str, column: str, bold: str, escape: Callable[[str], str]) -> str:
-    """Return the text of an entry: mean, deviation, number of seeds and the paper's number.
-
-    Args:
-        table: The table.
-        row: The row of the entry.
-        column: The column of the entry.
-        bold: The form of the best mean of a column, with ``{}`` in the place of the number.
-        escape: The function that makes any text harmless in the format.
-    """
-    entry = table.entries[row][column]
-    mean, spread, count = number(table, entry)
-    text = bold.format(escape(mean)) if (row, column) in table.best else escape(mean)
-    text += f" {escape(spread)}" if spread else ""
-    text += escape(f", {count}") if count else ""
-    return text + (f" [{escape(entry.paper)}]" if entry.paper else "")
+    metric, count = table.layout.metric, len(entry.values)
+    mean, rest = as_text(entry.mean, metric) if count else entry.instead, ""
+    if math.isfinite(entry.std):
+        rest += f" ({as_text(entry.std, metric)})"
+    if 0 < count < entry.runs:
+        rest += f", {count} of {entry.runs}"
+    elif count and count != table.seeds:
+        rest += f", n={count}"
+    return mean, rest + (f" [{entry.paper}]" if entry.paper else "")
 
 
 def _md(text: str) -> str:
     """Escape the special characters of Markdown and HTML in ``text``, and join its lines."""
-    text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
+    text = re.sub(r"\s+", " ", text).replace("&", "&amp;").replace("<", "&lt;")
     return "".join("\\" + letter if letter in "\\`*_[]|" else letter for letter in text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from fl_bn.report.cells import GIGABYTES, MEGABYTES, Cell, scale, title
@@ -41,14 +41,6 @@ class Entry:
     def std(self) -> float:
         """Return the sample standard deviation over seeds; NaN for fewer than two values."""
         return stdev(self.values) if len(self.values) > 1 else math.nan
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Hold a run that the table leaves out, and the reason."""
-
-    cell: Cell
-    why: str
 
 
 @dataclass(frozen=True)
@@ -163,15 +155,15 @@ class Table:
         layout: The runs by row and column.
         entries: The entry of each row and column, in percent if the metric is a share.
         best: The (row, column) of the best entries of each column.
-        problems: The runs that the table leaves out.
+        problems: The names of the runs that the table leaves out, with the reasons.
         corner: The heading above the names of the rows.
     """
 
     layout: Layout
     entries: Mapping[str, Mapping[str, Entry]]
     best: frozenset[tuple[str, str]]
-    problems: tuple[Problem, ...] = ()
-    corner: str = field(default="")
+    problems: Mapping[str, str]
+    corner: str
 
     @property
     def has_paper(self) -> bool:
@@ -279,7 +271,7 @@ def tabulate(layout: Layout, cells: Sequence[Cell]) -> Table:
             made = layout.entry(layout.groups.get((row, column), ()))
             entries.setdefault(row, {})[column] = replace(made, paper=numbers.get(row, {}).get(column, ""))
     best = {(row, column) for column in layout.columns for row in _best(entries, column, layout)}
-    problems = tuple(Problem(cell, why) for cell in cells if (why := _wrong(cell, layout.metric, layout.settings.at)))
+    problems = {cell.name: why for cell in cells if (why := _wrong(cell, layout.metric, layout.settings.at))}
     corner = " \\ ".join(part for part in (layout.row_axis, ", ".join(layout.rest)) if part)
     return Table(layout, entries, frozenset(best), problems, corner)
 
@@ -295,7 +287,8 @@ def as_text(value: float, metric: str) -> str:
 
 def _wrong(cell: Cell, metric: str, at: str) -> str:
     if not cell.finished:
-        return cell.error or f"{cell.status} after {len(cell.rows)} of {cell.config.get('rounds', '?')} rounds"
+        error = " ".join(cell.error.split())
+        return f"{cell.status}: {error}" if error else f"{cell.status} after {len(cell.rows)} of {cell.config.get('rounds', '?')} rounds"
     point = cell.measurement(metric, at)
     if point is None:
         return f"{metric} was not measured"

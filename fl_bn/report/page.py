@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import base64
-import html
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from fl_bn.report.cells import Cell, read_cells, read_runs
-from fl_bn.report.formats import entry_text, problem_text, runs_csv, to_markdown
+from fl_bn.report.formats import runs_csv, texts, to_markdown
 from fl_bn.report.layout import Layout, Table, by_domain, lay_out, tabulate
 from fl_bn.report.pictures import Picture, against, curves, series
 from fl_bn.report.settings import EACH, SEED, Settings, read_settings
@@ -51,29 +50,18 @@ class Report:
     @property
     def state(self) -> str:
         """Return a sentence on how many runs are finished, failed and so on."""
-        done = sum(cell.finished for cell in self.cells)
-        kinds = list(dict.fromkeys(cell.status for cell in self.cells if not cell.finished))
-        others = [f"{sum(cell.status == kind for cell in self.cells)} {kind}" for kind in kinds]
-        return f"{', '.join([f'{done} of {len(self.cells)} runs finished', *others])}."
+        states = Counter(cell.status for cell in self.cells)
+        return f"{len(self.cells)} runs: {', '.join(f'{count} {status}' for status, count in states.items())}."
 
     @property
-    def lines(self) -> list[tuple[str, list[Markup]]]:
-        """Return the rows of the table: the name of the row, and the texts of its entries."""
-        made = []
-        for row, entries in self.table.entries.items():
-            texts = [entry_text(self.table, row, column, "<strong>{}</strong>", html.escape) for column in entries]
-            made.append((row, [Markup(text) for text in texts]))
-        return made
+    def lines(self) -> list[tuple[str, list[tuple[bool, str, str]]]]:
+        """Return the rows of the table, as ``texts`` makes them."""
+        return texts(self.table)
 
     @property
     def figures(self) -> list[tuple[str, str, str]]:
         """Return the name, the caption and the base64 of each picture."""
         return [(picture.name, picture.caption, base64.b64encode(picture.png).decode()) for picture in self.pictures]
-
-    @property
-    def problems(self) -> list[tuple[str, str]]:
-        """Return the runs that the table leaves out, each with the reason."""
-        return [(problem.cell.name, problem_text(problem)) for problem in self.table.problems]
 
     @property
     def keys(self) -> list[tuple[str, str]]:

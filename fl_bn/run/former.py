@@ -50,13 +50,21 @@ def values_of(run: Path) -> dict[str, Any]:
     Raises:
         ConfigError: ``run`` is not the folder of a run, its file cannot be read, or it has a key that has gone.
     """
+    return renewed(read_config(run))
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """Return the run config in the folder of a run, by the keys of the version that wrote it.
+
+    Raises:
+        ConfigError: ``run`` is not the folder of a run, or its file cannot be read.
+    """
     try:
-        values = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
+        return tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"{run} is not the folder of a run, since it has no {CONFIG}: give one such as runs/NAME") from error
     except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"{run / CONFIG} cannot be read: {reason(str(error))}. Put it back from a copy, or choose another run") from error
-    return renewed(values)
 
 
 def renewed(values: Mapping[str, Any]) -> dict[str, Any]:

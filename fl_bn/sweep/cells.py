@@ -14,7 +14,6 @@ import shutil
 import signal
 import threading
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -28,9 +27,9 @@ from fl_bn.federation.engines.workers import cores
 from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.flower.compat import LOGGER
 from fl_bn.options import Value
-from fl_bn.run.checkpoints import CONFIG, FOLDER
+from fl_bn.run.checkpoints import FOLDER
 from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.run.former import renewed
+from fl_bn.run.former import read_config, renewed
 from fl_bn.run.history import read_rows
 from fl_bn.support import durable, locks
 
@@ -76,7 +75,7 @@ class Cell:
 
     def ran(self) -> dict[str, Any]:
         """Return the run config with which the run in the folder was begun, with all keys; empty: no run was begun."""
-        return _config(self.path / CONFIG)
+        return _config(self.path)
 
     def finished(self) -> bool:
         """Return whether the folder has a finished run of this cell, on any device and engine.
@@ -243,21 +242,21 @@ def _run_batch(batch: Sequence[Cell], jobs: int, errors: dict[str, str], show: C
     return [cell for future, cell in futures.items() if isinstance(failed[future], BrokenProcessPool)]
 
 
-def _config(file: Path) -> dict[str, Any]:
-    """Read the run config in ``file``, with defaults for keys that it lacks; empty: there is no readable file.
+def _config(run: Path) -> dict[str, Any]:
+    """Return the run config in the folder of a run, with defaults for keys that it lacks; empty: there is none that can be read.
 
     Raises:
         ConfigError: It is one of an earlier version, with a value that no run has any more.
     """
     try:
-        keys = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        keys = read_config(run)
+    except ConfigError:
         return {}
     try:
         own = renewed(keys)
         return {**RunConfig.from_mapping({"setup": own.get("setup", "")}).to_mapping(), **own} if keys else {}
     except ConfigError as error:
-        raise ConfigError(f"{file.parent} holds another run: {error}") from error
+        raise ConfigError(f"{run} holds another run: {error}") from error
 
 
 def _end_with_parent() -> None:

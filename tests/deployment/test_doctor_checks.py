@@ -17,6 +17,7 @@ import torch
 
 from fl_bn.checks import run as experiment
 from fl_bn.federation.settings import LocalTraining
+from fl_bn.support.flower_config import flower_config
 from fl_bn.support.loopback import EXCEPTIONS
 from fl_bn_site import checks
 from tests.deployment import tls_servers
@@ -168,7 +169,7 @@ def site_with(folder: Path, x: np.ndarray, y: np.ndarray) -> dict[str, str | int
 
 
 def data_finding(node: dict[str, str | int], **values: str | int) -> Finding:
-    found = experiment.site_experiment({"clients": 2, "model": "mlp", **values}, node)
+    found = experiment.site_experiment(flower_config({"clients": 2, "model": "mlp", **values}), node)
     return next(finding for finding in found if finding.check == "data")
 
 
