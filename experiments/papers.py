@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from experiments.data import cityscapes, connectomes, digits_five, image_folders
+from experiments.data import cityscapes, connectomes, digits_five, image_folders, public
 from experiments.data.shift import SHIFTS, Limit, limited, shifted
 from experiments.diagnostics import DIAGNOSTICS, Diagnostics
 from experiments.networks import STEMS, maker_of, with_projection
@@ -57,6 +57,7 @@ ATTACKED = Used("byzantine > 0", lambda config: config["byzantine"] > 0)
 FALSIFIED = used_with("attack", *(name for name in ATTACKS if name != LABEL_FLIP)) & HAS_WHAT_IS_ATTACKED
 STRONG = used_with("attack", *STRENGTHS)
 DATASETS: dict[str, Callable[[str, int], Dataset]] = {
+    **{kind.lower(): partial(public.load_public, kind) for kind in public.CLASSES},
     "mnist-m": digits_five.load_mnist_m,
     "synth-digits": digits_five.load_synth_digits,
     "digits-five": digits_five.load_digits_five,

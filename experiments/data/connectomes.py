@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from experiments.data.listing import TEST_SHARE, warn_if_large
+from experiments.data.public import ROOT
 from fl_bn.data.folder import visible
-from fl_bn.data.public import ROOT
 from fl_bn.data.record import DataNotFound, Dataset, expect
 
 SITES = ("NYU", "USM", "UM", "UCLA")  # the sites of the published files that FedBN uses

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from experiments.data.listing import find_root, lines_of, read_all
+from experiments.data.public import ROOT, load_public
 from fl_bn.data.arrays import load_npz
 from fl_bn.data.folder import read_picture
 from fl_bn.data.images import images_to_tensor, resize
-from fl_bn.data.public import ROOT, load_public
 from fl_bn.data.record import DataNotFound, Dataset, expect
 
 SIZE = 28  # pixels of digits-five if image_size is 0, as in FedBN

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from experiments.data.public import ROOT
 from fl_bn.data.folder import Picture, fit, read_picture, visible
 from fl_bn.data.images import images_to_tensor
-from fl_bn.data.public import ROOT
 from fl_bn.data.record import DataNotFound, Dataset
 
 Fit = Literal["crop", "stretch"]

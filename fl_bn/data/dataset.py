@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 
-from fl_bn.data import arrays, csv_files, digits, folder, public
+from fl_bn.data import arrays, csv_files, digits, folder
 from fl_bn.data.images import to_input
 from fl_bn.data.record import DataNotFound, Dataset, paths
 from fl_bn.support.names import expected, short
@@ -17,11 +17,6 @@ __all__ = ["DATASETS", "DataNotFound", "Dataset", "load", "to_input"]
 DATASETS: dict[str, Callable[[str, int], Dataset]] = {
     "digits": digits.load_digits,
     "digits-plain": digits.load_digits_plain,
-    "cifar10": partial(public.load_public, "CIFAR10"),
-    "cifar100": partial(public.load_public, "CIFAR100"),
-    "mnist": partial(public.load_public, "MNIST"),
-    "svhn": partial(public.load_public, "SVHN"),
-    "usps": partial(public.load_public, "USPS"),
     "npz": arrays.load_npz,
     "folder": folder.load_folder,
     "csv": csv_files.load_csv,
@@ -35,15 +30,14 @@ def load(name: str, path: str = "", image_size: int = 0, modules: Modules | None
 
     Args:
         name: one of ``DATASETS``, or a function of your own as "package.module:function".
-        path: files or folders separated by commas (``npz``, ``folder``, ``csv``), or the folder of the set's files, or the
-            argument of your own function. Empty: ``data``, for a published set. docs/data.md lists the files of each set.
+        path: files or folders separated by commas (``npz``, ``folder``, ``csv``), or the argument of your own function.
         image_size: pixels along each side. Images of another size are resized bilinearly with antialiasing. 0: the
             native size.
         modules: modules that may hold a function of your own. None: any.
 
     Raises:
         ValueError: the name is unknown, the size is negative, or the data have another form.
-        DataNotFound: files are missing and cannot be downloaded.
+        DataNotFound: files are missing.
     """
     return _load(name, path, image_size, modules)
 

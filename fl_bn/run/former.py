@@ -26,6 +26,7 @@ IN_PAPERS: Mapping[str, Value] = {
 }  # fmt: skip
 """Key that the setup ``PAPERS`` has now -> its default."""
 DATASETS = (
+    "cifar10", "cifar100", "mnist", "svhn", "usps",
     "mnist-m", "synth-digits", "digits-five", "digits-five-pooled", "office-caltech10", "domainnet", "pacs", "tiny-imagenet", "imagenet",
     "cityscapes", "abide",
 )  # fmt: skip

@@ -84,52 +84,35 @@ def _metric(axes: Axes, records: Sequence[RoundRecord], task: Task, split: str) 
         axes.set_ylim(0, 106)
 
 
-def draw_labels(
-    counts: Mapping[int, Sequence[int]], config: RunConfig, path: Path, domains: Mapping[str, Sequence[int]] | None = None
-) -> None:
+def draw_labels(counts: Mapping[int, Sequence[int]], config: RunConfig, path: Path) -> None:
     """Draw how many samples of each class every client has, with one bar per client and one colour per class.
 
     Args:
         counts: The number of samples per class, by client.
         config: The run config, for names and the title.
         path: The file of the picture.
-        domains: Name of a domain -> the number of its samples at each client. They are drawn if there are several domains.
     """
     table = np.array([counts[client] for client in sorted(counts)])
-    panels = {"class": (table, [str(number) for number in range(table.shape[1])])}
-    if domains and len(domains) > 1:
-        panels["domain"] = np.array([*domains.values()]).T, [*domains]
-    clients = len(table)
-    unit = "samples" if len(panels) == 1 or table.sum() == panels["domain"][0].sum() else "pixels"
+    clients, classes = table.shape
+    few = classes <= len(SHADES)
     wide = max(5.6, min(14, 2.8 + 0.42 * clients))
     with plt.rc_context({**STYLE, "axes.grid.axis": "y"}):
-        size = (wide, 0.6 + 3.2 * len(panels))
-        figure, every = plt.subplots(len(panels), 1, figsize=size, sharex=True, squeeze=False, layout="constrained")
-        for axes, (what, (rows, names)) in zip(every.flat, panels.items(), strict=True):
-            _stacked(axes, rows, names, what)
-            axes.set_ylabel("training samples" if what == "domain" else f"training {unit}")
-        last = every[-1, 0]
-        last.set_xlabel("site" if config.client_names else "client")
-        last.xaxis.set_major_locator(MaxNLocator(integer=True, steps=STEPS))
+        figure, axes = plt.subplots(figsize=(wide, 3.8), layout="constrained")
+        base = np.zeros(clients)
+        for label in range(classes):
+            shade = SHADES[label] if few else matplotlib.colormaps[MAP](label / (classes - 1))
+            axes.bar(range(clients), table[:, label], 0.82, base, color=shade, edgecolor="white", lw=0.5, label=str(label))
+            base += table[:, label]
+        place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+        axes.legend(title="class", **place, fontsize=8 if few else 5, ncols=1 + classes // 30, reverse=True)
+        axes.set(xlabel="site" if config.client_names else "client", ylabel="training samples")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=STEPS))
         if config.client_names:
-            last.set_xticks(range(clients), [config.called.site(client) for client in sorted(counts)], rotation=45, ha="right")
-        title = f"training {unit}: {partition_in_words(config)}, {table.sum()} in all"
+            axes.set_xticks(range(clients), [config.called.site(client) for client in sorted(counts)], rotation=45, ha="right")
+        title = f"training samples: {partition_in_words(config)}, {table.sum()} in all"
         figure.suptitle("\n".join(textwrap.wrap(title, int(11 * wide))))
         figure.savefig(path)
         plt.close(figure)
-
-
-def _stacked(axes: Axes, table: np.ndarray, names: Sequence[str], what: str) -> None:
-    """Draw one bar per client, whose parts (clients, names) lie one upon the other. ``what`` is the title of the legend."""
-    clients, rows = table.shape
-    few = rows <= len(SHADES)
-    base = np.zeros(clients)
-    for row, name in enumerate(names):
-        shade = SHADES[row] if few else matplotlib.colormaps[MAP](row / (rows - 1))
-        axes.bar(range(clients), table[:, row], 0.82, base, color=shade, edgecolor="white", lw=0.5, label=name)
-        base += table[:, row]
-    if rows > 1:
-        axes.legend(title=what, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8 if few else 5, ncols=1 + rows // 30, reverse=True)
 
 
 def partition_in_words(config: RunConfig) -> str:

@@ -25,13 +25,9 @@ from tests.experiment.inside import (
     client_samples,
     config,
     dataset,
-    ends_well,
-    ends_with_a_sentence,
     evaluate,
-    override,
     partitions,
     refusing,
-    rows,
 )
 from tests.experiment.small_data import CLASSES, small_config, small_sites
 from tests.experiment.test_task_runs import hospital
@@ -118,34 +114,6 @@ def test_what_is_given_per_site_is_a_client_and_is_never_cut_up(kind: str, tmp_p
     for wrong in ({"clients": 4}, {"clients": 10}):
         with refusing("data-path", next(iter(wrong))):
             config(keys, **wrong)
-
-
-# The table and the picture of a partition, by the command line
-
-
-def shown(folder: Path, **keys: object) -> list[dict[str, str]]:
-    ends_well("data", "partition", "--run-config", override(keys), "--output", folder)
-    assert {path.name for path in folder.iterdir()} == {"counts.csv", "labels.png"}
-    return rows(folder / "counts.csv")
-
-
-def test_the_table_counts_every_client_by_hand(tmp_path: Path) -> None:
-    keys = {"clients": 3, "partition": "dirichlet", "partition_parameter": 0.5}  # digits: two domains
-    found, data = shown(tmp_path / "new" / "folder", **keys), dataset(config(keys))
-    assert data.domain_train is not None
-    for row, part in zip(found, partitions(config(keys)), strict=True):
-        mine, domains = data.y_train[part].tolist(), data.domain_train[part].tolist()
-        assert [int(row[f"class-{label}"]) for label in range(10)] == [mine.count(label) for label in range(10)]
-        assert [int(row[domain]) for domain in data.domains] == [domains.count(number) for number in range(2)]
-        assert int(row["total"]) == len(mine)
-    assert sum(int(row["total"]) for row in found) == len(data.y_train)
-
-
-def test_a_partition_that_cannot_be_shown_is_refused_before_there_is_a_folder(tmp_path: Path) -> None:
-    sites = "dataset='sites' classes=3 channels=1 image-size=8"
-    for keys, about in (("partition='table' partition-parameter=4 clients=6", "table"), (sites, "sites")):
-        ends_with_a_sentence("data", "partition", "--run-config", keys, "--output", tmp_path / "no", about=about)
-    assert not (tmp_path / "no").exists()
 
 
 # Byzantine clients: test_keys has what is refused

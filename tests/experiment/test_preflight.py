@@ -88,7 +88,7 @@ def start(folder: Path, **changes: Any) -> Path | None:
         ({"model": "resnet81"}, "'resnet18'"),
         ({"model": "digit-cnn"}, "'digits-cnn-small'"),
         ({"method": "fixbn", "model": f"{HERE}:bare"}, "fixbn"),
-        ({"dataset": "cifar-10", "data_path": ""}, "'cifar10'"),
+        ({"dataset": "digits-plane", "data_path": ""}, "'digits-plain'"),
         ({"dataset": "digits-plain", "data_path": "", "hold_out": "fog"}, "'fog'"),
         ({"output": "/etc/passwd/x"}, "output='/etc/passwd/x'"),
         ({"partition": "classes", "partition_parameter": 9.0}, "classes per client"),

@@ -187,10 +187,6 @@ def test_npz_files_of_values_and_of_sets_of_labels(tmp_path: Path, rng: np.rando
     tagged = run(tmp_path / "b", dataset="npz", data_path=str(tmp_path / "tags.npz"), task="multi-label", method="silobn")
     last = rows(tagged / "rounds.csv")[-1]
     assert 0 <= float(last["mean-average-precision-min"]) <= float(last["mean-average-precision"]) <= 1
-    shown = config({**SHORT, **keys}).to_mapping()
-    (tmp_path / "keys.toml").write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in shown.items()))
-    ends_well("data", "partition", "--run-config", tmp_path / "keys.toml", "--output", tmp_path / "partition")
-    assert (tmp_path / "partition" / "counts.csv").read_text().splitlines()[0] == "client,total"
 
 
 FLIPPED = {"setup": "experiments.papers:Papers", "attack": "label-flip"}
