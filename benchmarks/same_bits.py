@@ -79,9 +79,7 @@ TABLE: list[tuple[str, Callable[..., str], list[Case]]] = [
         *(c(name, carrier="replay") for name in EXCHANGE),
     ]),
     ("NumPyClient", older_api, EVERY),
-    ("BatchNormClient", own_client, [
-        *EVERY, c("fbn", strategy="RobustFBN", f=1), *(c(name, lists=True) for name in ("fedavg", "fedbn", "hbn", "fbn")),
-    ]),
+    ("BatchNormClient", own_client, [*EVERY, c("fbn", strategy="RobustFBN", f=1)]),
     ("application", application, [
         *EVERY, c("hbn", objective="fedprox"), c("silobn", objective="moon"), c("fbn", objective="fedsam"),
         c("fedbn", objective="scaffold", momentum=0.0),

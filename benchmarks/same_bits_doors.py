@@ -256,16 +256,9 @@ def older_api(method: str, *, rate: float) -> str:
     return bits(ends, figures_of(keeps.records))
 
 
-def own_client(method: str, *, rate: float, lists: bool = False, strategy: str = "", **options: Any) -> str:
-    """Train with ``BatchNormClient``, by messages. ``lists``: the first one is also answered by ``fit`` on lists of arrays."""
-    sent, contexts = list[Message](), dict[int, Context]()
-
-    class Grid(InProcessGrid):
-        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-            messages = list(messages)
-            sent.extend(messages)
-            return super().push_messages(messages)
-
+def own_client(method: str, *, rate: float, strategy: str = "", **options: Any) -> str:
+    """Train with ``BatchNormClient``."""
+    contexts = dict[int, Context]()
     rounds = flower.Rounds(CLIENTS, rate=lambda *_: rate, evaluate_every=2, at_clients=True, wait=0.0)
     how = METHODS[method]()
     if (kind := getattr(flower, f"{strategy or STRATEGIES.get(method, '')}Strategy", None)) is not None:  # in a checkout of before
@@ -281,18 +274,10 @@ def own_client(method: str, *, rate: float, lists: bool = False, strategy: str =
         contexts.setdefault(client_of(context), context)
         return BatchNormClient(convert(network(), how), how, settings, site, context.state, tells=True)
 
-    result = made.start(Grid(flower.make_client_app(build), CLIENTS, {}), num_rounds=ROUNDS)
+    result = made.start(InProcessGrid(flower.make_client_app(build), CLIENTS, {}), num_rounds=ROUNDS)
     tensors: dict[str, Any] = dict(result.arrays.to_torch_state_dict())
     for i, context in contexts.items():
-        kept = build(context).get_parameters({"round": ROUNDS})
-        tensors |= {f"{i} {number}": array for number, array in enumerate(kept)}
-    if lists:
-        asked = next(one for one in sent if one.metadata.message_type == "train").content
-        layout = json.dumps([[name.removeprefix("fl-bn/"), [*record]] for name, record in asked.array_records.items()])
-        config = {name: value for record in asked.config_records.values() for name, value in record.items()}
-        client = build(Context(1, 1, {"partition-id": 0}, RecordDict(), {}))
-        values = [array.numpy() for record in asked.array_records.values() for array in record.values()]
-        tensors |= {f"fit {number}": array for number, array in enumerate(client.fit(values, {**config, "layout": layout})[0])}
+        tensors |= {f"{i} {number}": tensor for number, tensor in enumerate(build(context).kept_layers({}, ROUNDS).values())}
     return bits(tensors, figures_of(result.records))
 
 

@@ -77,15 +77,13 @@ class Replies:
         """Make the reply of one client."""
         from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 
-        from fl_bn.flower.compat import address
-
         metrics = MetricRecord({"samples": 100 + client, "steps": 5, "loss": 1.0})
         content = RecordDict({f"{self.prefix}header": self.header, f"{self.prefix}metrics": metrics})
         for section, arrays in self.sections.items():
             copies = {k: Array(a.dtype, a.shape, a.stype, bytes(memoryview(a.data))) for k, a in arrays.items()}
             content[f"{self.prefix}{section}"] = ArrayRecord(copies)
         asked = Message(RecordDict(), client + 1, "train", ttl=3600.0, group_id="1")
-        address(asked, 1, f"{client:032x}")
+        asked.metadata.__dict__.update(_run_id=1, _src_node_id=1, _message_id=f"{client:032x}")
         return Message(content, reply_to=asked)
 
     def __iter__(self) -> Iterator[Any]:

@@ -22,7 +22,7 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import Reply
 from fl_bn.flower import BatchNormClient, BatchNormStrategy, InProcessGrid, Rounds, RunFailed, Site, make_client_app
 from fl_bn.flower.handlers import Request
-from fl_bn.flower.wire.messages import our_records
+from fl_bn.flower.wire.codec import our_records
 from fl_bn.methods import Method
 from tests.kept import Kept
 from tests.networks import seeded_network

@@ -13,7 +13,7 @@ from fl_bn.bn.moments import Moments, plain_average, pool
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.values import Payload, tensor_name
 from fl_bn.flower.population import Client
-from fl_bn.flower.wire.codec import Decoded
+from fl_bn.flower.wire.messaging import Decoded
 from fl_bn.robust.attacks import Adversary, Damage
 
 VARIANCES = {"statistics": ("running_mean", "running_var"), "moments": ("mean", "var")}

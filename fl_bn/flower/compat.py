@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import logging
 import sys
-import traceback
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -87,36 +86,9 @@ def identify(run_id: int) -> None:
         identity.task_id, identity.run_id, identity.node_id = run_id, run_id, run_id
 
 
-def address(message: Any, run_id: int, message_id: str) -> None:
-    """Write id, run and sender (``run_id``) into an outgoing message, as Flower's own grids do."""
-    message.metadata.__dict__.update(_run_id=run_id, _src_node_id=run_id, _message_id=message_id)
-
-
-def answering(reply: Any, message_id: str) -> Any:
-    """Return ``reply``, marked as the answer to the message ``message_id``."""
-    reply.metadata.__dict__.update(_reply_to_message_id=message_id)
-    return reply
-
-
-def fill(record: Any, items: Mapping[str, Any]) -> None:
-    """Update a new Flower record with items of a valid type, faster than Flower, which checks each item."""
-    vars(record).get("_data", record).update(items)
-
-
 def simulates(grid: Any) -> bool:
     """Return whether ``grid`` is that of Flower's simulation, in which clients share a machine's workers."""
     return type(grid).__name__ == "InMemoryGrid"
-
-
-def has_ended(grid: Any) -> bool:
-    """Return whether the simulation behind ``grid`` has ended before its ServerApp.
-
-    The simulation goes on for as long as a thread of this process is in Flower's ``start_vce``.
-    """
-    if not simulates(grid):
-        return False
-    stacks = [traceback.walk_stack(top) for top in sys._current_frames().values()]
-    return not any(frame.f_code.co_name == "start_vce" for stack in stacks for frame, _ in stack)
 
 
 def repeat_cancelled(invoker: Any) -> None:

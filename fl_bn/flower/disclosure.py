@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from fl_bn.federation.schema import Locality
 from fl_bn.federation.values import Reply, nbytes
 from fl_bn.flower.compat import log
 from fl_bn.flower.population import Client
-from fl_bn.flower.wire.codec import Decoded, decode
+from fl_bn.flower.wire.messaging import Decoded, decode
 from fl_bn.methods import NORMALISERS, Phase, Refresh, StatisticsReport
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import printable
@@ -62,21 +62,42 @@ OTHERS = {
 }
 
 
+@dataclass(frozen=True)
+class Heard:
+    """Hold what a reply revealed, without its arrays.
+
+    Attributes:
+        reply: the reply, with an empty payload.
+        sizes: the number of tensors and of bytes of each section, and its smallest count of activations.
+    """
+
+    client: Client
+    reply: Decoded
+    sizes: Mapping[str, tuple[int, int, int]]
+
+    @classmethod
+    def of(cls, client: Client, reply: Decoded) -> Heard:
+        """Return what ``reply`` of ``client`` revealed."""
+        sizes = {section: (len(part), nbytes({section: part}), _least_count(part)) for section, part in reply.payload.items()}
+        return cls(client, replace(reply, payload={}), sizes)
+
+
 class DisclosureReport:
     """Record the disclosures of one run: the kinds of data that left each client.
 
-    ``note``, ``evaluations`` and ``masked`` record them; ``enter`` adds the new ones to a record.
+    ``note``, ``evaluations`` and ``masked`` record what came; ``enter`` describes it in a round's record.
     """
 
     def __init__(self, model: nn.Module, locality: Locality, called: ClientNames = UNNAMED) -> None:
-        self._method, self._new, self._warned, self._called = locality.method, list[Disclosure](), set[int](), called
+        self._method, self._warned, self._called = locality.method, set[int](), called
+        self._came: list[tuple[int, Callable[[], Iterable[Disclosure]]]] = []  # round, and what describes it; -1: no warning
         self._last_counts = any(model.get_submodule(name).momentum == 1 for name in locality.shared_statistics)
         self._session: Session | None = None
 
     def note(
         self, replies: Iterable[Message], clients: Iterable[Client], session: Session, round: int, without_training: bool = False
     ) -> Iterator[Decoded]:
-        """Decode replies to train or measure messages one by one, and then record the disclosures of all.
+        """Decode replies to train or measure messages one by one, and record what they reveal.
 
         Vectors of the last layer-wise exchange, ``session``, are recorded, too, unless the call before had
         the same one. ``round`` is for the log; 0: before the first.
@@ -84,27 +105,49 @@ class DisclosureReport:
         if session is not self._session:
             self._session = session
             behind, what = (session.samples, LAYER_BY_LAYER) if without_training else (session.batches, EXCHANGED)
-            for index, traffic in sorted(session.traffic.items()):
-                self._add([Disclosure(index, "exchange", what, traffic.exchanges, traffic.up, behind.get(index, 0))])
-        yield from self._heard(replies, clients, self._of_reply)
-        self._warn(round)
+            vectors = [
+                Disclosure(index, "exchange", what, traffic.exchanges, traffic.up, behind.get(index, 0))
+                for index, traffic in sorted(session.traffic.items())
+            ]
+            self._came.append((-1, lambda: vectors))
+        return self._heard(replies, clients, self._of_reply, round)
+
+    def evaluations(self, replies: Iterable[Message], clients: Iterable[Client]) -> Iterator[Decoded]:
+        """Decode the replies to evaluate messages one by one, and record what they reveal."""
+        return self._heard(replies, clients, _of_evaluation, -1)
 
     def _heard(
-        self, replies: Iterable[Message], clients: Iterable[Client], describe: Callable[[Decoded, Client], Iterable[Disclosure]]
+        self, replies: Iterable[Message], clients: Iterable[Client], describe: Callable[[Heard], Iterable[Disclosure]], round: int
     ) -> Iterator[Decoded]:
-        by_node, disclosures = {client.node: client for client in clients}, list[Disclosure]()
+        by_node, heard = {client.node: client for client in clients}, list[Heard]()
         for message in replies:
             reply = decode(message)
             if (client := by_node.get(reply.node)) is not None:
-                disclosures += describe(reply, client)
+                heard.append(Heard.of(client, reply))
             del message
             yield reply
             del reply  # frees its memory before the next one arrives
-        self._add(sorted(disclosures, key=lambda d: d.client))
+        heard.sort(key=lambda one: one.client.index)
+        self._came.append((round, lambda: [disclosure for one in heard for disclosure in describe(one)]))
 
-    def _warn(self, round: int) -> None:
+    def masked(self, parts: Iterable[Reply], evaluates: bool = False) -> None:
+        """Record the masked replies of a secure sum, of which only the sum can be read."""
+        what = "a masked evaluation: only the mean of all can be read" if evaluates else "a masked vector: only the sum of all can be read"
+        sums = [Disclosure(part.client, "masked", what, 1, nbytes(part.sections)) for part in parts]
+        self._came.append((-1, lambda: sums))
+
+    def enter(self, record: RoundRecord) -> RoundRecord:
+        """Return ``record`` with all disclosures since the last call, and warn of those of few samples."""
+        came, self._came, new = self._came, [], list[Disclosure]()
+        for round, describe in came:
+            new += [disclosure for disclosure in describe() if disclosure.tensors or disclosure.nbytes]
+            if round >= 0:
+                self._warn(new, round)
+        return replace(record, disclosures=[*record.disclosures, *new])
+
+    def _warn(self, new: Iterable[Disclosure], round: int) -> None:
         """Warn of each client once in a run, and of at most ``NAMED`` in a round; not of accuracies."""
-        few = [d for d in self._new if 0 < d.samples < FEW and d.section != EVALUATION and d.client not in self._warned]
+        few = [d for d in new if 0 < d.samples < FEW and d.section != EVALUATION and d.client not in self._warned]
         first = {d.client: d for d in sorted(few, key=lambda d: (d.samples, d.section not in SUMMARIES), reverse=True)}
         self._warned |= first.keys()
         for disclosure in sorted(first.values(), key=lambda d: (d.samples, d.section not in SUMMARIES))[:NAMED]:
@@ -113,44 +156,25 @@ class DisclosureReport:
             what = f"{others} other clients, too, revealed summaries of fewer than {FEW} samples {when_of(round)}"
             log(logging.WARNING, "%s: the disclosure report names all of them", what)
 
-    def evaluations(self, replies: Iterable[Message], clients: Iterable[Client]) -> Iterator[Decoded]:
-        """Decode the replies to evaluate messages one by one, and then record the disclosures of all."""
-        return self._heard(replies, clients, _of_evaluation)
-
-    def masked(self, parts: Iterable[Reply], evaluates: bool = False) -> None:
-        """Record the masked replies of a secure sum, of which only the sum can be read."""
-        what = "a masked evaluation: only the mean of all can be read" if evaluates else "a masked vector: only the sum of all can be read"
-        for part in parts:
-            self._add([Disclosure(part.client, "masked", what, 1, nbytes(part.sections))])
-
-    def enter(self, record: RoundRecord) -> RoundRecord:
-        """Return ``record`` with all disclosures since the last call."""
-        new, self._new = self._new, []
-        return replace(record, disclosures=[*record.disclosures, *new])
-
-    def _add(self, disclosures: Iterable[Disclosure]) -> None:
-        self._new += [d for d in disclosures if d.tensors or d.nbytes]
-
-    def _of_reply(self, reply: Decoded, client: Client) -> Iterable[Disclosure]:
-        if (header := reply.header) is None:
+    def _of_reply(self, heard: Heard) -> Iterable[Disclosure]:
+        client, header, metrics, sizes = heard.client, heard.reply.header, heard.reply.metrics or {}, heard.sizes
+        if header is None or not sizes:
             return
-        phase, metrics, sections = Phase(header.phase), reply.metrics or {}, reply.payload
+        phase = Phase(header.phase)
         samples, steps = (_whole(metrics.get(name)) for name in ("samples", "steps"))
-        for section, arrays in list(sections.items())[:MOST_SECTIONS]:
-            values = _least_count(arrays) if section == "moments" else 0
+        for section, (tensors, size, values) in list(sizes.items())[:MOST_SECTIONS]:
             if section == "moments":
                 what, behind = self._describe_moments(phase, header.round, client, metrics)
+                yield Disclosure(client.index, section, what, tensors, size, min(behind, values) if values else behind, values)
             else:
                 what, behind = self._describe_section(section, phase, samples, steps)
-            behind = min(behind, values) if values else behind
-            yield Disclosure(client.index, printable(section), what, *_size(reply, [section]), behind, values)
-        if len(sections) > MOST_SECTIONS:
-            rest = list(sections)[MOST_SECTIONS:]
-            yield Disclosure(client.index, "others", f"{len(rest)} sections that nobody asked for", *_size(reply, rest))
-        numbers = sorted(name for name, value in metrics.items() if isinstance(value, int | float))
-        for own in reply.own.values() if sections else ():
+                yield Disclosure(client.index, printable(section), what, tensors, size, behind)
+        if rest := list(sizes.values())[MOST_SECTIONS:]:
+            tensors, size, _ = map(sum, zip(*rest, strict=True))
+            yield Disclosure(client.index, "others", f"{len(rest)} sections that nobody asked for", tensors, size)
+        for own in heard.reply.own.values():
             yield Disclosure(client.index, "own metrics", f"numbers of your own: {_some(own)}", 0, 8 * len(own))
-        if numbers and sections:
+        if numbers := sorted(name for name, value in metrics.items() if isinstance(value, int | float)):
             yield Disclosure(client.index, "metrics", f"numbers: {_some(numbers)}", 0, 8 * len(numbers))
 
     def _describe_moments(self, phase: Phase, round: int, client: Client, metrics: Mapping[str, Any]) -> tuple[str, int]:
@@ -193,14 +217,15 @@ class DisclosureReport:
         return f"{name} after {batches}" if steps else name, 0
 
 
-def _of_evaluation(reply: Decoded, client: Client) -> Iterable[Disclosure]:
+def _of_evaluation(heard: Heard) -> Iterable[Disclosure]:
     """Yield the disclosure of one evaluation, with the fewest samples behind a metric, if known."""
+    reply = heard.reply
     metrics = {name: value for record in (*reply.own.values(), reply.metrics or {}) for name, value in record.items()}
     numbers = [name for name, value in metrics.items() if isinstance(value, float)]
     if numbers:
         series = sorted({f"{stem}*" if (stem := name.rstrip("0123456789")) != name else name for name in numbers})
         samples = _whole(metrics.get("fewest")) or _whole(metrics.get("samples")) or _whole(metrics.get("num-examples"))
-        yield Disclosure(client.index, EVALUATION, f"numbers on test data: {_some(series)}", 0, 8 * len(numbers), samples)
+        yield Disclosure(heard.client.index, EVALUATION, f"numbers on test data: {_some(series)}", 0, 8 * len(numbers), samples)
 
 
 def _some(names: Iterable[str]) -> str:
@@ -229,11 +254,6 @@ def _batches(steps: int) -> str:
 
 def _whole(value: object) -> int:
     return value if isinstance(value, int) and value > 0 else 0
-
-
-def _size(reply: Decoded, sections: Iterable[str]) -> tuple[int, int]:
-    sizes = [array.nbytes for section in sections for array in reply.payload[section].values()]
-    return len(sizes), sum(sizes)
 
 
 def _least_count(arrays: Mapping[str, np.ndarray]) -> int:

@@ -18,11 +18,11 @@ from fl_bn.federation.replies import REPLIED, Expected
 from fl_bn.federation.schema import KEPT, Schema, kept_layers
 from fl_bn.federation.values import Instruction, Named
 from fl_bn.flower.compat import log
-from fl_bn.flower.hooks import NOT_EVALUATED, ByClient, OwnMetrics, asked, messages_of, numbers_of, same, wrong
+from fl_bn.flower.own_metrics import NOT_EVALUATED, ByClient, OwnMetrics, numbers_of
 from fl_bn.flower.population import Client, RunFailed, sample_cohort
-from fl_bn.flower.wire.codec import Decoded, Reading, arrays_of, header_for
+from fl_bn.flower.wire.codec import arrays_of, header_for
 from fl_bn.flower.wire.messages import SAVE, evaluated
-from fl_bn.flower.wire.messaging import copy_of
+from fl_bn.flower.wire.messaging import Decoded, Reading, copy_of
 from fl_bn.methods import Phase, Place
 from fl_bn.support.wire import reason
 
@@ -69,21 +69,12 @@ class Evaluations:
         for index, why in sorted(refused.items()):
             self.once(logging.WARNING, line, self._run.policy.called.client(index), why)
 
-    def after(self, number: int, tensors: Named) -> dict[str, float]:
-        """Evaluate by hooks or at the server, then by ``evaluate_fn``. Return the single numbers."""
+    def after(self, number: int, tensors: Named, messages: list[Message]) -> dict[str, float]:
+        """Evaluate by ``messages`` or at the server, then by ``evaluate_fn``. Return the single numbers."""
         run, metrics = self._run, dict[str, float]()
-        hooks, arrays = run.hooks, run.outward(tensors)
-        assert hooks is not None, "an evaluation belongs to a start"
-        self._given = dict(arrays), tensors
-        self.clients = run.everyone() if self.at_clients else []
-        messages = messages_of("configure_evaluate", hooks.configure_evaluate(number, arrays, run.evaluate_config, run.grid))
-        self.clients = asked("configure_evaluate", messages, self.clients, run.policy.called)
-        if run.secure is not None:
-            at_clients = self._as_a_sum(run.secure, messages)
-        else:
-            at_clients = hooks.aggregate_evaluate(number, run.send(messages))
-            if not isinstance(at_clients, MetricRecord | None):
-                raise wrong("aggregate_evaluate", "a MetricRecord or None", at_clients)
+        assert run.strategy is not None, "an evaluation belongs to a start"
+        secure, strategy = run.secure, run.strategy
+        at_clients = self._as_a_sum(secure, messages) if secure else strategy._evaluated(number, run.receive(messages))
         if at_clients is not None:
             run.result.evaluate_metrics_clientapp[number] = at_clients
             metrics = numbers_of(at_clients)
@@ -105,8 +96,7 @@ class Evaluations:
         run = self._run
         if not self.at_clients:
             return []
-        given, tensors = self._given
-        run.shared.load(tensors if same(arrays, given) else run.inward(arrays))
+        run.shared.load(run.inward(arrays))
         everyone = run.everyone()
         if len(have_models := self.with_models(everyone)) < len(everyone):
             line = "round %s: %d of %d clients have trained so far, and evaluate models of their own"
@@ -116,12 +106,12 @@ class Evaluations:
             drawn = sample_cohort([client.index for client in have_models], size, random.Random(f"{policy.seed}/evaluate/{number}"))
             self.clients = [client for client in have_models if client.index in drawn]
         messages = run.messages("evaluate", run.shared.instruction(number, Phase.TRAIN), self.clients, {}, config)
-        run.starts.add(messages, self.clients, run.recovery.keeps)
+        run.kept.add(messages, self.clients)
         return messages
 
     def with_models(self, clients: list[Client]) -> list[Client]:
         """Return the clients that have stored tensors of their own; all clients if none has."""
-        return [client for client in clients if self._run.method.personal and self._run.recovery.keeps(client.index)] or clients
+        return [client for client in clients if self._run.method.personal and client.index in self._run.kept.rounds] or clients
 
     def combine(self, number: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Combine the clients' metrics, each client's first reply: the code of ``aggregate_evaluate``.
@@ -170,8 +160,8 @@ class Evaluations:
         if run.save_clients and run.shared.personal:
             clients, instruction = run.everyone(), run.shared.instruction(number, Phase.TRAIN)
             messages = run.messages(SAVE, instruction, clients, {"save": run.save_clients})
-            run.starts.add(messages, clients, run.recovery.keeps)
-            for reply in run.send(messages):
+            run.kept.add(messages, clients)
+            for reply in run.receive(messages):
                 if reply.has_error():
                     who = run.policy.called.node(reply.metadata.src_node_id)
                     log(logging.WARNING, "%s did not save its model: %s", who, reason(reply.error.reason))
@@ -227,7 +217,7 @@ def kept_average(run: GridTransport, number: int) -> tuple[dict[str, Tensor], di
     header, samples = header_for(shared, number, Phase.MEASURE), {client.index: client.samples for client in clients}
     expected = Expected(number, shared.signature, kept_layers(shared.model, shared.locality), REPLIED, samples)
     sent = run.messages(f"query.{KEPT}", Instruction(number, Phase.MEASURE, {}), clients, {})
-    parts, refused, _ = Reading(clients, header, expected).all(run.overheard(run.send(sent)))
+    parts, refused, _ = Reading(clients, header, expected).all(run.overheard(run.receive(sent)))
     tensors = [part.sections[KEPT] for part in parts]
     means = average(tensors, [1.0] * len(tensors)) if tensors else {}
     return {name: mean.to(tensors[0][name].dtype) for name, mean in means.items()}, refused

@@ -3,37 +3,64 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import Result
 from torch import Tensor, nn
 
+from fl_bn.bn.derived import plain_names
 from fl_bn.federation.callbacks import Callback, Callbacks, Running
 from fl_bn.federation.passes import Newest, Passes
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.schema import instruction as shared_tensors
 from fl_bn.federation.server import Server, Transport
 from fl_bn.federation.values import Instruction, Named, Payload, RoundReplies, to_numpy
-from fl_bn.flower import hooks
 from fl_bn.flower.compat import log
 from fl_bn.flower.disclosure import DisclosureReport
 from fl_bn.flower.evaluation import Evaluations
 from fl_bn.flower.layerwise.exchanges import BY_PASSES, Exchanges
-from fl_bn.flower.population import Client, Population
-from fl_bn.flower.recovery import Checkpoint, Recovery, Starts
-from fl_bn.flower.wire.codec import Decoded, Reading, arrays_of, header_for, to_records
-from fl_bn.flower.wire.messages import STATISTICS, add_to_config
-from fl_bn.flower.wire.messaging import receive
+from fl_bn.flower.own_metrics import NamedRates, OwnApp, numbers_of, with_share
+from fl_bn.flower.population import Client, KeptTensors, Population, RunFailed
+from fl_bn.flower.recovery import Checkpoint, Recovery
+from fl_bn.flower.wire.codec import add_to_config, arrays_of, header_for, tensors_of, to_records
+from fl_bn.flower.wire.messages import STATISTICS
+from fl_bn.flower.wire.messaging import Decoded, Reading, receive
 from fl_bn.methods import Phase
 from fl_bn.secure.settings import SecureAggregation
+from fl_bn.support.wire import WireError, printable
 from fl_bn.task import CLASSIFICATION, Task
 
 if TYPE_CHECKING:
     from fl_bn.flower.secagg.rounds import SecureRounds
+    from fl_bn.flower.strategy import BatchNormStrategy
+
+CHANGED = "a hook changed the arrays in a way that clients would refuse (%s): return all arrays that it got, with their names and shapes"
+Pair = tuple[ArrayRecord | None, MetricRecord | None]
+
+
+@dataclass
+class Round:
+    """Hold one training round: tensors before it, its instruction, the replies, and what the hooks returned."""
+
+    before: Named
+    instruction: Instruction
+    replies: RoundReplies
+    returned: Pair = None, None
+
+
+@dataclass(repr=False)
+class RunResult(Result):
+    """Hold Flower's result of a run, and every round's record.
+
+    Attributes:
+        records: in the order of the rounds. The last one has each client's own metrics and evaluation.
+    """
+
+    records: list[RoundRecord] = field(default_factory=list)
 
 
 class GridTransport(Transport):
@@ -63,7 +90,7 @@ class GridTransport(Transport):
         keep_checkpoint: Callable[[Checkpoint], int] | None = None,
         secure: SecureAggregation | None = None,
         task: Task = CLASSIFICATION,
-        own_app: hooks.OwnApp | None = None,
+        own_app: OwnApp | None = None,
     ) -> None:
         rounds, defence = server.policy, server.defence
         self.server, self.shared, self.method, self.policy, self.task = server, server.shared, server.method, rounds, task
@@ -81,13 +108,14 @@ class GridTransport(Transport):
 
             self.secure = SecureRounds(secure, self.server, self.disclosures.masked)
         accountant = None if self.secure is None else self.secure.accountant
-        self.recovery = Recovery(save_clients, rounds.checkpoint_every, keep_checkpoint, accountant, rounds.called)
-        self.starts = Starts(self.shared, sends=own_app is not None)
+        self.kept = KeptTensors(self.shared, rounds.called, sends=own_app is not None)
+        self.recovery = Recovery(save_clients, self.kept, rounds.checkpoint_every, keep_checkpoint, accountant)
         self.statistics = Passes(self.server, accountant is not None)
         self.evaluations = Evaluations(self, evaluate, None if own_app is None else own_app.metrics)
-        self.hooks: Strategy | None = None  # the strategy whose hooks are called; None: no run goes on
+        self.strategy: BatchNormStrategy | None = None  # whose hooks are called; None: no run goes on
         self._newest: Newest | None = None  # None before ``start``
-        self._round: hooks.Round | None = None
+        self._round: Round | None = None
+        self._given: tuple[Mapping[str, Array], Named] = {}, {}  # the last arrays for hooks, and their tensors
         self._expected = shared_tensors(self.shared.model, self.shared.locality)
         self._down = Payload()  # what the last messages carry
 
@@ -96,9 +124,11 @@ class GridTransport(Transport):
         """Return the record of the current round, or of the last one."""
         return self.server.record
 
-    def begin(self, strategy: Strategy, grid: Grid, timeout: float, configs: tuple[ConfigRecord, ConfigRecord], newest: Newest) -> None:
+    def begin(
+        self, strategy: BatchNormStrategy, grid: Grid, timeout: float, configs: tuple[ConfigRecord, ConfigRecord], newest: Newest
+    ) -> None:
         """Begin a run of ``strategy``, with its configs for training and evaluation."""
-        self.hooks, self.grid, self.timeout, self._newest, self.result = strategy, grid, timeout, newest, hooks.RunResult()
+        self.strategy, self.grid, self.timeout, self._newest, self.result = strategy, grid, timeout, newest, RunResult()
         (self.train_config, self.evaluate_config), self.running.reason = configs, ""
 
     def meet(self, grid: Grid) -> None:
@@ -120,11 +150,34 @@ class GridTransport(Transport):
 
     def outward(self, tensors: Named) -> ArrayRecord:
         """Convert shared ``tensors`` to the arrays that hooks and Flower's result get."""
-        return arrays_of(tensors if self.own_app is None else self.shared.whole(tensors, self.batches_trained))
+        arrays = arrays_of(tensors if self.own_app is None else self.shared.whole(tensors, self.batches_trained))
+        self._given = dict(arrays), tensors
+        return arrays
 
-    def inward(self, arrays: ArrayRecord) -> dict[str, Tensor]:
-        """Convert arrays that a hook returned to the shared tensors, see ``hooks.shared_in``."""
-        return hooks.shared_in(arrays, self.shared, self._expected)
+    def unchanged(self, arrays: ArrayRecord) -> bool:
+        """Return whether a hook returned the very objects that it got: an array cannot be changed in place."""
+        given, _ = self._given
+        return arrays.keys() == given.keys() and all(arrays[name] is array for name, array in given.items())
+
+    def inward(self, arrays: ArrayRecord) -> Named:
+        """Convert arrays that a hook returned to the shared tensors.
+
+        The arrays may have the names of the user's network, or of the converted one. A missing, foreign or
+        invalid array raises ``RunFailed``.
+        """
+        if self.unchanged(arrays):
+            return self._given[1]
+        own, given, plain = self.shared.tensors(), tensors_of(arrays), plain_names(self.shared.model)
+        if strange := sorted(given.keys() - {*plain, *plain.values()}):
+            raise RunFailed(CHANGED % f"unknown array {printable(strange[0])}")
+        tensors = {name: given[key] for name in own for key in (name, plain[name]) if key in given}
+        tensors = {k: t.to(own[k].dtype) if t.is_floating_point() and own[k].is_floating_point() else t for k, t in tensors.items()}
+        try:
+            sections = self._expected.sections.items()
+            self._expected.check({k: to_numpy({n: tensors[n] for n in specs if n in tensors}) for k, specs in sections})
+        except WireError as error:
+            raise RunFailed(CHANGED % error) from error
+        return tensors
 
     # A training round
 
@@ -134,27 +187,23 @@ class GridTransport(Transport):
         The latter also combines the replies, since a user's override gets the new tensors, and may change
         them. A hook may also change the tensors of the ``instruction``, and the learning rate.
         """
-        number, strategy, before = instruction.round, self.hooks, self.shared.tensors()
+        number, strategy, before = instruction.round, self.strategy, self.shared.tensors()
         assert strategy is not None, "a round belongs to a start"
         arrays, self.cohort = self.outward(before), self.everyone()  # the cohort of an override that does not call super()
-        self._round = now = hooks.Round(before, instruction, dict(arrays), RoundReplies([], [], {}))
-        messages = hooks.messages_of("configure_train", strategy.configure_train(number, arrays, self.train_config, self.grid))
-        drawn, self.cohort = self.cohort, hooks.asked("configure_train", messages, self.cohort, self.policy.called)
-        now.replies = RoundReplies([client.index for client in self.cohort], [], {})
+        self._round = now = Round(before, instruction, RoundReplies([], [], {}))
+        messages, cohort = strategy._configured("train", number, arrays, self.train_config)
+        drawn, self.cohort = self.cohort, cohort
+        now.replies = RoundReplies([client.index for client in cohort], [], {})
         if drawn and not messages:
             log(logging.INFO, "round %s: configure_train returned no message, so nobody trains", number)
             self.shared.load(before)
-            now.returned, now.combined = (arrays, None), dict(arrays)
+            now.returned = self.outward(before), None
         elif self.secure is not None:
             now.returned = self._secure_round(self.secure, messages)
+        elif Phase(self.record.phase) is Phase.EXCHANGE:
+            now.returned = strategy._aggregated(number, self.exchanges.round(self.grid, cohort, messages, self.timeout))
         else:
-            if Phase(self.record.phase) is Phase.EXCHANGE:
-                replies: Iterable[Message] = self.exchanges.round(self.grid, self.cohort, messages, self.timeout)
-            else:
-                replies = receive(self.grid, messages, self.timeout, self.policy.retry, called=self.policy.called)
-            if hooks.overrides(strategy, "aggregate_train"):
-                replies = list(replies)  # the user's code may read them twice
-            now.returned = hooks.arrays_and_metrics(strategy.aggregate_train(number, replies))
+            now.returned = strategy._aggregated(number, self.receive(messages))
         return now.replies
 
     def ask_to_train(self, number: int, arrays: ArrayRecord, config: Mapping[str, Any]) -> list[Message]:
@@ -175,18 +224,18 @@ class GridTransport(Transport):
         values |= {"rate-share": instruction.rate_share} if instruction.rate_share != 1 else {}
         values |= {"objective": instruction.objective} if instruction.objective else {}
         messages = self.messages("train", instruction, self.cohort, values, config)
-        self.starts.add(messages, self.cohort, self.recovery.keeps)
-        return self.recovery.tell(messages, self.cohort)
+        self.kept.add(messages, self.cohort, trains=True)
+        return messages
 
     def _instruction(self, number: int, arrays: ArrayRecord, config: Mapping[str, Any]) -> Instruction:
         """Return the round's instruction. It is a new one if a hook has changed tensors or learning rate."""
-        changed, now = isinstance(self.policy.rate, hooks.NamedRates) and self.policy.rate.note(number, config), self._round
-        if now is not None and now.instruction.round == number and not changed and hooks.same(arrays, now.given):
+        changed, now = isinstance(self.policy.rate, NamedRates) and self.policy.rate.note(number, config), self._round
+        if now is not None and now.instruction.round == number and not changed and self.unchanged(arrays):
             return now.instruction
         self.shared.load(self.inward(arrays))
         return self.server.begin(number)
 
-    def combine(self, number: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def combine(self, number: int, replies: Iterable[Message]) -> Pair:
         """Combine the replies into the new shared model: the code of ``aggregate_train``.
 
         Return the shared tensors and the combined metrics. ``(None, None)`` if too few replies are usable.
@@ -199,26 +248,19 @@ class GridTransport(Transport):
         if self._round is not None:
             self._round.replies = read
         changed = self.server.conclude(read)
-        self.server.record = self.starts.counted(self.record)
+        self.server.record = self.kept.with_bytes(self.record)
         accepted = {client.client: client.samples for client in self.record.accepted}
         counted = [part for part in read.parts if part.client in accepted]
-        self.recovery.check(number, counted)
+        self.kept.note(number, counted, changed)
         if not changed:
             return None, None
-        self.recovery.count(number, counted)
         metrics = MetricRecord({"loss": self.record.loss, "samples": sum(accepted.values())})
         if self.own_app is not None:
             own = {index: records for index, records in reading.own.items() if records and index in accepted}
             combined, by_client = self.own_app.metrics.combined(self, own, accepted)
-            self.server.record = replace(self.record, own_metrics=hooks.numbers_of(combined), client_metrics=by_client)
+            self.server.record = replace(self.record, own_metrics=numbers_of(combined), client_metrics=by_client)
             metrics = combined if combined and self.own_app.metrics.train_fn else MetricRecord({**(combined or {}), **metrics})
-        return self._new_arrays(), metrics
-
-    def _new_arrays(self) -> ArrayRecord:
-        arrays = self.outward(self.shared.tensors())
-        if self._round is not None:
-            self._round.combined = dict(arrays)
-        return arrays
+        return self.outward(self.shared.tensors()), metrics
 
     def _read(self, replies: Iterable[Decoded], reading: Reading) -> RoundReplies:
         """Check the replies. Unless the method needs all at once, add each to the average immediately."""
@@ -237,12 +279,12 @@ class GridTransport(Transport):
         parts, total = intake.end()
         return RoundReplies(who, parts, reading.refused, reading.wrong, sum=total)
 
-    def _secure_round(self, secure: SecureRounds, messages: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def _secure_round(self, secure: SecureRounds, messages: Iterable[Message]) -> Pair:
         changed, parts = secure.train(self.grid, messages, self.cohort, self.timeout)
-        self.recovery.check(self.record.round, parts)
+        self.kept.note(self.record.round, parts, changed=False)
         if not changed:
             return None, None
-        return self._new_arrays(), MetricRecord({"loss": parts[0].loss, "samples": sum(part.samples for part in parts)})
+        return self.outward(self.shared.tensors()), MetricRecord({"loss": parts[0].loss, "samples": sum(part.samples for part in parts)})
 
     def conclude(self, replies: RoundReplies) -> bool:
         """Take what ``aggregate_train`` returned. Return False, and change nothing, if the round failed."""
@@ -254,7 +296,7 @@ class GridTransport(Transport):
         if arrays is None:
             self.shared.load(now.before)
             return False
-        if not hooks.same(arrays, now.combined):
+        if not self.unchanged(arrays):
             self.shared.load(self.inward(arrays))
         if not self.record.aggregated and replies.cohort:  # an overridden hook aggregated without super()
             self.server.record = replace(self.record, aggregated=True)
@@ -268,7 +310,7 @@ class GridTransport(Transport):
         sent = self.messages(STATISTICS, instruction, everyone, {"measured": instruction.measured})
         if self.secure is not None:
             return RoundReplies([client.index for client in everyone], *self.secure.measure(self.grid, sent, everyone, self.timeout))
-        return self._measured(self.overheard(self.send(sent)), instruction, everyone)
+        return self._measured(self.overheard(self.receive(sent)), instruction, everyone)
 
     def measure_layer_by_layer(self, instruction: Instruction) -> RoundReplies | None:
         """Measure with one message per client and one exchange per layer. None: that failed."""
@@ -307,8 +349,12 @@ class GridTransport(Transport):
     # An evaluation, and the end of the run
 
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
-        """Evaluate the shared ``tensors`` after round ``number``, see ``Evaluations.after``."""
-        return self.evaluations.after(number, tensors)
+        """Evaluate the shared ``tensors`` after round ``number``, by the strategy's other two hooks."""
+        evaluations, arrays = self.evaluations, self.outward(tensors)
+        assert self.strategy is not None, "an evaluation belongs to a start"
+        evaluations.clients = self.everyone() if evaluations.at_clients else []
+        messages, evaluations.clients = self.strategy._configured("evaluate", number, arrays, self.evaluate_config)
+        return evaluations.after(number, tensors, messages)
 
     # Messages
 
@@ -331,14 +377,15 @@ class GridTransport(Transport):
         add_to_config(content, {**values, **self.recovery.run_id.to_config()})
         group, ttl = str(instruction.round), self.policy.timeout * steps
         messages = [Message(RecordDict(dict(content.items())), client.node, kind, ttl=ttl, group_id=group) for client in clients]
+        key = "config" if self.own_app is None else self.own_app.config_key
+        theirs = {**(with_share(config, instruction.rate_share) if config else {}), "server-round": instruction.round}
         for message in messages:  # each message has its own copy, which its client or a hook may change
-            theirs = {**hooks.with_share(config or {}, instruction.rate_share), "server-round": instruction.round}
-            message.content["config" if self.own_app is None else self.own_app.config_key] = ConfigRecord(theirs)
+            message.content[key] = ConfigRecord({**theirs})
         return messages
 
-    def send(self, messages: Iterable[Message]) -> list[Message]:
-        """Send messages, and return the replies."""
-        return list(receive(self.grid, messages, self.timeout, self.policy.retry, self.policy.called))
+    def receive(self, messages: Iterable[Message]) -> Iterator[Message]:
+        """Send messages, and yield the replies."""
+        return receive(self.grid, messages, self.timeout, self.policy.retry, self.policy.called)
 
     def overheard(self, replies: Iterable[Message], without_training: bool = False) -> Iterable[Decoded]:
         """Decode the replies, and record for the disclosure report which data they reveal.

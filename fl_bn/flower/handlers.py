@@ -28,13 +28,13 @@ from fl_bn.federation.fields import Values
 from fl_bn.federation.network import Network
 from fl_bn.federation.recording import Connect
 from fl_bn.federation.schema import KEPT, difference
-from fl_bn.federation.values import NOTHING, ClientState, Instruction, Payload, Reply, to_numpy, to_tensors
+from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply, to_numpy, to_tensors
 from fl_bn.flower.compat import deployed, log
 from fl_bn.flower.layerwise.exchange_address import connect
 from fl_bn.flower.layerwise.transcript import Transcript, detach
-from fl_bn.flower.wire.codec import Header, header_of, payload_of, tensors_of, to_record, to_records
+from fl_bn.flower.wire.codec import HEADER, OURS, Form, Header, RunId, header_of, our_records, payload_of, tensors_of, to_record, to_records
 from fl_bn.flower.wire.gate import Limits
-from fl_bn.flower.wire.messages import HEADER, HELLO, OURS, TO_MEASURE, TO_MEET, TO_TELL, TO_TRAIN, Form, RunId, here, our_records
+from fl_bn.flower.wire.messages import HELLO, TO_MEASURE, TO_MEET, TO_TELL, TO_TRAIN, here
 from fl_bn.methods import Phase
 from fl_bn.support import durable
 from fl_bn.support.wire import WireError
@@ -196,26 +196,11 @@ def read(message: Message, network: Network, form: Form | None = None, header: H
     if form in (TO_TRAIN, TO_MEASURE) and (form is TO_MEASURE) is not measures:
         doing = "measure" if form is TO_MEASURE else "train"
         raise WireError("header", "phase", f"expected a phase in which clients {doing}, but got {header.phase!r}")
-    return request_of(header, payload_of(message.content), config_in(message, form), network)
-
-
-def config_in(message: Message, form: Form) -> Values:
-    """Read the config of a message, which may be missing if no field is needed."""
-    return form.of(message.content) if form.name in message.content else form.read({})
-
-
-def request_of(header: Header, payload: Payload, config: Values, network: Network) -> Request:
-    """Build a request from an instruction's parts, and take a transcript out of ``payload``.
-
-    Raises:
-        WireError: the instruction is for another model or method, or arrays differ from the header's type.
-    """
-    phase, form = Phase(header.phase), config.form
+    phase, config, payload = Phase(header.phase), config_in(message, form), payload_of(message.content)
     transcript = detach(payload, config) if form is TO_TRAIN and phase is Phase.EXCHANGE else []
     mine = Header(network.method.name, header.phase, header.round, network.signature)
     mine.check(header, lambda: difference(network.instruction(), payload))
-    sections = {section: to_tensors(arrays) for section, arrays in payload.items()}
-    instruction = Instruction(header.round, phase, sections)
+    instruction = Instruction(header.round, phase, {section: to_tensors(arrays) for section, arrays in payload.items()})
     if form is TO_TRAIN:
         rate, share, objective = config["learning-rate"], config["rate-share"], config["objective"]
         instruction = replace(instruction, learning_rate=rate, rate_share=share, objective=objective)
@@ -226,17 +211,18 @@ def request_of(header: Header, payload: Payload, config: Values, network: Networ
     return Request(header, instruction, config, transcript)
 
 
+def config_in(message: Message, form: Form) -> Values:
+    """Read the config of a message, which may be missing if no field is needed."""
+    return form.of(message.content) if form.name in message.content else form.read({})
+
+
 def reply_to(message: Message, header: Header, reply: Reply) -> Message:
     """Return ``reply`` as a Flower message that answers ``message``."""
     arrays = {section: to_numpy(tensors) for section, tensors in reply.sections.items()}
     content = to_records(arrays, header)
-    content[f"{OURS}metrics"] = MetricRecord({"samples": reply.samples, **metrics_of(reply)})
+    metrics = {name: int(value) if name in COUNTS else float(value) for name, value in reply.metrics.items()}
+    content[f"{OURS}metrics"] = MetricRecord({"samples": reply.samples, **metrics})
     return Message(content, reply_to=message)
-
-
-def metrics_of(reply: Reply) -> Mapping[str, int | float]:
-    """Return the metrics of ``reply`` by name: counts (``COUNTS``) as int, all others as float."""
-    return {name: int(value) if name in COUNTS else float(value) for name, value in reply.metrics.items()}
 
 
 @dataclass(eq=False)
@@ -316,21 +302,19 @@ def register(app: ClientApp, build: Build, answers: Mapping[str, Answer], mods: 
     """Register functions that answer messages, by Flower's message type, with ``mods`` around each."""
     for kind, answer in answers.items():
         category, _, action = kind.partition(".")
-        getattr(app, category)(*([action] if action else []), mods=[*mods])(partial(_answered, answer, build))
+        handler = partial(_in_time, answer, build) if deployed() else partial(answer, build)
+        getattr(app, category)(*([action] if action else []), mods=[*mods])(handler)
 
 
-def _answered(answer: Answer, build: Build, message: Message, context: Context) -> Message:
-    """Answer a message, in a deployment within its time to live.
+def _in_time(answer: Answer, build: Build, message: Message, context: Context) -> Message:
+    """Answer a message in a deployment within its time to live.
 
     There, each message is answered in a process of its own. Without the limit, a client whose process
     hangs, for example on a dead network drive, could join no later round. At the limit, the process
     prints its traceback to stderr and ends.
     """
-    limited = deployed()
-    if limited:
-        faulthandler.dump_traceback_later(message.metadata.ttl, exit=True)
+    faulthandler.dump_traceback_later(message.metadata.ttl, exit=True)
     try:
         return answer(build, message, context)
     finally:
-        if limited:
-            faulthandler.cancel_dump_traceback_later()
+        faulthandler.cancel_dump_traceback_later()

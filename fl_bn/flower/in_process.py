@@ -29,8 +29,8 @@ from flwr.serverapp import Grid, ServerApp
 from fl_bn.exchange.local import Turns, end_task
 from fl_bn.federation.engines.vectorised import AT_ONCE, VECTORISED, CannotVectorise, Fallback, TogetherTurns
 from fl_bn.federation.engines.workers import Workers, WorkerTiming, cores
-from fl_bn.flower.compat import address, identify, log
-from fl_bn.flower.wire.messages import config_of
+from fl_bn.flower.compat import identify, log
+from fl_bn.flower.wire.codec import config_of
 from fl_bn.support.durable import FULL
 from fl_bn.support.user_code import OWN
 
@@ -142,9 +142,10 @@ class InProcessGrid(Grid):
                 self._workers = Workers(self._timing.workers)
 
     def _addressed(self, messages: Iterable[Message]) -> list[Message]:
-        messages = list(messages)
+        """Write id, run and sender into the messages, as Flower's own grids do."""
+        messages, run = list(messages), self._run.run_id
         for message in messages:
-            address(message, self._run.run_id, uuid.uuid4().hex)
+            message.metadata.__dict__.update(_run_id=run, _src_node_id=run, _message_id=uuid.uuid4().hex)
         return messages
 
     def _answered(self, messages: list[Message]) -> Iterable[Message]:

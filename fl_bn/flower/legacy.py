@@ -27,9 +27,9 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from fl_bn.flower.compat import log
-from fl_bn.flower.hooks import EXAMPLES, is_number
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.own_app import answers, evaluating, replayed, training
+from fl_bn.flower.own_metrics import EXAMPLES, is_number
 from fl_bn.flower.population import Client
 from fl_bn.flower.strategies import OwnAppStrategy
 from fl_bn.flower.wire.gate import OWN_METRICS

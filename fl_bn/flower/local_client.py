@@ -10,10 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from flwr.app import Context, Message, RecordDict
-from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from torch import nn
 
@@ -26,14 +24,13 @@ from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.network import Network
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training import TRAINER, SampleLoop
-from fl_bn.federation.values import ClientState, Reply, Sections, to_numpy
+from fl_bn.federation.values import ClientState, Reply, Sections
 from fl_bn.flower.compat import log
-from fl_bn.flower.handlers import QUERIES, Answer, Participant, Request, metrics_of, read, register, reply_to, request_of
+from fl_bn.flower.handlers import QUERIES, Answer, Participant, Request, read, register, reply_to
 from fl_bn.flower.layerwise.transcript import Unanswered, question
-from fl_bn.flower.wire.codec import Header, flatten, unflatten
 from fl_bn.flower.wire.gate import Gate, Limits, enough
-from fl_bn.flower.wire.messages import HEADER, LAYOUT, RECORD_KEY_CONFIGS, SAVE, TO_EVALUATE, TO_MEASURE, TO_SAVE, TO_TELL, TO_TRAIN, Form
-from fl_bn.methods import Method, Phase
+from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS, SAVE, TO_EVALUATE, TO_SAVE
+from fl_bn.methods import Method
 from fl_bn.support.durable import save_network
 from fl_bn.task import CLASSIFICATION, Task
 
@@ -65,15 +62,12 @@ class Site:
     node_config: Mapping[str, Any] = field(default_factory=dict)
 
 
-class BatchNormClient(Participant, NumPyClient):
+class BatchNormClient(Participant):
     """Train, measure and evaluate one model as its method says.
 
-    ``make_client_app`` calls ``compute``, ``evaluation`` and ``save``, which take a ``Request``. So
-    override ``compute``, not ``fit``, to change the training. The methods of Flower's ``NumPyClient`` do
-    the same with lists of arrays, whose names are in the entry ``layout`` of their config, as JSON from
-    ``codec.flatten``.
-
-    All random numbers depend only on ``seed``, the client and the round.
+    ``make_client_app`` calls ``compute``, ``evaluation`` and ``save``, which take a ``Request``. Override
+    ``compute`` to change the training. All random numbers depend only on ``seed``, the client and the
+    round.
 
     Args:
         model: the converted network with its initial tensors, which never change. Clients of one process
@@ -85,9 +79,6 @@ class BatchNormClient(Participant, NumPyClient):
         seed: the run's seed.
         tells: whether the client sends the layers that it keeps, for the average that unseen clients get.
         task: the model's task.
-
-    Raises:
-        ValueError: method and settings contradict each other.
     """
 
     def __init__(
@@ -101,12 +92,16 @@ class BatchNormClient(Participant, NumPyClient):
         tells: bool = False,
         task: Task = CLASSIFICATION,
     ) -> None:
-        check_composition(method, settings)
         network = model if isinstance(model, Network) else Network(model, method, site.device)
         counts = site.label_counts or ()
         super().__init__(network, site.client, site.clients, lambda: len(site.train), state, site.state, site.node_config, tells, counts)
         self.method, self.settings, self.site, self.seed, self.task = method, settings, site, seed, task
         self.stores = own_sections  # chooses what the client stores after a round
+
+    def introduce(self) -> dict[str, int | str]:
+        """Return the client's introduction, or raise ``ValueError`` if its method and settings do not fit together."""
+        check_composition(self.method, self.settings)
+        return super().introduce()
 
     @property
     def model(self) -> nn.Module:
@@ -166,45 +161,6 @@ class BatchNormClient(Participant, NumPyClient):
         kept = request.kept(self.store(request.config))
         with self.network.lend() as lent:
             yield LocalRound(lent, self.method, request.instruction, kept).model
-
-    # Flower's NumPyClient
-
-    def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what ``introduce`` returns."""
-        return dict(self.introduce())
-
-    def get_parameters(self, config: Mapping[str, Any]) -> list[np.ndarray]:
-        """Return the BatchNorm tensors that this client keeps, in the order of ``schema.kept_layers``.
-
-        ``config`` has the ``round`` and the name of the ``run``. A client that sends none raises
-        ``PermissionError``.
-        """
-        return list(to_numpy(self.kept_layers(TO_TELL.read(config), int(config["round"]))).values())
-
-    def fit(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
-        """Train or measure, as the phase in ``config`` says.
-
-        ``config`` has the ``layout`` of ``parameters``, and the fields of the instruction's header and
-        config, such as ``learning-rate``. Return the arrays of the reply, the number of different
-        samples trained on, and metrics with the reply's ``layout``.
-        """
-        request = self._request(parameters, config, TO_MEASURE if config["phase"] == Phase.MEASURE.value else TO_TRAIN)
-
-        def listed(reply: Reply) -> tuple[list[np.ndarray], int, dict[str, Any]]:
-            arrays, layout = flatten({section: to_numpy(named) for section, named in reply.sections.items()})
-            return arrays, reply.samples, {"layout": layout, **metrics_of(reply)}
-
-        return self.compute(request, listed)
-
-    def evaluate(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> tuple[float, int, dict[str, Any]]:
-        """Return the loss on this client's test data, the number of its samples, and other metrics."""
-        metrics = self.test(self._request(parameters, config, TO_EVALUATE))
-        return metrics.pop("loss"), len(self.site.test), metrics
-
-    def _request(self, parameters: list[np.ndarray], config: Mapping[str, Any], form: Form) -> Request:
-        header = Header(**HEADER.read(config))
-        payload = unflatten(parameters, LAYOUT.read(config)["layout"])
-        return request_of(header, payload, form.read(config), self.network)
 
 
 def own_sections(keeps: ClientState, before: ClientState, round: int) -> Sections:

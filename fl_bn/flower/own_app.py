@@ -43,8 +43,8 @@ from fl_bn.federation.network import Network
 from fl_bn.federation.own_loop import local_round
 from fl_bn.federation.values import ClientState
 from fl_bn.flower.handlers import QUERIES, Participant, Request, StateStore, read, register, reply_to
-from fl_bn.flower.hooks import EXAMPLES, is_number
 from fl_bn.flower.layerwise.transcript import Unanswered, question
+from fl_bn.flower.own_metrics import EXAMPLES, is_number
 from fl_bn.flower.wire.gate import OWN_METRICS, Gate, admit_own
 from fl_bn.flower.wire.messages import STATISTICS, TO_EVALUATE, TO_MEASURE, TO_TRAIN
 from fl_bn.methods import Method, Phase, StatisticsReport

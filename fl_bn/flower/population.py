@@ -1,4 +1,4 @@
-"""Keep track of a run's clients: meet them, match Flower's nodes to clients, draw each round's cohort."""
+"""Keep track of a run's clients: which nodes serve them, each round's cohort, and what they keep."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from flwr.app import Message
+from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
 from fl_bn.federation.policy import ServerPolicy
-from fl_bn.federation.schema import COMPARE
-from fl_bn.flower.compat import log
+from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.schema import COMPARE, START
+from fl_bn.federation.shared_model import SharedModel
+from fl_bn.federation.values import Reply, nbytes, to_numpy
+from fl_bn.flower.compat import log, simulates
 from fl_bn.flower.in_process import InProcessGrid
+from fl_bn.flower.wire.codec import OURS, add_to_config, tensors_of, to_record
 from fl_bn.flower.wire.messages import ASK_HELLO, HELLO, client_differs, greeting
 from fl_bn.flower.wire.messaging import PASSING, receive
 from fl_bn.flower.wire.messaging import RunFailed as RunFailed
-from fl_bn.support.client_names import ClientNames
+from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import WireError, printable, reason
 
 POLICY = "NotAllowed: "  # begins the error of a site whose policy refuses the run
 POLL = 0.2  # seconds between two looks at who is there
+ENDED = "In a simulation, an error of Flower's own is in the log above: more num-cpus or num-gpus than there are, or client_app.py"
 NO_HANDLER = "the ClientApp has no handler for fl-bn's introduction: add fl_bn.flower.answer(app, Net, method, batches) to client_app.py"
 
 
@@ -129,6 +134,8 @@ class Population:
 
     def _too_few(self, here: int, needed: int) -> str:
         wait = self.policy.wait
+        if not self.clients and not self._claims and not self._refused and simulates(self.grid):
+            return f"no client answered within {wait:.0f} s. {ENDED}"
         if self.least:
             if here >= self.least:
                 votes = sorted(Counter(client.clients for client in self._claims.values()).items())
@@ -305,3 +312,61 @@ class Population:
     def everyone(self) -> list[Client]:
         """Return the connected clients, sorted by index."""
         return [self.clients[index] for index in sorted(self.clients)]
+
+
+class KeptTensors:
+    """Remember in which rounds clients kept tensors of their own, and send initial values to the others.
+
+    In a user's own Flower app, a client builds a new network with initial weights of its own. In fl-bn's
+    application, the values are sent only if a run does not start from its model (``begin_with``).
+
+    Attributes:
+        rounds: the round in which each client last kept tensors of its own.
+        counted: the last round in which the reply of each client changed the model.
+    """
+
+    def __init__(self, shared: SharedModel, called: ClientNames = UNNAMED, sends: bool = False) -> None:
+        self._shared, self._called, self._sends = shared, called, sends
+        self.rounds, self.counted = dict[int, int](), dict[int, int]()
+        self._bytes: dict[int, int] = {}  # client -> the bytes of the initial values that it got in this round
+
+    def begin_with(self, arrays: ArrayRecord) -> None:
+        """Let the run start from ``arrays``, by state_dict name, and send clients their initial values."""
+        own, tensors = self._shared.model.state_dict(), tensors_of(arrays)
+        for name in {**tensors, **self._shared.tensors()}:
+            given, here = (str(tuple(one[name].shape)) if name in one else "nothing" for one in (tensors, own))
+            if given != here:
+                raise ValueError(f"initial_arrays: expected shape {here} of {printable(name)}, but got {given}: give net.state_dict()")
+        self._shared.load(tensors)
+        self._sends = True
+
+    def add(self, messages: Sequence[Message], clients: Sequence[Client], trains: bool = False) -> None:
+        """Add initial values to the messages for clients that kept no tensors, and ``counted`` if they train."""
+        start = self._shared.start() if self._sends else {}
+        self._bytes = {client.index: nbytes(start) for client in clients if start and client.index not in self.rounds}
+        for message, client in zip(messages, clients, strict=True):
+            if client.index in self._bytes:
+                message.content[OURS + START] = to_record(to_numpy(start[START]))
+            if trains:
+                add_to_config(message.content, {"counted": self.counted.get(client.index, 0)})
+
+    def with_bytes(self, record: RoundRecord) -> RoundRecord:
+        """Return ``record`` with the bytes of this round's initial values added."""
+        if not self._bytes:
+            return record
+        down = {**record.bytes_down, START: max(self._bytes.values())}
+        clients = [replace(c, bytes_down=c.bytes_down + self._bytes.get(c.client, 0)) for c in record.clients]
+        return replace(record, bytes_down=down, clients=clients)
+
+    def note(self, round: int, replies: Sequence[Reply], changed: bool) -> None:
+        """Store which clients kept tensors, and which ``changed`` the model. Warn if one started from older ones."""
+        for part in replies:
+            if changed:
+                self.counted[part.client] = round
+            if "kept" not in part.metrics:
+                continue
+            kept, known = int(part.metrics["kept"]), self.rounds.get(part.client, 0)
+            if kept < known:
+                line = "round %s: %s kept tensors in round %s, but started from %s: state-dir in the node config keeps them in files"
+                log(logging.WARNING, line, round, self._called.client(part.client), known, f"those of round {kept}" if kept else "none")
+            self.rounds[part.client] = round

@@ -31,16 +31,18 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.compat import log, simulates
 from fl_bn.flower.deployment import called_in
 from fl_bn.flower.grid_transport import GridTransport
-from fl_bn.flower.hooks import EXAMPLES, Combine, NamedRates, OwnApp, OwnMetrics
+from fl_bn.flower.own_metrics import EXAMPLES, Combine, NamedRates, OwnApp, OwnMetrics
 from fl_bn.flower.population import Population
 from fl_bn.flower.strategy import BatchNormStrategy
-from fl_bn.flower.wire.messages import CLIENTS, OURS
+from fl_bn.flower.wire.codec import OURS
+from fl_bn.flower.wire.messages import CLIENTS
 from fl_bn.methods import METHODS, Method
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.options import Options, check_fits, option
 
 TIMEOUT = 3600.0  # Flower's
 PATIENCE = 120.0  # seconds that an app of one's own waits for a node's answer, and for further nodes once enough have come
+SIMULATED = 600.0  # the same in a simulation, where Ray may be slow to start
 not_ours = lambda name: bool(name) and not name.startswith(OURS)  # noqa: E731
 COMBINES = lambda value: value is None or callable(value), "a function of (records, weighted_by_key)"
 
@@ -161,8 +163,8 @@ class OwnAppStrategy(BatchNormStrategy):
         now, rate = self._flowers(), self._policy.rate
         seconds = self._policy.timeout if timeout is None else timeout
         wanted = Network(convert(self._model, self._method), self._method).signature
-        wait = seconds if simulates(grid) else min(seconds, PATIENCE)  # Ray may be slow to start
-        meeting = replace(self._policy, timeout=seconds, wait=wait)
+        wait = SIMULATED if simulates(grid) else PATIENCE
+        meeting = replace(self._policy, timeout=seconds, wait=min(seconds, wait))
         population = Population(grid, meeting, wanted, called_in(grid), self._clients, now.min_available_nodes)
         clients, called = population.gather(), population.called
         if words := self._method.other_fraction(max(now.fraction_train, min(now.min_train_nodes / clients, 1.0))):

@@ -24,9 +24,8 @@ from fl_bn.federation.server import Server
 from fl_bn.flower.compat import DETAIL, log, repeat_cancelled, say_round, simulated
 from fl_bn.flower.deployment import Progress
 from fl_bn.flower.evaluation import EvaluateFn
-from fl_bn.flower.grid_transport import GridTransport
-from fl_bn.flower.hooks import RunResult, check_secure, outside
-from fl_bn.flower.population import RunFailed
+from fl_bn.flower.grid_transport import GridTransport, Pair, RunResult
+from fl_bn.flower.population import Client, RunFailed
 from fl_bn.flower.recovery import Checkpoint
 from fl_bn.methods import Method
 from fl_bn.options import Fits, check_fits
@@ -36,6 +35,7 @@ STARTS: Fits = {
     "num_rounds": (lambda value: type(value) is int and value >= 0, "a whole number of rounds, 0 or more"),
     "timeout": (lambda value: value is None or type(value) in (int, float) and value > 0, "a number of seconds above 0"),
 }
+REPLIES = ("aggregate_train", "aggregate_evaluate")  # hooks that get clients' replies, which a secure sum hides
 
 
 class BatchNormStrategy(Strategy):
@@ -87,8 +87,9 @@ class BatchNormStrategy(Strategy):
 
     def _called(self) -> GridTransport:
         """Return the transport, for a hook that it called, or raise ``RunFailed`` if somebody else did."""
-        if self._transport is None or self._transport.hooks is not self:
-            raise outside(self)
+        if self._transport is None or self._transport.strategy is not self:
+            advice = "put your steps into overridden hooks, evaluate_fn or callbacks (for noise: dp-noise, docs/privacy.md)"
+            raise RunFailed(f"only strategy.start(grid, ...) of {type(self).__name__} itself calls its hooks: {advice}")
         return self._transport
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
@@ -106,7 +107,7 @@ class BatchNormStrategy(Strategy):
         """
         return self._called().ask_to_train(server_round, arrays, config)
 
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Pair:
         """Read the replies, and combine them into the new shared model, as the method says.
 
         In ``replies``, the records whose names do not begin with ``fl-bn/`` are your own.
@@ -128,6 +129,43 @@ class BatchNormStrategy(Strategy):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Combine the clients' metrics, each client counted once. None: no client sent a valid metric."""
         return self._called().evaluations.combine(server_round, replies)
+
+    # What the transport calls: each hook, and a check of what it returned
+
+    def _overrides(self, hook: str) -> bool:
+        """Return whether user code defines ``hook``: in a class outside fl-bn, or as an instance attribute."""
+        owner = next(kind for kind in type(self).__mro__ if hook in vars(kind))
+        return hook in vars(self) or not owner.__module__.startswith("fl_bn.flower.")
+
+    def _configured(self, kind: str, number: int, arrays: ArrayRecord, config: ConfigRecord) -> tuple[list[Message], list[Client]]:
+        """Call ``configure_train`` or ``configure_evaluate``. Return its messages, and their clients, one each."""
+        transport, hook = self._called(), f"configure_{kind}"
+        if (returned := getattr(self, hook)(number, arrays, config, transport.grid)) is None:
+            raise _wrong(hook, "messages", None)
+        messages = list(returned)  # a hook may be a generator, which chooses the clients only now
+        clients = transport.cohort if kind == "train" else transport.evaluations.clients
+        nodes = [message.metadata.dst_node_id for message in messages]
+        if len(chosen := set(nodes)) < len(nodes) or chosen - {client.node for client in clients}:
+            known = ", ".join(str(client.node) for client in clients)
+            raise _wrong(hook, f"at most one message for each client of this round (on nodes {known})", f"messages for nodes {nodes}")
+        if missing := [client.index for client in clients if client.node not in chosen]:
+            log(logging.INFO, "%s leaves out %s", hook, transport.policy.called.clients(missing))
+        return messages, [client for client in clients if client.node in chosen]
+
+    def _aggregated(self, number: int, replies: Iterable[Message]) -> Pair:
+        """Call ``aggregate_train``, and return the arrays and the metrics, or None for them."""
+        if self._overrides("aggregate_train"):
+            replies = list(replies)  # the user's code may read them twice
+        match returned := self.aggregate_train(number, replies):
+            case (ArrayRecord() | None as arrays, MetricRecord() | None as metrics):
+                return arrays, metrics
+        raise _wrong("aggregate_train", "a pair, an ArrayRecord and a MetricRecord, or None for them", returned)
+
+    def _evaluated(self, number: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Call ``aggregate_evaluate``, and return the metrics, if any."""
+        if not isinstance(returned := self.aggregate_evaluate(number, replies), MetricRecord | None):
+            raise _wrong("aggregate_evaluate", "a MetricRecord or None", returned)
+        return returned
 
     def summary(self) -> None:
         """Log what the method does with every normalisation layer."""
@@ -192,8 +230,8 @@ class BatchNormStrategy(Strategy):
         configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         self._transport, seconds = self._begun(grid, timeout, configs[0])
         transport, server = self._transport, self._transport.server
-        if transport.secure is not None:
-            check_secure(self)
+        if transport.secure is not None and (hooks := [hook for hook in REPLIES if self._overrides(hook)]):
+            raise ValueError(f"{type(self).__name__} overrides {hooks[0]}, but secure aggregation hides all replies: remove the hook")
         if server.method.exchanges:
             transport.exchanges.check(grid)
         server.rounds = num_rounds
@@ -206,7 +244,7 @@ class BatchNormStrategy(Strategy):
             if server.shared.statistics() and transport.statistics.rescales(num_rounds):
                 server.shared.was_at_unit_scale()
         elif initial_arrays is not None:
-            transport.starts.begin_with(initial_arrays)
+            transport.kept.begin_with(initial_arrays)
         if (invoker := getattr(grid, "_retry_invoker", None)) is not None:  # the grid of a deployment
             repeat_cancelled(invoker)
         problem: BaseException | None = None
@@ -224,7 +262,7 @@ class BatchNormStrategy(Strategy):
                 raise problem from error
             raise
         finally:
-            transport.hooks = None
+            transport.strategy = None
             transport.exchanges.stop()
             transport.callbacks.on_end(problem)
         if transport.own_app is not None:  # as Flower's strategies end
@@ -272,3 +310,8 @@ class BatchNormStrategy(Strategy):
 
     def _begun(self, grid: Grid, timeout: float | None, train_config: ConfigRecord) -> tuple[GridTransport, float]:
         return self.transport, self.transport.policy.timeout if timeout is None else timeout
+
+
+def _wrong(hook: str, wanted: str, returned: Any) -> RunFailed:
+    """Return the error for a ``hook`` that returned something else than what is ``wanted``."""
+    return RunFailed(f"{hook} must return {wanted}, as super().{hook}(...) does, but returned {returned!r:.200}")

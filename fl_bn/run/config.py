@@ -30,7 +30,7 @@ from fl_bn.federation.policy import (
     start_left,
 )
 from fl_bn.federation.settings import LocalTraining, Schedule
-from fl_bn.flower.wire.messages import FOLDER
+from fl_bn.flower.wire.codec import FOLDER
 from fl_bn.methods import METHODS, Method, freeze
 from fl_bn.objectives import OBJECTIVES, Objective
 from fl_bn.options import Option, Value, build, kebab, keys_of, options_by_key, own_options, refuse, same_key

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fl_bn.federation.values import Payload
 from fl_bn.flower.layerwise.transcript import ReplayExchange, Unanswered, attach, detach, question, read_request
-from fl_bn.flower.wire.codec import Header, flatten, from_records, to_records, unflatten
+from fl_bn.flower.wire.codec import Header, from_records, to_records
 from tests.exchange.cohorts import Answer, ExchangeFailed, Key, Local, Quantity, to_numpy
 
 HEADER = Header("fedtan", "exchange", 3, "0123")
@@ -83,10 +83,10 @@ def train_message(**config: Any) -> RecordDict:
 
 
 def delivered(content: RecordDict) -> tuple[Payload, dict[str, Any]]:
-    """As a client's ``fit`` sees it: through protobuf, and through NumPyClient's list of arrays."""
+    """As a client sees it: through protobuf."""
     came = recorddict_from_proto(recorddict_to_proto(content))
     payload, _ = from_records(came)
-    return unflatten(*flatten(payload)), dict(came.config_records["fl-bn/config"])
+    return payload, dict(came.config_records["fl-bn/config"])
 
 
 @given(TRANSCRIPTS)

@@ -132,8 +132,8 @@ def test_what_a_site_may_have_otherwise(tmp_path: Path, sites: list[dict[str, st
     path = play(values, [sites[0], own(site_npz(tmp_path, 1, classes=2)), own(site_npz(tmp_path, 2, side=8))])
     assert (path / "labels.png").exists()
     client = build_client(context(values, sites[1], 1))
-    assert (len(client.site.train), client.get_properties({})["label-counts"]) == (20, "[7, 7, 6]")  # all of its data
-    assert build_client(context(values, {**sites[1], "share-label-counts": False}, 1)).get_properties({})["label-counts"] == "[]"
+    assert (len(client.site.train), client.introduce()["label-counts"]) == (20, "[7, 7, 6]")  # all of its data
+    assert build_client(context(values, {**sites[1], "share-label-counts": False}, 1)).introduce()["label-counts"] == "[]"
     mixed = play(small_run(tmp_path / "mixed", method="fbn", rounds=2), [{}, own(site_npz(tmp_path, 1, classes=2, samples=30)), {}])
     assert {row["client"] for row in table(mixed / "clients.csv")} == {"0", "1", "2"}
     assert "accuracy after round 2" in (mixed / "summary.md").read_text()

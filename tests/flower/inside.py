@@ -15,9 +15,8 @@ from fl_bn.federation.values import Payload, decode_moments, encode_moments, to_
 from fl_bn.flower.compat import LOGGER, find
 from fl_bn.flower.population import Client
 from fl_bn.flower.recovery import Checkpoint
-from fl_bn.flower.wire.codec import Header, from_records, to_records
+from fl_bn.flower.wire.codec import Header, RunId, from_records, to_records
 from fl_bn.flower.wire.codec import arrays_of as arrays_record
-from fl_bn.flower.wire.messages import RunId
 from fl_bn.methods import Method
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support.flower_config import PROGRESS

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower.handlers import NOTHING, ClientState, FileState, MemoryState
+from fl_bn.flower.population import KeptTensors
 from fl_bn.flower.recovery import Recovery
 from fl_bn.methods import METHODS
 from fl_bn.support import durable
@@ -193,7 +194,7 @@ class Timelines(RuleBasedStateMachine):
     @initialize(every=st.integers(1, 3))
     def start(self, every: int) -> None:
         self.every = every
-        self.recovery = Recovery("run", every, self.store)
+        self.recovery = Recovery("run", KeptTensors(SHARED), every, self.store)
 
     def store(self, checkpoint: Checkpoint) -> int:
         self.checkpoints = [*self.checkpoints, checkpoint][-2:]
@@ -228,7 +229,7 @@ class Timelines(RuleBasedStateMachine):
         if damaged and len(self.checkpoints) > 1:
             self.checkpoints.pop()
         back = self.checkpoints[-1]
-        self.recovery = Recovery("run", self.every, self.store)
+        self.recovery = Recovery("run", KeptTensors(SHARED), self.every, self.store)
         self.recovery.go_back(back, ROUNDS, SHARED, optimizer())
         self.line = self.line[: back.round]
 

@@ -18,8 +18,7 @@ from hypothesis.extra import numpy as arrays
 
 from fl_bn import convert
 from fl_bn.federation.network import Network
-from fl_bn.federation.values import count_tensors, nbytes
-from fl_bn.flower.wire.codec import LazyArray, flatten, unflatten
+from fl_bn.flower.wire.codec import LazyArray
 from fl_bn.methods import METHODS, Phase
 from tests.flower.byzantine import equal_clients
 from tests.flower.inside import (
@@ -60,18 +59,6 @@ def test_records_round_trip_through_protobuf(payload: Payload) -> None:
     assert header == HEADER
     assert {k: list(v) for k, v in came.items()} == {k: list(v) for k, v in payload.items()}
     assert same({k: came[k] for k in payload}, payload)
-
-
-@given(PAYLOADS)
-def test_flatten_and_unflatten_are_inverse(payload: Payload) -> None:
-    """The layout carries the order."""
-    flat, layout = flatten(payload)
-    assert same(unflatten(flat, layout), payload)
-    assert sum(array.nbytes for array in flat) == nbytes(payload)
-    assert len(flat) == count_tensors(payload)
-    for section in payload:
-        backwards = {**payload, section: dict(reversed(payload[section].items()))}
-        assert len(payload[section]) < 2 or flatten(backwards)[1] != layout
 
 
 def test_a_fortran_ordered_array_arrives_as_it_is_and_tensors_own_their_memory() -> None:

@@ -14,7 +14,8 @@ from flwr.app import Array, ConfigRecord, Message, MetricRecord, RecordDict
 from fl_bn.federation.replies import REPLIED, Expected
 from fl_bn.federation.schema import Schema, Spec
 from fl_bn.flower import BatchNormStrategy, Rounds
-from fl_bn.flower.wire.codec import LazyArray, Reading, decode
+from fl_bn.flower.wire.codec import LazyArray
+from fl_bn.flower.wire.messaging import Reading, decode
 from fl_bn.methods import METHODS, Method
 from tests.federation import random_samples
 from tests.flower.inside import Client, Header, Samples, arrays_record, to_records

