@@ -54,11 +54,7 @@ class Round:
 
 @dataclass(repr=False)
 class RunResult(Result):
-    """Hold Flower's result of a run, and every round's record.
-
-    Attributes:
-        records: in the order of the rounds. The last one has each client's own metrics and evaluation.
-    """
+    """Hold Flower's result of a run, and every round's record in order, with each client's own metrics."""
 
     records: list[RoundRecord] = field(default_factory=list)
 
