@@ -45,7 +45,6 @@ EXPORTED = {"convert": "bn"}
 
 FLOWER_PUBLIC = {"flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy"}  # for all of fl_bn/flower
 FLOWER_LEGACY = {  # public, too, but of Flower's older API: the files that still need it
-    "fl_bn/flower/local_client.py": {"flwr.client"},
     "fl_bn/flower/legacy.py": {"flwr.common", "flwr.server", "flwr.server.strategy"},
     "fl_bn/flower/secagg/client.py": {"flwr.common"},
 }
