@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from fl_bn.checks import machine
-from fl_bn.checks.run import run, site_experiment, this_machine
+from fl_bn.checks.run import run, site_experiment
 from fl_bn.support.finding import Finding, guard, guard_each, reason
 from fl_bn.support.locks import hold
 from fl_bn_site import checks
@@ -29,7 +29,7 @@ def diagnose(folder: Path, overrides: str = "") -> Iterator[Finding]:
     Yields:
         One finding per check. A fault is a finding, too: this function raises nothing.
     """
-    yield from this_machine()
+    yield guard("packages", machine.packages)
     try:
         kit_folder = read_folder(folder)
     except (FolderError, OSError) as error:

@@ -7,17 +7,7 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 
 from fl_bn.flower import BatchNormClient, Site, make_client_app
-from fl_bn.run.assembly import (
-    OwnData,
-    allow_modules,
-    client_samples,
-    known,
-    limit_threads,
-    network,
-    partition_of,
-    task,
-    training,
-)
+from fl_bn.run.assembly import OwnData, allow_modules, client_samples, known, limit_threads, network, partition_of, task, training
 from fl_bn.run.device import device
 
 

@@ -1,12 +1,10 @@
-"""Check one machine before a run: installed versions, GPU, folders and the clock's time service."""
+"""Check one machine before a run: installed versions, GPU and folders."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import shutil
-import struct
 import tempfile
 from importlib.metadata import metadata, requires
 from pathlib import Path
@@ -14,7 +12,6 @@ from pathlib import Path
 from fl_bn.support.extras import version_of
 from fl_bn.support.finding import Finding
 
-TIME_ERROR = 5  # result of adjtimex if no time service sets this clock
 LITTLE = 1 << 30  # a warning is due below these bytes of GPU memory or disk
 GB = 1 << 30
 # file systems that are lost with a reboot or with their container
@@ -105,14 +102,3 @@ def _file_system(folder: Path, mounts: Path) -> str:
     return max([(len(point), kind) for point, kind in places if folder.is_relative_to(point)], default=(0, ""))[1]
 
 
-def time_service() -> Finding:
-    """Check whether a time service such as chrony keeps this machine's clock, according to the Linux kernel (adjtimex)."""
-    buffer = ctypes.create_string_buffer(1024)  # struct timex, all zero: read the clock's state, set nothing
-    state = ctypes.CDLL(None, use_errno=True).adjtimex(buffer)
-    if state < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    if state == TIME_ERROR:
-        todo = "start chrony or systemd-timesyncd: Flower refuses a site whose clock is 5 s ahead of the server's, or 305 s behind"
-        return Finding("warn", "time service", "the kernel says that no time service keeps this clock", todo)
-    largest = struct.unpack_from("@Iqqq", buffer.raw)[3]
-    return Finding("ok", "time service", f"the kernel says that a time service keeps this clock, to {largest / 1000:.0f} ms at worst")

@@ -20,12 +20,6 @@ if TYPE_CHECKING:
 FEW = 4  # the variance of fewer samples is mostly noise
 
 
-def this_machine() -> Iterator[Finding]:
-    """Check packages and clock of this machine."""
-    yield guard("packages", machine.packages)
-    yield guard("time service", machine.time_service)
-
-
 def diagnose(overrides: str = "") -> Iterator[Finding]:
     """Check this machine, and a run on it.
 
@@ -37,7 +31,7 @@ def diagnose(overrides: str = "") -> Iterator[Finding]:
     """
     from fl_bn.run.overrides import parse_overrides
 
-    yield from this_machine()
+    yield guard("packages", machine.packages)
     yield from guard_each("run config", lambda: run(parse_overrides(overrides)))
 
 

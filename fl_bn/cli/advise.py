@@ -91,11 +91,9 @@ def _keys(data: str, run_config: str) -> dict[str, Any]:
     Raises:
         ConfigError: The argument and the run config both name data, or the run config names a method.
     """
-    from fl_bn.data.columns import FILE
-    from fl_bn.data.dataset import DATASETS
+    from fl_bn.data.dataset import named
     from fl_bn.run.config import ConfigError
     from fl_bn.run.overrides import parse_overrides
-    from fl_bn.support.names import names_of, short
 
     keys = parse_overrides(run_config)
     if "method" in keys:
@@ -104,12 +102,6 @@ def _keys(data: str, run_config: str) -> dict[str, Any]:
         return keys
     if twice := [key for key in ("dataset", "data-path") if key in keys]:
         raise ConfigError(f"the data are named twice, as {data!r} and with {twice[0]}={keys[twice[0]]!r}: leave one of them out")
-    kind, colon, path = data.partition(":")
-    if not (colon and kind in DATASETS):
-        paths = [Path(name) for name in names_of(data)]
-        kinds = {"csv" if (path / FILE).is_file() else "folder" if path.is_dir() else path.suffix[1:] for path in paths}
-        kind, path = kinds.pop() if len(kinds) == 1 else "", data
-        if missing := [path for path in paths if len(path.parts) > 1 and not path.exists() and ":" not in str(path)]:
-            raise ConfigError(f"there is no file or folder {short(str(missing[0]))}")
-    of = {"dataset": kind, "data-path": path} if kind in DATASETS else {"dataset": data}
-    return {"model": TABLE_MODEL, **keys, **of} if kind == "csv" else {**keys, **of}
+    dataset, path = named(data)
+    keys |= {"dataset": dataset, **({"data-path": path} if path else {})}
+    return {"model": TABLE_MODEL, **keys} if dataset == "csv" else keys

@@ -26,7 +26,7 @@ def doctor(
     run_config: Annotated[str, typer.Option("--run-config", help="the keys of the planned run: \"method='hbn' batch-size=32\"")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON list of {status, check, text, do} in place of lines")] = False,
 ) -> None:
-    """Check this machine before a run: versions, GPU, disks, network, certificates, clock, data, model.
+    """Check this machine before a run: versions, GPU, disks, network, certificates, data, model.
 
     It prints one line per check: ok, warn or fail, what the check found, and what to do about it. The exit code is 1
     if a check fails, else 0.

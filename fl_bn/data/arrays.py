@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,17 +48,32 @@ def load_npz(path: str, image_size: int) -> Dataset:
     files = paths(path)
     expect(bool(files), "npz", "data-path", "one .npz file, or several separated by commas", "none")
     sets = [_dataset(str(file), _read(file), floats=False) for file in files]
+    return joined("npz", files, sets, image_size)
+
+
+def joined(name: str, sites: Sequence[Path], sets: Sequence[Dataset], image_size: int) -> Dataset:
+    """Join the data of several files or folders, each of which is a domain.
+
+    Args:
+        name: the name of the whole.
+        sites: the files or folders.
+        sets: the data of each. If some images are in colour, the grey ones get three equal channels.
+        image_size: pixels along each side. 0: the largest size of all images.
+
+    Raises:
+        DataError: two files or folders have the same name, or their targets differ in form.
+    """
     channels, size = max(one.channels for one in sets), image_size or max(one.image_size for one in sets)
-    joined: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for key in KEYS:
         parts = [getattr(one, key) for one in sets]
         if key[0] == "y":
-            same_form("npz", key, parts)
+            same_form(name, key, parts)
         else:
             parts = [resize(x.expand(-1, channels, -1, -1) if x.shape[1] == 1 else x, size).contiguous() for x in parts]
-        joined[key] = torch.cat(parts)
-    domains = domains_of(files, [len(one.y_train) for one in sets], [len(one.y_test) for one in sets])
-    return Dataset("npz", **joined, classes=max(one.classes for one in sets), counted=sets[0].counted, **domains)
+        tensors[key] = torch.cat(parts)
+    domains = domains_of(sites, [len(one.y_train) for one in sets], [len(one.y_test) for one in sets])
+    return Dataset(name, **tensors, classes=max(one.classes for one in sets), counted=sets[0].counted, **domains)
 
 
 def load_function(name: str, path: str, image_size: int, modules: Modules | None = None) -> Dataset:

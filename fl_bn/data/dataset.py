@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from fl_bn.data import arrays, csv_files, digits, folder
+from fl_bn.data.columns import FILE as COLUMNS
 from fl_bn.data.images import to_input
 from fl_bn.data.record import DataNotFound, Dataset, paths
 from fl_bn.support.names import expected, short
@@ -23,6 +24,25 @@ DATASETS: dict[str, Callable[[str, int], Dataset]] = {
 }
 PER_SITE: dict[str, Callable[[str], list[Path]]] = {"npz": paths, "folder": paths, "csv": csv_files.listed}
 """For each data set whose files may be given per site: a function that lists the sites' files or folders in a path."""
+
+
+def named(text: str) -> tuple[str, str]:
+    """Return the data set and the path that a text names.
+
+    Args:
+        text: files or folders, separated by commas, whose kind decides; a set with its path (``npz:PATH``); or a set or a function.
+
+    Raises:
+        DataNotFound: there is no such file or folder.
+    """
+    kind, colon, path = text.partition(":")
+    if colon and kind in DATASETS:
+        return kind, path
+    files = [] if colon else paths(text)
+    if missing := [file for file in files if len(file.parts) > 1 and not file.exists()]:
+        raise DataNotFound(f"there is no file or folder {short(str(missing[0]))}")
+    kinds = {"csv" if (file / COLUMNS).is_file() else "folder" if file.is_dir() else file.suffix[1:] for file in files}
+    return (kinds.pop(), text) if len(kinds) == 1 and kinds <= DATASETS.keys() else (text, "")
 
 
 def load(name: str, path: str = "", image_size: int = 0, modules: Modules | None = None) -> Dataset:

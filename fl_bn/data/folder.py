@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from fl_bn.data.arrays import joined
 from fl_bn.data.images import images_to_tensor, resize
-from fl_bn.data.record import DataError, DataNotFound, Dataset, domains_of, expect, paths
+from fl_bn.data.record import DataError, DataNotFound, Dataset, expect, paths
 
 SPLITS = ("train", "test")
 CLASSES = "classes.txt"
@@ -37,7 +38,8 @@ def load_folder(path: str, image_size: int) -> Dataset:
     classes differently. If one site has cat and dog, and another dog and fox, label 0 is cat at the first
     site and dog at the second. The model is then trained on contradictory labels, without any error.
 
-    With ``image_size`` 0 all images must be square and have the same size. Otherwise the largest centred square of
+    With ``image_size`` 0 all images of a folder must be square and have the same size, and those of other folders are
+    resized to the largest. Otherwise the largest centred square of
     each image is resized to ``image_size``. If all images are grey, they have 1 channel, else all have 3. Transparency
     is dropped, and pixels are used as stored. Hidden files and folders (``.name``) are skipped. Every other file of
     a class folder must be an image.
@@ -54,19 +56,21 @@ def load_folder(path: str, image_size: int) -> Dataset:
             if not folder.is_dir():
                 raise DataNotFound(f"dataset 'folder': there is no {str(folder)!r} with train/CLASS/* and test/CLASS/* in {Path.cwd()}")
     classes = _classes(roots)
-    of_sites = {split: [_files(root / split, classes) for root in roots] for split in SPLITS}
-    domains = domains_of(roots, *([len(files) for files in of_sites[split]] for split in SPLITS))
-    listed = {split: [file for files in of_sites[split] for file in files] for split in SPLITS}
-    files = [file for split in SPLITS for file, _ in listed[split]]
+    return joined("folder", roots, [_site(root, classes, image_size) for root in roots], image_size)
+
+
+def _site(root: Path, classes: dict[str, int], image_size: int) -> Dataset:
+    """Load the images of one folder."""
+    train, test = (_files(root / split, classes) for split in SPLITS)
+    files = [file for file, _ in (*train, *test)]
     pictures = [read_picture(file) for file in files]
     if image_size == 0:
         _check_one_size(files, pictures)
     channels = 1 if all(picture.ndim == 2 for picture in pictures) else 3
-    images = [fit(picture, channels, image_size) for picture in pictures]
-    cut = len(listed["train"])
-    labels = {split: torch.tensor([label for _, label in listed[split]], dtype=torch.int64) for split in SPLITS}
-    x_train, x_test = torch.cat(images[:cut]), torch.cat(images[cut:])
-    return Dataset("folder", x_train, labels["train"], x_test, labels["test"], classes=len(classes), **domains)
+    images = torch.cat([fit(picture, channels, image_size) for picture in pictures])
+    labels = torch.tensor([label for _, label in (*train, *test)])
+    cut = len(train)
+    return Dataset("folder", images[:cut], labels[:cut], images[cut:], labels[cut:], classes=len(classes))
 
 
 def visible(folder: Path) -> list[Path]:

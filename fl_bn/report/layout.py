@@ -166,18 +166,14 @@ class Table:
     corner: str
 
     @property
-    def has_paper(self) -> bool:
-        """Return whether at least one entry has a number of the paper."""
-        return any(entry.paper for row in self.entries.values() for entry in row.values())
-
-    @property
     def caption(self) -> str:
         """Return the caption. It names the metric and its round, and the number of seeds in each mean."""
         at = "best round, chosen by this very number" if self.layout.settings.at == "best" else "last round"
         at += f", under the worst {worst}" if (worst := self.layout.settings.worst) else ""
         of = f"mean (standard deviation) over {self.seeds} seeds" if self.seeds > 1 else "one seed"
         of += "" if self.same_runs else " where nothing else is said"
-        paper = f"; in brackets: {self.layout.settings.paper.source or 'the paper'}" if self.has_paper else ""
+        printed = any(entry.paper for row in self.entries.values() for entry in row.values())
+        paper = f"; in brackets: {self.layout.settings.paper.source or 'the paper'}" if printed else ""
         name = self.layout.title()
         return f"{name[:1].upper()}{name[1:]}, {at}: {of}{paper}."
 

@@ -43,20 +43,10 @@ class Report:
     folder: str
 
     @property
-    def settings(self) -> Settings:
-        """Return the settings of the report."""
-        return self.layout.settings
-
-    @property
     def state(self) -> str:
         """Return a sentence on how many runs are finished, failed and so on."""
         states = Counter(cell.status for cell in self.cells)
         return f"{len(self.cells)} runs: {', '.join(f'{count} {status}' for status, count in states.items())}."
-
-    @property
-    def lines(self) -> list[tuple[str, list[tuple[bool, str, str]]]]:
-        """Return the rows of the table, as ``texts`` makes them."""
-        return texts(self.table)
 
     @property
     def figures(self) -> list[tuple[str, str, str]]:
@@ -132,4 +122,4 @@ def report_page(report: Report) -> str:
     """Return the page of a report. Its template shows every label, error and note as text, never as markup."""
     options: dict[str, Any] = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=PackageLoader("fl_bn.report"), **options)
-    return environment.get_template("report.html").render(report=report)
+    return environment.get_template("report.html").render(report=report, lines=texts(report.table))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fl_bn.bn.derived import plain_names
 from fl_bn.bn.roles import Role
-from fl_bn.data.dataset import DATASETS
+from fl_bn.data.dataset import named
 from fl_bn.data.record import TEST
 from fl_bn.data.subsets import only_domain
 from fl_bn.federation.local import Samples, evaluate
@@ -120,7 +120,7 @@ def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
     Args:
         config: The run's config.
         domain: A domain of the run's data. If ``domain`` and ``data`` are empty, it is the domain that the run held out.
-        data: Other data: the name of a data set, a name with a path such as npz:PATH, or package.module:function; empty: none.
+        data: Other data, as ``named`` reads them; empty: none.
 
     Raises:
         ConfigError: There are two sources of data or none, or the data do not suit the model of the run.
@@ -131,10 +131,9 @@ def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
         raise ConfigError("expected one source of the client's data: --domain, a domain of the run's data, or --data, data of its own")
     as_tested = replace(config, validation_share=0.0)  # the client's own test samples, whatever the run was tested on
     if data:
-        kind, _, path = data.partition(":")
-        own = OwnData(kind, path) if kind in DATASETS else OwnData(data)
+        own = OwnData(*named(data))
         brought = assembly.site_dataset(as_tested, own)
-        return Newcomer(Path(path).stem if kind in DATASETS and path else data, brought.x_train, Samples(brought.x_test, brought.y_test))
+        return Newcomer(Path(own.path).stem or data, brought.x_train, Samples(brought.x_test, brought.y_test))
     if config.dataset == SITES or config.changes.split != TEST:
         raise ConfigError(f"the run's data have no test samples of {name!r} on this machine: give --data")
     part = only_domain(assembly.dataset(replace(as_tested, hold_out="")), name)

@@ -36,13 +36,14 @@ from fl_bn.run.errors import as_config_error
 from fl_bn.run.memory_layout import memory_format
 from fl_bn.run.run_keys import VALUES
 from fl_bn.run.setup import allow, modules
+from fl_bn.run.tensorboard import TensorBoard
 from fl_bn.support.client_names import nodes_of, sites_of
+from fl_bn.support.extras import lacking
 from fl_bn.support.names import names_of
 from fl_bn.support.user_code import VARIABLE, Modules, function
 from fl_bn.task import LABELS, MASKS, Classification, Task, find_task, kind_of
 
 BEST = "best.safetensors"
-KNOWN = 8  # how many run configs a process caches
 
 
 @dataclass(frozen=True)
@@ -74,21 +75,18 @@ class OwnData:
         return own
 
 
-_configs: dict[tuple[object, ...], RunConfig] = {}
-
-
 def known(values: Mapping[str, Any]) -> RunConfig:
     """Return the run config with these values, from a cache if this process has made it before.
 
     The run config is made anew if a registry, such as ``METHODS``, has changed since it was cached.
     """
     entered = (owner for registry in REGISTRIES.values() for owner in registry.values())
-    key = (tuple(values.items()), tuple(map(type, values.values())), *entered, *VALUES.values())
-    if key not in _configs:
-        if len(_configs) >= KNOWN:
-            _configs.clear()
-        _configs[key] = RunConfig.from_mapping(values)
-    return _configs[key]
+    return _known(tuple(values), (*entered, *VALUES.values()), *values.values())
+
+
+@lru_cache(maxsize=8, typed=True)  # typed: 1 and true are different values
+def _known(names: tuple[str, ...], entered: tuple[object, ...], *values: Any) -> RunConfig:
+    return RunConfig.from_mapping(dict(zip(names, values, strict=True)))
 
 
 def allow_modules(app: Path | None, node: Mapping[str, Any]) -> None:
@@ -105,7 +103,7 @@ def allow_modules(app: Path | None, node: Mapping[str, Any]) -> None:
     allowed = _modules_of(app, str(node.get("allow-modules", "")), os.environ.get(VARIABLE, ""))
     if allowed != modules():
         allow(allowed)
-        _configs.clear()
+        _known.cache_clear()
         forget()
 
 
@@ -136,11 +134,7 @@ def _whole_dataset(config: RunConfig) -> Dataset:
 
 @lru_cache(maxsize=4)
 def _dataset(config: RunConfig) -> Dataset:
-    return _checked(config.changes.dataset(config))
-
-
-@lru_cache(maxsize=4)
-def _checked(data: Dataset) -> Dataset:  # cached, since several run configs share data, and a warning is logged once
+    data = config.changes.dataset(config)
     check_labels(data)
     return data
 
@@ -182,7 +176,7 @@ def callback_makers(config: RunConfig) -> list[Callable[..., Any]]:
 
 @as_config_error()
 def own_callbacks(config: RunConfig, folder: Path | None) -> list[Callback]:
-    """Make the callbacks that the keys ``keep-best``, ``early-stop`` and ``callbacks`` ask for.
+    """Make the callbacks that the keys ``pictures``, ``keep-best``, ``early-stop`` and ``callbacks`` ask for.
 
     Args:
         config: The run config, which is passed to each maker.
@@ -192,6 +186,8 @@ def own_callbacks(config: RunConfig, folder: Path | None) -> list[Callback]:
         ConfigError: A maker returns something other than a ``Callback``, or ``callback_makers`` refuses it.
     """
     callbacks: list[Callback] = []
+    if config.pictures and folder is not None and not lacking("TensorBoard", "tensorboard"):
+        callbacks.append(TensorBoard(folder / "tensorboard", task(config)))
     if config.keep_best and folder is not None:
         callbacks.append(KeepBest(folder / BEST))
     if config.early_stop:
@@ -386,7 +382,7 @@ def _check_columns(config: RunConfig, data: Dataset) -> None:
 
 def forget() -> None:
     """Clear this module's caches of data, partitions and networks."""
-    for cached in (_dataset, _checked, _without, _validated, source_model, client_model, network, training, partitions, client_samples):
+    for cached in (_dataset, check_labels, _without, _validated, source_model, client_model, network, training, partitions, client_samples):
         cached.cache_clear()
 
 
@@ -424,7 +420,10 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
         raise ConfigError(f"site {site or '(without a name)'} takes no part in this run, which is for {', '.join(names) or 'other nodes'}")
     if "partition-id" not in node or "num-partitions" not in node:
         raise ConfigError("expected partition-id and num-partitions in this client's node config, or a run made by `fl-bn submit`")
-    index, clients = (_whole(node, key) for key in ("partition-id", "num-partitions"))
+    try:
+        index, clients = (int(node[key]) for key in ("partition-id", "num-partitions"))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ConfigError(f"partition-id and num-partitions in this client's node config must be whole numbers: {error!s:.200}") from error
     if clients != config.clients:
         raise ConfigError(f"the run is for clients={config.clients}, but this client has num-partitions={clients}: set both alike")
     if not 0 <= index < clients:
@@ -432,13 +431,7 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
     return index
 
 
-def _whole(node: Mapping[str, Any], key: str) -> int:
-    try:
-        return int(node[key])
-    except (ValueError, TypeError, OverflowError) as error:
-        raise ConfigError(f"{key} in this client's node config must be a whole number, but got {node[key]!r:.200}") from error
-
-
+@lru_cache(maxsize=4)  # several run configs share data, and a warning is logged once
 def check_labels(data: Dataset) -> None:
     """Check that the data of a run have training samples of every class. Data of a single site are not checked: they may lack classes.
 

@@ -21,14 +21,7 @@ from fl_bn.federation.defence import Defence
 from fl_bn.federation.engines.vectorised import VECTORISED
 from fl_bn.federation.gradients import STEP, chosen
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, ServerOptimizer
-from fl_bn.federation.policy import (
-    AS_METHOD,
-    MUCH,
-    UNTIL_STILL,
-    ServerPolicy,
-    measures_in_the_clear,
-    start_left,
-)
+from fl_bn.federation.policy import AS_METHOD, MUCH, UNTIL_STILL, ServerPolicy, measures_in_the_clear, start_left
 from fl_bn.federation.settings import LocalTraining, Schedule
 from fl_bn.flower.wire.codec import FOLDER
 from fl_bn.methods import METHODS, Method, freeze
@@ -39,7 +32,7 @@ from fl_bn.run.errors import as_config_error
 from fl_bn.run.keys import LONGEST
 from fl_bn.run.run_keys import VALUES, RunKeys, general_options
 from fl_bn.run.setup import Setup, setup_class
-from fl_bn.run.used import check_used, unused
+from fl_bn.run.used import HasNoEffect, unused
 from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support.client_names import ClientNames, nodes_of, sites_of
@@ -89,7 +82,8 @@ class RunConfig(RunKeys):
             self._decide_clients()
             self._check_keys()
             self._check_parts()
-            check_used(self, given, REGISTRIES, self._general())
+            if refused := {key: why for key, why in unused(self, REGISTRIES, self._general()).items() if key in given}:
+                raise HasNoEffect(refused)
 
     def _general(self) -> dict[str, Option]:
         return {**general_options(), **options_by_key(setup_class(self.setup))}

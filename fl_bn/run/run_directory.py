@@ -35,7 +35,6 @@ from fl_bn.run.disclosure_report import FILE as DISCLOSURE
 from fl_bn.run.disclosure_report import DisclosureTotals, disclosure_csv, disclosure_table
 from fl_bn.run.history import History, write_passes
 from fl_bn.run.summary import summary
-from fl_bn.run.tensorboard import TensorBoard
 from fl_bn.run.testing import note_domains
 from fl_bn.secure.privacy import Journal
 from fl_bn.support import durable, extras
@@ -73,7 +72,6 @@ class RunDirectory(Callback):
         self.task = task(config)
         self._history = None if path is None else History(path, self._diagnostics is not None, self.task, config.called)
         self._checkpoints = None if path is None or self._history is None else Checkpoints(path, self._history)
-        self._board = TensorBoard(path / "tensorboard", self.task) if path is not None and config.pictures else Callback()
         self._log = None if path is None else LogFile(path / LOG)
         self._lock: IO[str] | None = None
         self._ended = False
@@ -96,16 +94,14 @@ class RunDirectory(Callback):
         stem = config.name or config.name_at(datetime.now())
         path, n = root / stem, 1
         try:
-            while path.exists():
-                if config.name:
-                    raise FileExistsError(f"{path} exists already: give another name, remove {path}, or go on with resume={config.name!r}")
+            while (there := path.exists()) and not config.name:
                 n += 1
                 path = root / f"{stem}-{n}"
-            path.mkdir(parents=True)
-        except FileExistsError:
-            raise
+            path.mkdir(parents=True, exist_ok=there)
         except OSError as error:
             raise ConfigError(f"output={config.output!r}: the run's folder cannot be made there: {error}") from error
+        if there:
+            raise FileExistsError(f"{path} exists already: give another name, remove {path}, or go on with resume={config.name!r}")
         return cls(config, path.resolve())
 
     @property
@@ -163,7 +159,6 @@ class RunDirectory(Callback):
             if self._diagnostics is not None and self.transport is not None:
                 measured = [row._asdict() for row in self._diagnostics.after_round(record, self.transport.shared.model)]
             self._history.add(record, measured)
-        self._board.on_round(record, rounds)
 
     def keep_checkpoint(self, checkpoint: Checkpoint) -> int:
         """Store a checkpoint, and return the oldest round to which the run can go back; 0: there is none."""
@@ -182,7 +177,6 @@ class RunDirectory(Callback):
             return
         self._ended = True
         try:
-            self._board.on_end(error)
             self._finish(self.path, error)
         except OSError as problem:
             LOGGER.error("some results could not be written to %s: %s", self.path, problem)

@@ -78,23 +78,16 @@ def _metric(records: Sequence[RoundRecord], task: Task, measures: bool) -> list[
 
 
 def _training(config: RunConfig) -> list[str]:
-    """Return sentences on the local training, and on how the run differs from plain federated averaging, apart from its method."""
+    """Return sentences on the samples of the evaluation and on the local training."""
     training = config.local_training()
     local = f"{config.local_epochs} local epochs" if config.local_epochs else f"{config.local_steps} local steps"
     limit = training.step_clip if training.steps == 1 and training.step_clip else training.clip_limit
-    parts = {
-        f"objective `{config.objective}`": config.objective != "none",
-        f"momentum kept between rounds ({training.maintain})": training.maintain != "reset",
-        f"gradients clipped ({training.clip}, {limit:g})": training.clip != "none",
-        f"server optimizer `{config.server_optimizer}`": config.server_optimizer != "fedavg",
-        "secure aggregation": config.secure_aggregation,
-    }
+    clipped = "" if training.clip == "none" else f", gradients clipped ({training.clip}, {limit:g})"
     chosen = (config.keep_best or config.early_stop) and not config.validation_share
     return [
         "the best round was chosen on the test data, so its number is optimistic (see `validation-share`)" if chosen else "",
         f"tested on validation samples, {config.validation_share:g} of the training data" if config.validation_share else "",
-        f"rounds of {local}, batches of {config.batch_size}, {config.optimizer} at {config.learning_rate:g}",
-        ", ".join(part for part, there in parts.items() if there),
+        f"rounds of {local}, batches of {config.batch_size}, {config.optimizer} at {config.learning_rate:g}{clipped}",
     ]
 
 

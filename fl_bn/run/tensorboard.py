@@ -31,9 +31,7 @@ class TensorBoard(Callback):
     def on_round(self, record: RoundRecord, rounds: int) -> None:
         """Write the numbers of one round."""
         if self._writer is None:
-            from torch.utils.tensorboard import (
-                SummaryWriter,
-            )  # imported here, since it takes a quarter of a second, for which the start should not wait
+            from torch.utils.tensorboard import SummaryWriter  # here, since the import takes a quarter of a second
 
             self._writer = SummaryWriter(str(self.folder), purge_step=record.round if self.folder.exists() else None)
         for name, value in round_row(record, self.task).items():

@@ -35,13 +35,8 @@ def note_domains(config: RunConfig, record: RoundRecord) -> None:
     The metric of a domain is the mean over the clients of the domain.
     """
     of = task(config)
-    if (
-        config.dataset == SITES
-        or config.partition not in BY_DOMAIN
-        or config.test_on == "all"
-        or not record.client_evaluation
-        or per_domain(record.evaluation, of)
-    ):
+    own = config.dataset != SITES and config.partition in BY_DOMAIN and config.test_on == "own"
+    if not own or not record.client_evaluation or per_domain(record.evaluation, of):
         return
     names = dataset(config).domains
     by_domain: dict[str, list[float]] = {name: [] for name in names}

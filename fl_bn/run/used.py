@@ -7,7 +7,7 @@ pyproject.toml to a run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fl_bn.data.partition import BY_DOMAIN, PARAMETRISED
@@ -57,16 +57,6 @@ def unused(config: Any, registries: Registries, general: Mapping[str, Option]) -
     """Return key -> the sentence of the refusal, for all keys that the run does not use. The arguments are those of ``conditions``."""
     owners = {key: used.owner for key, used in conditions(config, registries, general).items() if not used.holds(config)}
     return {key: f"{key}={in_config(config[key])} has no effect in this run: {key} belongs to {owner}" for key, owner in owners.items()}
-
-
-def check_used(config: Any, given: Collection[str], registries: Registries, general: Mapping[str, Option]) -> None:
-    """Check that the run uses every key of ``given``, which the user set. The other arguments are those of ``conditions``.
-
-    Raises:
-        HasNoEffect: It does not use a key.
-    """
-    if refused := {key: why for key, why in unused(config, registries, general).items() if key in given}:
-        raise HasNoEffect(refused)
 
 
 OWN_DATA = Used("data that the run config names, and not to dataset='sites'", lambda c: c["dataset"] != "sites")

@@ -12,15 +12,11 @@ COMMIT = "commit.toml"  # the package's file that holds the commit
 
 def commit_of(folder: Path) -> str:
     """Return the abbreviated git commit of ``folder``, with ``+`` if tracked files have changes; empty outside a git checkout."""
-    git = ["git", "-C", str(folder)]
+    git = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
-        commit = subprocess.run(
-            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=5, check=True
-        ).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=5, check=True).stdout
+        return subprocess.run(git, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
-    return commit + ("+" if changed.strip() else "")
 
 
 def commit() -> str:

@@ -12,7 +12,7 @@ from fl_bn.run import assembly
 from fl_bn.run.centralised import check_centralised
 from fl_bn.run.config import ConfigError
 from fl_bn.support.names import expected
-from fl_bn.sweep.cells import Cell, run_cells
+from fl_bn.sweep.cells import CENTRALISED, Cell, run_cells
 from fl_bn.sweep.file import Sweep
 
 FILE = "sweep.toml"
@@ -58,30 +58,24 @@ def plan(sweep: Sweep, output: Path, *, retry: bool = False, only: str = "", kno
 def check(cells: Sequence[Cell]) -> None:
     """Load and divide the data and build the networks of all cells (runs), so that mistakes are found before the first run.
 
-    Data, partitions and networks that several cells share are checked once.
+    Of cells that differ only in their seeds, one is checked.
 
     Raises:
         ConfigError: The data, the network or the diagnostics of a cell cannot be made, or a centralised cell has a key or
             method that needs clients. The message names the cell.
     """
-    seen: set[tuple[object, ...]] = set()
+    seen: list[dict[str, object]] = []
     for cell in cells:
         config = cell.config
-        data = (config.dataset, config.data_path, config.image_size, str(config.changes), config.hold_out)
-        split = (*data, config.partition, config.partition_parameter, config.sizes, config.clients, config.changes.attackers, config.seed)
-        whose = (split, config.validation_share)
-        model = (*data, config.model, config.model_weights, config.method, config["groups"])
+        if (keys := {**config.to_mapping(), "seed": 0, "name": "", CENTRALISED: cell.centralised}) in seen:
+            continue
+        seen.append(keys)
         try:
             if cell.centralised:
                 check_centralised(config)
-            for about, look in (
-                (whose, assembly.partitions),
-                (model, assembly.client_model),
-                ((*model, "measurements"), config.changes.measurements),
-            ):
-                if about not in seen:
-                    seen.add(about)
-                    look(config)
+            assembly.partitions(config)
+            assembly.client_model(config)
+            config.changes.measurements(config)
         except (ValueError, DataNotFound, OSError, ImportError) as error:
             raise ConfigError(f"{config.name}: {error}") from error
     assembly.forget()

@@ -132,26 +132,6 @@ class MetricState:
         made.parts = [own for part in parts if part.count for own in part.parts or [(part.count, part._values())]]
         return made
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the whole state as tensors on the CPU, which can be sent and added up.
-
-        Returns:
-            ``total`` (float64), ``count`` (int64), and ``sums/NAME`` for every sum.
-
-        Raises:
-            ValueError: the task has metric objects, which have no sums.
-        """
-        if self.objects:
-            raise ValueError(f"task {self.task.name}: {', '.join(self.objects)} have no sums that could be sent: write a Task")
-        numbers = {"total": torch.tensor(self.total, dtype=torch.float64), "count": torch.tensor(self.count)}
-        return numbers | {f"sums/{name}": value.cpu() for name, value in self.sums.items()}
-
-    @classmethod
-    def from_tensors(cls, task: Task, tensors: Mapping[str, Tensor]) -> Self:
-        """Restore a state from the tensors that ``tensors()`` returned."""
-        sums = {name.removeprefix("sums/"): value for name, value in tensors.items() if name.startswith("sums/")}
-        return cls(task, float(tensors["total"]), int(tensors["count"]), sums)
-
 
 def weighted_mean(values: Sequence[tuple[int, float]]) -> float:
     """Return the weighted mean of the finite values among pairs (weight, value); NaN if no value is finite."""

@@ -17,7 +17,7 @@ from tests.deployment.broken import BROKEN, Setup, made
 from tests.deployment.inner import Finding, app
 from tests.listed import listed
 
-MACHINES = {"time service", "gpu", "state-dir", "state", "results", "proxy", "packages"}  # may warn on this machine
+MACHINES = {"gpu", "state-dir", "state", "results", "proxy", "packages"}  # may warn on this machine
 
 
 @pytest.fixture(autouse=True)
@@ -145,8 +145,8 @@ def test_a_check_that_faints_is_a_failed_check_and_the_others_go_on(setup: Setup
     def faint(*_: object) -> Finding:
         raise ZeroDivisionError("by nothing\nat all")
 
-    for check in ("fl_bn.checks.machine.time_service", "fl_bn_site.doctor.verify", "fl_bn.checks.run.site_data"):
+    for check in ("fl_bn.checks.machine.packages", "fl_bn_site.doctor.verify", "fl_bn.checks.run.site_data"):
         monkeypatch.setattr(check, faint)
     findings = list(diagnose(setup.site))
-    assert list(failed(findings)) == ["time service", "kit", "data"]
+    assert list(failed(findings)) == ["packages", "kit", "data"]
     assert findings[-1].check == "model on data"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -116,13 +114,6 @@ def test_proxies_of_grpc(variables: dict[str, str], advice: str) -> None:
         found = checks.proxy("fl.example.org")
         assert (found.status, "secret" in str(found), found.do.endswith(advice)) == ("warn" if advice else "ok", False, True)
         assert checks.proxy("127.0.0.1").status == "ok", "fl-bn excepts this machine itself"
-
-
-def test_the_kernels_word_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine.time_service().status in ("ok", "warn")
-    for state, status in ((0, "ok"), (5, "warn")):
-        monkeypatch.setattr(ctypes, "CDLL", lambda *_, state=state, **__: SimpleNamespace(adjtimex=lambda buffer: state))
-        assert machine.time_service().status == status
 
 
 @listed(
