@@ -1,5 +1,5 @@
-"""Run the commands of ``fl-bn experiments`` as ``python -m experiments``."""
+"""Run the commands of the papers' experiments: ``python -m experiments``."""
 
 from experiments.cli import experiments
 
-experiments()
+experiments(prog_name="python -m experiments")

@@ -1,4 +1,4 @@
-"""Define the commands of ``fl-bn experiments``, which exist only in a checkout of fl-bn's repository.
+"""Define the commands of ``python -m experiments``, which exist only in a checkout of fl-bn's repository.
 
 Each command imports what it needs itself, because importing torch takes seconds.
 """
@@ -15,14 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fl_bn.cli.refusal import refused
-from fl_bn.cli.sweep import (
-    DataOption,
-    JobsOption,
-    OnlyOption,
-    RetryOption,
-    RunConfigOption,
-    carry_out,
-)
+from fl_bn.cli.sweep import DataOption, JobsOption, OnlyOption, RetryOption, RunConfigOption, carry_out
 
 console = Console()
 experiments = typer.Typer(no_args_is_help=True, help="Reproduce the papers' tables and figures, each by one command.")
@@ -39,13 +32,13 @@ def list_() -> None:
         table.add_row(experiment.name, escape(experiment.title), ", ".join(experiment.variants))
     for paper, table in tables.items():
         console.print(f"\n[bold]{escape(paper)}[/bold]", table, sep="\n")
-    console.print("\nOne of them, in minutes and offline:  fl-bn experiments run NAME --variant small")
-    console.print("All of them:                          fl-bn experiments run all --variant small")
+    console.print("\nOne of them, in minutes and offline:  python -m experiments run NAME --variant small")
+    console.print("All of them:                          python -m experiments run all --variant small")
 
 
 @experiments.command("run")
 def run_(
-    names: Annotated[list[str], typer.Argument(help="names of `fl-bn experiments list`, or all; 000 stands for all of paper 000")],
+    names: Annotated[list[str], typer.Argument(help="names of `python -m experiments list`, or all; 000 stands for all of paper 000")],
     variant: Annotated[
         str,
         typer.Option(
@@ -82,7 +75,7 @@ def run_(
         matches = find(names)
         chosen = matches if len(matches) == 1 else [one for one in matches if one.has(variant)]
         if not chosen:
-            raise ConfigError(f"none of {', '.join(names)} has a variant {variant!r}: see the variants in `fl-bn experiments list`")
+            raise ConfigError(f"none of {', '.join(names)} has a variant {variant!r}: see the variants in `python -m experiments list`")
         programs = [one.name for one in chosen if one.program]
         given = {"--run-config": run_config, "--only": only, "--results": results, "--retry": retry}
         if programs and (ignored := ", ".join(option for option, value in given.items() if value)):
@@ -122,7 +115,7 @@ def run_(
 
 @experiments.command("compact")
 def compact(
-    runs: Annotated[Path, typer.Argument(help="the output folder of `fl-bn experiments run ... --variant evidence`")],
+    runs: Annotated[Path, typer.Argument(help="the output folder of `python -m experiments run ... --variant evidence`")],
     data: DataOption = "data",
     folder: Annotated[Path, typer.Option(help="the folder with results/NAME.jsonl")] = Path("experiments"),
 ) -> None:

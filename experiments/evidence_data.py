@@ -1,6 +1,6 @@
 """Make the data of the ``evidence`` variants: ``python experiments/evidence_data.py SOURCE TARGET``.
 
-Pass TARGET to ``fl-bn experiments run`` as ``--data``.
+Pass TARGET to ``python -m experiments run`` as ``--data``.
 
 SOURCE holds the archives ``cifar10.npz`` and ``digits_*.npz``, which experiments/data.md describes, and
 

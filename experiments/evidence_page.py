@@ -52,9 +52,9 @@ RULES = (
     "This page is written from the files in `results`. No number of ours is typed by hand, and a test compares both.",
     "",
     "    python experiments/evidence_data.py SOURCE DATA     # its text says what SOURCE holds",
-    "    fl-bn experiments run all --variant evidence --jobs 1 --data DATA --output RUNS     # resumable",
-    "    fl-bn experiments compact RUNS --data DATA     # finished cells, into experiments/results",
-    "    fl-bn experiments evidence --readme README.md     # this page, and README's table; --pages FOLDER: one per claim",
+    "    python -m experiments run all --variant evidence --jobs 1 --data DATA --output RUNS     # resumable",
+    "    python -m experiments compact RUNS --data DATA     # finished cells, into experiments/results",
+    "    python -m experiments evidence --readme README.md     # this page, and README's table; --pages FOLDER: one per claim",
 )
 
 

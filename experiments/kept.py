@@ -164,7 +164,7 @@ def load(file: Path, defined: Sequence[Cell]) -> list[Kept]:
             entry = json.loads(line)
             kept = Kept(**{**entry, "config": _without_setup(renewed(entry["config"])), "curve": tuple(entry["curve"])})
         except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"{file}, line {number}: expected a result as `fl-bn experiments compact` writes it: {error}") from error
+            raise ConfigError(f"{file}, line {number}: expected a result as `python -m experiments compact` writes it: {error}") from error
         here = known.get(kept.name)
         if here is None:
             raise ConfigError(f"{file}, line {number}: the experiment no longer has a cell {kept.name}: remove the line")

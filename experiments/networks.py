@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from fl_bn.models.head import head_of
 from fl_bn.models.networks import check_size
@@ -317,3 +318,20 @@ NETWORKS: dict[str, Maker] = {
     "mnist-mlp": mnist_mlp,
     "abide-mlp": abide_mlp,
 }
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """Switch off the dropout layers of ``model``, in place, as papers do that fine-tune a network without it.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: ``model`` has no dropout layer. Calls of ``torch.nn.functional.dropout`` in ``forward`` are not found.
+    """
+    layers = [module for module in model.modules() if isinstance(module, _DropoutNd)]
+    if not layers:
+        raise ValueError(f"dropout=false is for networks with dropout layers, but {type(model).__name__} has none: leave dropout out")
+    for layer in layers:
+        layer.p = 0.0
+    return model

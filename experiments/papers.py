@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,7 +14,7 @@ from torch import nn
 from experiments.data import cityscapes, connectomes, digits_five, image_folders, public
 from experiments.data.shift import SHIFTS, Limit, limited, shifted
 from experiments.diagnostics import DIAGNOSTICS, Diagnostics
-from experiments.networks import STEMS, maker_of, with_projection
+from experiments.networks import STEMS, maker_of, with_projection, without_dropout
 from experiments.standardise import STANDARDS, standardised
 from fl_bn.bn.roles import batch_norms
 from fl_bn.data.record import SPLITS, TEST, TRAINING, Dataset
@@ -26,14 +26,12 @@ from fl_bn.methods.fbn import FBNOptions
 from fl_bn.methods.fedtan import FedTANOptions
 from fl_bn.methods.fixbn import FixBNOptions
 from fl_bn.methods.hbn import HBNOptions
-from fl_bn.models import without_dropout
 from fl_bn.objectives.scaffold import Scaffold
 from fl_bn.options import Used, declared, option, refuse, used_with
 from fl_bn.robust.attacks import ATTACKS, LABEL_FLIP, ON, STRENGTHS, flip_labels
 from fl_bn.run.assembly import shape
 from fl_bn.run.config import SITES
 from fl_bn.run.errors import ConfigError
-from fl_bn.run.keys import all_of
 from fl_bn.run.setup import Setup
 from fl_bn.support.names import names_of
 from fl_bn.task import LABELS, MASKS, kind_of
@@ -46,6 +44,11 @@ def _freezes_later(config: Any) -> bool:
     method = config.build_method()
     first, last = (method.freezes_statistics(method.phase(round, config["rounds"])) for round in (1, max(1, config["rounds"])))
     return last and not first
+
+
+def all_of(known: Collection[str]) -> Callable[[str], bool]:
+    """Return a function that checks whether a text is a list of names in ``known``, separated by commas."""
+    return lambda text: all(name in known for name in names_of(text))
 
 
 FREEZES_LATER = Used("statistics that freeze after some rounds (fixbn, fedtan2, freeze-after)", _freezes_later)

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from fl_bn.report.layout import Layout
 from fl_bn.report.pictures import Picture
-from fl_bn.run.palette import DIFFERENCE, line, on
+from fl_bn.run.palette import DIFFERENCE, line
 
 Curves = dict[str, dict[str, dict[int, float]]]  # quantity -> row -> round -> value
 
@@ -118,3 +118,13 @@ def _draw_curves(layout: Layout, found: Mapping[str, Mapping[str, Mapping[int, f
         axes.set(title=quantity, xlabel="round", yscale="log")
     axes.legend(fontsize=8)
     return figure
+
+
+def on(rgba: Sequence[float]) -> str:
+    """Return the colour of text that can be read on a background: ``black`` or ``white``.
+
+    Args:
+        rgba: Red, green and blue (0..1) of the background; further values are ignored.
+    """
+    red, green, blue = rgba[:3]
+    return "black" if 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 > 0.179 else "white"

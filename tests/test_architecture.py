@@ -34,7 +34,7 @@ ORDER = [  # a module may import from layers above its own, and from its own pac
     {"advise", "checks"},
     {"cli", "apps"},
     {"server_app", "client_app"},
-    {"fl_bn_site", "experiments"},  # of these fl_bn knows where its command line adds their commands, and nowhere else
+    {"fl_bn_site", "experiments"},  # of the first fl_bn knows where its command line adds its commands, and nowhere else
 ]
 RANK = {module: rank for rank, modules in enumerate(ORDER) for module in modules}
 MOUNTS = {"fl_bn/cli/main.py", "fl_bn/cli/doctor.py"}

@@ -100,5 +100,3 @@ def _file_system(folder: Path, mounts: Path) -> str:
     lines = [line.split() for line in mounts.read_text().splitlines()] if mounts.exists() else []
     places = [(line[1].replace("\\040", " "), line[2]) for line in lines if len(line) > 2]
     return max([(len(point), kind) for point, kind in places if folder.is_relative_to(point)], default=(0, ""))[1]
-
-

@@ -35,49 +35,35 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
 TRAIN, COMPARE, LOOK, MODEL, DEPLOY = "Train", "Compare", "Look first", "With a trained model", "Separate machines"
 DEPLOYED = ("kit", "start", "register", "submit", "status", "abort", "audit")  # the commands of fl_bn_site
-EXPERIMENTS = "experiments"  # the group of commands that only a checkout of the repository has
-CHECKOUT = Path(__file__).parents[2]  # the folder of the repository, if this package is part of a checkout
 
 
 class AllCommands(Commands):
-    """Add the commands of ``fl_bn_site`` and of ``experiments`` to those of this package.
+    """Add the commands of ``fl_bn_site`` to those of this package.
 
-    Both packages are imported only for one of their own commands, or for the help. Without the extra ``deployment``,
-    the help does not list the commands of a deployment, and each of them says what to install.
+    It is imported only for one of its own commands, or for the help. Without the extra ``deployment``, the help does not
+    list the commands of a deployment, and each of them says what to install.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of the commands that can be used in this installation."""
-        deployed = () if lacking("a deployment", *DEPLOYMENT) else DEPLOYED
-        return [*super().list_commands(ctx), *deployed, *((EXPERIMENTS,) if _in_checkout() else ())]
+        return [*super().list_commands(ctx), *(() if lacking("a deployment", *DEPLOYMENT) else DEPLOYED)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return the command ``cmd_name``; None: there is no such command."""
-        if cmd_name in DEPLOYED and (missing := lacking(f"fl-bn {cmd_name}", *DEPLOYMENT)):
+        if cmd_name not in DEPLOYED:
+            return super().get_command(ctx, cmd_name)
+        if missing := lacking(f"fl-bn {cmd_name}", *DEPLOYMENT):
             raise refused(NotInstalled(missing))
-        if cmd_name in DEPLOYED or (cmd_name == EXPERIMENTS and _in_checkout()):
-            return _further(cmd_name == EXPERIMENTS)[cmd_name]
-        return super().get_command(ctx, cmd_name)
+        return _of_deployments()[cmd_name]
 
 
 @cache
-def _further(experiments: bool) -> Mapping[str, Any]:
-    """Return the commands of experiments, or else those of deployments."""
+def _of_deployments() -> Mapping[str, Any]:
+    from fl_bn_site.cli import add_to
+
     commands = typer.Typer()
-    if experiments:
-        sys.path += [] if str(CHECKOUT) in sys.path else [str(CHECKOUT)]
-        from experiments.cli import experiments as group
-
-        commands.add_typer(group, name=EXPERIMENTS, rich_help_panel=COMPARE)
-    else:
-        from fl_bn_site.cli import add_to
-
-        add_to(commands, DEPLOY)
+    add_to(commands, DEPLOY)
     return typer.main.get_group(commands).commands
-
-
-def _in_checkout() -> bool:
-    return (CHECKOUT / "experiments" / "cli.py").is_file()
 
 
 app = typer.Typer(

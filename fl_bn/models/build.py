@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from fl_bn.models.networks import digits_cnn_small, mlp, resnet20, simple_cnn, table_mlp
 from fl_bn.models.weights import load_weights
@@ -107,21 +106,4 @@ def _own(name: str, modules: Modules | None, classes: int, channels: int, image_
     model = made(**arguments)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model {name!r} must return a torch.nn.Module, but returned {type(model).__name__}")
-    return model
-
-
-def without_dropout(model: nn.Module) -> nn.Module:
-    """Switch off the dropout layers of ``model``, in place, as papers do that fine-tune a network without it.
-
-    Returns:
-        ``model``.
-
-    Raises:
-        ValueError: ``model`` has no dropout layer. Calls of ``torch.nn.functional.dropout`` in ``forward`` are not found.
-    """
-    layers = [module for module in model.modules() if isinstance(module, _DropoutNd)]
-    if not layers:
-        raise ValueError(f"dropout=false is for networks with dropout layers, but {type(model).__name__} has none: leave dropout out")
-    for layer in layers:
-        layer.p = 0.0
     return model

@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from fl_bn.report.cells import Cell, read_cells, read_runs
 from fl_bn.report.formats import runs_csv, texts, to_markdown
 from fl_bn.report.layout import Layout, Table, by_domain, lay_out, tabulate
-from fl_bn.report.pictures import Picture, against, curves, series
+from fl_bn.report.pictures import Picture, against, curves
 from fl_bn.report.settings import EACH, SEED, Settings, read_settings
 from fl_bn.support import durable
 
@@ -79,8 +79,7 @@ def report_of(settings: Settings, cells: Sequence[Cell], folder: Path, further: 
     """
     placed = by_domain(cells, settings.domains == EACH) if settings.domains else cells
     layout = lay_out(settings, placed)
-    available = series(layout, layout.metric)
-    drawn = [curves(layout, available, x) for x in settings.x]
+    drawn = [curves(layout, x) for x in settings.x]
     pictures = [picture for picture in drawn if picture is not None]
     pictures += [against(layout, axis) for axis in settings.against]
     pictures += further(layout, folder) if further else []

@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import matplotlib
@@ -17,9 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter, NullLocator
 
-from fl_bn.report.cells import Cell, scale
-from fl_bn.report.layout import Entry, Layout, is_number
-from fl_bn.report.settings import X, check_axis
+from fl_bn.report.cells import scale
+from fl_bn.report.layout import Layout, is_number
+from fl_bn.report.settings import check_axis
 from fl_bn.run.config import ConfigError
 from fl_bn.run.palette import INK, STYLE, line
 
@@ -69,115 +69,67 @@ class Picture:
 
 @dataclass(frozen=True)
 class Series:
-    """Hold the curve of the runs in one row and one column of the table.
+    """Hold one line of a picture, which shows the runs of a row.
 
     Attributes:
         row: The name of the row.
-        column: The name of the column.
-        rounds: The rounds in which every seed has a finite value.
-        x: Quantity of ``X`` -> its mean over seeds after each round, of shape (rounds,). Unknown quantities are left out.
-        mean: The mean over seeds, of shape (rounds,).
-        std: The standard deviation over seeds, of shape (rounds,); 0 for one seed.
-        seeds: The number of seeds.
-        runs: The number of runs, with and without a result.
+        panel: The title of the panel.
+        x: The horizontal position of each point, of shape (points,).
+        mean: The mean over seeds, of shape (points,).
+        std: The standard deviation over seeds, of shape (points,); 0 for one seed.
+        seeds: The number of seeds of a point, at least.
+        runs: The number of runs of a point, with and without a result.
     """
 
     row: str
-    column: str
-    rounds: tuple[int, ...]
-    x: Mapping[str, Array]
+    panel: str
+    x: Array
     mean: Array
     std: Array
     seeds: int
     runs: int
 
 
-def series(layout: Layout, metric: str) -> list[Series]:
-    """Return a curve for each row and column of the table that has finished runs with values of ``metric``."""
-    made = (_series(layout, row, column, metric) for column in layout.columns for row in layout.rows)
+def series(layout: Layout, x: str) -> list[Series]:
+    """Return a line over ``x`` for each row and column of the table that has finished runs with values of the metric.
+
+    Args:
+        layout: The rows and columns.
+        x: The quantity on the horizontal axis, one of ``X``. Lines of runs for which it is unknown are left out.
+    """
+    made = (_series(layout, row, column, x) for column in layout.columns for row in layout.rows)
     return [one for one in made if one is not None]
 
 
-def _series(layout: Layout, row: str, column: str, metric: str) -> Series | None:
-    """Return one curve; None: no round has a finite value of ``metric`` for every seed.
+def _series(layout: Layout, row: str, column: str, x: str) -> Series | None:
+    """Return one line; None: no round has a finite value for every seed.
 
     A round in which any seed has no finite value is left out. With fewer seeds, the mean would jump there.
     """
-    cells = [cell for cell in layout.finished(row, column) if cell.curve(metric)]
-    curves = [cell.curve(metric) for cell in cells]
-    first = curves[0] if curves else {}
-    rounds = [r for r in first if all(math.isfinite(curve.get(r, math.nan)) for curve in curves)]
-    if not rounds:
+    cells = [cell for cell in layout.finished(row, column) if cell.curve(layout.metric)]
+    curves = [cell.curve(layout.metric) for cell in cells]
+    rounds = [r for r in (curves[0] if curves else ()) if all(math.isfinite(curve.get(r, math.nan)) for curve in curves)]
+    ways = [way for cell in cells if (way := cell.travelled(x)) is not None]
+    if not rounds or len(ways) < len(cells):
         return None
-    values = np.array([[curve[r] for r in rounds] for curve in curves])
+    positions, values = (np.array([[of[r] for r in rounds] for of in every]) for every in (ways, curves))
     std = values.std(0, ddof=1) if len(values) > 1 else np.zeros(len(rounds))
-    x = {quantity: way for quantity in X if (way := _way(cells, quantity, rounds)) is not None}
-    return Series(row, column, tuple(rounds), x, values.mean(0), std, len(values), len(layout.groups[row, column]))
+    runs = len(layout.groups[row, column])
+    return Series(row, layout.column_heading(column), positions.mean(0), values.mean(0), std, len(values), runs)
 
 
-def _way(cells: Sequence[Cell], quantity: str, rounds: Sequence[int]) -> Array | None:
-    """Return the mean position of the runs on a horizontal axis after each round; None: it is unknown for a run."""
-    ways = [cell.travelled(quantity) for cell in cells]
-    known = [[way[r] for r in rounds] for way in ways if way is not None]
-    return np.array(known).mean(0) if len(known) == len(ways) else None
-
-
-def curves(layout: Layout, available: Sequence[Series], x: str) -> Picture | None:
+def curves(layout: Layout, x: str) -> Picture | None:
     """Make the picture of the metric over rounds, bytes, exchanges or local steps, with one panel per column.
 
     Args:
         layout: The rows and columns.
-        available: The curves of the report.
         x: The quantity on the horizontal axis, one of ``X``.
 
     Returns:
-        The picture; None: no curve has this quantity.
+        The picture; None: no line has this quantity.
     """
-    available = [one for one in available if x in one.x]
-    if not available:
-        return None
-    caption = [f"{_capital(layout.title())} over {LABELS[x]}."]
-    if any(one.seeds > 1 for one in available):
-        caption.append("The band is one standard deviation over seeds.")
-    fewer = [f"{one.row}, {one.column}: {one.seeds} of {one.runs}" for one in available if one.seeds < one.runs]
-    if fewer:
-        caption.append(f"Pale lines lack the runs without a result ({'; '.join(fewer)}).")
-
-    def draw() -> Figure:
-        columns = [column for column in layout.columns if any(one.column == column for one in available)]
-        names = [layout.column_heading(column) for column in columns]
-        with panels(layout, names) as (figure, every):
-            for axes, column in zip(every, columns, strict=True):
-                for one in available:
-                    if one.column == column:
-                        _curve(axes, one, x, layout.rows.index(one.row))
-                _horizontal(axes, x, [one.x[x] for one in available])
-        return figure
-
-    return Picture(f"curves-{x}", " ".join(caption), draw)
-
-
-def _curve(axes: Axes, one: Series, x: str, index: int) -> None:
-    look = line(index)
-    if one.seeds < one.runs:
-        look["alpha"] = 0.4
-    axes.plot(one.x[x], one.mean, **look, markevery=max(1, len(one.mean) // 7), label=one.row)
-    if one.seeds > 1:
-        axes.fill_between(one.x[x], one.mean - one.std, one.mean + one.std, color=look["color"], alpha=0.16, lw=0)
-
-
-def _horizontal(axes: Axes, x: str, ways: Sequence[Array]) -> None:
-    """Set up the horizontal axis of curves, which is logarithmic if one curve reaches ten times as far as another."""
-    ends = [float(way[-1]) for way in ways]
-    far = min(ends) > 0 and max(ends) / min(ends) >= 10 and min(float(way[0]) for way in ways) > 0
-    if x != "round" and far:
-        axes.set_xscale("log")
-        axes.xaxis.set_minor_formatter(NullFormatter())
-    elif x != "bytes":
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=(1, 2, 5, 10)))
-    if x == "bytes":
-        axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
-    axes.set_xlabel(LABELS[x])
+    lines = series(layout, x)
+    return _picture(layout, f"curves-{x}", f"over {LABELS[x]}", lines, partial(_horizontal, x, [one.x for one in lines])) if lines else None
 
 
 def against(layout: Layout, axis: str) -> Picture:
@@ -194,38 +146,81 @@ def against(layout: Layout, axis: str) -> Picture:
         raise ConfigError(f"[report] against needs an axis of numbers, but {axis} has {', '.join(values)}")
     row_axis = layout.row_axis if layout.row_axis != axis else ""
     others = [other for other in layout.rest if other != axis]
-    entries: dict[str, dict[str, list[tuple[float, Entry]]]] = {}
+    lines = []
     for key, of in layout.by(others, [cell for cell in layout.cells if axis in cell.axes]).items():
-        for (row, value), cells in layout.by((row_axis, axis), of).items():
-            if (entry := layout.entry(cells)).values:
-                lines = entries.setdefault(layout.heading(others, key), {})
-                lines.setdefault(row, []).append((float(value), entry))
+        for (row,), cells in layout.by((row_axis,), of).items():
+            entries = {float(value): layout.entry(same) for (value,), same in layout.by((axis,), cells).items()}
+            points = [(x, entries[x]) for x in sorted(entries) if entries[x].values]
+            if points:
+                x, mean, std = np.array([(x, entry.mean, entry.std) for x, entry in points]).T
+                seeds, runs = min(len(entry.values) for _, entry in points), max(entry.runs for _, entry in points)
+                lines.append(Series(row, layout.heading(others, key), x, mean, np.nan_to_num(std), seeds, runs))
+    which = "best" if layout.settings.at == "best" else "last"
+    file = "".join(c if c.isalnum() or c in "-_" else "_" for c in axis)
+    ticks = partial(_ticks, axis, sorted(map(float, values)))
+    return _picture(layout, f"against-{file}", f"({which} round) against {axis}", lines, ticks)
+
+
+def _picture(layout: Layout, name: str, over: str, lines: Sequence[Series], set_up: Callable[[Axes], None]) -> Picture:
+    """Make a picture of lines in panels.
+
+    Args:
+        layout: The rows and columns.
+        name: The name of the file, without suffix.
+        over: What the metric is drawn over, in words.
+        lines: The lines.
+        set_up: Sets up the horizontal axis of a panel.
+    """
+    caption = [f"{_capital(layout.title())} {over}."]
+    if any(one.seeds > 1 for one in lines):
+        caption.append("The band is one standard deviation over seeds.")
+    if fewer := [f"{one.row}, {one.panel}: {one.seeds} of {one.runs}" for one in lines if one.seeds < one.runs]:
+        caption.append(f"Pale lines lack the runs without a result ({'; '.join(fewer)}).")
 
     def draw() -> Figure:
-        with panels(layout, list(entries)) as (figure, every):
-            for axes, lines in zip(every, entries.values(), strict=True):
-                for row, points in lines.items():
-                    points = sorted(points, key=lambda point: point[0])
-                    spread = [entry.std if len(entry.values) > 1 else 0.0 for _, entry in points]
-                    look = line(layout.rows.index(row) if row in layout.rows else 0)
-                    axes.errorbar([x for x, _ in points], [entry.mean for _, entry in points], spread, capsize=2.5, **look, label=row)
-                axes.set_xlabel(axis)
-                _ticks(axes, sorted(map(float, values)))
+        titles = list(dict.fromkeys(one.panel for one in lines))
+        with panels(layout, titles) as (figure, every):
+            for axes, title in zip(every, titles, strict=True):
+                for one in lines:
+                    if one.panel == title:
+                        _line(axes, one, layout.rows.index(one.row) if one.row in layout.rows else 0)
+                set_up(axes)
         return figure
 
-    which = "best" if layout.settings.at == "best" else "last"
-    caption = f"{_capital(layout.title())} ({which} round) against {axis}. Bars are one standard deviation over seeds."
-    file = "".join(c if c.isalnum() or c in "-_" else "_" for c in axis)
-    return Picture(f"against-{file}", caption, draw)
+    return Picture(name, " ".join(caption), draw)
 
 
-def _ticks(axes: Axes, values: Sequence[float]) -> None:
+def _line(axes: Axes, one: Series, index: int) -> None:
+    look = line(index)
+    if one.seeds < one.runs:
+        look["alpha"] = 0.4
+    axes.plot(one.x, one.mean, **look, markevery=max(1, len(one.mean) // 7), label=one.row)
+    if one.seeds > 1:
+        axes.fill_between(one.x, one.mean - one.std, one.mean + one.std, color=look["color"], alpha=0.16, lw=0)
+
+
+def _horizontal(x: str, ways: Sequence[Array], axes: Axes) -> None:
+    """Set up the horizontal axis of curves, which is logarithmic if one curve reaches ten times as far as another."""
+    ends = [float(way[-1]) for way in ways]
+    far = min(ends) > 0 and max(ends) / min(ends) >= 10 and min(float(way[0]) for way in ways) > 0
+    if x != "round" and far:
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    elif x != "bytes":
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=(1, 2, 5, 10)))
+    if x == "bytes":
+        axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+    axes.set_xlabel(LABELS[x])
+
+
+def _ticks(label: str, values: Sequence[float], axes: Axes) -> None:
     """Put the horizontal ticks at ``values``, unless there are many. The axis is logarithmic if they span a factor of 20."""
     if values[0] > 0 and values[-1] / values[0] >= 20:
         axes.set_xscale("log")
         axes.xaxis.set_minor_locator(NullLocator())
     if len(values) <= 9:
         axes.set_xticks(values, [f"{value:g}" for value in values], rotation=0 if len(values) < 6 else 45)
+    axes.set_xlabel(label)
 
 
 @contextmanager

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 
 import tomli_w
 
 from fl_bn.options import Option
-from fl_bn.support.names import names_of
 
 LONGEST = 255  # the longest name of a file, in bytes
 
@@ -16,11 +15,6 @@ LONGEST = 255  # the longest name of a file, in bytes
 def known_device(name: str) -> bool:
     """Return whether ``name`` is ``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
     return name in ("auto", "cpu") or re.fullmatch(r"cuda(:\d+)?", name) is not None
-
-
-def all_of(known: Collection[str]) -> Callable[[str], bool]:
-    """Return a function that checks whether a text is a list of names in ``known``, separated by commas."""
-    return lambda text: all(name in known for name in names_of(text))
 
 
 SECTIONS = {

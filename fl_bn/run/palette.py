@@ -32,13 +32,3 @@ def line(index: int) -> dict[str, Any]:
     """
     look = {"linestyle": LINES[index % len(LINES)], "marker": MARKERS[index % len(MARKERS)]}
     return {"color": colour(index), **look, "lw": 1.4, "ms": 4.2}
-
-
-def on(rgba: Sequence[float]) -> str:
-    """Return the colour of text that can be read on a background: ``black`` or ``white``.
-
-    Args:
-        rgba: Red, green and blue (0..1) of the background; further values are ignored.
-    """
-    red, green, blue = rgba[:3]
-    return "black" if 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 > 0.179 else "white"

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from fl_bn.models import MODELS, build, without_dropout
+from experiments.networks import without_dropout
+from fl_bn.models import MODELS, build
 from tests.networks import seeded_network
 from tests.refusals import naming
 

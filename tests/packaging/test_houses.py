@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from fl_bn.cli.main import DEPLOYED, EXPERIMENTS
+from fl_bn.cli.main import DEPLOYED
 from tests.test_architecture import HOUSES, imports
 
 ROOT = Path(__file__).parents[2]
@@ -56,10 +55,9 @@ def test_no_command_of_a_research_user_loads_another_house(tmp_path: Path) -> No
     assert loaded("import fl_bn\nfrom importlib import import_module\n" + "\n".join(lines) + "\n" + used("layers", "mlp")) == []
 
 
-@pytest.mark.parametrize(("command", "house"), [("kit", "fl_bn_site"), ("experiments", "experiments")])
-def test_a_command_of_another_house_loads_that_one(command: str, house: str) -> None:
+def test_a_command_of_another_house_loads_that_one() -> None:
     """Negative control."""
-    assert loaded(used(command, "--help")) == [house]
+    assert loaded(used("kit", "--help")) == ["fl_bn_site"]
 
 
 def test_the_help_lists_a_deployment_where_its_extra_is_installed() -> None:
@@ -85,17 +83,6 @@ def test_without_the_extra_a_command_of_a_deployment_says_what_to_install(argume
     assert done.returncode == 2
     assert done.stderr.strip().endswith("needs packaging, which is not installed: pip install 'fl-bn[deployment]'")
     assert "Traceback" not in done.stderr
-
-
-def test_the_experiments_are_commands_of_a_checkout_only(tmp_path: Path) -> None:
-    for house in ("fl_bn", "fl_bn_site"):
-        shutil.copytree(ROOT / house, tmp_path / house, ignore=shutil.ignore_patterns("__pycache__"))
-    there, elsewhere = python(APP, "--help"), python(APP, "--help", path=tmp_path, folder=tmp_path)
-    assert f"│ {EXPERIMENTS} " in there.stdout
-    assert "│ run " in elsewhere.stdout, elsewhere.stderr
-    assert EXPERIMENTS not in elsewhere.stdout
-    refused = python(APP, EXPERIMENTS, "list", path=tmp_path, folder=tmp_path)
-    assert (refused.returncode, "No such command 'experiments'" in refused.stderr) == (2, True), refused.stderr
 
 
 def test_the_experiments_are_a_program_of_the_checkout_too() -> None:

@@ -98,7 +98,7 @@ def test_the_caption_says_which_samples_were_evaluated(keys: dict[str, object], 
     run(tmp_path, {"method": "a"}, rounds([0.5], test_loss=[1.5]), **keys)
     table = table_of(tmp_path)
     assert table.caption.startswith(said)
-    drawn = curves(table.layout, series(table.layout, "accuracy"), "round")
+    drawn = curves(table.layout, "round")
     assert drawn is not None
     assert drawn.caption.startswith(said)
 
@@ -251,8 +251,8 @@ def test_mean_and_band_by_hand(tmp_path: Path) -> None:
     run(tmp_path, {"method": "a", "seed": 0}, rounds([0.1, None, 0.5]))
     run(tmp_path, {"method": "a", "seed": 1}, rounds([0.3, None, 0.5]))
     run(tmp_path, {"method": "a", "seed": 2}, rounds([0.9, None, 0.9]), "failed")
-    one = only(series(layout_of(tmp_path), "accuracy"))
-    assert (one.rounds, one.seeds, one.runs) == ((1, 3), 2, 3)
+    one = only(series(layout_of(tmp_path), "round"))
+    assert (list(one.x), one.seeds, one.runs) == ([1, 3], 2, 3)
     assert np.allclose(one.mean, [20, 50])
     assert np.allclose(one.std, [np.sqrt(200), 0])
 
@@ -264,8 +264,8 @@ def test_one_seed_has_no_band_and_rounds_that_a_seed_lacks_are_left_out(tmp_path
     run(tmp_path, {"method": "b", "seed": 0}, rounds([0.5], test_loss=[7]))
     run(tmp_path, {"method": "c", "seed": 0}, rounds([0.5], test_loss=[None]))
     layout = layout_of(tmp_path)
-    a, b = series(layout, "test-loss")
-    assert (a.rounds, list(a.mean)) == ((1, 3), [4, 2])
+    a, b = series(layout, "round")
+    assert (list(a.x), list(a.mean)) == ([1, 3], [4, 2])
     assert (b.seeds, list(b.std)) == (1, [0])
 
 

@@ -33,8 +33,8 @@ def test_the_page_says_what_the_results_say(ours: list[OneClaim]) -> None:
     """Of the repository itself. The negative control changes one number of a copy."""
     folder, text = ROOT / "experiments", (ROOT / "README.md").read_text()
     page = markdown(ours)
-    assert (folder / PAGE).read_text() == page, "fl-bn experiments evidence"
-    assert text == readme(text, ours, "experiments"), "fl-bn experiments evidence --readme README.md"
+    assert (folder / PAGE).read_text() == page, "python -m experiments evidence"
+    assert text == readme(text, ours, "experiments"), "python -m experiments evidence --readme README.md"
     assert len(page.splitlines()) <= MOST
 
 

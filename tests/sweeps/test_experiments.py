@@ -11,12 +11,13 @@ from typer.testing import CliRunner
 
 from experiments import catalogue as sweep_experiments
 from experiments.catalogue import FOLDER, Experiment, data_of, find, perform_program, program_of
+from experiments.cli import experiments as app
 from experiments.definitions.programs import recalibration_study
 from experiments.pages import write_index, write_program_page
 from tests.integration.runs import TINY, tiny
 from tests.listed import listed
 from tests.refusals import naming
-from tests.sweeps.inner import Cell, ConfigError, DataNotFound, RunConfig, app, read
+from tests.sweeps.inner import Cell, ConfigError, DataNotFound, RunConfig, read
 
 EXPECTED = {
     "000": "T1 T2 T3 T4 T5 TH TI F1 F2 F2c F3 F3-TinyImageNet FD FE FG FH FI FJ FK FL FM S33",
@@ -96,7 +97,7 @@ def test_a_program_whose_data_are_not_there_is_refused_in_a_sentence(
         raise error
 
     monkeypatch.setattr(importlib.import_module("experiments.definitions.programs.unseen_domain"), "run", run)
-    result = CliRunner().invoke(app, ["experiments", "run", "own-unseen-domain", "--variant", "small", "--output", str(tmp_path)])
+    result = CliRunner().invoke(app, ["run", "own-unseen-domain", "--variant", "small", "--output", str(tmp_path)])
     assert (result.exit_code, type(result.exception)) == (2, SystemExit)
     assert "own-unseen-domain: no digits in nowhere" in result.output
 
@@ -105,7 +106,7 @@ def test_a_program_whose_data_are_not_there_is_refused_in_a_sentence(
 def test_options_of_sweeps_are_refused_for_a_program(given: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     monkeypatch.setattr(sweep_experiments, "perform_program", lambda experiment, *others: ran.append(experiment.name))
-    command = ["experiments", "run", "own-unseen-domain", "--variant", "small", "--output", str(tmp_path)]
+    command = ["run", "own-unseen-domain", "--variant", "small", "--output", str(tmp_path)]
     result = CliRunner().invoke(app, [*command, *given])
     assert (result.exit_code, ran) == (2, [])
     assert f"{given[0]} can be given for sweeps" in " ".join(result.output.split())
