@@ -46,7 +46,7 @@ class Federation:
         self.server = convert(model, method)
         self.locality = Locality.of(self.server, method)
         self.role, state = self.locality.role, self.server.state_dict()
-        self.kept = [{k: state[k].clone() for k in self.locality.names(Place.HOME)} for _ in clients]
+        self.kept = [{k: state[k].clone() for k in self.locality.home} for _ in clients]
         self.sent = self.locality.names(Place.SHARED)
 
     def client(self, i: int) -> nn.Module:

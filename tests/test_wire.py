@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-import pytest
-
-from fl_bn.support.wire import REASON, Absent, WireError, check_samples, reason
+from fl_bn.support.wire import REASON, Absent, WireError, reason
 from tests.listed import listed
 
 
@@ -33,9 +31,3 @@ def test_an_error_is_read_again_as_it_was() -> None:
         error.add_note("of client 3")
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
-
-
-def test_a_client_that_trained_on_nothing_is_absent() -> None:
-    check_samples(1)
-    with pytest.raises(Absent, match="metrics/samples: 0: the client trained on no samples"):
-        check_samples(0)

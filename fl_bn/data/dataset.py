@@ -7,8 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from fl_bn.data import arrays, csv_files, digits, folder
+from fl_bn.data.batches import to_input
 from fl_bn.data.columns import FILE as COLUMNS
-from fl_bn.data.images import to_input
 from fl_bn.data.record import DataNotFound, Dataset, paths
 from fl_bn.support.names import expected, short
 from fl_bn.support.user_code import Modules

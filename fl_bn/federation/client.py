@@ -347,7 +347,8 @@ class LocalRound:
             self._check()
         given = {name: float(value) for name, value in (metrics or {}).items()}
         if self._lent is not None:
-            self._lent.check(samples)
+            if self.in_own_loop:
+                self._lent.check(samples)
             self.finish = self._objective.finish(self.steps, self.mean_rate)
         return client_tensors.reply(self, index(samples), float(loss), index(client), given)
 

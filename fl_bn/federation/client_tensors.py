@@ -63,7 +63,9 @@ def load(copy: Copy, instruction: Instruction, kept: ClientState, objective: Obj
     expected.check(arrays)
     beside = {extra.section for extra in auxiliary}
     tensors = {name: t for key in instruction.sections.keys() - beside for name, t in instruction.sections[key].items()}
-    copy.load(_first_values(copy, instruction.phase) | tensors | kept.get("local"))
+    if network.locality.home:
+        tensors = _first_values(copy, instruction.phase) | tensors | kept.get("local")
+    copy.load(tensors)
     token = _NEWEST[copy.model] = object()
     return token
 
@@ -154,7 +156,7 @@ def state_to_keep(round: LocalRound, gradients: Named, client: int) -> ClientSta
     If one is not finite, return the state from before the round. ``gradients`` are those of ``ema_gradients``.
     """
     state = round.copy.state
-    local = {name: ordinary(state[name]).clone() for name in round.network.locality.names(Place.HOME)}
+    local = {name: ordinary(state[name]).clone() for name in round.network.locality.home}
     sections: dict[str, dict[str, Tensor]] = {"local": local} if local else {}
     if gradients and round.settings.momentum > 0:
         sections["momentum"] = dict(gradients)

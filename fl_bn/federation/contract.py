@@ -87,7 +87,7 @@ class Lent:
         self._values = {name: p.detach().clone() for name, p in model.named_parameters()} if round.in_own_loop else {}
 
     def check(self, samples: int | None = None) -> None:
-        """Check network and records at the end of training or, with ``samples``, before a reply."""
+        """Check network and records at the end of training or, with ``samples``, before a reply of a user's loop."""
         for rule, what, name in self._broken_by_training() if samples is None else self._broken_by_reply(samples):
             raise ContractBroken(rule, self._round, what, name)
 
@@ -157,7 +157,7 @@ class Lent:
         round, reports = self._round, self._round.reports
         if not is_newest(round.model, round.loaded):
             yield "objects", "a later round has loaded other tensors into the network, so a reply would send those", ""
-        if round.in_own_loop and not round.steps:
+        if not round.steps:
             yield "moved", "no step on round.model was made, so there is nothing to send (a client without a batch makes no reply)", ""
         yield from self._broken_by_change()
         if (reports is StatisticsReport.FIRST or round.phase is Phase.EXCHANGE) and (first := round.first_samples) > samples:

@@ -78,6 +78,12 @@ class Defence:
             if problem := _problem(rule, n, self.f):
                 raise TooFew(problem)
 
+    def among(self, n: int, refused: int) -> Defence:
+        """Return the defence for ``n`` replies, see ``without``. Raise TooFew if they do not suffice."""
+        fitting = self.without(refused, n)
+        fitting.check(n)
+        return fitting
+
     def without(self, refused: int, n: int) -> Defence:
         """Return the defence for ``n`` remaining replies, after some were refused for their contents.
 

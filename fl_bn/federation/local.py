@@ -17,7 +17,7 @@ from fl_bn.bn.moments import Moments
 from fl_bn.bn.observation import normalisers, observe, pooled, uncompiled
 from fl_bn.bn.roles import inputs_like
 from fl_bn.data.augment import Augment
-from fl_bn.data.dataset import to_input
+from fl_bn.data.batches import to_input
 from fl_bn.methods import NORMALISERS, StatisticsPass
 from fl_bn.task import CLASSIFICATION, MetricState, Task, to_device
 

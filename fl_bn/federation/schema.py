@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
@@ -66,12 +67,17 @@ class Locality:
         """Return the names of the tensors in ``places`` whose role is in ``of``."""
         return [name for name, place in self.place.items() if place in places and self.role[name] in of]
 
+    @cached_property
+    def home(self) -> list[str]:
+        """Return the names of all tensors at home."""
+        return self.names(Place.HOME)
+
     def started_by_server(self) -> list[str]:
         """Return the names of the tensors at home whose first values the server may send.
 
         Mixing logits start at 0 at every client, and buffers of the role KEPT with the values in the client's own network.
         """
-        return self.names(Place.HOME, of=[role for role in Role if role not in (Role.MIXING, Role.KEPT)])
+        return [name for name in self.home if self.role[name] not in (Role.MIXING, Role.KEPT)]
 
     def kept_by_clients(self) -> list[str]:
         """Return the names of affine parameters and statistics that clients keep."""
@@ -92,7 +98,7 @@ class Locality:
         If single layers stay at home (``Method.local_in``), it depends on the names of all tensors at home, too.
         """
         parts = [f"{k} {self.role[k].value} {tuple(t.shape)} {t.dtype}" for k, t in model.state_dict().items()]
-        at_home = [] if self.method.local_in is None else self.names(Place.HOME)
+        at_home = [] if self.method.local_in is None else self.home
         return hashlib.sha256("\n".join([self.method.name, self.method.at_clients, *parts, *at_home]).encode()).hexdigest()[:16]
 
 

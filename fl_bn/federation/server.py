@@ -58,7 +58,7 @@ class Server:
         check_layers(model, method)
         check_weights(method, policy.client_weights)
         self.source, self.method, self.policy, self.rounds = model, method, policy, rounds
-        self.defence, self._defended = defence, defence.active
+        self.defence, self.defended = defence, defence.active
         self.shared = SharedModel(model, method, policy.auxiliary, policy.clients)
         say_absent(model, method)
         self.optimizer = (optimizer or server_optimizer("fedavg")).fresh()
@@ -92,7 +92,7 @@ class Server:
         fields = {"learning_rate": rate, "rate_share": share, "objective": self.policy.objective}
         instruction = self.shared.instruction_to_train(round, phase, self.optimizer, **fields)
         down = instruction.sections
-        self._bounds = {} if self._defended else bounds_of(down, rate, self.shared.buffers)  # a robust rule needs no bounds
+        self._bounds = {} if self.defended else bounds_of(down, rate, self.shared.buffers)  # a robust rule needs no bounds
         self.record = RoundRecord(round, phase.value, rate, tensors_down=count_tensors(down), bytes_down=section_bytes(down))
         return instruction
 
@@ -101,12 +101,12 @@ class Server:
 
         None: robust rules, the layer-wise exchange or auxiliary tensors need all replies at the same time.
         """
-        whole = self._defended or Phase(self.record.phase) is Phase.EXCHANGE or self.policy.auxiliary
+        whole = self.defended or Phase(self.record.phase) is Phase.EXCHANGE or self.policy.auxiliary
         return None if whole else Intake(cohort, self._weight)
 
     def _weight(self, part: Reply) -> float:
         by_samples = self.policy.client_weights == "samples" or Phase(self.record.phase) is Phase.EXCHANGE
-        return float(part.weight) if by_samples and not self._defended else 1.0
+        return float(part.weight) if by_samples and not self.defended else 1.0
 
     def conclude(self, replies: RoundReplies) -> bool:
         """Check and combine the ``replies`` to ``begin``'s instruction, and update the model.
@@ -155,25 +155,13 @@ class Server:
             usable = f"{len(parts)} of {cohort} replies could be used"
             raise TooFew(f"only {usable}, but {math.ceil(needed)} are needed (min-replies, min-cohort): nothing changes")
         try:
-            defence = self.defence_of(parts, len(replies.wrong))
+            defence = self.defence.among(len(parts), len(replies.wrong)) if self.defended else None
         except TooFew as error:
             raise TooFew(f"nothing changes, since {error}") from error
         statistics = self.shared.combined(parts, phase, defence, self.pace())
         weights = [self._weight(part) for part in parts]
         step = ServerStep(parts, weights, self.optimizer, self.record.learning_rate, defence, replies.sum, phase)
         return self.shared.change(step, statistics)
-
-    def defence_of(self, parts: Sequence[Reply], refused: int) -> Defence | None:
-        """Return the defence for ``parts``, after ``refused`` replies had wrong contents.
-
-        Raises:
-            TooFew: There are fewer replies than the defence needs.
-        """
-        if not self._defended:
-            return None
-        defence = self.defence.without(refused, len(parts))
-        defence.check(len(parts))
-        return defence
 
     def pace(self) -> float:
         """Return this round's learning rate over that of round 1, see ``ServerPolicy.pace``."""
@@ -235,7 +223,8 @@ class Transport(ABC):
         server, parts = self.server, replies.parts
         if not parts:
             raise TooFew("there is no reply to combine")
-        server.shared.store(server.shared.measured(parts, server.defence_of(parts, len(replies.wrong)), instruction.measured))
+        defence = server.defence.among(len(parts), len(replies.wrong)) if server.defended else None
+        server.shared.store(server.shared.measured(parts, defence, instruction.measured))
 
     def finish_round(self, number: int, changed: bool) -> None:
         """Do what is needed at the end of round ``number``, before its record is complete.

@@ -156,14 +156,6 @@ class SharedModel:
         sections |= {section: dict(tensors) for section, tensors in self.auxiliary.items()}
         return instruction
 
-    def _auxiliary(self, parts: Sequence[Reply], weights: Sequence[float]) -> dict[str, dict[str, Tensor]]:
-        """Combine the clients' auxiliary tensors into the server's, by section and name."""
-        new = {}
-        for extra in self._auxiliary_kinds:
-            tensors = [part.sections[extra.section] for part in parts]
-            new[extra.section] = extra.combine(self.auxiliary[extra.section], tensors, weights, self._clients)
-        return new
-
     def tensors(self) -> dict[str, Tensor]:
         """Return all shared tensors, by state_dict name."""
         return {name: tensor for section in self.sections().values() for name, tensor in section.items()}
@@ -268,7 +260,10 @@ class SharedModel:
         before, state = step.optimizer.buffers(), self._copy.state
         try:
             new, distances = self._stepped(step)
-            auxiliary = self._auxiliary(step.parts, step.weights)
+            auxiliary = dict[str, dict[str, Tensor]]()
+            for extra in self._auxiliary_kinds:
+                sent = [part.sections[extra.section] for part in step.parts]
+                auxiliary[extra.section] = extra.combine(self.auxiliary[extra.section], sent, step.weights, self._clients)
             ahead = step.optimizer.lookahead({name: new.get(name, state[name]) for name in self.learnable(step.phase)})
             for name, tensor in [*ahead.items(), *((f"{k}/{n}", t) for k, section in auxiliary.items() for n, t in section.items())]:
                 if not fits(tensor, state[name].dtype if name in state else tensor.dtype):

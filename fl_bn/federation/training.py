@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fl_bn.bn.roles import inputs_like
 from fl_bn.data.augment import Augment, augmenter
-from fl_bn.data.dataset import to_input
+from fl_bn.data.batches import to_input
 from fl_bn.federation import schema
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import Outcome

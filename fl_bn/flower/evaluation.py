@@ -23,7 +23,7 @@ from fl_bn.flower.population import Client, RunFailed, sample_cohort
 from fl_bn.flower.wire.codec import arrays_of, header_for
 from fl_bn.flower.wire.messages import SAVE, evaluated
 from fl_bn.flower.wire.messaging import Decoded, Reading, copy_of
-from fl_bn.methods import Phase, Place
+from fl_bn.methods import Phase
 from fl_bn.support.wire import reason
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class Evaluations:
         """Return arrays that load into the user's network. None, with a reason in the log: no model."""
         run = self._run
         shared, method, locality, state = run.shared, run.method, run.shared.locality, run.shared.model.state_dict()
-        others = {name: state[name] for name in locality.names(Place.HOME) if locality.role[name] is not Role.MIXING}
+        others = {name: state[name] for name in locality.home if locality.role[name] is not Role.MIXING}
         if batch_norms(run.server.source) and not locality.norm_layers:
             self.once(logging.INFO, CONVERTED, method.name)
         if number and method.keeps(Role.WEIGHT):

@@ -35,19 +35,6 @@ class Absent(WireError):
     """Signal that a client's reply says that it could not take part in the round."""
 
 
-def check_samples(samples: int) -> None:
-    """Check that a client trained on at least one sample.
-
-    Args:
-        samples: the number of samples that the client reports.
-
-    Raises:
-        Absent: ``samples`` is 0.
-    """
-    if samples == 0:
-        raise Absent("metrics", "samples", "0: the client trained on no samples in this round")
-
-
 def printable(text: str, most: int = SHOWN) -> str:
     """Return a received text for a log. A text that is long, or has characters that cannot be seen, is cut and quoted."""
     return text if len(text) <= most and visible(text) else f"{escaped(repr(text[:most]))}{' ...' if len(text) > most else ''}"

@@ -22,7 +22,7 @@ from fl_bn.bn.modules import copied
 from fl_bn.bn.moments import Moments
 from fl_bn.bn.observation import observe, pooled
 from fl_bn.bn.roles import inputs_like
-from fl_bn.data.dataset import to_input
+from fl_bn.data.batches import to_input
 from fl_bn.exchange.local import Turns
 from fl_bn.federation import optimizers
 from fl_bn.federation.client import LocalRound
