@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from operator import index
 from typing import Any
 
@@ -294,17 +294,18 @@ class LocalRound:
         """
         states = random_states() if self.settings.objective.repeats else None
 
-        def again() -> Tensor:
-            if states is not None:
-                set_random_states(states)
-            with restored(self.model), self.recorder.paused():
-                return forward()
-
-        loss = self._objective.gradient(Step(x, forward, again, call))
+        loss = self._objective.gradient(Step(x, forward, partial(self._again, forward, states), call))
         self.corrected += 1
         if self.steps == 0 and all(p.grad is None for p in self.parameters.values()):
             raise ContractBroken("moved", self, "the loss gave no parameter of the network a gradient")
         return loss
+
+    def _again(self, forward: Callable[[], Tensor], states: Any) -> Tensor:
+        """Compute a batch's loss a second time, from random ``states``, for ``Step.again``."""
+        if states is not None:
+            set_random_states(states)
+        with restored(self.model), self.recorder.paused():
+            return forward()
 
     def measure(self, batches: Iterable[Any], task: Task = CLASSIFICATION) -> None:
         """Measure the moments of every BatchNorm layer over ``batches``, read by ``task``.

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +35,8 @@ from fl_bn.support.durable import save_network
 from fl_bn.task import CLASSIFICATION, Task
 
 T = TypeVar("T")
+network_of = lru_cache(maxsize=1)(Network)
+"""Share a network, and the copies that it lends, between messages whose clients get the same model."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class BatchNormClient(Participant):
         tells: bool = False,
         task: Task = CLASSIFICATION,
     ) -> None:
-        network = model if isinstance(model, Network) else Network(model, method, site.device)
+        network = model if isinstance(model, Network) else network_of(model, method, site.device)
         counts = site.label_counts or ()
         super().__init__(network, site.client, site.clients, lambda: len(site.train), state, site.state, site.node_config, tells, counts)
         self.method, self.settings, self.site, self.seed, self.task = method, settings, site, seed, task
