@@ -85,7 +85,17 @@ def uncompiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-class Observation:
+class Uncopied:
+    """Be None in a copy or a pickle of the layer that holds it."""
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+class Observation(Uncopied):
     """Record the moments of a layer's inputs. Copies of the layer have no ``Observation``."""
 
     def __init__(
@@ -121,16 +131,6 @@ class Observation:
             self._record(layer, Moments.of(x))
         else:
             self._record(layer, Moments(x.numel() // x.shape[1], batch[0].detach().double(), batch[1].detach().double()))
-
-    def __deepcopy__(self, memo: Any) -> None:
-        return None
-
-    def __reduce__(self) -> Any:
-        return _nobody, ()
-
-
-def _nobody() -> None:
-    return None
 
 
 @contextmanager
@@ -168,9 +168,8 @@ def observe(
     with ExitStack() as stack:
         for name, layer in layers.items():
             if isinstance(layer, OwnBatchNorm) and not isinstance(layer, FrozenBatchNorm):
-                before = vars(layer).get("observation")
-                layer.observation = of(name, before)
-                stack.callback(_observed_by, layer, before)
+                stack.callback(setattr, layer, "observation", layer.observation)
+                layer.observation = of(name, layer.observation)
                 continue
             observation = of(name)
 
@@ -179,13 +178,6 @@ def observe(
 
             stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield observed
-
-
-def _observed_by(layer: OwnBatchNorm, observation: Observation | None) -> None:
-    if observation is None:
-        vars(layer).pop("observation", None)
-    else:
-        layer.observation = observation
 
 
 def pooled(observed: dict[str, list[Moments]]) -> dict[str, Moments]:

@@ -1,30 +1,43 @@
-"""Compute a server's round in plain torch: look at values, average weights, combine statistics.
+"""Combine the clients' replies in plain torch: average weights, combine statistics, or defend the sums.
 
-Large tensors are processed in blocks that fit into the cache, and no whole tensor is copied.
+Large tensors are processed in blocks that fit into the cache, and no whole tensor is copied. A ``Defence`` is
+for runs in which some clients may be Byzantine (send false values).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from statistics import median
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_bn.bn.moments import Moments, Running, weighted_mean
-from fl_bn.bn.roles import batch_norms
-from fl_bn.federation.defence import Defence
+from fl_bn.bn.moments import Average, Moments, Running, weighted_mean
+from fl_bn.bn.roles import Role, batch_norms
 from fl_bn.federation.values import Named
 from fl_bn.methods import LayerReports
+from fl_bn.options import Used, option
+from fl_bn.robust import PREAGGREGATIONS, RULES, Report, Rule, rule_named
 
 BLOCK = 1 << 17  # values; 1 MB of float64
 F64 = torch.float64
 
 dtype_name = lru_cache(str)  # NumPy computes the name anew each time
+
+ruled = partial(
+    option,
+    values=f"{', '.join(RULES)}; before it {' or '.join(f'{name}+' for name in PREAGGREGATIONS)}",
+    check=rule_named,
+    like=[*RULES, *(f"{before}+{rule}" for before in PREAGGREGATIONS for rule in RULES)],
+)
+
+HAS_STATISTICS = Used("a method whose BatchNorm statistics the server combines", lambda config: config.build_method().has_statistics)
+SHARES_WEIGHTS = Used("a method with which clients share weights", lambda config: config.build_method().shares(Role.WEIGHT))
 
 
 def extremes(array: np.ndarray) -> tuple[float, float]:
@@ -157,13 +170,8 @@ class Drift:
             return None
         moved = {k: float(((new[k].mean - old[k].mean).abs() / (old[k].var + eps).sqrt()).max()) for k in new}
         growth = max(float(new[k].var.mean() / (old[k].var.mean() + eps)) for k in new)
-        layer = max(moved, key=lambda k: _extent(moved[k]))
+        layer = max(moved, key=lambda k: (math.isnan(moved[k]), moved[k]))  # ``max`` could ignore a NaN
         return cls(moved[layer], layer, min(float(running.var.min()) for running in new.values()), growth)
-
-
-def _extent(value: float) -> tuple[bool, float]:
-    """Return a key for ``max`` that makes NaN the largest value, which it could ignore."""
-    return math.isnan(value), value
 
 
 def running_statistics(model: nn.Module, of: Collection[str] | None = None) -> dict[str, Running]:
@@ -182,3 +190,142 @@ def store_statistics(model: nn.Module, statistics: Mapping[str, Running]) -> Non
         layer = model.get_submodule(name)
         layer.get_buffer("running_mean").copy_(running.mean)
         layer.get_buffer("running_var").copy_(running.var)
+
+
+def _rule(rule: str | Rule) -> Rule:
+    return rule_named(rule) if isinstance(rule, str) else rule
+
+
+class TooFew(ValueError):
+    """Report too few usable replies: for a round, or for a rule against ``f`` clients."""
+
+
+@dataclass(frozen=True)
+class Defence:
+    """Describe the rules against ``f`` Byzantine clients: for BN statistics and for updates.
+
+    An active defence replaces the numbers of samples, activations and steps that clients claim by the median
+    client's, so that all clients have the same weight.
+
+    Attributes:
+        f: The number of Byzantine clients that the rules withstand, at least 0.
+        statistics: The rule that combines BN statistics: a name (``robust.rule_named``) or the rule itself.
+        updates: The rule that combines updates of the weights: a name or the rule itself.
+
+    Raises:
+        ValueError: ``f`` is negative, or there is no rule of a given name.
+    """
+
+    f: int = option(
+        0,
+        "number of Byzantine clients that the rules withstand; -1: as many as a setup lets attack, else none",
+        ">= -1",
+        key="declared-byzantine",
+        run=-1,
+    )
+    statistics: str | Rule = ruled("mean", "how the server combines the clients' BN statistics", key="statistics-rule", used=HAS_STATISTICS)
+    updates: str | Rule = ruled("mean", "how the server combines the clients' updates", key="update-rule", used=SHARES_WEIGHTS)
+
+    def __post_init__(self) -> None:
+        if self.f < 0:
+            raise ValueError(f"f, the number of Byzantine clients that the rules withstand, must be >= 0, but got {self.f}")
+        _rule(self.statistics), _rule(self.updates)
+
+    @property
+    def active(self) -> bool:
+        """Tell whether this differs from ``NO_DEFENCE``: plain averages with ``f`` = 0."""
+        return self != NO_DEFENCE
+
+    def among(self, n: int, refused: int) -> Defence:
+        """Return the defence for ``n`` remaining replies, after ``refused`` were wrong in their contents.
+
+        A refused client may be honest, and all Byzantine ones may remain. So ``f`` falls only until ``n`` replies are
+        enough, and by at most ``refused``.
+
+        Raises:
+            TooFew: They are not enough for both rules. The message has the smallest number.
+        """
+        problem = ""
+        for f in range(self.f, max(0, self.f - refused) - 1, -1):
+            problem = _problem(self.updates, n, f) or _problem(self.statistics, n, f)
+            if not problem:
+                return replace(self, f=f)
+        raise TooFew(problem)
+
+    @property
+    def update_rule(self) -> Rule:
+        """Return the rule for updates as a function, even if ``updates`` is a name."""
+        return _rule(self.updates)
+
+    @property
+    def average(self) -> Average:
+        """Return the rule for statistics: a function of values (a row per client) and counts.
+
+        If few clients ran a layer, the rule withstands as many Byzantine clients as these rows allow.
+        """
+        if self.statistics == "mean":
+            return _unweighted if self.active else weighted_mean
+        return self._average
+
+    def _average(self, values: Tensor, counts: Tensor) -> Tensor:
+        f = next(f for f in range(self.f, -1, -1) if f == 0 or not _problem(self.statistics, len(values), f))
+        if _problem(self.statistics, len(values), f):
+            return _unweighted(values, counts)
+        value: Tensor = _rule(self.statistics)(values, f).value
+        return value
+
+    def update(self, parts: Sequence[Named], origin: Named | None) -> tuple[dict[str, Tensor], Report]:
+        """Combine the clients' updates by ``update_rule``, in float64, and return the rule's report, too.
+
+        Args:
+            parts: The tensors of each client, by name.
+            origin: The tensors that the clients started from. The rule combines the differences from them,
+                and ``origin`` is added to the result. None: the rule combines ``parts`` themselves.
+        """
+        sizes = {name: tensor.numel() for name, tensor in parts[0].items()}
+        rows = torch.empty(len(parts), sum(sizes.values()), dtype=torch.float64)
+        for row, part in zip(rows, parts, strict=True):
+            for name, own in zip(sizes, row.split([*sizes.values()]), strict=True):
+                own.copy_(part[name].reshape(-1))
+                if origin is not None:
+                    own.sub_(origin[name].double().reshape(-1))
+        value, report = self.update_rule(rows, self.f)
+        pieces = zip(sizes, value.split([*sizes.values()]), strict=True)
+        combined = {name: piece.view(parts[0][name].shape) for name, piece in pieces}
+        return {name: t if origin is None else origin[name].double() + t for name, t in combined.items()}, report
+
+    def believed(self, reports: Sequence[Mapping[str, Moments]], steps: Sequence[int]) -> tuple[list[dict[str, Moments]], list[int]]:
+        """Return ``reports`` and ``steps`` with the median client's counts and numbers of steps.
+
+        A layer that a client did not run (count 0) keeps its count 0.
+        """
+        layers = {name for report in reports for name in report}
+        usual = {name: int(median([r[name].count for r in reports if name in r and r[name].count > 0] or [0])) for name in layers}
+        believed = [{k: replace(m, count=usual[k] if m.count > 0 else 0) for k, m in report.items()} for report in reports]
+        return believed, [int(median(steps))] * len(steps)
+
+
+NO_DEFENCE = Defence()
+
+
+def _unweighted(values: Tensor, counts: Tensor) -> Tensor:
+    return values.mean(0)
+
+
+@lru_cache
+def _problem(rule: str | Rule, n: int, f: int) -> str:
+    """Return why ``rule`` cannot combine ``n`` rows, and the number it needs; empty if it can."""
+    if n == 0:
+        return "there is no reply to combine"
+    if _serves(rule, n, f):
+        return ""
+    least = next((m for m in range(n + 1, n + 8 * f + 16) if _serves(rule, m, f)), None)
+    return f"{rule} withstands f={f} Byzantine clients among at least {least}, but got n={n}: take more clients or declare a smaller f"
+
+
+def _serves(rule: str | Rule, n: int, f: int) -> bool:
+    try:
+        _rule(rule)(np.zeros((n, 1)), f)
+    except ValueError:
+        return False
+    return True

@@ -21,10 +21,6 @@ from fl_bn.task.metrics import lower_is_better
 LOGGER = logging.getLogger("flwr")
 
 
-def _no_client() -> dict[int, dict[str, Tensor]]:
-    return {}
-
-
 @dataclass
 class Running:
     """Give callbacks a run's model, and let them end the run.
@@ -43,7 +39,7 @@ class Running:
 
     task: Task
     arrays: Callable[[], Mapping[str, Tensor]]
-    clients: Callable[[], Mapping[int, Mapping[str, Tensor]]] = _no_client
+    clients: Callable[[], Mapping[int, Mapping[str, Tensor]]] = dict
     history: Sequence[RoundRecord] = ()
     reason: str = ""
 

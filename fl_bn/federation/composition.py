@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 from fl_bn.bn.kinds import kind_of
 from fl_bn.bn.modules import held_layers
 from fl_bn.bn.roles import NORM_LAYERS, Role, batch_norms, buffers_in_words, unknown_norms
-from fl_bn.federation.defence import Defence
+from fl_bn.federation.aggregation import Defence
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.schema import Locality
 from fl_bn.federation.settings import LocalTraining

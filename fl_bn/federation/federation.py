@@ -16,6 +16,7 @@ from torch import nn
 from fl_bn.bn.conversion import check_complete
 from fl_bn.bn.modules import copied
 from fl_bn.bn.roles import buffers_in_words, inputs_like
+from fl_bn.federation.aggregation import NO_DEFENCE, Defence
 from fl_bn.federation.arguments import (
     ARGUMENTS,
     FederationSpec,
@@ -34,7 +35,6 @@ from fl_bn.federation.callbacks import Callback, Callbacks, Running, checked_cal
 from fl_bn.federation.checkpoint import FederationState, check_same, set_generators
 from fl_bn.federation.checkpoint import generators as global_generators
 from fl_bn.federation.composition import check_composition, check_learns
-from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.engines.clients import Clients, Own
 from fl_bn.federation.engines.local import LocalTransport
 from fl_bn.federation.engines.vectorised import VECTORISED

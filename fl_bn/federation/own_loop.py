@@ -13,9 +13,9 @@ from torch import nn
 from fl_bn.bn.conversion import check_converted, convert
 from fl_bn.bn.roles import buffers_in_words
 from fl_bn.exchange.session import Session
+from fl_bn.federation.aggregation import NO_DEFENCE, Defence
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.composition import check_composition, check_layers, check_learns
-from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.policy import ServerPolicy, constant_rate
 from fl_bn.federation.record import RoundRecord, over_samples, watch

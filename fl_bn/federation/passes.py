@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 
-from fl_bn.federation.aggregation import Drift
-from fl_bn.federation.defence import TooFew
+from fl_bn.federation.aggregation import Drift, TooFew
 from fl_bn.federation.policy import AS_METHOD, UNTIL_STILL
 from fl_bn.federation.recalibration import TOLERANCE, Pass, epsilons, through, unreached, why_not
 from fl_bn.federation.record import RoundRecord, with_clients

@@ -15,9 +15,8 @@ from types import MappingProxyType
 
 from torch import nn
 
-from fl_bn.federation.aggregation import Drift
+from fl_bn.federation.aggregation import NO_DEFENCE, Defence, Drift, TooFew
 from fl_bn.federation.composition import check_layers, check_weights, say_absent, say_unmeasured
-from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
 from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.record import RoundRecord, with_clients

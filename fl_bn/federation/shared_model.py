@@ -21,9 +21,8 @@ from fl_bn.bn.roles import Role, batch_norms
 from fl_bn.exchange.call import Layer
 from fl_bn.exchange.session import exchanged_layers
 from fl_bn.federation import schema
-from fl_bn.federation.aggregation import WeightedSum, average, combine, difference, fits, running_statistics
+from fl_bn.federation.aggregation import Defence, WeightedSum, average, combine, difference, fits, running_statistics
 from fl_bn.federation.auxiliary import Auxiliary
-from fl_bn.federation.defence import Defence
 from fl_bn.federation.network import Copy
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.recalibration import epsilons

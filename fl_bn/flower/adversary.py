@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fl_bn.bn.moments import Moments, plain_average, pool
-from fl_bn.federation.defence import Defence
+from fl_bn.federation.aggregation import Defence
 from fl_bn.federation.values import Payload, tensor_name
 from fl_bn.flower.population import Client
 from fl_bn.flower.wire.messaging import Decoded

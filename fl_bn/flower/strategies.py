@@ -20,9 +20,9 @@ from flwr.serverapp import Grid
 from torch import nn
 
 from fl_bn.bn.conversion import check_kinds, convert
+from fl_bn.federation.aggregation import NO_DEFENCE, Defence
 from fl_bn.federation.callbacks import Callback, checked_callbacks
 from fl_bn.federation.composition import OBJECTS, check_composition, check_layers
-from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.network import Network
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.policy import ServerPolicy, constant_rate

@@ -13,8 +13,8 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import nn
 
+from fl_bn.federation.aggregation import NO_DEFENCE, Defence
 from fl_bn.federation.composition import describe_layers
-from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Measured, Newest, TooFewMeasured
 from fl_bn.federation.policy import ServerPolicy

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn.bn.layers import SharedNorm
 from fl_bn.bn.moments import channel_moments, ordinary
-from fl_bn.bn.observation import eagerly, in_backward, is_traced
+from fl_bn.bn.observation import Uncopied, eagerly, in_backward, is_traced
 from fl_bn.exchange.call import Answer, Exchange, Key, Quantity
 from fl_bn.methods.fedavg import combine
 from fl_bn.methods.method import Method, Phase, StatisticsReport, freeze, freeze_after, frozen_rate
@@ -44,7 +44,7 @@ FROZEN_RATE = 0.02
 
 
 @dataclass
-class Live:
+class Live(Uncopied):
     """Connect a BatchNorm layer to its client's exchange with the cohort, for as long as the exchange lasts.
 
     A copied or pickled layer has ``live = None``, so the copy takes no part in the exchange.
@@ -61,12 +61,6 @@ class Live:
     def went(self, gradient: Tensor) -> None:
         """Note that a backward pass went through the layer."""
         self.through = True
-
-    def __deepcopy__(self, memo: Any) -> None:
-        return None
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
 
 
 class CohortBatchNorm(SharedNorm):

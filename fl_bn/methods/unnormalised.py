@@ -82,10 +82,6 @@ class ScaleShift(_NormBase):
             x_BC = x_BC * self.weight.view(shape)
         return x_BC if self.bias is None else x_BC + self.bias.view(shape)
 
-    def extra_repr(self) -> str:
-        """Describe the layer, for printing a network."""
-        return f"{self.num_features}, weight={self.weight is not None}, bias={self.bias is not None}"
-
 
 def per_channel(layer: _BatchNorm, features: int = 0) -> ScaleShift:
     """Make a ``ScaleShift`` with scale and shift of ``layer``, or 1 and 0 for other ``features``."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from fl_bn.robust.rows import Outcome, Report
 from fl_bn.robust.rules import (
     PREAGGREGATIONS,
     RULES,
+    Outcome,
+    Report,
     Rule,
     bucketing,
     centered_clipping,

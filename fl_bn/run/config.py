@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fl_bn.data.dataset import PER_SITE
 from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.aggregation import Defence
 from fl_bn.federation.composition import check_composition, check_weights
-from fl_bn.federation.defence import Defence
 from fl_bn.federation.engines.vectorised import VECTORISED
 from fl_bn.federation.gradients import STEP, chosen
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, ServerOptimizer

@@ -15,8 +15,8 @@ from functools import lru_cache
 from typing import Any
 
 from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.aggregation import SHARES_WEIGHTS, Defence
 from fl_bn.federation.arguments import FederationSpec
-from fl_bn.federation.defence import SHARES_WEIGHTS, Defence
 from fl_bn.federation.engines.workers import MOST_THREADS
 from fl_bn.federation.network import AUTO, MEMORY_FORMATS
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS

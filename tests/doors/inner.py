@@ -8,8 +8,8 @@ from fl_bn.bn.kinds import Unconvertible
 from fl_bn.bn.roles import batch_norms, roles
 from fl_bn.cli.main import app
 from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.aggregation import NO_DEFENCE, Defence
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.federation import Diverged
 from fl_bn.federation.gradients import centred_weights
 from fl_bn.federation.local import Samples, evaluate, generators

@@ -16,7 +16,7 @@ from torch.optim import SGD
 
 from fl_bn import Federation, SeededBatches, convert, flower, local_round, server_round, server_state
 from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.federation.defence import Defence
+from fl_bn.federation.aggregation import Defence
 from fl_bn.federation.optimizers import server_optimizer
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import METHODS, StatisticsReport

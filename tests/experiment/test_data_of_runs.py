@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.aggregation import NO_DEFENCE, Defence
 from fl_bn.methods import METHODS
 from fl_bn.models import build
 from fl_bn.robust.attacks import ATTACKS, LABEL_FLIP, Adversary

@@ -5,8 +5,7 @@ from torch import nn
 from fl_bn.bn.conversion import convert
 from fl_bn.bn.roles import roles
 from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.federation.aggregation import running_statistics
-from fl_bn.federation.defence import Defence
+from fl_bn.federation.aggregation import Defence, running_statistics
 from fl_bn.federation.local import Samples
 from fl_bn.federation.network import Network
 from fl_bn.federation.record import ClientRecord, Disclosure, RoundRecord

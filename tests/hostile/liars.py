@@ -13,7 +13,7 @@ from flwr.clientapp import ClientApp
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 
 from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.federation.defence import Defence
+from fl_bn.federation.aggregation import Defence
 from fl_bn.federation.local import Samples
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.settings import LocalTraining

@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from fl_bn.federation.defence import NO_DEFENCE
+from fl_bn.federation.aggregation import NO_DEFENCE
 from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds
 from fl_bn.methods import METHODS
 from fl_bn.objectives import Scaffold

@@ -5,8 +5,7 @@ from __future__ import annotations
 from fl_bn.bn.moments import Average, Moments, Running, plain_average, pool, weighted_mean
 from fl_bn.bn.roles import batch_norms, roles
 from fl_bn.data.dataset import to_input
-from fl_bn.federation.aggregation import Drift, average, combine, difference, running_statistics
-from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
+from fl_bn.federation.aggregation import NO_DEFENCE, Defence, Drift, TooFew, average, combine, difference, running_statistics
 from fl_bn.federation.local import Samples, evaluate, statistics_pass, torch_seed
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, ServerOptimizer, server_optimizer
 from fl_bn.federation.policy import ServerPolicy

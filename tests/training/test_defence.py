@@ -32,11 +32,12 @@ def moments(count: int, value: float = 0.0) -> Moments:
 def test_refused_clients_lower_f_only_where_the_rest_is_too_few_for_it() -> None:
     """nnm+median needs 2f + 1 rows, krum 2f + 3: who was refused may have been honest."""
     defence = Defence(3, "nnm+median", "krum")
-    assert [defence.without(2, n).f for n in (20, 9, 8, 7, 6, 5)] == [3, 3, 2, 2, 1, 1]
-    assert [defence.without(5, n).f for n in (9, 4, 3, 2)] == [3, 0, 0, 0]
-    assert [defence.without(0, n) for n in (9, 5)] == [defence] * 2
-    with pytest.raises(TooFew, match="krum"):
-        defence.without(2, 4).check(4)
+    assert [defence.among(n, 2).f for n in (20, 9, 8, 7, 6, 5)] == [3, 3, 2, 2, 1, 1]
+    assert [defence.among(n, 5).f for n in (9, 4, 3)] == [3, 0, 0]
+    assert defence.among(9, 0) == defence
+    for n, refused in ((4, 2), (2, 5), (5, 0)):
+        with pytest.raises(TooFew, match="krum"):
+            defence.among(n, refused)
     assert defence.f == 3
 
 
@@ -44,7 +45,7 @@ def test_refused_clients_lower_f_only_where_the_rest_is_too_few_for_it() -> None
 def test_an_honest_client_that_diverged_opens_no_door_for_a_byzantine_one(rule: str) -> None:
     """f = 1, one honest row of NaN that is refused, one Byzantine of 1e6. Control: with an f lowered to 0, NNM follows the liar."""
     rows = [{"w": torch.tensor([value], dtype=torch.float64)} for value in (0.98, 1.0, 1.0, 1.02, 1e6)]
-    value, _ = Defence(1, rule, rule).without(1, len(rows)).update(rows, None)
+    value, _ = Defence(1, rule, rule).among(len(rows), 1).update(rows, None)
     assert 0.9 < value["w"].item() < 1.1
     if rule == "nnm+median":
         assert Defence(0, rule, rule).update(rows, None)[0]["w"].item() > 1e5

@@ -13,8 +13,7 @@ from flwr.serverapp import Grid
 
 from fl_bn.bn.moments import Moments, Running
 from fl_bn.exchange.session import LARGEST_COUNT
-from fl_bn.federation.aggregation import Drift
-from fl_bn.federation.defence import Defence
+from fl_bn.federation.aggregation import Defence, Drift
 from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.record import with_clients
 from fl_bn.federation.server import Server
