@@ -28,7 +28,7 @@ from fl_bn.methods.fixbn import FixBNOptions
 from fl_bn.methods.hbn import HBNOptions
 from fl_bn.objectives.scaffold import Scaffold
 from fl_bn.options import Used, declared, option, refuse, used_with
-from fl_bn.robust.attacks import ATTACKS, LABEL_FLIP, ON, STRENGTHS, flip_labels
+from fl_bn.robust.attacks import ATTACKS, LABEL_FLIP, ON
 from fl_bn.run.assembly import shape
 from fl_bn.run.config import SITES
 from fl_bn.run.errors import ConfigError
@@ -58,7 +58,7 @@ HAS_WHAT_IS_ATTACKED = Used(
 )
 ATTACKED = Used("byzantine > 0", lambda config: config["byzantine"] > 0)
 FALSIFIED = used_with("attack", *(name for name in ATTACKS if name != LABEL_FLIP)) & HAS_WHAT_IS_ATTACKED
-STRONG = used_with("attack", *STRENGTHS)
+STRONG = used_with("attack", "foe", "alie", "mimic", "gaussian")
 DATASETS: dict[str, Callable[[str, int], Dataset]] = {
     **{kind.lower(): partial(public.load_public, kind) for kind in public.CLASSES},
     "mnist-m": digits_five.load_mnist_m,
@@ -180,7 +180,7 @@ class Papers(Setup):
     def samples(self, config: RunConfig, client: int, train: Samples) -> Samples:
         """Return the training samples of a client. Under ``attack='label-flip'``, those of attackers have flipped labels."""
         flips = self.attack == LABEL_FLIP and client >= config.clients - self.byzantine
-        return Samples(train.x, flip_labels(train.y, shape(config)[0])) if flips else train
+        return Samples(train.x, shape(config)[0] - 1 - train.y) if flips else train
 
     def measurements(self, config: RunConfig) -> Diagnostics | None:
         """Return the diagnostics that the options name; None: they name none."""

@@ -92,7 +92,6 @@ class SharedModel:
         counters = [tensor_name(name, "num_batches_tracked") for name, layer in layers if isinstance(layer, _BatchNorm)]
         self._counters = {name: state[name].clone() for name in counters if name in state}
         self.locality = self._copy.network.locality
-        self._expected = schema.instruction(self.model, self.locality)
         self.layers = batch_norms(self.model)
         self._learnable = {name for name, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
         self.scales: dict[str, float] = {}
@@ -130,7 +129,7 @@ class SharedModel:
     def sections(self) -> Sections:
         """Return copies of the shared tensors, by section."""
         state = self._copy.state
-        wanted = self._expected.sections
+        wanted = self._copy.network.instruction().sections
         return {section: {name: state[name].detach().clone() for name in names} for section, names in wanted.items()}
 
     def start(self) -> Sections:

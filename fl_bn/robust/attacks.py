@@ -1,7 +1,7 @@
 """Make the false rows of f Byzantine clients that know what the honest clients send.
 
 An ``Attack`` takes the rows (h, d) of the honest clients, and f. It returns f rows (f, d). A row is a
-client's update, or its statistics of one layer. ``flip_labels`` changes the training data instead.
+client's update, or its statistics of one layer. The attack ``label-flip`` changes the training data instead.
 """
 
 from __future__ import annotations
@@ -9,18 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TypeVar
 
 import numpy as np
-import torch
 
 from fl_bn.support.names import check_name
 
 Attack = Callable[[np.ndarray, int], np.ndarray]
 Damage = Callable[[np.ndarray], float]
 """``row (d,) -> float``: the error of the server's result if every Byzantine client sends ``row``."""
-
-T = TypeVar("T", np.ndarray, torch.Tensor)
 
 GRID = np.geomspace(0.1, 20.0, 12)  # strengths that an optimised attack tries, each with both signs
 
@@ -117,11 +113,6 @@ def optimised(family: Callable[[float], Attack], damage: Damage, grid: np.ndarra
     return attack
 
 
-def flip_labels(labels: T, classes: int) -> T:
-    """Replace every label y of 0 .. classes - 1 by classes - 1 - y."""
-    return classes - 1 - labels
-
-
 def _copies(row: np.ndarray, f: int) -> np.ndarray:
     return np.repeat(row[None], f, axis=0)
 
@@ -140,7 +131,6 @@ ATTACKS: dict[str, Callable[[float], Attack] | None] = {
     "foe-optimised": foe,
     "alie-optimised": alie,
 }
-STRENGTHS = ("foe", "alie", "mimic", "gaussian")  # attacks with a strength
 STRENGTH = {"foe": 0.5, "gaussian": 1.0}  # the default strengths; alie's is z_max
 
 

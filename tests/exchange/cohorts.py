@@ -8,8 +8,7 @@ from torch import Tensor
 
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local, Quantity, Request
 from fl_bn.exchange.grpc.client import GrpcExchange
-from fl_bn.exchange.grpc.service import ExchangeService
-from fl_bn.exchange.grpc.wire import encode_request
+from fl_bn.exchange.grpc.service import ExchangeService, encode_request
 from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss, end_task
 from fl_bn.exchange.session import LARGEST_COUNT, POLICIES, Session, reduce
 from fl_bn.exchange.settings import Certificates, ExchangeSettings

@@ -10,8 +10,7 @@ import grpc
 import pytest
 import torch
 
-from fl_bn.exchange.grpc.service import FRAME
-from fl_bn.exchange.grpc.wire import decode_answer
+from fl_bn.exchange.grpc.service import FRAME, decode_answer
 from tests.exchange.cohorts import ExchangeService, Join, Key, Local, encode_request
 from tests.exchange.over_grpc import (
     BROKE,

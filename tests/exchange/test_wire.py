@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from fl_bn.exchange.call import Refused
-from fl_bn.exchange.grpc.wire import decode_answer, decode_request
+from fl_bn.exchange.grpc.service import decode_answer, decode_request
 from tests.exchange.cohorts import Join, Key, Layer, Local, Quantity, encode_request
 from tests.listed import listed
 

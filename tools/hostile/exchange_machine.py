@@ -14,7 +14,7 @@ import torch
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Local, Refused, Request
-from fl_bn.exchange.grpc.wire import decode_request, encode_request
+from fl_bn.exchange.grpc.service import decode_request, encode_request
 from fl_bn.exchange.session import LARGEST_COUNT, POLICIES, Session
 from fl_bn.federation.aggregation import Defence
 from tests.exchange.cohorts import GRADIENTS, LAYERS, MEAN, MOMENTS, NARROW, VARIANCE, WIDE, Outcome

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Local, Request, checked
-from fl_bn.exchange.grpc.service import SERVICE, TOKEN
-from fl_bn.exchange.grpc.wire import decode_answer, encode_request
+from fl_bn.exchange.grpc.service import SERVICE, TOKEN, decode_answer, encode_request
 from fl_bn.support.departures import leaving
 from fl_bn.support.loopback import direct
 

@@ -33,7 +33,7 @@ from fl_bn.federation.replies import checked
 from fl_bn.federation.run import FROM_THE_START, Start
 from fl_bn.federation.server import Server, Transport
 from fl_bn.federation.training import LEFT_OUT
-from fl_bn.federation.values import NOTHING, ClientState, Instruction, Named, Reply, RoundReplies
+from fl_bn.federation.values import NOTHING, Instruction, Named, Reply, RoundReplies
 from fl_bn.methods import Phase
 from fl_bn.task import MetricState
 
@@ -219,12 +219,13 @@ class LocalTransport(Transport):
         if self._workers is None:
             return [self._compute(instruction, client) for client in clients]
         results = self._workers.work(instruction, self._rounds, clients, [self.kept[client] for client in clients])
-        return [self._keep(instruction, client, *result) for client, result in zip(clients, results, strict=True)]
+        return [*map(partial(self._keep, instruction), clients, results)]
 
     def _compute(self, instruction: Instruction, client: int, connect: Connect | None = None) -> Reply:
-        return self._keep(instruction, client, *self.clients.compute(instruction, self._rounds, client, self.kept[client], connect))
+        return self._keep(instruction, client, self.clients.compute(instruction, self._rounds, client, self.kept[client], connect))
 
-    def _keep(self, instruction: Instruction, client: int, reply: Reply, kept: ClientState) -> Reply:
+    def _keep(self, instruction: Instruction, client: int, result: Result) -> Reply:
+        reply, kept = result
         if instruction.trains:
             self.kept[client] = kept
             self._warn_of(instruction.round, client, reply)
@@ -250,10 +251,7 @@ class LocalTransport(Transport):
         except CannotVectorise as reason:
             self._fallback.say(reason)
             return None
-        if instruction.trains:
-            for client, (_, kept) in zip(clients, results, strict=True):
-                self.kept[client] = kept
-        return [reply for reply, _ in results]
+        return [*map(partial(self._keep, instruction), clients, results)]
 
     def _as_one_program(self, instruction: Instruction, clients: Sequence[int]) -> list[Result]:
         every = [self.clients.own[client] for client in clients]

@@ -1,7 +1,7 @@
 """Declare all fields of messages, in both directions.
 
 A received value is checked by its declaration before it is used. Arrays are declared in ``schema``, by
-model, method and phase, requests of the layer-wise exchange in ``exchange.grpc.wire`` and
+model, method and phase, requests of the layer-wise exchange in ``exchange.grpc.service`` and
 ``exchange.session``. Every other value that server and client read from each other is a field below.
 
 The records ``config``, ``arrays`` and ``metrics``, which Flower's examples use, belong to the user, and
