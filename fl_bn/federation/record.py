@@ -21,7 +21,7 @@ from fl_bn.federation.schema import DIVERGED
 from fl_bn.federation.values import count_tensors, section_bytes
 from fl_bn.methods import Phase
 from fl_bn.options import LARGEST
-from fl_bn.robust.rules import FAR
+from fl_bn.robust import FAR
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.task import Task, weighted_mean
 

@@ -1,39 +1,363 @@
-"""Combine n rows of which f may be Byzantine, by robust rules; make attacks to test the rules with."""
+"""Combine n rows, of which at most f are Byzantine, into one, by robust rules.
+
+A rule is a function ``rule(rows, f) -> Outcome(value, report)`` without state. ``rows`` is a matrix (n, d),
+or a list of vectors: arrays of NumPy or torch, on the CPU or a GPU. At most ``f`` of them are Byzantine. The
+value is like one row. Inputs are never changed.
+
+A row with NaN or Inf counts as Byzantine. It is removed first, and f goes down by one. All rows count alike:
+weights would be claims of the clients.
+
+A rule passes over the data at most twice. ``gram`` computes the distances. Then one pass in blocks of columns
+mixes the rows and combines them. A pre-aggregation takes the next rule: ``nnm(rows, f, then=median)``.
+
+NumPy computes all of it: results go back to the type and device of the rows. A matrix is read in blocks of
+columns that fit a core's cache.
+"""
 
 from __future__ import annotations
 
-from fl_bn.robust.rules import (
-    PREAGGREGATIONS,
-    RULES,
-    Outcome,
-    Report,
-    Rule,
-    bucketing,
-    centered_clipping,
-    geometric_median,
-    krum,
-    mean,
-    median,
-    multi_krum,
-    nnm,
-    rule_named,
-    trimmed_mean,
-)
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Protocol
 
-__all__ = [
-    "PREAGGREGATIONS",
-    "RULES",
-    "Outcome",
-    "Report",
-    "Rule",
-    "bucketing",
-    "centered_clipping",
-    "geometric_median",
-    "krum",
-    "mean",
-    "median",
-    "multi_krum",
-    "nnm",
-    "rule_named",
-    "trimmed_mean",
-]
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_bn.robust import coordinate
+from fl_bn.robust.gram import Gram, blocks, clip, gram, weiszfeld
+
+Rows = Sequence[np.ndarray | Tensor] | np.ndarray | Tensor
+
+FAR = 3.0  # a row is far if its distance to the value is more than this many times the median distance
+LARGEST = 1e290  # a row whose sum of squares is larger counts as not finite: squared distances to it could overflow
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """Report which rows a rule rejected, and which are far from its value.
+
+    Attributes:
+        rejected: indices of rows that are not finite, or whose sum of squares is above ``LARGEST``.
+        rows: the other rows (n, d).
+        value: the rule's value (d,).
+    """
+
+    rejected: tuple[int, ...]
+    rows: np.ndarray
+    value: np.ndarray
+
+    @cached_property
+    def distances(self) -> np.ndarray:
+        """Return the distances (n,) of all rows from the value, in one more pass; Inf for rejected rows."""
+        squares = np.zeros(len(self.rows))
+        for columns, block in blocks(self.rows):
+            squares += np.square(block.astype(np.float64) - self.value[columns]).sum(1)
+        distances = np.sqrt(squares)
+        for row in self.rejected:  # in ascending order
+            distances = np.insert(distances, row, np.inf)
+        return distances
+
+    @property
+    def far(self) -> tuple[int, ...]:
+        """Return the indices of rejected rows, and of those beyond ``FAR`` median distances."""
+        limit = FAR * float(np.median(self.distances[np.isfinite(self.distances)]))
+        return tuple(int(i) for i in np.flatnonzero(self.distances > limit))
+
+
+class Outcome(NamedTuple):
+    """Hold the result of a robust rule: the value, in the form of one input row, and the report."""
+
+    value: Any
+    report: Report
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """Hold n finite rows, at most ``f`` of them Byzantine: the rows of a matrix, or mixtures of them.
+
+    Attributes:
+        f: the number of rows that may be Byzantine, without the rejected ones.
+        declared: the number of Byzantine rows that the caller declared.
+        like: the caller's first row. Results have its type, dtype and device.
+        mix: weights of the mixtures, (n, rows of the matrix). None: the view holds the matrix's rows
+            themselves.
+        whole: the view of the matrix's rows themselves; None: this one.
+    """
+
+    matrix: np.ndarray
+    f: int
+    declared: int
+    rejected: tuple[int, ...]
+    like: Any
+    mix: np.ndarray | None = None
+    whole: View | None = None
+
+    @property
+    def n(self) -> int:
+        """Return the number of rows."""
+        return len(self.matrix if self.mix is None else self.mix)
+
+    @cached_property
+    def gram(self) -> Gram:
+        """Return the inner products of this view's rows."""
+        if self.whole is None or self.mix is None:
+            return gram(self.matrix)
+        return self.whole.gram.mixed(self.mix)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Return the rows (n, d), for rules that users write."""
+        return np.asarray(self.matrix if self.mix is None else self.mix @ self.matrix, dtype)
+
+    def mixed(self, mix: np.ndarray) -> View:
+        """Return a view of the mixtures ``mix @ rows``. Every row of ``mix`` sums to 1."""
+        mix = mix if self.mix is None else mix @ self.mix
+        return View(self.matrix, self.f, self.declared, self.rejected, self.like, mix, self.whole or self)
+
+    def linear(self, weights: np.ndarray) -> Outcome:
+        """Combine this view's rows with ``weights`` (n,), in float64."""
+        shares = weights if self.mix is None else weights @ self.mix
+        used = np.flatnonzero(shares)
+        return self._outcome(lambda block: shares[used] @ block.astype(np.float64, copy=False), used)
+
+    def by_coordinate(self, kernel: Callable[[Any], Any]) -> Outcome:
+        """Combine this view's rows by ``kernel``, from a block (n, width), its own, to (width,)."""
+        mix = None if self.mix is None else self.mix.astype(self.matrix.dtype)
+        return self._outcome(kernel if mix is None else lambda block: kernel(mix @ block))
+
+    def _outcome(self, combine: Callable[[Any], Any], used: np.ndarray | None = None) -> Outcome:
+        value = np.empty(self.matrix.shape[1], self.matrix.dtype)
+        with np.errstate(over="ignore"):
+            for columns, block in blocks(self.matrix, used):
+                value[columns] = combine(block)
+        given = self.like
+        made = torch.from_numpy(value).to(given.device, given.dtype) if isinstance(given, Tensor) else value.astype(given.dtype, copy=False)
+        return Outcome(made, Report(self.rejected, self.matrix, value))
+
+
+def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[[View], Outcome]) -> Outcome:
+    """Apply ``rule`` to the rows without NaN or Inf. Each rejected row lowers f by one.
+
+    Raises:
+        ValueError: f is no whole number >= 0, rows are fewer than ``smallest``, every row has NaN or Inf, or
+            rows are no vectors of floating-point numbers and of one length.
+    """
+    if isinstance(rows, View):
+        # with more rejected rows than declared there is no guarantee, but the rest is still aggregated
+        _check(f, rows.n if len(rows.rejected) <= rows.declared else smallest, smallest, name)
+        return rule(rows)
+    _check(f, len(rows), smallest, name)
+    matrix = _matrix(rows)
+    bad = tuple(i for i, row in enumerate(matrix) if not _finite(row))
+    if bad:
+        matrix = np.delete(matrix, bad, axis=0)
+        _check(f, len(matrix), 1, f"{name} of the rows whose numbers are finite")
+    return rule(View(matrix, max(0, f - len(bad)), f, bad, rows[0]))
+
+
+def _check(f: int, n: int, smallest: int, name: str) -> None:
+    if isinstance(f, bool) or not isinstance(f, int | np.integer) or f < 0 or n < smallest:
+        raise ValueError(f"{name} takes a whole number f >= 0 of Byzantine rows, among at least {smallest}, but got f={f!r} among {n}")
+
+
+def _matrix(rows: Rows) -> np.ndarray:
+    arrays = [_array(rows)] if isinstance(rows, np.ndarray | Tensor) else [_array(row) for row in rows]
+    matrix = arrays[0] if isinstance(rows, np.ndarray | Tensor) else np.stack(arrays)
+    if matrix.ndim != 2 or matrix.dtype.kind != "f":
+        raise ValueError(f"rows must be vectors of floating-point numbers, but got {matrix.dtype} of the shape {matrix.shape[1:]}")
+    return matrix.astype(np.float64 if matrix.dtype == np.float64 else np.float32, copy=False)
+
+
+def _array(rows: Any) -> np.ndarray:
+    if isinstance(rows, Tensor):
+        rows = rows.detach().cpu()
+        rows = (rows.float() if rows.dtype is torch.bfloat16 else rows).numpy()
+    return np.asarray(rows)
+
+
+def _finite(row: np.ndarray) -> bool:
+    with np.errstate(all="ignore"):
+        squares = np.dot(row, row)
+    return bool(squares <= LARGEST if row.dtype == np.float64 else np.isfinite(squares) or np.isfinite(row).all())
+
+
+class Rule(Protocol):
+    """Combine n rows, at most f of them Byzantine: ``(rows, f) -> Outcome``."""
+
+    def __call__(self, rows: Rows | View, f: int = 0) -> Outcome:
+        """Combine ``rows``, at most ``f`` of them Byzantine, and return the value with its report."""
+
+    def __hash__(self) -> int: ...
+
+
+def mean(rows: Rows | View, f: int = 0) -> Outcome:
+    """Return the mean, accumulated in float64.
+
+    All rules take ``rows`` of which at most ``f`` are Byzantine. This one is no defence.
+    """
+
+    def rule(view: View) -> Outcome:
+        return view.linear(np.full(view.n, 1 / view.n))
+
+    return on_view(rows, f, 1, "mean", rule)
+
+
+def median(rows: Rows | View, f: int = 0) -> Outcome:
+    """Return the coordinate-wise median. For an even number of rows it is the mean of the two middle values.
+
+    References:
+        Yin et al., Byzantine-Robust Distributed Learning, ICML 2018.
+    """
+
+    def rule(view: View) -> Outcome:
+        return view.by_coordinate(coordinate.median)
+
+    return on_view(rows, f, 2 * f + 1, "median", rule)
+
+
+def trimmed_mean(rows: Rows | View, f: int = 0) -> Outcome:
+    """Return the coordinate-wise mean without the f smallest and the f largest values.
+
+    References:
+        Yin et al., Byzantine-Robust Distributed Learning, ICML 2018.
+    """
+
+    def rule(view: View) -> Outcome:
+        return view.by_coordinate(partial(coordinate.trimmed_mean, trim=view.f))
+
+    return on_view(rows, f, 2 * f + 1, "trimmed mean", rule)
+
+
+def krum(rows: Rows | View, f: int = 0) -> Outcome:
+    """Return the first row with the smallest sum of squared distances to its n - f - 2 nearest rows.
+
+    References:
+        Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017.
+    """
+    return multi_krum(rows, f, select=1)
+
+
+def multi_krum(rows: Rows | View, f: int = 0, *, select: int | None = None, neighbours: int | None = None) -> Outcome:
+    """Return the mean of the rows with the smallest sums of squared distances to their nearest rows.
+
+    ``select`` rows are averaged, n - f by default. Each sum is over the ``neighbours`` nearest rows, n - f - 2
+    by default, as in the paper. ByzFL uses n - f - 1.
+
+    References:
+        Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017.
+    """
+
+    def rule(view: View) -> Outcome:
+        n = view.n
+        near = min(n - 1, max(1, n - view.f - 2) if neighbours is None else neighbours)
+        chosen = min(n, n - view.f if select is None else select)
+        squares = np.sort(view.gram.squared_distances, axis=1)[:, 1 : near + 1]
+        scores = squares.sum(1)
+        weights = np.zeros(n)
+        weights[np.argsort(scores, kind="stable")[:chosen]] = 1 / chosen
+        return view.linear(weights)
+
+    return on_view(rows, f, 2 * f + 3, "krum", rule)
+
+
+def geometric_median(rows: Rows | View, f: int = 0, *, tolerance: float = 1e-10) -> Outcome:
+    """Return the point with the smallest sum of distances to the rows.
+
+    Weiszfeld's iteration changes n weights instead of d coordinates here. If it reaches a row, the next step
+    is that of Vardi and Zhang. It stops when a step is shorter than ``tolerance`` times the median distance
+    of the rows to the medoid (``gram.medoid``).
+
+    References:
+        Vardi and Zhang, The multivariate L1-median, PNAS 2000.
+    """
+
+    def rule(view: View) -> Outcome:
+        return view.linear(weiszfeld(view.gram, tolerance))
+
+    return on_view(rows, f, 2 * f + 1, "geometric median", rule)
+
+
+def centered_clipping(rows: Rows | View, f: int = 0, *, radius: float | None = None, steps: int = 10) -> Outcome:
+    """Iterate ``v <- v + mean(min(1, radius / |x - v|) (x - v))``, where x are the rows, and return the last v.
+
+    The first v is the medoid (``gram.medoid``). In the paper, it is the aggregate of the round before. If
+    ``radius`` is None, it is the median distance of the rows from the first v.
+
+    References:
+        Karimireddy et al., Learning from History for Byzantine Robust Optimization, ICML 2021.
+    """
+
+    def rule(view: View) -> Outcome:
+        return view.linear(clip(view.gram, radius, steps))
+
+    return on_view(rows, f, 2 * f + 1, "centered clipping", rule)
+
+
+def nnm(rows: Rows | View, f: int = 0, *, then: Rule = median) -> Outcome:
+    """Replace every row by the mean of its n - f nearest rows, itself included, and apply ``then``.
+
+    Among equally near rows, those with the smallest indices are chosen.
+
+    References:
+        Allouah et al., Fixing by Mixing, AISTATS 2023.
+    """
+
+    def rule(view: View) -> Outcome:
+        nearest = view.n - view.f
+        mix = np.zeros((view.n, view.n))
+        order = np.argsort(view.gram.squared_distances, axis=1, kind="stable")[:, :nearest]
+        np.put_along_axis(mix, order, 1 / nearest, axis=1)
+        return then(view.mixed(mix), view.f)
+
+    return on_view(rows, f, 2 * f + 1, "nnm", rule)
+
+
+def bucketing(rows: Rows | View, f: int = 0, *, then: Rule = median, size: int = 2, seed: int = 0) -> Outcome:
+    """Shuffle the rows into buckets of ``size``, average each bucket, and apply ``then`` to the averages.
+
+    References:
+        Karimireddy et al., Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing, ICLR 2022.
+    """
+
+    def rule(view: View) -> Outcome:
+        if size == 1:
+            return then(view, view.f)
+        order = np.random.default_rng(seed).permutation(view.n)
+        buckets = -(-view.n // size)
+        mix = np.zeros((buckets, view.n))
+        for bucket in range(buckets):
+            members = order[bucket * size : (bucket + 1) * size]
+            mix[bucket, members] = 1 / len(members)
+        return then(view.mixed(mix), view.f)
+
+    return on_view(rows, f, 2 * f * size + 1, "bucketing", rule)
+
+
+RULES: dict[str, Rule] = {
+    "mean": mean,
+    "median": median,
+    "trimmed-mean": trimmed_mean,
+    "krum": krum,
+    "multi-krum": multi_krum,
+    "geometric-median": geometric_median,
+    "centered-clipping": centered_clipping,
+}
+PREAGGREGATIONS: dict[str, Any] = {"nnm": nnm, "bucketing": bucketing}
+
+
+def rule_named(name: str) -> Rule:
+    """Return the rule with a name such as ``"median"``, ``"nnm+trimmed-mean"`` or ``"bucketing+nnm+krum"``.
+
+    Raises:
+        ValueError: a part of the name is unknown.
+    """
+    *before, last = name.split("+")
+    if last not in RULES or any(part not in PREAGGREGATIONS for part in before):
+        raise ValueError(
+            f"expected a rule ({', '.join(RULES)}), alone or after {' or '.join(f'{p}+' for p in PREAGGREGATIONS)}, but got {name!r}"
+        )
+    rule = RULES[last]
+    for part in reversed(before):
+        rule = partial(PREAGGREGATIONS[part], then=rule)
+    return rule

@@ -226,7 +226,7 @@ class RunConfig(RunKeys):
         method, policy = self.build_method(), self.round_policy()
         check_composition(method, self.local_training(), self.changes.attackers > 0 or self.defence().active, self.server_optimizer)
         check_weights(method, self.client_weights)
-        self.defence().check(size := policy.least_cohort)
+        self.defence().among(size := policy.least_cohort, refused=0)
         refuse((self.min_cohort > size, f"min-cohort must be 1..{size}, the clients in the cohort of round 1, but got {self.min_cohort}"))
         self.build_server_optimizer()
         if (secure := self.secure()) is not None:
