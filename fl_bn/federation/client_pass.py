@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from operator import call
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from fl_bn.exchange.call import Exchange, ExchangeFailed, Key, Quantity
 from fl_bn.exchange.local import Turns
 from fl_bn.exchange.session import exchanged_layers
 from fl_bn.federation.aggregation import running_statistics, store_statistics
-from fl_bn.federation.local import Forward, called, measured, unmoved
+from fl_bn.federation.local import Forward, measured, unmoved
 from fl_bn.federation.recording import Connect
 from fl_bn.federation.schema import Locality
 from fl_bn.federation.values import ClientState, Instruction
@@ -70,7 +71,7 @@ class ClientPass:
         with nullcontext() if self._instruction.trains else unmoved([batches]):
             self.measure(partial(self.inputs, batches, task), task.forward)
 
-    def measure(self, inputs: Inputs, forward: Forward = called) -> None:
+    def measure(self, inputs: Inputs, forward: Forward = call) -> None:
         """Measure and store each BatchNorm layer's moments over all batches of ``inputs()``.
 
         In an exchange that goes layer by layer, the client exchanges each layer's statistics with the cohort. If the
@@ -88,7 +89,7 @@ class ClientPass:
             self.moments = measured(self._model, inputs(), self.how, forward)
 
     @contextmanager
-    def own_first(self, inputs: Inputs, forward: Forward = called) -> Iterator[None]:
+    def own_first(self, inputs: Inputs, forward: Forward = call) -> Iterator[None]:
         """Give layers with statistics at home those of the client's data, if it keeps none yet.
 
         The layers behind them would else see inputs that are not normalised, unlike those in training.
@@ -193,7 +194,7 @@ class _Batches(Turns):
 
 @torch.no_grad()
 def layer_by_layer(
-    model: nn.Module, layers: Collection[str], batches: Sequence[Any], exchange: Exchange, forward: Forward = called
+    model: nn.Module, layers: Collection[str], batches: Sequence[Any], exchange: Exchange, forward: Forward = call
 ) -> dict[str, Moments]:
     """Measure the moments of the input of each of ``layers`` over this client's batches.
 

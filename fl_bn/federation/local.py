@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import call
 from typing import Any
 
 import numpy as np
@@ -26,14 +27,9 @@ NO_VARIANCE = "more than 1 value per channel"
 PARTS = ("sampler", "batch_sampler")
 """The attributes of a loader or a sampler that may hold a sampler with a generator of its own."""
 Forward = Callable[[nn.Module, Any], Any]
-"""``forward(network, inputs)`` runs a network on a batch of inputs."""
+"""``forward(network, inputs)`` runs a network on a batch of inputs. Default: ``network(inputs)``."""
 PASS_BATCH = 256
 """The number of samples in one forward pass of a statistics pass."""
-
-
-def called(model: nn.Module, x: Any) -> Any:
-    """Return ``model(x)``, the default ``forward`` of statistics passes."""
-    return model(x)
 
 
 @dataclass(frozen=True)
@@ -139,7 +135,7 @@ def measured(
     model: nn.Module,
     batches: Iterable[Any],
     how: StatisticsPass,
-    forward: Forward = called,
+    forward: Forward = call,
 ) -> dict[str, Moments]:
     """Measure the moments that ``how`` describes, of every layer, over ``batches`` of inputs.
 

@@ -143,10 +143,6 @@ class LocalTraining(Options):
             return norm_in_round(self.step_clip, learning_rate, 1, 0.0)
         return norm_in_round(self.clip_limit, learning_rate, steps, self.momentum)
 
-    def weight(self, trained: int, samples: int) -> int:
-        """Return a client's weight, from its numbers of samples trained on and of all samples."""
-        return samples if self.weigh_all else trained
-
     def fewest(self, least: int) -> int:
         """Return a client's fewest samples, if the method needs ``least`` (1 or 2) in a batch."""
         return max(least, self.batch_size) if self.drop_last else least

@@ -220,8 +220,7 @@ class SampleLoop:
         if not round.trains:
             return Outcome(n, client=self.client)
         assert isinstance(batches, IndexBatches)
-        weight = round.settings.weight(int(batches.seen.sum()), n)
-        return Outcome(weight, trained[0].loss, client=self.client)
+        return Outcome(n if round.settings.weigh_all else int(batches.seen.sum()), trained[0].loss, client=self.client)
 
 
 TRAINER: ContextVar[Callable[[SampleLoop, LocalRound], Outcome]] = ContextVar("trainer", default=SampleLoop.__call__)

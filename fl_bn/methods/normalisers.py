@@ -61,8 +61,10 @@ def standardise(weight: Tensor) -> Tensor:
 class Standardised(Composed):
     """Convolve with standardised weights. ``composed`` adds the convolution's own class."""
 
+    standardise = staticmethod(standardise)
+
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return super()._conv_forward(input, standardise(weight), bias)  # type: ignore[misc, no-any-return]
+        return super()._conv_forward(input, self.standardise(weight), bias)  # type: ignore[misc, no-any-return]
 
 
 def standardise_convolutions(model: nn.Module) -> nn.Module:

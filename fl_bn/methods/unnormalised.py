@@ -52,7 +52,6 @@ import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -61,10 +60,10 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from fl_bn.bn.derived import derivation
-from fl_bn.bn.kinds import Composed, Unconvertible
+from fl_bn.bn.kinds import Composed, Unconvertible, composed
 from fl_bn.bn.layers import in_place_of
 from fl_bn.methods.method import Method
-from fl_bn.methods.normalisers import replace_convolutions
+from fl_bn.methods.normalisers import Standardised, replace_convolutions
 from fl_bn.models.head import head_of
 
 
@@ -95,23 +94,17 @@ def scalars(layer: _BatchNorm) -> ScaleShift:
     return per_channel(layer, 1)
 
 
-class NormalisedLinear(nn.Linear):
-    """Apply a linear layer to inputs (*, d) that are first scaled to the Euclidean length sqrt(d)."""
+class Normalised(Composed):
+    """Apply a linear layer or a convolution to features that are first scaled to the Euclidean length sqrt(d)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Scale ``input`` (*, d) to length sqrt(d) and apply the layer."""
-        return super().forward(F.normalize(input, dim=-1) * math.sqrt(input.shape[-1]))
+        """Scale ``input`` (*, d), or every pixel of (B, d, H, W), and apply the layer."""
+        dim = 1 if isinstance(self, nn.Conv2d) else -1
+        scaled: Tensor = super().forward(F.normalize(input, dim=dim) * math.sqrt(input.shape[dim]))
+        return scaled
 
 
-class NormalisedConv2d(nn.Conv2d):
-    """Apply a convolution after scaling every pixel's features, of (B, C, H, W), to length sqrt(C)."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Scale the pixels of ``input`` (B, C, H, W) to length sqrt(C) and apply the layer."""
-        return super().forward(F.normalize(input, dim=1) * math.sqrt(input.shape[1]))
-
-
-KINDS: dict[type[nn.Module], type[Any]] = {nn.Linear: NormalisedLinear, nn.Conv2d: NormalisedConv2d}
+KINDS = (nn.Linear, nn.Conv2d)
 
 
 def normalise_features(model: nn.Module) -> nn.Module:
@@ -126,7 +119,7 @@ def normalise_features(model: nn.Module) -> nn.Module:
             f"fedfn normalises the input of the head, torch's own last Linear or Conv2d, but {name or 'the model'} is a "
             f"{type(module).__module__}.{type(module).__qualname__}: replace the head by one of these before converting, or choose gn"
         )
-    module.__class__ = KINDS[type(module)]  # the same tensors, hooks and modes; only the forward differs
+    module.__class__ = composed(Normalised, type(module))  # the same tensors, hooks and modes; only the forward differs
     return model
 
 
@@ -147,11 +140,10 @@ def scaled_standardise(weight: Tensor) -> Tensor:
     return (weight - mean) * (GAIN * torch.rsqrt((variance * fan_in).clamp_min(LEAST)))
 
 
-class ScaledStandardised(Composed):
+class ScaledStandardised(Standardised):
     """Convolve with scaled standardised weights. ``composed`` adds the convolution's own class."""
 
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return super()._conv_forward(input, scaled_standardise(weight), bias)  # type: ignore[misc, no-any-return]
+    standardise = staticmethod(scaled_standardise)
 
 
 INSTEAD = "use fedfn, fixup or gn"

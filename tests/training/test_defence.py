@@ -151,9 +151,9 @@ def test_a_rule_may_be_given_as_it_is(rng: np.random.Generator) -> None:
     assert torch.equal(as_object.update(parts, None)[0]["a"], as_named.update(parts, None)[0]["a"])
     assert torch.equal(as_object.average(values, torch.ones(5)), as_named.average(values, torch.ones(5)))
     with pytest.raises(TooFew):
-        as_object.check(2)
+        as_object.among(2, 0)
     own = Defence(1, latest, latest)
-    own.check(1)
+    own.among(1, 0)
     assert own.active
     assert torch.equal(own.update(parts, None)[0]["a"].float(), parts[4]["a"])
     assert torch.equal(own.average(values, torch.ones(5)), values[4])
@@ -180,12 +180,12 @@ def test_a_rule_may_be_given_as_it_is(rng: np.random.Generator) -> None:
 )
 def test_too_few_replies_are_refused_with_the_smallest_number(least: int, defence: dict[str, Any]) -> None:
     for n in (least, least + 1, least + 8):
-        Defence(**defence).check(n)
+        Defence(**defence).among(n, 0)
     for n in range(1, least):
         with pytest.raises(TooFew, match=rf"{least}, but got n={n}" if n == least - 1 else f"n={n}"):
-            Defence(**defence).check(n)
+            Defence(**defence).among(n, 0)
     with pytest.raises(TooFew):
-        Defence(**defence).check(0)
+        Defence(**defence).among(0, 0)
 
 
 def test_claims_become_the_medians_and_a_count_of_0_stays_0() -> None:
