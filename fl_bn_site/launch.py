@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,8 @@ from fl_bn_site.control import Control, ControlError, nodes_of
 from fl_bn_site.folders import FolderError, ServerFolder
 from fl_bn_site.submitters import Package
 
+PATIENCE = 5.0  # seconds that a site has to come online before a run starts
+WAITS = {"wait-timeout", "clients-at-start"}  # run-config keys with which a run waits for sites
 FREE_DISK = 32  # MiB that must be free on the disks of the state and of temporary files before a run starts
 CHECKPOINT_EVERY = 5  # rounds between checkpoints, from which fl-bn resume goes on, unless the run config has the key
 
@@ -74,26 +77,34 @@ def with_sites(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, S
     return config
 
 
-def present(server: ServerFolder, config: Mapping[str, Scalar], control: Control, say: Callable[[str], None]) -> dict[str, Scalar]:
+def present(config: Mapping[str, Scalar], control: Control, waits: bool, say: Callable[[str], None]) -> dict[str, Scalar]:
     """Return the whole run config of a new run, without the sites that are offline if ``min-sites`` others are online.
 
     Args:
-        server: The server's folder.
         config: The whole run config, as ``with_sites`` returns it.
         control: The SuperLink.
+        waits: Whether the run waits for sites that are offline, where it needs them.
         say: Called with a line for each site that is offline.
+
+    Raises:
+        ControlError: The run needs a site that is offline, and does not wait for it.
     """
-    nodes, names = (str(config.get(key) or "").split(",") for key in ("client-nodes", "client-names"))
-    online = {str(node.id) for node in control.nodes().values() if node.online}
-    here = {name: node for name, node in zip(names, nodes, strict=False) if node in online}
+    names, ids = (str(config.get(key) or "").split(",") for key in ("client-names", "client-nodes"))
+    nodes = {name: node for name, node in zip(names, ids, strict=False) if name}
+    away, end = list(nodes), time.monotonic() + PATIENCE
+    while away and time.monotonic() < end:
+        online = {str(node.id) for node in control.nodes().values() if node.online}
+        away = [name for name, node in nodes.items() if node not in online]
+    here = {name: node for name, node in nodes.items() if name not in away}
     enough = 0 < int(config.get("min-sites") or 0) <= len(here)
-    wait = f"the run waits for it (wait-timeout); min-sites, or --sites {','.join(here)}, goes on without it"
-    for name in names:
-        if name and name not in here:
-            say(f"site {name} is offline: {'it is left out' if enough else wait}")
-    if not enough:
-        return dict(config)
-    return {**config, "clients": len(here), "client-names": ",".join(here), "client-nodes": ",".join(here.values())}
+    for name in away:
+        say(f"site {name} is offline: {'it is left out' if enough else 'the run needs it'}")
+    if enough:
+        return {**config, "clients": len(here), "client-names": ",".join(here), "client-nodes": ",".join(here.values())}
+    if away and not waits:
+        choices = f"set min-sites, or --sites {','.join(here)}, to go on without them; set wait-timeout to wait for them"
+        raise ControlError(f"offline: {', '.join(away)}. Start them, or {choices}")
+    return dict(config)
 
 
 def launch(
@@ -138,7 +149,9 @@ def launch(
         _check_disks(server)
         values |= package.signed(complete_config(server, values))
         config = with_sites(server, values)
-        config = config if resumes else present(server, config, control, say)
+        if not resumes:
+            waits = package.own or bool(given.keys() & WAITS)
+            config = present(config, control, waits, say)
         run = control.start_run(package.content, package.known(config))
     return resumes or str(values["name"]), run, str(config.get("client-names") or "")
 

@@ -23,15 +23,9 @@ class NoSuchRun(ValueError):
 
 def went_on(runs: Sequence[Submitted]) -> set[int]:
     """Return the ids of the runs that a later run resumed. ``runs`` has the newest run first."""
-    seen, found = set[str](), set[int]()
-    for run in runs:
-        if run.own:  # the run of a user's own Flower app is never resumed
-            continue
-        if (name := run.name) in seen:
-            found.add(run.id)
-        elif name:
-            seen.add(name)
-    return found
+    named = [run for run in runs if run.name and not run.own]  # the run of a user's own Flower app is never resumed
+    newest = {run.name: run.id for run in reversed(named)}
+    return {run.id for run in named if run.id != newest[run.name]}
 
 
 def abort(server: ServerFolder, name: str, address: str = "") -> str:
@@ -59,19 +53,6 @@ def abort(server: ServerFolder, name: str, address: str = "") -> str:
     return f"{run.name or name} is stopped; {how_to_go_on(server, run.name, run.own)}"
 
 
-def folder_of(server: ServerFolder, config: Mapping[str, Any], name: str) -> Path:
-    """Return the folder with the results of a run.
-
-    Args:
-        server: The server's folder. If its ``results`` has a folder ``name``, that folder is returned, even if the
-            run was submitted from another machine.
-        config: The run config. Its ``output`` is the folder of results where ``server`` has no folder ``name``.
-        name: The name of the run.
-    """
-    here = server.results / name
-    return here if here.exists() else Path(str(config.get("output", server.results))) / name
-
-
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of ``rounds.jsonl`` in the folder of a run, one per round.
 
@@ -96,7 +77,7 @@ def rounds_of(server: ServerFolder, config: Mapping[str, Scalar]) -> int:
         server: The server's folder.
         config: The keys of the run config that the user gave.
     """
-    folder = folder_of(server, config, str(config.get("resume") or config.get("name") or ""))
+    folder = server.results / str(config.get("resume") or config.get("name") or "")
     told = [int(row["rounds"]) for row in _lines(folder / PROGRESS)[-1:]]
     planned = [value for key in ("rounds", ROUNDS) if type(value := config.get(key)) is int and value > 0]
     if known := [number for number in (*told, *planned) if number]:
@@ -117,7 +98,7 @@ def about_own(server: ServerFolder, run: Submitted) -> tuple[bool, str]:
     if not run.own:
         return True, ""
     begun = run.status == "running" or run.status.startswith("finished")
-    tells = not begun or (folder_of(server, run.config, run.name) / PROGRESS).exists()
+    tells = not begun or (server.results / run.name / PROGRESS).exists()
     early = run.status.startswith("finished") and run.status != "finished:completed"
     return tells, "; ".join(note for note, holds in ((NOT_TOLD, not tells), (NOT_RESUMED, early)) if holds)
 

@@ -14,7 +14,7 @@ from fl_bn.support.client_names import ClientNames
 from fl_bn_site.control import Submitted, control_of, key_of, registered
 from fl_bn_site.folders import ServerFolder
 from fl_bn_site.membership import days_left
-from fl_bn_site.runs import about_own, folder_of, rounds_of, rows_of, went_on
+from fl_bn_site.runs import about_own, rounds_of, rows_of, went_on
 from fl_bn_site.signing import signer_of
 from fl_bn_site.submitters import known as submitters_of
 
@@ -152,7 +152,7 @@ def _run(server: ServerFolder, run: Submitted, submitter: str, resumed: bool) ->
         resumed: Whether a later run went on with the folder. Then the rounds in the folder are those of the later run.
     """
     name = run.name
-    rows = rows_of(folder_of(server, run.config, name)) if name and not resumed else []
+    rows = rows_of(server.results / name) if name and not resumed else []
     rounds, (tells, note) = rounds_of(server, run.config), about_own(server, run)
     last: dict[str, Any] = rows[-1] if rows else {}
     pace = [float(row["seconds"]) for row in rows[-5:]]

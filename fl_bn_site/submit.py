@@ -134,19 +134,14 @@ def submit_signed(server: ServerFolder, file: Path, address: str = "", say: Say 
         ControlError: The SuperLink does not answer, or the run was refused. The message has the reason.
     """
     signed, package = read_signed(file)
-    if not _is_own(package):
+    if not package.own:
         RunConfig.from_mapping(_complete(server, signed))
     return _carry_out(server, signed, address, say, False, package, sites=sites)
 
 
-def _is_own(package: Package) -> bool:
-    """Return whether a package is a user's own Flower app. Such a package lacks run-config keys of fl-bn's app."""
-    return package.defaults is not None and not package.defaults.keys() >= RunConfig.keys().keys()
-
-
 def _named(server: ServerFolder, overrides: str, package: Package) -> tuple[dict[str, Scalar], bool]:
     """Return the user's run-config keys and the run's name in one dict, and whether this function made the name."""
-    if _is_own(package):
+    if package.own:
         return own_config(package, overrides, datetime.now())
     given = parse_overrides(overrides)
     checked = RunConfig.from_mapping(_complete(server, given))
@@ -197,7 +192,7 @@ def resume(
     if not given["client-names"]:
         del given["client-names"]
     package = _package(server, key, say, own)
-    if _is_own(package):
+    if package.own:
         raise ConfigError(f"--app {own} is a Flower app, but {name} is a run of fl-bn's own app: give a folder of modules, or no --app")
     return _carry_out(server, given, address, say, False, package, own)
 
@@ -271,8 +266,7 @@ def _carry_out(
         _wait_for_the_end(control, str(given.get("resume") or ""), say)
         name, run, sites = launch(server, {**given, **_of(server, sites)}, control, package, rename, say)
         say(f"run {run} is submitted to {control.address} as {name}{f', for sites {sites}' if sites else ''}")
-        own = _is_own(package)
-        if own:
+        if package.own:
             say(f"if it is interrupted: {AGAIN}")
         try:
             status = _follow(control, run, say)
@@ -282,7 +276,7 @@ def _carry_out(
             raise
     say(f"run {run}: {status}")
     if status != COMPLETED:
-        say(how_to_go_on(server, name, own, modules))
+        say(how_to_go_on(server, name, package.own, modules))
     return status == COMPLETED
 
 

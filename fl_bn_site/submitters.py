@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fl_bn.support.durable import write
-from fl_bn.support.flower_config import Scalar
+from fl_bn.support.flower_config import OF_OUR_APP, Scalar
 from fl_bn_site.certificates import write_private
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, site_name
 from fl_bn_site.policy import SUBMITTERS, Policy
@@ -128,6 +128,11 @@ class Package:
         if not self._pyproject:
             return None
         return flattened(self._pyproject.get("tool", {}).get("flwr", {}).get("app", {}).get("config", {}))
+
+    @property
+    def own(self) -> bool:
+        """Return whether the package is a user's own Flower app, which lacks run-config keys of fl-bn's app."""
+        return self.defaults is not None and not self.defaults.keys() >= set(OF_OUR_APP)
 
     @property
     def project(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 from rich.console import Console, Group
 from rich.markup import escape
@@ -18,11 +17,6 @@ def wide_console() -> Console:
     """Return a console as wide as the terminal; for output to a pipe, one of 500 columns, so that no table is narrowed."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=PIPE)
-
-
-def notes_of(runs: Sequence[RunStatus]) -> list[str]:
-    """Return a line for each run that has a note, to print below the table."""
-    return [f"{run.name or run.id}: {run.note}" for run in runs if run.note]
 
 
 def tables_of_status(current: Status) -> Group:
@@ -52,7 +46,8 @@ def tables_of_status(current: Status) -> Group:
         )
         for refused, why in run.refused.items():
             unused.add_row(name, refused, why)
-    return Group(sites, runs, *([unused] if unused.row_count else []), *map(escape, notes_of(current.runs)))
+    notes = [escape(f"{run.name or run.id}: {run.note}") for run in current.runs if run.note]
+    return Group(sites, runs, *([unused] if unused.row_count else []), *notes)
 
 
 def _round(run: RunStatus) -> str:

@@ -209,7 +209,7 @@ class ServerPolicy(RunSpec):
     )
     min_sites: int = option(
         0,
-        "number of sites with which the run goes on if the policies of the others refuse it; 0: a refusal ends the run",
+        "number of sites with which the run starts, without those that are offline, refuse it, or cannot take part; 0: all sites",
         ">= 0",
         key="min-sites",
     )

@@ -29,6 +29,7 @@ from fl_bn.support.wire import WireError, printable, reason
 POLICY = "NotAllowed: "  # begins the error of a site whose policy refuses the run
 POLL = 0.2  # seconds between two looks at who is there
 ENDED = "In a simulation, an error of Flower's own is in the log above: more num-cpus or num-gpus than there are, or client_app.py"
+WITHOUT = "To go on without it, set min-sites to the number of sites that suffice"
 NO_HANDLER = "the ClientApp has no handler for fl-bn's introduction: add fl_bn.flower.answer(app, Net, method, batches) to client_app.py"
 
 
@@ -79,7 +80,7 @@ class Population:
     Attributes:
         clients: the clients that have introduced themselves, by index.
         number: the number of clients; 0 as long as it is not known.
-        absent: the reason of each client whose site refuses the run by its policy.
+        absent: why each client that ``policy.min_sites`` lets the run do without is missing.
     """
 
     def __init__(self, grid: Grid, policy: ServerPolicy, signature: str, called: ClientNames, number: int, least: int = 0) -> None:
@@ -103,6 +104,9 @@ class Population:
             if len(self._online) < self.least and now - begin < self.policy.timeout:
                 enough = now
             late = complete or now - enough > self.policy.wait
+            if late and len(self.clients) >= self.policy.min_sites:
+                for index in set(range(self.policy.clients)) - self.clients.keys() - self.absent.keys():
+                    self._do_without(index, f"it did not come within {self.policy.wait:.0f} s")
             here, needed = self._here_and_needed()
             if here >= needed > 0 or (late and 0 < self.least <= here and self._agreed()):
                 break
@@ -145,7 +149,7 @@ class Population:
             _, why = next(iter(self._refused.values()), (None, unknown))
             return f"{why}. {here} of {self.least} nodes may take part: start others, or lower min_available_nodes"
         missing = self.called.clients(sorted(set(range(self.policy.clients)) - self.clients.keys()))
-        advice = f"start the others, lower `clients` or `clients-at-start`, or set wait-timeout={max(600.0, 5 * wait):.0f}"
+        advice = f"start the others, lower `clients` or `clients-at-start`, set min-sites, or wait-timeout={max(600.0, 5 * wait):.0f}"
         return f"only {here} of {needed} clients came within {wait:.0f} s (missing: {missing}): {advice}"
 
     def _begin(self) -> None:
@@ -160,7 +164,7 @@ class Population:
         self._joined = {client.index for client in self.everyone()}
         self._holders = {client.index: [client.node] * 2 for client in self.clients.values()}
         if absent := sorted(self.absent):
-            log(logging.WARNING, "the run goes on without %s, since the site's policy refuses the run", self.called.clients(absent))
+            log(logging.WARNING, "the run goes on without %s", self.called.clients(absent))
         if later := sorted(set(range(self.number)) - self._joined - self.absent.keys()):
             log(logging.INFO, "starting with %d clients; %s may join later", len(self._joined), self.called.clients(later))
 
@@ -245,24 +249,31 @@ class Population:
 
     def _refused_by(self, node: int, error: str) -> str:
         """Refuse a node that answered with an error. Return the problem, if the run needs its client."""
-        client, why = self.called.client_of(node), reason(error)
-        if not why.startswith(POLICY):
-            unknown = any(words in error for words in ("No query function registered", "Invalid message type: query"))
-            return self._refuse(node, NO_HANDLER if unknown else why)
-        policy, remaining = why.removeprefix(POLICY), len(set(range(self.policy.clients)) - self.absent.keys() - {client})
-        why = f"its policy refuses the run: {policy}. Its owner may change policy.toml, or go on without it (min-sites)"
-        if client is None or not 0 < self.policy.min_sites <= remaining:
-            return self._refuse(node, why)
-        self.absent[client] = policy
-        return self._refuse(node, why, fatal=False)
+        why = reason(error)
+        if why.startswith(POLICY):
+            return self._refuse(node, f"its policy refuses the run: {why.removeprefix(POLICY)}. Its owner may change policy.toml")
+        unknown = any(words in error for words in ("No query function registered", "Invalid message type: query"))
+        return self._refuse(node, NO_HANDLER if unknown else why)
 
     def _refuse(self, node: int, why: str, fatal: bool = True) -> str:
         """Refuse a node. Return the problem, if it is ``fatal`` for a run that needs all clients."""
-        who = self.called.node(node)
+        client, who = self.called.client_of(node), self.called.node(node)
+        if client is not None and self._do_without(client, why):
+            fatal = False
+        elif client is not None and not self._joined and not self.least:
+            why += f". {WITHOUT}"
         problem = f"{who} cannot take part: {why}"
-        self._refused[node] = self.called.client_of(node), problem
+        self._refused[node] = client, problem
         log(logging.WARNING, "%s is refused: %s", who, why)
         return problem if fatal else ""
+
+    def _do_without(self, client: int, why: str) -> bool:
+        """Make ``client`` absent if the run may start without it. Return whether it may."""
+        remaining = set(range(self.policy.clients)) - self.absent.keys() - {client}
+        if self._joined or not 0 < self.policy.min_sites <= len(remaining):
+            return False
+        self.absent[client] = why
+        return True
 
     def _assign(self) -> str:
         """Choose a node for each client: the first that served it, else the one that serves or claims it.

@@ -45,5 +45,6 @@ def superlink(server: ServerFolder, monkeypatch: pytest.MonkeyPatch) -> Any:
     for where in (submit_module, runs_module, status_module):
         monkeypatch.setattr(where, "control_of", control_of)
     monkeypatch.setattr("fl_bn_site.submit.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("fl_bn_site.launch.PATIENCE", 0.01)
     monkeypatch.setattr(submit_module, "build", lambda server, own=None: b"a package")
     return made

@@ -361,34 +361,52 @@ def test_one_that_leaves_and_comes_back_has_joined_already(four: list[Samples], 
     assert log.text.count("joins in round") == log.text.count("client 3 is back") == 1
 
 
-# Sites whose policy refuses the run
+# A run that may do without some sites
 
 
 class NotAllowed(Exception):
     """As a site's policy raises it."""
 
 
-@pytest.mark.parametrize(("least", "nodes"), [(2, (2,)), (0, (2,)), (2, (2, 3))], ids=["enough", "all are needed", "too few"])
-def test_a_run_goes_on_without_a_site_whose_policy_refuses_it_where_enough_are_left(
-    least: int, nodes: tuple[int, ...], clients: list[Samples], log: pytest.LogCaptureFixture
+REFUSAL = NotAllowed("this site's policy has allow-methods = fedbn, but the run's method is 'fedavg'")
+
+
+@listed(
+    ("least", "nodes", "error"),
+    [
+        pytest.param(2, (2,), REFUSAL, id="a policy, and enough are left"),
+        pytest.param(2, (2,), ValueError("NaN in x_train"), id="bad data, and enough are left"),
+        pytest.param(0, (2,), REFUSAL, id="all are needed"),
+        pytest.param(2, (2, 3), REFUSAL, id="too few are left"),
+    ],
+)
+def test_a_run_starts_without_sites_that_cannot_take_part_where_enough_are_left(
+    least: int, nodes: tuple[int, ...], error: Exception, clients: list[Samples], log: pytest.LogCaptureFixture
 ) -> None:
     app = client_app(FEDAVG, clients)
 
     def work(message: Message, context: Context) -> Message:
         if message.metadata.dst_node_id in nodes:
-            raise NotAllowed("this site's policy has allow-methods = fedbn, but the run's method is 'fedavg'")
+            raise error
         return app(message, context)
 
     policy = {"nodes": (1, 2, 3), "names": ("east", "west", "north"), "min_sites": least}
-    ran = run(FEDAVG, clients, 2, grid=WatchedGrid(work, 3), policy=policy, may_fail=True)  # type: ignore[arg-type]
-    assert accepted(ran) == ([[0, 2]] * 2 if (least, nodes) == (2, (2,)) else [])
-    if accepted(ran):
-        assert "without site west" in log.text
-        assert ran.strategy.transport.population is not None
-        assert ran.strategy.transport.population.absent[1].startswith("this site's policy has allow-methods = fedbn")
+    if (least, nodes) != (2, (2,)):
+        with pytest.raises(RunFailed):
+            run(FEDAVG, clients, 2, grid=WatchedGrid(work, 3), policy=policy)  # type: ignore[arg-type]
         return
-    with pytest.raises(RunFailed):
-        run(FEDAVG, clients, 2, grid=WatchedGrid(work, 3), policy=policy)  # type: ignore[arg-type]
+    ran = run(FEDAVG, clients, 2, grid=WatchedGrid(work, 3), policy=policy)  # type: ignore[arg-type]
+    assert accepted(ran) == [[0, 2]] * 2
+    assert "without site west" in log.text
+    assert ran.strategy.transport.population is not None
+    assert str(error) in ran.strategy.transport.population.absent[1]
+
+
+@pytest.mark.usefixtures("no_sleep")
+def test_a_run_starts_without_sites_that_do_not_come_where_enough_are_here(clients: list[Samples]) -> None:
+    grid = LateGrid(client_app(FBN, clients), 3)
+    grid.asked, grid.most = 3, 2
+    assert accepted(run(FBN, clients, 1, grid=grid, policy={"wait": 0.01, "min_sites": 2})) == [[0, 1]]
 
 
 # Who evaluates
