@@ -13,7 +13,7 @@ from fl_bn.checks.run import run, site_experiment
 from fl_bn.support.finding import Finding, guard, guard_each, reason
 from fl_bn.support.locks import hold
 from fl_bn_site import checks
-from fl_bn_site.commands import node_config
+from fl_bn_site.commands import node_config, of_1_25
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port, read_folder
 from fl_bn_site.supervisor import LOCK
 from fl_bn_site.verify import verify
@@ -35,6 +35,8 @@ def diagnose(folder: Path, overrides: str = "") -> Iterator[Finding]:
     except (FolderError, OSError) as error:
         yield Finding("fail", "folder", reason(error), "give the folder kit/server or kit/sites/NAME, or correct that file")
         return
+    shared = "one port for sites and operators"
+    yield guard("flower", lambda: Finding("ok", "flower", f"a version for deployments{'' if of_1_25() else f', with {shared}'}"))
     findings = _site(kit_folder, overrides) if isinstance(kit_folder, SiteFolder) else _server(kit_folder, overrides)
     yield from guard_each("folder", lambda: findings)
 

@@ -150,8 +150,7 @@ def launch(
         values |= package.signed(complete_config(server, values))
         config = with_sites(server, values)
         if not resumes:
-            waits = package.own or bool(given.keys() & WAITS)
-            config = present(config, control, waits, say)
+            config = present(config, control, package.own or bool(given.keys() & WAITS), say)
         run = control.start_run(package.content, package.known(config))
     return resumes or str(values["name"]), run, str(config.get("client-names") or "")
 

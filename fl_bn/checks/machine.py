@@ -24,7 +24,7 @@ def packages() -> Finding:
 
     needed = [Requirement(f"python {metadata('fl-bn')['Requires-Python']}")]
     stated = map(Requirement, requires("fl-bn") or ())
-    needed += [one for one in stated if one.marker is None or one.marker.evaluate({"extra": "deployment"})]
+    needed += [one for one in stated if one.marker is None]
     here = {one.name: platform.python_version() if one.name == "python" else version_of(one.name) for one in needed}
     if wrong := [one for one in needed if not one.specifier.contains(here[one.name], prereleases=True)]:
         text = ", ".join(f"{one.name} is {here[one.name]}, but fl-bn needs {one.specifier}" for one in wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,8 +22,8 @@ from safetensors.torch import load_file
 
 from fl_bn.flower import run_in_process
 from fl_bn.support.flower_config import flower_config
+from fl_bn_site.commands import of_1_25
 from fl_bn_site.folders import EXCHANGE_PORTS
-from fl_bn_site.kit import KitPlan, create
 
 ROOT = Path(__file__).parents[2]
 FL_BN = (sys.executable, "-m", "fl_bn.cli.main")
@@ -129,8 +130,10 @@ class Federation:
         self.kit, self.sites = folder / "kit", list(sites)
         fleet, control, self.serverappio, *rest = free_ports(3 + len(sites) + EXCHANGE_PORTS)
         nodes, self.exchange = rest[: len(sites)], rest[len(sites)]
-        create(KitPlan("127.0.0.1", list(sites), fleet_port=fleet, exchange_port=self.exchange), self.kit)
+        plan = {"superlink": "127.0.0.1", "sites": ",".join(sites), "fleet-port": fleet, "exchange-port": self.exchange, "output": self.kit}
+        subprocess.run([*FL_BN, "kit", "create", *(f"--{key}={value}" for key, value in plan.items())], check=True, capture_output=True)
         self.fleet, self.nodes = fleet, dict(zip(sites, nodes, strict=True))
+        self.control, self.runtime = (control, self.serverappio) if of_1_25() else (fleet, fleet)  # ports that runs and ServerApps use
         self.edit(
             "server", {"control": f"127.0.0.1:{control}", "serverappio": f"127.0.0.1:{self.serverappio}", "fleet": f"127.0.0.1:{fleet}"}
         )
@@ -182,39 +185,32 @@ class Federation:
                     [*FL_BN, "start", str(self.kit / part)], cwd=ROOT, stdout=output, stderr=output, start_new_session=True, env=environment
                 )
 
-    def start_all(self) -> None:
-        """Start the server, wait until it has registered the sites' keys, start the sites, and wait until they are connected."""
+    def start_all(self, sites: Sequence[str] = ()) -> None:
+        """Start the server, wait until it has registered all sites, start ``sites`` (empty: all), and wait until they are connected."""
         self.start("server")
         wait_until("registration", lambda: self.log("server", "register").count("registered") >= len(self.sites), 300)
-        self.start(*(f"sites/{site}" for site in self.sites))
-        for site in self.sites:
-            wait_until(f"site {site} is connected", partial(self._connected, site), 240)
+        self.start_again(*(f"sites/{site}" for site in sites or self.sites))
 
     def start_again(self, *parts: str) -> None:
-        """Start sites that were stopped, and wait until they are connected."""
+        """Start sites, and wait until they are connected."""
         before = {part: self.log(part).count("SuperNode ID") for part in parts}
         self.start(*parts)
         for part in parts:
-            wait_until(f"{part} is back", lambda part=part: self.log(part).count("SuperNode ID") > before[part], 300)  # type: ignore[misc]
+            wait_until(f"{part} is connected", lambda part=part: self.log(part).count("SuperNode ID") > before[part], 300)  # type: ignore[misc]
 
-    def membership(self, command: str, name: str, *options: str, code: int = 0) -> str:
-        """Run ``fl-bn kit COMMAND`` for the site ``name``; return its output. ``code`` is the exit status that it must have."""
-        argv = [*FL_BN, "kit", command, str(self.kit / "server"), name, *options]
-        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    def command(self, command: str, *words: str, part: str = "server", code: int = 0, timeout: float = 900.0) -> str:
+        """Run ``fl-bn COMMAND FOLDER WORDS`` for the folder of ``part``; return its output. It must end with exit status ``code``."""
+        argv = [*FL_BN, *command.split(), str(self.kit / part), *words]
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    def add_site(self, site: str) -> None:
-        """Add a site to the federation, start it, and wait until it is connected."""
-        self.membership("add-site", site)
+    def add_site(self, site: str, **lines: Any) -> None:
+        """Add a site to the federation, with ``lines`` in its TOML file."""
+        self.command("kit add-site", site)
         (self.nodes[site],) = free_ports(1)
-        self.edit(f"sites/{site}", {"clientappio": f"127.0.0.1:{self.nodes[site]}", "device": "cpu"})
+        self.edit(f"sites/{site}", {"clientappio": f"127.0.0.1:{self.nodes[site]}", "device": "cpu", **lines})
         self.environment[f"sites/{site}"] = {"FL_BN_MOOD": str(self.mood(site))}
-        self.start(f"sites/{site}")
-        wait_until(f"site {site} is connected", partial(self._connected, site), 120)
-
-    def _connected(self, site: str) -> bool:
-        return "SuperNode ID" in self.log(f"sites/{site}", "supernode")
 
     def stop(self, part: str, how: int = signal.SIGTERM) -> None:
         process = self._running.pop(part)
@@ -235,17 +231,24 @@ class Federation:
         The last two are those of ``site``. ``clientapp`` finds the base process, the warm ones and those of messages.
         """
         words = {
-            "superlink": ("superlink.py", str(self.kit)),
-            "serverapp": ("flwr-serverapp", f":{self.serverappio}"),
+            "superlink": ("superlink.db", str(self.kit)),
+            "serverapp": ("flwr-serverapp", f":{self.runtime}"),
             "supernode": ("supernode.py", str(self.kit / "sites" / site)),
             "clientapp": ("fl_bn_site.apps", str(self.kit / "sites" / site)),
         }
         return processes(*words[program])
 
+    def online(self) -> list[str]:
+        """Return the sites that are online; empty if the server does not answer."""
+        with suppress(AssertionError):
+            return [site["name"] for site in json.loads(self.command("status", "--json"))["sites"] if site["state"] == "online"]
+        return []
+
     # Runs
 
-    def submit(self, config: Mapping[str, Any], *options: str) -> subprocess.Popen[str]:
-        argv = [*FL_BN, "submit", str(self.kit / "server"), "--run-config", flower_config(config), *options]
+    def submit(self, config: Mapping[str, Any] | str, *options: str) -> subprocess.Popen[str]:
+        text = config if isinstance(config, str) else flower_config(config)
+        argv = [*FL_BN, "submit", str(self.kit / "server"), "--run-config", text, *options]
         return subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
     def run(self, config: Mapping[str, Any], timeout: float = 600.0) -> str:
@@ -265,6 +268,19 @@ class Federation:
 
     def result(self, name: str) -> Path:
         return self.kit / "server" / "results" / name
+
+
+def ended(process: subprocess.Popen[str], code: int = 0) -> str:
+    """Wait until a submitted run has ended; return its output. ``code`` is the exit status that ``fl-bn submit`` must have."""
+    out, _ = process.communicate(timeout=900)
+    assert process.returncode == code, out
+    return out
+
+
+def rounds_of(federation: Federation, name: str) -> int:
+    """Return how many rounds of a run are done."""
+    file = federation.result(name) / "rounds.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
 def in_process(config: Mapping[str, Any], folder: Path) -> Path:

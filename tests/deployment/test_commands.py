@@ -12,7 +12,7 @@ import pytest
 import tomli
 from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-from flwr.cli.build import build_fab_from_disk, build_fab_from_files
+from flwr.cli.build import build_fab_from_disk
 from flwr.common.args import try_obtain_root_certificates, try_obtain_server_certificates
 from flwr.common.config import parse_config_args
 from flwr.server.app import _parse_args_run_superlink
@@ -112,12 +112,6 @@ def test_configs_come_back_as_they_were() -> None:
 def test_configs_refuse_what_they_would_change(value: str) -> None:
     with pytest.raises(ValueError, match="key"):
         flower_config({"key": value})
-
-
-def test_the_kit_stays_out_of_what_flower_sends() -> None:
-    own = {name: (ROOT / name).read_bytes() for name in ("pyproject.toml", ".gitignore")}
-    sent = zipfile.ZipFile(io.BytesIO(build_fab_from_files({**own, "kit/server/server.toml": b"", "kit.py": b""}))).namelist()
-    assert ("kit.py" in sent, "kit/server/server.toml" in sent) == (True, False)
 
 
 def test_what_is_submitted_is_what_flower_would_send_without_environments_and_kits(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,13 +20,6 @@ from fl_bn_site import checks
 from tests.deployment import tls_servers
 from tests.deployment.inner import Finding, ServerFolder, machine
 from tests.listed import listed
-
-
-@listed(("python", "status"), [("3.12.4", "ok"), ("3.8.1", "fail")])
-def test_versions(python: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "python_version", lambda: python)
-    found = machine.packages()
-    assert (found.status, python in found.text) == (status, True), str(found)
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,16 +72,6 @@ def test_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", full)
     assert machine.storage("state", tmp_path, mounts).status == "fail"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lost", "mounts"]
-
-
-def test_ports() -> None:
-    def said(address: str, running: bool = False) -> str:
-        return checks.port_free("fleet", address, "fleet in server.toml", running=running).status
-
-    with tls_servers.listen() as listening:
-        port = tls_servers.port_of(listening)
-        assert (said(f"127.0.0.1:{port}"), said(f"0.0.0.0:{port}"), said(f"127.0.0.1:{port}", running=True)) == ("fail", "fail", "ok")
-    assert (said(f"127.0.0.1:{port}"), said(f"192.0.2.1:{port}")) == ("ok", "fail")  # the latter is no address of this machine
 
 
 @listed(
@@ -203,19 +185,18 @@ def shaken(kit: Path, authority: Path | None = None, server: Path | None = None,
 
 
 @listed(
-    ("hosts", "begins", "ends", "status", "words"),
+    ("hosts", "begins", "ends", "status"),
     [
-        (["localhost"], -9, 40, "ok", "localhost"),
-        (["localhost"], -9, -1, "fail", "expired"),
-        (["localhost"], 2, 9, "fail", "not yet valid"),
-        (["elsewhere.example.org"], -9, 40, "fail", "Hostname mismatch"),
+        (["localhost"], -9, 40, "ok"),
+        (["localhost"], -9, -1, "fail"),
+        (["localhost"], 2, 9, "fail"),
+        (["elsewhere.example.org"], -9, 40, "fail"),
     ],
 )
-def test_dates_and_names_are_told_apart(tmp_path: Path, hosts: list[str], begins: float, ends: float, status: str, words: str) -> None:
+def test_dates_and_names_of_a_certificate(tmp_path: Path, hosts: list[str], begins: float, ends: float, status: str) -> None:
     kit = tls_servers.make_kit(tmp_path / "kit", 9092)
     tls_servers.reissue(kit, hosts, begins, ends)
-    found = shaken(kit)
-    assert (found.status, words in found.text) == (status, True), str(found)
+    assert shaken(kit).status == status
 
 
 def test_a_stranger_with_a_certificate_of_the_right_name_and_what_is_no_tls(kit: Path, tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from fl_bn_site import wire
 from fl_bn_site.answer import Answer, Site, placed
 from fl_bn_site.packages import PackageError, Packages, files_of
 from tests.deployment.federation import wait_until
-from tests.deployment.inner import Package, check, lines_in
-from tests.deployment.test_signing import ALICE, MINE, hand_out, package_of
+from tests.deployment.inner import Package, check, hand_out, lines_in
+from tests.deployment.test_signing import ALICE, MINE, package_of
 from tests.listed import listed
 
 PYPROJECT = """

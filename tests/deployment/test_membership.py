@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
@@ -30,7 +29,7 @@ from tests.deployment.inner import (
     remove_site,
     write_site_key,
 )
-from tests.deployment.test_kit import PLAN, failures
+from tests.deployment.test_kit import PLAN, failures, handshake
 from tests.listed import listed
 
 
@@ -73,31 +72,30 @@ def test_a_site_may_make_its_key_itself(kit: Path, server: ServerFolder, tmp_pat
 
 
 @listed(
-    ("change", "said"),
+    "change",
     [
-        (lambda server, kit: add_site(server, "a", None, kit / "sites/east"), "site a"),
-        (lambda server, kit: add_site(server, "../x", None, kit / "sites/east"), "name"),
-        (lambda server, kit: add_site(server, "east", kit / "sites/A/site.pub", kit / "sites/east"), "key of A"),
-        (lambda server, kit: add_site(server, "east", kit / "sites/A/site.key", kit / "sites/east"), "not the public key"),
-        (lambda server, kit: add_site(server, "east", kit / "nowhere.pub", kit / "sites/east"), "not the public key"),
-        (lambda server, kit: add_site(server, "east", None, kit / "sites/B"), "never overwritten"),
-        (lambda server, kit: remove_site(server, "C"), "site C"),
-        (lambda server, kit: remove_site(remove_site(server, "A"), "B"), "last site"),
-        (lambda server, kit: renew_site(server, "A", kit / "nowhere.pub", kit / "sites/A"), "not the public key"),
-        (lambda server, kit: renew_site(server, "A", kit / "sites/B/site.key", kit / "sites/A"), "not the public key"),
-        (lambda server, kit: renew_site(server, "A", kit / "sites/B/site.pub", kit / "sites/A"), "key of B"),
-        (lambda server, kit: renew_site(server, "C", None, kit / "sites/A"), "site C"),
-        (lambda server, kit: renew_server(server, other(kit), 400), "trust"),
-        (lambda server, kit: renew_server(server, kit / "nowhere", 400), "authority"),
+        lambda server, kit: add_site(server, "a", None, kit / "sites/east"),
+        lambda server, kit: add_site(server, "../x", None, kit / "sites/east"),
+        lambda server, kit: add_site(server, "east", kit / "sites/A/site.pub", kit / "sites/east"),
+        lambda server, kit: add_site(server, "east", kit / "sites/A/site.key", kit / "sites/east"),
+        lambda server, kit: add_site(server, "east", kit / "nowhere.pub", kit / "sites/east"),
+        lambda server, kit: add_site(server, "east", None, kit / "sites/B"),
+        lambda server, kit: remove_site(server, "C"),
+        lambda server, kit: renew_site(server, "A", kit / "nowhere.pub", kit / "sites/A"),
+        lambda server, kit: renew_site(server, "A", kit / "sites/B/site.key", kit / "sites/A"),
+        lambda server, kit: renew_site(server, "A", kit / "sites/B/site.pub", kit / "sites/A"),
+        lambda server, kit: renew_site(server, "C", None, kit / "sites/A"),
+        lambda server, kit: renew_server(server, other(kit), 400),
+        lambda server, kit: renew_server(server, kit / "nowhere", 400),
     ],
-    ids=[str(number) for number in range(14)],
+    ids=[str(number) for number in range(13)],
 )
-def test_what_cannot_be_changed_leaves_all_as_it_was(tmp_path: Path, change: Callable[[ServerFolder, Path], object], said: str) -> None:
+def test_what_cannot_be_changed_leaves_all_as_it_was(tmp_path: Path, change: Callable[[ServerFolder, Path], object]) -> None:
     create(PLAN, tmp_path / "kit")
     before = contents(tmp_path / "kit")
-    with pytest.raises(KitError, match=said):
+    with pytest.raises(KitError):
         change(ServerFolder.read(tmp_path / "kit/server"), tmp_path / "kit")
-    assert said == "last site" or contents(tmp_path / "kit") == before  # there, the first was removed
+    assert contents(tmp_path / "kit") == before
 
 
 def other(kit: Path) -> Path:
@@ -114,6 +112,8 @@ def test_a_site_that_goes_is_out_and_its_key_is_kept_as_a_former_one(kit: Path, 
     assert former_owner(changed, key) == "A"
     assert former_owner(changed, read_public(server.public_key("B"))) == ""
     assert failures(kit) == []
+    with pytest.raises(KitError):
+        remove_site(changed, "B")
 
 
 def test_a_renewed_certificate_is_for_the_same_names_and_reaches_no_site(kit: Path, server: ServerFolder) -> None:
@@ -129,24 +129,14 @@ def test_a_renewed_certificate_is_for_the_same_names_and_reaches_no_site(kit: Pa
     assert all(path.stat().st_mode & 0o077 == 0 for path in [former, *former.glob("*.key.*")])
 
 
-def accepts(site: Path, thief: Path, host: str = "localhost") -> bool:
-    """Whether a gRPC client of ``site`` talks to a gRPC server with the certificate and key in ``thief``."""
-    own = grpc.ssl_server_credentials([((thief / "server.key").read_bytes(), (thief / "server.crt").read_bytes())])
-    server = grpc.server(ThreadPoolExecutor(1))
-    port = server.add_secure_port("127.0.0.1:0", own)
-    server.start()
-    trusted = grpc.ssl_channel_credentials((site / "ca.crt").read_bytes())
+def accepts(site: Path, server: Path) -> bool:
     try:
-        with grpc.secure_channel(f"{host}:{port}", trusted) as channel:
-            grpc.channel_ready_future(channel).result(timeout=3)
-    except grpc.FutureTimeoutError:
+        handshake(server, site / "ca.crt", "localhost")
+    except ssl.SSLCertVerificationError:
         return False
-    finally:
-        server.stop(None)
     return True
 
 
-@pytest.mark.slow
 def test_a_stolen_server_key_is_worth_nothing_once_the_authority_is_new(kit: Path, server: ServerFolder, tmp_path: Path) -> None:
     thief, signed = tmp_path / "thief", tmp_path / "signed with the stolen authority"
     shutil.copytree(server.path, thief)

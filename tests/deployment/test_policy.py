@@ -81,6 +81,10 @@ def test_only_the_installed_code_runs_where_the_policy_says_so(tmp_path: Path) -
         with pytest.raises(NotAllowed, match=name):
             only.check_package(package_of(other), {}, package)
         policy(tmp_path, 'allow-code = "any"').check_package(package_of(other), {}, package)  # control
+    whole = package_of(same)
+    for broken in (b"", b"no zip file", whole.replace(b"VERSION = 1", b"VERSION = 2"), whole[:-30]):
+        with pytest.raises(NotAllowed):
+            only.check_package(broken, {}, package)
 
 
 def test_replies_of_few_samples_do_not_leave(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fl_bn.run.run_directory import to_toml
+from fl_bn.support.flower_config import PROGRESS
 from fl_bn_site.launch import NameTaken
 from tests.deployment.inner import (
     ConfigError,
@@ -156,6 +157,19 @@ def test_a_run_with_whose_folder_another_went_on_has_not_that_one_s_rounds(serve
     superlink.known.append(Submitted(2, "running", {"resume": "died"}, THEN + timedelta(seconds=60), None, THEN + timedelta(seconds=60)))
     found = [(run.id, run.status, run.round, run.rounds) for run in status(server).runs]
     assert found == [(2, "running", 2, 9), (1, "finished:resumed", None, 9)]
+
+
+def test_a_run_of_a_user_s_own_app_may_tell_its_rounds_and_is_not_resumed(server: ServerFolder, superlink: Any) -> None:
+    config = {"name": "mine", "num-server-rounds": 5}
+    superlink.known = [Submitted(1, "finished:failed", config, THEN, THEN, THEN, app="you/myapp")]
+    (run,) = status(server).runs
+    assert (run.round, run.rounds, len(run.note.split("; "))) == (None, 5, 3)
+    (server.results / "mine").mkdir(parents=True)
+    (server.results / "mine" / PROGRESS).write_text('{"round": 2, "rounds": 5, "seconds": 1.0}\n')
+    (run,) = status(server).runs
+    assert (run.round, run.rounds, len(run.note.split("; "))) == (2, 5, 2)
+    with pytest.raises(ConfigError):
+        resume(server, "mine")
 
 
 @pytest.mark.parametrize("columns", [80, 0])

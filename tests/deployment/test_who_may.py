@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 
 from fl_bn_site.packages import Packages
-from tests.deployment.federation import Federation, wait_until
 from tests.deployment.inner import KitPlan, SiteFolder, commands, create, verify
 from tests.deployment.test_signing import package_of
 
 ROOT = Path(__file__).parents[2]
 KEY, APP, STRANGER = 21001, 21002, 21003  # users who need no entry anywhere
-ANSWERS = ("SuperNode ID", "No SuperNode found with the given public key")
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="files for three users: needs root")
 
 
@@ -139,56 +135,3 @@ def test_a_key_that_others_can_read_is_found(tmp_path: Path) -> None:
     assert all(check.status != "fail" for check in verify(tmp_path / "kit/sites/a"))
     keys[2].chmod(0o644)
     assert [check for check in verify(tmp_path / "kit/sites/a") if check.status == "fail"]
-
-
-# Ports of a server
-
-
-@pytest.fixture(scope="module")
-def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
-    with Federation(tmp_path_factory.mktemp("who"), ("a",)) as running:
-        running.start("server")
-        wait_until("registration", lambda: "a: registered" in running.log("server", "register"), 240)
-        yield running
-
-
-def control(federation: Federation) -> int:
-    found = re.search(r'(?m)^control = "127\.0\.0\.1:(\d+)"', (federation.kit / "server/server.toml").read_text())
-    assert found is not None
-    return int(found[1])
-
-
-def listens(address: str, port: int) -> bool:
-    try:
-        with socket.create_connection((address, port), timeout=5):
-            return True
-    except OSError:
-        return False
-
-
-def nodes(port: int, credentials: grpc.ChannelCredentials | None) -> object:
-    from flwr.proto.control_pb2 import ListNodesRequest
-    from flwr.proto.control_pb2_grpc import ControlStub
-
-    address = f"127.0.0.1:{port}"
-    channel = grpc.insecure_channel(address) if credentials is None else grpc.secure_channel(address, credentials)
-    with channel:
-        return ControlStub(channel).ListNodes(ListNodesRequest(), timeout=10)
-
-
-@pytest.mark.slow
-def test_ports_of_the_server_s_own_machine_are_closed_to_others(federation: Federation) -> None:
-    """127.0.0.2 is this machine, too, but an address that only a program which listens on all of them answers."""
-    for port in (control(federation), federation.serverappio):
-        assert listens("127.0.0.1", port)
-        assert not listens("127.0.0.2", port)
-
-
-@pytest.mark.slow
-def test_nobody_talks_to_the_server_in_plaintext(federation: Federation) -> None:
-    for port in (control(federation), federation.fleet):
-        with pytest.raises(grpc.RpcError) as refused:
-            nodes(port, None)
-        assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
-    ours = grpc.ssl_channel_credentials((federation.kit / "server/ca.crt").read_bytes())
-    assert len(nodes(control(federation), ours).nodes_info) == 1  # type: ignore[attr-defined]  # control: with TLS it answers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import subprocess
+import json
 import zipfile
 from collections.abc import Iterator
 from datetime import datetime
@@ -17,8 +17,8 @@ from fl_bn.run.errors import ConfigError
 from fl_bn_site import submit as submit_module
 from fl_bn_site.own_config import own_config
 from fl_bn_site.project import OF_RUN
-from tests.deployment.federation import FL_BN, Federation, wait_until
-from tests.deployment.inner import FolderError, Package, ServerFolder, build, submit
+from tests.deployment.federation import Federation, ended
+from tests.deployment.inner import FolderError, Package, ServerFolder, SiteFolder, build, lines_in, submit
 
 NOW = datetime(2026, 11, 26, 21, 30)
 NETS = """
@@ -127,43 +127,58 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
         yield running
 
 
-def submitted(federation: Federation, folder: Path, *words: str) -> str:
-    typed = [*FL_BN, "submit", str(federation.kit / "server"), *words]
-    done = subprocess.run(typed, cwd=folder, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def submitted(federation: Federation, app: Path, config: str, code: int = 0) -> str:
+    return ended(federation.submit(config, "--app", str(app)), code)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_an_exchange_of_an_own_app_has_the_kit_s_address_and_tls(federation: Federation, own_app: Path) -> None:
+    """FedTAN's clients exchange vectors with the server layer by layer."""
+    server, client = own_app / "myapp/server_app.py", own_app / "myapp/client_app.py"
+    server.write_text(server.read_text().replace("import FBN", "import FedTAN").replace("FBN(Net())", "FedTAN(Net())"))
+    client.write_text(client.read_text().replace("fbn", "fedtan"))
+    out = submitted(federation, own_app, "num-server-rounds=1 local-epochs=1 name='fedtan'")
+    assert f"exchange: listening on 127.0.0.1:{federation.exchange} (TLS)" in out
+    assert "2/2 clients" in out
+    assert "goes on with replay" not in out
+    run = next(run for run in json.loads(federation.command("status", "--json"))["runs"] if run["name"] == "fedtan")
+    assert (run["round"], run["rounds"], run["accepted"], run["note"]) == (1, 1, 2, "")
+    assert run["loss"] is not None
+    assert 0 <= run["value"] <= 1
+    sent = [line.values for line in lines_in(SiteFolder.read(federation.kit / "sites/a").audit_log)]
+    assert any(line and line["message"] == "exchange" and line["name"] == "fedtan" for line in sent), "vectors went over the exchange"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_site_s_refusal_of_an_own_app_ends_the_run_and_is_logged_there(federation: Federation, own_app: Path) -> None:
+    site = SiteFolder.read(federation.kit / "sites/b")
+    before = site.policy.read_text()
+    site.policy.write_text('allow-code = "installed"\n')
+    try:
+        out = submitted(federation, own_app, "num-server-rounds=1 name='refused'", code=1)
+    finally:
+        site.policy.write_text(before)
+    assert "site b is refused: its policy refuses the run: this site's policy has allow-code = installed" in out
+    (line,) = json.loads(federation.command("audit", "--run", "refused", "--json", part="sites/b"))["refused"]
+    assert (line["message"], line["decision"]) == ("query.hello", "refused")
+    assert "allow-code = installed" in line["reason"]
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_an_app_of_fl_bn_new_trains_at_the_sites(federation: Federation, own_app: Path) -> None:
-    """Both sites, each with its part of the app's data."""
-    said = submitted(federation, own_app.parent, "--app", "myapp", "--run-config", "num-server-rounds=1 local-epochs=1")
-    assert "2/2 clients" in said
-    assert "round 1: loss" in said
-    wait_until("both were asked", lambda: all("is admitted: signed by" in federation.log(f"sites/{s}", "supernode") for s in "ab"), 10)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_a_network_of_one_s_own_trains_on_data_that_a_site_s_own_loader_reads(federation: Federation, modules: Path) -> None:
-    config = (
-        "model='mynets:build' method='fbn' rounds=1 local-steps=1 pictures=false name='own' "
-        "dataset='sites' classes=10 channels=3 image-size=20"
-    )
-    assert "2/2 clients" in submitted(federation, modules.parent, "--app", str(modules), "--run-config", config)
-    assert (federation.result("own") / "model.safetensors").exists()
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_where_only_installed_code_runs_the_site_s_own_copy_of_a_module_is_called(federation: Federation, modules: Path) -> None:
-    """The copy that was sent would leave a file. The site has the same functions, and allows them."""
+def test_a_network_of_one_s_own_trains_on_what_a_site_s_loader_reads_also_where_only_installed_code_runs(
+    federation: Federation, modules: Path
+) -> None:
+    """There the site's own copy of the module is called. The copy that is sent leaves a file."""
     trace = modules.parent / "called"
     (modules / "mynets.py").write_text(f"{NETS}\nimport os, pathlib\npathlib.Path({str(trace)!r} + str(os.getpid())).touch()\n")
+    config = "model='mynets:build' method='fbn' rounds=1 local-steps=1 pictures=false dataset='sites' classes=10 channels=3 image-size=20"
+    assert "2/2 clients" in submitted(federation, modules, config)
+    sent = set(modules.parent.glob("called*"))
+    assert len(sent) > 2, "the server's process, and both sites'"
     for site in "ab":
         folder = federation.kit / "sites" / site
         federation.stop(f"sites/{site}")
@@ -171,6 +186,5 @@ def test_where_only_installed_code_runs_the_site_s_own_copy_of_a_module_is_calle
         federation.edit(f"sites/{site}", {"allow-modules": "mynets"})
         (folder / "policy.toml").write_text('allow-code = "installed"\n')
     federation.start_again("sites/a", "sites/b")
-    config = "model='mynets:build' method='fbn' rounds=1 local-steps=1 pictures=false dataset='sites' classes=10 channels=3 image-size=20"
-    assert "2/2 clients" in submitted(federation, modules.parent, "--app", str(modules), "--run-config", config)
-    assert len(list(modules.parent.glob("called*"))) == 1, "the server's own process, and no site's"
+    assert "2/2 clients" in submitted(federation, modules, config)
+    assert len(set(modules.parent.glob("called*")) - sent) == 1, "the server's own process, and no site's"

@@ -1,0 +1,51 @@
+"""Sites that are missing, on real processes: offline, of another version, with NaN in the data, and with a policy that refuses the run."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.deployment.federation import ROOT, Federation, ended
+from tests.deployment.test_walk import RUN, write_table
+
+MISSING = {  # site -> what the log says of it
+    "d": "site d is offline",
+    "e": "site e is refused: it has fl-bn 0.0.9",
+    "f": "site f is refused: DataError",
+    "g": "site g is refused: its policy refuses the run: this site's policy has allow-methods = fedbn",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_run_goes_on_without_sites_that_are_missing_or_ends_at_once_with_their_names(tmp_path: Path) -> None:
+    old = tmp_path / "old/fl_bn-0.0.9.dist-info"
+    old.mkdir(parents=True)
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: fl-bn\nVersion: 0.0.9\n")
+    data = {"dataset": "csv", "data-path": "data.csv"}
+    with Federation(tmp_path, "abcdefg", dict.fromkeys("abcdefg", data)) as federation:
+        for site in "abcdefg":
+            write_table(federation, site, spoilt=site == "f")
+        federation.environment["sites/e"]["PYTHONPATH"] = f"{old.parent}:{ROOT}"
+        (federation.kit / "sites/g/policy.toml").write_text('allow-methods = ["fedbn"]\n')
+        federation.start_all("abcefg")
+
+        out = federation.run({**RUN, "name": "three", "rounds": 2, "min-sites": 3})
+        assert out.count("3/3 clients") == 2, out
+        for line in MISSING.values():
+            assert line in out
+        summary = (federation.result("three") / "summary.md").read_text()
+        assert all(f"took no part: site {site}: " in summary for site in "efg"), summary
+
+        begin = time.monotonic()
+        out = ended(federation.submit({**RUN, "name": "all", "rounds": 2}), 1)
+        offline = time.monotonic() - begin
+        assert "offline: d. Start them, or set min-sites, or --sites a,b,c,e,f,g, to go on without them" in out
+        begin = time.monotonic()
+        out = ended(federation.submit({**RUN, "name": "online", "rounds": 2}, "--sites", "a,b,c,e,f,g"), 1)
+        refused = time.monotonic() - begin
+        assert all(MISSING[site] in out for site in "efg"), out
+        assert "To go on without it, set min-sites" in out
+        print(f"a run that needs a site which is offline ended after {offline:.1f} s, one that needs sites which refuse it {refused:.1f} s")
