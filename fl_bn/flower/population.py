@@ -104,7 +104,7 @@ class Population:
             if len(self._online) < self.least and now - begin < self.policy.timeout:
                 enough = now
             late = complete or now - enough > self.policy.wait
-            if late and len(self.clients) >= self.policy.min_sites:
+            if late and 0 < self.policy.min_sites <= len(self.clients):
                 for index in set(range(self.policy.clients)) - self.clients.keys() - self.absent.keys():
                     self._do_without(index, f"it did not come within {self.policy.wait:.0f} s")
             here, needed = self._here_and_needed()
@@ -269,8 +269,8 @@ class Population:
 
     def _do_without(self, client: int, why: str) -> bool:
         """Make ``client`` absent if the run may start without it. Return whether it may."""
-        remaining = set(range(self.policy.clients)) - self.absent.keys() - {client}
-        if self._joined or not 0 < self.policy.min_sites <= len(remaining):
+        remaining = self.policy.clients - len(self.absent.keys() | {client})
+        if self._joined or not 0 < self.policy.min_sites <= remaining:
             return False
         self.absent[client] = why
         return True

@@ -251,7 +251,7 @@ class Federation:
         argv = [*FL_BN, "submit", str(self.kit / "server"), "--run-config", text, *options]
         return subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
-    def run(self, config: Mapping[str, Any], timeout: float = 600.0) -> str:
+    def run(self, config: Mapping[str, Any], timeout: float = 900.0) -> str:
         """Submit a run, wait for it, and return its output.
 
         Raises:

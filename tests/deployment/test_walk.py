@@ -23,7 +23,7 @@ COLUMNS = 'target = "ill"\nclasses = ["no", "yes"]\n[numeric]\nx = {}\ny = {}\nz
 RUN: dict[str, Any] = {
     "method": "fbn", "model": "table-mlp", "dataset": "sites", "classes": 2, "channels": 3, "image-size": 1,
     "columns-digest": "f5686289b00fc689", "local-steps": 2, "evaluate-every": 1, "checkpoint-every": 1, "pictures": False,
-    "retry-timeout": 20.0,
+    "retry-timeout": 120.0,
 }  # fmt: skip
 
 
