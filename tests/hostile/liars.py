@@ -44,17 +44,17 @@ def what(message: Message) -> str:
 
 
 class LyingGrid(WatchedGrid):
-    """Let ``spoil`` change the replies of the client ``LIAR``."""
+    """Let clients lie: each of ``liars`` has a function that changes its replies."""
 
-    def __init__(self, app: ClientApp, clients: int, spoil: Spoil) -> None:
+    def __init__(self, app: ClientApp, clients: int, liars: Mapping[int, Spoil]) -> None:
         super().__init__(app, clients)
-        self.spoil = spoil
+        self.liars = liars
 
     def _answer(self, message: Message) -> Message:
         asked = what(message)  # Flower's mod takes the stage away
-        answer = super()._answer(message)
-        if message.metadata.dst_node_id == LIAR + 1 and answer.has_content():
-            self.spoil(message, asked, answer.content)
+        answer, client = super()._answer(message), message.metadata.dst_node_id - 1
+        if client in self.liars and answer.has_content():
+            self.liars[client](message, asked, answer.content)
         return answer
 
 
@@ -127,11 +127,11 @@ def lacks(kind: str, record: str) -> Spoil:
 
 
 def people(n: int = 5, samples: int = 6) -> list[Samples]:
-    return [random_samples(samples, brightness=0.1 * i, seed=i) for i in range(n)]
+    return [random_samples(samples, brightness=0.1 * (i % 10), seed=i) for i in range(n)]
 
 
 def lied(
-    spoil: Spoil,
+    spoil: Spoil | Mapping[int, Spoil],
     name: str = "fbn",
     clients: Sequence[Samples] | None = None,
     rounds: int = 2,
@@ -140,10 +140,10 @@ def lied(
     chosen: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Run:
-    """Run a federation in which the client ``LIAR`` lies. The run may start before the liar has introduced itself.
+    """Run a federation in which the client ``LIAR`` lies. The run may start before the liars have introduced themselves.
 
     Args:
-        spoil: Changes the liar's replies.
+        spoil: Changes the liar's replies. Or a function for each of several liars.
         name: The name of the method.
         clients: The samples of each client; None: those of ``people``.
         rounds: The number of rounds.
@@ -152,7 +152,7 @@ def lied(
         chosen: The options of the method.
         options: Passed to the strategy.
     """
-    clients, method = clients or people(), METHODS[name](**chosen)
-    grid = LyingGrid(client_app(method, clients, settings), len(clients), spoil)
-    rules = {"at_start": len(clients) - 1, **(policy or {})}
+    clients, method, liars = clients or people(), METHODS[name](**chosen), spoil if isinstance(spoil, Mapping) else {LIAR: spoil}
+    grid = LyingGrid(client_app(method, clients, settings), len(clients), liars)
+    rules = {"at_start": len(clients) - len(liars), **(policy or {})}
     return run(method, clients, rounds, settings=settings, grid=grid, policy=rules, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,8 +63,8 @@ def own_app(name: str = "fbn") -> ClientApp:
 class LyingGrid(InProcessGrid):
     """Let ``spoil`` change the replies of ``nodes``."""
 
-    def __init__(self, app: ClientApp, nodes: Collection[int], spoil: Spoil) -> None:
-        super().__init__(app, CLIENTS, {})
+    def __init__(self, app: ClientApp, nodes: Collection[int], spoil: Spoil, clients: int = CLIENTS) -> None:
+        super().__init__(app, clients, {})
         self.nodes, self.spoil = nodes, spoil
 
     def _answer(self, message: Message) -> Message:
@@ -83,13 +83,17 @@ class Ran:
     trajectory: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
 
-def lied(node: int | Collection[int], spoil: Spoil, name: str = "fbn", rounds: int = 2, **options: Any) -> Ran:
-    """Run the app for ``rounds`` rounds, in which one ``node``, or several, lie."""
+def lied(liars: Mapping[int, Spoil], name: str = "fbn", rounds: int = 2, nodes: int = CLIENTS, **options: Any) -> Ran:
+    """Run the app on ``nodes`` nodes for ``rounds`` rounds. Each of ``liars``, which are clients, changes its replies by a function."""
     ran = Ran.__new__(Ran)
     ran.records, ran.trajectory = [], []
     strategy = OwnAppStrategy(net(), METHODS[name](), callbacks=[Kept(ran.records)], **options)
     found = noted(strategy)
-    grid = LyingGrid(own_app(name), {node} if isinstance(node, int) else node, spoil)
+
+    def spoil(message: Message, asked: str, content: RecordDict) -> None:
+        liars[message.metadata.dst_node_id - 1](message, asked, content)
+
+    grid = LyingGrid(own_app(name), {client + 1 for client in liars}, spoil, nodes)
     ran.result = strategy.start(grid, num_rounds=rounds)
     ran.trajectory = [{key: torch.from_numpy(array) for key, array in found[n].items()} for n in sorted(found)]
     return ran

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -36,62 +35,52 @@ def reply_of(state: Server, client: int, method: Method) -> Reply:
 
 
 @cache
-def started() -> tuple[Server, tuple[Reply, ...]]:
-    """A server in round 2, whose round 1 was honest, and the honest replies to it."""
-    state = server_state(net(), methods.fedavg(), rounds=4, clients=CLIENTS)
-    state, record = server_round(state, [reply_of(state, client, methods.fedavg()) for client in range(CLIENTS)])
-    assert record.aggregated
-    return state, tuple(reply_of(state, client, methods.fedavg()) for client in range(CLIENTS))
-
-
-def first(change: Callable[[torch.Tensor], Any]) -> Callable[[Reply], Reply]:
-    """The first tensor of the reply is something else."""
-    return lambda reply: replace(reply, sections=reply.sections | {"weights": reply.sections["weights"] | {"0.weight": change(W)}})
+def started(make: Callable[[], Method] = methods.fedavg, rounds: int = 1) -> tuple[Server, tuple[Reply, ...]]:
+    """A server after so many honest rounds, and the honest replies to the next one."""
+    state, method = server_state(net(), make(), rounds=4, clients=CLIENTS), make()
+    for _ in range(rounds):
+        state, record = server_round(state, [reply_of(state, client, method) for client in range(CLIENTS)])
+        assert record.aggregated
+    return state, tuple(reply_of(state, client, method) for client in range(CLIENTS))
 
 
 W = torch.zeros(6, 4)
 
 
+def first(other: Any) -> Callable[[Reply], Reply]:
+    """The first tensor of the reply is something else."""
+    return lambda reply: replace(reply, sections=reply.sections | {"weights": reply.sections["weights"] | {"0.weight": other}})
+
+
 def told(**metrics: Any) -> Callable[[Reply], Reply]:
-    return lambda reply: replace(reply, metrics=reply.metrics | {name.replace("_", "-"): value for name, value in metrics.items()})
+    return lambda reply: replace(reply, metrics=reply.metrics | metrics)
 
 
 def earlier(reply: Reply) -> Reply:
     """The client's own reply to round 1."""
-    return reply_of(server_state(net(), methods.fedavg(), rounds=4, clients=CLIENTS), reply.client, methods.fedavg())
+    return started(methods.fedavg, 0)[1][reply.client]
 
 
 def of_fixbn(reply: Reply) -> Reply:
     """What the client would send to round 2 of a FixBN run: the same tensors."""
-    state = server_state(net(), methods.fixbn(), rounds=4, clients=CLIENTS)
-    state, _ = server_round(state, [reply_of(state, client, methods.fixbn()) for client in range(CLIENTS)])
-    return reply_of(state, reply.client, methods.fixbn())
+    return started(methods.fixbn)[1][reply.client]
 
 
-NO_REPLY: dict[str, tuple[Callable[[Reply], Any], str]] = {
-    "weight=-32": (
-        lambda r: replace(r, weight=-32),
-        "metrics/weight: ",
-    ),
-    "weight=10**30": (lambda r: replace(r, weight=10**30), "metrics/weight: "),
-    "weight=nan": (lambda r: replace(r, weight=float("nan")), "metrics/weight: "),  # type: ignore[arg-type]
+NO_REPLY: dict[str, tuple[Callable[[Reply], Any], str]] = {  # and how the refusal begins
+    "weight=-32": (lambda r: replace(r, weight=-32), "metrics/weight: "),
     "samples=-5": (lambda r: replace(r, samples=-5, weight=-5), "metrics/samples: "),
-    "samples=inf": (lambda r: replace(r, samples=float("inf")), "metrics/samples: "),  # type: ignore[arg-type]
-    "samples=10**30": (lambda r: replace(r, samples=10**30, weight=10**30), "metrics/samples: "),
-    "steps=nan": (told(steps=float("nan")), "metrics/steps: "),
     "steps=-1": (told(steps=-1), "metrics/steps: "),
-    "steps a list": (told(steps=[1, 2]), "metrics/steps: "),
     "loss of text": (told(loss="low"), "metrics/loss: "),
     "waited below 0": (told(waited=-1.0), "metrics/waited: "),
     "metrics a list": (lambda r: replace(r, metrics=[1.0]), "metrics: "),  # type: ignore[arg-type]
     "of round 1": (earlier, "reply/round: "),
     "of FixBN": (of_fixbn, "reply/signature: "),
-    "a list": (first(lambda w: w.tolist()), "weights/0.weight: "),
-    "an array": (first(lambda w: np.zeros((6, 4), np.float32)), "weights/0.weight: "),
-    "sparse": (first(lambda w: w.to_sparse()), "weights/0.weight: "),
-    "meta": (first(lambda w: w.to("meta")), "weights/0.weight: "),
-    "complex": (first(lambda w: torch.complex(w, w).conj()), "weights"),
-    "bfloat16": (first(lambda w: w.bfloat16()), "tensor/0.weight: "),
+    "a list": (first(W.tolist()), "weights/0.weight: "),
+    "an array": (first(W.numpy()), "weights/0.weight: "),
+    "sparse": (first(W.to_sparse()), "weights/0.weight: "),
+    "meta": (first(W.to("meta")), "weights/0.weight: "),
+    "complex": (first(torch.complex(W, W).conj()), "weights"),
+    "bfloat16": (first(W.bfloat16()), "tensor/0.weight: "),
     "sections a list": (lambda r: replace(r, sections=[W]), "reply/sections: "),  # type: ignore[arg-type]
     "a section of a tensor": (lambda r: replace(r, sections={"weights": W}), "reply/weights: "),  # type: ignore[dict-item]
     "client 77 of 5": (lambda r: replace(r, client=77), "client 77"),
@@ -107,6 +96,7 @@ NO_REPLY: dict[str, tuple[Callable[[Reply], Any], str]] = {
 def test_what_no_client_sends_costs_its_sender_the_reply(case: str, log: pytest.LogCaptureFixture) -> None:
     """What is no client's reply at all is named in the log."""
     (state, honest), (change, begins) = started(), NO_REPLY[case]
+    assert len(server_round(state, honest)[1].accepted) == CLIENTS  # control
     replies = [change(reply) if reply.client == LIAR else reply for reply in honest]
     after, record = server_round(state, replies)
     assert [c.client for c in record.accepted] == [0, 2, 3, 4]
@@ -115,8 +105,3 @@ def test_what_no_client_sends_costs_its_sender_the_reply(case: str, log: pytest.
     assert len(said[0]) < 500
     want, _ = server_round(state, [reply for reply in honest if reply.client != LIAR])
     assert all(torch.equal(tensor, want.shared.tensors()[name]) for name, tensor in after.shared.tensors().items())
-
-
-def test_control_the_honest_replies_all_count() -> None:
-    _, record = server_round(*started())
-    assert [c.client for c in record.accepted] == [0, 1, 2, 3, 4]
