@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from torch import Tensor
 from fl_bn.support import durable
 from fl_bn.support.durable import BLANK, CHECKSUM, SUFFIX, UNFINISHED, Damaged, load_tensors, save_tensors, set_aside, write
 from tests.listed import listed
+from tests.refusals import naming
 
 OLD, NEW = b"old" * 100, b"new" * 5000
 
@@ -45,25 +47,31 @@ def room_for(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-# Writing
+# Writing: one table of the moments at which a writer fails or dies
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+FAILS: dict[str, tuple[str, BaseException]] = {  # the call of ``os`` that fails
+    "no file can be opened": ("open", FULL),
+    "the disk is full at the end": ("fsync", FULL),
+    "the file cannot be renamed": ("replace", FULL),
+    "the user interrupts": ("fsync", KeyboardInterrupt()),
+}
 
 
-@pytest.mark.parametrize("where", ["open", "fsync", "replace", "interrupt"])
-@pytest.mark.parametrize("there", [True, False])
-def test_a_write_that_fails_half_way_leaves_what_was_there_and_nothing_else(
-    where: str, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "file"
+@listed("there", [True, False])
+@listed("case", FAILS)
+def test_a_write_that_fails_half_way_leaves_what_was_there_and_nothing_else(case: str, there: bool, tmp_path: Path) -> None:
+    path, (call, error) = tmp_path / "file", FAILS[case]
     if there:
         write(path, OLD)
 
     def fail(*args: Any, **options: Any) -> Any:
-        raise KeyboardInterrupt if where == "interrupt" else OSError(errno.ENOSPC, "No space left on device")
+        raise error
 
-    monkeypatch.setattr(durable.os, "fsync" if where == "interrupt" else where, fail)
-    with pytest.raises(KeyboardInterrupt if where == "interrupt" else OSError):
-        write(path, NEW)
-    monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(durable.os, call, fail)
+        with pytest.raises(type(error)):
+            write(path, NEW)
     assert names(tmp_path) == (["file"] if there else [])
     assert not there or path.read_bytes() == OLD
     write(path, NEW)  # control: it was the failure alone
@@ -100,19 +108,15 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def test_content_is_on_the_disk_before_its_name_and_the_name_before_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "folder").mkdir()
-    calls = synced(monkeypatch)
-    write(tmp_path / "folder" / "file", NEW)
-    assert calls == [f"sync {UNFINISHED.rstrip('-')}", "rename to file", "sync folder"]
-
-
-def test_folders_that_are_made_on_the_way_are_durable_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_content_is_on_the_disk_before_its_name_and_the_name_and_new_folders_before_it_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a power cut after ``write`` has returned can lose a run's first checkpoint with the folder that holds it."""
     calls = synced(monkeypatch)
     write(tmp_path / "outer" / "inner" / "file", NEW)
     assert (tmp_path / "outer" / "inner" / "file").read_bytes() == NEW
     assert {"sync inner", "sync outer", f"sync {tmp_path.name.partition('-')[0]}"} <= set(calls)
+    assert calls[-3:] == [f"sync {UNFINISHED.rstrip('-')}", "rename to file", "sync inner"]
 
 
 def test_a_file_system_that_cannot_sync_folders_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,14 +142,6 @@ def test_files_that_a_dead_writer_left_are_removed_and_those_of_others_are_not(t
     assert names(tmp_path) == [alive.name, "file", "mine"]
 
 
-def test_an_unfinished_file_that_its_writer_finishes_meanwhile_disturbs_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes may write into one folder: the client of a server that died, and that of the one that goes on."""
-    glob = Path.glob
-    monkeypatch.setattr(Path, "glob", lambda self, pattern: [*glob(self, pattern), self / f"{UNFINISHED}renamed-a-moment-ago"])
-    write(tmp_path / "file", NEW)
-    assert names(tmp_path) == ["file"]
-
-
 def test_writers_of_one_folder_and_one_file_do_not_get_into_each_others_way(tmp_path: Path) -> None:
     errors: list[OSError] = []
 
@@ -166,7 +162,7 @@ def test_writers_of_one_folder_and_one_file_do_not_get_into_each_others_way(tmp_
     assert (names(tmp_path), len(set(content)), len(content)) == (["file"], 1, 1099)
 
 
-@pytest.mark.parametrize(("asked", "umask", "got"), [(None, 0o000, 0o600), (None, 0o077, 0o600), (0o666, 0o022, 0o644)])
+@listed(("asked", "umask", "got"), [(None, 0o000, 0o600), (None, 0o077, 0o600), (0o666, 0o022, 0o644)])
 def test_modes(asked: int | None, umask: int, got: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
@@ -251,45 +247,26 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert load_file(path).keys() == TENSORS.keys()  # any reader opens it
 
 
-def test_no_tensors_are_tensors(tmp_path: Path) -> None:
-    save_tensors(tmp_path / "none", {}, {"round": "3"})
-    assert load_tensors(tmp_path / "none") == ({}, {"round": "3"})
+ABOUT = st.text(st.characters(codec="utf-8"), max_size=5) | st.just(BLANK) | st.just(2 * BLANK)
 
 
 @settings(max_examples=30)
-@given(
-    about=st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=5), st.text(st.characters(codec="utf-8"), max_size=5), max_size=4)
-)
+@given(about=st.dictionaries(ABOUT, ABOUT, max_size=4))
 def test_what_a_file_says_of_itself_comes_back(about: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.getbasetemp() / "about"
-    save_tensors(path, {"a": torch.ones(2)}, about)
-    assert load_tensors(path)[1] == {key: value for key, value in about.items() if key != CHECKSUM}
-
-
-@pytest.mark.parametrize("about", [{"run": BLANK}, {"a": BLANK, "zz": BLANK + BLANK}, {BLANK: "x"}], ids=["value", "values", "key"])
-def test_what_looks_like_an_empty_checksum_is_none(about: dict[str, str], tmp_path: Path) -> None:
-    """A run may be called so: names are its users'. The order in a header is drawn anew for every file, so one try shows nothing."""
-    for _ in range(20):
-        save_tensors(tmp_path / "file", {"a": torch.ones(2)}, about)
-        assert load_tensors(tmp_path / "file")[1] == about
+    """Also where it looks like an empty checksum: a run may be called so. And without tensors."""
+    path, about = tmp_path_factory.getbasetemp() / "about", {key: value for key, value in about.items() if key != CHECKSUM}
+    for tensors in ({"a": torch.ones(2)}, {}):
+        save_tensors(path, tensors, about)
+        assert load_tensors(path)[1] == about
 
 
 # Damage
 
 
-class Bytes:
-    """A path whose content is in memory: tens of thousands are read in a second."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-    def read_bytes(self) -> bytes:
-        return self.data
-
-
 def refused(data: bytes) -> bool:
+    """Read a file that is in memory: tens of thousands are read in a second."""
     try:
-        load_tensors(Bytes(data))  # type: ignore[arg-type]
+        load_tensors(SimpleNamespace(read_bytes=lambda: data))  # type: ignore[arg-type]
     except Damaged:
         return True
     return False
@@ -331,16 +308,12 @@ FORGED: dict[str, Any] = {
     "metadata that are text": {"__metadata__": BLANK},
     "metadata that are nothing": {"__metadata__": None},
     "metadata that are a list": {"__metadata__": [CHECKSUM, BLANK]},
-    "metadata that are a number": {"__metadata__": 3},
     "a header that is a list": [{"__metadata__": {CHECKSUM: BLANK}}],
-    "a header that is text": "__metadata__",
     "no checksum": {"__metadata__": {"round": "3"}},
     "a checksum that is a number": {"__metadata__": {CHECKSUM: 64}},
-    "a checksum that is a list": {"__metadata__": {CHECKSUM: ["0"] * 64}},
     "a short checksum": {"__metadata__": {CHECKSUM: "0" * 63}},
     "a checksum of other letters": {"__metadata__": {CHECKSUM: "\ud800" * 64}},
     "no tensor's dtype": GOOD | {"a": {"shape": [1], "data_offsets": [0, 4]}},
-    "data that are too short": GOOD | {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}},
     "data of another size": GOOD | {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 3]}},
     "nested without end": b'{"__metadata__":' + b"[" * 100_000,
     "not UTF-8": b'{"__metadata__":{"\xff":"x"}}',
@@ -353,18 +326,13 @@ def test_files_of_others_are_damaged_whatever_is_in_them(case: str) -> None:
     assert refused(forged(FORGED[case], b"abcd"))
 
 
-def test_a_file_of_another_program_is_damaged(tmp_path: Path) -> None:
+def test_what_is_wrong_is_said_with_the_files_name(small: bytes, tmp_path: Path) -> None:
     save_file({"a": torch.ones(3)}, tmp_path / "plain", {"round": "3"})
     (tmp_path / "text").write_text("accuracy,loss\n")
-    for name in ("plain", "text"):
-        with pytest.raises(Damaged, match=f"{name}: expected a safetensors file with a checksum of its own"):
-            load_tensors(tmp_path / name)
-
-
-def test_what_is_wrong_is_said_with_the_files_name(small: bytes, tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(small[:-1])
-    with pytest.raises(Damaged, match=rf"short: its checksum does not match its {len(small) - 1} bytes: it was cut short or altered"):
-        load_tensors(tmp_path / "short")
+    for name in ("plain", "text", "short"):
+        with naming(f"{tmp_path / name}: ", Damaged):
+            load_tensors(tmp_path / name)
     with pytest.raises(FileNotFoundError):  # absent is not damaged
         load_tensors(tmp_path / "absent")
 

@@ -22,26 +22,17 @@ def failure(test: object, **fixtures: object) -> str:
 def test_every_case_is_tried_and_those_that_are_wrong_are_named() -> None:
     tried = []
 
-    @listed("number", [1, 2, 3, 4])
+    @listed("number", [1, 2, 3, pytest.param("four", id="fourth")])
     def even(number: int) -> None:
         tried.append(number)
-        assert number % 2 == 0, "odd"
+        assert int(number) % 2 == 0, "odd"
 
     said = failure(even)
-    assert tried == [1, 2, 3, 4]
-    assert said.startswith("2 of 4 cases:\n[1] odd")
+    assert tried == [1, 2, 3, "four"]
+    assert said.startswith("3 of 4 cases:\n[1] odd")
     assert "[3] odd" in said
+    assert "[fourth] ValueError" in said
     assert "[2]" not in said
-
-
-def test_an_error_is_named_with_its_class() -> None:
-    @listed(("text", "count"), [("a", 1), pytest.param("b", 2, id="second")])
-    def broken(text: str, count: int) -> None:
-        assert int(text) == count
-
-    said = failure(broken)
-    assert "[a-1] ValueError" in said
-    assert "[second] ValueError" in said
 
 
 def test_two_lists_try_every_pair() -> None:
@@ -73,28 +64,19 @@ def test_each_case_has_a_generator_and_a_folder_of_its_own(tmp_path: Path, rng: 
 
 def test_one_case_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
-
-    @listed("name", ["fbn", "fixbn"])
-    def note(name: str) -> None:
-        tried.append(name)
-
     monkeypatch.setattr(module, "CHOSEN", ["fix"])
-    note()
+    listed("name", ["fbn", "fixbn"])(lambda name: tried.append(name))()
     assert tried == ["fixbn"]
 
 
-def test_a_list_without_a_case_is_refused() -> None:
-    with pytest.raises(AssertionError, match="tests nothing"):
-        listed("name", [])
-
-
-def test_a_case_with_a_mark_is_refused() -> None:
-    with pytest.raises(AssertionError, match="cannot have marks, give these a test of their own: second"):
-        listed("number", [1, pytest.param(2, id="second", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [[], [1, pytest.param(2, marks=pytest.mark.slow)]], ids=["none", "one with a mark"])
+def test_a_list_of_no_case_or_of_a_marked_one_is_refused(cases: list[object]) -> None:
+    with pytest.raises(AssertionError):
+        listed("number", cases)
 
 
 def test_a_case_that_is_skipped_leaves_the_others_to_be_tried() -> None:
-    tried = []
+    tried, wanted = [], 4
 
     @listed("number", [1, 2, 3])
     def only_even(number: int) -> None:
@@ -103,8 +85,7 @@ def test_a_case_that_is_skipped_leaves_the_others_to_be_tried() -> None:
         tried.append(number)
         assert number < wanted
 
-    wanted = 4
-    with pytest.raises(pytest.skip.Exception, match=r"1 of 3 cases:\n\[1\] too small"):
+    with pytest.raises(pytest.skip.Exception):
         only_even()  # type: ignore[call-arg]
     assert tried == [2, 3]
     wanted = 3

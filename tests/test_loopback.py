@@ -5,17 +5,15 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 
 import grpc
 import pytest
 
 from fl_bn.exchange.call import ExchangeFailed
-from fl_bn.exchange.grpc import client
 from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn.support.loopback import EXCEPTIONS, direct, with_exceptions
 from fl_bn_site.commands import environment
-from tests.exchange.certificates import make_certificates
+from tests.listed import listed
 
 NOBODY = "127.0.0.1:9"  # nothing listens there
 Asked = Callable[[], bool]
@@ -40,53 +38,42 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
         yield accepted
 
 
-def join_an_exchange(authority: bytes) -> None:
+def knock(address: str) -> None:
+    with grpc.insecure_channel(address) as channel, suppress(grpc.FutureTimeoutError):
+        grpc.channel_ready_future(channel).result(timeout=1)
+
+
+@pytest.mark.slow
+def test_fl_bn_and_programs_that_it_starts_reach_this_machine_without_the_proxy(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     with suppress(ExchangeFailed):
-        GrpcExchange(NOBODY, "token", 1, authority, timeout=1)
-
-
-@pytest.mark.slow
-def test_fl_bn_reaches_this_machine_without_the_proxy(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    authority = make_certificates(tmp_path).authority.read_bytes()
-    join_an_exchange(authority)
+        GrpcExchange(NOBODY, "token", 1, timeout=1)
     assert not asked()
-    monkeypatch.setattr(client, "direct", lambda address: [])
-    join_an_exchange(authority)
-    assert asked(), "control: gRPC excepts no host by itself"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("address", [NOBODY, "localhost:9", "[::1]:9", "127.0.0.53:9"])
-def test_programs_that_fl_bn_starts_reach_this_machine_without_the_proxy(
-    address: str, asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def knock() -> None:
-        with grpc.insecure_channel(address) as channel, suppress(grpc.FutureTimeoutError):
-            grpc.channel_ready_future(channel).result(timeout=1)
-
     monkeypatch.setenv("no_proxy", "a.example")
-    knock()
-    assert asked(), "control"
+    addresses = (NOBODY, "localhost:9", "[::1]:9", "127.0.0.53:9")
+    for address in addresses:
+        knock(address)
+        assert asked(), "control: gRPC excepts no host by itself"
     for name in EXCEPTIONS:
         monkeypatch.setenv(name, environment({}).get(name, ""))
-    knock()
-    assert not asked()
+    for address in addresses:
+        knock(address)
+        assert not asked()
 
 
-@pytest.mark.parametrize("address", ["fl.example.org:9093", "10.1.2.3:9093", "[2001:db8::1]:9093"])
+@listed("address", ["fl.example.org:9093", "10.1.2.3:9093", "[2001:db8::1]:9093"])
 def test_other_machines_are_reached_as_the_environment_says(address: str) -> None:
     assert direct(address) == []
 
 
-@pytest.mark.parametrize(
-    ("variables", "hosts"),
-    [
-        ({}, ""),
-        ({"no_proxy": "a.example, b.example"}, "a.example,b.example,"),
-        ({"no_grpc_proxy": "a.example", "no_proxy": "b.example"}, "a.example,"),
-        ({"no_grpc_proxy": "", "no_proxy": "b.example"}, ""),
-    ],
-)
+EXCEPTED: list[tuple[Mapping[str, str], str]] = [
+    ({}, ""),
+    ({"no_proxy": "a.example, b.example"}, "a.example,b.example,"),
+    ({"no_grpc_proxy": "a.example", "no_proxy": "b.example"}, "a.example,"),
+    ({"no_grpc_proxy": "", "no_proxy": "b.example"}, ""),
+]
+
+
+@listed(("variables", "hosts"), EXCEPTED)
 def test_what_was_excepted_stays_so_for_grpc_and_for_all_others(variables: Mapping[str, str], hosts: str) -> None:
     made = with_exceptions(variables)
     assert made == {"no_grpc_proxy": f"{hosts}127.0.0.0/8,::1,localhost"}

@@ -22,6 +22,7 @@ from fl_bn_site.commands import commands, node_config
 from fl_bn_site.folders import ServerFolder, SiteFolder
 from fl_bn_site.kit import KitPlan, create
 from tests.listed import listed
+from tests.refusals import naming
 
 NAMES = ("theirs", "packaged", "beside", "beside_too", "trap")
 DATA = """
@@ -61,12 +62,6 @@ def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assembly.forget()
 
 
-def test_the_apps_own_modules_are_taken(app: Path) -> None:
-    modules = Modules.of(app)
-    assert function("data", "beside:load", modules).__module__ == "beside"
-    assert function("data", "packaged:load", modules).__module__ == "packaged"
-
-
 def test_a_package_that_other_folders_continue_is_taken_from_the_app_alone(app: Path) -> None:
     """Without an __init__ it is in several folders at once; the app's comes first on the path."""
     for folder, name in ((app, "mine"), (app.parent / "other", "mine"), (app.parent / "other", "alien")):
@@ -75,61 +70,61 @@ def test_a_package_that_other_folders_continue_is_taken_from_the_app_alone(app: 
     found = function("data", "shared_name.mine:load", Modules.of(app))
     where = sys.modules[found.__module__].WHERE
     assert where == str(app)
-    with pytest.raises(Refused, match="shared_name.alien is in"):
+    with naming("shared_name.alien is in", Refused):
         function("data", "shared_name.alien:load", Modules.of(app))
     for name in ("shared_name.mine", "shared_name"):
         sys.modules.pop(name, None)
 
 
-@listed(
-    ("name", "reason"),
-    [
-        ("os:system", "os is Python's own module; a run config may name functions of the app's own modules"),
-        ("posix:system", "posix is Python's own"),
-        ("shutil:rmtree", "shutil is Python's own"),
-        ("importlib.util:find_spec", "importlib.util is Python's own"),
-        ("torch.hub:load", "torch.hub is in .*site-packages"),
-        ("theirs:load", "theirs is in .*other"),
-        ("trap:load", "trap is in .*site-packages"),
-        ("beside:system", "it was defined elsewhere: posix is Python's own"),
-        ("packaged:borrowed", "it was defined elsewhere: theirs is in"),
-        ("fl_bn.support.durable:set_aside", "fl_bn.support.durable is part of fl-bn"),
-        ("fl_bn.apps.client:build_client", "part of fl-bn"),
-        ("nowhere_at_all:load", "there is no module 'nowhere_at_all'"),
-    ],
-)
-def test_other_names_are_refused(app: Path, name: str, reason: str) -> None:
-    with pytest.raises(Refused, match=reason):
-        function("data", name, Modules.of(app))
+GIVEN: dict[str, tuple[str, str]] = {  # who may name functions: all but the app's folder itself, and what its owner allows
+    "app": ("app", ""),
+    "allowed": ("app", "theirs, torchvision.models"),
+    "own process": ("", OWN),
+}
+FUNCTIONS: dict[str, dict[str, str]] = {  # and words of the refusal, by who names it; "": the function is taken
+    "beside:load": {"app": "", "allowed": ""},
+    "packaged:load": {"app": "", "allowed": ""},
+    "theirs:load": {"app": "theirs is in", "allowed": "", "own process": ""},
+    "theirs:system": {"allowed": "it was defined elsewhere: posix", "own process": "posix"},
+    "os:system": {"app": "os is Python's own module", "own process": "os is"},
+    "posix:system": {"app": "posix is Python's own"},
+    "shutil:rmtree": {"app": "shutil is Python's own"},
+    "importlib.util:find_spec": {"app": "importlib.util is Python's own"},
+    "torch.hub:load": {"app": "torch.hub is in", "own process": "torch.hub"},
+    "beside_too:load": {"app": "site-packages", "allowed": "beside_too is in", "own process": "beside_too"},
+    "trap:load": {"app": "trap is in"},
+    "beside:system": {"app": "it was defined elsewhere: posix is Python's own"},
+    "packaged:borrowed": {"app": "it was defined elsewhere: theirs is in", "allowed": ""},
+    "torchvision:disable_beta_transforms_warning": {"allowed": "torchvision"},
+    "torchvision.models_x:f": {"allowed": "torchvision"},
+    "fl_bn.support.durable:set_aside": {"app": "fl_bn.support.durable is part of fl-bn", "own process": "part of fl-bn"},
+    "fl_bn.apps.client:build_client": {"app": "part of fl-bn"},
+    "nowhere_at_all:load": {"app": "there is no module 'nowhere_at_all'"},
+}
 
 
-def test_what_the_owner_allows_is_taken(app: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = Modules.of(app, "theirs, torchvision.models")
-    assert function("data", "theirs:load", modules).__module__ == "theirs"
-    with pytest.raises(Refused, match="it was defined elsewhere: posix"):
-        function("data", "theirs:system", modules)
-    with pytest.raises(Refused, match="beside_too is in"):
-        function("data", "beside_too:load", modules)
-    for name in ("torchvision:disable_beta_transforms_warning", "torchvision.models_x:f"):
-        with pytest.raises(Refused, match="torchvision"):
-            function("data", name, modules)
+@listed("name", FUNCTIONS)
+def test_a_function_is_the_apps_or_one_that_the_owner_allows(app: Path, name: str) -> None:
+    for who, reason in FUNCTIONS[name].items():
+        folder, allowed = GIVEN[who]
+        modules = Modules.of(app if folder else None, allowed)
+        if reason:
+            with naming(reason, Refused):
+                function("data", name, modules)
+        else:
+            assert callable(function("data", name, modules))
+
+
+def test_an_environment_variable_allows_modules_too(app: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "beside_too")
     assert function("data", "beside_too:load", Modules.of(app)).__module__ == "beside_too"
-
-
-def test_the_owners_own_process_takes_any_module_that_is_not_installed(app: Path) -> None:
-    own = Modules.of(None, OWN)
-    assert function("data", "theirs:load", own).__module__ == "theirs"
-    for name in ("os:system", "beside_too:load", "torch.hub:load", "theirs:system", "fl_bn.support.durable:set_aside"):
-        with pytest.raises(Refused):
-            function("data", name, own)
 
 
 def test_a_folder_of_installed_packages_is_no_app() -> None:
     """A wheel lies beside torch, whose functions a run config may not name."""
     installed = Path(torch.__file__).parents[1]
     assert Modules.of(installed).app is None
-    with pytest.raises(Refused, match="site-packages"):
+    with naming("site-packages", Refused):
         function("data", "torch.hub:load", Modules.of(installed))
 
 
@@ -139,7 +134,7 @@ def test_a_run_config_runs_no_command(key: str, app: Path, tmp_path: Path) -> No
     marker = tmp_path / "ran"
     command = {key: "os:system"} | ({"data-path": f"touch {marker}"} if key == "dataset" else {})
     config = {"clients": 2, "rounds": 1, "output": "", "pictures": False, **command}
-    with pytest.raises(ConfigError, match="os:system' is not called: os is Python's own"):
+    with naming("os:system' is not called: os is Python's own", ConfigError):
         run_in_process(RunConfig.from_mapping(config).to_mapping())
     assert not marker.exists()
 
@@ -154,9 +149,9 @@ def client(node: dict[str, str | int], **config: object) -> object:
 def test_a_client_refuses_it_too(app: Path, tmp_path: Path, own: dict[str, str | int]) -> None:
     """Also one with data of its own, which asked the run's for their shape."""
     marker = tmp_path / "ran"
-    with pytest.raises(ConfigError, match="os:system' is not called"):
+    with naming("os:system' is not called", ConfigError):
         client(own, dataset="os:system", data_path=f"touch {marker}", partition="iid", model="mlp")
-    with pytest.raises(ConfigError, match="your own task 'os:system' is not called"):
+    with naming("your own task 'os:system' is not called", ConfigError):
         client(own, task="os:system", dataset="digits-plain", partition="iid")
     assert not marker.exists()
 
@@ -166,7 +161,7 @@ def test_a_sites_node_config_names_any_module_for_its_own_data(app: Path) -> Non
     shape = {"classes": 2, "channels": 4, "image_size": 1, "dataset": "sites"}
     made = client({"dataset": "theirs:load", "data-path": "x"}, model="mlp", **shape)
     assert len(made.site.train) == 12  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="theirs:build' is not called"):
+    with naming("theirs:build' is not called", ConfigError):
         client({"dataset": "theirs:load", "data-path": "x"}, model="theirs:build", **shape)
     allowed = client({"dataset": "theirs:load", "data-path": "x", "allow-modules": "theirs"}, model="theirs:build", **shape)
     assert len(allowed.site.train) == 12  # type: ignore[attr-defined]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 import torch
 from torch import nn
 from torchvision import models
@@ -13,6 +12,8 @@ from torchvision.ops import FrozenBatchNorm2d
 from fl_bn.bn.layers import FederatedBatchNorm, HybridBatchNorm
 from fl_bn.bn.roles import Role, UnknownTensor, batch_norms, roles, unknown_norms
 from fl_bn.methods import METHODS
+from tests.listed import listed
+from tests.refusals import naming
 
 FIVE = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
 
@@ -22,38 +23,26 @@ def torchvision(name: str) -> nn.Module:
         return models.get_model(name, weights=None)
 
 
-@pytest.mark.parametrize(("name", "layers"), [("resnet18", 20), ("resnet50", 53), ("vgg11_bn", 8), ("mobilenet_v2", 52)])
-def test_every_batch_norm_of_torchvision_is_found(name: str, layers: int) -> None:
+@listed(("name", "layers", "by_name"), [("resnet18", 20, 85), ("resnet50", 53, 245), ("vgg11_bn", 8, 0), ("mobilenet_v2", 52, 0)])
+def test_every_batch_norm_of_torchvision_is_found_and_the_rule_by_name_misses_some(name: str, layers: int, by_name: int) -> None:
     model = torchvision(name)
-    role = roles(model)
+    role, norms = roles(model), batch_norms(model)
     assert list(role) == list(model.state_dict())
-    assert len(batch_norms(model)) == layers
+    assert len(norms) == layers
     count = Counter(role.values())
     assert count[Role.AFFINE] == count[Role.STATISTIC] == 2 * layers
-    assert count[Role.COUNTER] == layers
-    assert count[Role.WEIGHT] == len(role) - 5 * layers
-    for layer in batch_norms(model):
-        assert {name.rpartition(".")[2] for name in role if name.rpartition(".")[0] == layer} == FIVE
-
-
-@pytest.mark.parametrize(("name", "by_name"), [("resnet18", 85), ("vgg11_bn", 0), ("mobilenet_v2", 0)])
-def test_fedbn_keeps_all_five_tensors_of_every_layer_and_the_rule_by_name_does_not(name: str, by_name: int) -> None:
-    model, method = torchvision(name), METHODS["fedbn"]()
-    home = {key for key, role in roles(model).items() if not method.shares(role)}
-    complete = {f"{layer}.{tensor}" for layer in batch_norms(model) for tensor in FIVE}
-    assert home == complete
+    assert (count[Role.COUNTER], count[Role.WEIGHT]) == (layers, len(role) - 5 * layers)
+    home = {key for key, kind in role.items() if not METHODS["fedbn"]().shares(kind)}
+    assert home == {f"{layer}.{tensor}" for layer in norms for tensor in FIVE}
     naive = {key for key in model.state_dict() if "bn" in key}
-    assert naive != complete
-    assert len(naive) == by_name
-    if name == "resnet18":
-        assert len(home) == 100
-        assert {key.rpartition(".")[0] for key in complete - naive} == {f"layer{i}.0.downsample.1" for i in (2, 3, 4)}
+    assert len(naive) == by_name < len(home)
+    assert name != "resnet18" or {key.rpartition(".")[0] for key in home - naive} == {f"layer{i}.0.downsample.1" for i in (2, 3, 4)}
 
 
 def test_an_unknown_tensor_in_a_norm_layer_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[1].register_buffer("ema_scale", torch.ones(2))
-    with pytest.raises(UnknownTensor, match=r"1\.ema_scale: BatchNorm1d holds a tensor 'ema_scale'"):
+    with naming("1.ema_scale", UnknownTensor):
         roles(model)
 
 
@@ -61,12 +50,6 @@ def test_counters_are_never_shared() -> None:
     role = roles(nn.Sequential(nn.BatchNorm1d(2)))
     assert role["0.num_batches_tracked"] is Role.COUNTER
     assert not any(make().shares(Role.COUNTER) for make in METHODS.values())
-
-
-def test_a_lazy_layer_that_has_seen_a_batch_is_a_batch_norm() -> None:
-    model = nn.Sequential(nn.LazyBatchNorm1d())
-    model(torch.randn(4, 3))
-    assert set(roles(model)) == {f"0.{name}" for name in FIVE}
 
 
 def test_buffers_outside_norm_layers() -> None:
@@ -77,13 +60,18 @@ def test_buffers_outside_norm_layers() -> None:
     assert roles(model) == {"0.weight": Role.WEIGHT, "0.bias": Role.WEIGHT, "0.scale": Role.BUFFER, "0.calls": Role.COUNTER}
 
 
-def test_a_model_that_is_a_batch_norm() -> None:
-    assert set(roles(nn.BatchNorm2d(3))) == FIVE
+def test_layers_of_torch_and_of_this_project_that_are_batch_norms() -> None:
+    lazy = nn.LazyBatchNorm1d()
+    lazy(torch.randn(4, 3))
+    for layer in (nn.BatchNorm2d(3), lazy, FederatedBatchNorm(2)):
+        assert set(roles(layer)) == FIVE
+    assert roles(HybridBatchNorm(2))["mixing_logit"] is Role.MIXING
+    assert list(batch_norms(nn.Sequential(FederatedBatchNorm(2), nn.ReLU(), HybridBatchNorm(2)))) == ["0", "2"]
     assert list(batch_norms(nn.BatchNorm2d(3))) == [""]
     assert roles(nn.BatchNorm2d(3, affine=False, track_running_stats=False)) == {}
 
 
-@pytest.mark.parametrize("layer", [nn.GroupNorm(1, 2), nn.LayerNorm(2), nn.RMSNorm(2), nn.InstanceNorm1d(2, affine=True)], ids=repr)
+@listed("layer", [nn.GroupNorm(1, 2), nn.LayerNorm(2), nn.RMSNorm(2), nn.InstanceNorm1d(2, affine=True)], ids=repr)
 def test_affine_of_other_norm_layers_is_none_of_batch_norm(layer: nn.Module) -> None:
     assert roles(layer)["weight"] is Role.OTHER_AFFINE
     assert roles(nn.SyncBatchNorm(2))["weight"] is Role.AFFINE  # control
@@ -108,12 +96,6 @@ def test_layers_that_look_like_norm_layers_are_found_and_known_ones_are_not() ->
     assert unknown_norms(nn.Sequential(FrozenBatchNorm2d(2), InPlace(2)))  # control
 
 
-def test_this_projects_layers() -> None:
-    assert set(roles(FederatedBatchNorm(2))) == FIVE
-    assert roles(HybridBatchNorm(2))["mixing_logit"] is Role.MIXING
-    assert list(batch_norms(nn.Sequential(FederatedBatchNorm(2), nn.ReLU(), HybridBatchNorm(2)))) == ["0", "2"]
-
-
 def test_tied_layers_and_tied_tensors() -> None:
     norm = nn.BatchNorm1d(2)
     model = nn.Sequential(norm, nn.Linear(2, 2), norm)
@@ -133,5 +115,5 @@ def test_state_that_is_no_tensor_is_refused() -> None:
 
         def set_extra_state(self, state: int) -> None: ...
 
-    with pytest.raises(ValueError, match="_extra_state"):
+    with naming("_extra_state"):
         roles(Stateful(2, 2))

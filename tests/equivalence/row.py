@@ -97,11 +97,6 @@ class Row:
         return [list(cohort) for cohort in self.cohorts] or [list(range(len(self.clients)))] * self.rounds
 
 
-def transcribed(algorithm: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[Row], Any]:
-    """Return ``algorithm(network, clients of each round, clients' batches, clients' samples, rate, ...)`` as a reference."""
-    return lambda row: algorithm(row.net(), row.schedule, row.steps, row.sizes, row.rate, *arguments, **options)
-
-
 def tensors(found: Found) -> dict[str, Tensor]:
     """Return the floating-point tensors of a network, or of a dict of tensors or arrays."""
     named = found.state_dict() if isinstance(found, nn.Module) else {name: torch.as_tensor(t) for name, t in found.items()}

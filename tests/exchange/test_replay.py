@@ -24,11 +24,8 @@ ANSWERS = [Answer(torch.full((2,), float(i), dtype=torch.float64), 10 * i + 1, i
 
 def same(a: Answer, b: Answer) -> bool:
     """Same numbers, dtype and bits."""
-    return (a.count, a.batch, a.values.dtype) == (
-        b.count,
-        b.batch,
-        b.values.dtype,
-    ) and a.values.numpy().tobytes() == b.values.numpy().tobytes()
+    alike = (a.count, a.batch, a.values.dtype) == (b.count, b.batch, b.values.dtype)
+    return alike and a.values.numpy().tobytes() == b.values.numpy().tobytes()
 
 
 def test_an_answer_to_something_else_is_refused() -> None:
@@ -59,21 +56,15 @@ def test_the_first_unanswered_request_is_carried_out_with_its_batch(answered: in
 
 # the transcript in Flower's messages
 
-VALUES = st.lists(st.floats(width=32), max_size=4)
-TRANSCRIPTS = st.lists(
-    st.tuples(
-        st.builds(
-            Key, st.text(st.characters(exclude_categories=("Cs",)), max_size=8), st.sampled_from(Quantity), st.integers(0, 2**32 - 1)
-        ),
-        st.builds(
-            Answer,
-            st.builds(lambda values, dtype: torch.tensor(values, dtype=dtype), VALUES, st.sampled_from([torch.float32, torch.float64])),
-            st.integers(0, 2**60),
-            st.integers(0, 2**60),
-        ),
-    ),
-    max_size=14,  # more than ten: "10" sorts before "2"
+VALUES = st.builds(
+    lambda values, dtype: torch.tensor(values, dtype=dtype),
+    st.lists(st.floats(width=32), max_size=4),
+    st.sampled_from([torch.float32, torch.float64]),
 )
+NAMES = st.text(st.characters(exclude_categories=("Cs",)), max_size=8) | st.sampled_from(["", "a/b", "/", "mean/0/x"])
+REQUESTS = st.builds(Key, NAMES, st.sampled_from(Quantity), st.integers(0, 2**32 - 1))
+COUNTS = st.integers(0, 2**60)
+TRANSCRIPTS = st.lists(st.tuples(REQUESTS, st.builds(Answer, VALUES, COUNTS, COUNTS)), max_size=14)  # more than ten: "10" is before "2"
 
 
 def train_message(**config: Any) -> RecordDict:
@@ -105,29 +96,13 @@ def test_a_transcript_travels_in_a_train_message_and_is_taken_out_again(transcri
 # the request in a client's reply
 
 
-def reply(payload: Payload, header: Header = HEADER, **metrics: Any) -> Message:
-    content = to_records(payload, header)
-    if metrics:
-        content["fl-bn/metrics"] = MetricRecord(metrics)
-    return Message(recorddict_from_proto(recorddict_to_proto(content)), 1, "train")
-
-
-@given(
-    st.text(st.characters(exclude_categories=("Cs",)), max_size=8) | st.sampled_from(["", "a/b", "/", "mean/0/x"]),
-    st.sampled_from(Quantity),
-    st.integers(0, 2**32 - 1),
-    VALUES,
-    st.sampled_from([torch.float32, torch.float64]),
-    st.integers(0, 2**60),
-)
-def test_a_request_travels_in_a_reply(
-    layer: str, quantity: Quantity, call: int, values: list[float], dtype: torch.dtype, count: int
-) -> None:
-    request = Local(Key(layer, quantity, call), torch.tensor(values, dtype=dtype), count)
+@given(st.builds(Local, REQUESTS, VALUES, COUNTS))
+def test_a_request_travels_in_a_reply(request: Local) -> None:
     asked = question(Unanswered(request, 5, 2.5))
-    payload = {section: to_numpy(tensors) for section, tensors in asked.sections.items()}
-    came = read_request(reply(payload, **asked.metrics), HEADER)
+    content = to_records({section: to_numpy(tensors) for section, tensors in asked.sections.items()}, HEADER)
+    content["fl-bn/metrics"] = MetricRecord(asked.metrics)
+    came = read_request(Message(recorddict_from_proto(recorddict_to_proto(content)), 1, "train"), HEADER)
     assert came is not None
     batch, read, passed = came
-    assert (batch, read.key, read.count, passed) == (5, request.key, count, 2.5)
+    assert (batch, read.key, read.count, passed) == (5, request.key, request.count, 2.5)
     assert same(Answer(read.values, 0, 0), Answer(request.values, 0, 0))

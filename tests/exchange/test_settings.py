@@ -11,6 +11,7 @@ from fl_bn.support.loopback import is_loopback
 from tests.exchange.certificates import make_certificates
 from tests.exchange.cohorts import Certificates, ExchangeSettings
 from tests.listed import listed
+from tests.refusals import naming
 
 LOOPBACK = ["127.0.0.1", "127.0.0.53", "127.255.255.254", "::1", "localhost"]
 BEYOND = ["192.0.2.1", "0.0.0.0", "::", "2001:db8::1", "server.example", "localhost.example", "notlocalhost", "127.1"]
@@ -34,12 +35,12 @@ def test_beyond_this_machine_plaintext_is_refused_unless_it_is_asked_for(host: s
     """Even where the service listens on loopback: something must forward from there to here, and that may be in plaintext."""
     assert not is_loopback(host)
     for beside in ({field: host}, {"bind": "127.0.0.1", field: host}):
-        with pytest.raises(ValueError, match="certificates="):
+        with naming("certificates="):
             ExchangeSettings(**beside)
     settings = ExchangeSettings(**{field: host}, certificates=certificates)
     assert settings.certificates is certificates
     assert ExchangeSettings(**{field: host}, insecure=True).insecure
-    with pytest.raises(ValueError, match="certificates="):  # changed settings are checked again
+    with naming("certificates="):  # changed settings are checked again
         replace(settings, certificates=None)
 
 
@@ -52,12 +53,11 @@ def test_the_service_listens_where_clients_come_from(certificates: Certificates)
 
 
 @listed("missing", ["certificate", "key", "authority"])
-@listed("how", ["no such file", "a folder"])
-def test_a_certificate_file_that_is_missing_is_named(missing: str, how: str, tmp_path: Path) -> None:
-    certificates = make_certificates(tmp_path / how / missing)
+def test_a_certificate_file_that_is_missing_is_named(missing: str, tmp_path: Path) -> None:
+    certificates = make_certificates(tmp_path)
     path = getattr(certificates, missing)
     path.unlink()
-    if how == "a folder":
-        path.mkdir()
-    with pytest.raises(ValueError, match=f"{missing} .* \\(no such file\\)"):
-        certificates.check()
+    for _ in range(2):
+        with naming(f"{missing} "):
+            certificates.check()
+        path.mkdir(exist_ok=True)  # a folder is no such file, either

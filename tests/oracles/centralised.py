@@ -72,7 +72,7 @@ def dsgd(row: Row, new: float = 0.1, forgets: bool = False) -> nn.Module:
 
 def two_stages(row: Row, share: float = 0.02) -> nn.Module:
     """Run FedTAN-II: one round of FedTAN, then FixBN's stage II."""
-    return fixbn.stages(replace(row, rounds=row.rounds - 1), 0, share=share, net=training(replace(row, rounds=1)))
+    return fixbn.at(0, share=share, net=training(replace(row, rounds=1)))(replace(row, rounds=row.rounds - 1))
 
 
 @torch.no_grad()
@@ -104,8 +104,8 @@ ROWS = [
     Row("fedtan2: then with frozen statistics, at a fiftieth of the rate", two_stages,
         FORWARD | {"a tenth": partial(two_stages, share=0.1), "never frozen": training}, options={"freeze_after": 1}, rounds=3,
         doors=("federation", "flower"), **(TAN | {"method": "fedtan2"})),
-    Row("static-bn: trained with batch statistics, evaluated with the union's", lambda row: exact_statistics(fedavg.of(row), row),
-        {"running averages": fedavg.of, "fedavg": BN}, doors=("federation", "application"), **(TAN | {"method": "static-bn"})),
+    Row("static-bn: trained with batch statistics, evaluated with the union's", lambda row: exact_statistics(fedavg.of()(row), row),
+        {"running averages": fedavg.of(), "fedavg": BN}, doors=("federation", "application"), **(TAN | {"method": "static-bn"})),
     *(
         Row(f"fedtan: torchvision's {name} as it comes", training, FORWARD, "fedtan", network=partial(made, num_classes=4), rounds=1,
             rate=0.01, clients=make_clients(2, 3, shape=(3, 32, 32)), doors=(), slow=("federation",), tolerance=1e-8)

@@ -8,18 +8,18 @@ row of a matrix, or the kernels of one output channel; a vector is one unit.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.equivalence.row import Row, make_clients
-from tests.oracles.fedavg import averaged, gradient
+from tests.oracles.fedavg import FedAvg, gradient
 
 Array = np.ndarray
+Rule = Callable[[list[Array], list[Array]], list[Array]]
 
 
 def norm(a: Array) -> float:
@@ -48,22 +48,16 @@ def agc(W: list[Array], G: list[Array], λ: float, ε: float = 1e-3) -> list[Arr
     return clipped
 
 
-def of(rule: Callable[[list[Array], list[Array]], list[Array]]) -> Callable[[Row], nn.Module]:
-    """Run FedAvg's rounds; ``rule(W, G)`` clips the gradients."""
+@dataclass
+class Clipped(FedAvg):
+    """``rule(W, G)`` clips the gradients."""
 
-    def run(row: Row) -> nn.Module:
-        net = row.net()
-        for _ in range(row.rounds):
-            nets = [copy.deepcopy(net).train() for _ in row.clients]
-            for w_k, client in zip(nets, row.steps, strict=True):
-                for x, y in client:
-                    G, W = [g.numpy() for g in gradient(w_k, x, y)], [p.detach().numpy() for p in w_k.parameters()]
-                    for p, g in zip(w_k.parameters(), rule(W, G), strict=True):
-                        p.data -= row.rate * torch.from_numpy(g)
-            averaged(net, [w_k.state_dict() for w_k in nets], row.sizes)
-        return net
+    rule: Rule = lambda W, G: G
 
-    return run
+    def step(self, w_k: nn.Module, k: int, x: Tensor, y: Tensor) -> None:
+        G, W = [g.numpy() for g in gradient(w_k, x, y)], [p.detach().numpy() for p in w_k.parameters()]
+        for w, g in zip(W, self.rule(W, G), strict=True):
+            w -= self.row.rate * g
 
 
 RULES: dict[str, Callable[[list[Array], list[Array]], list[Array]]] = {
@@ -77,7 +71,7 @@ RULES: dict[str, Callable[[list[Array], list[Array]], list[Array]]] = {
 }
 ROWS = [
     Row(
-        f"clipping: {kind}", of(RULES[kind]), {other: of(rule) for other, rule in RULES.items() if other != kind},
+        f"clipping: {kind}", Clipped.of(rule=RULES[kind]), {other: Clipped.of(rule=rule) for other, rule in RULES.items() if other != kind},
         clients=make_clients(6, 14, 10), epochs=2, local={"clip": kind, "clip_limit": 0.1}, doors=("application",),
         tolerance=1e-5 if kind in ("norm", "round") else 1e-11,  # torch adds 1e-6 to the norm
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.equivalence.row import BOTH, Row, make_clients
-from tests.oracles.fedavg import averaged, sgd
+from tests.oracles.fedavg import FedAvg
 from tests.oracles.nnm import nnm
 
 Array = np.ndarray
@@ -89,38 +90,44 @@ class Constant(nn.Module):
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
 
 
-def rounds(row: Row, β: float = 0.1, report: str = "first", rule: Rule = merged, once: bool = False, weights: Any = None) -> nn.Module:
-    """Run a row's rounds; clients report the ``first`` batch, ``all`` batches, or a ``pass`` before training.
+@dataclass
+class FBN(FedAvg):
+    """Clients report the ``first`` batch, ``all`` batches, or a ``pass`` before training.
 
-    ``once``: β is the weight of all batches together, as a control. ``weights``: the clients' in the average; None: their samples.
+    ``once``: β is the weight of all batches together, as a control.
     """
-    net = row.net()
-    names = [name for name, layer in net.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
-    for name in names:
-        net.get_submodule(name).__class__ = Constant
-    for _ in range(row.rounds):
-        local, seen = [], dict[str, list[Array]]()
-        for client in row.steps:
-            w = copy.deepcopy(net)
-            if report == "pass":
-                with torch.no_grad():
-                    w(torch.cat([x for x, _ in client]))
-            for x, y in client:
-                sgd(w, x, y, row.rate)
-            for name in names:
-                noted = w.get_submodule(name).__dict__["seen"]
-                seen.setdefault(name, []).append(np.concatenate(noted) if report == "all" else noted[0])
-            local.append(w.state_dict())
-        averaged(net, local, weights or row.sizes)
-        for name in names:
-            layer = net.get_submodule(name)
-            counts = [len(x) for x in seen[name]]
-            E = sum(len(own) * m for own, m in zip(row.steps, counts, strict=True)) / sum(counts)
-            b = 1 - (1 - β) ** E if report == "all" and not once else β
-            u, s = rule(layer.running_mean.numpy().copy(), layer.running_var.numpy().copy(), seen[name], b)
+
+    β: float = 0.1
+    report: str = "first"
+    rule: Rule = merged
+    once: bool = False
+
+    def start(self) -> nn.Module:
+        net = self.row.net()
+        self.names = [name for name, layer in net.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+        for name in self.names:
+            net.get_submodule(name).__class__ = Constant
+        return net
+
+    def reported(self, k: int, w_k: nn.Module) -> dict[str, Array]:
+        """Return the values that client k reports, by layer."""
+        if self.report == "pass":
+            w_k = copy.deepcopy(self.w)
+            with torch.no_grad():
+                w_k(torch.cat([x for x, _ in self.row.steps[k]]))
+        seen = {name: w_k.get_submodule(name).__dict__["seen"] for name in self.names}
+        return {name: np.concatenate(noted) if self.report == "all" else noted[0] for name, noted in seen.items()}
+
+    def server(self, S: list[int], local: list[nn.Module]) -> None:
+        reports = [self.reported(k, w_k) for k, w_k in zip(S, local, strict=True)]
+        super().server(S, local)
+        for name in self.names:
+            layer, values = self.w.get_submodule(name), [report[name] for report in reports]
+            E = sum(len(self.row.steps[k]) * len(x) for k, x in zip(S, values, strict=True)) / sum(map(len, values))
+            b = 1 - (1 - self.β) ** E if self.report == "all" and not self.once else self.β
+            u, s = self.rule(layer.running_mean.numpy().copy(), layer.running_var.numpy().copy(), values, b)
             layer.running_mean.copy_(torch.from_numpy(u))
             layer.running_var.copy_(torch.from_numpy(s))
-    return net
 
 
 def inputs() -> nn.Module:
@@ -128,8 +135,7 @@ def inputs() -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 4))
 
 
-def of(rule: Rule = merged, **options: Any) -> Callable[[Row], nn.Module]:
-    return partial(rounds, rule=rule, **options)
+of = FBN.of
 
 
 def median(values: Array) -> Array:
@@ -144,34 +150,34 @@ def defended(rule: str, average: Callable[[Array], Array], other: Callable[[Arra
     """Make a row of five clients, of which one may be Byzantine. They count equally, also in the average of the weights."""
 
     def against(average: Callable[[Array], Array], **options: Any) -> Callable[[Row], nn.Module]:
-        return of(partial(robust, average=average, **options), weights=[1] * 5)
+        return of(rule=partial(robust, average=average, **options), n_k=[1] * 5)
 
     wrong = {"another rule": against(other), "without mixing": against(lambda values: np.median(values, axis=0)), "no defence": of()}
     wrong |= {"the means are mixed before their deviations": against(average, mixed_first=True)}
     given = {"defence": (1, f"nnm+{rule}", "mean"), "clients": make_clients(3, 7, 5, 6, 4), "doors": BOTH}
-    return Row(f"robust fbn: nnm+{rule}", against(average), wrong, **FBN, **given)
+    return Row(f"robust fbn: nnm+{rule}", against(average), wrong, **METHOD, **given)
 
 
-FBN: dict[str, Any] = {"method": "fbn", "options": {"momentum": 0.1}}
+METHOD: dict[str, Any] = {"method": "fbn", "options": {"momentum": 0.1}}
 equally, naive = partial(merged, equal=True), partial(merged, spread=0.0)
-WRONG: dict[str, Any] = {"variances are averaged": of(naive), "without Bessel's factor": of(partial(merged, bessel=0))}
+WRONG: dict[str, Any] = {"variances are averaged": of(rule=naive), "without Bessel's factor": of(rule=partial(merged, bessel=0))}
 WRONG |= {"a momentum of 0.2": of(β=0.2)}
-EQUAL = {"equal weights": of(equally)}
-ALL = {"the momentum of one batch": of(report="all", once=True), "the first": of(), "equal weights": of(equally, report="all")}
-PASS = {"all": of(report="all"), "the first": of(), "variances are averaged": of(naive, report="pass")}
+EQUAL = {"equal weights": of(rule=equally)}
+ALL = {"the momentum of one batch": of(report="all", once=True), "the first": of(), "equal weights": of(rule=equally, report="all")}
+PASS = {"all": of(report="all"), "the first": of(), "variances are averaged": of(rule=naive, report="pass")}
 ROWS = [
-    Row("fbn: Algorithm 2 as printed", of(algorithm_2), WRONG, network=inputs, clients=make_clients(5, 5, 5, shape=(5,)), **FBN),
-    Row("fbn: Algorithm 2, unequal batches", of(), WRONG | EQUAL, network=inputs, clients=make_clients(1, 2, 9, shape=(5,)), **FBN),
+    Row("fbn: Algorithm 2 as printed", of(rule=algorithm_2), WRONG, network=inputs, clients=make_clients(5, 5, 5, shape=(5,)), **METHOD),
+    Row("fbn: Algorithm 2, unequal batches", of(), WRONG | EQUAL, network=inputs, clients=make_clients(1, 2, 9, shape=(5,)), **METHOD),
     Row("fbn: the first of several batches is reported", of(),
-        WRONG | EQUAL | {"all": of(report="all"), "the weights are averaged equally": of(weights=[1, 1, 1])}, network="resnet",
-        doors=(*BOTH, "flower"), **FBN),
+        WRONG | EQUAL | {"all": of(report="all"), "the weights are averaged equally": of(n_k=[1, 1, 1])}, network="resnet",
+        doors=(*BOTH, "flower"), **METHOD),
     Row("fbn: all batches are reported", of(report="all"), ALL, "fbn", {"momentum": 0.1, "report": "all"}, doors=BOTH,
         clients=[*make_clients(6, pieces=2), *make_clients(14, pieces=3), *make_clients(10)]),
     Row("fbn: a pass before training is reported", of(report="pass"), PASS, "fbn", {"momentum": 0.1, "report": "pass"}, doors=BOTH),
-    Row("fbn with fedsam: the first pass alone is reported", of(), {"both passes": of(partial(merged, copies=2))}, network=inputs,
-        clients=make_clients(3, 7, 5, shape=(5,)), objective=("fedsam", {"rho": 0.3}), only=("running",), **FBN),
-    Row("robust fbn: against nobody, NNM and median are Algorithm 2", of(algorithm_2), {"a median": {"defence": (0, "median", "mean")}},
-        clients=make_clients(5, 5, 5), defence=(0, "nnm+median", "mean"), **FBN),
+    Row("fbn with fedsam: the first pass alone is reported", of(), {"both passes": of(rule=partial(merged, copies=2))}, network=inputs,
+        clients=make_clients(3, 7, 5, shape=(5,)), objective=("fedsam", {"rho": 0.3}), only=("running",), **METHOD),
+    Row("robust fbn: against nobody, NNM and median are Algorithm 2", of(rule=algorithm_2),
+        {"a median": {"defence": (0, "median", "mean")}}, clients=make_clients(5, 5, 5), defence=(0, "nnm+median", "mean"), **METHOD),
     defended("median", median, trimmed_mean),
     defended("trimmed-mean", trimmed_mean, median),
 ]  # fmt: skip

@@ -1,15 +1,20 @@
 # ruff: noqa: N803 (the names of the paper)
-"""FedAvg with BatchNorm, transcribed: full participation, plain SGD; all tensors but integer counters are averaged with weights n_k / n."""
+"""FedAvg with BatchNorm, transcribed: plain SGD; all tensors but integer counters are averaged with weights n_k / n.
+
+Other papers' algorithms derive from ``FedAvg``, and say what differs: a local step, a client's part of a round, or the server's.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.equivalence.row import BOTH, Client, Row, make_clients
+from tests.equivalence.row import BOTH, Row, make_clients
 
 State = dict[str, Tensor]
 
@@ -40,37 +45,60 @@ def averaged(net: nn.Module, local: Sequence[State], n_k: Sequence[float]) -> No
             state[key].copy_(total)
 
 
-def fedavg(net: nn.Module, rounds: int, clients: list[Client], n_k: list[int], η: float) -> nn.Module:
-    for _ in range(rounds):
-        local = []
-        for client in clients:
-            w_k = copy.deepcopy(net)
-            w_k.train()
-            for x, y in client:
-                sgd(w_k, x, y, η)
-            local.append(w_k.state_dict())
-        averaged(net, local, n_k)
-    return net
+@dataclass
+class FedAvg:
+    """Run a row's rounds. w: the server's network; t: the number of the round; S: its clients.
+
+    ``n_k``: the clients' weights; empty: their numbers of samples.
+    """
+
+    row: Row
+    n_k: Sequence[float] = ()
+    t: int = 0
+
+    def __post_init__(self) -> None:
+        self.w = self.start()
+
+    @classmethod
+    def of(cls, **options: Any) -> Callable[[Row], Any]:
+        """Return the algorithm with these options as a reference or a wrong rule of a row."""
+        return lambda row: cls(row, **options).run()
+
+    def start(self) -> nn.Module:
+        return self.row.net()
+
+    def step(self, w_k: nn.Module, k: int, x: Tensor, y: Tensor) -> None:
+        sgd(w_k, x, y, self.row.rate)
+
+    def client(self, k: int) -> nn.Module:
+        """Return client k's network after its local steps of a round."""
+        torch.manual_seed(1000 * self.t + k)  # of dropout
+        w_k = copy.deepcopy(self.w).train()
+        for x, y in self.row.steps[k]:
+            self.step(w_k, k, x, y)
+        return w_k
+
+    def server(self, S: list[int], local: list[nn.Module]) -> None:
+        n_k = self.n_k or self.row.sizes
+        averaged(self.w, [w_k.state_dict() for w_k in local], [n_k[k] for k in S])
+
+    def run(self) -> Any:
+        for S in self.row.schedule:
+            self.t += 1
+            self.server(S, [self.client(k) for k in S])
+        return self.w
 
 
-def of(row: Row, net: nn.Module | None = None, n_k: list[int] | None = None) -> nn.Module:
-    """Compute a row's rounds, from another network, or with the weights ``n_k``."""
-    return fedavg(net or row.net(), row.rounds, row.steps, n_k or row.sizes, row.rate)
+of = FedAvg.of
 
 
 def by_client(nets: Sequence[nn.Module]) -> State:
     return {f"{k}/{name}": t for k, net in enumerate(nets) for name, t in net.state_dict().items()}
 
 
-def single(row: Row) -> State:
-    """Train every client alone."""
-    return by_client([fedavg(row.net(), row.rounds, [client], [1], row.rate) for client in row.steps])
-
-
-EQUAL = {"equal weights": lambda row: of(row, n_k=[1] * len(row.clients))}
+EQUAL = {"equal weights": of(n_k=[1, 1, 1])}
 WRONG = EQUAL | {"statistics stay at clients": {"method": "silobn"}, "one round less": {"rounds": 2}}
 ROWS = [
-    Row("fedavg", of, WRONG, network="resnet", rounds=3, doors=(*BOTH, "flower", "channels last")),
-    Row("fedavg: batches of all samples", of, EQUAL, clients=make_clients(6, 14, 10), epochs=2, doors=("application",)),
-    Row("single", single, {"fedbn": {"method": "fedbn"}}, "single"),
+    Row("fedavg", of(), WRONG, network="resnet", rounds=3, doors=(*BOTH, "flower", "channels last")),
+    Row("fedavg: batches of all samples", of(), EQUAL, clients=make_clients(6, 14, 10), epochs=2, doors=("application",)),
 ]

@@ -1,84 +1,62 @@
 # ruff: noqa: N803, N806 (the names of the paper)
-"""FedBN, Algorithm 1 (Li et al., ICLR 2021), transcribed: K users, L layers, E local updates between averagings.
+"""FedBN, Algorithm 1 (Li et al., ICLR 2021), transcribed: clients keep some tensors, and the server averages the others.
 
-The algorithm says "layer l is BatchNorm" in words. Here the caller gives a list of the names of these layers. SiloBN (Andreux et al., DCL
-2020) is the same for the running statistics alone.
+The algorithm says "layer l is BatchNorm" in words; here that is the layer's type. User k has the weight n_k / sum n; the paper's is 1 / K.
+SiloBN (Andreux et al., DCL 2020) is the same for the running statistics alone, and a client that trains alone keeps everything.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
-from tests.equivalence.row import BITS, Client, Row, make_clients
-from tests.oracles.fedavg import averaged, by_client, sgd
+from tests.equivalence.row import BITS, Row, make_clients
+from tests.oracles.fedavg import FedAvg, by_client
 
 
-def algorithm_1(net: nn.Module, bn: list[str], T: int, E: int, users: list[Client], η: float, n: list[int]) -> list[nn.Module]:
-    """Make T updates; return every user's network. The t-th batch of user k is ``users[k][(t - 1) % E]``.
+@dataclass
+class Kept(FedAvg):
+    """``home(name, layer)`` tells whether a layer's tensors stay at home, or its tensors of this name."""
 
-    User k has the weight n_k / sum n; the paper's is 1 / K.
-    """
-    K = len(users)
-    nets = [copy.deepcopy(net).train() for _ in range(K)]
-    for t in range(1, T + 1):
-        for k in range(K):  # for each user k and each layer l: w <- SGD(w)
-            x, y = users[k][(t - 1) % E]
-            sgd(nets[k], x, y, η)
-        if t % E == 0:
-            for layer in dict(nets[0].named_modules()):
-                if layer in bn:
-                    continue
-                own = dict(nets[0].get_submodule(layer).named_parameters(recurse=False))
-                for name in own:
-                    total = torch.zeros_like(own[name])
-                    for k in range(K):
-                        total = total + n[k] / sum(n) * getattr(nets[k].get_submodule(layer), name).detach()
-                    for k in range(K):
-                        getattr(nets[k].get_submodule(layer), name).data.copy_(total)
-    return nets
+    home: Callable[[str, nn.Module], bool] = lambda name, layer: isinstance(layer, nn.BatchNorm2d)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.own = [name for name in self.w.state_dict() if self.home(name, self.w.get_submodule(name.rpartition(".")[0]))]
+        self.nets = [copy.deepcopy(self.w).train() for _ in self.row.clients]
 
-def of(row: Row, n: list[int] | None = None, named: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
-    net, E = row.net(), len(row.clients[0])
-    bn = [name for name, module in net.named_modules() if isinstance(module, nn.BatchNorm2d) and named(name)]
-    return by_client(algorithm_1(net, bn, row.rounds * E, E, row.steps, row.rate, n or row.sizes))
+    def sent(self, k: int) -> nn.Module:
+        """Return user k's network with what the server sends."""
+        self.nets[k].load_state_dict({name: t for name, t in self.w.state_dict().items() if name not in self.own}, strict=False)
+        return self.nets[k]
+
+    def client(self, k: int) -> nn.Module:
+        net = self.sent(k)
+        for x, y in self.row.steps[k]:
+            self.step(net, k, x, y)
+        return net
+
+    def run(self) -> dict[str, Tensor]:
+        super().run()
+        shared = {name: t for name, t in self.w.state_dict().items() if name not in self.own}
+        return {**by_client([self.sent(k) for k in range(len(self.nets))]), **shared}
 
 
-def shared(row: Row, n: list[int] | None = None) -> dict[str, Tensor]:
-    return {name.removeprefix("0/"): t for name, t in of(row, n).items() if name.startswith("0/")}
-
-
-def silobn(row: Row) -> dict[str, Tensor]:
-    nets = [row.net().train() for _ in row.clients]
-    for _ in range(row.rounds):
-        for net, client in zip(nets, row.steps, strict=True):
-            for x, y in client:
-                sgd(net, x, y, row.rate)
-        statistics = [{name: b.clone() for name, b in net.named_buffers()} for net in nets]
-        local = [copy.deepcopy(net.state_dict()) for net in nets]
-        for net, own in zip(nets, statistics, strict=True):
-            averaged(net, local, row.sizes)
-            net.load_state_dict(own, strict=False)
-    return by_client(nets)
-
-
-EQUALLY = partial(of, n=[1, 1, 1])
-WRONG = {"BatchNorm is what has bn in its name": partial(of, named=lambda name: "bn" in name), "users of equal weight": EQUALLY}
+of = Kept.of
+silobn, alone = of(home=lambda name, layer: "running" in name), of(home=lambda name, layer: True)
+SPELLING = of(home=lambda name, layer: isinstance(layer, nn.BatchNorm2d) and "bn" in name)
+EQUALLY = {"n_k": [1, 1, 1]}
+WRONG = {"BatchNorm is what has bn in its name": SPELLING, "users of equal weight": of(**EQUALLY)}
 ROWS = [
-    Row("fedbn: Algorithm 1", of, WRONG | {"scale and shift are shared": silobn}, "fedbn", network="resnet"),
-    Row(
-        "fedbn: Algorithm 1, users of equal weight", partial(shared, n=[1, 1, 1]), {"by samples": shared}, "fedbn", network="resnet",
-        uniform=True, doors=("own loop",), only=("head", "first"),
-    ),
-    Row("silobn", silobn, {"scale and shift stay at home": of}, "silobn", network="resnet"),
-    Row(
-        "fedbn: with equal clients it is fedavg, bit for bit", {"method": "fedavg"},
+    Row("fedbn: Algorithm 1", of(), WRONG | {"scale and shift are shared": silobn}, "fedbn", network="resnet"),
+    Row("fedbn: Algorithm 1, users of equal weight", of(**EQUALLY), {"by samples": of()}, "fedbn", network="resnet", uniform=True,
+        doors=("own loop",), only=("head", "first")),
+    Row("silobn", silobn, {"scale and shift stay at home": of()}, "silobn", network="resnet"),
+    Row("single", alone, {"fedbn": {"method": "fedbn"}}, "single", only=("/",)),
+    Row("fedbn: with equal clients it is fedavg, bit for bit", {"method": "fedavg"},
         {"other clients": {"clients": make_clients(8, 8, 8, 8, pieces=2)}}, "fedbn", clients=make_clients(8, pieces=2) * 4,
-        only=("0/", "3/"), tolerance=BITS,
-    ),
+        only=("0/", "3/"), tolerance=BITS),
 ]  # fmt: skip

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ import torch
 from torch import nn
 
 from tests.equivalence.row import BOTH, Row
-from tests.oracles.fedavg import fedavg
+from tests.oracles.fedavg import FedAvg
 
 Array = np.ndarray
 
@@ -73,22 +75,27 @@ class FlowerFedAdam:
         return x + η_norm * self.m / (np.sqrt(self.v) + self.τ)
 
 
-def of(make: Callable[..., Any], *arguments: Any, statistics: bool = False, **options: Any) -> Callable[[Row], nn.Module]:
+@dataclass
+class Stepped(FedAvg):
     """Step by a server's optimizer on FedAvg's average. ``statistics``: on the statistics, too, as a control."""
 
-    def run(row: Row) -> nn.Module:
-        net = row.net()
-        stepped = net.state_dict() if statistics else dict(net.named_parameters())
-        servers = {name: make(*arguments, **options) for name, t in stepped.items() if t.is_floating_point()}
-        for _ in range(row.rounds):
-            before = copy.deepcopy(net.state_dict())
-            after = fedavg(net, 1, row.steps, row.sizes, row.rate).state_dict()
-            for name, server in servers.items():
-                x = before[name].numpy()
-                after[name].copy_(torch.as_tensor(server.step(x, Δ(x, [after[name].numpy()], [1.0]))))
-        return net
+    make: Callable[[], Any] = lambda: None
+    statistics: bool = False
+    servers: dict[str, Any] = field(default_factory=dict)
 
-    return run
+    def server(self, S: list[int], local: list[nn.Module]) -> None:
+        before = copy.deepcopy(self.w.state_dict())
+        super().server(S, local)
+        stepped = self.w.state_dict() if self.statistics else dict(self.w.named_parameters())
+        for name, t in stepped.items():
+            if t.is_floating_point():
+                x = before[name].numpy()
+                x_t = self.servers.setdefault(name, self.make()).step(x, Δ(x, [t.detach().numpy()], [1.0]))
+                t.data.copy_(torch.as_tensor(x_t))
+
+
+def of(make: Callable[..., Any], *arguments: Any, statistics: bool = False, **options: Any) -> Callable[[Row], nn.Module]:
+    return Stepped.of(make=partial(make, *arguments, **options), statistics=statistics)
 
 
 def adaptive(kind: str, β_1: float) -> Row:

@@ -7,9 +7,8 @@ equation 1): of weights with at least 8 inputs, but not the head's.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.equivalence.row import BITS, BOTH, Row, make_clients
 from tests.networks import seeded_network
-from tests.oracles.fedavg import averaged, gradient
+from tests.oracles.fedavg import FedAvg, gradient
 
 
 def centred(g: list[Tensor]) -> list[Tensor]:
@@ -30,41 +29,47 @@ def centred(g: list[Tensor]) -> list[Tensor]:
     return g
 
 
-def stages(row: Row, T_star: int, what: str = "statistics", share: float = 0.1, centre: bool = True, **start: Any) -> nn.Module:
-    """Run a row's rounds; ``what`` freezes: statistics, affine or both.
+@dataclass
+class FixBN(FedAvg):
+    """``what`` freezes after round T_star: statistics, affine or both.
 
-    ``start``: another network, ``net``, to begin with. ``modes``: frozen rounds are in evaluation mode, as a control.
+    ``net``: another network to begin with. ``modes``: frozen rounds are in evaluation mode, as a control.
     """
-    net, modes = start.get("net") or row.net(), start.get("modes", False)
-    norms = [name for name, layer in net.named_modules() if isinstance(layer, nn.BatchNorm2d)]
-    for t in range(1, row.rounds + 1):
-        frozen = t > T_star
-        constant = frozen and what != "affine"
-        local = []
-        for k in range(len(row.clients)):
-            torch.manual_seed(1000 * t + k)  # of dropout
-            w = copy.deepcopy(net).train(not (frozen and modes))
-            if constant:
-                for name in norms:
-                    w.get_submodule(name).eval()
-            for x, y in row.steps[k]:
-                g = gradient(w, x, y)
-                η = share * row.rate if constant else row.rate
-                g = centred(g) if constant and centre else g
-                with torch.no_grad():
-                    for (name, p), g_p in zip(w.named_parameters(), g, strict=True):
-                        if not (frozen and what != "statistics" and name.rpartition(".")[0] in norms):
-                            p -= η * g_p
-            local.append(w.state_dict())
-        statistics = {name: b.clone() for name, b in net.named_buffers()}
-        averaged(net, local, row.sizes)
-        if constant:
-            net.load_state_dict(statistics, strict=False)
-    return net
+
+    T_star: int = 2
+    what: str = "statistics"
+    share: float = 0.1
+    centre: bool = True
+    net: nn.Module | None = None
+    modes: bool = False
+
+    def start(self) -> nn.Module:
+        return self.net or self.row.net()
+
+    @property
+    def constant(self) -> bool:
+        return self.t > self.T_star and self.what != "affine"
+
+    def step(self, w: nn.Module, k: int, x: Tensor, y: Tensor) -> None:
+        norms = {name: layer.train(not self.constant) for name, layer in w.named_modules() if isinstance(layer, nn.BatchNorm2d)}
+        if self.modes and self.t > self.T_star:
+            w.eval()
+        g, η = gradient(w, x, y), self.row.rate * (self.share if self.constant else 1)
+        g = centred(g) if self.constant and self.centre else g
+        with torch.no_grad():
+            for (name, p), g_p in zip(w.named_parameters(), g, strict=True):
+                if self.t <= self.T_star or self.what == "statistics" or name.rpartition(".")[0] not in norms:
+                    p -= η * g_p
+
+    def server(self, S: list[int], local: list[nn.Module]) -> None:
+        statistics = {name: b.clone() for name, b in self.w.named_buffers()}
+        super().server(S, local)
+        if self.constant:
+            self.w.load_state_dict(statistics, strict=False)
 
 
 def at(T_star: int, **options: Any) -> Callable[[Row], nn.Module]:
-    return partial(stages, T_star=T_star, **options)
+    return FixBN.of(T_star=T_star, **options)
 
 
 WRONG: dict[str, Any] = {"frozen a round late": at(3), "frozen a round early": at(1), "scale and shift freeze, too": at(2, what="both")}

@@ -6,9 +6,8 @@ V_1 .. V_n are the proposed vectors, f of them Byzantine; i → j means that V_j
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 
 from tests.equivalence.row import BOTH, Row, make_clients
 from tests.oracles import fbn
-from tests.oracles.fedavg import averaged, sgd
+from tests.oracles.fedavg import FedAvg
 from tests.oracles.nnm import nnm
 
 Array = np.ndarray
@@ -55,25 +54,21 @@ def multi_krum(V: Array, f: int, m: int) -> Array:
     return average
 
 
+@dataclass
+class Defended(FedAvg):
+    """``rule`` combines the clients' updates of the weights; statistics are averaged with equal weights."""
+
+    rule: Callable[[Array], Array] = lambda V: V.mean(0)
+
+    def server(self, S: list[int], local: list[nn.Module]) -> None:
+        start, *ends = (nn.utils.parameters_to_vector(w.parameters()).detach().clone() for w in (self.w, *local))
+        super().server(S, local)
+        update = self.rule(np.stack([(end - start).numpy() for end in ends]))
+        nn.utils.vector_to_parameters(start + torch.from_numpy(update), self.w.parameters())
+
+
 def defended(rule: Callable[[Array], Array]) -> Callable[[Row], nn.Module]:
-    """Run FedAvg's rounds; ``rule`` combines the clients' updates of the weights; statistics are averaged with equal weights."""
-
-    def run(row: Row) -> nn.Module:
-        net = row.net()
-        for _ in range(row.rounds):
-            local, V = [], []
-            start = nn.utils.parameters_to_vector(net.parameters()).detach().clone()
-            for client in row.clients:
-                w = copy.deepcopy(net).train()
-                for x, y in client:
-                    sgd(w, x, y, row.rate)
-                local.append(w.state_dict())
-                V.append((nn.utils.parameters_to_vector(w.parameters()).detach() - start).numpy())
-            averaged(net, local, [1] * len(local))
-            nn.utils.vector_to_parameters(start + torch.from_numpy(rule(np.stack(V))), net.parameters())
-        return net
-
-    return run
+    return Defended.of(rule=rule, n_k=[1] * 5)
 
 
 RULES: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {  # and with another number of neighbours
@@ -87,7 +82,7 @@ RULES: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = { 
 
 def one_honest(row: Row) -> nn.Module:
     """Run FBN with one honest client. Its variances are others: Bessel's factor has the cohort's count."""
-    return fbn.rounds(replace(row, clients=row.clients[:1]))
+    return fbn.FBN(replace(row, clients=row.clients[:1])).run()
 
 
 def against(name: str) -> Row:

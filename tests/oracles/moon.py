@@ -11,15 +11,13 @@ whose pool of previous models is then empty.
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from tests.equivalence.row import Client, Row, transcribed
-from tests.oracles.fedavg import averaged
+from tests.equivalence.row import Row
+from tests.oracles.fedavg import FedAvg
 from tests.oracles.fedprox import SOME
 
 
@@ -47,45 +45,35 @@ def ℓ_con(z: Tensor, z_glob: Tensor, z_prev: Tensor, τ: float) -> Tensor:
     return total / len(z)
 
 
-def algorithm_1(
-    w: nn.Module, S: list[list[int]], clients: list[Client], n_i: list[int], η: float, μ: float, τ: float, head: str, fixed: bool = False
-) -> tuple[nn.Module, float]:
-    """Train for the rounds of S. ``fixed``: the fixed models are in training mode, as a control.
+@dataclass
+class Moon(FedAvg):
+    """``head``: the output layer. ``fixed``: the fixed models are in training mode, as a control."""
 
-    Returns:
-        The global model; and the largest distance of ℓ_con from log 2, its value for equal models, over all steps (0 if no step had ℓ_con).
-    """
-    previous: dict[int, nn.Module] = {}
-    largest = 0.0
-    for S_t in S:
-        local = []
-        w_glob = copy.deepcopy(w).train(fixed)
-        for i in S_t:
-            w_i = copy.deepcopy(w).train()
-            for x, y in clients[i]:
-                z, output = R(w_i, x, head)
-                loss = nn.functional.cross_entropy(output, y)  # ℓ_sup
-                if i in previous:
-                    with torch.no_grad():
-                        z_glob, z_prev = R(w_glob, x, head)[0], R(previous[i], x, head)[0]
-                    con = ℓ_con(z, z_glob, z_prev, τ)
-                    largest = max(largest, abs(float(con.detach()) - math.log(2)))
-                    loss = loss + μ * con
-                w_i.zero_grad()
-                loss.backward()
-                with torch.no_grad():
-                    for p in w_i.parameters():
-                        p -= η * p.grad
-            previous[i] = copy.deepcopy(w_i).train(fixed)
-            local.append(w_i.state_dict())
-        averaged(w, local, [n_i[i] for i in S_t])
-    return w, largest
+    μ: float = 2.0
+    τ: float = 0.5
+    head: str = "head"
+    fixed: bool = False
+    previous: dict[int, nn.Module] = field(default_factory=dict)
+
+    def step(self, w_i: nn.Module, i: int, x: Tensor, y: Tensor) -> None:
+        z, output = R(w_i, x, self.head)
+        loss = nn.functional.cross_entropy(output, y)  # ℓ_sup
+        if i in self.previous:
+            with torch.no_grad():
+                z_glob, z_prev = (R(copy.deepcopy(w).train(self.fixed), x, self.head)[0] for w in (self.w, self.previous[i]))
+            loss = loss + self.μ * ℓ_con(z, z_glob, z_prev, self.τ)
+        w_i.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for p in w_i.parameters():
+                p -= self.row.rate * p.grad
+
+    def server(self, S: list[int], local: list[nn.Module]) -> None:
+        self.previous |= {i: copy.deepcopy(w_i) for i, w_i in zip(S, local, strict=True)}
+        super().server(S, local)
 
 
-def of(μ: float = 2.0, τ: float = 0.5, head: str = "head", **options: Any) -> Callable[[Row], nn.Module]:
-    return lambda row: transcribed(algorithm_1, μ, τ, head, **options)(row)[0]
-
-
-WRONG = {"another layer's representation": of(head="body.1"), "half of mu": of(1.0), "another temperature": of(τ=1.0)}
-WRONG |= {"fixed models in training mode": of(fixed=True), "no term": of(0.0)}
+of = Moon.of
+WRONG = {"another layer's representation": of(head="body.1"), "half of mu": of(μ=1.0), "another temperature": of(τ=1.0)}
+WRONG |= {"fixed models in training mode": of(fixed=True), "no term": of(μ=0.0)}
 ROWS = [Row("moon: Algorithm 1", of(), WRONG, objective=("moon", {"mu": 2.0, "temperature": 0.5}), **SOME)]

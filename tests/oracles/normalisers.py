@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.equivalence.row import Row
-from tests.oracles import fedavg
+from tests.oracles.fedavg import FedAvg
 
 
 class Affine(nn.BatchNorm2d):
@@ -105,9 +106,17 @@ NETWORKS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+@dataclass
+class Changed(FedAvg):
+    change: Callable[[nn.Module], nn.Module] = swap
+
+    def start(self) -> nn.Module:
+        return self.change(super().start())
+
+
 def of(change: Callable[[nn.Module], nn.Module]) -> Callable[[Row], Any]:
     """Train a changed network. Only learnt tensors are compared."""
-    return lambda row: dict(fedavg.of(row, change(row.net())).named_parameters())
+    return lambda row: dict(Changed(row, change=change).run().named_parameters())
 
 
 def trained(name: str, wrong: dict[str, Callable[[nn.Module], nn.Module]], network: str = "plain") -> Row:

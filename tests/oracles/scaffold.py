@@ -1,81 +1,58 @@
 # ruff: noqa: N803, N806 (the names of the paper)
 """SCAFFOLD, Algorithm 1 (Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, ICML 2020), transcribed, with the global step size η_g = 1.
 
-S[r]: the clients of round r; c, c_i: control variates, one tensor per parameter, by option II of line 12. Running
-statistics have no control variate: they are averaged as FedAvg's. Models are averaged with weights n_i (in
-the paper with equal weights). Changes of control variates are added up with weight 1 / N, as in the paper's line 17.
+c, c_i: control variates, one tensor per parameter, by option II of line 12. Running statistics have no control variate: they are averaged
+as FedAvg's. Models are averaged with weights n_i (in the paper with equal weights). Changes of control variates are added up with weight
+1 / N, as in the paper's line 17.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from tests.equivalence.row import Client, Row, transcribed
-from tests.oracles.fedavg import averaged, gradient
+from tests.equivalence.row import Row
+from tests.oracles.fedavg import FedAvg, gradient
 from tests.oracles.fedprox import SOME
 
 
 @dataclass
-class Scaffold:
-    """Hold the server's x and c, and every client's c_i. ``x`` is changed in place.
+class Scaffold(FedAvg):
+    """``strength`` multiplies the correction. ``whole``: c moves by the mean over S, without |S| / N; ``weighted``: by samples."""
 
-    ``strength`` multiplies the correction, ``decay`` is SGD's weight decay. Two controls: with ``whole``, c moves by the mean over S,
-    without |S| / N; with ``weighted``, by samples.
-    """
-
-    x: nn.Module
-    N: int
     strength: float = 1.0
-    decay: float = 0.0
     whole: bool = False
     weighted: bool = False
-    c: list[Tensor] = field(init=False)
-    c_i: list[list[Tensor]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.c = [torch.zeros_like(p) for p in self.x.parameters()]
-        self.c_i = [[torch.zeros_like(p) for p in self.x.parameters()] for _ in range(self.N)]
+        super().__post_init__()
+        self.c = [torch.zeros_like(p) for p in self.w.parameters()]
+        self.c_i = [self.c for _ in self.row.clients]
 
-    def round(self, S: list[int], clients: list[Client], n_i: list[int], η_l: float) -> None:
-        """Run one round, lines 2 to 18 of the algorithm; ``clients[i]`` has client i's K batches."""
-        local, Δc = [], [torch.zeros_like(c) for c in self.c]
-        for i in S:
-            y_i = copy.deepcopy(self.x).train()
-            K = len(clients[i])
-            for images, labels in clients[i]:  # line 8
-                g = gradient(y_i, images, labels)
-                with torch.no_grad():
-                    for p, g_p, c_i, c in zip(y_i.parameters(), g, self.c_i[i], self.c, strict=True):
-                        p -= η_l * (g_p + self.decay * p + self.strength * (c - c_i))  # line 10
-            pairs = zip(self.c_i[i], self.c, self.x.parameters(), y_i.parameters(), strict=True)  # line 12
-            c_i_plus = [self.strength * (c_i - c) + (x.detach() - y.detach()) / (K * η_l) for c_i, c, x, y in pairs]
-            share = n_i[i] / sum(n_i[j] for j in S) if self.weighted else 1 / len(S)
-            Δc = [total + share * (plus - c_i) for total, plus, c_i in zip(Δc, c_i_plus, self.c_i[i], strict=True)]  # lines 13 and 16
-            self.c_i[i] = c_i_plus  # line 14
-            local.append(y_i.state_dict())
-        averaged(self.x, local, [n_i[i] for i in S])  # line 17
-        moved = 1 if self.whole else len(S) / self.N
-        self.c = [c + moved * change for c, change in zip(self.c, Δc, strict=True)]
+    def step(self, y_i: nn.Module, i: int, x: Tensor, y: Tensor) -> None:
+        g, decay = gradient(y_i, x, y), self.row.sgd.get("weight_decay", 0.0)
+        with torch.no_grad():
+            for p, g_p, c_i, c in zip(y_i.parameters(), g, self.c_i[i], self.c, strict=True):
+                p -= self.row.rate * (g_p + decay * p + self.strength * (c - c_i))  # line 10
 
-
-def algorithm_1(x: nn.Module, S: list[list[int]], clients: list[Client], n_i: list[int], η_l: float, **options: Any) -> Scaffold:
-    """Run a round for each entry of ``S``, every one with the same batches; return the final state. ``options``: see ``Scaffold``."""
-    run = Scaffold(x, len(clients), **options)
-    for S_r in S:
-        run.round(S_r, clients, n_i, η_l)
-    return run
+    @torch.no_grad()
+    def server(self, S: list[int], local: list[nn.Module]) -> None:
+        moved = [torch.zeros_like(c) for c in self.c]
+        for i, y_i in zip(S, local, strict=True):
+            steps = len(self.row.steps[i]) * self.row.rate  # K η_l
+            share = self.row.sizes[i] / sum(self.row.sizes[j] for j in S) if self.weighted else 1 / len(S)
+            pairs = zip(self.c_i[i], self.c, self.w.parameters(), y_i.parameters(), strict=True)
+            plus = [self.strength * (c_i - c) + (x - y) / steps for c_i, c, x, y in pairs]  # line 12
+            moved = [total + share * (p - c_i) for total, p, c_i in zip(moved, plus, self.c_i[i], strict=True)]  # lines 13 and 16
+            self.c_i[i] = plus  # line 14
+        super().server(S, local)  # line 17
+        N = len(S) if self.whole else len(self.row.clients)
+        self.c = [c + len(S) / N * change for c, change in zip(self.c, moved, strict=True)]
 
 
-def of(**options: Any) -> Callable[[Row], nn.Module]:
-    return lambda row: transcribed(algorithm_1, decay=row.sgd.get("weight_decay", 0.0), **options)(row).x
-
-
+of = Scaffold.of
 WRONG = {
     "c without |S| / N": of(whole=True), "c by samples": of(weighted=True),
     "half the correction": of(strength=0.5), "none": of(strength=0.0),

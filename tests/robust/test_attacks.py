@@ -32,7 +32,6 @@ from tests.refusals import naming
 HONEST = np.array([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0], [2.0, 2.0, 5.0], [6.0, 2.0, -1.0]])
 MEAN = np.array([3.0, 2.0, 2.0])
 DEVIATION = np.array([math.sqrt((4 + 0 + 1 + 9) / 4), 0.0, math.sqrt((1 + 1 + 9 + 9) / 4)])  # of all h rows: not h - 1
-NAMED = [name for name in ATTACKS if name != LABEL_FLIP]
 
 
 def no_damage(row: np.ndarray) -> float:
@@ -72,32 +71,20 @@ def test_an_attack_is_its_formula_f_times(attack: Attack, row: list[float], f: i
     assert np.array_equal(HONEST, before)
 
 
-def normal_cdf(z: float) -> float:
-    return (1 + math.erf(z / math.sqrt(2))) / 2
-
-
-def quantile(p: float) -> float:
-    """By bisection of the error function."""
-    low, high = -10.0, 10.0
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if normal_cdf(middle) < p else (low, middle)
-    return low
-
-
-@pytest.mark.parametrize(
+@listed(
     ("n", "f", "share", "printed"),
     [
         (50, 24, 24 / 26, 1.43),  # the paper's example, 24 of 50: s = 26 - 24 = 2 honest ones needed
         (50, 12, 24 / 38, 0.34),
         (10, 3, 4 / 7, 0.18),  # s = 6 - 3 = 3
-        (10, 1, 4 / 9, 0.0),  # below one half the quantile is negative: hidden at the mean only
         (10, 5, 4 / 5, 0.84),
     ],
 )
 def test_the_textbooks_z(n: int, f: int, share: float, printed: float) -> None:
-    assert z_max(n, f) == pytest.approx(max(0.0, quantile(share)), abs=1e-9)
-    assert round(z_max(n, f), 2) == printed
+    z = z_max(n, f)
+    assert (1 + math.erf(z / math.sqrt(2))) / 2 == pytest.approx(share, abs=1e-9)
+    assert round(z, 2) == printed
+    assert z_max(10, 1) == 0.0  # below one half the quantile is negative: hidden at the mean only
     assert z_max(3, 2) == z_max(5, 4) == 0.0  # where the attackers are a majority
 
 
@@ -115,16 +102,14 @@ def median_damage(f: int) -> Damage:
     return damage
 
 
-@pytest.mark.parametrize("family", [foe, alie])
-@pytest.mark.parametrize("signs", [(1,), (-1,), (1, -1)])
-@pytest.mark.parametrize("damage", [distance_to(ROWS.mean(0)), lambda row: float(np.abs(row - 1).max()), median_damage(3)])
-def test_no_strength_of_a_fine_grid_does_more_damage(family: Callable[[float], Attack], signs: tuple[int, ...], damage: Damage) -> None:
+@listed("family", [foe, alie])
+@listed("damage", [distance_to(ROWS.mean(0)), lambda row: float(np.abs(row - 1).max()), median_damage(3)])
+def test_no_strength_of_a_fine_grid_does_more_damage(family: Callable[[float], Attack], damage: Damage) -> None:
     """Damages that grow with the strength on either side."""
     found = optimised(family, damage)(ROWS, 3)
     assert found.shape == (3, 20)
     assert (found == found[0]).all()
-    most = max(damage(family(sign * strength)(ROWS, 1)[0]) for sign in signs for strength in FINE)
-    assert damage(found[0]) >= most * (1 - 1e-12)
+    assert damage(found[0]) >= max(damage(family(strength)(ROWS, 1)[0]) for strength in (*FINE, *-FINE)) * (1 - 1e-12)
 
 
 def strength_of(row: np.ndarray) -> float:
@@ -155,12 +140,6 @@ def test_sign_flipping_leaves_the_variances() -> None:
     np.testing.assert_array_equal(others[:, 10:], np.repeat(-ROWS[:, 10:].mean(0)[None], 2, 0))
 
 
-def test_label_flipping_is_on_the_data() -> None:
-    adversary = Adversary(LABEL_FLIP, 2)
-    assert adversary.flips_labels
-    assert not any(Adversary(name, 2).flips_labels for name in NAMED)
-
-
 @listed(
     ("arguments", "word"),
     [(("signflip", 1), "'signflip'"), (("foe", 0), "f=0"), (("foe", -1), "f=-1"), (("foe", 1, "weights"), "'weights'")],
@@ -169,3 +148,7 @@ def test_what_makes_no_adversary(arguments: tuple[Any, ...], word: str) -> None:
     with naming(word):
         Adversary(*arguments)
     assert [Adversary("foe", 1, on).on for on in ON] == list(ON)  # control
+
+
+def test_label_flipping_alone_is_on_the_data() -> None:
+    assert [name for name in ATTACKS if Adversary(name, 2).flips_labels] == [LABEL_FLIP]
