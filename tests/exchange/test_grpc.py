@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from tests.exchange.cohorts import Certificates, ExchangeFailed, ExchangeService
 from tests.exchange.over_grpc import (
     HOST,
     JOIN,
-    KEYS,
     LARGEST,
     SECOND,
     SOON,
@@ -25,7 +23,6 @@ from tests.exchange.over_grpc import (
     Stream,
     address_of,
     batch_of,
-    changed,
     check,
     eventually,
     finish,
@@ -131,50 +128,28 @@ def test_a_stranger_is_refused_and_named_while_the_round_goes_on(
     assert "ipv4:127.0.0.1:" in log.text or kind == "oversized"
 
 
-def test_a_token_works_for_one_stream_and_for_its_round_alone(service: ExchangeService) -> None:
-    with within(), Round(service, 1) as round:
-        check([play(address_of(service), round.tokens[0], 0)], [0])
-        with pytest.raises(ExchangeFailed):
-            play(address_of(service), round.tokens[0], 0)
-    with Round(service, 1) as round:
-        exchange = GrpcExchange(address_of(service), round.tokens[0], 1)
-    with within(), pytest.raises(ExchangeFailed):
-        exchange(SECOND, local_of(0, SECOND).values, 1)
-    exchange.close("late")
-
-
 # a service that is not there, or no longer
 
 
 @pytest.mark.alone
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["shrink", "abort"])
-@pytest.mark.parametrize("when", ["joining", "exchanging", "training"])
-def test_all_fail_when_the_service_stops_and_a_new_one_takes_its_port(when: str, policy: str) -> None:
+@pytest.mark.parametrize("joined", [False, True])
+def test_all_fail_when_the_service_stops_and_a_new_one_takes_its_port(joined: bool) -> None:
     service = ExchangeService(HOST, 0, LARGEST).start()
     with within():
-        with Round(service, policy=policy) as round, ExitStack() as stack:
+        with Round(service) as round, ExitStack() as stack:
             futures = round.play(0, 1)
-            if when != "joining":
-                stream = stack.enter_context(Stream(service, round.tokens[2]))
-                stream.ask(Join(batch_of(2)))
-                round.joined(0, 1)  # now with their first values
-            if when == "training":
-                stream.ask(local_of(2, KEYS[0]))
-                stream.send(changed())
-                eventually(lambda: round.session.exchanges == 2)
-            round.joined(0, 1)
-            begin = time.monotonic()
+            if joined:
+                stack.enter_context(Stream(service, round.tokens[2])).ask(Join(batch_of(2)))
+            round.joined(0, 1)  # the others wait for client 2: to join, or for its first values
             service.stop()
             for future in futures:
                 with pytest.raises(ExchangeFailed):
-                    future.result(SOON)
-            assert time.monotonic() - begin < 2
+                    future.result(2)
         with pytest.raises(ExchangeFailed):
             play(address_of(service), round.tokens[0], 0)  # negative control: nobody is there
         again = ExchangeService(HOST, service.port, LARGEST).start()
         try:
-            assert again.port == service.port
             finish(again)
         finally:
             again.stop()

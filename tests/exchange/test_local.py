@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -88,45 +89,28 @@ def test_a_task_that_ends_without_joining_or_needs_more_exchanges_than_the_other
 # random numbers: clients that take turns draw those that they draw alone
 
 
-def draws(exchange: Callable[[int], None], exchanges: int, numbers: list[Tensor]) -> None:
+def draws(exchanges: int, exchange: Callable[[int], None] = lambda call: None, seed: int | None = None) -> list[Tensor]:
     """Uniform numbers and dropout masks, around ``exchanges`` exchanges."""
-    for call in range(exchanges):
-        numbers += [torch.rand(3), torch.nn.functional.dropout(torch.ones(16))]
-        exchange(call)
-    numbers.append(torch.randn(3))
+    numbers = list[Tensor]()
+    with nullcontext() if seed is None else torch_seed(seed, CPU):
+        for call in range(exchanges):
+            numbers += [torch.rand(3), torch.nn.functional.dropout(torch.ones(16))]
+            exchange(call)
+        return [*numbers, torch.randn(3)]
 
 
 def random_round(clients: int, exchanges: int, *, seeded: bool = True) -> dict[int, list[Tensor]]:
     """What each client draws in its turns."""
-    round = Round(clients)
-    numbers: dict[int, list[Tensor]] = {client: [] for client in range(clients)}
+    round, numbers = Round(clients), dict[int, list[Tensor]]()
 
-    def task(client: int) -> Task:
-        def run() -> list[float]:
-            channel = LocalExchange(round.tokens[client], 1)
+    def task(client: int) -> list[float]:
+        channel, ones = LocalExchange(round.tokens[client], 1), torch.ones(2, dtype=torch.float64)
+        exchange = lambda call: channel(Key("bn", Quantity.MEAN, call), ones, 1)  # noqa: E731
+        numbers[client] = draws(exchanges, exchange, 100 + client if seeded else None)
+        channel.close()
+        return []
 
-            def exchange(call: int) -> None:
-                channel(Key("bn", Quantity.MEAN, call), torch.ones(2, dtype=torch.float64), 1)
-
-            if seeded:
-                with torch_seed(100 + client, CPU):
-                    draws(exchange, exchanges, numbers[client])
-            else:
-                draws(exchange, exchanges, numbers[client])
-            channel.close()
-            return []
-
-        return run
-
-    assert round.run([task(client) for client in range(clients)]) == [[]] * clients
-    return numbers
-
-
-def alone(client: int, exchanges: int) -> list[Tensor]:
-    """What it draws when nobody else is there."""
-    numbers: list[Tensor] = []
-    with torch_seed(100 + client, CPU):
-        draws(lambda call: None, exchanges, numbers)
+    assert round.run([partial(task, client) for client in range(clients)]) == [[]] * clients
     return numbers
 
 
@@ -135,12 +119,12 @@ def alone(client: int, exchanges: int) -> list[Tensor]:
 def test_each_client_draws_what_it_draws_on_its_own_and_torchs_generator_is_as_it_was(clients: int, exchanges: int) -> None:
     before = torch.get_rng_state()
     for client, numbers in random_round(clients, exchanges).items():
-        assert all(torch.equal(a, b) for a, b in zip(numbers, alone(client, exchanges), strict=True))
-        assert not torch.equal(numbers[-1], alone(client + 1, exchanges)[-1])  # control: another seed
+        assert all(torch.equal(a, b) for a, b in zip(numbers, draws(exchanges, seed=100 + client), strict=True))
+        assert not torch.equal(numbers[-1], draws(exchanges, seed=101 + client)[-1])  # control: another seed
     random_round(clients, exchanges, seeded=False)
     assert torch.equal(torch.get_rng_state(), before)
     with torch.random.fork_rng(devices=[]):  # control: drawing outside of turns moves it
-        draws(lambda call: None, 1, [])
+        draws(1)
         assert not torch.equal(torch.get_rng_state(), before)
 
 

@@ -72,7 +72,7 @@ def dsgd(row: Row, new: float = 0.1, forgets: bool = False) -> nn.Module:
 
 def two_stages(row: Row, share: float = 0.02) -> nn.Module:
     """Run FedTAN-II: one round of FedTAN, then FixBN's stage II."""
-    return fixbn.at(0, share=share, net=training(replace(row, rounds=1)))(replace(row, rounds=row.rounds - 1))
+    return fixbn.at(0, share=share, net=training(replace(row, rounds=1)))(replace(row, rounds=row.rounds - 1, cohorts=()))
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from tests.oracles.fedbn import Kept
 class FedLBN(FBN, Kept):
     """``layers``: which BatchNorm layers stay at home: those that FBN does not change."""
 
-    layers: slice = field(default=slice(1))
+    layers: slice = field(default_factory=lambda: slice(1))
 
     def start(self) -> nn.Module:
         net = super().start()

@@ -82,7 +82,7 @@ RULES: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = { 
 
 def one_honest(row: Row) -> nn.Module:
     """Run FBN with one honest client. Its variances are others: Bessel's factor has the cohort's count."""
-    return fbn.FBN(replace(row, clients=row.clients[:1])).run()
+    return fbn.FBN(replace(row, clients=row.clients[:1], cohorts=())).run()
 
 
 def against(name: str) -> Row:
