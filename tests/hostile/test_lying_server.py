@@ -12,9 +12,9 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, RECORD_KEY_STATE
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
 
-from fl_bn.flower.wire.messages import OURS, WEIGHED
+from fl_bn.flower.wire.messages import WEIGHED
 from fl_bn.methods import METHODS
-from tests.hostile.liars import Privacy, SecureAggregation, people, what
+from tests.hostile.liars import OURS, Privacy, SecureAggregation, people, what
 from tests.in_process import TWO_STEPS, WatchedGrid, client_app, run
 from tests.listed import listed
 
