@@ -106,9 +106,9 @@ def test_nothing_in_a_line_stops_the_check_or_the_totals(old: bytes, new: bytes,
 def test_without_its_head_a_log_says_that_its_end_is_unknown_and_goes_on_to_say_so(log: Path) -> None:
     (log / audit.HEAD).unlink()
     change(log, lambda lines: lines[:-1])
-    assert len(check(log).faults) == 1
-    append(log, ENTRY)
-    assert len(check(log).faults) == 1
+    for _ in range(2):
+        assert len(check(log).faults) == 1
+        append(log, ENTRY)
 
 
 def test_a_log_that_was_computed_anew_differs_from_the_hash_that_was_noted(log: Path, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import os
 import platform
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 from fl_bn_site.gate import options
 from tests.deployment.docker_federation import ROOT, SERVICES, SITES
 from tests.deployment.inner import app
+from tests.deployment.tls_servers import free_port
 from tests.listed import listed
 
 Compose = dict[str, Any]
@@ -39,10 +39,7 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "flower-superexec": _parse_args_superexec,
     "flower-supernode": _parse_args_run_supernode,
 }
-AROUND = {  # scripts that run Flower's
-    f"{IMAGE}fl_bn_site/superlink.py": ["flower-superlink"],
-    f"{IMAGE}fl_bn_site/supernode.py": ["flower-supernode"],
-}
+AROUND = {f"flower-{name}": f"{IMAGE}fl_bn_site/{name}.py" for name in ("superlink", "supernode")}  # scripts that run Flower's programs
 GATE, APPS = (["python", "-P", "-m", f"fl_bn_site.{name}"] for name in ("gate", "apps"))
 LIMITS = ("mem_limit", "cpus", "pids_limit")
 
@@ -80,16 +77,12 @@ def parsed(words: list[str]) -> argparse.Namespace:
     """As the program's own parser reads its command line; SystemExit or click's UsageError where it refuses."""
     if words[:4] == GATE:
         words = options(words[4:])[1]["the SuperNode"]
-    for script, instead in AROUND.items():
+        assert words[words.index(AROUND["flower-supernode"]) + 1] == "--poll-seconds"
+        del words[words.index("--poll-seconds") : words.index("--poll-seconds") + 2]
+    for program, script in AROUND.items():
         if script in words:
             assert (ROOT / script.removeprefix(IMAGE)).exists()
-            words = [*instead, *words[words.index(script) + 1 :]]
-    if words[0] == "flower-supernode":
-        assert words[1] == "--poll-seconds"
-        words = [words[0], *words[3:]]
-    if words[:4] == APPS:
-        assert len(words) == 5
-        return argparse.Namespace()
+            words = [program, *words[words.index(script) + 1 :]]
     program, *rest = words
     if program in PARSERS:
         return PARSERS[program]().parse_args(rest)
@@ -98,10 +91,11 @@ def parsed(words: list[str]) -> argparse.Namespace:
         while hasattr(command, "commands"):
             command, rest = command.get_command(None, rest[0]), rest[1:]
         command.make_context("fl-bn", rest)
-        return argparse.Namespace()
-    assert program in ("sh", "python"), f"no parser for {program}"
-    assert rest[0].startswith(IMAGE)
-    assert (ROOT / rest[0].removeprefix(IMAGE)).exists()
+    elif words[:4] == APPS:
+        assert len(words) == 5
+    else:
+        assert program in ("sh", "python"), f"no parser for {program}"
+        assert (ROOT / rest[0].removeprefix(IMAGE)).exists()
     return argparse.Namespace()
 
 
@@ -258,6 +252,7 @@ def test_the_engine_is_sent_what_the_image_needs_and_no_keys() -> None:
 
 
 def test_the_variant_without_cuda_installs_none(tmp_path: Path) -> None:
+    files: dict[tuple[str, str], str] = {}
     for variant in ("cpu", "gpu"):
         folder = tmp_path / variant
         folder.mkdir()
@@ -265,14 +260,14 @@ def test_the_variant_without_cuda_installs_none(tmp_path: Path) -> None:
             shutil.copy(ROOT / name, folder)
         words = [sys.executable, str(ROOT / "deploy/docker/requirements.py"), variant, str(folder)]
         subprocess.run(words, check=True, env={**os.environ, "TORCH_INDEX": "https://example.org/cpu"}, timeout=60)
-    cpu, gpu = (Path(tmp_path, variant, "constraints.txt").read_text() for variant in ("cpu", "gpu"))
-    assert gpu == (ROOT / "constraints.txt").read_text()
-    assert re.findall(r"(?m)^(?:torch|torchvision)==\S+\+cpu$", cpu) != []
-    assert not re.search(r"(?m)^(nvidia|cuda|triton)", cpu)
-    assert (tmp_path / "cpu/options.txt").read_text() == "--extra-index-url https://example.org/cpu\n"
-    assert (tmp_path / "cpu/hashed.txt").read_text() == "", "another build of torch, of which there are no hashes"
+        files |= {(variant, path.stem): path.read_text() for path in folder.glob("*.txt")}
+    assert files["gpu", "constraints"] == (ROOT / "constraints.txt").read_text()
+    assert re.findall(r"(?m)^(?:torch|torchvision)==\S+\+cpu$", files["cpu", "constraints"]) != []
+    assert not re.search(r"(?m)^(nvidia|cuda|triton)", files["cpu", "constraints"])
+    assert files["cpu", "options"] == "--extra-index-url https://example.org/cpu\n"
+    assert files["cpu", "hashed"] == "", "another build of torch, of which there are no hashes"
     hashed = (ROOT / "requirements.hashed.txt").read_text() if platform.machine() == "x86_64" else ""
-    assert (tmp_path / "gpu/hashed.txt").read_text() == hashed
+    assert files["gpu", "hashed"] == hashed
 
 
 def make_kit(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -298,19 +293,13 @@ def test_the_kit_is_made_once_and_checked_for_being_whole(tmp_path: Path) -> Non
     assert make_kit(tmp_path).returncode == 1
 
 
-def free_address() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{found.getsockname()[1]}"
-
-
-def healthcheck(*addresses: str) -> int:
-    words = [sys.executable, str(ROOT / "deploy/docker/healthcheck.py"), *addresses]
-    return subprocess.run(words, capture_output=True, check=False, timeout=30).returncode
-
-
 def test_the_health_check_asks_the_process_and_the_way_to_its_server() -> None:
-    alive, dead = free_address(), free_address()
+    alive, dead = (f"127.0.0.1:{free_port()}" for _ in range(2))
+
+    def healthcheck(*addresses: str) -> int:
+        words = [sys.executable, str(ROOT / "deploy/docker/healthcheck.py"), *addresses]
+        return subprocess.run(words, capture_output=True, check=False, timeout=30).returncode
+
     server: grpc.Server = run_health_server_grpc_no_tls(alive)
     try:
         assert [healthcheck(*of) for of in ((alive,), (alive, alive), (dead,), (alive, dead))] == [0, 0, 1, 1]

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from fl_bn.flower import run_in_process
 from tests.deployment.docker_federation import SERVICES, DockerFederation, command, no_docker
-from tests.deployment.inner import RunConfig, parse_overrides
+from tests.deployment.federation import differing, in_process
+from tests.deployment.inner import parse_overrides
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(3600)]
 QUICK = "model='mlp' rounds=2 local-steps=2 evaluate-every=1 pictures=false"
@@ -29,24 +27,14 @@ def federation() -> Iterator[DockerFederation]:
         yield federation
 
 
-def final_model(runs: Path, name: str) -> dict[str, torch.Tensor]:
-    return load_file(runs / name / "model.safetensors")
-
-
 @pytest.mark.parametrize("method", ["hbn", "fedtan"])
 def test_the_model_is_that_of_one_process(federation: DockerFederation, method: str, tmp_path: Path) -> None:
     config = f"method='{method}' {QUICK}"
-    log = federation.run(f"{config} name='{method}'")
-    assert "finished:completed" in log
-    apart = final_model(federation.fetch(tmp_path), method)
-    one = {**parse_overrides(config), "clients": 3, "output": str(tmp_path), "name": "one", "device": "cpu"}
-    run_in_process(RunConfig.from_mapping(one).to_mapping())
-    together = final_model(tmp_path, "one")
-    assert apart.keys() == together.keys()
-    different = [name for name in apart if not torch.equal(apart[name], together[name])]
-    assert different == []
-    run_in_process(RunConfig.from_mapping({**one, "name": "other", "seed": 1}).to_mapping())
-    assert not all(torch.equal(apart[name], other) for name, other in final_model(tmp_path, "other").items()), "negative control"
+    assert "finished:completed" in federation.run(f"{config} name='{method}'")
+    apart = federation.fetch(tmp_path) / method / "model.safetensors"
+    values = {**parse_overrides(config), "clients": 3}
+    assert differing(apart, in_process(values, tmp_path / "one") / "model.safetensors") == []
+    assert differing(apart, in_process({**values, "seed": 1}, tmp_path / "other") / "model.safetensors") != [], "negative control"
 
 
 def test_a_failed_run_is_an_exit_code(federation: DockerFederation) -> None:

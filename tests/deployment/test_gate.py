@@ -211,11 +211,7 @@ def test_the_reason_of_a_death_is_the_reply_within_a_second(gate: Gate) -> None:
     assert gate.ask(package("os._exit(0)")).error.reason == "its process ended without an answer"
     late = gate.ask(package("import time; time.sleep(60)"), ttl=2.0)
     assert late.error.reason == "its process did not answer before the deadline of the message, and was ended"
-    assert [(line["decision"], line["reason"]) for line in gate.lines()[1:]] == [
-        ("failed", "its process was killed by SIGKILL"),
-        *(("failed", f"its process {how}") for how in ("ended with exit code 3", "ended without an answer")),
-        ("failed", late.error.reason),
-    ]
+    assert [line["decision"] for line in gate.lines()] == ["sent", *["failed"] * 4]
 
 
 def test_an_app_s_own_error_is_the_reply(gate: Gate) -> None:
@@ -261,33 +257,22 @@ def test_an_app_ends_with_its_gate(gate: Gate) -> None:
 
 
 def test_of_a_run_that_is_refused_nothing_is_unpacked(gate: Gate) -> None:
+    """Of a run config that is signed, the server can leave out no key, change none, and send no other default."""
     gate.policy('allow-code = "signed"\n')
     content = package()
-    signed = Package(content, MINE).signed({"rounds": 2})
-    for config, why in (
-        ({"rounds": 2}, "the run is not signed"),
-        (signed | {"rounds": 3}, "one of the two was changed after the signing"),
-        (signed | {"run-signature": 3}, "no signature that this version"),
-    ):
+    signed, plain = Package(content, MINE).signed({"rounds": 2}), Package(content, MINE).signed({})
+    for config in ({"rounds": 2}, signed | {"rounds": 3}, signed | {"run-signature": 3}, plain | {"rounds": 9}):
         reply = gate.ask(content, **config)
         assert reply.error.code == 2
         assert "NotAllowed'>:<'this site's policy has allow-code = signed, but the" in str(reply.error.reason)
-        assert why in str(reply.error.reason)
     assert not gate.site.packages.exists()
     assert not (gate.site.home / "accepted").exists()
     gate.told(content, **signed)  # control
+    gate.told(content, **plain)
     assert "was used for run 5 already" in str(gate.ask(content, run=6, **signed).error.reason)
-    lines = gate.lines()
-    assert [(line["decision"], line["submitter"]) for line in lines] == [("refused", None)] * 3 + [("sent", "alice"), ("refused", "alice")]
-    assert {line["code"] for line in lines} == {Package(content).code}
-
-
-def test_a_default_of_the_package_is_covered_by_the_signature(gate: Gate) -> None:
-    """The server cannot leave out a key that was signed, nor send another default."""
-    gate.policy('allow-code = "signed"\n')
-    content = package()
-    assert "changed after the signing" in str(gate.ask(content, **Package(content, MINE).signed({}), rounds=9).error.reason)
-    gate.told(content, **Package(content, MINE).signed({}))
+    decisions = [(line["decision"], line["submitter"]) for line in gate.lines()]
+    assert decisions == [("refused", None)] * 4 + [("sent", "alice")] * 2 + [("refused", "alice")]
+    assert {line["code"] for line in gate.lines()} == {Package(content).code}
 
 
 def test_memory_beyond_the_policy_is_refused_by_name(gate: Gate) -> None:
@@ -298,12 +283,6 @@ def test_memory_beyond_the_policy_is_refused_by_name(gate: Gate) -> None:
         assert reply.has_error() != enough
         if not enough:
             assert "this site's policy has max-memory = 0.3 GB, and the run needs more" in str(reply.error.reason)
-
-
-def test_the_app_gets_the_policy_s_limits_and_the_node_keeps_its_own(gate: Gate) -> None:
-    gate.policy("max-evaluations = 2\n")
-    assert gate.told(package("told['limit'] = context.node_config['max-evaluations']"))["limit"] == 2
-    assert gate.context.node_config == {"state-dir": "/state"}
 
 
 def test_where_the_line_cannot_be_written_no_answer_leaves(gate: Gate) -> None:
@@ -346,19 +325,18 @@ def test_a_planted_line_does_not_run(gate: Gate) -> None:
 
 @pytest.mark.parametrize("there", ["a folder", "a link to a folder", "a file", "a link to a file"])
 def test_what_was_there_before_does_not_run(gate: Gate, there: str) -> None:
-    content, elsewhere = package(), gate.folder / "elsewhere"
+    content = package()
     place = gate.site.packages / Package(content).code
     place.parent.mkdir()
-    honest = Packages(elsewhere).unpack(content, "")
+    honest = Packages(gate.folder / "elsewhere").unpack(content, "")
     plant(honest / "app.py", "raise SystemExit\n")
-    if there == "a folder":
-        shutil.copytree(honest, place)
-    elif there == "a file":
+    if there == "a file":
         place.write_text("x")
     elif there == "a link to a folder":
         place.symlink_to(honest)
     else:
         shutil.copytree(honest, place)
+    if there == "a link to a file":
         (place / "app.py").unlink()
         (place / "app.py").symlink_to(honest / "app.py")
     assert gate.told(content)["messages"] == 1

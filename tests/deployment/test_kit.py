@@ -150,25 +150,16 @@ def test_keys_are_never_shown_nor_overwritten(tmp_path: Path, capfd: pytest.Capt
 
 
 @listed(
-    ("changed", "said"),
+    "changed",
     [
-        ({"superlink": "fl.example.org:9092"}, "without a port"),
-        ({"superlink": "no such name"}, "host"),
-        ({"also": ["10.0.0.1", "a/b"]}, "'a/b'"),
-        ({"sites": []}, "none"),
-        ({"sites": ["A", "a"]}, "lower case"),
-        ({"sites": ["../A"]}, "name"),
-        ({"submitters": []}, "submitter"),
-        ({"submitters": ["bob", "bob"]}, "submitter"),
-        ({"submitters": ["../bob"]}, "'../bob'"),
-        ({"days": 0}, "days"),
-        ({"fleet_port": 70000}, "ports"),
+        {"superlink": "fl.example.org:9092"}, {"superlink": "no such name"}, {"also": ["10.0.0.1", "a/b"]}, {"sites": []},
+        {"sites": ["A", "a"]}, {"sites": ["../A"]}, {"submitters": []}, {"submitters": ["bob", "bob"]}, {"submitters": ["../bob"]},
+        {"days": 0}, {"fleet_port": 70000},
     ],
-)
-def test_plans_that_cannot_be(changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(KitError) as error:
+)  # fmt: skip
+def test_plans_that_cannot_be(changed: dict[str, Any]) -> None:
+    with pytest.raises(KitError):
         KitPlan(**{"superlink": "fl.example.org", "sites": ["A", "B"]} | changed)
-    assert said in str(error.value)
 
 
 # server.toml and site.toml
@@ -195,6 +186,9 @@ def test_what_is_rendered_is_read(tmp_path: Path) -> None:
         tmp_path / "b" / name for name in ("site.key", "state", "node/audit")
     )
     assert (read_folder(server.path), read_folder(site.path)) == (server, site)
+    for read in (read_folder, SiteFolder.read):
+        with pytest.raises(FolderError):
+            read(tmp_path)
 
 
 def test_paths_start_at_the_folder_wherever_the_command_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,18 +249,16 @@ def test_what_is_wrong_is_named(tmp_path: Path, kind: type[ServerFolder], old: s
     assert str(tmp_path / kind.file) in str(error.value)
 
 
-def test_a_folder_that_is_none(tmp_path: Path) -> None:
-    for read in (read_folder, SiteFolder.read):
-        with pytest.raises(FolderError, match="site.toml"):
-            read(tmp_path)
-
-
-def test_addresses() -> None:
-    for address, parts in {"h:1": ("h", 1), "10.0.0.1:65535": ("10.0.0.1", 65535), "[::1]:9092": ("::1", 9092)}.items():
+@listed(
+    ("address", "parts"),
+    [
+        ("h:1", ("h", 1)), ("10.0.0.1:65535", ("10.0.0.1", 65535)), ("[::1]:9092", ("::1", 9092)),
+        *((wrong, None) for wrong in ("h", "h:", ":1", "h:0", "h:65536", "::1:9092", "h:1:2", "h :1", "https://h:1")),
+    ],
+)  # fmt: skip
+def test_addresses(address: str, parts: tuple[str, int] | None) -> None:
+    if parts is None:
+        with pytest.raises(ValueError):  # noqa: PT011
+            host_port(address)
+    else:
         assert host_port(address) == parts
-
-
-@listed("address", ["h", "h:", ":1", "h:0", "h:65536", "::1:9092", "h:1:2", "h :1", "https://h:1"])
-def test_addresses_that_are_none(address: str) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011
-        host_port(address)

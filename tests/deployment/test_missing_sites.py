@@ -13,7 +13,7 @@ from tests.deployment.test_walk import RUN, write_table
 MISSING = {  # site -> what the log says of it
     "d": "site d is offline",
     "e": "site e is refused: it has fl-bn 0.0.9",
-    "f": "site f is refused: DataError",
+    "f": "site f is refused: ConfigError: this client's own data, data.csv, line 2",
     "g": "site g is refused: its policy refuses the run: this site's policy has allow-methods = fedbn",
 }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fl_bn_site.packages import Packages
-from tests.deployment.inner import KitPlan, SiteFolder, commands, create, verify
+from tests.deployment.inner import KitPlan, SiteFolder, commands, create
 from tests.deployment.test_signing import package_of
 
 ROOT = Path(__file__).parents[2]
@@ -106,9 +106,8 @@ def test_the_app_is_not_told_where_the_key_is(tmp_path: Path) -> None:
     create(KitPlan("127.0.0.1", ["a"]), tmp_path / "kit")
     folder = SiteFolder.read(tmp_path / "kit/sites/a")
     (node,), (app,) = commands(folder, "supernode"), commands(folder, "clientapp")
-    assert str(folder.private_key) in str(node)
-    assert str(folder.private_key) not in str(app)
-    with pytest.raises(ValueError, match="--only must be supernode or clientapp, for a site's folder, but got 'serverapp'"):
+    assert (str(folder.private_key) in str(node), str(folder.private_key) in str(app)) == (True, False)
+    with pytest.raises(ValueError, match="--only"):
         commands(folder, "serverapp")
 
 
@@ -126,12 +125,3 @@ def test_the_units_give_key_and_app_to_two_users() -> None:
             assert re.search(rf"(?m)^{line}=\d", unit), line
         for line in ("NoNewPrivileges=yes", "ProtectSystem=strict", "ProtectHome=yes", "CapabilityBoundingSet="):
             assert re.search(rf"(?m)^{line}$", unit), line
-
-
-def test_a_key_that_others_can_read_is_found(tmp_path: Path) -> None:
-    create(KitPlan("127.0.0.1", ["a"]), tmp_path / "kit")
-    keys = [tmp_path / "kit" / name for name in ("authority/ca.key", "server/server.key", "sites/a/site.key")]
-    assert {key.stat().st_mode & 0o777 for key in keys} == {0o600}
-    assert all(check.status != "fail" for check in verify(tmp_path / "kit/sites/a"))
-    keys[2].chmod(0o644)
-    assert [check for check in verify(tmp_path / "kit/sites/a") if check.status == "fail"]

@@ -14,7 +14,6 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
-from cryptography.x509.oid import NameOID
 
 from fl_bn_site.certificates import alternative_name, read_certificate
 from fl_bn_site.folders import EXCHANGE_PORTS
@@ -22,7 +21,6 @@ from fl_bn_site.kit import KitPlan, create
 
 
 def listen() -> socket.socket:
-    """Open a socket that listens on a free port of 127.0.0.1."""
     listening = socket.create_server(("127.0.0.1", 0))
     listening.settimeout(0.05)
     return listening
@@ -37,19 +35,15 @@ def free_port() -> int:
         return port_of(listening)
 
 
-def is_free(port: int) -> bool:
-    """Return whether a program of this machine could listen on TCP ``port`` now."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        return probe.connect_ex(("127.0.0.1", port)) != 0
-
-
 def free_range(count: int) -> int:
     """Return the first of ``count`` consecutive ports that are not in use."""
     first = 15000 + os.getpid() % 10000
-    while not all(is_free(port) for port in range(first, first + count)):
+    while True:
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
         first += count
-    return first
 
 
 def make_kit(folder: Path, fleet_port: int, sites: Sequence[str] = ("A", "B"), host: str = "localhost") -> Path:
@@ -72,23 +66,15 @@ def write_line(file: Path, name: str, value: object) -> None:
     file.write_text("\n".join(lines) + "\n")
 
 
-def reissue(kit: Path, hosts: Sequence[str], begins: float = -1, ends: float = 100, authority: str = "authority") -> None:
-    """Replace the server's certificate in the kit. The server keeps its key.
-
-    Args:
-        kit: The folder of the kit.
-        hosts: The host names and addresses of the certificate.
-        begins: From when it is valid, in days from now.
-        ends: Until when it is valid, in days from now.
-        authority: The folder in the kit with the certificate authority that signs it.
-    """
-    vouching = read_certificate(kit / authority / "ca.crt")
-    key = load_pem_private_key((kit / authority / "ca.key").read_bytes(), None)
-    server, now = read_certificate(kit / "server" / "server.crt"), datetime.now(UTC)
+def reissue(kit: Path, hosts: Sequence[str], begins: float = -1, ends: float = 100) -> None:
+    """Replace the server's certificate in the kit by one for ``hosts``, valid from ``begins`` to ``ends`` in days from now."""
+    authority = read_certificate(kit / "authority/ca.crt")
+    key = load_pem_private_key((kit / "authority/ca.key").read_bytes(), None)
+    server, now = read_certificate(kit / "server/server.crt"), datetime.now(UTC)
     certificate = (
         x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "server")]))
-        .issuer_name(vouching.subject)
+        .subject_name(server.subject)
+        .issuer_name(authority.subject)
         .public_key(server.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now + timedelta(days=begins))
@@ -96,7 +82,7 @@ def reissue(kit: Path, hosts: Sequence[str], begins: float = -1, ends: float = 1
         .add_extension(x509.SubjectAlternativeName([alternative_name(host) for host in hosts]), critical=False)
         .sign(key, hashes.SHA256())  # type: ignore[arg-type]
     )
-    (kit / "server" / "server.crt").write_bytes(certificate.public_bytes(Encoding.PEM))
+    (kit / "server/server.crt").write_bytes(certificate.public_bytes(Encoding.PEM))
 
 
 @contextlib.contextmanager

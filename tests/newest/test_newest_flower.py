@@ -19,7 +19,7 @@ from tests.integration.runs import bits, differences, tiny
 from tests.integration.test_ray import as_on_ray, run_config
 from tests.newest.conftest import Newest
 from tests.packaging.test_new import accuracies, printed
-from tests.packaging.wheels import copied
+from tests.packaging.wheels import SOURCES, copied
 
 pytestmark = [pytest.mark.newest, pytest.mark.timeout(600)]
 APP = ("fl_bn", "fl_bn_site", "server_app", "client_app", "pyproject.toml", "setup.py", "README.md", "LICENSE")
@@ -108,6 +108,15 @@ def test_a_converted_app_runs(name: str, newest: Newest, tmp_path: Path) -> None
     shutil.copytree(APPS / name / "after", tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     said = newest.run("flwr", "run", ".", "--stream", "--run-config", SHOWN[name][0], folder=tmp_path / name)
     assert [line for line in SHOWN[name][1] if line not in said] == [], said
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", ["walk", "missing_sites", "federation"])
+def test_a_deployment_works(name: str, newest: Newest) -> None:
+    """The tests of deployments on real processes start the programs of the Python that runs them."""
+    words = ("-q", "-n", "0", "-m", "", "-W", "ignore::DeprecationWarning", f"tests/deployment/test_{name}.py")
+    newest.run("python", "-m", "pytest", *words, folder=SOURCES, timeout=7000)
 
 
 def wait_for(log: Path, text: str, times: int, patience: float = 120) -> None:
