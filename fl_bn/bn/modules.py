@@ -7,7 +7,7 @@ to fl-bn, or by a class that overrides ``train()``.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -89,10 +89,6 @@ def train_mode(model: nn.Module) -> None:
             module.training = False
 
 
-def _trains_as_torch(modules: Iterable[nn.Module]) -> bool:
-    return all(type(module).train is nn.Module.train and "train" not in vars(module) for module in modules)
-
-
 def frozen_affine(model: nn.Module) -> set[str]:
     """Return the FBN, HBN and Static BN layers whose affine parameters the owner has frozen.
 
@@ -129,7 +125,7 @@ def held_layers(model: nn.Module) -> set[str]:
     They are the layers that stay in evaluation mode while the model trains, and the layers of ``frozen_affine``.
     """
     modules = named_modules(model)
-    if _trains_as_torch(modules.values()):
+    if all(type(module).train is nn.Module.train and "train" not in vars(module) for module in modules.values()):
         held = {name for name, layer in modules.items() if isinstance(layer, _BatchNorm) and getattr(layer, MARK, False)}
         return held | frozen_affine(model)
     modes = {module: module.training for module in modules.values()}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -15,7 +16,7 @@ from fl_bn.federation.composition import OBJECTS, check_rates
 from fl_bn.federation.engines.clients import check_parameters
 from fl_bn.federation.engines.vectorised import ENGINES, VECTORISED
 from fl_bn.federation.engines.workers import MOST_WORKERS
-from fl_bn.federation.loaders import Loader, check_loader
+from fl_bn.federation.loaders import Loader, check_loader, in_dtype
 from fl_bn.federation.policy import RunSpec
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.objectives import Objective
@@ -90,27 +91,22 @@ class Trials:
     Attributes:
         optimizers: The id of each function in ``makers`` -> an optimiser that it made.
         rate: The largest learning rate of all clients, which the schedule scales, if one has a rate.
+        shares: Each client's learning rate as a share of ``rate``; 1 for a client without one.
 
     Raises:
         ValueError: An optimiser has other parameters than the network's, or does not fit the objective.
     """
 
     def __init__(self, model: nn.Module, makers: Sequence[MakeOptimizer], objective: Objective) -> None:
-        self._makers = makers
         copy = copied(model)  # not ``model``, which a function that ignores its argument may know
         self.optimizers = {id(make): make(copy.parameters()) for make in makers}
         for optimizer in self.optimizers.values():
             check_parameters(optimizer, copy.parameters())
             if objective.travels:
                 check_rates(objective, optimizer)
-        self._rates = {key: rate_of(optimizer) for key, optimizer in self.optimizers.items()}
-        self.rate = max((rate for rate in self._rates.values() if rate), default=None)
-
-    @property
-    def shares(self) -> list[float]:
-        """Return each client's learning rate as a share of ``rate``; 1 for a client without one."""
-        rate = self.rate or 1.0
-        return [(self._rates[id(make)] or rate) / rate for make in self._makers]
+        rates = {key: rate_of(optimizer) for key, optimizer in self.optimizers.items()}
+        self.rate = max((rate for rate in rates.values() if rate), default=None)
+        self.shares = [(rates[id(make)] or self.rate or 1.0) / (self.rate or 1.0) for make in makers]
 
 
 @dataclass(frozen=True)
@@ -170,8 +166,10 @@ def tasks_of(task: Any, loss: Any, metrics: Any, clients: int) -> tuple[Task, ..
     return tuple(made[id(one), id(of), id(more)] for one, of, more in zip(tasks, losses, further, strict=True))
 
 
-def own_tests(test: Any, clients: int, again: bool = True) -> tuple[Loader, ...] | None:
+def own_tests(test: Any, clients: int, dtype: torch.dtype, again: bool = True) -> tuple[Loader, ...] | None:
     """Return clients' test batches, iterated over repeatedly if ``again``; None without ``test``.
+
+    ``SeededBatches`` are in ``dtype``.
 
     Raises:
         ValueError: A value cannot be iterated over as batches, or there are more or fewer values than clients.
@@ -181,7 +179,7 @@ def own_tests(test: Any, clients: int, again: bool = True) -> tuple[Loader, ...]
     own = each("test", test, clients, sequences=False)
     for client, batches in enumerate(own if isinstance(test, PerClient) else own[:1]):
         check_loader(f"test of client {client}" if isinstance(test, PerClient) else "test", batches, again)
-    return own
+    return in_dtype(own, dtype)
 
 
 def rate_of(optimizer: Optimizer) -> float | None:

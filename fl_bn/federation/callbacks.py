@@ -109,15 +109,10 @@ class Callbacks(Callback):
         for callback in self.all:
             callback.on_start(running)
 
-    def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
-        """Call ``on_evaluation`` of every callback."""
-        for callback in self.all:
-            callback.on_evaluation(record, rounds)
-
     def on_round(self, record: RoundRecord, rounds: int) -> None:
         """Call ``on_evaluation`` of all if the round was evaluated, then ``on_round`` of all."""
-        if record.evaluation:
-            self.on_evaluation(record, rounds)
+        for callback in self.all if record.evaluation else ():
+            callback.on_evaluation(record, rounds)
         for callback in self.all:
             callback.on_round(record, rounds)
 

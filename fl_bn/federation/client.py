@@ -159,7 +159,7 @@ class LocalRound:
                 yield self
             finally:
                 self._open = False
-            self._check()
+            self._lent.check()
 
     def _observe(self) -> None:
         """Let BatchNorm layers record their inputs, or the first one join FedTAN's exchange."""
@@ -180,12 +180,6 @@ class LocalRound:
 
     def _note_opacus(self) -> None:
         self.private = any(hasattr(p, "grad_sample") for p in self.parameters.values())
-
-    def _check(self) -> None:
-        assert self._lent is not None
-        if self.in_own_loop and self.steps:
-            self.recorder.forget()
-        self._lent.check()
 
     def set_modes(self, model: nn.Module) -> None:
         """Put ``model`` into training mode but for parts that its owner holds, and freeze layers."""
@@ -344,8 +338,8 @@ class LocalRound:
         Raises:
             ContractBroken: Nothing can be replied, see ``contract``.
         """
-        if self._open:
-            self._check()
+        if self._open and self._lent is not None:
+            self._lent.check()
         given = {name: float(value) for name, value in (metrics or {}).items()}
         if self._lent is not None:
             if self.in_own_loop:

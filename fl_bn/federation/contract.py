@@ -88,6 +88,8 @@ class Lent:
 
     def check(self, samples: int | None = None) -> None:
         """Check network and records at the end of training or, with ``samples``, before a reply of a user's loop."""
+        if samples is None and self._round.in_own_loop and self._round.steps:
+            self._round.recorder.forget()  # passes that led to no step
         for rule, what, name in self._broken_by_training() if samples is None else self._broken_by_reply(samples):
             raise ContractBroken(rule, self._round, what, name)
 

@@ -56,6 +56,8 @@ from fl_bn.task import CLASSIFICATION, Task
 
 __all__ = ["Diverged", "Federation"]
 LOGGER = logging.getLogger("flwr")
+DECIDES = ("fraction", "evaluate_every", "calibrate", "unit_scale", "clip", "seed")
+"""The options that a run which continues another one must share."""
 SGD_05 = partial(SGD, lr=LEARNING_RATE, momentum=0.9)
 
 
@@ -131,7 +133,7 @@ class Federation:
             check_loader(f"client {number}", loader)
         count = len(clients)
         self.clients = clients
-        self.tests = self._tests(test, model)
+        self.tests = own_tests(test, count, inputs_like(model).dtype)
         self.callbacks = checked_callbacks(callbacks)
         settings = LocalTraining(batch_size=2, epochs=local_epochs, objective=objective)
         check_composition(method, settings, robust=defence.active)
@@ -177,13 +179,8 @@ class Federation:
             "the number of clients": str(count),
             "local_epochs": str(local_epochs),
             "objective": repr(objective),
-            "fraction": repr(spec.fraction),
             "defence": repr(defence),
-            "evaluate_every": str(spec.evaluate_every),
-            "calibrate": str(spec.calibrate),
-            "unit_scale": str(spec.unit_scale),
-            "clip": spec.clip,
-            "seed": str(spec.seed),
+            **{name: str(getattr(spec, name)) for name in DECIDES},
         }
 
     @property
@@ -364,11 +361,6 @@ class Federation:
             return {}
         return {client: self._transport.with_own(self.model, client).state_dict() for client in range(len(self.clients))}
 
-    def _tests(self, test: Any, model: nn.Module, again: bool = True) -> tuple[Loader, ...] | None:
-        """Return the clients' test batches (``own_tests``), ``SeededBatches`` in the model's dtype."""
-        tests = own_tests(test, len(self.clients), again)
-        return None if tests is None else in_dtype(tests, inputs_like(model).dtype)
-
     def evaluate(self, batches: Loader | PerClient | None = None) -> dict[str, float]:
         """Compute loss and metrics of the shared model as evaluated last; empty without batches.
 
@@ -382,7 +374,8 @@ class Federation:
         Raises:
             ValueError: No client has a test batch, or ``batches`` has single samples.
         """
-        tests = self.tests if batches is None else self._tests(batches, self.server.model, again=self.method.personal)
+        dtype = inputs_like(self.server.model).dtype
+        tests = self.tests if batches is None else own_tests(batches, len(self.clients), dtype, again=self.method.personal)
         for number, (loader, own) in enumerate(zip(tests or (), self._transport.clients.own, strict=False)):
             check_not_one_batch(f"batches of client {number}", loader, own.task)
         return {} if tests is None else self._transport.evaluate_on(tests, self.model)[0]

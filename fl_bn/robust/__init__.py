@@ -196,11 +196,7 @@ def mean(rows: Rows | View, f: int = 0) -> Outcome:
 
     All rules take ``rows`` of which at most ``f`` are Byzantine. This one is no defence.
     """
-
-    def rule(view: View) -> Outcome:
-        return view.linear(np.full(view.n, 1 / view.n))
-
-    return on_view(rows, f, 1, "mean", rule)
+    return on_view(rows, f, 1, "mean", lambda view: view.linear(np.full(view.n, 1 / view.n)))
 
 
 def median(rows: Rows | View, f: int = 0) -> Outcome:
@@ -209,11 +205,7 @@ def median(rows: Rows | View, f: int = 0) -> Outcome:
     References:
         Yin et al., Byzantine-Robust Distributed Learning, ICML 2018.
     """
-
-    def rule(view: View) -> Outcome:
-        return view.by_coordinate(coordinate.median)
-
-    return on_view(rows, f, 2 * f + 1, "median", rule)
+    return on_view(rows, f, 2 * f + 1, "median", lambda view: view.by_coordinate(coordinate.median))
 
 
 def trimmed_mean(rows: Rows | View, f: int = 0) -> Outcome:
@@ -222,11 +214,8 @@ def trimmed_mean(rows: Rows | View, f: int = 0) -> Outcome:
     References:
         Yin et al., Byzantine-Robust Distributed Learning, ICML 2018.
     """
-
-    def rule(view: View) -> Outcome:
-        return view.by_coordinate(partial(coordinate.trimmed_mean, trim=view.f))
-
-    return on_view(rows, f, 2 * f + 1, "trimmed mean", rule)
+    kernel = coordinate.trimmed_mean
+    return on_view(rows, f, 2 * f + 1, "trimmed mean", lambda view: view.by_coordinate(partial(kernel, trim=view.f)))
 
 
 def krum(rows: Rows | View, f: int = 0) -> Outcome:
@@ -271,11 +260,7 @@ def geometric_median(rows: Rows | View, f: int = 0, *, tolerance: float = 1e-10)
     References:
         Vardi and Zhang, The multivariate L1-median, PNAS 2000.
     """
-
-    def rule(view: View) -> Outcome:
-        return view.linear(weiszfeld(view.gram, tolerance))
-
-    return on_view(rows, f, 2 * f + 1, "geometric median", rule)
+    return on_view(rows, f, 2 * f + 1, "geometric median", lambda view: view.linear(weiszfeld(view.gram, tolerance)))
 
 
 def centered_clipping(rows: Rows | View, f: int = 0, *, radius: float | None = None, steps: int = 10) -> Outcome:
@@ -287,11 +272,7 @@ def centered_clipping(rows: Rows | View, f: int = 0, *, radius: float | None = N
     References:
         Karimireddy et al., Learning from History for Byzantine Robust Optimization, ICML 2021.
     """
-
-    def rule(view: View) -> Outcome:
-        return view.linear(clip(view.gram, radius, steps))
-
-    return on_view(rows, f, 2 * f + 1, "centered clipping", rule)
+    return on_view(rows, f, 2 * f + 1, "centered clipping", lambda view: view.linear(clip(view.gram, radius, steps)))
 
 
 def nnm(rows: Rows | View, f: int = 0, *, then: Rule = median) -> Outcome:

@@ -135,6 +135,8 @@ class _Scene:
         horizon = max(HORIZON * self.usual, 10 * reach)
         self.scale = np.where(away > horizon, horizon / np.where(away > 0, away, 1.0), 1.0) if horizon > 0 else np.ones(self.n)
         self.products = gram.about(self.m) * np.outer(self.scale, self.scale)
+        self.medoid = np.zeros(self.n)
+        self.medoid[self.m] = 1.0
 
     def distances(self, b: np.ndarray) -> np.ndarray:
         pulled = self.products @ b
@@ -159,9 +161,7 @@ def weiszfeld(gram: Gram, tolerance: float) -> np.ndarray:
     The iteration stops when a step is shorter than ``tolerance`` times the usual distance.
     """
     scene = _Scene(gram)
-    w = np.full(scene.n, 1 / scene.n)
-    b = np.zeros(scene.n)
-    b[scene.m] = 1.0
+    w, b = np.full(scene.n, 1 / scene.n), scene.medoid
     if scene.usual == 0.0:
         return scene.weights(b)
     for _ in range(ITERATIONS):
@@ -190,10 +190,8 @@ def clip(gram: Gram, radius: float | None, steps: int) -> np.ndarray:
     Differences from the current point are clipped to the length ``radius``. None: the usual distance.
     """
     scene = _Scene(gram, radius or 0.0)
-    w = np.full(scene.n, 1 / scene.n)
+    w, b = np.full(scene.n, 1 / scene.n), scene.medoid
     reach = scene.usual if radius is None else radius
-    b = np.zeros(scene.n)
-    b[scene.m] = 1.0
     for _ in range(steps):
         away = scene.distances(b)
         c = w * np.where(away > reach, reach / np.where(away > 0, away, 1.0), 1.0)

@@ -222,11 +222,13 @@ class InWorkers:
     def work(self, instruction: Instruction, rounds: int, clients: Sequence[int], kept: Sequence[ClientState]) -> list[Result]:
         """Compute clients' rounds. Return replies and new states in their order, or raise the first client's error."""
         packed, same = _packed(instruction), (torch.get_num_threads(), torch.get_default_dtype())
-        own = [generators(self._clients.own[client].loader) for client in clients]
+        every = [self._clients.own[client] for client in clients]
+        functions = [(one.task, one.make_optimizer, one.make_scheduler, self._clients.schedule) for one in every]
+        own = [generators(one.loader) for one in every]
         states = [[one.get_state().numpy() for one in of] for of in own]
         tasks = [
-            (str(self._path), same, self._functions(client), packed, rounds, client, _packed(keeps), of)
-            for client, keeps, of in zip(clients, kept, states, strict=True)
+            (str(self._path), same, used, packed, rounds, client, _packed(keeps), of)
+            for client, used, keeps, of in zip(clients, functions, kept, states, strict=True)
         ]
         results = []
         for of, done in zip(own, list(self._workers.run(_work, tasks)), strict=True):
@@ -236,10 +238,6 @@ class InWorkers:
             _set_states(of, after)
             results.append((_unpacked(reply), _unpacked(keeps)))
         return results
-
-    def _functions(self, client: int) -> tuple[Any, ...]:
-        own = self._clients.own[client]
-        return own.task, own.make_optimizer, own.make_scheduler, self._clients.schedule
 
 
 def _work(
