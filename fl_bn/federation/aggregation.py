@@ -25,7 +25,6 @@ from fl_bn.options import Used, option
 from fl_bn.robust import PREAGGREGATIONS, RULES, Report, Rule, rule_named
 
 BLOCK = 1 << 17  # values; 1 MB of float64
-F64 = torch.float64
 
 dtype_name = lru_cache(str)  # NumPy computes the name anew each time
 
@@ -78,7 +77,7 @@ class WeightedSum:
             self._whole = torch.from_numpy(np.zeros(sum(tensor.numel() for tensor in part.values())))
             self._like = {name: torch.empty_like(tensor, device="meta") for name, tensor in part.items()}
         self.total += weight
-        copy = torch.empty(BLOCK, dtype=F64)
+        copy = torch.empty(BLOCK, dtype=torch.float64)
         for name, sums in self._pieces().items():
             for few, piece in zip(sums.split(BLOCK), part[name].reshape(-1).split(BLOCK), strict=True):
                 few.add_(copy[: piece.numel()].copy_(piece), alpha=weight)

@@ -217,12 +217,11 @@ class LocalRound:
             self.exchange = self._connect(samples)
             self._exchanging.enter_context(exchanging(self.model, self.exchange))
 
-    def step_done(self) -> None:
-        """Count a local step of a loop without a torch optimiser (``p -= lr * p.grad``)."""
-        self.count_step()
+    def step_done(self, goes_on: bool = False) -> None:
+        """Count a local step, also of a loop without a torch optimiser (``p -= lr * p.grad``).
 
-    def count_step(self, goes_on: bool = False) -> None:
-        """Count a local step, unless it ``goes_on`` with the one before, without a batch between."""
+        One that ``goes_on`` with the one before, without a batch between, is not counted.
+        """
         if not goes_on:
             if self.steps == 0:
                 self._end_first_batch()
@@ -249,7 +248,7 @@ class LocalRound:
             self._note_opacus()
         goes_on = self.recorder.continues(optimizer, stepped)
         self.optimizer_stepped(optimizer, goes_on)
-        self.count_step(goes_on)
+        self.step_done(goes_on)
 
     def optimizer_stepped(self, optimizer: Optimizer, goes_on: bool = False) -> None:
         """Record the rate of a step, and clear the optimiser's buffers if the method says so.

@@ -45,7 +45,7 @@ from fl_bn.federation.optimizers import SGD, ServerOptimizer
 from fl_bn.federation.passes import Newest, Passes
 from fl_bn.federation.policy import ServerPolicy, checked_rate, constant_rate
 from fl_bn.federation.record import RoundRecord, batches_trained
-from fl_bn.federation.run import FROM_THE_START, Diverged, Round, Start, run
+from fl_bn.federation.run import Diverged, Round, run
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
 from fl_bn.methods import Method
@@ -232,18 +232,18 @@ class Federation:
             ValueError: ``rounds`` is no whole number >= 0, or gradients are off. Or the run continues from a
                 checkpoint (``resume``) with another number of rounds.
         """
-        callbacks, start = Callbacks(self.callbacks), self._start(rounds)
+        callbacks, (first, failed) = Callbacks(self.callbacks), self._start(rounds)
         shared = self.server.shared
-        if self._last is not None and start.round == 1:
+        if self._last is not None and first == 1:
             shared.load(self._last.tensors)  # the server may hold the statistics of the last evaluation
         running = Running(self.task, lambda: shared.whole(self._newest.tensors, batches_trained(self.history)), self._of_clients)
-        if start.round == 1:
+        if first == 1:
             self._newest = Newest(self._newest.tensors)
-        running.history = tuple(self.history[-(start.round - 1) :]) if start.round > 1 else ()
+        running.history = tuple(self.history[-(first - 1) :]) if first > 1 else ()
         try:
             callbacks.on_start(running)
-            with self._transport.serving(rounds, start):
-                for one in run(self.server, self._transport, rounds, start=start):
+            with self._transport.serving(rounds, first):
+                for one in run(self.server, self._transport, rounds, first=first, failed=failed):
                     self._newest.take(one.record.round, one.evaluated)
                     self._last = one
                     self.history.append(one.record)
@@ -323,8 +323,8 @@ class Federation:
         self._last = Round(self.history[-1], state.arrays, state.evaluated, state.failed)
         self._resumed = state
 
-    def _start(self, rounds: int) -> Start:
-        """Return where a run begins: at round 1, or after the round of a loaded checkpoint."""
+    def _start(self, rounds: int) -> tuple[int, int]:
+        """Return a run's first round, 1 or that after a loaded checkpoint's, and the failed rounds in a row before it."""
         state, self._resumed = self._resumed, None
         refuse(
             (type(rounds) is not int or rounds < 0, f"rounds must be a whole number >= 0, but got run({rounds!r})"),
@@ -334,10 +334,10 @@ class Federation:
         if rounds == 0 and (reason := Passes(self.server).why_idle()):
             raise ValueError(reason)
         if state is None:
-            return FROM_THE_START
+            return 1, 0
         if state.round >= state.rounds:
             LOGGER.info("the saved run of %s rounds is over: run(%s) starts a new run from the saved model", state.rounds, rounds)
-            return FROM_THE_START
+            return 1, 0
         if rounds != state.rounds:
             self._resumed = state
             raise ValueError(
@@ -347,7 +347,7 @@ class Federation:
         if self.server.shared.statistics() and Passes(self.server).rescales(rounds):
             self.server.shared.was_at_unit_scale()
         set_generators(state.generators)
-        return Start(state.round + 1, state.failed)
+        return state.round + 1, state.failed
 
     def _decided(self, rounds: int) -> dict[str, str]:
         """Return name -> text of the settings that a continuing run must share."""

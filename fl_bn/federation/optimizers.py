@@ -349,14 +349,8 @@ def fedacg(options: FedACGOptions) -> ServerOptimizer:
     return ServerOptimizer(partial(FedACG, momentum=options.momentum))
 
 
-SERVER_OPTIMIZERS: dict[str, Callable[..., ServerOptimizer]] = {
-    "fedavg": fedavg,
-    "fedavgm": fedavgm,
-    "fedadagrad": fedadagrad,
-    "fedadam": fedadam,
-    "fedyogi": fedyogi,
-    "fedacg": fedacg,
-}
+OPTIMIZERS: tuple[Callable[..., ServerOptimizer], ...] = (fedavg, fedavgm, fedadagrad, fedadam, fedyogi, fedacg)
+SERVER_OPTIMIZERS = {make.__name__: make for make in OPTIMIZERS}
 
 
 def server_optimizer(name: str, *args: Any, **options: Any) -> ServerOptimizer:

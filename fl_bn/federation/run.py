@@ -23,22 +23,6 @@ class Diverged(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Start:
-    """Describe where a run begins.
-
-    Attributes:
-        round: The first round, from 1. It is above 1 if the run continues from a checkpoint.
-        failed: The number of failed rounds in a row just before this round.
-    """
-
-    round: int = 1
-    failed: int = 0
-
-
-FROM_THE_START = Start()
-
-
-@dataclass(frozen=True)
 class Round:
     """Hold the results of a finished round.
 
@@ -58,7 +42,8 @@ def run(
     transport: Transport,
     rounds: int,
     passes: Passes | None = None,
-    start: Start = FROM_THE_START,
+    first: int = 1,
+    failed: int = 0,
     show: Callable[[Measured], None] = lambda measured: None,
 ) -> Iterator[Round]:
     """Train for ``rounds`` rounds, and yield each round's results when it is over.
@@ -70,7 +55,8 @@ def run(
         transport: Carries instructions to the clients, and replies back.
         rounds: The number of rounds of the whole run; 0: only the statistics are measured.
         passes: Makes the statistics-only exchanges, and keeps their results. Default: a new ``Passes``.
-        start: The first round. Default: round 1.
+        first: The first round, from 1. It is above 1 if the run continues from a checkpoint.
+        failed: The number of failed rounds in a row just before this round.
         show: Called in a run of 0 rounds: with the state before the exchanges, and with the result of each exchange.
 
     Raises:
@@ -80,12 +66,12 @@ def run(
     """
     if rounds:
         check_learns(server.model)
-    passes, policy, failed = passes or Passes(server), server.policy, start.failed
+    passes, policy = passes or Passes(server), server.policy
     server.rounds, first_loss = rounds, math.nan
     tensors: Named = server.shared.tensors()
-    if start.round == 1 and server.shared.statistics():
+    if first == 1 and server.shared.statistics():
         tensors = passes.calibrated(transport, tensors, rounds, show)
-    for number in range(start.round, rounds + 1):
+    for number in range(first, rounds + 1):
         begin = time.perf_counter()
         server.shared.load(tensors)
         changed = transport.conclude(transport.train(server.begin(number)))

@@ -29,8 +29,6 @@ DIVERGED = "the client's training diverged"
 COMPARE = "To compare, run on both sides: fl-bn layers MODEL --method METHOD --tensors"
 KEPT = "kept"  # the section, and the query, of layers that clients keep
 START = "start"  # the section with the initial values of these layers, for a client that keeps none yet
-KEPT_BY_CLIENTS = frozenset({Role.AFFINE, Role.STATISTIC})
-"""The roles of BatchNorm tensors whose average, over the clients that keep them, serves a client that was never in a round."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +78,11 @@ class Locality:
         return [name for name in self.home if self.role[name] not in (Role.MIXING, Role.KEPT)]
 
     def kept_by_clients(self) -> list[str]:
-        """Return the names of affine parameters and statistics that clients keep."""
-        return self.names(Place.HOME, of=KEPT_BY_CLIENTS)
+        """Return the names of affine parameters and statistics that clients keep.
+
+        Their average, over these clients, serves a client that was never in a round.
+        """
+        return self.names(Place.HOME, of=(Role.AFFINE, Role.STATISTIC))
 
     def trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Return the parameters that are trained and shared, by name: those with auxiliary tensors."""

@@ -20,9 +20,6 @@ from fl_bn.objectives import PLAIN, Objective
 from fl_bn.options import REQUIRED, Options, Used, option, refuse, used_with
 from fl_bn.support.names import names_of
 
-OPTIMIZERS = ("sgd", "adam")
-UPDATES = ("weights", "gradients")
-PRECISIONS = ("float32", "mixed")
 SCHEDULES = ("constant", "step", "exponential", "cosine", "milestones")
 ALL_SAMPLES = "data"  # value of client-weights: a client's weight is the number of all its samples
 LEARNING_RATE = 0.05
@@ -56,11 +53,13 @@ class LocalTraining(Options):
     batch_size: int = option(REQUIRED, "samples per batch; a last batch of one is merged into the one before", ">= 2", run=16)
     epochs: int = option(0, "passes over the client's data per round; 0: local-steps decides", ">= 0", key="local-epochs")
     steps: int = option(0, "batches per client and round; 0: local-epochs decides", ">= 0", key="local-steps", run=5)
-    optimizer: str = option("sgd", "the clients' optimiser", OPTIMIZERS)
+    optimizer: str = option("sgd", "the clients' optimiser", BUFFERS)
     momentum: float = option(0.0, "the optimiser's momentum (EMA form, kept over rounds, for update=gradients)", "[0, 1)", run=0.9)
     weight_decay: float = option(0.0, "L2 penalty", ">= 0", run=1e-4)
-    update: str = option("weights", "clients send weights, or one batch's gradient (DSGD; needs local-steps=1)", UPDATES)
-    precision: str = option("float32", "precision of local training; mixed: bfloat16 in the operations that autocast chooses", PRECISIONS)
+    update: str = option("weights", "clients send weights, or one batch's gradient (DSGD; needs local-steps=1)", ("weights", "gradients"))
+    precision: str = option(
+        "float32", "precision of local training; mixed: bfloat16 in the operations that autocast chooses", ("float32", "mixed")
+    )
     augment: str = option("none", "random changes of training images, drawn once per batch", AUGMENTATIONS)
     objective: Objective = PLAIN
     maintain: str = option(

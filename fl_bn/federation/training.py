@@ -90,7 +90,7 @@ def train(round: LocalRound, batches: Iterable[Any], task: Task, optimizer: Opti
             round.optimizer_stepped(optimizer)
         if scheduler is not None:
             scheduler.step()
-        round.count_step()
+        round.step_done()
         count += samples
         total += loss.detach().double() * samples
     return Trained(float(total) / max(count, 1), count, left_out)

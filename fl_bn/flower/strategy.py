@@ -19,7 +19,7 @@ from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Measured, Newest, TooFewMeasured
 from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.record import RoundRecord, batches_trained, in_words, why_failed
-from fl_bn.federation.run import Diverged, Start, run
+from fl_bn.federation.run import Diverged, run
 from fl_bn.federation.server import Server
 from fl_bn.flower.compat import DETAIL, log, repeat_cancelled, say_round, simulated
 from fl_bn.flower.deployment import Progress
@@ -238,7 +238,7 @@ class BatchNormStrategy(Strategy):
         if num_rounds == 0 and (reason := transport.statistics.why_idle()):
             raise RunFailed(reason)
         self.summary()
-        begin = Start() if resume is None else Start(resume.round + 1, resume.failed)
+        first, failed = (1, 0) if resume is None else (resume.round + 1, resume.failed)
         if resume is not None:
             transport.recovery.go_back(resume, num_rounds, server.shared, server.optimizer)
             if server.shared.statistics() and transport.statistics.rescales(num_rounds):
@@ -248,12 +248,12 @@ class BatchNormStrategy(Strategy):
         if (invoker := getattr(grid, "_retry_invoker", None)) is not None:  # the grid of a deployment
             repeat_cancelled(invoker)
         problem: BaseException | None = None
-        newest = Newest(server.shared.tensors(), begin.round - 1, begin.round - 1)
+        newest = Newest(server.shared.tensors(), first - 1, first - 1)
         transport.begin(self, grid, seconds, configs, newest)
         transport.evaluations.evaluate_fn = evaluate_fn
         try:
             transport.callbacks.on_start(transport.running)
-            self._rounds(transport, num_rounds, begin, progress, newest)
+            self._rounds(transport, num_rounds, first, failed, progress, newest)
         except BaseException as error:
             problem = error
             newest.say(server.method)
@@ -271,8 +271,8 @@ class BatchNormStrategy(Strategy):
                 log(logging.INFO, "\t%s", line)
         return transport.result
 
-    def _rounds(self, transport: GridTransport, rounds: int, begin: Start, progress: Progress, newest: Newest) -> None:
-        server, result, failed = transport.server, transport.result, begin.failed
+    def _rounds(self, transport: GridTransport, rounds: int, first: int, failed: int, progress: Progress, newest: Newest) -> None:
+        server, result = transport.server, transport.result
 
         def tell() -> RoundRecord:
             """Log the round's result, call the callbacks, and return the record with its disclosures."""
@@ -293,9 +293,9 @@ class BatchNormStrategy(Strategy):
 
         transport.meet(transport.grid)
         result.arrays = transport.outward(server.shared.tensors())
-        if begin.round == 1 and rounds:
+        if first == 1 and rounds:
             transport.evaluations.here(0, server.shared.tensors())
-        for one in run(server, transport, rounds, transport.statistics, begin, show):
+        for one in run(server, transport, rounds, transport.statistics, first, failed, show):
             newest.take(one.record.round, one.evaluated)  # for the callbacks, which get this round next
             result.records.append(tell())
             result.arrays, failed = transport.outward(newest.tensors), one.failed

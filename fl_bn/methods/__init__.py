@@ -18,7 +18,6 @@ from fl_bn.methods.fedtan import fedavg_alg2, fedtan, fedtan2
 from fl_bn.methods.fixbn import fixbn
 from fl_bn.methods.hbn import hbn
 from fl_bn.methods.method import (
-    COHORT,
     INPUTS,
     MEASURED,
     MOMENTS,
@@ -45,7 +44,6 @@ FEDERATED: tuple[Constructor, ...] = (fixbn, fedbn, silobn, hbn, fbn, fedlbn, fe
 METHODS = {make().name: make for make in (*BASELINES, *FEDERATED)}
 
 __all__ = [
-    "COHORT",
     "INPUTS",
     "MEASURED",
     "METHODS",

@@ -27,12 +27,11 @@ from fl_bn.bn.roles import Role
 from fl_bn.methods.fbn import follow, tracking
 from fl_bn.methods.method import (
     AS_TRAINED,
+    COHORT,
     EVERYONE,
     FEWEST,
     INPUTS,
-    LOWER_LAYERS,
     MEASURED,
-    WHO,
     LayerReports,
     Method,
     Refresh,
@@ -54,7 +53,6 @@ ONE_SIDED = 100.0
 """A mixing logit whose sigmoid is exactly 1 in float64, and that of its negative next to 0."""
 MIXING = {"learned": None, "half": 0.0, "batch": ONE_SIDED, "shared": -ONE_SIDED}
 """The mixing logits for every value of ``mixing``. None: they start at 0 and are learned."""
-MERGES = ("unbiased", "average")
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,9 @@ class HBNOptions(Options):
         f"random samples of the statistics pass; 0: all of the client's; -1: as many as it trains on in the round, but at least {FEWEST}",
         "-1..0 or >= 2",
     )
-    lower_layers: str = option("hybrid", "statistics with which lower layers normalise in the statistics pass", LOWER_LAYERS, hidden=True)
+    lower_layers: str = option(
+        "hybrid", "statistics with which lower layers normalise in the statistics pass", ("shared", "hybrid"), hidden=True
+    )
     evaluate: str = option(
         "auto",
         "statistics that are evaluated: exact, of all data, or hybrid, as training normalises; auto: exact for lam=1, else hybrid",
@@ -87,7 +87,10 @@ class HBNOptions(Options):
         hidden=True,
     )
     evaluate_clients: str = option(
-        EVERYONE, "whose statistics are evaluated: all clients', or those of the round's cohort, as in the paper", WHO, hidden=True
+        EVERYONE,
+        "whose statistics are evaluated: all clients', or those of the round's cohort, as in the paper",
+        (EVERYONE, COHORT),
+        hidden=True,
     )
     mixing: str = option(
         "learned",
@@ -98,7 +101,7 @@ class HBNOptions(Options):
     merge: str = option(
         "unbiased",
         "how clients' variances become one: unbiased adds the spread of their means, average leaves it out (ablation 2)",
-        MERGES,
+        ("unbiased", "average"),
         hidden=True,
     )
     separate: bool = option(

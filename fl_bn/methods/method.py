@@ -95,8 +95,7 @@ class Refresh(Enum):
 
 
 INPUTS, NORMALISERS = MEASURED = ("inputs", "normalisers")
-LOWER_LAYERS = ("shared", "hybrid")
-EVERYONE, COHORT = WHO = ("all", "cohort")
+EVERYONE, COHORT = "all", "cohort"
 """The clients whose statistics are evaluated: all, or those that trained in the round."""
 
 

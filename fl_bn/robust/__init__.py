@@ -315,15 +315,8 @@ def bucketing(rows: Rows | View, f: int = 0, *, then: Rule = median, size: int =
     return on_view(rows, f, 2 * f * size + 1, "bucketing", rule)
 
 
-RULES: dict[str, Rule] = {
-    "mean": mean,
-    "median": median,
-    "trimmed-mean": trimmed_mean,
-    "krum": krum,
-    "multi-krum": multi_krum,
-    "geometric-median": geometric_median,
-    "centered-clipping": centered_clipping,
-}
+_RULES = (mean, median, trimmed_mean, krum, multi_krum, geometric_median, centered_clipping)
+RULES: dict[str, Rule] = {rule.__name__.replace("_", "-"): rule for rule in _RULES}
 PREAGGREGATIONS: dict[str, Any] = {"nnm": nnm, "bucketing": bucketing}
 
 

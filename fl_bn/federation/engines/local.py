@@ -30,7 +30,6 @@ from fl_bn.federation.network import Network
 from fl_bn.federation.policy import MEMORY
 from fl_bn.federation.record import over_samples
 from fl_bn.federation.replies import checked
-from fl_bn.federation.run import FROM_THE_START, Start
 from fl_bn.federation.server import Server, Transport
 from fl_bn.federation.training import LEFT_OUT
 from fl_bn.federation.values import NOTHING, Instruction, Named, Reply, RoundReplies
@@ -64,10 +63,10 @@ class LocalTransport(Transport):
         self._on_cpu = Network(clients.model, clients.method, torch.device("cpu"))
 
     @contextmanager
-    def serving(self, rounds: int, start: Start = FROM_THE_START) -> Iterator[None]:
+    def serving(self, rounds: int, first: int = 1) -> Iterator[None]:
         """Prepare for ``rounds`` rounds in the block, with worker processes if ``workers`` is above 1."""
         self._rounds = rounds
-        if start.round == 1:
+        if first == 1:
             self.kept = [replace(kept, round=0) for kept in self.kept]  # the state of an earlier run counts as from before round 1
         decides = self._count == 0 and not self._one_program and self.clients.device.type == "cpu"
         self._timing = WorkerTiming(cores() // torch.get_num_threads() if decides else 1, rounds)
