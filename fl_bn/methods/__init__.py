@@ -12,8 +12,7 @@ from collections.abc import Callable
 from fl_bn.bn.roles import Role
 from fl_bn.methods.fbn import fbn
 from fl_bn.methods.fedavg import fedavg
-from fl_bn.methods.fedbn import fedbn, silobn, single
-from fl_bn.methods.fedlbn import fedlbn
+from fl_bn.methods.fedbn import fedbn, fedlbn, silobn, single
 from fl_bn.methods.fedtan import fedavg_alg2, fedtan, fedtan2
 from fl_bn.methods.fixbn import fixbn
 from fl_bn.methods.hbn import hbn

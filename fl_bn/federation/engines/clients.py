@@ -51,11 +51,6 @@ class Own:
     settings: LocalTraining
     rate_share: float = 1.0
 
-    @property
-    def alike(self) -> tuple[Any, ...]:
-        """Return what clients computed together (``engine='vectorised'``) must have in common."""
-        return id(self.task), id(self.make_optimizer), id(self.make_scheduler), self.settings, self.rate_share
-
 
 @dataclass
 class Clients:

@@ -256,7 +256,7 @@ class LocalTransport(Transport):
         every = [self.clients.own[client] for client in clients]
         if not all(isinstance(own.loader, SeededBatches) for own in every):
             raise CannotVectorise("the clients' batches must be SeededBatches, but some are not")
-        if len({own.alike for own in every}) > 1:
+        if len({(id(own.task), id(own.make_optimizer), id(own.make_scheduler), own.settings, own.rate_share) for own in every}) > 1:
             raise CannotVectorise("all clients need the same task, loss, optimiser and scheduler")
         with ExitStack() as returned:
             lent, own = [returned.enter_context(self._on_cpu.lend()) for _ in clients], self.clients
