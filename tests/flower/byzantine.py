@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from copy import copy
-from dataclasses import replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from flwr.app import Message, RecordDict
+from flwr.app import Array, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fl_bn.flower import BatchNormStrategy, Rounds
 from fl_bn.flower.grid_transport import GridTransport
 from fl_bn.methods import METHODS, attacked
 from fl_bn.robust.attacks import Attack
 from tests.federation import random_samples
-from tests.flower.inside import Defence, RoundRecord, Samples, arrays_record, to_numpy
-from tests.flower.malformed import Reply, taken_apart
+from tests.flower.inside import Defence, Header, Payload, RoundRecord, Samples, arrays_record, from_records, to_numpy, to_records
 from tests.in_process import WatchedGrid, client_app
 from tests.networks import seeded_network
 
+
+@dataclass
+class Reply:
+    """Hold the parts of a reply, so that a test can change them.
+
+    ``raw`` maps a section and a name to an array that is not a NumPy array.
+    """
+
+    payload: Payload
+    header: dict[str, object]
+    metrics: dict[str, object]
+    raw: dict[tuple[str, str], Array]
+
+    def content(self) -> RecordDict:
+        content = to_records(self.payload, Header("", "", 0, ""))
+        content["fl-bn/header"] = ConfigRecord(self.header)  # type: ignore[arg-type]
+        for (section, name), array in self.raw.items():
+            content[f"fl-bn/{section}"][name] = array  # type: ignore[index]
+        if self.metrics:
+            content["fl-bn/metrics"] = MetricRecord(self.metrics)  # type: ignore[arg-type]
+        return content
+
+
+def taken_apart(message: Message) -> Reply:
+    payload, header = from_records(message.content)
+    own = {s: {n: a.copy() for n, a in arrays.items()} for s, arrays in payload.items()}
+    return Reply(own, dict(asdict(header)), dict(message.content.metric_records["fl-bn/metrics"]), {})
+
+
 Tensors = dict[str, np.ndarray]
 RULES = ("mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "centered-clipping", "nnm+median", "nnm+trimmed-mean")
-ROBUST = tuple(rule for rule in RULES if rule != "mean")
 CLIENTS = 7
 HONEST = Defence()
 
@@ -46,9 +73,6 @@ def lie(mean: Callable[[np.ndarray], np.ndarray], var: Callable[[np.ndarray], np
     return attack
 
 
-no_variance = lie(lambda m: m, lambda v: 0 * v)
-
-
 class OneRound:
     """Hold the honest replies to round 1 of the method ``name``, to be aggregated by several servers."""
 
@@ -62,11 +86,9 @@ class OneRound:
         self.population = first.population
         self.replies = list(self.grid.send_and_receive(self.messages))
 
-    def _server(
-        self, defence: Defence, attack: str | Attack = "", f: int = 0, on: str = "both", strength: float = 0.0, max_steps: int = 0
-    ) -> GridTransport:
+    def _server(self, defence: Defence, attack: str | Attack = "", f: int = 0, on: str = "both", strength: float = 0.0) -> GridTransport:
         method = attacked(self.method, attack, f, on, strength) if f else self.method
-        rounds = Rounds(len(self.clients), min_replies=0.2, wait=0.0, max_steps=max_steps)
+        rounds = Rounds(len(self.clients), min_replies=0.2, wait=0.0)
         return BatchNormStrategy(seeded_network("cnn"), method, rounds, defence=defence).transport
 
     def served(
@@ -78,9 +100,7 @@ class OneRound:
         strength: float = 0.0,
         *,
         silent: Collection[int] = (),
-        introduced: Mapping[int, int] | None = None,
         spoil: Callable[[int, Reply], None] | None = None,
-        max_steps: int = 0,
     ) -> Served:
         """Let a new server aggregate the replies; return its state.
 
@@ -91,18 +111,8 @@ class OneRound:
             on: The target of the attack: statistics, updates or both.
             strength: The strength of the attack.
             silent: The clients that do not reply.
-            introduced: Client -> the number of samples that it reported before round 1; other clients reported the true number.
             spoil: Called with a client and its reply, which it may change. The attack sees the changed replies.
-            max_steps: The largest number of local steps that the server accepts; 0: any.
         """
-        server = self._server(defence, attack, f, on, strength, max_steps)
-        server.grid, server.population = self.grid, copy(self.population)
-        population = server.population
-        assert population is not None
-        said = introduced or {}
-        population.clients = {i: replace(client, samples=said.get(i, client.samples)) for i, client in population.clients.items()}
-        population._claims = {client.node: client for client in population.clients.values()}
-        server.ask_to_train(1, self.arrays, {})
         replies = []
         for client, (message, reply) in enumerate(zip(self.messages, self.replies, strict=True)):
             if client not in silent:
@@ -111,6 +121,13 @@ class OneRound:
                     spoil(client, apart := taken_apart(reply))
                     content = apart.content()
                 replies.append(Message(RecordDict(dict(content.items())), reply_to=message))
+        return self.combined(replies, self._server(defence, attack, f, on, strength))
+
+    def combined(self, replies: list[Message], server: GridTransport | None = None) -> Served:
+        """Let a server, by default an honest and undefended one, aggregate ``replies``; return its state."""
+        server = server or self._server(HONEST)
+        server.grid, server.population = self.grid, copy(self.population)
+        server.ask_to_train(1, self.arrays, {})
         after, _ = server.combine(1, replies)
         tensors = to_numpy(server.shared.tensors())
         assert after is None or all(np.array_equal(tensors[k], a.numpy(), equal_nan=True) for k, a in after.items())
@@ -125,4 +142,3 @@ class Served:
         self.statistics = {k: a for k, a in tensors.items() if "running_" in k}
         self.weights = {k: a for k, a in tensors.items() if "running_" not in k}
         self.refused = {c.client: c.refused for c in record.clients if c.refused}
-        self.variances = {k: a for k, a in self.statistics.items() if k.endswith("var")}

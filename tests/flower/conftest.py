@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from tests.flower.inside import LOGGER
+from tests.flower.inside import LOGGER, Clients, Samples
 
 
 @pytest.fixture
@@ -13,3 +13,8 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> py
     monkeypatch.setattr(LOGGER, "propagate", True)
     caplog.set_level(logging.INFO, logger=LOGGER.name)
     return caplog
+
+
+@pytest.fixture
+def clients(tiny_clients: Clients) -> list[Samples]:
+    return tiny_clients((6, 4, 5))

@@ -1,5 +1,7 @@
 """Names of the product's inner modules that tests of this folder need. They are imported here alone, so that a move changes one file."""
 
+from collections.abc import Callable
+
 from torch import nn
 
 from fl_bn.bn.conversion import convert
@@ -21,7 +23,10 @@ from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support.flower_config import PROGRESS
 from fl_bn.support.wire import WireError
 
+Clients = Callable[..., list[Samples]]
+
 __all__ = [
+    "Clients",
     "LOGGER",
     "PROGRESS",
     "Checkpoint",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from flwr.app import Error, Message
@@ -78,39 +78,3 @@ def masked_vectors(grid: WatchedGrid) -> list[np.ndarray]:
         if reply.has_content() and (record := reply.content.config_records.get(RECORD_KEY_CONFIGS)) is not None:
             found += [bytes_to_ndarray(data) for data in record.get(Key.MASKED_PARAMETERS, [])][1:]  # type: ignore[union-attr, arg-type]
     return found
-
-
-def numbers_in(message: Message) -> Iterator[np.ndarray]:
-    """Yield, as flat arrays, all numbers in a message that can be read without a key.
-
-    They are array records, serialised arrays in other records, and single numbers.
-    """
-    if not message.has_content():
-        return
-    for arrays in message.content.array_records.values():
-        yield from (array.numpy().reshape(-1) for array in arrays.values())
-    for record in [*message.content.config_records.values(), *message.content.metric_records.values()]:
-        for value in record.values():
-            for item in value if isinstance(value, list) else [value]:
-                if isinstance(item, bytes):
-                    try:
-                        yield bytes_to_ndarray(item).reshape(-1)
-                    except (ValueError, EOFError, OSError):
-                        yield np.frombuffer(item, dtype=np.uint8)
-                elif isinstance(item, int | float):
-                    yield np.array([item])
-
-
-def shows(message: Message, secret: np.ndarray, clipping_range: float = 8.0, bits: int = 22, tolerance: float = 1e-5) -> bool:
-    """Return whether a message contains ``secret`` (d,), as floats or as a quantiser's integers.
-
-    It does if more than half of the numbers are at their place in one array of the message.
-    """
-    integers = (secret + clipping_range) * (2**bits / (2 * clipping_range))
-    for array in numbers_in(message):
-        if array.size != secret.size:
-            continue
-        for wanted, off in ((secret, tolerance * (1 + np.abs(secret))), (integers, 1.0)):
-            if np.mean(np.abs(array.astype("float64") - wanted) <= off) > 0.5:
-                return True
-    return False

@@ -1,4 +1,4 @@
-"""What a client keeps between rounds: in memory, in files; against a reference that plays out rounds, crashes and resumes."""
+"""What a client keeps between rounds: in memory, in files, of which run; against a reference that plays out crashes and resumes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from flwr.app import RecordDict
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from torch import Tensor, nn
@@ -19,9 +19,11 @@ from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower.handlers import NOTHING, ClientState, FileState, MemoryState
 from fl_bn.flower.population import KeptTensors
 from fl_bn.flower.recovery import Recovery
+from fl_bn.flower.wire.codec import RunId
+from fl_bn.flower.wire.messages import RUN as FORM
 from fl_bn.methods import METHODS
 from fl_bn.support import durable
-from tests.flower.inside import Checkpoint, RunId
+from tests.flower.inside import Checkpoint
 from tests.listed import listed
 
 RUN = RunId("run/state-00000000")
@@ -89,15 +91,6 @@ def test_files_come_back_bit_for_bit_and_belong_to_one_client_alone(tmp_path: Pa
     assert file.stat().st_mode & 0o777 == 0o600  # they are the client's own
 
 
-def test_a_client_reads_what_it_kept_before_a_round_not_in_it_or_after(tmp_path: Path) -> None:
-    """Rounds are compared as numbers."""
-    state = FileState(tmp_path, RUN, 0, "mine")
-    for round in (2, 9, 10, 999_999, 1_000_000):
-        state.write(round, one(round))
-        assert value(state.read(round + 1)) == (round, float(round))
-    assert [value(state.read(before)) for before in (1, 2, 3, 9, 10)] == [None, None, (2, 2.0), (2, 2.0), (9, 9.0)]
-
-
 @listed(("durable_round", "kept"), [(0, [1, 3, 4, 6, 7, 8]), (3, [3, 4, 6, 7, 8]), (4, [4, 6, 7, 8]), (6, [6, 7, 8]), (7, [7, 8])])
 def test_states_that_nobody_can_go_back_to_are_deleted(durable_round: int, kept: list[int], tmp_path: Path) -> None:
     """The server can go back to ``durable`` and to any round after it, so the newest up to it must stay."""
@@ -106,21 +99,6 @@ def test_states_that_nobody_can_go_back_to_are_deleted(durable_round: int, kept:
     state = FileState(tmp_path, RunId(RUN.run, durable=durable_round), 0, "mine")
     state.write(8, one(8))
     assert files(state) == [f"round-{round:06}.0.safetensors" for round in kept]
-
-
-def test_a_straggler_of_before_the_resume_harms_nobody(tmp_path: Path) -> None:
-    """A client of the server that died still trains round 6, while the one that goes on after round 4 is in round 5 already."""
-    old, new = RunId(RUN.run, durable=4), RunId(RUN.run, durable=4).resumed(4)
-    for round in (4, 5):
-        FileState(tmp_path, old, 0, "mine").write(round, one(round))
-    resumed = FileState(tmp_path, new, 0, "mine")
-    assert value(resumed.read(5)) == (4, 4.0)
-    resumed.write(5, one(50))
-    assert files(resumed) == ["round-000004.0.safetensors", f"round-000005.{new.attempt}.safetensors"]  # what never was is gone
-    FileState(tmp_path, old, 0, "mine").write(6, one(6))
-    assert value(resumed.read(7)) == (5, 50.0)
-    resumed.write(6, one(60))
-    assert value(resumed.read(7)) == (6, 60.0)
 
 
 def newest(state: FileState) -> Path:
@@ -154,17 +132,6 @@ def test_a_file_that_is_no_use_is_set_aside_and_the_one_before_it_read(damage: s
     assert log.text.count(f"renamed to {aside.name}") == 1  # said once
     state.write(2, one(20))
     assert value(state.read(3)) == (2, 20.0)
-
-
-def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
-    state = FileState(tmp_path, RunId(RUN.run, durable=98), 0, "mine")
-    state.write(98, one(98))
-    others = ["round-1.safetensors", "round-000001.0.safetensors.set-aside-1", "round-x.0.safetensors", "notes.txt", "round-000001.0.txt"]
-    for name in others:
-        (state.folder / name).write_text("mine")
-    state.write(99, one(99))
-    assert {*others} < {*files(state)}
-    assert value(state.read(100)) == (99, 99.0)
 
 
 # Against a reference
@@ -247,3 +214,40 @@ def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unsynced")
 def test_clients_always_read_the_state_of_the_line_they_are_on() -> None:
     run_state_machine_as_test(Timelines, settings=settings(max_examples=40, stateful_step_count=25))
+
+
+# Which run a message belongs to
+
+NONE = (
+    *("../x/state-00000000", "../../etc/state-00000000", "a/../../b/state-00000000", "/etc/x/state-00000000", "./state-00000000"),
+    *(".ssh/state-00000000", "a/b/state-00000000", "../state-00000000", "/state-00000000", "run", "run/authorized_keys"),
+    *("run/state-0000000", "run/state-000000000", "run/state-ABCDEF00", "run/state-zzzzzzzz", "run\0/state-00000000"),
+    *("run\n/state-00000000", "run/state-00000000\n", "run\\..\\x/state-00000000", "r" * 300 + "/state-00000000"),
+    *("~/state-00000000", " /state-00000000", "-rf/state-00000000"),
+)
+
+
+@listed("name", NONE, ids=repr)
+def test_a_name_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="state-"):
+        FORM.read({"run": name})
+    assert RunId.of(FORM.read({"run": "run/state-00000000"})).run == "run/state-00000000"  # control
+
+
+NAMES = st.one_of(
+    st.text(max_size=300),
+    st.sampled_from(
+        ["", "..", "/", "../../x", "münchen", "ärzte", "Ω", "20250101-120000-fedbn-my.package:data-seed0", "a b (2)", "_x", "-x", "x" * 255]
+    ),
+)
+
+
+@settings(max_examples=200)
+@given(name=NAMES)
+def test_every_name_of_a_run_makes_one_that_clients_take(name: str) -> None:
+    made = RunId.new(name)
+    assert RunId.of(FORM.read(made.to_config())) == made
+    folder, _, state = made.run.partition("/")
+    assert folder not in ("", ".", "..")
+    assert "/" not in state
+    assert not folder.startswith(".")

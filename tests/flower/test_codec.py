@@ -27,13 +27,10 @@ from tests.flower.inside import (
     Payload,
     from_records,
     signature,
-    to_numpy,
     to_records,
-    to_tensors,
 )
 from tests.in_process import identical, run
 from tests.networks import seeded_network
-from tests.refusals import refused
 
 HEADER = Header("fbn", "train", 3, "0123")
 NAMES = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12)
@@ -59,21 +56,6 @@ def test_records_round_trip_through_protobuf(payload: Payload) -> None:
     assert header == HEADER
     assert {k: list(v) for k, v in came.items()} == {k: list(v) for k, v in payload.items()}
     assert same({k: came[k] for k in payload}, payload)
-
-
-def test_a_fortran_ordered_array_arrives_as_it_is_and_tensors_own_their_memory() -> None:
-    array = np.asfortranarray(np.arange(6.0).reshape(2, 3))
-    came, _ = from_records(to_records({"weights": {"w": array}}, HEADER))
-    assert np.array_equal(came["weights"]["w"], array)
-    tensor = to_tensors(came["weights"])["w"]
-    tensor += 1
-    assert np.array_equal(came["weights"]["w"], array)
-
-
-def test_a_dtype_that_numpy_lacks_is_refused_by_name() -> None:
-    with refused("tensor", "head.weight"):
-        to_numpy({"head.bias": torch.zeros(2), "head.weight": torch.zeros(2, dtype=torch.bfloat16)})
-    assert to_numpy({"x": torch.ones(2, dtype=torch.float16)})["x"].dtype == np.float16  # control
 
 
 # What a payload must look like

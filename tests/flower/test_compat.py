@@ -1,31 +1,29 @@
-"""Flower's versions: what has moved is found, what is missing is said, and a plain run does without."""
+"""Flower's versions: what has moved is found, what is missing is said, and calls that a stopping server cancels are repeated."""
 
 from __future__ import annotations
 
-import json
-import re
-import subprocess
-import sys
+import socket
+import time
 import tomllib
-from contextlib import nullcontext
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from flwr.app import Array
 from flwr.clientapp import ClientApp
 from flwr.common.logger import FLOWER_LOGGER
-from flwr.serverapp import ServerApp
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from fl_bn.flower import FedAvgBN, InProcessGrid, compat, run_in_process
-from fl_bn.flower.compat import LOGGER
+from fl_bn.flower import InProcessGrid, compat
+from fl_bn.flower.compat import LOGGER, repeat_cancelled
 from fl_bn.flower.wire.codec import NUMPY
 from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS
 from fl_bn_site import commands
-from tests.flower.own_apps import net
-from tests.integration.runs import TINY
 from tests.listed import listed
 
 ROOT = Path(__file__).parents[2]
@@ -94,13 +92,6 @@ def test_the_requirements_are_the_versions_that_serve() -> None:
     assert taken(extras["deployment"]) == deployed == ["1.25.0", "1.25.9"]
 
 
-def test_only_deployments_keep_an_environment_at_the_pinned_version() -> None:
-    """Later versions of Flower solve pyproject.toml with all extras at once: a pin of one would be a pin of all, but for ``conflicts``."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert not [one for one in project["project"]["optional-dependencies"].values() if re.search(r"fl-bn\[[^]]*\bdeployment\b", str(one))]
-    assert {"extra": "deployment"} in project["tool"]["uv"]["conflicts"][0]
-
-
 def test_the_options_of_a_simulation_are_written_as_this_flower_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"num-supernodes": 5, "backend.client-resources.num-gpus": 0.2, "backend.init-args.num-cpus": 3}
     monkeypatch.setattr(compat, "version", lambda name: "1.25.0")
@@ -113,51 +104,8 @@ def test_the_options_of_a_simulation_are_written_as_this_flower_reads_them(monke
 
 # Runs
 
-RUN = """
-import json, sys
-import flwr.app, flwr.client, flwr.clientapp, flwr.serverapp  # import their own secure aggregation: it is taken out again
-theirs = [name for name in sys.modules if "secure_aggregation" in name]
-for name in theirs:
-    del sys.modules[name]
-from fl_bn.flower import run_in_process
-found = []
-for secure in (False, True):
-    run_in_process({**json.loads(sys.argv[1]), "name": f"run-{secure}", "secure-aggregation": secure})
-    ours = {name for name in sys.modules if name.startswith("fl_bn.flower.secagg.")}
-    ours -= {"fl_bn.flower.secagg.instructions"}  # for every client
-    found.append([name for name in sys.modules if "secure_aggregation" in name or name in ours])
-print(json.dumps([theirs, *found]))
-"""
-
-
-@pytest.mark.slow
-def test_a_plain_run_loads_nothing_of_secure_aggregation(tmp_path: Path) -> None:
-    config = {**TINY, "rounds": 1, "output": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", RUN, json.dumps(config)], cwd=ROOT, capture_output=True, text=True, check=True)
-    theirs, plain, secure = json.loads(done.stdout.splitlines()[-1])
-    assert theirs  # control: these would be found
-    assert plain == []
-    assert {"fl_bn.flower.secagg.masks", "fl_bn.flower.secagg.client", "fl_bn.flower.secagg.rounds"} <= set(secure)
-
 
 # What Flower's own did before: apps by name, and a grid's run
-
-
-@listed(
-    ("name", "kind"),
-    [("Parts.app", None), ("missing", AttributeError)],
-)
-def test_apps_by_name_may_lie_in_the_working_directory(name: str, kind: type[Exception] | None, tmp_path: Path) -> None:
-    text = "from tests.flower.own_apps import own_app\nclass Parts:\n    app = own_app('fedavg')\nnumber = 1\n"
-    (tmp_path / "app_of_this_test.py").write_text(text)
-    server = ServerApp()
-    server.main()(lambda grid, context: FedAvgBN(net()).start(grid, num_rounds=1))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        patch.setattr(sys, "path", list(sys.path))
-        patch.delitem(sys.modules, "app_of_this_test", raising=False)
-        with pytest.raises(kind, match="app_of_this_test") if kind else nullcontext():
-            run_in_process({"clients": 2}, server_app=server, client_app=f"app_of_this_test:{name}")
 
 
 def test_a_grid_takes_a_run_and_its_number() -> None:
@@ -167,3 +115,41 @@ def test_a_grid_takes_a_run_and_its_number() -> None:
     assert grid.run.run_id == 7
     grid.set_run(type("Run", (), {"run_id": 8})())
     assert grid.run.run_id == 8
+
+
+class Failed(grpc.RpcError):
+    def __init__(self, code: grpc.StatusCode) -> None:
+        self.code, self.details = lambda: code, lambda: "the server stops"
+
+
+@listed(
+    ("error", "given_up"),
+    [
+        (Failed(grpc.StatusCode.CANCELLED), False),
+        (Failed(grpc.StatusCode.UNAVAILABLE), True),  # of these, Flower decides
+        (ConnectionResetError("the server of a later Flower stopped"), True),
+    ],
+)
+def test_a_call_that_the_server_cancels_is_repeated(error: Exception, given_up: bool) -> None:
+    invoker = SimpleNamespace(should_giveup=lambda error: True)
+    assert invoker.should_giveup(error)  # control: Flower gives up
+    repeat_cancelled(invoker)
+    assert invoker.should_giveup(error) is given_up
+
+
+@pytest.mark.pinned("later versions of Flower call over HTTP")
+def test_a_call_that_this_process_ends_is_not_repeated() -> None:
+    from flwr.common.retry_invoker import _make_simple_grpc_retry_invoker
+
+    invoker: Any = _make_simple_grpc_retry_invoker()
+    repeat_cancelled(invoker)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        channel = grpc.insecure_channel(f"127.0.0.1:{silent.getsockname()[1]}")
+        closing = Thread(target=lambda: (time.sleep(0.3), channel.close()))
+        closing.start()
+        with pytest.raises(grpc.RpcError) as caught:
+            invoker.invoke(channel.unary_unary("/Service/Pull"), b"")
+        closing.join()
+    assert caught.value.code() is grpc.StatusCode.CANCELLED  # type: ignore[attr-defined]

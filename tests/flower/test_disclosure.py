@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from fl_bn.flower.disclosure import FEW, NAMED
+from fl_bn.flower.disclosure import FEW
 from fl_bn.methods import METHODS, Refresh
 from tests.conformance.cases import every_method
-from tests.flower.inside import Disclosure, LocalTraining, Samples
+from tests.flower.inside import Clients, Disclosure, LocalTraining, Samples
 from tests.in_process import TWO_STEPS, Run, WatchedGrid, client_app, run, sections
 from tests.listed import listed
 
-Clients = Callable[..., list[Samples]]
 ONE_STEP, EPOCHS = LocalTraining(batch_size=4, steps=1), LocalTraining(batch_size=4, epochs=3)
 
 
@@ -63,14 +61,6 @@ def test_of_one_batch_the_running_statistics_can_be_computed_back(clients: list[
     assert int((distances < 1e-4).sum()) == 1  # and names its four samples among all 495 choices
     assert log.text.count("client 1 revealed statistics of 4 samples in round 1") == 1
     assert log.text.count("can be traced to a person") == 3  # once per client
-
-
-@pytest.mark.parametrize("number", [25, NAMED])
-def test_of_many_clients_the_warnings_name_a_few(number: int, tiny_clients: Clients, log: pytest.LogCaptureFixture) -> None:
-    ran = run(METHODS["fedavg"](), tiny_clients((4,) * number), 2, settings=ONE_STEP)
-    assert log.text.count("can be traced to a person") == NAMED  # none in round 2
-    assert log.text.count(f"{number - NAMED} other clients, too") == (number > NAMED)
-    assert {d.client for d in ran.records[0].disclosures if d.section == "statistics" and d.samples == 4} == set(range(number))
 
 
 @listed(

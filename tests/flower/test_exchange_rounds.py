@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from threading import Thread
 from typing import Any
 
-import numpy as np
 import pytest
 from flwr.app import Error, Message, RecordDict
 
@@ -16,11 +15,10 @@ from fl_bn.exchange.grpc.client import GrpcExchange
 from fl_bn.flower import InProcessGrid, RunFailed
 from fl_bn.flower.layerwise.exchanges import Exchanges
 from fl_bn.methods import METHODS
-from tests.flower.inside import Client, ExchangeSettings, LocalTraining, Samples
+from tests.flower.inside import Client, Clients, ExchangeSettings, LocalTraining, Samples
 from tests.in_process import Run, WatchedGrid, client_app, identical, run
 from tests.networks import seeded_network
 
-Clients = Callable[..., list[Samples]]
 FEDTAN = METHODS["fedtan"]()
 CARRIERS = ("local", "replay")
 TWO_STEPS = LocalTraining(batch_size=4, steps=2)
@@ -37,28 +35,6 @@ def exchanged(clients: list[Samples], carrier: str, policy: str = "abort", *, lo
     settings = options.pop("settings", TWO_STEPS)
     grid = WatchedGrid(client_app(FEDTAN, clients, settings, disturb=disturb), len(clients))
     return run(FEDTAN, clients, settings=settings, grid=grid, policy={"exchange": ExchangeSettings(carrier, policy)}, **options)
-
-
-@carriers
-def test_clients_weigh_by_the_batch_of_the_first_step(carrier: str, tiny_clients: Clients) -> None:
-    """Client 0 has 3 samples and a batch of 3; client 1 has 9, a batch of 4, and trains on all of them in two steps."""
-    ran = exchanged(tiny_clients((3, 9)), carrier, rounds=1)
-    sent = [reply["weights"] for reply in ran.grid.train(1, replies=True) if "weights" in reply]
-    for name, new in ran.trajectory[1].items():
-        if name in sent[0]:
-            by_batch, by_samples = ((a * sent[0][name] + b * sent[1][name]) / (a + b) for a, b in ((3, 4), (3, 9)))
-            assert np.allclose(new, by_batch, rtol=0, atol=1e-6), name
-            assert not np.allclose(new, by_samples, rtol=0, atol=1e-6), name  # control
-    assert [c.samples for c in ran.records[0].clients] == [3, 9]
-
-
-@carriers
-def test_under_abort_a_client_that_raises_fails_the_round_for_all_and_the_next_one_works(carrier: str, tiny_clients: Clients) -> None:
-    ran = exchanged(tiny_clients((4, 5, 6)), carrier, "abort", losing=(1, 2))
-    assert [record.aggregated for record in ran.records] == [True, False, True]
-    assert identical(ran.trajectory[1], ran.trajectory[2])
-    assert not identical(ran.trajectory[2], ran.trajectory[3])  # control
-    assert all("the disk is full" in c.refused or "client 1" in c.refused for c in ran.records[1].clients)
 
 
 @carriers

@@ -101,22 +101,6 @@ def test_those_who_come_first_decide_nothing(fields: dict[str, Any]) -> None:
     assert (number, set(there) >= {3, 4, 5}) == (CLIENTS, True)
 
 
-@pytest.mark.slow
-@listed(
-    ("grid", "seconds", "field"),
-    [
-        ({"after": dict.fromkeys((2, 3, 4, 5), 60.0)}, 1.0, "1 of 2 nodes"),
-        ({"silent": [1, 2, 3, 4]}, 5.0, "4 nodes"),
-        ({"liars": range(1, 6), "spoil": sets("query.hello", "hello", signature="0" * 16)}, 5.0, "client 0"),
-    ],
-    ids=["late", "silent", "of another model"],
-)
-def test_where_too_few_come_the_run_fails_in_time(grid: dict[str, Any], seconds: float, field: str) -> None:
-    with pytest.raises(RunFailed) as told:
-        meet(Elsewhere(**grid), 0, 2, seconds)
-    assert field in str(told.value)
-
-
 # Where the sites of the run are known
 
 REFUSAL = "<class 'fl_bn_site.policy.NotAllowed'>:<'this site's policy has allow-code = installed'>"

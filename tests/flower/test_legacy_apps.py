@@ -15,7 +15,6 @@ from flwr.client import NumPyClient
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.server import History, Server, ServerAppComponents, ServerConfig, SimpleClientManager
 from flwr.server.strategy import FedAdam, FedAvg
-from ray import cloudpickle
 from torch.nn import functional as F
 
 from fl_bn.flower import Gate, RunFailed, legacy_client_app, legacy_server_app, run_in_process
@@ -75,7 +74,6 @@ def ran(
     rounds: int = 2,
     options: dict[str, Any] | None = None,
     app: dict[str, Any] | None = None,
-    pack: Callable[[Any], Any] = lambda app: app,
     **arguments: Any,
 ) -> WatchedGrid:
     """Run an app of the older API; ``app`` are further arguments of ``legacy_client_app``, ``options`` those of ``legacy_server_app``."""
@@ -86,14 +84,9 @@ def ran(
         parts: dict[str, Any] = {"strategy": made} if server is None else {"server": server(made)}
         return ServerAppComponents(config=ServerConfig(num_rounds=rounds), **parts)
 
-    over = WatchedGrid(pack(legacy_client_app(lambda context: client(context), chosen, **(app or {}))), CLIENTS)
+    over = WatchedGrid(legacy_client_app(lambda context: client(context), chosen, **(app or {})), CLIENTS)
     legacy_server_app(server_fn, net, chosen, **(options or {}))(over, Context(1, 0, {}, RecordDict(), {}))
     return over
-
-
-def trained(grid: WatchedGrid) -> list[dict[str, Any]]:
-    """Return the user's config of each train message."""
-    return [dict(m.content["config"]) for m in grid.sent if m.metadata.message_type == "train"]
 
 
 def test_metrics_with_text_reach_the_user_s_functions() -> None:
@@ -105,11 +98,6 @@ def test_metrics_with_text_reach_the_user_s_functions() -> None:
     )
     assert seen["fit"] == [(SAMPLES, {"site": f"site {i}", "lr": 0.1, "big": i > 0}) for i in range(CLIENTS)]
     assert seen["evaluate"] == [(SAMPLES, {"site": f"site {i}", "asked": "['deep', 'server-round']"}) for i in range(CLIENTS)]
-
-
-def test_each_round_s_config_is_its_own() -> None:
-    wanted = [{"lr": 0.1, "first": True, "server-round": 1}] * CLIENTS + [{"lr": 0.05, "server-round": 2}] * CLIENTS
-    assert trained(ran(rounds=2)) == wanted
 
 
 def test_the_history_comes_back_as_from_start_simulation(tmp_path: Path) -> None:
@@ -146,13 +134,6 @@ def evaluated(**arguments: Any) -> list[list[np.ndarray]]:
     seen: list[Any] = []
     ran(evaluate_fn=lambda server_round, arrays, config: seen.append(arrays), **arguments)
     return seen
-
-
-def test_an_app_that_was_pickled_answers_with_the_same_bits() -> None:
-    """As Flower's ``run_simulation`` sends it to Ray."""
-    packs: list[Any] = [lambda app: app, lambda app: cloudpickle.loads(cloudpickle.dumps(app))]
-    plain, pickled = (evaluated(method="hbn", pack=pack)[-1] for pack in packs)
-    assert all(np.array_equal(one, other) for one, other in zip(plain, pickled, strict=True))
 
 
 def test_arrays_that_fit_changed_after_training_count() -> None:
@@ -207,13 +188,6 @@ def test_arrays_that_its_hook_changes_count() -> None:
     assert np.allclose(half[1][0], plain[1][0] / 2)
 
 
-@listed("change", [lambda own: {"loss": "n/a"}, lambda own: {"accuracy": 93.5}, lambda own: {"hard": 0.5} if own["big"] else {}])
-def test_a_strategy_s_hook_gets_all_clients_whose_updates_count(change: Any) -> None:
-    """Before, a client whose metrics fl-bn's own mean leaves out was missing, or a loss that is no number ended the run."""
-    ran(strategy=Saves, client=overriding(Client, "fit", lambda result: (*result[:2], {**result[2], **change(result[2])})))
-    assert [len(results) for _, results in STRATEGIES.pop().seen] == [CLIENTS] * 2
-
-
 def test_a_gate_lets_metrics_with_text_leave_once_they_are_declared() -> None:
     refused(lambda: ran(app={"mods": [Gate()]}, rounds=1), RunFailed, "scalars")
     declared = {kind: replace(KINDS[kind], records=KINDS[kind].records | {"scalars"}) for kind in ("train", "evaluate")}
@@ -251,51 +225,6 @@ def test_a_server_that_cannot_run_is_refused_by_name(arguments: dict[str, Any], 
 )
 def test_a_client_that_cannot_run_is_refused_by_name(client: Any, word: str) -> None:
     refused(lambda: ran(client=client, rounds=1), RunFailed, word)
-
-
-class Other(Client):
-    """Its network is ``model``, its batches are ``loader``."""
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self.__dict__.update(model=self.__dict__.pop("net"), loader=self.__dict__.pop("trainloader"))
-
-    def __getattr__(self, name: str) -> Any:
-        return self.__dict__[{"net": "model", "trainloader": "loader"}[name]]
-
-
-def test_other_names_of_the_attributes() -> None:
-    assert len(evaluated(client=lambda context: Other(context).to_client(), app={"net": "model", "trainloader": "loader"})) == 3
-
-
-def test_a_client_that_lacks_a_metric_counts_all_the_same() -> None:
-    seen: list[Any] = []
-
-    def lacks(result: Any) -> Any:
-        number = int(result[2]["site"][-1])
-        return 1.0 + number, SAMPLES, {"acc": 0.1} | ({"f1": 0.5} if number else {})
-
-    ran(client=overriding(Client, "evaluate", lacks), rounds=1, evaluate_metrics_aggregation_fn=lambda metrics: seen.append(metrics) or {})
-    assert seen == [[(SAMPLES, {"acc": 0.1}), *[(SAMPLES, {"acc": 0.1, "f1": 0.5})] * 2]]
-
-
-def test_what_fit_received_stays_as_it_was_while_the_client_trains() -> None:
-    """A client that bounds its own update, the difference to what it received. Before, it saw no difference, and sent all of it."""
-    seen: list[float] = []
-
-    class Bounding(Client):
-        def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
-            before = [array.copy() for array in parameters]
-            arrays, samples, metrics = super().fit(parameters, config)
-            assert all(np.array_equal(one, other) for one, other in zip(before, parameters, strict=True))
-            seen.append(sum(float(np.abs(new - old).sum()) for new, old in zip(arrays, parameters, strict=True)))
-            little = [old + (1e-4 * (new - old)).astype(old.dtype) for new, old in zip(arrays, parameters, strict=True)]
-            return little, samples, metrics  # a round in which nothing moves is refused
-
-    grid = ran(client=Bounding)
-    assert min(seen) > 0.1
-    first, second = (grid.train(round)[0]["weights"] for round in (1, 2))
-    assert all(np.allclose(first[name], second[name], rtol=0, atol=1e-4) for name in first)
 
 
 SENT: dict[str, Callable[[Any], object]] = {

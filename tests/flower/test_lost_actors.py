@@ -13,7 +13,6 @@ pytest.importorskip("ray")
 from ray.exceptions import RayActorError
 
 from fl_bn.flower import lost_actors
-from tests.flower.inside import find
 
 
 class Actor:
@@ -83,18 +82,6 @@ def test_the_client_of_a_dead_actor_is_named_and_asked_again(ray: SimpleNamespac
     assert (good.served, dead.served, ray.killed, here.pool) == (4, 1, [dead], [good])
     assert "client 0 was lost in round 7" in log.text
     assert "processes left: 1" in log.text
-
-
-@pytest.mark.pinned("Flower 1.25's simulation is repaired, and no other")
-def test_flowers_own_pool_keeps_the_dead() -> None:
-    """Negative control: what is repaired."""
-    kind = find("BasicActorPool")
-    here = object.__new__(kind)
-    dead = Actor(dies=True)
-    here.pool, here._future_to_actor = [dead], {}
-    future = here.submit(ask, job("0"))
-    here.add_actor_back_to_pool(future)
-    assert here.pool == [dead]
 
 
 def test_a_replacement_takes_the_place_of_a_lost_actor(ray: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,12 @@
-"""A thousand malformed replies: none is averaged, each is named in the record and in the log, and the rounds go on."""
+"""Replies of strangers, second and malformed ones: none is averaged, nothing is unpickled, and none stays in memory."""
 
 from __future__ import annotations
 
 import gc
 import io
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,75 +14,43 @@ from flwr.app import Array, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fl_bn.federation.replies import REPLIED, Expected
 from fl_bn.federation.schema import Schema, Spec
-from fl_bn.flower import BatchNormStrategy, Rounds
+from fl_bn.flower import InProcessGrid
 from fl_bn.flower.wire.codec import LazyArray
 from fl_bn.flower.wire.messaging import Reading, decode
-from fl_bn.methods import METHODS, Method
-from tests.federation import random_samples
-from tests.flower.inside import Client, Header, Samples, arrays_record, to_records
-from tests.flower.malformed import taken_apart
-from tests.in_process import WatchedGrid, arrays_of, client_app, identical
-from tests.networks import seeded_network
+from fl_bn.methods import METHODS
+from tests.flower.byzantine import OneRound, equal_clients, taken_apart
+from tests.flower.inside import Client, Header, to_records
+from tests.hostile.liars import people
+from tests.in_process import client_app, identical, run
 from tests.scripts import script
 
 CLIENTS = 5
 
 
-class Harness:
-    """Two servers of one population: ``strategy`` is told what clients answer, ``alone`` hears one honest reply of them."""
-
-    def __init__(self, method: Method, clients: list[Samples]) -> None:
-        rounds = Rounds(len(clients), min_replies=0.2, wait=0.0)
-        self.strategy, self.alone = (BatchNormStrategy(seeded_network("cnn"), method, rounds).transport for _ in range(2))
-        self.grid = WatchedGrid(client_app(method, clients), len(clients))
-        self.arrays = arrays_record(self.strategy.shared.tensors())
-
-    def instructions(self, round: int) -> list[Message]:
-        if round == 1:
-            self.alone.meet(self.grid)
-            self.strategy.meet(self.grid)
-        self.alone.ask_to_train(round, self.arrays, {})
-        return self.strategy.ask_to_train(round, self.arrays, {})
-
-    def answer(self, instruction: Message) -> Message:
-        (reply,) = self.grid.send_and_receive([instruction])
-        return reply
-
-
-@pytest.fixture
-def clients() -> list[Samples]:
-    return [random_samples(6, seed=i) for i in range(CLIENTS)]
-
-
-def test_strangers_and_second_replies_are_ignored(clients: list[Samples]) -> None:
-    harness = Harness(METHODS["fbn"](), clients)
-    messages = harness.instructions(1)
-    replies = [harness.answer(message) for message in messages]
-    expected, _ = harness.alone.combine(1, replies)
-    again = taken_apart(replies[0])
+def test_strangers_second_replies_and_another_header_are_ignored() -> None:
+    one = OneRound("fbn", equal_clients(CLIENTS))
+    expected = one.served().tensors
+    again, other = taken_apart(one.replies[0]), taken_apart(one.replies[1])
     again.payload["weights"]["9.bias"] += 1
-    second = Message(again.content(), reply_to=messages[0])
-    stranger = Message(again.content(), reply_to=messages[0])
+    other.header["round"] = 9
+    second, stranger = (Message(again.content(), reply_to=one.messages[0]) for _ in range(2))
     stranger.metadata.__dict__["_src_node_id"] = 999
-    after, _ = harness.strategy.combine(1, [stranger, *replies, second])
-    assert expected is not None
-    assert after is not None
-    assert identical(arrays_of(after), arrays_of(expected))
-    changed, _ = harness.alone.combine(1, [second, *replies[1:]])  # control: the first one counts
-    assert changed is not None
-    assert not identical(arrays_of(changed), arrays_of(expected))
+    with_second = one.combined([stranger, *one.replies, second])
+    assert identical(with_second.tensors, expected)
+    assert not identical(one.combined([second, *one.replies[1:]]).tensors, expected)  # control: the first one counts
+    late = one.combined([one.replies[0], Message(other.content(), reply_to=one.messages[1]), *one.replies[2:]])
+    assert late.refused[1].startswith("header/round")
 
 
-def test_nothing_a_reply_brings_is_unpickled(clients: list[Samples]) -> None:
+def test_nothing_a_reply_brings_is_unpickled() -> None:
     """An object array would run code when unpickled: here it would end the test."""
-    harness = Harness(METHODS["fedbn"](), clients)
-    (message, *_) = harness.instructions(1)
-    reply = taken_apart(harness.answer(message))
+    one = OneRound("fedbn", equal_clients(CLIENTS))
     target = io.BytesIO()
     np.save(target, np.array([Bomb()], dtype=object), allow_pickle=True)
+    reply = taken_apart(one.replies[0])
     reply.raw["weights", "9.bias"] = Array(dtype="float32", shape=(4,), stype="numpy.ndarray", data=target.getvalue())
-    harness.strategy.combine(1, [Message(reply.content(), reply_to=message)])
-    assert "weights/9.bias" in harness.strategy.record.clients[0].refused
+    bomb = Message(reply.content(), reply_to=one.messages[0])
+    assert "weights/9.bias" in one.combined([bomb, *one.replies[1:]]).refused[0]
     with pytest.raises(AssertionError):
         np.load(io.BytesIO(target.getvalue()), allow_pickle=True)  # control: it is a bomb
 
@@ -127,17 +96,6 @@ def test_a_reply_is_passed_on_at_most_four_times_on_each_side() -> None:
     assert 3 <= sides.count("server") <= 3 * 4
 
 
-def test_what_can_be_read_is_and_of_the_rest_the_bytes_are_known() -> None:
-    whole = decode(reply(content()))
-    assert (whole.node, whole.header, whole.problem) == (7, HEADER, None)
-    made = content()
-    made["fl-bn/weights"]["a"] = NOISE
-    made["fl-bn/more"] = to_records({"more": {"c": np.zeros(4)}}, HEADER)["fl-bn/more"]
-    half = decode(reply(made))
-    assert {section: sorted(arrays) for section, arrays in half.payload.items()} == {"weights": ["b"], "more": ["c"]}
-    assert str(half.problem).startswith("weights/a: expected a NumPy array, but its bytes cannot be read")
-
-
 @pytest.mark.sample("[header", "[nothing")
 @pytest.mark.parametrize("wrong", ["bytes", "header", "dtype", "nothing"])
 def test_a_reply_is_gone_from_memory_once_it_was_read(wrong: str) -> None:
@@ -160,3 +118,46 @@ def test_a_reply_is_gone_from_memory_once_it_was_read(wrong: str) -> None:
         assert arrays() is None
     finally:
         gc.enable()
+
+
+# How many replies are in memory at once
+
+MANY = 12
+
+
+class Alive(InProcessGrid):
+    """Counts how many replies' weights are in memory when a client has computed another."""
+
+    def __init__(self) -> None:
+        super().__init__(client_app(METHODS["fbn"](), people(MANY)), MANY, {})
+        self.weights, self.most = list[weakref.ref[Any]](), 0
+
+    def _answer(self, message: Message) -> Message:
+        answer = super()._answer(message)
+        if message.metadata.message_type == "train":
+            record: Any = answer.content["fl-bn/weights"]
+            self.weights.append(weakref.ref(next(iter(record.values())).array))
+            self.most = max(self.most, sum(one() is not None for one in self.weights))
+        return answer
+
+
+class AllAtOnce(Alive):
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
+        return iter(self.pull_messages(self.push_messages(messages)))
+
+
+def test_in_one_process_a_reply_is_gone_before_the_next_but_few_is_computed() -> None:
+    ran = {}
+    for kind in (Alive, AllAtOnce):
+        gc.collect()
+        gc.disable()
+        try:
+            grid = kind()
+            trajectory = run(METHODS["fbn"](), people(MANY), 2, grid=grid).trajectory  # type: ignore[arg-type]
+        finally:
+            gc.enable()
+        assert len(grid.weights) == 2 * MANY
+        ran[kind] = grid.most, trajectory
+    assert ran[Alive][0] <= 2
+    assert ran[AllAtOnce][0] == MANY  # control
+    assert all(identical(ran[Alive][1][round], ran[AllAtOnce][1][round]) for round in (1, 2))

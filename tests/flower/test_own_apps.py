@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-from torch import Tensor, nn
+from flwr.app import ConfigRecord, Context, Message
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler, default_collate
 
@@ -19,10 +18,9 @@ from fl_bn.methods import METHODS, Method
 from fl_bn.objectives import PLAIN, FedProx, FedSAM, Objective, Scaffold
 from tests.flower import own_apps as apps
 from tests.flower.own_apps import CLIENTS, SAMPLES, data, epoch, equal, net, own_app, ran, refused, tensors, with_objective
-from tests.in_process import Samples, WatchedGrid, client_app
+from tests.in_process import WatchedGrid
 from tests.listed import listed
 
-OURS = "fl-bn/"
 """The beginning of the names of fl-bn's records."""
 
 
@@ -139,19 +137,6 @@ def test_a_round_that_ends_in_an_error_stores_nothing() -> None:
 # Handlers that cannot work
 
 
-def bare(message: Message, context: Context, handler: Any) -> Message:
-    """Answer as an app without fl-bn does."""
-    if message.metadata.message_type != "train":
-        return handler(message, context)
-    return Message(RecordDict({"metrics": MetricRecord({"num-examples": 3})}), reply_to=message)
-
-
-def trains_in_evaluate(message: Message, context: Context) -> None:
-    if message.metadata.message_type == "evaluate":
-        with flower.training(message, context, net(), methods.fedbn()):
-            pass
-
-
 def samples_of(client: int) -> TensorDataset:
     return TensorDataset(*(torch.cat(parts) for parts in zip(*data(client), strict=True)))
 
@@ -159,21 +144,12 @@ def samples_of(client: int) -> TensorDataset:
 @listed(
     ("app", "word"),
     [
-        pytest.param(lambda: own_app("fedavg", mods=([], [bare], [])), "header", id="a reply of one's own"),
         pytest.param(lambda: own_app("fedavg", batches=samples_of), "TensorDataset", id="a dataset in the place of a loader"),
         pytest.param(lambda: own_app("fedavg", batches=lambda i: [(data(i)[0][0][:1], data(i)[0][1][:1])]), "1 value", id="a batch of 1"),
     ],
 )
 def test_the_server_is_told_what_a_handler_does_wrong(app: Any, word: str) -> None:
     refused(lambda: ran(FedAvgBN(net()), app()), RunFailed, word)
-
-
-def test_training_in_an_evaluate_handler_is_named(log: pytest.LogCaptureFixture) -> None:
-    """Before, a learning rate was missing. The round itself counts."""
-    (record,) = ran(FedBN(net()), own_app("fedbn", before=trains_in_evaluate)).records
-    assert record.aggregated
-    assert not record.client_evaluation
-    assert "config/learning-rate" in log.text
 
 
 # Loaders
@@ -226,33 +202,6 @@ def test_the_user_s_config_comes_through_untouched() -> None:
     assert evaluated == [{"run": "eval", "server-round": round} for round in (1, 2) for _ in range(CLIENTS)]
 
 
-def test_every_record_of_fl_bn_has_its_prefix() -> None:
-    grid = WatchedGrid(own_app("hbn"), CLIENTS)
-    HBN(net()).start(grid, num_rounds=2)
-    assert {name for m in grid.sent for name in m.content if not name.startswith(OURS)} == {"config"}
-    others = {(m.metadata.message_type, name) for m in grid.received for name in m.content if not name.startswith(OURS)}
-    assert others == {("train", "metrics"), ("evaluate", "metrics")}
-    assert all(name.startswith(OURS) for state in grid.states() for name in state)
-
-
-def test_records_of_one_s_own_in_the_state_of_a_client_stay() -> None:
-    """FedBN's BatchNorm is not replaced by a record ``local`` of the app's own, nor the other way round."""
-
-    def note(message: Message, context: Context) -> None:
-        count = context.state.config_records.get("kept-for", {}).get("mine", 0)
-        context.state["kept-for"] = ConfigRecord({"mine": count + 1})
-        context.state["local"] = ArrayRecord({"head": Array(np.array(float(count)))})
-
-    grid, plain = WatchedGrid(own_app("fedbn", before=note), CLIENTS), WatchedGrid(own_app("fedbn"), CLIENTS)
-    for one in (grid, plain):
-        FedBN(net(), fraction_evaluate=0).start(one, num_rounds=3)
-    for state, other in zip(grid.states(), plain.states(), strict=True):
-        assert state["kept-for"]["mine"] == 3
-        assert float(state["local"]["head"].numpy()) == 2.0
-        assert equal(state["fl-bn/local"], other["fl-bn/local"])
-        assert not torch.equal(tensors(state["fl-bn/local"])["1.running_mean"], net()[1].running_mean)
-
-
 def test_a_client_s_run_config_is_its_own() -> None:
     seen: list[float] = []
 
@@ -263,30 +212,6 @@ def test_a_client_s_run_config_is_its_own() -> None:
     grid = InProcessGrid(own_app("fedavg", before=before), CLIENTS, {"lr": 1.0})
     FedAvgBN(net(), fraction_evaluate=0).start(grid, num_rounds=2)
     assert seen == [0.5] * CLIENTS + [0.25] * CLIENTS
-
-
-def application(model: nn.Module) -> ClientApp:
-    clients = [Samples(torch.cat([x for x, _ in data(i)]), torch.cat([y for _, y in data(i)])) for i in range(CLIENTS)]
-    return client_app(METHODS["fedbn"](), clients, model=model)
-
-
-@listed(
-    ("strategy", "app"),
-    [
-        (lambda model: FedBN(model, fraction_evaluate=0), lambda model: own_app("fedbn", model=lambda: model)),
-        (lambda model: flower.SiloBN(model, fraction_evaluate=0), lambda model: own_app("silobn", model=lambda: model)),
-        (lambda model: FedBN(model, flower.Rounds(CLIENTS)), application),
-    ],
-    ids=["fedbn", "silobn", "application"],
-)
-def test_pretrained_arrays_are_where_a_client_s_own_layers_begin(strategy: Any, app: Any) -> None:
-    given, built, other = (WatchedGrid(app(model), CLIENTS) for model in (net(), apps.pretrained(), net()))
-    strategy(net()).start(given, apps.begin(), num_rounds=2)
-    strategy(apps.pretrained()).start(built, num_rounds=2)
-    strategy(net()).start(other, num_rounds=2)
-    for one, wanted, control in zip(given.states(), built.states(), other.states(), strict=True):
-        assert equal(one["fl-bn/local"], wanted["fl-bn/local"])
-        assert not equal(one["fl-bn/local"], control["fl-bn/local"])
 
 
 @listed(("fraction", "least", "number"), [(0.5, 1, 2), (0.5, 3, 3), (0.1, 0, 0), (0.34, 0, 1), (1.0, 9, 3), (0.0, 2, 0)])

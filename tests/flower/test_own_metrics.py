@@ -8,10 +8,9 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
-from fl_bn import convert
 from fl_bn.flower import FedAvgBN, FedBN, InProcessGrid, OwnAppStrategy
 from fl_bn.methods import METHODS, Refresh, Role
-from tests.flower.own_apps import CLIENTS, SAMPLES, begin, data, equal, net, own_app, pretrained, ran, tensors
+from tests.flower.own_apps import CLIENTS, SAMPLES, begin, data, net, own_app, pretrained, ran, tensors
 from tests.in_process import WatchedGrid
 from tests.listed import listed
 
@@ -64,13 +63,6 @@ def test_a_metric_that_cannot_count_costs_itself_alone_and_is_named(
     assert metrics["loss"] == pytest.approx(result.records[0].loss)
     assert word in log.text
     assert word or "not averaged" not in log.text
-
-
-def test_an_evaluation_under_another_name_is_counted_and_shown(log: pytest.LogCaptureFixture) -> None:
-    result = ran(FedAvgBN(net()), own_app("fedavg", record="my-results"))
-    assert result.evaluate_metrics_clientapp[1]["eval_acc"] == pytest.approx((0.2 * 1 + 0.4 * 2 + 0.6 * 3) / 6)
-    assert "eval_acc 0.4667" in log.text
-    assert result.records[0].client_evaluation[2]["eval_acc"] == pytest.approx(0.6)
 
 
 @listed(
@@ -156,11 +148,3 @@ def test_where_there_is_no_global_model_it_is_not_called_and_the_log_says_so(nam
     assert set(seen) == {0}
     assert len(result.records) == 2
     assert log.text.count("evaluate_fn is not called") == 1
-
-
-def test_where_batch_norm_is_replaced_the_arrays_load_into_the_converted_network() -> None:
-    arrays: list[ArrayRecord] = []
-    strategy = OwnAppStrategy(net(), METHODS["gn"](), fraction_evaluate=0)
-    result = ran(strategy, own_app("gn"), evaluate_fn=lambda number, given: arrays.append(given))
-    convert(net(), METHODS["gn"]()).load_state_dict(arrays[-1].to_torch_state_dict(), strict=True)
-    assert equal(result, arrays[-1])

@@ -11,64 +11,28 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import DifferentialPrivacyClientSideAdaptiveClipping, DifferentialPrivacyServerSideFixedClipping, Strategy
 
 from fl_bn import EarlyStop, convert, methods
-from fl_bn.flower import FBN, HBN, BatchNormStrategy, FedAvgBN, FedBN, FixBN, InProcessGrid, OwnAppStrategy, Rounds, RunFailed
+from fl_bn.flower import (
+    FBN,
+    HBN,
+    FedAvgBN,
+    FedBN,
+    FixBN,
+    InProcessGrid,
+    OwnAppStrategy,
+    Rounds,
+    RunFailed,
+)
 from fl_bn.methods import METHODS
 from fl_bn.objectives import PLAIN, Scaffold
 from fl_bn.secure.settings import SecureAggregation
+from tests.documentation.pages import ROOT
 from tests.flower import own_apps as apps
-from tests.flower.own_apps import CLIENTS, OWN, begin, config, data, equal, grid, net, own_app, ran, refused, tensors
-from tests.in_process import Samples, client_app
+from tests.flower.own_apps import CLIENTS, begin, config, equal, grid, net, own_app, ran, refused, tensors
 from tests.listed import listed
 from tests.noted import noted
-
-HOOKS = ("start", "summary", "configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate")
-
-
-def counting(kind: type[Any]) -> type[Any]:
-    """Return a user's subclass that overrides every hook, calls ``super()``, and counts."""
-
-    def counted(name: str) -> Callable[..., Any]:
-        def hook(self: Any, *args: Any, **named: Any) -> Any:
-            self.calls = {**getattr(self, "calls", {}), name: getattr(self, "calls", {}).get(name, 0) + 1}
-            if name.startswith("aggregate"):  # one's own code may go through the replies, and then hand them on
-                assert name == "aggregate_evaluate" or len(list(args[1])) == CLIENTS
-            return getattr(super(mine, self), name)(*args, **named)
-
-        return hook
-
-    mine = type("Mine", (kind,), {name: counted(name) for name in HOOKS} | {"__module__": "theirs"})
-    return mine
-
-
-def app_of_ours(method: str) -> Any:
-    """Return a ClientApp of a run of fl-bn's own, over the clients' data."""
-    clients = [Samples(torch.cat([x for x, _ in data(i)]), torch.cat([y for _, y in data(i)])) for i in range(CLIENTS)]
-    return client_app(METHODS[method](), clients, model=net())
-
-
-@pytest.mark.slow
-@listed("name", OWN)
-def test_a_subclass_of_each_strategy_for_own_apps_has_each_hook_called(name: str) -> None:
-    kind = OWN[name]
-    mine = counting(kind)(net())
-    result, expected = ran(mine, own_app(name), rounds=2), ran(kind(net()), own_app(name), rounds=2)
-    assert mine.calls == {**dict.fromkeys(HOOKS, 2), "start": 1, "summary": 1}
-    assert equal(result, expected)
-    assert dict(result.evaluate_metrics_clientapp[2]) == dict(expected.evaluate_metrics_clientapp[2])
-    assert not equal(result, ran(kind(net()), own_app(name)))  # control
-
-
-@pytest.mark.slow
-@listed("name", OWN)
-def test_with_rounds_the_same_class_serves_fl_bn_s_own_clients_and_has_each_hook_called(name: str) -> None:
-    kind, policy = OWN[name], Rounds(CLIENTS, at_clients=True, wait=1.0)
-    mine = counting(kind)(net(), policy)
-    result = ran(mine, app_of_ours(name), rounds=2)
-    assert mine.calls == {**dict.fromkeys(HOOKS, 2), "start": 1, "summary": 1}
-    assert equal(result, ran(BatchNormStrategy(net(), METHODS[name](), policy), app_of_ours(name), rounds=2))
 
 
 @listed(("name", "last"), [("lr", 0.0), ("learning_rate", 0), ("learning-rate", 0.05)])
@@ -292,7 +256,7 @@ def test_what_a_hook_returns_that_cannot_be_is_refused_by_name(hook: str, change
 
 
 def test_a_hook_that_a_secure_sum_never_calls_is_refused() -> None:
-    strategy = counting(FedAvgBN)(net(), Rounds(CLIENTS), secure=SecureAggregation())
+    strategy = apps.overriding(FedAvgBN, "aggregate_train")(net(), Rounds(CLIENTS), secure=SecureAggregation())
     refused(lambda: ran(strategy, own_app("fedavg")), ValueError, "aggregate_train")
 
 
@@ -302,6 +266,12 @@ OUTSIDE: dict[str, Callable[[Strategy], Any]] = {
     "a hook": lambda strategy: strategy.configure_train(1, begin(), ConfigRecord(), grid("fedbn")),
     "another": lambda strategy: strategy.aggregate_train(1, []),
     "Flower's loop": lambda strategy: Strategy.start(strategy, grid("fedbn"), begin(), num_rounds=1),
+    "noise at the server": lambda strategy: DifferentialPrivacyServerSideFixedClipping(strategy, 0.1, 1.0, CLIENTS).start(
+        grid("fedbn"), begin(), num_rounds=1
+    ),
+    "noise at clients": lambda strategy: DifferentialPrivacyClientSideAdaptiveClipping(strategy, 0.1, CLIENTS).start(
+        grid("fedbn"), begin(), num_rounds=1
+    ),
 }
 
 
@@ -312,3 +282,20 @@ def test_hooks_that_somebody_else_calls_say_what_to_do(call: str, late: bool) ->
     if late:
         ran(strategy, own_app("fedbn"))  # after a run, too
     refused(lambda: OUTSIDE[call](strategy), RunFailed, "FedBN", "strategy.start(")
+
+
+def test_the_start_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    exec((ROOT / "docs/how-to/collisions.md").read_text().split("```python\n")[1].split("```")[0], names)
+    mine, plain = (ran(kind(net()), own_app("fedbn"), rounds=2, train_config=config(lr=0.1)) for kind in (names["Mine"], FedBN))
+    assert equal(mine, plain)
+    assert capsys.readouterr().out.count("my_acc") == 2
+
+
+# Flower's strategies with noise
+
+
+# mods
+
+
+# ways to start

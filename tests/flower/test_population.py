@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Context, Message
+from flwr.app import Context, Message
 
-from fl_bn import convert
 from fl_bn.flower import BatchNormClient, RunFailed
-from fl_bn.methods import METHODS, Method, Role
-from tests.flower.inside import Header, Samples, roles, signature, to_records
+from fl_bn.flower.wire.messages import here
+from fl_bn.methods import METHODS
+from tests.flower.inside import Clients, Samples
 from tests.in_process import Run, WatchedGrid, client_app, identical, run
 from tests.listed import listed
-from tests.networks import seeded_network
 
-Clients = Callable[..., list[Samples]]
 FBN, FEDAVG = METHODS["fbn"](), METHODS["fedavg"]()
-
-
-@pytest.fixture
-def clients(tiny_clients: Clients) -> list[Samples]:
-    return tiny_clients((6, 4, 5))
 
 
 @pytest.fixture
@@ -157,21 +150,12 @@ def test_of_two_nodes_that_claim_one_client_before_the_start_neither_is_preferre
         run(FBN, clients, 1, grid=grid, policy={"wait": 60.0})
 
 
-@listed(
-    ("twins", "then", "policy", "cohorts", "trained"),
-    [
-        ((77,), {1: set(), 3: {77}}, {"at_start": 2}, [[0, 2], [0, 2], [0, 1, 2], [0, 1, 2]], {"3": 2, "4": 2}),
-        ((77, 78), {2: {2}, 4: set()}, {}, [[0, 1, 2], [0, 2], [0, 2], [0, 1, 2]], {"1": 2, "4": 2}),
-    ],
-    ids=["at the start", "in the place of one that is gone"],
-)
-def test_a_run_goes_on_without_both_until_one_is_left(
-    twins: tuple[int, ...], then: Any, policy: Any, cohorts: Any, trained: Any, clients: list[Samples]
-) -> None:
-    grid = TwinGrid(clients, twins)
-    grid.gone, grid.then = then.pop(1, set(twins)), then
-    assert accepted(run(FBN, clients, 4, grid=grid, policy={"rate": grid.rate, **policy})) == cohorts
-    assert grid.trained() == trained
+def test_a_client_that_comes_later_joins_in_its_round(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
+    grid = TwinGrid(clients, ())
+    grid.gone, grid.then = {2}, {3: set()}
+    ran = run(FBN, clients, 4, grid=grid, policy={"at_start": 2, "rate": grid.rate})
+    assert accepted(ran) == [[0, 2]] * 2 + [[0, 1, 2]] * 2
+    assert "client 1 joins in round 3" in log.text
 
 
 def test_where_the_operator_names_the_nodes_no_other_is_believed(clients: list[Samples]) -> None:
@@ -249,13 +233,6 @@ def test_a_round_waits_until_enough_clients_are_back(
     assert waited <= grid.now <= waited + 2
 
 
-def test_a_minimum_that_is_there_makes_a_round_whatever_the_fraction(four: list[Samples], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of four clients is the minimum of two; two that are left are still two, not half of two."""
-    grid = ComingAndGoing(four, monkeypatch)
-    policy = {"min_cohort": 2, "fraction": 0.5, "wait": 60.0, "rate": grid.leave(2, {1, 2}, {})}
-    assert [len(cohort) for cohort in accepted(run(FBN, four, 3, grid=grid, policy=policy))] == [2, 2, 2]
-
-
 def test_a_node_that_could_not_say_who_it_is_is_asked_again_once_it_was_offline(
     clients: list[Samples], monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
@@ -289,76 +266,6 @@ def asked(ran: Run, kind: str) -> dict[str, set[int]]:
         if message.metadata.message_type == kind:
             found.setdefault(message.metadata.group_id, set()).add(message.metadata.dst_node_id)
     return found
-
-
-class Growing(WatchedGrid):
-    """Node ``k`` (from 1) is there once the server has sent the train messages of the round before ``since[k]``."""
-
-    since: Mapping[int, int] = {}
-
-    def get_node_ids(self) -> Iterable[int]:
-        rounds = {int(m.metadata.group_id) for m in self.sent if m.metadata.message_type == "train"}
-        return [node for node in super().get_node_ids() if max(rounds, default=0) + 1 >= self.since.get(node, 1)]
-
-
-@pytest.mark.parametrize("name", ["fedbn", "hbn", "fedavg"])
-def test_a_client_joins_in_its_round_with_the_shared_tensors_and_its_own_from_scratch(name: str, four: list[Samples]) -> None:
-    method = METHODS[name]()
-    grid = Growing(client_app(method, four), 4)
-    grid.since = {4: 3}
-    ran = run(method, four, 4, grid=grid, policy={"at_start": 3})
-    assert accepted(ran) == [[0, 1, 2]] * 2 + [[0, 1, 2, 3]] * 2
-    for kind in ("query.statistics", "evaluate"):  # nobody asks it before
-        assert all(nodes == ({1, 2, 3} if int(group) < 3 else {1, 2, 3, 4}) for group, nodes in asked(ran, kind).items())
-    sent = ran.grid.train(3)
-    assert all(identical(sent[0][section], sent[3][section]) for section in sent[0])  # the server's
-    assert identical(ran.trajectory[2], run(method, four[:3], 2).trajectory[2])  # up to there it is the run of the three
-    assert not identical(ran.trajectory[4], run(method, four, 4).trajectory[4])  # control
-    kept = ran.grid.states()[3].array_records.get("fl-bn/previous/local")
-    if method.keeps(Role.AFFINE) or method.keeps(Role.MIXING):  # its own came from the start, and from nobody
-        assert kept is not None
-        assert identical({key: array.numpy() for key, array in kept.items()}, first_round_alone(method, four, sent[3]))
-
-
-def first_round_alone(method: Method, clients: list[Samples], sent: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """What client 3 keeps after training once, in round 3, from ``sent``, never having taken part."""
-    grid = WatchedGrid(client_app(method, clients), 4)
-    model = convert(seeded_network("cnn"), method)
-    assert any(method.keeps(role) for role in roles(model).values())
-    content = to_records({k: dict(v) for k, v in sent.items()}, Header(method.name, "train", 3, signature(model, method)))
-    content["fl-bn/config"] = ConfigRecord({"learning-rate": 0.1})
-    (reply,) = grid.send_and_receive([Message(content, 4, "train", ttl=60.0, group_id="3")])
-    assert not reply.has_error(), reply.error
-    return {key: array.numpy() for key, array in grid.states()[3].array_records["fl-bn/local"].items()}
-
-
-@pytest.mark.parametrize("name", ["fedbn", "hbn", "fedavg"])
-def test_clients_that_come_later_join_when_they_come(name: str, four: list[Samples]) -> None:
-    """Without ``at_start`` the run waits for all."""
-    method = METHODS[name]()
-
-    def later(**policy: Any) -> Run:
-        grid = Growing(client_app(method, four), 4)
-        grid.since = {1: 4, 3: 2}
-        return run(method, four, 5, grid=grid, policy=policy)
-
-    ran = later(at_start=2)
-    assert accepted(ran) == [[1, 3], [1, 2, 3], [1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
-    with pytest.raises(RunFailed):
-        later()
-
-
-def test_one_that_leaves_and_comes_back_has_joined_already(four: list[Samples], log: pytest.LogCaptureFixture) -> None:
-    class Leaving(Growing):
-        def get_node_ids(self) -> Iterable[int]:
-            trained = len(self.train(2)) > 0 and not self.train(3)
-            return [node for node in super().get_node_ids() if not (trained and node == 4)]
-
-    grid = Leaving(client_app(FEDAVG, four), 4)
-    grid.since = {4: 2}
-    ran = run(FEDAVG, four, 4, grid=grid, policy={"at_start": 3})
-    assert accepted(ran) == [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2], [0, 1, 2, 3]]
-    assert log.text.count("joins in round") == log.text.count("client 3 is back") == 1
 
 
 # A run that may do without some sites
@@ -420,3 +327,63 @@ def test_at_most_so_many_clients_evaluate_in_a_round(most: int, four: list[Sampl
     assert all(asked(ran, "evaluate")[str(i + 1)] == {client + 1 for client in told[i]} for i in range(4))
     assert not most or len(set(map(tuple, told))) > 1  # drawn anew in every round
     assert identical(ran.trajectory[4], run(METHODS["fedbn"](), four, 4).trajectory[4])  # training is as without
+
+
+# Sites are called by their names, and sides of different versions refuse each other by both
+
+NAMED: dict[str, Any] = {"nodes": (1, 2, 3), "names": ("north", "south", "east")}
+
+
+def refusing(clients: list[Samples]) -> WatchedGrid:
+    """Client 1 fails in round 2."""
+
+    def disturb(client: int, what: str) -> None:
+        if client == 1 and what == "train 2":
+            raise OSError("the disk is gone")
+
+    return WatchedGrid(client_app(FBN, clients, disturb=disturb), 3)
+
+
+def test_log_and_records_speak_of_sites(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
+    run(FBN, clients, 2, grid=refusing(clients), policy=NAMED)
+    assert "round 2: site south's reply is not used: " in log.text
+    said = [line for line in log.messages if "raised:" not in line]  # by the engine that plays the client, too
+    assert not [line for line in said if "client 1" in line or "node 2" in line]
+    log.clear()
+    run(FBN, clients, 2, grid=refusing(clients), policy={"nodes": NAMED["nodes"]})
+    assert "round 2: client 1's reply is not used: " in log.text  # control
+
+
+def test_who_is_missing_goes_and_comes_back_by_name(
+    clients: list[Samples], monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    grid = ComingAndGoing(clients, monkeypatch)
+    grid.gone = {2, 3}
+    with pytest.raises(RunFailed, match="sites south, east"):
+        run(FBN, clients, 1, grid=grid, policy={**NAMED, "wait": 1.0})
+    grid = ComingAndGoing(clients, monkeypatch)
+    run(FBN, clients, 3, grid=grid, policy={**NAMED, "min_cohort": 3, "wait": 60.0, "rate": grid.leave(2, {1, 2}, {30.0: set()})})
+    assert "offline: sites north, south" in log.text
+    assert "site south is back" in log.text
+    swapped = {**NAMED, "nodes": (2, 1, 3)}
+    with pytest.raises(RunFailed, match="site south .* site north"):
+        run(FBN, clients, 2, policy=swapped)
+
+
+@listed(
+    ("where", "what", "word"),
+    [
+        ("fl_bn.flower.handlers.here", lambda: "0.0.9", "site north .* fl-bn 0.0.9"),
+        ("fl_bn.flower.handlers.here", lambda: "", "site north .* an earlier"),
+    ],
+)
+def test_a_client_of_another_version_is_refused_by_both(
+    where: str, what: Any, word: str, clients: list[Samples], log: pytest.LogCaptureFixture
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(where, what)
+        with pytest.raises(RunFailed) as error:
+            run(FBN, clients, 1, policy=NAMED)
+    assert re.search(word, f"{error.value} {log.text}")
+    assert here() in str(error.value)
+    assert len(run(FBN, clients, 1, policy=NAMED).records) == 1  # control

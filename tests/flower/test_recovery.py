@@ -28,13 +28,7 @@ from tests.listed import listed
 from tests.networks import seeded_network
 from tests.noted import noted
 
-Clients = Callable[..., list[Samples]]
 FBN, FEDBN = METHODS["fbn"](), METHODS["fedbn"]()
-
-
-@pytest.fixture
-def clients(tiny_clients: Clients) -> list[Samples]:
-    return tiny_clients((6, 4, 5))
 
 
 def with_files(method: Method, clients: Sequence[Samples], folder: Path) -> WatchedGrid:
@@ -114,25 +108,6 @@ def test_every_message_says_what_run_it_is_of_and_how_far_back_the_server_can_go
 
 
 # Back
-
-
-def test_failed_rounds_in_a_row_are_counted_across_the_resume(clients: list[Samples]) -> None:
-    """Statistics are measured in the beginning alone."""
-
-    def disturb(client: int, what: str) -> None:
-        if what in ("train 3", "train 4"):
-            raise OSError("no")
-
-    server = Server(FBN, WatchedGrid(client_app(FBN, clients, disturb=disturb), 3), every=1)
-    server.policy |= {"max_failed": 3, "calibrate": 2}
-    server.run()  # control: two in a row are not three
-    assert [checkpoint.failed for checkpoint in server.checkpoints] == [0, 0, 1, 2, 0]
-    server.policy["max_failed"] = 2
-    server.grid.sent.clear()
-    for back in (server.checkpoints[2], replace(server.checkpoints[1])):
-        with pytest.raises(RunFailed):
-            server.run(back)
-    assert "query.statistics 0" not in server.grid.kinds()
 
 
 def test_what_a_users_own_code_draws_goes_on_as_it_was(clients: list[Samples]) -> None:

@@ -1,41 +1,35 @@
-"""Statistics under SecAgg+: the same as without it, up to a stated error; and the server sees nobody's own."""
+"""Statistics under SecAgg+: the same as without it, up to a stated error; the server sees nobody's own; what masks are made of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message
+from flwr.app import ConfigRecord, Message
 from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 from ray import cloudpickle
 from scipy.stats import kstest
 
 from fl_bn.bn.moments import Running
-from fl_bn.flower.secagg import masks, workflow
-from fl_bn.flower.secagg.sums import Plan, Weighting, additive, flags, layout, references, to_vector
-from fl_bn.methods import METHODS, NORMALISERS, Phase, fbn, hbn
+from fl_bn.flower.secagg import workflow
+from fl_bn.flower.secagg.instructions import SET_UP, instruction_digest
+from fl_bn.flower.secagg.masks import bound_to, key_stream
+from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS
+from fl_bn.methods import METHODS, fbn, hbn
 from fl_bn.secure.additive import average_error, moments_error, scale
-from tests.flower.inside import Samples, SecureAggregation, to_tensors
-from tests.flower.secure_runs import LosingGrid, masked_vectors, measured, shows, stage_of, strategy
-from tests.in_process import WatchedGrid, client_app, identical, run, sections
+from tests.flower.inside import Clients, Header, Samples, SecureAggregation, to_records
+from tests.flower.secure_runs import LosingGrid, masked_vectors, measured, stage_of
+from tests.hostile.liars import people
+from tests.in_process import WatchedGrid, client_app, identical, run
+from tests.listed import listed
 
-Clients = Callable[..., list[Samples]]
 SIZES = (6, 4, 5)
 FEDAVG = METHODS["fedavg"]()
-
-
-@pytest.fixture
-def clients(tiny_clients: Clients) -> list[Samples]:
-    return tiny_clients(SIZES)
-
-
-def test_a_sum_that_could_exceed_32_bits_is_refused() -> None:
-    SecureAggregation(quantization_range=30).check(3)
-    with pytest.raises(ValueError, match="set secagg-quantization-range to 29 or less"):
-        SecureAggregation(quantization_range=30).check(4)
-    SecureAggregation(quantization_range=29).check(4)
 
 
 def at_rest(clients: list[Samples]) -> dict[str, np.ndarray]:
@@ -72,31 +66,6 @@ def test_secure_statistics_are_the_plain_ones_up_to_the_bound(bits: int, clients
         assert relative > 1 / 64
 
 
-def test_what_training_normalises_with_is_summed_without_a_client_that_has_no_training_batch(tiny_clients: Clients) -> None:
-    """One sample makes no batch; its counts of 0 would be unlike the others', and nobody's could be summed."""
-    few = tiny_clients((6, 1, 5, 7))
-    near = at_rest(few)
-    found, grid = measured(hbn(), few, SecureAggregation(), near, what=NORMALISERS)
-    plain, _ = measured(hbn(), few, None, near, what=NORMALISERS)
-    assert all(np.allclose(found[k], plain[k], rtol=2e-3, atol=1e-5) for k in plain)
-    assert len(masked_vectors(grid)) == 3
-    inputs, everyone = measured(hbn(), few, SecureAggregation(), near)  # control: as an input one sample counts
-    assert len(masked_vectors(everyone)) == 4
-    assert not np.allclose(found["5.running_var"], inputs["5.running_var"], rtol=2e-3, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["hbn", "static-bn", "fbn", "fedavg"])
-def test_a_reference_far_away_is_replaced_until_the_statistics_are_right(name: str, clients: list[Samples]) -> None:
-    """torch's 0 and 1 are 400 times this network's variances: measured once, they would be lost in the rounding."""
-    method = METHODS[name]()
-    secure, plain = (run(method, clients, 1, policy={"calibrate": 3}, secure=s).grid for s in (SecureAggregation(), None))
-    found, expected = (next(s["statistics"] for s in grid.train(1) if s) for grid in (secure, plain))
-    assert all(np.allclose(found[k], expected[k], rtol=2e-3, atol=1e-5) for k in expected)
-    once, _ = measured(method, clients, SecureAggregation(quantization_range=8))
-    assert not np.allclose(once["1.running_var"], expected["1.running_var"], rtol=2e-3)  # control
-
-
 def test_data_far_beyond_the_quantisers_range_are_found(clients: list[Samples], monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a deep network's second pass: thousands of standard deviations from a reference a million times too narrow."""
     network = run(fbn(), clients, 1).grid.train(1)[0]["statistics"]
@@ -109,64 +78,6 @@ def test_data_far_beyond_the_quantisers_range_are_found(clients: list[Samples], 
     monkeypatch.setattr("fl_bn.flower.secagg.rounds._widened", lambda moments, reference, limit: moments)
     cut, _ = measured(fbn(), clients, SecureAggregation(), start)
     assert not all(np.allclose(cut[k], expected[k], rtol=2e-3, atol=1e-4) for k in names)  # control
-
-
-def vectors_of(clients: list[Samples]) -> list[np.ndarray]:
-    """What each client's vector is in a secure exchange: from the plain one's replies."""
-    server = strategy(hbn(), clients, None).transport
-    _, grid = measured(hbn(), clients, None)
-    shapes = layout(server.shared.expected(Phase.MEASURE, "weights"), loss=False)
-    reference, weighting = references(server.shared.sections()["statistics"]), Weighting(0, max(SIZES), max(SIZES))
-    found = []
-    for size, message in zip(SIZES, [m for m in grid.received if m.metadata.message_type == "query.statistics"], strict=True):
-        parts, cut = additive({k: to_tensors(v) for k, v in sections(message.content).items()}, {}, reference, 8.0)
-        parts = {s: {k: t * weighting.of(s, Plan(size, size, 0)) for k, t in part.items()} for s, part in parts.items()}
-        parts |= flags(0.0, 1.0, any(cut.values()), False, 8.0)
-        found.append(to_vector(parts, shapes))
-    return found
-
-
-def first_answers(grid: WatchedGrid) -> list[Message]:
-    """The replies with masked vectors to the first collection."""
-    return [m for m in grid.received if m.has_content() and "fitres.metrics" in m.content.config_records][: len(SIZES)]
-
-
-def test_no_message_shows_a_client_s_moments(clients: list[Samples], monkeypatch: pytest.MonkeyPatch) -> None:
-    secrets = vectors_of(clients)
-    _, grid = measured(hbn(), clients, SecureAggregation())
-    assert len(first_answers(grid)) == 3
-    assert not any(shows(m, secret) for m in grid.received for secret in secrets)
-    assert not any(record for m in grid.received if m.has_content() for record in m.content.array_records.values())
-
-    # control 1: in the clear, the spy finds them
-    _, plain = measured(hbn(), clients, None)
-    replies = [m for m in plain.received if m.metadata.message_type == "query.statistics"]
-    for reply in replies:
-        mean = sections(reply.content)["moments"]["5.mean"].astype("float64")
-        assert shows(reply, mean)
-        assert not any(shows(m, mean) for m in grid.received)
-    # control 2: without masks, the same protocol shows them
-    zeros = lambda seed, num_range, shapes: [np.zeros(shape, dtype=np.int64) for shape in shapes]  # noqa: E731
-    monkeypatch.setattr(masks.client_half, "pseudo_rand_gen", zeros)
-    monkeypatch.setattr(workflow, "key_stream", zeros)
-    unmasked, bare = measured(hbn(), clients, SecureAggregation())
-    assert all(shows(answer, secret) for answer, secret in zip(first_answers(bare), secrets, strict=True))
-    monkeypatch.undo()
-    assert identical(unmasked, measured(hbn(), clients, SecureAggregation())[0])
-
-
-@pytest.mark.parametrize(("report", "passes"), [("first", [4, 4, 5]), ("all", [6, 8, 10])])
-def test_what_is_said_in_the_clear_are_counts(report: str, passes: list[int], clients: list[Samples]) -> None:
-    """Passes are samples: of the first batch (of 5 samples a batch of 4 would leave one alone), or of all."""
-    method = METHODS["fbn"](report=report)
-    ran = run(method, clients, 1, secure=SecureAggregation())
-    told = [dict(m.content.config_records["fitres.metrics"]) for m in first_answers(ran.grid)]
-    assert all(set(t) == {"activations", "digest"} for t in told)
-    plans = [dict(m.content.metric_records["fl-bn/plan"]) for m in ran.grid.received if "fl-bn/plan" in m.content][: len(SIZES)]
-    assert [(p["samples"], p["steps"]) for p in plans] == [(c.samples, c.steps) for c in run(method, clients, 1).records[0].clients]
-    assert [p["passes"] for p in plans] == passes
-    others = {k for m in ran.grid.received if m.has_content() for k in m.content} - {"fl-bn/hello"}
-    assert others == {"secaggplus_configs", "fl-bn/plan", "fitres.metrics", "fitres.num_examples", "fitres.status", "fitres.parameters"}
 
 
 def test_masked_vectors_are_uniform_and_never_the_same_but_their_sum_is(clients: list[Samples]) -> None:
@@ -243,3 +154,88 @@ def test_a_pickled_client_makes_the_same_masks(clients: list[Samples]) -> None:
     app = cloudpickle.loads(cloudpickle.dumps(client_app(hbn(), clients)))
     there, _ = measured(hbn(), clients, SecureAggregation(), None, WatchedGrid(app, 3))
     assert identical(there, measured(hbn(), clients, SecureAggregation())[0])
+
+
+@pytest.fixture
+def bound() -> Iterator[None]:
+    with bound_to(bytes(32)):
+        yield
+
+
+def test_masks_use_the_whole_seed(bound: None) -> None:
+    """Flower's generator folds a seed into 32 bits: two with the same XOR of their words are one to it."""
+    one, two = bytes(range(32)), bytes(range(4, 8)) + bytes(range(4)) + bytes(range(8, 32))
+    shapes = [(1,), (1000,)]
+    assert not np.array_equal(key_stream(one, 2**32, shapes)[1], key_stream(two, 2**32, shapes)[1])
+    assert np.array_equal(pseudo_rand_gen(one, 2**32, shapes)[1], pseudo_rand_gen(two, 2**32, shapes)[1])  # control
+    assert all(np.array_equal(a, b) for a, b in zip(key_stream(one, 2**32, shapes), key_stream(one, 2**32, shapes), strict=True))
+
+
+def test_masks_are_bound_to_the_instruction() -> None:
+    with pytest.raises(LookupError):
+        key_stream(b"seed", 2**32, [(1000,)])
+    masks = []
+    for digest in (bytes(32), bytes(31) + b"1"):
+        with bound_to(digest):
+            masks += key_stream(b"seed", 2**32, [(1000,)])
+    assert (masks[0] == masks[1]).mean() < 0.01
+
+
+# What the keys of masks depend on: all of an instruction, and nothing that honest servers set for one client
+
+HEADER = Header("fbn", "train", 1, "signature")
+CONFIG = {"learning-rate": 0.1, "secagg-update-weight": 6, "dp-clip": 1.0, "counted": 3, "version": "1", "other": [1, 2]}
+RUN = {"local-steps": 2, "method": "fbn"}
+WEIGHTS = {"a.weight": np.ones((2, 3), "f4"), "b.weight": np.zeros(2, "f4")}
+
+
+def state(**fields: Any) -> SimpleNamespace:
+    values = dict.fromkeys(SET_UP, 5) | {"clipping_range": 8.0, "cohort": [1, 2, 3]}
+    return SimpleNamespace(**values | fields)
+
+
+def digest(header: Header = HEADER, config: Any = CONFIG, arrays: Any = None, run_config: Any = RUN, **set_up: Any) -> bytes:
+    content = to_records({"weights": WEIGHTS} if arrays is None else arrays, header)
+    content["fl-bn/config"] = ConfigRecord(dict(config))
+    content[RECORD_KEY_CONFIGS] = ConfigRecord({"srcs": [1, 2], "ctxts": [b"a", b"b"]})
+    return instruction_digest(Message(content, 1, "train"), run_config, state(**set_up))
+
+
+OTHERS = {
+    **{f"set-up {name}": {name: [1, 2, 4] if name == "cohort" else 6} for name in SET_UP},
+    **{f"header {name}": {"header": Header(**{**vars(HEADER), name: 2 if name == "round" else "x"})} for name in vars(HEADER)},
+    **{f"config {name}": {"config": {**CONFIG, name: 0}} for name in CONFIG if name != "counted"},
+    "a field more": {"config": {**CONFIG, "more": 1}},
+    "a field less": {"config": {"counted": 3}},
+    "a number of another type": {"config": {**CONFIG, "dp-clip": 1}},
+    "a text for bytes": {"config": {**CONFIG, "other": "00"}},
+    "the run config": {"run_config": {**RUN, "local-steps": 0}},
+    "one bit of an array": {"arrays": {"weights": {**WEIGHTS, "b.weight": np.array([0, 1e-45], "f4")}}},
+    "another shape": {"arrays": {"weights": {**WEIGHTS, "a.weight": np.ones((3, 2), "f4")}}},
+    "another type": {"arrays": {"weights": {**WEIGHTS, "b.weight": np.zeros(2, "i4")}}},
+    "another name": {"arrays": {"weights": {"a.weight": WEIGHTS["a.weight"], "c.weight": WEIGHTS["b.weight"]}}},
+    "another section": {"arrays": {"statistics": WEIGHTS}},
+    "a section more": {"arrays": {"weights": WEIGHTS, "reference": WEIGHTS}},
+    "an array less": {"arrays": {"weights": {"a.weight": WEIGHTS["a.weight"]}}},
+}
+
+
+@listed("case", OTHERS)
+def test_whatever_is_told_otherwise_changes_it(case: str) -> None:
+    assert digest(**OTHERS[case]) != digest()
+
+
+def test_no_two_of_these_are_alike() -> None:
+    """The order of names and what is told to one client alone change nothing. Bytes are no text."""
+    assert len({digest(**changed) for changed in OTHERS.values()}) == len(OTHERS)
+    assert digest(arrays={"weights": dict(reversed(WEIGHTS.items()))}, config=dict(reversed(CONFIG.items()))) == digest()
+    assert digest(config={**CONFIG, "counted": 9}) == digest()
+    assert digest(config={"x": b"\0"}) != digest(config={"x": "00"})
+
+
+@pytest.mark.parametrize("name", ["fedbn", "hbn", "fixbn"])
+def test_an_honest_server_tells_all_clients_of_a_sum_the_same(name: str) -> None:
+    ran = run(METHODS[name](), people(4), 2, secure=SecureAggregation(), policy={"fraction": 0.75, "min_cohort": 3, "calibrate": 1})
+    assert all(record.aggregated for record in ran.records)
+    digests = [str(m.content.config_records["fitres.metrics"]["digest"]) for m in ran.grid.received if "fitres.metrics" in m.content]
+    assert set(Counter(digests).values()) <= {3, 4}  # three of four clients train, and all may be measured

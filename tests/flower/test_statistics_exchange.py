@@ -1,32 +1,26 @@
-"""Exchanges of statistics: HBN's and static BN's before each evaluation, for the evaluation alone. And calibration, before round 1."""
+"""Exchanges of statistics before evaluations and round 1; and a method as it is by default does no harm when it freezes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import csv
+import logging
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from fl_bn import Callback
 from fl_bn.flower import run_in_process
-from fl_bn.methods import METHODS, Role
+from fl_bn.methods import METHODS
 from fl_bn.methods import hbn as make_hbn
-from tests.in_process import Run, Samples, WatchedGrid, client_app, identical, run
-from tests.listed import COMMON, listed
+from tests.in_process import Run, Samples, run
+from tests.listed import listed
 
-Clients = Callable[..., list[Samples]]
 HBN, STATIC = METHODS["hbn"](), METHODS["static-bn"]()
 MEASURE = "query.statistics"
-
-
-@pytest.fixture
-def clients(tiny_clients: Clients) -> list[Samples]:
-    return tiny_clients((6, 4, 5))
 
 
 def exchanges(ran: Run, round: int) -> int:
@@ -43,32 +37,6 @@ def test_a_statistics_exchange_precedes_each_evaluation(clients: list[Samples]) 
     assert seldom.grid.kinds() == ["query.hello 0", "train 1", "train 2", f"{MEASURE} 2", "train 3", f"{MEASURE} 3"]
     assert exchanges(seldom, 2) == 1  # every client is measured, though one trains
     assert run(METHODS["fbn"](), clients, 2).grid.kinds() == ["query.hello 0", "train 1", "train 2"]  # control: they do not lag
-
-
-def test_a_client_missing_from_the_exchange_is_named(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
-    def disturb(client: int, what: str) -> None:
-        if client == 1 and what == "measure 1":
-            raise OSError("the disk is full")
-
-    ran = run(HBN, clients, 1, grid=WatchedGrid(client_app(HBN, clients, disturb=disturb), 3))
-    assert "client 1's statistics are missing" in log.text
-    assert not identical(ran.trajectory[1], run(HBN, clients, 1).trajectory[1])
-
-
-@listed("name", COMMON)
-def test_calibration_measures_where_statistics_are_shared_and_nothing_else_changes(name: str, clients: list[Samples]) -> None:
-    """As many times as it is told to. That it is exact is in the table of equivalences."""
-    method = METHODS[name]()
-    once, twice = (run(method, clients, 1, policy={"calibrate": n, "recalibration": "passes"}) for n in (1, 2))
-    shared = method.has_statistics and method.shares(Role.STATISTIC)
-    if not shared:
-        assert exchanges(twice, 0) == 0
-        return
-    assert (exchanges(once, 0), exchanges(twice, 0)) == (1, 2)
-    one, two, start = (ran.grid.train(1)[0] for ran in (once, twice, run(method, clients, 1)))
-    assert identical(two["weights"], start["weights"])
-    assert np.array_equal(one["statistics"]["1.running_var"], two["statistics"]["1.running_var"])
-    assert not np.allclose(one["statistics"]["5.running_var"], two["statistics"]["5.running_var"], rtol=1e-3)  # measured under other ones
 
 
 # Static BN
@@ -111,3 +79,27 @@ def test_a_run_that_ends_early_has_the_model_of_its_last_evaluation(name: str, k
     differ = [key for key, tensor in want.items() if "tracked" not in key and not torch.equal(found[key], tensor)]
     assert (differ == []) == (name != "fedavg")
     assert not any((tensor == 0).all() for key, tensor in found.items() if key.endswith("running_mean"))
+
+
+ROUNDS, EVERY = 24, 4  # frozen after round 12
+
+
+def accuracies(folder: Path, **keys: Any) -> list[float]:
+    """Return every fourth round's accuracy (%) of a run on digits, two classes per client."""
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    classes = {"clients": 10, "partition": "classes", "partition-parameter": 2.0}
+    path = run_in_process({**classes, "rounds": ROUNDS, "evaluate-every": EVERY, "output": str(folder), "pictures": False, **keys})
+    with (path / "rounds.csv").open() as lines:
+        return [100 * float(row["accuracy"]) for row in csv.DictReader(lines) if row["accuracy"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fixbn", "fedtan2"])
+def test_what_freezes_does_not_fall_below_its_level(method: str, tmp_path: Path) -> None:
+    at_freeze = ROUNDS // EVERY // 2 - 1
+    found = accuracies(tmp_path / "default", method=method)
+    assert min(found[at_freeze:]) >= found[at_freeze] - 2
+    other = {"setup": "experiments.papers:Papers", "frozen-rate": 1.0, "clip": "none", "centre-gradients": "never"}
+    control = accuracies(tmp_path / "control", method=method, **other)
+    assert control[: at_freeze + 1] == found[: at_freeze + 1]
+    assert min(control[at_freeze:]) < control[at_freeze] - 20

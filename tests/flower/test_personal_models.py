@@ -1,9 +1,9 @@
-"""What leaves a client and what does not, read off every message of a run, and what a client keeps. See also tests/conformance."""
+"""Clients with models of their own: what they save, keep and tell."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,39 +12,15 @@ from safetensors.torch import load_file
 
 from fl_bn import convert
 from fl_bn.data.dataset import to_input
+from fl_bn.flower import run_in_process
 from fl_bn.methods import METHODS, Role
-from tests.flower.inside import Samples
-from tests.in_process import Run, WatchedGrid, arrays_of, client_app, identical, run, sections
+from tests.in_process import Run, Samples, WatchedGrid, arrays_of, client_app, identical, run
+from tests.listed import listed
 from tests.networks import seeded_network
-
-Clients = Callable[..., list[Samples]]
-
-
-@pytest.fixture
-def clients(tiny_clients: Clients) -> list[Samples]:
-    return tiny_clients((6, 4, 5))
-
-
-def travelling(ran: Run) -> Iterator[np.ndarray]:
-    """Every tensor in every message, instructions and replies."""
-    for message in [*ran.grid.sent, *ran.grid.received]:
-        if message.has_content():
-            yield from (array for arrays in sections(message.content).values() for array in arrays.values())
 
 
 def state(ran: Run, client: int, section: str) -> dict[str, np.ndarray]:
     return arrays_of(ran.grid.states()[client].array_records[f"fl-bn/{section}"])
-
-
-def test_mixing_logits_are_trained_kept_and_never_sent_under_any_name(clients: list[Samples]) -> None:
-    ran = run(METHODS["hbn"](), clients, 3)
-    sent = {array.tobytes() for array in travelling(ran)}
-    logits = [state(ran, client, "local") for client in range(3)]
-    assert set(logits[0]) == {"1.mixing_logit", "5.mixing_logit"}
-    assert all(np.abs(array).max() > 0 for kept in logits for array in kept.values())
-    assert not identical(logits[0], logits[1])
-    assert not any(array.tobytes() in sent for kept in logits for array in kept.values())
-    assert ran.trajectory[2]["9.weight"].tobytes() in sent  # control
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name]().personal and METHODS[name]().shares(Role.WEIGHT)])
@@ -89,3 +65,36 @@ def test_a_client_that_failed_keeps_what_it_had(clients: list[Samples]) -> None:
 
 
 # SCAFFOLD's control variates: the server's is the mean of the clients', also after replies were lost
+
+
+# What clients tell of the BatchNorm that they keep
+
+RUN: dict[str, Any] = {
+    "model": "mlp", "setup": "experiments.papers:Papers",
+    "dataset": "digits-plain", "shifts": "none,invert,contrast", "partition": "domain", "clients": 3, "rounds": 2,
+    "local-steps": 2, "evaluate-every": 2, "pictures": False,
+}  # fmt: skip
+
+
+def made(folder: Path, **values: Any) -> Path:
+    path = run_in_process({**RUN, "output": str(folder), **{k.replace("_", "-"): v for k, v in values.items()}})
+    assert path is not None
+    return path
+
+
+@listed(("method", "keys"), [("fedbn", {"weight", "bias", "running_mean", "running_var"}), ("silobn", {"running_mean", "running_var"})])
+def test_the_average_for_an_unseen_client_is_told_where_the_run_says_so_and_changes_nothing(
+    method: str, keys: set[str], tmp_path: Path
+) -> None:
+    run, plain = made(tmp_path / "told", method=method, unseen_client=True), made(tmp_path / "plain", method=method)
+    told, own = load_file(run / "unseen-client.safetensors"), [load_file(p) for p in sorted((run / "clients").iterdir())]
+    assert len(own) == 3
+    assert {name.rpartition(".")[2] for name in told} == keys
+    for name, tensor in told.items():
+        assert torch.allclose(tensor, torch.stack([client[name].double() for client in own]).mean(0).float(), rtol=1e-6, atol=1e-7)
+        assert not torch.equal(tensor, own[0][name])  # control: the clients differ
+    assert not (plain / "unseen-client.safetensors").exists()
+    for one, said in ((run, True), (plain, False)):
+        assert (",kept," in (one / "disclosure.csv").read_text()) is said
+    models = [load_file(one / "model.safetensors") for one in (run, plain)]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[1])
