@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -62,24 +62,10 @@ OTHERS = {
 }
 
 
-@dataclass(frozen=True)
-class Heard:
-    """Hold what a reply revealed, without its arrays.
-
-    Attributes:
-        reply: the reply, with an empty payload.
-        sizes: the number of tensors and of bytes of each section, and its smallest count of activations.
-    """
-
-    client: Client
-    reply: Decoded
-    sizes: Mapping[str, tuple[int, int, int]]
-
-    @classmethod
-    def of(cls, client: Client, reply: Decoded) -> Heard:
-        """Return what ``reply`` of ``client`` revealed."""
-        sizes = {section: (len(part), nbytes({section: part}), _least_count(part)) for section, part in reply.payload.items()}
-        return cls(client, replace(reply, payload={}), sizes)
+Sizes = Mapping[str, tuple[int, int, int]]
+"""A reply's number of tensors and of bytes, and its smallest count of activations, by section."""
+Describe = Callable[[Client, Decoded, Sizes], Iterable[Disclosure]]
+"""Describes what a reply, whose payload is empty by now, revealed of a client."""
 
 
 class DisclosureReport:
@@ -116,19 +102,18 @@ class DisclosureReport:
         """Decode the replies to evaluate messages one by one, and record what they reveal."""
         return self._heard(replies, clients, _of_evaluation, -1)
 
-    def _heard(
-        self, replies: Iterable[Message], clients: Iterable[Client], describe: Callable[[Heard], Iterable[Disclosure]], round: int
-    ) -> Iterator[Decoded]:
-        by_node, heard = {client.node: client for client in clients}, list[Heard]()
+    def _heard(self, replies: Iterable[Message], clients: Iterable[Client], describe: Describe, round: int) -> Iterator[Decoded]:
+        by_node, heard = {client.node: client for client in clients}, list[tuple[Client, Decoded, Sizes]]()
         for message in replies:
             reply = decode(message)
             if (client := by_node.get(reply.node)) is not None:
-                heard.append(Heard.of(client, reply))
+                sizes = {section: (len(part), nbytes({section: part}), _least_count(part)) for section, part in reply.payload.items()}
+                heard.append((client, replace(reply, payload={}), sizes))
             del message
             yield reply
             del reply  # frees its memory before the next one arrives
-        heard.sort(key=lambda one: one.client.index)
-        self._came.append((round, lambda: [disclosure for one in heard for disclosure in describe(one)]))
+        heard.sort(key=lambda one: one[0].index)
+        self._came.append((round, lambda: [disclosure for one in heard for disclosure in describe(*one)]))
 
     def masked(self, parts: Iterable[Reply], evaluates: bool = False) -> None:
         """Record the masked replies of a secure sum, of which only the sum can be read."""
@@ -156,8 +141,8 @@ class DisclosureReport:
             what = f"{others} other clients, too, revealed summaries of fewer than {FEW} samples {when_of(round)}"
             log(logging.WARNING, "%s: the disclosure report names all of them", what)
 
-    def _of_reply(self, heard: Heard) -> Iterable[Disclosure]:
-        client, header, metrics, sizes = heard.client, heard.reply.header, heard.reply.metrics or {}, heard.sizes
+    def _of_reply(self, client: Client, reply: Decoded, sizes: Sizes) -> Iterable[Disclosure]:
+        header, metrics = reply.header, reply.metrics or {}
         if header is None or not sizes:
             return
         phase = Phase(header.phase)
@@ -172,7 +157,7 @@ class DisclosureReport:
         if rest := list(sizes.values())[MOST_SECTIONS:]:
             tensors, size, _ = map(sum, zip(*rest, strict=True))
             yield Disclosure(client.index, "others", f"{len(rest)} sections that nobody asked for", tensors, size)
-        for own in heard.reply.own.values():
+        for own in reply.own.values():
             yield Disclosure(client.index, "own metrics", f"numbers of your own: {_some(own)}", 0, 8 * len(own))
         if numbers := sorted(name for name, value in metrics.items() if isinstance(value, int | float)):
             yield Disclosure(client.index, "metrics", f"numbers: {_some(numbers)}", 0, 8 * len(numbers))
@@ -217,15 +202,14 @@ class DisclosureReport:
         return f"{name} after {batches}" if steps else name, 0
 
 
-def _of_evaluation(heard: Heard) -> Iterable[Disclosure]:
+def _of_evaluation(client: Client, reply: Decoded, sizes: Sizes) -> Iterable[Disclosure]:
     """Yield the disclosure of one evaluation, with the fewest samples behind a metric, if known."""
-    reply = heard.reply
     metrics = {name: value for record in (*reply.own.values(), reply.metrics or {}) for name, value in record.items()}
     numbers = [name for name, value in metrics.items() if isinstance(value, float)]
     if numbers:
         series = sorted({f"{stem}*" if (stem := name.rstrip("0123456789")) != name else name for name in numbers})
         samples = _whole(metrics.get("fewest")) or _whole(metrics.get("samples")) or _whole(metrics.get("num-examples"))
-        yield Disclosure(heard.client.index, EVALUATION, f"numbers on test data: {_some(series)}", 0, 8 * len(numbers), samples)
+        yield Disclosure(client.index, EVALUATION, f"numbers on test data: {_some(series)}", 0, 8 * len(numbers), samples)
 
 
 def _some(names: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, Message, MetricRecord
@@ -55,14 +56,8 @@ class Evaluations:
         self.clients = list[Client]()
         self.evaluate_fn: EvaluateFn | None = None
         self.unseen = dict[str, Tensor]()  # the average of the layers that clients keep
-        self._said = set[tuple[object, ...]]()  # what the log was told once
+        self.once = cache(log)  # logs a line with its values once in this run
         self._none = False  # whether it is known that there is no global model
-
-    def once(self, level: int, line: str, *values: object) -> None:
-        """Log ``line`` with its ``values``, unless this run has done so before."""
-        if (line, *values) not in self._said:
-            self._said.add((line, *values))
-            log(level, line, *values)
 
     def say_refused(self, line: str, refused: Mapping[int, str]) -> None:
         """Log a warning about each refused client, once in a run for each reason."""

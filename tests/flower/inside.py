@@ -4,15 +4,13 @@ from collections.abc import Callable
 
 from torch import nn
 
-from fl_bn.bn.conversion import convert
-from fl_bn.bn.roles import roles
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.aggregation import Defence, running_statistics
 from fl_bn.federation.local import Samples
 from fl_bn.federation.network import Network
 from fl_bn.federation.record import ClientRecord, Disclosure, RoundRecord
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.values import Payload, decode_moments, encode_moments, to_numpy, to_tensors
+from fl_bn.federation.values import Payload, to_numpy, to_tensors
 from fl_bn.flower.compat import LOGGER, find
 from fl_bn.flower.population import Client
 from fl_bn.flower.recovery import Checkpoint
@@ -21,7 +19,6 @@ from fl_bn.flower.wire.codec import arrays_of as arrays_record
 from fl_bn.methods import Method
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support.flower_config import PROGRESS
-from fl_bn.support.wire import WireError
 
 Clients = Callable[..., list[Samples]]
 
@@ -42,14 +39,9 @@ __all__ = [
     "RunId",
     "Samples",
     "SecureAggregation",
-    "WireError",
     "arrays_record",
-    "convert",
-    "decode_moments",
-    "encode_moments",
     "find",
     "from_records",
-    "roles",
     "running_statistics",
     "signature",
     "to_numpy",
