@@ -105,11 +105,7 @@ class OneRound:
         """Let a new server aggregate the replies; return its state.
 
         Args:
-            defence: The robust rule of the server.
-            attack: The attack of the Byzantine clients.
-            f: The number of Byzantine clients.
             on: The target of the attack: statistics, updates or both.
-            strength: The strength of the attack.
             silent: The clients that do not reply.
             spoil: Called with a client and its reply, which it may change. The attack sees the changed replies.
         """

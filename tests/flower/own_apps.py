@@ -116,19 +116,13 @@ def own_app(
     """Make the app.
 
     Args:
-        method: The method, or its name.
-        batches: Returns the batches of a client.
-        loop: The user's training loop.
         before: The user's own code before training and evaluation.
         after: The user's own code after training, which also gets the reply.
         metrics: Makes the metrics of a reply from the loss and the client.
         evaluated: Makes the metrics of an evaluation.
         record: The name of the record with the evaluation's metrics.
-        rate: Returns the learning rate for a message.
         says: Returns the loss that a client reports, from its true loss and the round.
         samples: Returns the number of samples that a client reports.
-        model: Makes the network.
-        objective: The objective of the client's training.
         mods: The mods of the app, of training and of evaluation.
         answers: Further arguments of ``answer``.
     """

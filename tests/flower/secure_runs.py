@@ -55,11 +55,7 @@ def measured(
     """Make one statistics-only exchange; return the shared tensors after it, and the grid.
 
     Args:
-        method: The method.
-        clients: The samples of each client.
-        secure: The settings of secure aggregation; None: without it.
         start: Tensors that replace the network's own before the exchange; None: no tensors.
-        grid: The grid; None: a new one.
         what: The statistics that are measured.
     """
     grid = grid or WatchedGrid(client_app(method, clients), len(clients))
