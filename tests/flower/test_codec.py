@@ -5,8 +5,6 @@ What cannot be read at all: see test_malformed_replies, and tests/hostile.
 
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 import torch
@@ -92,12 +90,6 @@ def test_on_the_wire_it_is_flowers_own_array() -> None:
         assert (lazy.dtype, lazy.shape, lazy.stype, lazy.data) == (own.dtype, own.shape, own.stype, own.data)
         assert lazy.object_id == own.object_id
         assert lazy.deflate() == own.deflate()
-
-
-def test_it_survives_pickling_and_cannot_be_changed() -> None:
-    lazy = LazyArray(np.ones(3))
-    assert np.array_equal(pickle.loads(pickle.dumps(lazy)).array, np.ones(3))
-    assert not lazy.numpy().flags.writeable
 
 
 @pytest.mark.sample(3)
