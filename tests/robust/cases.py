@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,5 +132,5 @@ def mixed_rows(preaggregation: Callable[..., Outcome], rows: Any, f: int, **opti
 def narrow_blocks() -> Iterator[None]:
     """Let the rules divide their input into the narrowest blocks, of 64 columns, inside the block."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fl_bn.robust.gram.BLOCK_BYTES", 1)
+        patch.setattr(sys.modules["fl_bn.robust.gram"], "BLOCK_BYTES", 1)  # the package has a function of this name, too
         yield
