@@ -1,66 +1,51 @@
 # ruff: noqa: N803, N806 (the names of the paper)
 """FedACG, Algorithm 1 (Kim, Kim, Han, CVPR 2024), transcribed, without the penalty β / 2 ||θ - (θ + λ m)||² in the clients' loss.
 
-θ: the weights; m: the server's momentum; λ: its decay. ``clients[i](start)`` returns the weights after client i's K local steps from
-``start``.
+θ: the weights; m: the server's momentum; λ: its decay. Clients start from the accelerated model θ + λ m.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from tests.equivalence.row import BOTH, Row
-from tests.oracles.fedavg import sgd
-
-Array = np.ndarray
+from tests.oracles.fedavg import FedAvg
 
 
-def algorithm_1(θ: Array, T: int, clients: list[Callable[[Array], Array]], n_i: list[float], λ: float) -> list[Array]:
-    """Run T rounds from θ; return the weights after each round, θ^1 to θ^T."""
-    m = np.zeros_like(θ)
-    seen = []
-    for _ in range(T):
-        sent = θ + λ * m  # the accelerated model, which the clients start from
-        Δ = np.zeros_like(θ)
-        for i in range(len(clients)):
-            Δ_i = clients[i](sent) - sent
-            Δ = Δ + n_i[i] / sum(n_i) * Δ_i
-        m = λ * m + Δ
-        θ = θ + m
-        seen.append(θ)
-    return seen
+@dataclass
+class FedACG(FedAvg):
+    λ: float = 0.85
+    m: Any = 0.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.θ = self.vector
 
-def of(row: Row, λ: float = 0.85) -> nn.Module:
-    """Run a row's rounds; its network has no statistics."""
-    net = row.net()
+    @property
+    def vector(self) -> Tensor:
+        return parameters_to_vector(self.w.parameters()).detach()
 
-    def weights() -> Array:
-        return nn.utils.parameters_to_vector(net.parameters()).detach().numpy().copy()
+    def server(self, S: list[int], local: list[nn.Module]) -> None:
+        sent = self.vector
+        super().server(S, local)
+        self.m = self.λ * self.m + self.vector - sent
+        self.θ = self.θ + self.m
+        vector_to_parameters(self.θ + self.λ * self.m, self.w.parameters())
 
-    def steps(start: Array, client: int) -> Array:
-        nn.utils.vector_to_parameters(torch.from_numpy(start.copy()), net.parameters())
-        for x, y in row.clients[client]:
-            sgd(net, x, y, row.rate)
-        return weights()
-
-    clients = [partial(steps, client=i) for i in range(len(row.clients))]
-    nn.utils.vector_to_parameters(torch.from_numpy(algorithm_1(weights(), row.rounds, clients, row.sizes, λ)[-1]), net.parameters())
-    return net
-
-
-WRONG: dict[str, Any] = {"without looking ahead": lambda row: of(row, 0.0), "another lambda": lambda row: of(row, 0.8)}
-WRONG |= {"momentum, but no look ahead": {"server": ("fedavgm", {"momentum": 0.85})}}
+    def run(self) -> nn.Module:
+        super().run()
+        vector_to_parameters(self.θ, self.w.parameters())
+        return self.w
 
 
 def plain() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
 
 
-ROWS = [Row("fedacg: Algorithm 1", of, WRONG, network=plain, server=("fedacg", {}), rounds=4, doors=BOTH)]
+WRONG: dict[str, Any] = {"without looking ahead": FedACG.of(λ=0.0), "another lambda": FedACG.of(λ=0.8)}
+WRONG |= {"momentum, but no look ahead": {"server": ("fedavgm", {"momentum": 0.85})}}
+ROWS = [Row("fedacg: Algorithm 1", FedACG.of(), WRONG, network=plain, server=("fedacg", {}), rounds=4, doors=BOTH)]
