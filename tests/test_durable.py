@@ -7,8 +7,6 @@ import hashlib
 import json
 import os
 import resource
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -171,38 +169,6 @@ def test_modes(asked: int | None, umask: int, got: int, tmp_path: Path) -> None:
             assert (tmp_path / "file").stat().st_mode & 0o777 == got
     finally:
         os.umask(before)
-
-
-KILLS = """
-import os, random, signal, sys, time
-from pathlib import Path
-from fl_bn.support.durable import write
-path, draw = Path(sys.argv[1]) / "file", random.Random(0)
-write(path, b"0" * 300_000)
-seen = set()
-for kill in range(12):
-    if not (pid := os.fork()):
-        while True:
-            for letter in b"abcdef":
-                write(path, bytes([letter]) * (300_000 + letter))
-    time.sleep(draw.uniform(0.005, 0.05))
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    content = path.read_bytes()
-    letter = content[0]
-    assert set(content) == {letter} and len(content) == (300_000 if letter == 48 else 300_000 + letter), (len(content), set(content))
-    seen.add(letter)
-left = [name for name in os.listdir(sys.argv[1]) if name != "file"]
-print(len(seen), len(left))
-"""
-
-
-def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLS, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    different, left = map(int, done.stdout.split())
-    assert different > 1  # control: they were killed at different moments,
-    assert left > 0  # and in the middle of writing
 
 
 # Tensors

@@ -1,4 +1,4 @@
-"""Run the clients of one exchange session in turns in one process, and record what each does."""
+"""Run the clients of one exchange session in turns in one process."""
 
 from __future__ import annotations
 
@@ -14,15 +14,11 @@ Task = Callable[[], list[float]]
 
 
 class Round:
-    """Hold a session of ``clients`` clients, their tokens, and ``story``, a list of what happened in order."""
+    """Hold a session of ``clients`` clients, and their tokens."""
 
     def __init__(self, clients: int = 3, policy: str = "abort") -> None:
         self.session = Session(range(clients), LAYERS, policy=policy)
         self.tokens = admit(self.session)
-        self.story: list[str] = []
-
-    def say(self, client: int, what: str) -> None:
-        self.story.append(f"{client} {what}")
 
     def run(self, tasks: list[Task]) -> list[list[float] | str]:
         """Run one task per client; return what each task returned, or its error as text. Failed tasks end as in ``InProcessGrid``."""
@@ -47,19 +43,15 @@ class Round:
         """
 
         def task() -> list[float]:
-            self.say(client, "starts")
             disturb("before")
             exchange = LocalExchange(self.tokens[client], client + 1)
-            self.say(client, "joined")
             came = []
             for call in range(exchanges):
                 disturb(f"exchange {call}")
                 answer = exchange(Key("bn", Quantity.MEAN, call), torch.full((2,), float(client), dtype=torch.float64), 1)
-                self.say(client, f"answered {call}")
                 came.append(float(answer.values[0]))
             exchange.close()
             disturb("after")
-            self.say(client, "ends")
             return came
 
         return task
