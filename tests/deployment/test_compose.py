@@ -217,17 +217,6 @@ def test_a_broken_promise_is_found(compose: Compose, service: str, change: Compo
     assert any(fault.startswith(service) for fault in faults(compose))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("files", [["docker-compose.yml"], ["docker-compose.yml", "docker-compose.gpu.yml"]], ids=["plain", "gpu"])
-@pytest.mark.parametrize("program", ["docker-compose", "docker compose"])
-def test_compose_itself_accepts_the_files(program: str, files: list[str]) -> None:
-    words = program.split()
-    if shutil.which(words[0]) is None or subprocess.run([*words, "version"], capture_output=True, check=False).returncode:
-        pytest.skip(f"{program} is not installed")
-    done = subprocess.run([*words, *(word for file in files for word in ("-f", file)), "config", "--quiet"], cwd=ROOT, capture_output=True)
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
 def dockerfile() -> str:
     return (ROOT / "deploy/docker/Dockerfile").read_text()
 
@@ -268,29 +257,6 @@ def test_the_variant_without_cuda_installs_none(tmp_path: Path) -> None:
     assert files["cpu", "hashed"] == "", "another build of torch, of which there are no hashes"
     hashed = (ROOT / "requirements.hashed.txt").read_text() if platform.machine() == "x86_64" else ""
     assert files["gpu", "hashed"] == hashed
-
-
-def make_kit(folder: Path) -> subprocess.CompletedProcess[str]:
-    scripts = Path(sys.executable).parent
-    env = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "KIT": str(folder), "SITES": ",".join(SITES)}
-    words = ["sh", str(ROOT / "deploy/docker/kit.sh")]
-    return subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=120)
-
-
-@pytest.mark.slow
-def test_the_kit_is_made_once_and_checked_for_being_whole(tmp_path: Path) -> None:
-    for folder in ("authority", "server", *(f"sites/{site}" for site in SITES)):
-        (tmp_path / folder).mkdir(parents=True)
-    first = make_kit(tmp_path)
-    assert first.returncode == 0, first.stderr
-    keys = {path: path.read_bytes() for path in tmp_path.rglob("*.key")}
-    wanted = {"authority/ca.key", "server/server.key", *(f"sites/{site}/site.key" for site in SITES), "submitters/submitter/submitter.key"}
-    assert {path.relative_to(tmp_path).as_posix() for path in keys} == wanted
-    assert {path.stat().st_mode & 0o777 for path in keys} == {0o600}
-    assert make_kit(tmp_path).returncode == 0
-    assert {path: path.read_bytes() for path in keys} == keys
-    (tmp_path / "sites/site-2/site.key").unlink()
-    assert make_kit(tmp_path).returncode == 1
 
 
 def test_the_health_check_asks_the_process_and_the_way_to_its_server() -> None:

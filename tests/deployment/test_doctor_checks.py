@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,12 @@ from fl_bn_site import checks
 from tests.deployment import tls_servers
 from tests.deployment.inner import Finding, ServerFolder, machine
 from tests.listed import listed
+
+
+@listed(("python", "status"), [("3.12.4", "ok"), ("3.8.1", "fail")])
+def test_versions(python: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "python_version", lambda: python)
+    assert machine.packages().status == status
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

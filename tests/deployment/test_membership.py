@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import shutil
 import ssl
-import subprocess
-import sys
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from typer.testing import CliRunner
 
 from fl_bn_site import certificates
 from fl_bn_site.certificates import names_in, public_half, read_certificate
@@ -20,16 +19,17 @@ from fl_bn_site.membership import check_expiry, former_owner, renew_server, rene
 from tests.deployment.inner import (
     FolderError,
     KitError,
-    KitPlan,
     ServerFolder,
     SiteFolder,
     add_site,
+    app,
     create,
     read_public,
     remove_site,
     write_site_key,
 )
 from tests.deployment.test_kit import PLAN, failures, handshake
+from tests.deployment.tls_servers import reissue
 from tests.listed import listed
 
 
@@ -174,36 +174,14 @@ def test_a_renewed_site_has_another_key(kit: Path, server: ServerFolder) -> None
     assert contents(kit / "sites/B") == other
 
 
-@pytest.fixture
-def aged(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Certificates are made as if it were so many days ago."""
-    real = certificates.datetime
-
-    def age(days: int) -> None:
-        class Then(datetime):
-            @classmethod
-            def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
-                return real.now(UTC) - timedelta(days=days)
-
-        monkeypatch.setattr(certificates, "datetime", Then)
-
-    return age
-
-
-def test_start_refuses_an_expired_certificate_and_says_what_renews_it(tmp_path: Path, aged: Callable[[int], None]) -> None:
-    aged(100)
-    create(KitPlan("127.0.0.1", ["A"], days=90), tmp_path / "kit")
-    aged(0)
-    server, site = ServerFolder.read(tmp_path / "kit/server"), SiteFolder.read(tmp_path / "kit/sites/A")
+def test_start_refuses_an_expired_certificate_and_says_what_renews_it(kit: Path, server: ServerFolder) -> None:
+    reissue(kit, ["localhost"], begins=-100, ends=-10)
     with pytest.raises(FolderError, match="fl-bn kit renew"):
         check_expiry(server)
-    assert check_expiry(site) == ""  # the authority outlives it
-    away = (tmp_path / "kit/authority").rename(tmp_path / "authority")  # beside the server, it would renew the certificate
-    argv = [sys.executable, "-m", "fl_bn.cli.main", "start", str(server.path)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert "expired" in done.stderr
-    renew_server(server, away, 20)
+    assert check_expiry(SiteFolder.read(kit / "sites/A")) == ""  # the authority outlives it
+    started = CliRunner().invoke(app, ["start", str(server.path)])
+    assert (started.exit_code, "expired" in started.output) == (2, True)
+    renew_server(server, kit / "authority", 20)
     assert "expires in 19 days" in check_expiry(server)
-    renew_server(server, away, 200)
+    renew_server(server, kit / "authority", 200)
     assert check_expiry(server) == ""

@@ -82,7 +82,7 @@ class Walk:
 
     def early_end(self, federation: Federation) -> None:
         """Two runs are on; one is ended and gone on with."""
-        runs = {name: federation.submit({**RUN, "name": name, "rounds": 6}) for name in ("ended", "other")}
+        runs = {name: federation.submit({**RUN, "name": name, "rounds": 4}) for name in ("ended", "other")}
         wait_until("round 1", lambda: rounds_of(federation, "ended") >= 1, 300)
         with self.step("abort, until `fl-bn submit` ends"):
             said = federation.command("abort", "ended")
@@ -91,20 +91,20 @@ class Walk:
         assert said.split(": ", 1)[1].strip() in out, "both tell what to type"
         with self.step("resume, until the end"):
             assert "going on after round" in federation.command("resume", "ended")
-        assert rounds_of(federation, "ended") == rounds_of(federation, "other") == 6
-        assert ended(runs["other"]).count("3/3 clients") == 6
+        assert rounds_of(federation, "ended") == rounds_of(federation, "other") == 4
+        assert ended(runs["other"]).count("3/3 clients") == 4
 
     def members(self, federation: Federation) -> None:
         """A site comes while a run is on, is in the next one, and goes in its midst."""
         pids = {site: federation.find("supernode", site) for site in "abc"}
-        process = federation.submit({**RUN, "name": "three", "rounds": 4})
+        process = federation.submit({**RUN, "name": "three", "rounds": 3})
         wait_until("round 1", lambda: rounds_of(federation, "three") >= 1, 300)
         with self.step("add-site, and start it"):
             federation.add_site("d", dataset="csv", **{"data-path": "data.csv"})
             write_table(federation, "d")
             federation.start_again("sites/d")
-        assert ended(process).count("3/3 clients") == 4
-        process = federation.submit({**RUN, "name": "four", "rounds": 6})
+        assert ended(process).count("3/3 clients") == 3
+        process = federation.submit({**RUN, "name": "four", "rounds": 5})
         wait_until("round 2", lambda: rounds_of(federation, "four") >= 2, 300)
         with self.step("remove-site, during a run"):
             said = federation.command("kit remove-site", "d")

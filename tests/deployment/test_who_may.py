@@ -34,8 +34,15 @@ def site() -> Iterator[Path]:
             above.chmod(0o755)
         script = ROOT / "deploy/systemd/site-users.sh"
         subprocess.run(["sh", str(script), str(folder), str(KEY), str(APP)], check=True, timeout=60)
-        (folder / "state/local-layers").write_text("a site's own")
-        os.chown(folder / "state/local-layers", APP, APP)
+        site, code = SiteFolder.read(folder), package_of({"app.py": "x = 1"})
+        for name in ("accepted", "audit"):  # what the gate writes
+            (site.node_dir / name).mkdir(mode=0o700)
+            (site.node_dir / name / "file").write_text("{}")
+        Packages(site.packages).unpack(code, "").rename(site.packages / "package")
+        (site.state_dir / "local-layers").write_text("a site's own")
+        for owner, files in ((KEY, (*site.node_dir.rglob("*"), *site.packages.rglob("*"))), (APP, site.state_dir.rglob("*"))):
+            for file in files:
+                os.chown(file, owner, owner)
         yield folder
 
 
@@ -56,50 +63,26 @@ def may(user: int, what: str, path: Path) -> bool:
 
 
 MAY = [  # user, what, path in the site's folder
-    (KEY, "read", "site.key"), (APP, "read", "site.toml"), (APP, "read", "policy.toml"), (APP, "write", "state"),
-    (APP, "read", "state/local-layers"), (KEY, "write", "node"),
+    (KEY, "read", "site.key"), (APP, "read", "site.toml"), (APP, "read", "policy.toml"), (APP, "write", "state"), (APP, "write", "run"),
+    (APP, "read", "state/local-layers"), (APP, "read", "packages/package/app.py"),
+    *((KEY, "write", name) for name in ("node", "node/accepted", "node/audit")),
 ]  # fmt: skip
 MAY_NOT = [
     (APP, "read", "site.key"), (APP, "write", ""), (APP, "write", "node"), (KEY, "read", "state/local-layers"),
     (APP, "write", "submitters"), (APP, "write", "submitters/submitter.pub"),
     *((APP, what, name) for what in ("write", "delete") for name in ("site.toml", "policy.toml", "ca.crt", "site.pub", "start.sh")),
-    *((STRANGER, "read", name) for name in ("site.key", "site.toml", "policy.toml", "state/local-layers")),
+    *((APP, what, name) for what in ("write", "delete") for name in ("packages", "packages/package", "packages/package/app.py")),
+    *((APP, what, f"node/{name}") for what in ("read", "write") for name in ("accepted", "accepted/file", "audit", "audit/file")),
+    *((STRANGER, "read", name) for name in ("site.key", "site.toml", "policy.toml", "state/local-layers", "packages/package/app.py")),
+    (STRANGER, "read", "node/audit/file"), (STRANGER, "write", "run"),
 ]  # fmt: skip
 
 
 @root_only
 def test_each_user_may_do_what_the_page_says_and_no_more(site: Path) -> None:
-    """The app reads no key, changes neither who the site is nor its policy, and trusts nobody; the SuperNode reads no state."""
+    """The app reads no key, changes neither who the site is, its policy nor a package, and trusts nobody; the SuperNode reads no state."""
     assert [of for of in MAY if not may(*of[:2], site / of[2])] == []
     assert [of for of in MAY_NOT if may(*of[:2], site / of[2])] == []
-
-
-@root_only
-@pytest.mark.parametrize("name", ["accepted", "audit"])
-def test_the_app_does_not_reach_what_the_gate_writes(site: Path, name: str) -> None:
-    folder = SiteFolder.read(site).node_dir / name
-    folder.mkdir(mode=0o700)
-    (folder / "file").write_text("{}")
-    for path in (folder, folder / "file"):
-        os.chown(path, KEY, KEY)
-    assert not any(may(APP, what, path) for what in ("read", "write") for path in (folder, folder / "file"))
-    assert may(KEY, "write", folder)
-    assert not may(STRANGER, "read", folder / "file")
-
-
-@root_only
-def test_the_app_reads_packages_and_changes_none(site: Path) -> None:
-    folder = SiteFolder.read(site)
-    package = Packages(folder.packages).unpack(package_of({"app.py": "x = 1"}), "")
-    for path in (package, package / "app.py"):
-        os.chown(path, KEY, KEY)
-    assert may(APP, "read", package / "app.py")
-    for path in (folder.packages, package, package / "app.py"):
-        assert not may(APP, "write", path), path
-        assert not may(APP, "delete", path), path
-    assert not may(STRANGER, "read", package / "app.py")
-    assert may(APP, "write", folder.apps_socket.parent)
-    assert not may(STRANGER, "write", folder.apps_socket.parent)
 
 
 def test_the_app_is_not_told_where_the_key_is(tmp_path: Path) -> None:

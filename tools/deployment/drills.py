@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.deployment.federation import FL_BN, ROOT, Federation, wait_until
+from tests.deployment.federation import ROOT, Federation, wait_until
 from tools.deployment.outcomes import Case, Outcome, compare, rounds_of
 
 METHODS = ("fedbn", "hbn", "fedtan")
@@ -106,7 +106,7 @@ def kill_superlink(case: Case) -> Outcome:
 
 def _resumed(case: Case, config: Mapping[str, Any]) -> str:
     """Go on with a run, and return in words how."""
-    said = _command("resume", str(case.federation.kit / "server"), config["name"], timeout=900)
+    said = case.federation.command("resume", config["name"])
     going_on = [line[line.index("going on after") :] for line in said.splitlines() if "going on after" in line]
     return f"resumed ({going_on[0]})" if going_on else f"resumed: {said[-300:]}"
 
@@ -251,9 +251,3 @@ IN_ONE_RUN = ("raise", "hang", "site-disk", "server-disk")
 def starts(federation: Federation, site: str) -> int:
     """Return how often the site's SuperNode has connected."""
     return federation.log(f"sites/{site}", "supernode").count("SuperNode ID")
-
-
-def _command(*words: str, timeout: float = 180.0) -> str:
-    """Run ``fl-bn WORDS``, and return its standard output and error. The exit code is not checked."""
-    done = subprocess.run([*FL_BN, *words], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
-    return done.stdout + done.stderr
