@@ -7,6 +7,7 @@ inside the functions that need them.
 from __future__ import annotations
 
 import gc
+import logging
 import re
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -110,6 +111,16 @@ def identity() -> None:
     from fl_bn.flower.compat import identify
 
     identify(1)
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """Capture the messages of Flower's logger, which do not reach the root logger by default."""
+    from fl_bn.flower.compat import LOGGER
+
+    monkeypatch.setattr(LOGGER, "propagate", True)
+    caplog.set_level(logging.INFO, logger=LOGGER.name)
+    return caplog
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from fl_bn import Callback, Federation, SeededBatches, methods
 from fl_bn.federation.checkpoint import FederationState
 from fl_bn.objectives import Moon, Scaffold
 from tests.doors.inner import Damaged, generators, server_optimizer
-from tests.doors.naming import naming
 from tests.listed import listed
+from tests.refusals import naming
 
 
 def net(width: int = 8) -> nn.Sequential:

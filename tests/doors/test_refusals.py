@@ -19,8 +19,8 @@ from fl_bn import Classification, EarlyStop, Federation, SeededBatches, convert,
 from fl_bn.methods import METHODS, Method
 from fl_bn.objectives import Scaffold
 from tests.doors.inner import Defence
-from tests.doors.naming import naming
 from tests.listed import listed
+from tests.refusals import naming
 
 Give = Callable[[], Any]
 FEDAVG = methods.fedavg()

@@ -14,8 +14,8 @@ from fl_bn.methods import METHODS, Method, Role
 from tests.conformance.cases import every_method
 from tests.doors.doors import ALL, DOORS, apart, through
 from tests.doors.inner import Samples
-from tests.doors.naming import naming
 from tests.listed import listed
+from tests.refusals import naming
 from tests.test_roles import InPlace
 
 
@@ -42,18 +42,18 @@ def test_a_method_about_statistics_is_refused_and_one_that_is_averaging_says_so(
     method = METHODS[method_name]()
     if method.needs_batch_norm:
         with naming(f"method {method_name} is about"):
-            through(ALL[door], bare(), method, data(), 1)
+            through(door, bare(), method, data(), 1)
         return
     if method_name == "fedwon":  # which takes no network of linear layers
         return
-    found = through(ALL[door], bare(), method, data(), 1)
+    found = through(door, bare(), method, data(), 1)
     said = [record.levelname for record in log.records if f"method {method_name} is plain" in record.getMessage()]
-    averaged = through(ALL[door], bare(), methods.fedavg(), data(), 1)
+    averaged = through(door, bare(), methods.fedavg(), data(), 1)
     is_averaging = method.shares(Role.WEIGHT) and found[0].keys() == averaged[0].keys() and apart(found, averaged) == 0
     assert said == ["WARNING"] * (is_averaging and method_name not in ("fedavg", "gn-ws", "fixup", "fedfn"))
     log.clear()
     if method_name != "in":  # which is undefined without a spatial extent
-        through(ALL[door], bare(nn.BatchNorm1d), method, data(), 1)
+        through(door, bare(nn.BatchNorm1d), method, data(), 1)
     assert "no BatchNorm layer" not in log.text  # control
 
 
@@ -78,7 +78,7 @@ BATCH_NORM, OTHERS = {"2.weight", "2.bias"}, {"3.weight", "3.bias", "4.weight", 
 @pytest.mark.parametrize("door", DOORS)
 @listed(("method", "travels"), [("fedbn", OTHERS), ("silobn", OTHERS | BATCH_NORM)])
 def test_the_scale_and_shift_of_batch_norm_alone_stay_at_home(door: str, method: str, travels: set[str]) -> None:
-    found = through(ALL[door], mixed(), METHODS[method](), data())
+    found = through(door, mixed(), METHODS[method](), data())
     assert {name for name in found[-1] if name in BATCH_NORM | OTHERS} == travels
     assert all(not torch.equal(found[0][name], found[1][name]) for name in travels)  # control: they are trained, and averaged
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,16 +15,21 @@ from fl_bn import Federation, convert, register_batch_norm
 from fl_bn.bn import kinds
 from fl_bn.bn.observation import observe
 from fl_bn.methods import METHODS
-from tests.doors.doors import apart
+from tests.doors.doors import Tensors, apart
 from tests.federation import random_samples
+from tests.listed import listed
+from tests.refusals import naming
 
 LAYERS = [name for name in METHODS if name not in ("fedwon", "in", "single")]
-X = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(autouse=True)
-def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kinds, "_BY_TYPE", {})
+def registry() -> Iterator[None]:
+    """Forget after each test what it registered."""
+    known = dict(kinds._BY_TYPE)
+    yield
+    kinds._BY_TYPE.clear()
+    kinds._BY_TYPE.update(known)
 
 
 def timm_s(**options: Any) -> nn.Module:
@@ -40,8 +46,8 @@ def network(norm: nn.Module) -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))
 
 
-def trained(name: str, norm: nn.Module) -> dict[str, Tensor]:
-    """The shared tensors after two rounds, layer 1 by torch's names."""
+def trained(name: str, norm: nn.Module) -> Tensors:
+    """Return the shared tensors after two rounds, layer 1 by torch's names."""
     data = [[(one.x.float() / 255, one.y)] for one in (random_samples(6, seed=i) for i in range(2))]
     federation = Federation(network(norm), METHODS[name](), data)
     list(federation.run(2))
@@ -83,17 +89,16 @@ def of_foreign(layer: Any) -> nn.BatchNorm2d:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_timm_s_layers_keep_their_activation(name: str) -> None:
-    found = trained(name, timm_s(act_layer=nn.SiLU))
-    want = trained(name, nn.Sequential(nn.BatchNorm2d(4), nn.SiLU()))
+    found, want = trained(name, timm_s(act_layer=nn.SiLU)), trained(name, nn.Sequential(nn.BatchNorm2d(4), nn.SiLU()))
     assert apart([found], [want]) == 0
     assert apart([found], [trained(name, nn.BatchNorm2d(4))]) > 1e-6  # control: without the activation
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", LAYERS)
-def test_registered_kinds(name: str) -> None:
+def test_registered_kinds_train_as_torch_s_layer_and_their_activation(name: str) -> None:
     if METHODS[name]().layer is not None and METHODS[name]().local_in is None:
-        with pytest.raises(ValueError, match="Activated"):
+        with naming("Activated"):
             trained(name, Activated(4))
     register_batch_norm(Activated, then=["swish"])
     register_batch_norm(Foreign, then=["act"], convert=of_foreign)
@@ -104,21 +109,21 @@ def test_registered_kinds(name: str) -> None:
 
 def test_what_is_registered_must_be_there() -> None:
     register_batch_norm(Activated, then=["act"])
-    with pytest.raises(ValueError, match="'act'"):
+    with naming("'act'"):
         convert(network(Activated(4)), METHODS["fbn"]())
-    with pytest.raises(ValueError, match="Foreign"):
+    with naming("Foreign"):
         register_batch_norm(Foreign)
 
 
-@pytest.mark.parametrize("name", ["hbn", "fbn", "fedtan", "static-bn", "gn"])
+@listed("name", ["hbn", "fbn", "fedtan", "static-bn", "gn"])
 def test_copies_and_pickles(name: str) -> None:
     """Classes are made at run time, so pickle and deepcopy need to know of what; a copy is observed by nobody."""
     register_batch_norm(Foreign, then=["act"], convert=of_foreign)
+    x = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     for norm in (nn.BatchNorm2d(4), timm_s(), Foreign(4)):
         model = convert(network(norm), METHODS[name]()).eval()
         with observe(model) as observed:
-            copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(pickle.loads(pickle.dumps(model)))]
-            for copied in copies:
-                assert torch.equal(copied(X), copy.deepcopy(model)(X))
+            for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(pickle.loads(pickle.dumps(model)))):
+                assert torch.equal(copied(x), copy.deepcopy(model)(x))
                 assert type(copied[1]) is type(model[1])
         assert not any(observed.values())

@@ -1,10 +1,9 @@
-"""What a loop must not do in a round ends it with an error that names the layer, the tensor or the call; beside each, the loop that may."""
+"""What a loop must not do in a round ends it with the broken rule and the name of what breaks it; beside each, the loop that may."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,27 +13,35 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
+from torch.optim import SGD
+from torch.optim.swa_utils import update_bn
 
 from fl_bn import convert, methods
 from fl_bn.methods import Method
+from fl_bn.objectives import FedProx, FedSAM, Objective, Scaffold
+from tests.doors.doors import RATE, own_loop
+from tests.doors.inner import ContractBroken
 from tests.listed import listed
-from tests.loops.loops import RATE, ContractBroken, clients, door_2, net, opened, plain, step, trained
+from tests.loops.loops import Step, clients, net, opened, plain, step, trained
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),  # of torch's BatchNorm, too
+    pytest.mark.filterwarnings("ignore:Sparse CS:UserWarning"),
 ]
 FEDAVG, FBN, HBN, FROZEN = methods.fedavg(), methods.fbn(), methods.hbn(lam=0.1), methods.fixbn(freeze_after=0)
 FEDTAN, STILL = methods.fedtan(), [methods.fixbn(freeze_after=0, freeze_what=what) for what in ("affine", "both")]
-Loop = Callable[[Any, Tensor, Tensor], Any]
 
 
-def refused(key: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(ValueError, match=key):
-        call()
+def broken(method: Method, loop: Step, network: Callable[[], nn.Module] = net) -> tuple[str, str]:
+    """Return the rule that a round with ``loop`` breaks, and the name of what breaks it."""
+    with pytest.raises(ContractBroken) as caught:
+        trained(method, loop, network).reply(16)
+    assert (caught.value.round, caught.value.method) == (1, method.name)
+    return caught.value.rule, caught.value.name
 
 
-# What nobody saw
+# Steps and batches that nobody saw
 
 
 def traced(round: Any, x: Tensor, y: Tensor) -> None:
@@ -46,7 +53,7 @@ def a_copy(round: Any, x: Tensor, y: Tensor) -> None:
     F.cross_entropy(copied(x), y).backward()
     for own, other in zip(round.model.parameters(), copied.parameters(), strict=True):
         own.grad = other.grad
-    torch.optim.SGD(round.model.parameters(), RATE).step()
+    SGD(round.model.parameters(), RATE).step()
 
 
 @torch.no_grad()
@@ -54,38 +61,119 @@ def no_step(round: Any, x: Tensor, y: Tensor) -> None:
     round.model[0].weight.mul_(0.5)
 
 
+class Random(torch.optim.Optimizer):
+    """Steps without gradients."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": RATE})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = parameter + self.param_groups[0]["lr"]
+
+
+def without_gradients(round: Any, x: Tensor, y: Tensor, said: bool = False) -> None:
+    Random(round.model.parameters()).step()
+    if said:
+        round.step_done()
+
+
+def still(round: Any, x: Tensor, y: Tensor, rate: float = RATE) -> None:
+    """As where a network calls another one's layers."""
+    (0.0 * F.cross_entropy(round.model(x), y)).backward()
+    SGD(round.model.parameters(), rate).step()
+
+
+def of_another_network(round: Any, x: Tensor, y: Tensor) -> None:
+    """The optimiser has the network before ``convert``."""
+    F.cross_entropy(round.model(x), y).backward()
+    SGD(net().parameters(), RATE).step()
+
+
+def before_the_gradients(round: Any, x: Tensor, y: Tensor) -> None:
+    SGD(round.model.parameters(), RATE).step()
+
+
+UNSEEN: list[tuple[Step, Method, tuple[str, str]]] = [
+    (traced, FBN, ("batches", "")),
+    (a_copy, FBN, ("batches", "")),
+    (no_step, FEDAVG, ("steps", "0.weight")),
+    (without_gradients, FEDAVG, ("steps", "0.weight")),
+    (still, FEDAVG, ("moved", "")),
+    (of_another_network, FEDAVG, ("moved", "")),
+    (before_the_gradients, FEDAVG, ("moved", "")),
+]
+
+
+@listed(("loop", "method", "rule"), UNSEEN)
+def test_steps_and_batches_that_nobody_saw(loop: Step, method: Method, rule: tuple[str, str]) -> None:
+    assert broken(method, loop) == rule
+
+
+class Signs(torch.optim.Optimizer):
+    """An optimiser without a learning rate, as those are that choose it themselves."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= 0.01 * p.grad.sign()
+
+
+def without_a_rate(round: Any, x: Tensor, y: Tensor) -> None:
+    F.cross_entropy(round.model(x), y).backward()
+    Signs(round.model.parameters()).step()
+
+
 @listed(
-    ("loop", "method", "key"),
+    ("loop", "method"),
     [
-        (traced, FBN, "0 batches"),
-        (a_copy, FBN, "0 batches"),
-        (no_step, FEDAVG, "0.weight"),
+        (traced, FEDAVG),  # where no batch is reported, none needs to be seen
+        (a_copy, FEDAVG),
+        (partial(without_gradients, said=True), FEDAVG),
+        (partial(still, rate=0.0), FEDAVG),  # a warm-up may begin there
+        (without_a_rate, FBN),
+        (without_a_rate, FROZEN),
     ],
 )
-def test_steps_and_batches_that_nobody_saw(loop: Loop, method: Method, key: str) -> None:
-    refused(key, lambda: trained(method, loop))
+def test_control_steps_that_count(loop: Step, method: Method) -> None:
+    assert trained(method, loop).steps == 1
 
 
-def test_control_where_no_batch_is_reported_none_needs_to_be_seen() -> None:
-    for loop in (traced, a_copy):
-        assert trained(FEDAVG, loop).steps == 1
+@pytest.mark.parametrize("method", [FEDAVG, methods.fbn(report="all")], ids=lambda method: method.name)
+def test_steps_after_one_that_failed_count(method: Method) -> None:
+    """The loop takes another optimiser when the first one's step ends with an error."""
+
+    def fails() -> float:
+        raise ArithmeticError
+
+    with opened(method) as round:
+        plain(round, *clients()[0])
+        with pytest.raises(ArithmeticError):
+            torch.optim.LBFGS(round.model.parameters()).step(fails)
+        for batch in clients():
+            round.model.zero_grad()
+            plain(round, *batch)
+    assert round.steps == 4
+    if method is not FEDAVG:
+        assert int(round.reply(36)[0].sections["moments"]["1.count"]) == 16 + 36
 
 
 # What is fixed in a round
-
-
-def update_bn(round: Any) -> None:
-    torch.optim.swa_utils.update_bn(clients(), round.model)
 
 
 @listed("method", [FBN, HBN, FROZEN], ids=lambda method: str(method.name))
 @listed(
     "change",
     [
-        update_bn,
-        lambda round: round.model[1].reset_running_stats(),
-        lambda round: round.model.load_state_dict({**round.model.state_dict(), "1.running_mean": torch.ones(8)}),
-        lambda round: round.model[1].running_mean.add_(1),
+        lambda model: update_bn(clients(), model),
+        lambda model: model[1].reset_running_stats(),
+        lambda model: model.load_state_dict({**model.state_dict(), "1.running_mean": torch.ones(8)}),
+        lambda model: model[1].running_mean.add_(1),
     ],
     ids=["update_bn", "reset", "load", "added"],
 )
@@ -94,15 +182,14 @@ def test_statistics_with_which_the_round_normalises(method: Method, change: Call
 
     def loop(round: Any, x: Tensor, y: Tensor) -> None:
         plain(round, x, y)
-        change(round)
+        change(round.model)
 
     def begun() -> nn.Module:
         network = net()
         nn.init.constant_(network[1].running_mean, 2)
         return network
 
-    refused("1.running_(mean|var) is fixed", lambda: trained(method, loop, begun))
-    trained(method, plain)  # control
+    assert broken(method, loop, begun) in (("frozen", "1.running_mean"), ("frozen", "1.running_var"))
 
 
 @listed("method", STILL)
@@ -111,15 +198,11 @@ def test_frozen_scales_that_the_loop_lets_learn(method: Method) -> None:
         round.model.requires_grad_(True)
         plain(round, x, y)
 
-    refused("1.weight", lambda: trained(method, loop))
+    assert broken(method, loop) == ("frozen", "1.weight")
     model = convert(net(), method)
     F.cross_entropy(model(clients()[0][0]), clients()[0][1]).backward()
     with opened(method, model) as round:  # control: gradients that are left from the round before move nothing
         plain(round, *clients()[0])
-
-
-def replaced(model: Any) -> None:
-    model[5] = nn.Linear(8, 2).double()
 
 
 def new_parameter(model: Any) -> None:
@@ -130,28 +213,33 @@ def assigned(model: Any) -> None:
     model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
 
 
+CHANGES: list[tuple[str, Callable[[Any], Any]]] = [
+    ("layer '1'", nn.SyncBatchNorm.convert_sync_batchnorm),
+    ("layer '5'", lambda model: model.__setitem__(5, nn.Linear(8, 2).double())),
+    ("parameter '3.weight'", new_parameter),
+    ("parameter '0.weight'", assigned),
+    ("buffer '1.running_mean'", lambda model: setattr(model[1], "running_mean", None)),
+    ("parameter '3.weight'", lambda model: prune.identity(model[3], "weight")),
+    ("parameter '3.weight'", lambda model: parametrizations.weight_norm(model[3])),
+    ("layer '6'", lambda model: model.append(nn.Linear(2, 2))),
+]
+
+
 @listed("method", [FEDAVG, methods.fedbn(), FBN, FROZEN], ids=lambda method: str(method.name))
-@listed(
-    ("key", "change"),
-    [
-        ("layer '1'", nn.SyncBatchNorm.convert_sync_batchnorm),
-        ("layer '5'", replaced),
-        ("parameter '3.weight'", new_parameter),
-        ("parameter '0.weight'", assigned),
-        ("buffer '1.running_mean'", lambda model: setattr(model[1], "running_mean", None)),
-        ("parameter '3.weight'", lambda model: prune.identity(model[3], "weight")),
-        ("parameter '3.weight'", lambda model: parametrizations.weight_norm(model[3])),
-        ("layer '6'", lambda model: model.append(nn.Linear(2, 2))),
-    ],
-)
-def test_a_network_that_changes(method: Method, key: str, change: Callable[[Any], Any]) -> None:
-    with pytest.raises(ValueError, match=key), opened(method) as round:
-        change(round.model)
+@listed(("name", "change"), CHANGES)
+def test_a_network_that_changes(method: Method, name: str, change: Callable[[Any], Any]) -> None:
+    assert broken(method, lambda round, x, y: change(round.model)) == ("objects", name)
 
 
-def test_the_network_of_a_round_cannot_be_set() -> None:
-    with opened(FEDAVG) as round, pytest.raises(AttributeError):
-        round.model = torch.compile(round.model, backend="eager")
+@listed("dtype", [torch.float32, torch.bfloat16])
+def test_a_network_of_another_dtype(dtype: torch.dtype) -> None:
+    assert broken(FBN, lambda round, x, y: plain(SimpleRound(round.model.to(dtype)), x.to(dtype), y)) == ("shapes", "0.weight")
+    trained(FBN, lambda round, x, y: plain(SimpleRound(round.model.to(torch.float64)), x, y))  # control
+
+
+class SimpleRound:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
 
 
 class Positions(nn.Module):
@@ -168,17 +256,9 @@ class Positions(nn.Module):
         return self.net(x + self.encoding)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("travels", [False, True])
-def test_a_buffer_that_travels_is_not_added(travels: bool) -> None:
-    def loop() -> int:
-        with opened(FBN, network=lambda: Positions(travels)) as round:
-            plain(round, *clients()[0])
-        return int(round.steps)
-
-    if travels:
-        refused("encoding", loop)
-    else:
-        assert loop() == 1
+def test_a_buffer_that_travels_is_not_added() -> None:
+    assert broken(FBN, plain, lambda: Positions(True)) == ("objects", "buffer 'encoding'")
+    assert trained(FBN, plain, lambda: Positions(False)).steps == 1  # control
 
 
 # FedTAN's first step
@@ -196,7 +276,7 @@ def by_func(round: Any, x: Tensor, y: Tensor) -> None:
 
 def penalised(round: Any, x: Tensor, y: Tensor, steps: tuple[bool, bool] = (True, False)) -> None:
     """The gradient is differentiated in the first step, or in the second."""
-    optimizer = torch.optim.SGD(round.model.parameters(), RATE)
+    optimizer = SGD(round.model.parameters(), RATE)
     for twice in steps:
         optimizer.zero_grad()
         inputs = x.clone().requires_grad_()
@@ -207,83 +287,146 @@ def penalised(round: Any, x: Tensor, y: Tensor, steps: tuple[bool, bool] = (True
         optimizer.step()
 
 
-@listed(("loop", "key"), [(accumulated, "accumulation"), (by_func, "backward"), (penalised, "create_graph")])
-def test_fedtan_s_first_step_is_one_pass_by_autograd(loop: Loop, key: str) -> None:
-    refused(key, lambda: door_2(net(), FEDTAN, clients(), loop))
+@pytest.mark.parametrize(("loop", "key"), [(accumulated, "accumulation"), (by_func, "backward"), (penalised, "create_graph")])
+def test_fedtan_s_first_step_is_one_pass_by_autograd(loop: Step, key: str) -> None:
+    with pytest.raises(ValueError, match=key):
+        own_loop(net(), FEDTAN, [[batch] for batch in clients()], 2, loop=lambda round, batches: loop(round, *batches[0]))
 
 
 def test_control_fedtan_s_second_step_may_be_differentiated_twice() -> None:
-    door_2(net(), FEDTAN, clients(), lambda round, x, y: penalised(round, x, y, (False, True)))
+    second = partial(penalised, steps=(False, True))
+    own_loop(net(), FEDTAN, [[batch] for batch in clients()], 2, loop=lambda round, batches: second(round, *batches[0]))
 
 
-# What the loop says
+# Objectives
 
 
-@listed(
-    ("key", "said"),
-    [
-        ("samples=8", {"samples": 8}),  # fewer than the first batch
-    ],
-)
-def test_a_reply_that_says_what_cannot_be(key: str, said: dict[str, Any]) -> None:
-    round = trained(FBN, plain)
-    refused(key, lambda: round.reply(**said))
-    assert round.reply(samples=torch.tensor(16), loss=0.5, metrics={"f1": 0.5})[0].samples == 16  # control
+def usual(model: Any) -> list[torch.optim.Optimizer]:
+    return [SGD(part.parameters(), RATE) for part in (model[0], model[3:])]
 
 
-@listed("samples", [0, -1])
-def test_a_batch_has_samples(samples: int) -> None:
-    with opened(FBN) as round:
-        refused("sample", lambda: round.batch(samples))
+OPTIMIZERS: dict[str, tuple[Callable[[Any], list[torch.optim.Optimizer]], str]] = {
+    "groups of two rates": (lambda model: [SGD([{"params": model[i].parameters(), "lr": i + 1} for i in (0, 3)])], "rates"),
+    "optimizers of two rates": (lambda model: [SGD(model[i].parameters(), i + 1) for i in (0, 3)], "rates"),
+    "uphill": (lambda model: [SGD(model.parameters(), RATE, maximize=True)], "maximize"),
+    "no SGD": (lambda model: [torch.optim.AdamW(model.parameters())], "SGD"),
+}
 
 
-def stepped_by(round: Any, *, gradients: bool, mine: bool) -> None:
-    loss = F.cross_entropy(round.model(clients()[0][0]), clients()[0][1])
-    if gradients:
-        loss.backward()
-    torch.optim.SGD((net() if mine else round.model).parameters(), RATE).step()
+def corrected(round: Any, x: Tensor, y: Tensor, make: Any = usual) -> dict[str, Tensor]:
+    """Make one step by ``round.backward``; return the gradients."""
+    optimizers = make(round.model)
+    round.backward(lambda: F.cross_entropy(round.model(x), y), x)
+    gradients = {name: p.grad.clone() for name, p in round.model.named_parameters()}
+    for optimizer in optimizers:
+        optimizer.step()
+    return gradients
 
 
-@listed(
-    ("slip", "said"),
-    [
-        ({"gradients": True, "mine": True}, True),  # the optimiser has the network before ``convert``
-        ({"gradients": False, "mine": False}, True),
-        ({"gradients": True, "mine": False}, False),
-    ],
-    ids=str,
-)
-def test_slips_that_leave_no_step(slip: dict[str, bool], said: bool) -> None:
-    with opened(FEDAVG) as round:
-        stepped_by(round, **slip)
-    with pytest.raises(ContractBroken, match="no step") if said else nullcontext():
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_scaffold_takes_one_rate_and_a_descent(case: str) -> None:
+    make, key = OPTIMIZERS[case]
+    with pytest.raises(ValueError, match=key), opened(FEDAVG, objective=Scaffold()) as round:
+        corrected(round, *clients()[0], make)
+
+
+def test_control_scaffold_s_variate_is_the_gradient_at_the_rate_of_the_optimiser_that_stepped() -> None:
+    """Not at the rate that the server believes."""
+    with opened(FEDAVG, objective=Scaffold()) as round:
+        gradients = corrected(round, *clients()[0])
+    sent = round.reply(16)[0].sections["control"]
+    assert round.instruction.learning_rate != RATE
+    assert sent.keys() == gradients.keys()
+    assert max(float((sent[name] - gradients[name]).abs().max()) for name in sent if not name.startswith("1.")) < 1e-6
+
+
+@listed("objective", [FedProx(0.1), FedSAM(0.05), Scaffold()])
+def test_an_objective_corrects_whole_steps_by_its_own_backward(objective: Objective) -> None:
+    """Its term would be missing, or be added once per micro-batch."""
+
+    def in_parts(round: Any, x: Tensor, y: Tensor) -> None:
+        optimizer = SGD(round.model.parameters(), RATE)
+        for _ in range(2):
+            round.backward(lambda: F.cross_entropy(round.model(x), y) / 2, x)
+        optimizer.step()
+
+    for loop in (plain, in_parts):
+        with pytest.raises(ContractBroken) as caught, opened(FBN, objective=objective) as round:
+            loop(round, *clients()[0])
+        assert caught.value.rule == "objective"
+
+
+# Replies, and the network between rounds
+
+
+def test_a_reply_says_how_many_samples_there_were_and_comes_before_the_next_round() -> None:
+    """One network serves two clients: the first one's late reply would have the second one's weights."""
+    with opened(FBN) as first, pytest.raises(ValueError, match="sample"):
+        first.batch(0)
+    first = trained(FBN, plain)
+    with pytest.raises(ContractBroken) as caught:
+        first.reply(samples=8)  # fewer than the first batch
+    assert caught.value.rule == "batches"
+    assert first.reply(samples=torch.tensor(16), loss=0.5, metrics={"f1": 0.5})[0].samples == 16  # control
+    for method in (FBN, FEDAVG, methods.fedbn()):
+        model = convert(net(), method)
+        with opened(method, model) as first:
+            plain(first, *clients()[0])
+        with opened(method, model) as second:
+            plain(second, *clients()[1])
+        with pytest.raises(ContractBroken) as caught:
+            first.reply(16, client=0)
+        assert caught.value.rule == "objects"
+        assert second.reply(16, client=1)[0].client == 1
+    with opened(FBN, model := convert(net(), FBN)) as first, pytest.raises(ValueError, match="round"), opened(FBN, model):
+        raise AssertionError("a network is in one round at a time")
+
+
+def test_hbn_without_its_pass_is_refused() -> None:
+    (x, y), hbn = clients()[0], methods.hbn()
+    with opened(hbn) as round:
+        plain(round, x, y)
+    with pytest.raises(ContractBroken) as caught:
         round.reply(16)
+    assert caught.value.rule == "batches"
+    with pytest.raises(ValueError, match="measure before"):
+        round.measure([(x, y)])
 
 
-def test_a_broken_contract_has_fields() -> None:
-    with pytest.raises(ContractBroken) as caught:
-        trained(FEDAVG, no_step)
-    assert (caught.value.rule, caught.value.name, caught.value.round, caught.value.method) == ("steps", "0.weight", 1, "fedavg")
-
-
-def test_steps_that_move_nothing_are_refused() -> None:
-    """As where a network calls another one's layers. A warm-up may begin at a rate of 0."""
-
-    def still(round: Any, x: Tensor, y: Tensor, rate: float = RATE) -> None:
-        (0.0 * F.cross_entropy(round.model(x), y)).backward()
-        torch.optim.SGD(round.model.parameters(), rate).step()
-
-    with pytest.raises(ContractBroken) as caught:
-        trained(FEDAVG, still)
-    assert caught.value.rule == "moved"
-    trained(FEDAVG, partial(still, rate=0.0))
-
-
-# torch.jit
-
-
-def test_the_network_of_a_round_cannot_be_scripted() -> None:
+def test_the_network_of_a_round_cannot_be_set_or_scripted() -> None:
+    with opened(FEDAVG) as round, pytest.raises(AttributeError):
+        round.model = torch.compile(round.model, backend="eager")
     for method in (FEDAVG, FROZEN):
         with opened(method) as round, pytest.raises(Exception):  # noqa: B017, PT011 - torch's own error
             torch.jit.script(round.model)
         torch.jit.script(copy.deepcopy(round.model))  # control: after the round
+
+
+# Inputs that torch cannot compare
+
+
+class AnyLayout(nn.Module):
+    """Take inputs of any layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_nested:
+            x = torch.stack([part.mean(0) for part in x.unbind()])
+        return self.net(x.to_dense() if x.layout is not torch.strided else x.double())  # type: ignore[no-any-return]
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "COO": Tensor.to_sparse,
+    "CSR": Tensor.to_sparse_csr,
+    "CSC": Tensor.to_sparse_csc,
+    "float8": lambda x: x.to(torch.float8_e4m3fn),
+    "jagged": lambda x: torch.nested.nested_tensor([part.expand(3, 4) for part in x], layout=torch.jagged),
+}
+
+
+@listed("layout", LAYOUTS)
+def test_control_inputs_of_any_layout_are_trained_on(layout: str) -> None:
+    assert trained(FEDAVG, lambda round, x, y: plain(round, LAYOUTS[layout](x), y), AnyLayout).steps == 1

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,10 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
+from torch.optim.swa_utils import update_bn
 from torch.utils.checkpoint import checkpoint
 
 from fl_bn import convert, methods, unrecorded
-from tests.loops.loops import RATE, opened
+from fl_bn.bn.moments import Moments
+from fl_bn.methods import Method
+from tests.doors.doors import RATE
+from tests.doors.inner import ContractBroken
+from tests.loops.loops import opened
 
 METHODS = {"first": methods.fbn(), "all": methods.fbn(report="all")}
 Batches = Sequence[tuple[Tensor, Tensor]]
@@ -95,17 +103,6 @@ def skipped_by_a_scaler(model: nn.Module, given: Batches) -> list[Tensor]:
     return [x for x, _ in given]
 
 
-def skipped_with_a_word(model: nn.Module, given: Batches) -> list[Tensor]:
-    optimizer = sgd(model)
-    for i, (x, y) in enumerate(given[:2]):
-        with unrecorded(model) if i == 0 else nullcontext():
-            loss = loss_of(model, x, y)
-        if i == 1:
-            loss.backward()
-            optimizer.step()
-    return [given[1][0]]
-
-
 def attacked(model: nn.Module, given: Batches) -> list[Tensor]:
     """Adversarial training: the gradients of the attack are cleared between forward and backward pass."""
     optimizer, x, y = sgd(model), *given[0]
@@ -164,8 +161,16 @@ def out_of_memory(model: nn.Module, given: Batches) -> list[Tensor]:
     return [x, x[:4]]
 
 
-def head_only(model: nn.Module, given: Batches, word: bool = True) -> list[Tensor]:
-    """A closure is called again: LBFGS, of the head alone."""
+def accumulated(model: nn.Module, given: Batches) -> list[Tensor]:
+    optimizer = sgd(model)
+    for x, y in given[:2]:
+        (loss_of(model, x, y) / 2).backward()
+    optimizer.step()
+    return [x for x, _ in given[:2]]
+
+
+def of_the_head_alone(model: nn.Module, given: Batches, word: bool = True) -> list[Tensor]:
+    """A closure is called again, as LBFGS does."""
     (x, y), head, calls = given[0], model[-1], []
     optimizer = torch.optim.LBFGS(head.parameters(), max_iter=4)
 
@@ -182,8 +187,8 @@ def head_only(model: nn.Module, given: Batches, word: bool = True) -> list[Tenso
     return [x] if word else [x] * len(calls)
 
 
-def head_only_without_a_word(model: nn.Module, given: Batches) -> list[Tensor]:
-    return head_only(model, given, word=False)
+def of_the_head_alone_without_a_word(model: nn.Module, given: Batches) -> list[Tensor]:
+    return of_the_head_alone(model, given, word=False)
 
 
 def two_parts_after_two_losses(model: nn.Module, given: Batches) -> list[Tensor]:
@@ -208,8 +213,8 @@ def passes_after_the_last_step(model: nn.Module, given: Batches) -> list[Tensor]
 
 
 LOOPS: list[Callable[[Any, Batches], list[Tensor]]] = [
-    clipped_sample_by_sample, gradient_surgery, a_first_loss_of_zero, skipped_by_a_scaler, skipped_with_a_word,
-    attacked, attacked_without_a_word, sharpness_aware, out_of_memory, head_only, head_only_without_a_word, two_parts_after_two_losses,
+    accumulated, clipped_sample_by_sample, gradient_surgery, a_first_loss_of_zero, skipped_by_a_scaler, attacked, attacked_without_a_word,
+    sharpness_aware, out_of_memory, of_the_head_alone, of_the_head_alone_without_a_word, two_parts_after_two_losses,
     passes_after_the_last_step,
 ]  # fmt: skip
 
@@ -282,12 +287,13 @@ def test_layers_inside_and_outside_a_reentrant_checkpoint_report(which: str, rep
     assert [int(reported(round)[f"{block}.1.count"]) for block in "ab"] == [16 if report == "first" else 48] * 2
 
 
-@pytest.mark.parametrize("loop", [head_only_without_a_word, attacked_without_a_word], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", [of_the_head_alone_without_a_word, attacked_without_a_word], ids=lambda loop: loop.__name__)
 def test_passes_without_a_word_are_more_samples_than_there_are(loop: Any) -> None:
     with opened(METHODS["first"], network=net) as round:
         loop(round.model, batches())
-    with pytest.raises(ValueError, match="unrecorded"):
+    with pytest.raises(ContractBroken) as caught:
         round.reply(16)
+    assert caught.value.rule == "batches"
 
 
 def test_a_word_leaves_the_buffers_as_they_were_and_holds_for_parts_and_copies() -> None:
@@ -303,3 +309,67 @@ def test_a_word_leaves_the_buffers_as_they_were_and_holds_for_parts_and_copies()
         loss_of(round.model, *batches()[0]).backward()
         sgd(round.model).step()
     assert int(reported(round)["1.count"]) == 16
+
+
+def generator_and_critic() -> nn.Sequential:
+    """The BatchNorm layer ``0.1`` is the generator's, ``1.1`` the critic's."""
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, out)) for out in (4, 2)]
+    return nn.Sequential(*parts).double()
+
+
+def test_a_layer_that_does_not_run_in_the_first_step_reports_its_own_first_batch() -> None:
+    """As in a GAN: optimisers take turns, which make a batch and a step each."""
+    with opened(METHODS["first"], network=generator_and_critic) as round:
+        generator, critic = round.model
+        seen = Moments.of(generator[0](batches()[0][0]).detach())
+        for x, y in batches():
+            with torch.no_grad():
+                fake = generator(x)
+            (loss_of(critic, fake, y) + loss_of(critic, x, 1 - y)).backward()
+            sgd(critic).step()
+            round.model.zero_grad()
+            loss_of(round.model, x, y).backward()
+            sgd(generator).step()
+    sent = reported(round)
+    assert [int(sent[f"{layer}.count"]) for layer in ("1.1", "0.1")] == [32, 16]
+    assert torch.allclose(sent["0.1.mean"], seen.mean, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", [methods.fedavg(), methods.fbn(), methods.hbn(), methods.fixbn(freeze_after=0)], ids=lambda m: m.name)
+def test_a_copy_gets_the_statistics_of_new_data(method: Method) -> None:
+    """By ``update_bn``, inside the round and after it. The copy's own next round ends that."""
+    model, data = convert(net(), method), [x for x, _ in batches()]
+    with opened(method, model, net) as round:
+        if method.measures_first:
+            round.measure(batches()[:1])
+        loss_of(model, *batches()[0]).backward()
+        sgd(model).step()
+        inside = copy.deepcopy(model)
+    for copied in (inside, copy.deepcopy(model)):
+        update_bn(data, copied)
+        truth = nn.BatchNorm1d(8, momentum=None).double()
+        for x in data:
+            truth(copied[0](x))
+        torch.testing.assert_close(copied[1].running_mean, truth.running_mean)
+        torch.testing.assert_close(copied[1].running_var, truth.running_var)
+    with opened(method, copied, net):
+        assert method.name == "fedavg" or not vars(copied[1]).get("refills")
+
+
+def test_clients_may_train_in_threads() -> None:
+    def client(_: int) -> int:
+        with opened(METHODS["first"], network=net) as round:
+            optimizer = sgd(round.model)
+            for x, y in batches():
+                loss_of(round.model, x, y).backward()
+                optimizer.step()
+        return int(round.steps)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert set(pool.map(client, range(100))) == {3}
+    finally:
+        sys.setswitchinterval(before)

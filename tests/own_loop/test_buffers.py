@@ -17,9 +17,9 @@ from fl_bn.methods import METHODS, Role
 from tests.conformance.cases import every_method
 from tests.doors.doors import DOORS, through, wide
 from tests.doors.inner import ConfigError, RunConfig, roles
-from tests.doors.naming import naming
 from tests.federation import random_samples
 from tests.listed import listed
+from tests.refusals import naming
 
 CLIENTS = wide([random_samples(n, brightness=i / 2, seed=i) for i, n in enumerate((8, 9, 7))])
 FEDAVG = methods.fedavg()
@@ -76,7 +76,7 @@ def test_known_kinds_have_a_role_by_their_type() -> None:
 @listed("role", ["shared", "kept", "constant"])
 @pytest.mark.parametrize("door", DOORS)
 def test_a_buffer_is_averaged_by_default_and_others_are_no_result_of_a_round(door: str, role: str) -> None:
-    (tensors,) = through(DOORS[door], net({} if role == "shared" else {"*.ema": role}), FEDAVG, CLIENTS, rounds=1, size=64)
+    (tensors,) = through(door, net({} if role == "shared" else {"*.ema": role}), FEDAVG, CLIENTS, rounds=1, size=64)
     assert torch.equal(tensors["0.mask"], MASK)
     assert ("0.ema" in tensors) == (role != "kept")
     if role == "constant":
@@ -141,7 +141,7 @@ def test_a_module_recomputes_its_own_buffers() -> None:
     for role, wrong in (("recomputed", False), ("constant", True)):
         torch.manual_seed(0)
         model = set_buffer_roles(nn.Sequential(nn.Flatten(), Normed()), {"*.norm": role})
-        (tensors,) = through(DOORS["own loop"], model, FEDAVG, CLIENTS, rounds=1, size=64)
+        (tensors,) = through("own loop", model, FEDAVG, CLIENTS, rounds=1, size=64)
         assert (float((tensors["1.norm"] - tensors["1.weight"].norm()).abs()) > 1e-9) == wrong
 
 

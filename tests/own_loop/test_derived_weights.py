@@ -89,7 +89,7 @@ def farthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_local_step_is_plain_pytorch_s_on_the_union(kind: str, door: str) -> None:
     """The network was used before, so that its weight is the result of a computation. Clients copy it, in each round."""
-    ours = through(DOORS[door], derived(kind), FEDAVG, CLIENTS, rounds=3, size=64)[-1]
+    ours = through(door, derived(kind), FEDAVG, CLIENTS, rounds=3, size=64)[-1]
     assert farthest(ours, plain(kind, 3)) < 1e-9
     assert not farthest(ours, plain(kind, 2)) < 1e-3  # control: the weights have moved
 
@@ -155,7 +155,7 @@ def test_fedtan_takes_the_centralised_step_through_it(kind: str) -> None:
     model = nn.Sequential(nn.Flatten(), KINDS[kind](nn.Linear(192, 6)), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4)).double()
     settle(model)
     central = convert(model, FEDAVG)
-    ours, fedavg = (through(DOORS["federation"], model, method, CLIENTS, rounds=1, size=64)[-1] for method in (methods.fedtan(), FEDAVG))
+    ours, fedavg = (through("federation", model, method, CLIENTS, rounds=1, size=64)[-1] for method in (methods.fedtan(), FEDAVG))
     F.cross_entropy(central(X), Y).backward()
     SGD(central.parameters(), RATE).step()
     learnt = {name: p.detach() for name, p in central.named_parameters()}

@@ -12,9 +12,9 @@ from fl_bn.methods import METHODS
 from tests.conformance.cases import every_method
 from tests.doors.doors import ALL, apart, through, wide
 from tests.doors.inner import Unconvertible
-from tests.doors.naming import naming
 from tests.federation import random_samples
 from tests.listed import listed
+from tests.refusals import naming
 
 CLIENTS = wide([random_samples(n, brightness=i / 2, seed=i) for i, n in enumerate((8, 9, 7))])
 FEDAVG = methods.fedavg()
@@ -42,9 +42,9 @@ class First(nn.Module):
 @pytest.mark.parametrize("door", ALL)
 def test_an_integer_parameter_changes_nothing(door: str, extra: Tensor) -> None:
     """Inputs keep their type, and what is trained is what is trained without it."""
-    ours = through(ALL[door], First(extra), methods.fbn(), CLIENTS, size=64)
+    ours = through(door, First(extra), methods.fbn(), CLIENTS, size=64)
     assert "extra" not in ours[-1]
-    assert apart(ours, through(ALL[door], First(), methods.fbn(), CLIENTS, size=64)) == 0
+    assert apart(ours, through(door, First(), methods.fbn(), CLIENTS, size=64)) == 0
 
 
 @listed(
@@ -70,7 +70,7 @@ def test_buffers_that_cannot_travel_may_stay() -> None:
     with naming("table", Unconvertible):
         convert(model, FEDAVG)
     for role in ("constant", "kept"):
-        through(ALL["own loop"], set_buffer_roles(model, {"table": role}), FEDAVG, CLIENTS, size=64)
+        through("own loop", set_buffer_roles(model, {"table": role}), FEDAVG, CLIENTS, size=64)
 
 
 class Half(nn.Module):

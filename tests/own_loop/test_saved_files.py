@@ -21,8 +21,8 @@ from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, training
 from fl_bn.methods import METHODS
 from tests.conformance.cases import every_method
 from tests.doors.inner import load_weights
-from tests.doors.naming import naming
 from tests.listed import listed
+from tests.refusals import naming
 
 X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 2
 CLIENTS = [[(X[i::3], Y[i::3])] * 5 for i in range(3)]

@@ -17,11 +17,10 @@ from fl_bn.methods import METHODS, attacked
 from fl_bn.objectives import PLAIN, FedProx, Objective, Scaffold
 from fl_bn.robust.attacks import ATTACKS
 from tests.conformance.cases import every_method
-from tests.doors.doors import apart
+from tests.doors.doors import apart, own_loop
 from tests.doors.inner import SERVER_OPTIMIZERS
-from tests.doors.naming import naming
 from tests.listed import listed
-from tests.loops.loops import door_2, plain
+from tests.refusals import naming
 
 FEDAVG = methods.fedavg()
 
@@ -50,8 +49,8 @@ def test_a_server_s_optimizer_goes_on_from_a_pickle_bit_for_bit(name: str) -> No
         return state
 
     def ends(between: Callable[[Any], Any]) -> list[dict[str, Tensor]]:
-        clients = [data(0, 6), data(1, 4)]
-        return door_2(net(), FEDAVG, clients, loop=plain, rounds=3, between=between, optimizer=SERVER_OPTIMIZERS[name]())
+        clients = [[data(0, 6)], [data(1, 4)]]
+        return own_loop(net(), FEDAVG, clients, 3, between=between, optimizer=SERVER_OPTIMIZERS[name]())
 
     want, found, forgotten = map(ends, (lambda state: state, pickled, forgetful))
     assert apart(found, want) == 0

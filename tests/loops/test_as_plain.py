@@ -1,0 +1,469 @@
+"""Loops that compute what a plain loop computes: whatever else they run, a batch is reported once, and is one step."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from fl_bn import convert, methods, unrecorded
+from fl_bn.methods import Method, freeze
+from tests.doors.doors import LOOPS as DOORS
+from tests.doors.doors import RATE, Rounds, Tensors, apart
+from tests.loops.loops import Step, clients, each, net, opened, plain, step
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # of torch.compile, about its own
+    pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),  # of torch's BatchNorm, too
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of trainers, about machines, loggers and workers
+]
+OTHER = torch.randn(7, 4, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+
+
+# Further passes
+
+
+def validation(round: Any, x: Tensor, y: Tensor) -> None:
+    round.model.eval()
+    round.model(OTHER)
+    round.model.train()
+    plain(round, x, y)
+
+
+def training_accuracy(round: Any, x: Tensor, y: Tensor) -> None:
+    """In training mode, where torch's BatchNorm moves its running statistics, and without gradients."""
+    with torch.no_grad():
+        round.model(OTHER)
+    plain(round, x, y)
+
+
+def an_average_of_the_weights(round: Any, x: Tensor, y: Tensor) -> None:
+    copied = copy.deepcopy(round.model)
+    copied(OTHER).sum().backward()
+    plain(round, x, y)
+    copied(OTHER)
+    pickle.loads(pickle.dumps(round.model))(OTHER)
+
+
+def a_swa_model(round: Any, x: Tensor, y: Tensor) -> None:
+    average = torch.optim.swa_utils.AveragedModel(round.model)
+    average(OTHER)
+    plain(round, x, y)
+    average.update_parameters(round.model)
+
+
+def a_skipped_step(round: Any, x: Tensor, y: Tensor) -> None:
+    """As where a GradScaler finds an overflow: the batch never led to a step."""
+    with unrecorded(round.model):
+        F.cross_entropy(round.model(OTHER), torch.zeros(len(OTHER), dtype=torch.int64)).backward()
+    round.model.zero_grad()
+    plain(round, x, y)
+
+
+def traced(round: Any, x: Tensor, y: Tensor) -> None:
+    """As TensorBoard's ``add_graph`` does, with another batch."""
+    statistics = {name: buffer.clone() for name, buffer in round.model.named_buffers()}
+    torch.jit.trace(round.model, OTHER, check_trace=False)
+    for name, buffer in round.model.named_buffers():
+        buffer.copy_(statistics[name])
+    plain(round, x, y)
+
+
+def exported(round: Any, x: Tensor, y: Tensor) -> None:
+    torch.export.export(round.model.eval(), (x,))
+    round.model.train()
+    plain(round, x, y)
+
+
+# Other ways to run the network
+
+
+def checkpointed(round: Any, x: Tensor, y: Tensor) -> None:
+    step(lambda x: checkpoint(round.model, x, use_reentrant=False), round.model, x, y)
+
+
+def reentrant(round: Any, x: Tensor, y: Tensor) -> None:
+    step(lambda x: checkpoint(round.model, x.clone().requires_grad_(), use_reentrant=True), round.model, x, y)
+
+
+def partly_checkpointed(round: Any, x: Tensor, y: Tensor) -> None:
+    step(lambda x: round.model[3:](checkpoint(round.model[:3], x, use_reentrant=False)), round.model, x, y)
+
+
+def data_parallel(round: Any, x: Tensor, y: Tensor) -> None:
+    step(DataParallel(round.model), round.model, x, y)
+
+
+def compiled(round: Any, x: Tensor, y: Tensor) -> None:
+    step(torch.compile(round.model, backend="eager"), round.model, x, y)
+
+
+def compiled_as_one_graph(round: Any, x: Tensor, y: Tensor) -> None:
+    torch._dynamo.reset()  # else what other tests compiled counts
+    step(torch.compile(round.model, backend="eager", fullgraph=True), round.model, x, y)
+
+
+def part_by_part(round: Any, x: Tensor, y: Tensor) -> None:
+    def forward(x: Tensor) -> Tensor:
+        for part in round.model:
+            x = part(x)
+        return x
+
+    step(forward, round.model, x, y)
+
+
+def moved_to_a_device(round: Any, x: Tensor, y: Tensor) -> None:
+    """``model.to(device)`` puts new tensors in the place of buffers."""
+    round.model._apply(torch.clone)
+    plain(round, x, y)
+
+
+# Other ways to step
+
+
+def closure(round: Any, x: Tensor, y: Tensor) -> None:
+    """Of an optimiser that evaluates it twice: what the gradient is at first leads the step."""
+    optimizer = SGD(round.model.parameters(), RATE)
+
+    def evaluate() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(round.model(x), y)
+        loss.backward()
+        return loss
+
+    evaluate()
+    with unrecorded(round.model):
+        optimizer.step(evaluate)
+
+
+def by_hand(round: Any, x: Tensor, y: Tensor) -> None:
+    F.cross_entropy(round.model(x), y).backward()
+    with torch.no_grad():
+        for parameter in round.model.parameters():
+            parameter -= RATE * parameter.grad
+    round.step_done()
+
+
+def two_optimizers(round: Any, x: Tensor, y: Tensor) -> None:
+    """Of the backbone and of the head; the second one's step is no further step of the weights."""
+    optimizers = [SGD(part.parameters(), RATE) for part in (round.model[:3], round.model[3:])]
+    F.cross_entropy(round.model(x), y).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+class Around(torch.optim.Optimizer):
+    """An optimiser that wraps another and calls its ``step``, as implementations of SAM and Lookahead do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": RATE})
+        self.base = SGD(self.param_groups, RATE)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        self.base.step()
+
+
+def an_optimizer_around_another(round: Any, x: Tensor, y: Tensor) -> None:
+    optimizer = Around(round.model.parameters())
+    F.cross_entropy(round.model(x), y).backward()
+    optimizer.step()
+
+
+def in_the_backward_pass(round: Any, x: Tensor, y: Tensor) -> None:
+    """An optimiser of each parameter, which steps as soon as autograd has the gradient."""
+    optimizers = {p: SGD([p], RATE) for p in round.model.parameters()}
+
+    def step_now(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    handles = [p.register_post_accumulate_grad_hook(step_now) for p in optimizers]  # type: ignore[arg-type]
+    F.cross_entropy(round.model(x), y).backward()
+    for handle in handles:
+        handle.remove()
+
+
+def a_step_before(round: Any, x: Tensor, y: Tensor) -> None:
+    """As to quieten a scheduler's warning: without gradients it moves nothing."""
+    SGD(round.model.parameters(), RATE, momentum=0.9, weight_decay=0.1).step()
+    plain(round, x, y)
+
+
+# Trainers
+
+
+def lightning(round: Any, x: Tensor, y: Tensor) -> None:
+    """With a validation after the epoch and one before it, as the Trainer does by default."""
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, number: int) -> Tensor:
+            return F.cross_entropy(self.model(batch[0]), batch[1])
+
+        def validation_step(self, batch: Any, number: int) -> None:
+            self.log("loss", F.cross_entropy(self.model(batch[0]), batch[1]))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return SGD(self.parameters(), RATE)
+
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, **quiet)
+    trainer.fit(Module(round.model), loader(x, y, len(x)), loader(x + 3, y, len(x)))
+
+
+def loader(x: Tensor, y: Tensor, size: int) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(x, y), batch_size=size)
+
+
+def accelerate(round: Any, x: Tensor, y: Tensor, parts: int = 1) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=parts)
+    model, optimizer, batches = accelerator.prepare(round.model, SGD(round.model.parameters(), RATE), loader(x, y, len(x) // parts))
+    model.train()
+    for inputs, targets in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(F.cross_entropy(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        model(x + 3)
+
+
+def accumulation_of_accelerate(round: Any, x: Tensor, y: Tensor) -> None:
+    accelerate(round, x, y, parts=2)
+
+
+def distributed(round: Any, x: Tensor, y: Tensor) -> None:
+    """DistributedDataParallel, as ``torchrun`` starts it, with one process."""
+    from torch import distributed as dist
+
+    with tempfile.NamedTemporaryFile() as file:
+        dist.init_process_group("gloo", init_method=f"file://{file.name}-store", rank=0, world_size=1)
+        try:
+            model = DistributedDataParallel(round.model)
+            step(model, model, x, y)
+        finally:
+            dist.destroy_process_group()
+
+
+# Modes, which a loop may set wherever it likes: it cannot thaw what a round freezes
+
+
+def train(round: Any, x: Tensor, y: Tensor) -> None:
+    round.model.train()
+    plain(round, x, y)
+
+
+def every_module(round: Any, x: Tensor, y: Tensor) -> None:
+    for module in round.model.modules():
+        module.train()
+    plain(round, x, y)
+
+
+def by_attribute(round: Any, x: Tensor, y: Tensor) -> None:
+    for module in round.model.modules():
+        module.training = True
+    plain(round, x, y)
+
+
+def there_and_back(round: Any, x: Tensor, y: Tensor) -> None:
+    """As trainers do around a validation."""
+    modes = {module: module.training for module in round.model.modules()}
+    round.model.eval()
+    with torch.no_grad():
+        round.model(x)
+    for module, mode in modes.items():
+        module.training = mode
+    round.model.train()
+    plain(round, x, y)
+
+
+USUAL: dict[str, Method] = {
+    "fedavg": methods.fedavg(),
+    "fbn": methods.fbn(),
+    "fbn, all batches": methods.fbn(report="all"),
+    "hbn": methods.hbn(),
+    "fixbn": methods.fixbn(freeze_after=0),
+    "fedtan": methods.fedtan(),
+}
+FROZEN: dict[str, Method] = {  # from round 2 on
+    "fixbn, frozen": methods.fixbn(freeze_after=1),
+    "fixbn, both frozen": methods.fixbn(freeze_after=1, freeze_what="both"),
+    "fedtan2, frozen": methods.fedtan2(freeze_after=1),
+    **{f"{name}, frozen": freeze(USUAL[name], 1) for name in ("fedavg", "fbn", "hbn")},
+}
+METHODS = {**USUAL, **FROZEN}
+PASSES: list[Step] = [validation, training_accuracy, an_average_of_the_weights, a_swa_model, a_skipped_step, traced, exported]
+RUNS: list[Step] = [
+    checkpointed, reentrant, partly_checkpointed, data_parallel, compiled, compiled_as_one_graph, part_by_part, moved_to_a_device,
+]  # fmt: skip
+STEPS: list[Step] = [
+    closure, by_hand, two_optimizers, an_optimizer_around_another, in_the_backward_pass, a_step_before,
+]  # fmt: skip
+TRAINERS: list[Step] = [lightning, accelerate, accumulation_of_accelerate, distributed]
+MODES: list[Step] = [train, every_module, by_attribute, there_and_back]
+MOVES_STATISTICS = (training_accuracy, checkpointed, reentrant, partly_checkpointed)
+"""Loops in which torch's own layers move their running statistics once more, as in plain torch."""
+
+
+def cells() -> list[Any]:
+    """Return every case. In the Flower app, all loops but two are slow tests, and so are those of trainers."""
+    loops = {**dict.fromkeys(USUAL, [*PASSES, *RUNS, *STEPS, *TRAINERS]), **dict.fromkeys(FROZEN, [*MODES, compiled])}
+    return [
+        pytest.param(method, loop, door, id=f"{method}-{loop.__name__}-{door}", marks=[pytest.mark.slow] if slow else [])
+        for method, chosen in loops.items()
+        for loop in chosen
+        for door in DOORS
+        for slow in [loop in TRAINERS or (door == "flower" and loop not in (validation, train))]
+    ]
+
+
+def run(method: str, loop: Step, door: str) -> Rounds:
+    """Train a federation whose clients have two batches each."""
+    halves = [[*zip(x.chunk(2), y.chunk(2), strict=True)] for x, y in clients()]
+    return DOORS[door](net(), METHODS[method], halves, 3 if method in FROZEN else 2, loop=each(loop))
+
+
+@cache
+def plainly(method: str, door: str) -> Rounds:
+    return run(method, plain, door)
+
+
+def refusal(method: Method, loop: Step) -> str:
+    """Return a part of the error where the contract promises nothing; in a Flower app, the client's error ends the run."""
+    if loop is compiled_as_one_graph and (method.exchanges or method.name == "fbn"):
+        return "fullgraph|usable|failed"
+    return "use_reentrant|one batch|layer-wise|usable|failed" if method.exchanges and loop in (reentrant, closure) else ""
+
+
+@pytest.mark.sample("[fbn-v", "[fbn-c", "[fbn-a", "[fbn-p", "[fedavg-", "[hbn-clo", "n-train-own", "n-train-flower", "[hbn, frozen-there")
+@pytest.mark.parametrize(("method", "loop", "door"), cells())
+def test_it_computes_what_a_plain_loop_computes(method: str, loop: Step, door: str) -> None:
+    made = METHODS[method]
+    if loop in MOVES_STATISTICS and (made.layer is None or (made.exchanges and loop is training_accuracy)):
+        return
+    if loop is distributed and made.exchanges:
+        return  # its clients take turns in this process, which has one process group
+    if loop is accumulation_of_accelerate and made.name not in ("fbn", "fixbn"):
+        return  # only where constants normalise, two micro-batches are the batch
+    if said := refusal(made, loop):
+        with pytest.raises(Exception, match=said):
+            run(method, loop, door)
+        return
+    assert apart(run(method, loop, door), plainly(method, door)) <= (0 if loop in MODES else 1e-12)
+
+
+@pytest.mark.parametrize("method", [methods.fedavg(), methods.fixbn(freeze_after=0)], ids=lambda method: method.name)
+def test_a_round_of_many_steps_is_compiled_twice(method: Method) -> None:
+    """For the first batch, and for the others."""
+    (x, y), graphs = clients()[0], []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    with opened(method) as round:
+        model = torch.compile(round.model, backend=backend, fullgraph=True)
+        for _ in range(12):
+            step(model, round.model, x, y)
+    assert round.steps == 12
+    assert 1 <= len(graphs) <= 2
+
+
+@pytest.mark.slow
+def test_a_network_compiled_before_the_round() -> None:
+    for method, count in ((methods.fbn(), 16), (methods.fedavg(), 0)):
+        model, (x, y) = convert(net(), method), clients()[0]
+        before = torch.compile(model, backend="eager")
+        before(x)
+        with opened(method, model) as round:
+            step(before, model, x, y)
+        reply, _ = round.reply(16)
+        assert int(reply.sections.get("moments", {}).get("1.count", 0)) == count
+        assert reply.steps == 1
+
+
+def gradients(model: nn.Module, x: Tensor, y: Tensor) -> Tensors:
+    """Return the gradients of a loss with a penalty on the gradient of the inputs."""
+    inputs = x.clone().requires_grad_()
+    loss = F.cross_entropy(model(inputs), y)
+    (loss + torch.autograd.grad(loss, inputs, create_graph=True)[0].square().sum()).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fixbn", "fbn", "hbn"])
+def test_a_gradient_penalty_is_plain_pytorch_s(name: str) -> None:
+    """Of other methods, before centring."""
+    (x, y), method = clients()[0], replace(METHODS[name], centre=False)
+    with opened(method) as round:
+        if method.measures_first:
+            round.measure([(x, y)])
+        ours = gradients(round.model, x, y)
+        SGD(round.model.parameters(), RATE).step()
+    want = gradients(net().train(name == "fedavg"), x, y)
+    assert (apart([{key: ours[key] for key in want}], [want]) < 1e-12) == (name != "hbn")  # control: HBN mixes
+
+
+# FedTAN's step is that on the union, in whatever form inputs come
+
+
+class Named(nn.Module):
+    """Takes its inputs in ``form``, and normalises all of them at once."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.body = form, net()
+
+    def forward(self, batch: Any) -> Tensor:
+        if self.form == "over time":
+            return self.body(batch.flatten(0, 1)).view(len(batch), 2, -1).mean(1)  # type: ignore[no-any-return]
+        out: Tensor = self.body(batch["image"] if self.form == "dict" else torch.stack(batch) if self.form == "list" else batch)
+        return out
+
+
+FORMS: dict[str, Callable[[Tensor], Any]] = {
+    "tensor": lambda x: x,
+    "dict": lambda x: {"mask": torch.ones(3), "image": x},
+    "list": list,
+    "over time": lambda x: torch.stack([x, x + 1], 1),
+}
+
+
+def saying(round: Any, x: Any, y: Tensor) -> None:
+    round.batch(len(y))
+    plain(round, x, y)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(("form", "loop"), [("tensor", plain), ("dict", plain), ("list", plain), ("over time", saying), ("dict", saying)])
+def test_fedtan_s_step_is_the_union_s_in_any_form_of_inputs(form: str, loop: Step, door: str) -> None:
+    data, union = [[(FORMS[form](x), y)] for x, y in clients()], Named(form).train()
+    x, y = (torch.cat(parts) for parts in zip(*clients(), strict=True))
+    step(union, union, FORMS[form](x), y)
+    want = {name: tensor for name, tensor in union.state_dict().items() if tensor.is_floating_point()}
+    for method, is_union in ((methods.fedtan(), True), (methods.fedavg(), False)):  # control: FedAvg's is not that step
+        (found,) = DOORS[door](Named(form), method, data, 1, loop=each(loop if is_union else plain))
+        assert (apart([{name: found[name] for name in want}], [want]) < 1e-12) == is_union
