@@ -167,15 +167,16 @@ def own_app(
     seen: Seen | None = None,
     objective: Objective = PLAIN,
     mods: Sequence[Any] = (replayed,),
+    give: bool = True,
 ) -> ClientApp:
-    """Make a user's Flower app; its arguments are those of ``own_loop``."""
+    """Make a user's Flower app; its arguments are those of ``own_loop``. ``give``: give the batches to ``training``."""
     app, make = ClientApp(), fresh or partial(copied, model)
     answer(app, make, method, lambda context: clients[int(context.node_config["partition-id"])])
 
     @app.train(mods=list(mods))
     def train(message: Message, context: Context) -> Message:
         i = int(context.node_config["partition-id"])
-        with training(message, context, make(), method, clients[i], objective=objective) as round:
+        with training(message, context, make(), method, clients[i] if give else None, objective=objective) as round:
             loss = loop(round.local, drawn(clients[i], i, round.number))
         if seen:
             seen(i, round.number, round.model)

@@ -17,7 +17,7 @@ from fl_bn import Federation, convert, local_round, methods, server_state
 from fl_bn.methods import METHODS, Phase, freeze
 from fl_bn.objectives import PLAIN, Objective, Scaffold
 from tests.doors.doors import ALL, Rounds, through, wide
-from tests.doors.inner import RunConfig, centred_weights
+from tests.doors.inner import centred_weights
 from tests.federation import random_samples
 from tests.methods.centralised import rough_network
 
@@ -121,44 +121,33 @@ def test_the_sum_moves_until_the_freeze_and_stays_afterwards() -> None:
     assert moved(states[2:], names) < STILL
 
 
-def test_the_application_has_a_key_for_every_method() -> None:
-    def centres(method: str, wanted: str, phase: Phase) -> bool:
-        keys = {"setup": "experiments.papers:Papers", "method": method, "centre-gradients": wanted}
-        return RunConfig.from_mapping(keys).build_method().centres(phase)
-
-    for wanted, centre in (("auto", True), ("never", False), ("always", True)):
-        assert centres("fbn", wanted, Phase.TRAIN) is centre
-        assert centres("fixbn", wanted, Phase.FROZEN) is centre
-        assert centres("fixbn", wanted, Phase.TRAIN) is centres("gn", wanted, Phase.TRAIN) is (wanted == "always")
-
-
 class Decaying(torch.optim.SGD):
     """SGD that also shrinks parameters without a gradient."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
         for parameter in self.param_groups[0]["params"]:
             parameter.mul_(0.999)
 
 
 class Branching(nn.Module):
-    """Its weight ``b`` has a part in every second batch of training."""
+    """Its weight ``b`` has a part in every second batch of training, and ``q`` is quantised, as a frozen part may be."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.bn, self.b, self.fc = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Linear(16, 3)
-        self.q = nn.Linear(16, 16, bias=False)  # quantised, as a frozen part may be
-        self.q.weight = nn.Parameter(torch.ones(16, 16, dtype=torch.int8), requires_grad=False)
+        self.q = nn.Parameter(torch.ones(16, 16, dtype=torch.int8), requires_grad=False)
         self.passes = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        h = F.relu(self.bn(self.a(x + 0.01 * F.linear(x, self.q.weight.to(x.dtype)))))
+        h = F.relu(self.bn(self.a(x + 0.01 * F.linear(x, self.q.to(x.dtype)))))
         self.passes += self.training
-        return self.fc(h + self.b(h) if self.passes % 2 else h)
+        out: Tensor = self.fc(h + self.b(h) if self.passes % 2 else h)
+        return out
 
 
-@pytest.mark.parametrize("objective", [PLAIN, Scaffold()])
+@pytest.mark.parametrize("objective", [PLAIN, Scaffold()], ids=lambda objective: objective.name)
 def test_a_weight_that_a_batch_does_not_reach_may_move(objective: Objective) -> None:
     batches = [(torch.randn(8, 16), torch.randint(0, 3, (8,))) for _ in range(4)]
     made: Any = torch.optim.SGD if objective is not PLAIN else Decaying

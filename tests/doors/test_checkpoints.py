@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, TensorDataset
 
 from fl_bn import Callback, Federation, SeededBatches, methods
 from fl_bn.federation.checkpoint import FederationState
 from fl_bn.objectives import Moon, Scaffold
 from tests.doors.inner import Damaged, generators, server_optimizer
+from tests.doors.test_federation import net as plain_net
+from tests.doors.test_loaders import ORDERS, own_order
 from tests.listed import listed
 from tests.refusals import naming
 
@@ -49,6 +48,11 @@ def federation(method: str = "fedavg", **options: Any) -> Federation:
 def state(fed: Federation) -> dict[str, Tensor]:
     own = {f"{i}/{name}": tensor for i in range(len(fed.clients)) for name, tensor in fed.client_model(i).state_dict().items()}
     return {**fed.model.state_dict(), **own}
+
+
+def same(found: Federation, wanted: Federation) -> bool:
+    tensors = state(wanted)
+    return all(torch.equal(tensor, tensors[name]) for name, tensor in state(found).items())
 
 
 def shown(records: list[Any]) -> list[str]:
@@ -84,51 +88,29 @@ def test_a_federation_goes_on_with_the_bits_of_one_never_interrupted(method: str
     assert shown(second.history) == shown(whole.history[:2])
     assert [record.round for record in second.run(4)] == [3, 4]
     assert shown(second.history) == shown(whole.history)
-    found, expected = state(second), state(whole)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
-    assert not all(torch.equal(tensor, expected[name]) for name, tensor in state(first).items())  # control: round 2's are others
+    assert same(second, whole)
+    assert not same(first, whole)  # control: round 2's are others
 
 
-class Drawn(Sampler[list[int]]):
-    """Draws batches from a sampler of its own, which is no ``BatchSampler``."""
-
-    def __init__(self, data: TensorDataset, seed: int) -> None:
-        self.sampler = RandomSampler(data, generator=torch.Generator().manual_seed(seed))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter([list(batch) for batch in np.array_split(list(self.sampler), 3)])
-
-
-def shuffled(kind: str, client: int) -> DataLoader[Any]:
-    data, own = TensorDataset(*made(client)), torch.Generator().manual_seed(client)
-    if kind == "loader":
-        return DataLoader(data, 8, shuffle=True, generator=own)
-    if kind == "sampler":
-        return DataLoader(data, 8, sampler=RandomSampler(data, generator=own))
-    if kind == "batch_sampler":
-        return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data, generator=own), 8, drop_last=False))
-    return DataLoader(data, batch_sampler=Drawn(data, client))
-
-
-@pytest.mark.parametrize("kind", ["loader", "sampler", "batch_sampler", "one's own"])
+@pytest.mark.parametrize("kind", ORDERS)
 def test_loaders_go_on_with_the_state_of_their_generators(kind: str, tmp_path: Path) -> None:
-    def loaders() -> list[DataLoader[Any]]:
-        return [shuffled(kind, client) for client in range(3)]
+    def mine() -> Federation:
+        return Federation(plain_net(), methods.fedavg(), own_order(kind))
 
     path = tmp_path / "state.safetensors"
-    whole, first, second, fresh = (federation(clients=loaders(), fraction=1.0) for _ in range(4))
+    whole, first, second, fresh = (mine() for _ in range(4))
     list(whole.run(4))
     next(records := first.run(4))
     first.checkpoint(path)
     records.close()
     second.resume(path)
     list(second.run(4))
-    assert all(torch.equal(tensor, state(whole)[name]) for name, tensor in state(second).items())
+    assert same(second, whole)
     fresh.resume(path)
     for one in (one for loader in fresh.clients for one in generators(loader)):
         one.manual_seed(5)
     list(fresh.run(4))
-    assert not all(torch.equal(tensor, state(whole)[name]) for name, tensor in state(fresh).items())  # control
+    assert not same(fresh, whole)  # control
 
 
 def test_from_a_callback_and_after_the_end(tmp_path: Path) -> None:
@@ -141,10 +123,10 @@ def test_from_a_callback_and_after_the_end(tmp_path: Path) -> None:
     fed, again = federation("fedbn", callbacks=[Every()]), federation("fedbn")
     list(fed.run(3))
     again.resume(tmp_path / "3.safetensors")
-    assert all(torch.equal(tensor, state(fed)[name]) for name, tensor in state(again).items())
+    assert same(again, fed)
     assert shown(list(fed.run(2))) == shown(list(again.run(2)))
     assert [record.round for record in again.history[-2:]] == [1, 2]
-    assert all(torch.equal(tensor, state(fed)[name]) for name, tensor in state(again).items())
+    assert same(again, fed)
 
 
 def taken(parameters: Any) -> SGD:

@@ -56,17 +56,6 @@ def test_adamw_with_a_scheduler(batches: list) -> None:
     assert [record.learning_rate for record in fed.history] == pytest.approx(rates)
 
 
-def test_history_has_every_round() -> None:
-    fed = Federation(net(), methods.fixbn(), SEEDED, test=TEST, evaluate_every=2, fraction=0.67)
-    seen = list(fed.run(3))
-    assert fed.history == seen
-    assert [record.round for record in seen] == [1, 2, 3]
-    assert [bool(record.evaluation) for record in seen] == [False, True, True]
-    assert [len(record.clients) for record in seen] == [2, 2, 2]
-    assert [record.phase for record in seen] == ["train", "frozen", "frozen"]
-    assert all(client.samples == 48 and client.steps == 3 for record in seen for client in record.clients)
-
-
 class Ends(Callback):
     """Notes the model of each evaluation, and ends the run after round 5: by ``stop`` or by an error."""
 
@@ -86,13 +75,17 @@ class Ends(Callback):
             raise KeyboardInterrupt
 
 
+def evaluated_seldom(name: str, by: str) -> tuple[Federation, Ends]:
+    ends = Ends(by)
+    return Federation(net(), methods.METHODS[name](), SEEDED, test=TEST, evaluate_every=2, callbacks=[ends]), ends
+
+
 @pytest.mark.parametrize(
     ("name", "by"), [("hbn", "stop"), ("hbn", "error"), ("hbn", "break"), ("hbn", "a look"), ("static-bn", "stop"), ("fbn", "stop")]
 )
-def test_the_model_is_one_that_was_evaluated_where_statistics_are_measured(name: str, by: str, log: pytest.LogCaptureFixture) -> None:
+def test_the_model_is_one_that_was_evaluated_where_statistics_are_measured(name: str, by: str) -> None:
     """Else static BN's would have mean 0 and variance 1, and HBN's the statistics of another exchange."""
-    notes, method = Ends(by), methods.METHODS[name]()
-    fed = Federation(net(), method, SEEDED, test=TEST, evaluate_every=2, callbacks=[notes])
+    fed, notes = evaluated_seldom(name, by)
     going = fed.run(8)
     with pytest.raises(KeyboardInterrupt) if by == "error" else nullcontext():
         for record in going:
@@ -100,21 +93,16 @@ def test_the_model_is_one_that_was_evaluated_where_statistics_are_measured(name:
                 break
     if by == "break":
         going.close()  # type: ignore[attr-defined]
-    found, measures = fed.model.state_dict(), method.refresh is not Refresh.NOTHING
+    found, measures = fed.model.state_dict(), fed.method.refresh is not Refresh.NOTHING
     same = [key for key, tensor in notes.evaluated[4].items() if "tracked" not in key and torch.equal(found[key], tensor)]
     assert (len(same) > 4) == measures  # control: the others' weights are those of round 5
-    assert not torch.equal(found["1.running_mean"], torch.zeros(16))
-    last = fed.history[3].evaluation["loss"]
-    assert (fed.evaluate()["loss"] == pytest.approx(last, abs=1e-6)) == measures
-    assert ("its model is that of round 4" in log.text) == (measures and by != "a look")
+    assert found["1.running_mean"].any()
+    assert (fed.evaluate()["loss"] == pytest.approx(fed.history[3].evaluation["loss"], abs=1e-6)) == measures
 
 
 @pytest.mark.parametrize("name", ["hbn", "fbn"])
 def test_a_resumed_run_has_the_model_of_the_last_evaluation(name: str, tmp_path: Path) -> None:
-    def made(by: str) -> Federation:
-        return Federation(net(), methods.METHODS[name](), SEEDED, test=TEST, evaluate_every=2, callbacks=[Ends(by)])
-
-    whole, saved, resumed = made("stop"), made(""), made("stop")
+    (whole, _), (saved, _), (resumed, _) = (evaluated_seldom(name, by) for by in ("stop", "", "stop"))
     list(whole.run(8))
     for record in saved.run(8):
         if record.round == 4:
@@ -127,23 +115,10 @@ def test_a_resumed_run_has_the_model_of_the_last_evaluation(name: str, tmp_path:
 
 def test_a_federation_that_diverges_says_why() -> None:
     fed = Federation(net(), methods.fixbn(), SEEDED, optimizer=partial(SGD, lr=1e30), clip="none")
-    with pytest.raises(Diverged, match="3 rounds"):
+    with pytest.raises(Diverged):
         list(fed.run(10))
     assert [record.aggregated for record in fed.history[-3:]] == [False] * 3
     assert len(fed.history) < 10
-
-
-def test_seeded_batches_repeat_bit_for_bit() -> None:
-    ends = []
-    for seed, drawn in ((0, 1), (0, 2), (1, 1)):
-        torch.manual_seed(drawn)  # whatever else draws random numbers
-        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 3))
-        model.load_state_dict(dict(zip(model.state_dict(), net().state_dict().values(), strict=True)))
-        fed = Federation(model, methods.hbn(), SEEDED, test=TEST, local_epochs=2, fraction=0.67, seed=seed)
-        list(fed.run(3))
-        ends.append(fed.model.state_dict())
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-    assert not torch.equal(ends[0]["0.weight"], ends[2]["0.weight"])
 
 
 def of_two_runs(optimizer: Any, width: int = 16) -> list[Tensor]:
@@ -171,14 +146,3 @@ def test_the_network_given_is_not_changed() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     list(Federation(model, methods.fbn(), SEEDED).run(1))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_callbacks_from_a_generator_are_called() -> None:
-    seen: list[int] = []
-
-    class Seen(Callback):
-        def on_round(self, record: Any, rounds: int) -> None:
-            seen.append(record.round)
-
-    list(Federation(net(), methods.fedavg(), SEEDED, callbacks=(Seen() for _ in range(2))).run(2))
-    assert seen == [1, 1, 2, 2]

@@ -7,21 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from fl_bn.flower import FBN, HBN, FedBN, FixBN, InProcessGrid, OwnAppStrategy, RunFailed, answer, replayed, training
-from fl_bn.methods import METHODS, Method
+from fl_bn.flower import FBN, HBN, FedBN, FixBN, InProcessGrid, OwnAppStrategy, RunFailed
+from fl_bn.methods import METHODS
 from fl_bn.objectives import Scaffold
-from tests.doors.doors import apart
+from tests.doors.doors import Rounds, apart, own_app
 from tests.doors.inner import Defence, ExchangeSettings
+from tests.doors.test_federation import made
 from tests.listed import listed
 from tests.noted import noted
-
-SIZES = (24, 40, 32)
 
 
 def make_net() -> nn.Module:
@@ -30,71 +27,50 @@ def make_net() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
 
 
-def load_data(context: Context) -> DataLoader:
-    client = int(context.node_config["partition-id"])
-    x = torch.randn(SIZES[client], 6, generator=torch.Generator().manual_seed(client))
-    return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=8, shuffle=True)
+class Shuffled(DataLoader[Any]):
+    """Batches in an order that torch's global generator decides."""
+
+    def __init__(self, client: int, samples: int) -> None:
+        super().__init__(TensorDataset(*made(client, samples)), batch_size=8, shuffle=True)
 
 
-def my_app(method: Method, mods: list[Any] | None = None, give: bool = True, **options: Any) -> ClientApp:
-    app = ClientApp()
-    answer(app, make_net, method, load_data)
-
-    @app.train(mods=mods)
-    def train(msg: Message, context: Context) -> Message:
-        loader = load_data(context)
-        with training(msg, context, make_net(), method, loader if give else None, **options) as round:
-            optimizer = torch.optim.SGD(round.model.parameters(), lr=0.1)
-            for x, y in loader:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(round.model(x), y)
-                loss.backward()
-                optimizer.step()
-        return round.message(len(loader.dataset), loss.item())
-
-    return app
+LOADERS = [Shuffled(client, samples) for client, samples in enumerate((24, 40, 32))]
 
 
-def trained(app: ClientApp, strategy: OwnAppStrategy, rounds: int = 2) -> list[dict[str, torch.Tensor]]:
+def my_app(method: str, **options: Any) -> ClientApp:
+    return own_app(make_net(), METHODS[method](), LOADERS, fresh=make_net, **options)
+
+
+def trained(app: ClientApp, strategy: OwnAppStrategy, rounds: int = 2) -> Rounds:
     found = noted(strategy)
     torch.manual_seed(3)
-    strategy.start(InProcessGrid(app, len(SIZES), {}), num_rounds=rounds)
+    strategy.start(InProcessGrid(app, len(LOADERS), {}), num_rounds=rounds)
     return [{name: torch.from_numpy(array) for name, array in found[n].items()} for n in range(1, rounds + 1)]
+
+
+def fedtan(carrier: str) -> OwnAppStrategy:
+    return OwnAppStrategy(make_net(), METHODS["fedtan"](), fraction_evaluate=0, exchange=ExchangeSettings(carrier))
 
 
 def test_fedtan_by_replay_draws_the_same_batches_each_time() -> None:
     """Shuffled loaders and dropout: the handler comes to the same first step as often as it is called, else moments and batches differ."""
-    method = METHODS["fedtan"]()
-
-    def through(carrier: str) -> list[dict[str, torch.Tensor]]:
-        strategy = OwnAppStrategy(make_net(), method, fraction_evaluate=0, exchange=ExchangeSettings(carrier))
-        return trained(my_app(method, [replayed]), strategy)
-
-    assert apart(through("replay"), through("local")) < 1e-6
-    first, second = through("local")
-    assert not torch.equal(first["0.weight"], second["0.weight"])
-
-
-def replayed_without_its_mod() -> tuple[ClientApp, OwnAppStrategy]:
-    method = METHODS["fedtan"]()
-    return my_app(method), OwnAppStrategy(make_net(), method, fraction_evaluate=0, exchange=ExchangeSettings("replay"))
+    local = trained(my_app("fedtan"), fedtan("local"))
+    assert apart(trained(my_app("fedtan"), fedtan("replay")), local) < 1e-6
+    assert not torch.equal(local[0]["0.weight"], local[1]["0.weight"])  # control
 
 
 FAILED: dict[str, tuple[Callable[[], tuple[ClientApp, OwnAppStrategy]], str]] = {
-    "a line is missing": (replayed_without_its_mod, "mods=[fl_bn.flower.replayed]"),
-    "batches are missing": (lambda: (my_app(METHODS["hbn"](), give=False), HBN(make_net(), fraction_evaluate=0)), "batches="),
-    "one side has an objective": (
-        lambda: (my_app(METHODS["fixbn"](), objective=Scaffold()), FixBN(make_net(), fraction_evaluate=0)),
-        "control",
-    ),
+    "a line is missing": (lambda: (my_app("fedtan", mods=[]), fedtan("replay")), "mods=[fl_bn.flower.replayed]"),
+    "batches are missing": (lambda: (my_app("hbn", give=False), HBN(make_net(), fraction_evaluate=0)), "batches="),
+    "one side has an objective": (lambda: (my_app("fixbn", objective=Scaffold()), FixBN(make_net(), fraction_evaluate=0)), "control"),
 }
 
 
 @listed("make, key", [pytest.param(*case, id=name) for name, case in FAILED.items()])
-def test_an_app_that_lacks_something_fails_by_its_name(make: Any, key: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_app_that_lacks_something_fails_by_its_name(make: Any, key: str, log: pytest.LogCaptureFixture) -> None:
     with pytest.raises(RunFailed):
         trained(*make())
-    assert key in caplog.text
+    assert key in log.text
 
 
 @listed(
@@ -113,10 +89,9 @@ def test_a_strategy_takes_its_method_s_options_and_none_that_would_be_ignored(
         make(make_net(), **options, **wrong)
 
 
-def test_a_client_that_must_be_aggregated_securely_answers_nothing_in_the_clear(caplog: pytest.LogCaptureFixture) -> None:
-    app, strategy = my_app(METHODS["fbn"]()), FBN(make_net(), fraction_evaluate=0)
-    grid = InProcessGrid(app, len(SIZES), {"secure-aggregation": True})
+def test_a_client_that_must_be_aggregated_securely_answers_nothing_in_the_clear(log: pytest.LogCaptureFixture) -> None:
+    grid = InProcessGrid(my_app("fbn"), len(LOADERS), {"secure-aggregation": True})
     with pytest.raises(RunFailed):
-        strategy.start(grid, num_rounds=1)
-    assert "secure-aggregation" in caplog.text
-    assert trained(app, FBN(make_net(), fraction_evaluate=0), rounds=1)  # control: where nobody asks for it, it answers
+        FBN(make_net(), fraction_evaluate=0).start(grid, num_rounds=1)
+    assert "secure-aggregation" in log.text
+    assert trained(my_app("fbn"), FBN(make_net(), fraction_evaluate=0), rounds=1)  # control: where nobody asks for it, it answers

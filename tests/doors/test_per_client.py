@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import SGD, Adam
 
 from fl_bn import Classification, Federation, Regression, SeededBatches, methods, per_client
 from tests.doors.inner import evaluate
+from tests.doors.test_federation import made, net
 from tests.listed import listed
 
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-
-
-def made(client: int, n: int = 24) -> tuple[Tensor, Tensor]:
-    x = torch.randn(n, 6, generator=torch.Generator().manual_seed(client)) + 0.3 * client
-    return x, x[:, :3].argmax(1)
-
-
-CLIENTS = [SeededBatches(*made(client), 8) for client in range(3)]
+CLIENTS = [SeededBatches(*made(client, 24), 8) for client in range(3)]
 TESTS = [[made(7, 10)], [made(8, 40)], [made(9, 22)]]
 SLOW, FAST = partial(SGD, lr=0.01), partial(SGD, lr=0.3)
 
@@ -53,11 +42,10 @@ ENGINES: dict[str, dict[str, Any]] = {"sequential": {}, "workers": {"workers": 2
 
 @pytest.mark.sample("[sequential", "[vectorised")
 @pytest.mark.parametrize("engine", ENGINES)
-def test_each_client_has_its_own_optimiser(engine: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_client_has_its_own_optimiser(engine: str, log: pytest.LogCaptureFixture) -> None:
     """Where all trains alone (``single``), each client has the bits of a federation in which all have its optimiser."""
-    with caplog.at_level(logging.WARNING, logger="flwr"):
-        mixed = federation("single", optimizer=[SLOW, FAST, SLOW], **ENGINES[engine])
-        weights(mixed)
+    mixed = federation("single", optimizer=[SLOW, FAST, SLOW], **ENGINES[engine])
+    weights(mixed)
     slow, fast = (federation("single", optimizer=make) for make in (SLOW, FAST))
     weights(slow)
     weights(fast)
@@ -68,8 +56,7 @@ def test_each_client_has_its_own_optimiser(engine: str, caplog: pytest.LogCaptur
 
     assert [alike(0, slow), alike(1, fast), alike(2, slow)] == [True] * 3
     assert [alike(0, fast), alike(1, slow)] == [False] * 2  # control
-    fallback = [record.message for record in caplog.records if "computed one by one" in record.message]
-    assert len(fallback) == (engine == "vectorised")  # one line, and why
+    assert log.text.count("computed one by one") == (engine == "vectorised")  # one line, and why
 
 
 def test_a_sequence_a_function_and_a_single_value_of_the_same_meaning_have_the_same_bits() -> None:
@@ -117,7 +104,7 @@ def test_test_batches_of_their_own_count_by_their_samples(method: str) -> None:
 
 
 def test_clients_of_several_tasks_have_the_metrics_of_each() -> None:
-    values = SeededBatches(made(1)[0], torch.randn(24, 3, generator=torch.Generator().manual_seed(5)), 8)
+    values = SeededBatches(made(1, 24)[0], torch.randn(24, 3, generator=torch.Generator().manual_seed(5)), 8)
     tests: Sequence[Any] = [TESTS[0], [(made(8, 40)[0], torch.randn(40, 3))], TESTS[2]]
     tasks = [Classification(), Regression(), Classification()]
     fed = federation(clients=[CLIENTS[0], values, CLIENTS[2]], task=tasks, test=per_client(tests))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,11 @@ def data() -> list[Samples]:
     return [one(5, 0), one(9, 1)]
 
 
+def convert_for_a_round(method: Method) -> None:
+    with local_round(convert(bare(), method), method, server_state(bare(), methods.fedavg(), rounds=1).instruction()):
+        pass
+
+
 @pytest.mark.parametrize("door", ALL)
 @every_method
 def test_a_method_about_statistics_is_refused_and_one_that_is_averaging_says_so(
@@ -43,6 +50,10 @@ def test_a_method_about_statistics_is_refused_and_one_that_is_averaging_says_so(
     if method.needs_batch_norm:
         with naming(f"method {method_name} is about"):
             through(door, bare(), method, data(), 1)
+        with naming("BatchNorm"):
+            convert_for_a_round(method)
+        with naming("BatchNorm"):
+            OwnAppStrategy(bare(), method)
         return
     if method_name == "fedwon":  # which takes no network of linear layers
         return
@@ -55,15 +66,6 @@ def test_a_method_about_statistics_is_refused_and_one_that_is_averaging_says_so(
     if method_name != "in":  # which is undefined without a spatial extent
         through(door, bare(nn.BatchNorm1d), method, data(), 1)
     assert "no BatchNorm layer" not in log.text  # control
-
-
-@listed("method", [make() for make in METHODS.values() if make().needs_batch_norm], ids=lambda method: method.name)
-def test_the_client_s_half_and_the_strategy_refuse_it_too(method: Method) -> None:
-    asked = server_state(bare(), methods.fedavg(), rounds=1).instruction()
-    with naming("BatchNorm"), local_round(convert(bare(), method), method, asked):
-        pass
-    with naming("BatchNorm"):
-        OwnAppStrategy(bare(), method)
 
 
 def mixed() -> nn.Sequential:
@@ -110,31 +112,25 @@ class Net(nn.Sequential):
         super().__init__(nn.Linear(4, 8), InPlace(8), nn.Linear(8, 2))
 
 
-@listed("method", ["fedavg", "fedbn"])
-def test_a_batch_norm_that_is_none_by_type_is_named_with_the_way_to_register_it(method: str, log: pytest.LogCaptureFixture) -> None:
-    server_state(Net(), METHODS[method](), rounds=1)
-    assert "1 (InPlace)" in log.text
-    assert "fl_bn.register_batch_norm(InPlace, convert=...)" in log.text
-    log.clear()
-    server_state(mixed(), METHODS[method](), rounds=1)
-    assert "register" not in log.text  # control
-    with naming("register_batch_norm"):
-        server_state(Net(), methods.fbn(), rounds=1)
-
-
-def as_batch_norm(layer: nn.Module) -> nn.BatchNorm1d:
-    assert isinstance(layer, InPlace)
+def as_batch_norm(layer: Any) -> nn.BatchNorm1d:
     return nn.BatchNorm1d(len(layer.weight))
 
 
-@listed("method", ["fbn", "fedbn", "gn"])
-def test_a_registered_kind_is_batch_norm(method: str, log: pytest.LogCaptureFixture) -> None:
+def test_a_batch_norm_that_is_none_by_type_is_named_with_the_way_to_register_it(log: pytest.LogCaptureFixture) -> None:
+    for name in ("fedavg", "fedbn"):
+        server_state(Net(), METHODS[name](), rounds=1)
+        assert "1 (InPlace)" in log.text
+        assert "fl_bn.register_batch_norm(InPlace, convert=...)" in log.text
+        log.clear()
+    with naming("register_batch_norm"):
+        server_state(Net(), methods.fbn(), rounds=1)
     known = dict(kinds._BY_TYPE)
     register_batch_norm(InPlace, convert=as_batch_norm)
     try:
-        server_state(Net(), METHODS[method](), rounds=1)
+        for name in ("fbn", "fedbn", "gn"):
+            server_state(Net(), METHODS[name](), rounds=1)
     finally:
         kinds._BY_TYPE.clear()
         kinds._BY_TYPE.update(known)
-    assert "BatchNorm layer" not in log.text
-    assert "register" not in log.text
+    server_state(mixed(), methods.fedavg(), rounds=1)
+    assert "register" not in log.text  # control

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -44,15 +43,6 @@ def stumble(x: int, folder: str) -> int:
     return x
 
 
-KEPT: list[np.ndarray] = []
-
-
-def grow() -> int:
-    KEPT.append(np.ones(50_000_000))
-    time.sleep(1.1)  # joblib looks once per second
-    return os.getpid()
-
-
 def slept(seconds: float) -> float:
     time.sleep(seconds)
     return seconds
@@ -60,8 +50,3 @@ def slept(seconds: float) -> float:
 
 def kind_of(array: np.ndarray) -> tuple[str, bool]:
     return type(array).__name__, array.flags.writeable
-
-
-def has_loaded(module: str) -> bool:
-    time.sleep(0.2)  # so that each worker has one
-    return module in sys.modules

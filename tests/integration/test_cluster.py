@@ -5,13 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,28 +62,6 @@ def environment(machines: Machines, tmp_path: Path) -> dict[str, str]:
     return {**os.environ, **ours, "RAY_ADDRESS": machines.cluster.address, "PYTHONFAULTHANDLER": "1"}
 
 
-def watched(command: list[str], environment: dict[str, str], event: Callable[[], bool], then: Callable[[], None]) -> tuple[int, str]:
-    """Exit code and output of ``command``; ``then`` is called once ``event`` has happened."""
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    said: list[str] = []
-    assert process.stdout is not None
-    reader = threading.Thread(target=lambda: said.extend(process.stdout or ()), daemon=True)
-    reader.start()
-    end = time.monotonic() + LIMIT
-    while not event() and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.1)
-    happened = event()
-    then()
-    try:
-        code = process.wait(max(1.0, end - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)  # it says where it hangs: PYTHONFAULTHANDLER
-        code = process.wait()
-    reader.join(10)
-    assert happened, "".join(said)
-    return code, "".join(said)
-
-
 def lines(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
@@ -103,10 +79,17 @@ def test_a_run_over_two_nodes_gives_the_bits_of_one_in_process_also_when_one_is_
     config = " ".join(f"{key}={value!r}" if isinstance(value, str) else f"{key}={json.dumps(value)}" for key, value in keys.items())
     command = ["flwr", "run", ".", "cluster", "--run-config", config, "--federation-config", THREE]
     rounds = tmp_path / "killed" / "rounds.jsonl"
-    code, said = watched(command, environment, lambda: lines(rounds) >= 2, machines.kill_second)
-    assert code == 0, said
-    assert "was lost in round" in said
-    assert "processes left: 1" in said
+    log = tmp_path / "log"
+    with log.open("w") as said, subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT) as process:
+        end = time.monotonic() + LIMIT
+        while lines(rounds) < 2 and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.1)
+        machines.kill_second()
+        code = process.wait(LIMIT)
+    text = log.read_text()
+    assert code == 0, text
+    assert "was lost in round" in text
+    assert "processes left: 1" in text
     assert [json.loads(line)["accepted"] for line in rounds.read_text().splitlines()] == [3] * 8
     longer = {"rounds": 8, "local-steps": 60}
     assert differences(bits(tiny(tmp_path / "here", "fedbn", **longer)), bits(tmp_path / "killed")) == []

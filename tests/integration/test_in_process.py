@@ -7,8 +7,6 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
-import matplotlib.image
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -57,18 +55,6 @@ def test_a_run_leaves_all_its_files(method: str, tmp_path: Path) -> None:
         assert sorted(file.name for file in (path / "clients").iterdir()) == [f"client-{i}.safetensors" for i in range(3)]
 
 
-@pytest.mark.slow
-def test_the_pictures_show_something(tmp_path: Path) -> None:
-    path = tiny(tmp_path, "hbn", pictures=True)
-    for name in ("accuracy.png", "labels.png"):
-        pixels = matplotlib.image.imread(path / name)
-        height, width, _ = pixels.shape
-        assert min(height, width) > 200
-        colours = np.unique(pixels.reshape(-1, pixels.shape[2]).round(2), axis=0)
-        assert len(colours) > 20
-        assert 0.3 < (pixels[..., :3].min(axis=2) > 0.99).mean() < 0.99  # paper, and ink on it
-
-
 @pytest.mark.parametrize("method", ["fedavg", "hbn", "fbn", "fixbn"])
 def test_the_saved_model_loads_into_the_plain_network_and_has_the_accuracy_of_the_table(method: str, tmp_path: Path) -> None:
     path = tiny(tmp_path, method)
@@ -112,9 +98,3 @@ def test_no_run_is_overwritten(tmp_path: Path) -> None:
     tiny(tmp_path, "gn")
     with pytest.raises(FileExistsError, match="exists already: give another name, remove .*, or go on with"):
         tiny(tmp_path, "gn")
-
-
-def test_the_number_of_threads_is_left_as_it_was(tmp_path: Path) -> None:
-    before = torch.get_num_threads()
-    tiny(tmp_path, "gn", threads=before + 1, rounds=1)
-    assert torch.get_num_threads() == before

@@ -12,7 +12,6 @@ import pytest
 
 from fl_bn.methods import METHODS
 from fl_bn.run.config import RunConfig
-from tests.exchange.certificates import make_certificates
 from tests.integration.runs import LIE, TINY, bits, differences, tiny
 
 ROOT = Path(__file__).parents[2]
@@ -80,34 +79,7 @@ def test_byzantine_clients_on_ray_give_the_same_bits(on_ray: Path, tmp_path: Pat
     assert differences(bits(tiny(tmp_path / "honest", "fbn", **{**LIE, "attack": "none"})), there) != []  # control
 
 
-@pytest.mark.nightly
-def test_the_exchange_under_tls_gives_the_same_bits(environment: dict[str, str], tmp_path: Path) -> None:
-    made = make_certificates(tmp_path)
-    for name, path in {"server.crt": made.certificate, "server.key": made.key, "ca.crt": made.authority}.items():
-        (tmp_path / name).write_bytes(path.read_bytes())
-    (tmp_path / "server.toml").write_text('exchange-host = "localhost"\n')
-    environment = {**environment, "FL_BN_SERVER": str(tmp_path)}
-    config = run_config(method="fedtan", output=str(tmp_path), name="tls", exchange="grpc")
-    done = command("flower-simulation", "--app", ".", "--num-supernodes", "3", *ENOUGH, "--run-config", config, environment=environment)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert "(TLS)" in said
-    assert differences(bits(tiny(tmp_path, "fedtan")), bits(tmp_path / "tls")) == []
-
-
-ENOUGH = ("--backend-config", json.dumps({"init_args": {"num_cpus": 2}, "client_resources": {"num_cpus": 0.66, "num_gpus": 0.0}}))
 SCARCE = ("--backend-config", json.dumps({"init_args": {"num_cpus": 2}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}))
-
-
-@pytest.mark.nightly
-def test_with_too_few_workers_the_exchange_says_before_round_1_how_many_it_needs(environment: dict[str, str]) -> None:
-    config = run_config(method="fedtan", output="", exchange="grpc")
-    done = command("flower-simulation", "--app", ".", "--num-supernodes", "3", *SCARCE, "--run-config", config, environment=environment)
-    said = done.stdout + done.stderr
-    assert done.returncode != 0
-    assert "the exchange needs all 3 clients of a cohort to run at once" in said
-    assert "docs/reference/exchange.md" in said
-    assert "[round 1" not in said
 
 
 def test_with_too_few_workers_auto_falls_back_to_replay_and_gives_the_same_model(environment: dict[str, str], tmp_path: Path) -> None:
@@ -119,20 +91,3 @@ def test_with_too_few_workers_auto_falls_back_to_replay_and_gives_the_same_model
     here, there = bits(tiny(tmp_path, "fedtan")), bits(tmp_path / "scarce")
     assert [name for name in differences(here, there) if not name.startswith("round ")] == []  # the rounds differ in their bytes
     assert differences(here, there) == ["round 1", "round 2", "round 3"]  # control: it was not the same carrier
-
-
-@pytest.mark.nightly
-def test_a_failing_run_exits_non_zero_and_says_which_file_is_missing(environment: dict[str, str], tmp_path: Path) -> None:
-    missing = tmp_path / "nowhere.npz"
-    config = run_config(dataset="npz", data_path=str(missing), output="")
-    done = command("flower-simulation", "--app", ".", "--num-supernodes", "3", "--run-config", config, environment=environment)
-    assert done.returncode != 0
-    assert f"dataset 'npz': there is no file '{missing}'" in done.stdout + done.stderr
-
-
-@pytest.mark.nightly
-def test_a_wrong_number_of_supernodes_says_what_to_set(environment: dict[str, str]) -> None:
-    config = run_config(output="")
-    done = command("flower-simulation", "--app", ".", "--num-supernodes", "2", "--run-config", config, environment=environment)
-    assert done.returncode != 0
-    assert "the run is for clients=3, but this client's node config has num-partitions=2" in done.stdout + done.stderr

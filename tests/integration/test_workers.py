@@ -20,15 +20,7 @@ from fl_bn.flower import run_in_process
 from fl_bn.support.wire import WireError
 from tests.integration import tasks
 from tests.integration.runs import TINY, own
-
-ROOT = Path(__file__).parents[2]
-JOBLIB_ALONE = """
-import warnings
-from joblib import Parallel, delayed
-from tests.integration import tasks
-warnings.simplefilter("ignore")
-print(len(set(Parallel(2, backend="loky", batch_size=1, pre_dispatch="all")(delayed(tasks.grow)() for _ in range(6)))))
-"""
+from tests.refusals import naming
 
 
 def run(folder: Path, method: str, workers: int, **keys: object) -> Path:
@@ -92,21 +84,6 @@ def test_a_worker_that_dies_fails_its_own_task_alone(tmp_path: Path) -> None:
     assert again[0].value == 2
 
 
-@pytest.mark.alone
-@pytest.mark.slow
-def test_a_worker_that_grows_stays_and_no_task_waits_for_ever() -> None:
-    """joblib alone ends a process that grew by 300 MB after its first task, which costs seconds, and warns of it. Here warnings are
-    errors: this one would end the thread of joblib that hands out the tasks.
-    """
-    workers = Workers(2)
-    done = list(workers.run(tasks.grow, [()] * 6))
-    workers.close()
-    assert [d.error for d in done] == [None] * 6
-    assert len({d.value for d in done}) <= 2
-    alone = subprocess.run([sys.executable, "-c", JOBLIB_ALONE], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert int(alone.stdout) > 2  # control: without fl-bn's limit, processes are replaced
-
-
 def test_a_result_comes_while_later_tasks_still_run_and_may_be_the_last_that_is_taken() -> None:
     workers = Workers(2)
     list(workers.run(tasks.double, [(1,), (2,)]))  # the processes are there
@@ -128,21 +105,6 @@ def test_workers_see_large_arrays_once_and_cannot_change_them() -> None:
     assert [d.value for d in done] == [("memmap", False)] * 2
 
 
-@pytest.mark.alone
-@pytest.mark.slow
-def test_workers_load_a_module_before_their_first_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes a while to load, so each has it to itself. The control: without `load` they have not."""
-    (tmp_path / "slow_to_load.py").write_text("import time\ntime.sleep(2)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    for load in (False, True):  # in this order, as joblib uses processes again
-        workers = Workers(2)
-        if load:
-            workers.load("slow_to_load")
-        done = list(workers.run(tasks.has_loaded, [("slow_to_load",)] * 2))
-        workers.close()
-        assert [d.value for d in done] == [load, load]
-
-
 def test_a_module_that_cannot_be_loaded_stops_no_task() -> None:
     workers = Workers(2)
     workers.load("no_such_module")
@@ -151,26 +113,6 @@ def test_a_module_that_cannot_be_loaded_stops_no_task() -> None:
 
 
 KEYS = "rounds=1 clients=2 local-steps=1 model='mlp' output='' workers="
-
-
-@pytest.mark.alone
-@pytest.mark.slow
-def test_the_command_s_workers_start_before_torch_is_loaded(tmp_path: Path) -> None:
-    code = """
-import sys
-from fl_bn.federation.engines.workers import Workers
-load = Workers.load
-def told(workers, module):
-    print("workers", workers.count, "torch" in sys.modules)
-    load(workers, module)
-Workers.load = told
-from fl_bn.cli.main import app
-app()
-"""
-    words = [sys.executable, "-c", code, "run", "--run-config", f"{KEYS}2"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert [line for line in done.stdout.splitlines() if line.startswith("workers ")] == ["workers 2 False"]
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("count", "status"), [("1", 0), ("5000", 2), ("'two'", 2)])
@@ -186,7 +128,7 @@ def test_the_command_starts_no_workers_where_it_has_one_or_a_wrong_number(
 
 
 def test_a_negative_number_is_refused() -> None:
-    with pytest.raises(ValueError, match="workers must be 0..1024"):
+    with naming("workers"):
         Workers(-1)
 
 

@@ -104,6 +104,11 @@ def partly_checkpointed(round: Any, x: Tensor, y: Tensor) -> None:
     step(lambda x: round.model[3:](checkpoint(round.model[:3], x, use_reentrant=False)), round.model, x, y)
 
 
+def partly_reentrant(round: Any, x: Tensor, y: Tensor) -> None:
+    """One BatchNorm layer is inside of the checkpoint, and one outside."""
+    step(lambda x: round.model[3:](checkpoint(round.model[:3], x.clone().requires_grad_(), use_reentrant=True)), round.model, x, y)
+
+
 def data_parallel(round: Any, x: Tensor, y: Tensor) -> None:
     step(DataParallel(round.model), round.model, x, y)
 
@@ -316,14 +321,15 @@ FROZEN: dict[str, Method] = {  # from round 2 on
 METHODS = {**USUAL, **FROZEN}
 PASSES: list[Step] = [validation, training_accuracy, an_average_of_the_weights, a_swa_model, a_skipped_step, traced, exported]
 RUNS: list[Step] = [
-    checkpointed, reentrant, partly_checkpointed, data_parallel, compiled, compiled_as_one_graph, part_by_part, moved_to_a_device,
+    checkpointed, reentrant, partly_checkpointed, partly_reentrant, data_parallel, compiled, compiled_as_one_graph, part_by_part,
+    moved_to_a_device,
 ]  # fmt: skip
 STEPS: list[Step] = [
     closure, by_hand, two_optimizers, an_optimizer_around_another, in_the_backward_pass, a_step_before,
 ]  # fmt: skip
 TRAINERS: list[Step] = [lightning, accelerate, accumulation_of_accelerate, distributed]
 MODES: list[Step] = [train, every_module, by_attribute, there_and_back]
-MOVES_STATISTICS = (training_accuracy, checkpointed, reentrant, partly_checkpointed)
+MOVES_STATISTICS = (training_accuracy, checkpointed, reentrant, partly_checkpointed, partly_reentrant)
 """Loops in which torch's own layers move their running statistics once more, as in plain torch."""
 
 
@@ -354,7 +360,7 @@ def refusal(method: Method, loop: Step) -> str:
     """Return a part of the error where the contract promises nothing; in a Flower app, the client's error ends the run."""
     if loop is compiled_as_one_graph and (method.exchanges or method.name == "fbn"):
         return "fullgraph|usable|failed"
-    return "use_reentrant|one batch|layer-wise|usable|failed" if method.exchanges and loop in (reentrant, closure) else ""
+    return "use_reentrant|one batch|layer-wise|usable|failed" if method.exchanges and loop in (reentrant, partly_reentrant, closure) else ""
 
 
 @pytest.mark.sample("[fbn-v", "[fbn-c", "[fbn-a", "[fbn-p", "[fedavg-", "[hbn-clo", "n-train-own", "n-train-flower", "[hbn, frozen-there")

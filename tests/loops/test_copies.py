@@ -39,20 +39,6 @@ class Net(nn.Module):
         return out
 
 
-def nested(net: Net) -> Block:
-    def inner(x: Tensor) -> Tensor:
-        return F.relu(net.bn(x))
-
-    return lambda x: inner(net.fc(x))
-
-
-def recursive(net: Net) -> Block:
-    def block(x: Tensor, again: bool = True) -> Tensor:
-        return block(x, False) if again else net.plain(x)
-
-    return block
-
-
 def weak(net: Net) -> Block:
     root = weakref.ref(net)
     return lambda x: root().plain(x)  # type: ignore[union-attr]
@@ -76,10 +62,8 @@ def global_variable(net: Net) -> Block:
 NETWORK = Net()
 REMEMBERS: dict[str, Callable[[Net], Block]] = {
     "closure": lambda net: lambda x: net.plain(x),
-    "recursive": recursive,
     "weak reference": weak,
     "defaults": lambda net: lambda x, bn=net.bn, *, fc=net.fc: F.relu(bn(fc(x))),  # type: ignore[misc]
-    "nested": nested,
     "hook": hook,
     "global variable": global_variable,
 }

@@ -127,3 +127,16 @@ def test_copies_and_pickles(name: str) -> None:
                 assert torch.equal(copied(x), copy.deepcopy(model)(x))
                 assert type(copied[1]) is type(model[1])
         assert not any(observed.values())
+
+
+def test_frozen_layers_of_torchvision_are_constants() -> None:
+    """As around pre-trained weights: weight, bias and statistics of FrozenBatchNorm2d are buffers."""
+    from torchvision.ops import FrozenBatchNorm2d
+
+    before = FrozenBatchNorm2d(4).state_dict()
+    for name in ("fedavg", "fedbn", "gn"):
+        after = trained(name, FrozenBatchNorm2d(4))
+        assert all(torch.equal(after.get(f"1.{key}", tensor), tensor) for key, tensor in before.items())
+    for name in ("hbn", "fbn", "fedtan", "static-bn"):
+        with naming("BatchNorm"):
+            trained(name, FrozenBatchNorm2d(4))

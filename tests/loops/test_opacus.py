@@ -6,6 +6,7 @@ The library itself runs. Clipped gradients are compared with those of a plain lo
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -121,24 +122,25 @@ def still(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", FREE)
-def test_a_method_without_statistics_trains(name: str) -> None:
+BUILDS: dict[str, Callable[[], nn.Module]] = {
+    "as it is": net,
+    "affine=False": lambda: net(affine=False),
+    "requires_grad_(False)": lambda: still(net()),
+}
+TRAINS = [(name, "as it is", "hooks") for name in FREE] + [("gn", "as it is", "functorch")]
+TRAINS += [(name, build, "hooks") for name in CONSTANT for build in [*BUILDS][1:]]
+
+
+@pytest.mark.parametrize(("name", "build", "mode"), TRAINS)
+def test_it_trains_along_the_mean_of_clipped_gradients(name: str, build: str, mode: str) -> None:
+    """Of any network without statistics, and with constants where the affine does not learn."""
     from opacus.validators import ModuleValidator
 
-    method, model = methods.METHODS[name](), net()
-    assert ModuleValidator.is_valid(convert(model, method).train())
-    for mode in ("hooks", "functorch")[: 2 if name == "gn" else 1]:
-        found, _ = trained(method, model, mode=mode)
-        assert apart(found, by_hand(method, model)) < 1e-9
+    method, model = CONSTANT.get(name) or methods.METHODS[name](), BUILDS[build]()
+    assert name in CONSTANT or ModuleValidator.is_valid(convert(model, method).train())
+    found, reply = trained(method, model, mode=mode)
+    assert apart(found, by_hand(method, model)) < 1e-9
     assert not apart(found, by_hand(method, model, together=True)) < 1e-9
-
-
-@pytest.mark.parametrize("build", [lambda: net(affine=False), lambda: still(net())], ids=["affine=False", "requires_grad_(False)"])
-@pytest.mark.parametrize("name", CONSTANT)
-def test_a_method_with_constants_trains_where_the_affine_does_not_learn(name: str, build: Any) -> None:
-    found, reply = trained(CONSTANT[name], build())
-    assert apart(found, by_hand(CONSTANT[name], build())) < 1e-9
-    assert not apart(found, by_hand(CONSTANT[name], build(), together=True)) < 1e-9
     assert ("moments" in reply.sections) == (name == "fbn")
 
 

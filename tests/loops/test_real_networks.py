@@ -19,10 +19,8 @@ import torch
 import torchvision
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torchvision.models.detection import FasterRCNN, fasterrcnn_mobilenet_v3_large_320_fpn
-from torchvision.models.detection.backbone_utils import mobilenet_backbone
+from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
-from torchvision.ops import FrozenBatchNorm2d
 
 from fl_bn import Classification, Federation, Segmentation, Task, convert, methods
 from fl_bn.methods import Method, Refresh
@@ -96,16 +94,10 @@ def of_timm(name: str, **options: Any) -> Network:
     return Network(partial(timm.create_model, name, pretrained=False, num_classes=4, **options))
 
 
-def detector(frozen: bool) -> nn.Module:
-    """Faster R-CNN on MobileNet, with a narrow head. ``frozen``: as torchvision builds it around pre-trained weights."""
-    if frozen:
-        options = {"weights": None, "fpn": True, "norm_layer": FrozenBatchNorm2d, "trainable_layers": 6}
-        body = mobilenet_backbone(backbone_name="mobilenet_v3_large", **options)
-        anchors = torchvision.models.detection.anchor_utils.AnchorGenerator(((32, 64),) * 3, ((0.5, 1.0),) * 3)
-        model = FasterRCNN(body, 3, min_size=64, max_size=64, rpn_anchor_generator=anchors, rpn_post_nms_top_n_train=20)
-    else:
-        few = {"min_size": 64, "max_size": 64, "rpn_post_nms_top_n_train": 20}
-        model = fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None, num_classes=3, **few)
+def detector() -> nn.Module:
+    """Build Faster R-CNN on MobileNet, with a narrow head."""
+    few = {"min_size": 64, "max_size": 64, "rpn_post_nms_top_n_train": 20}
+    model = fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None, num_classes=3, **few)
     model.roi_heads.box_head = TwoMLPHead(256 * 7 * 7, 8)
     model.roi_heads.box_predictor = FastRCNNPredictor(8, 3)
     return model
@@ -141,8 +133,7 @@ NETWORKS = {
     "timm resnetv2_18d": of_timm("resnetv2_18d", channels=(16, 16, 32, 32)),
     "timm densenet121": of_timm("densenet121", growth_rate=8, block_config=(2, 2, 2, 2)),
     "timm ghostnet_050": of_timm("ghostnet_050", drop_rate=0.0),
-    "torchvision detector": Network(partial(detector, False), (3, 64, 64), Detection(), steps=False),
-    "frozen": Network(partial(detector, True), (3, 64, 64), Detection(), steps=False),
+    "torchvision detector": Network(detector, (3, 64, 64), Detection(), steps=False),
     "torchvision MaxVit": Network(maxvit),
     "smp Unet, resnet18": unet("resnet18"),
     "smp Unet, of timm": unet("tu-mobilenetv3_small_050"),
@@ -293,7 +284,7 @@ def of_norms(net: nn.Module) -> set[str]:
     return {f"{name}.{key}" for name in norms for key in ("weight", "bias")}
 
 
-CASES = [(name, method) for name in NETWORKS if name != "frozen" for method in METHODS]
+CASES = [(name, method) for name in NETWORKS for method in METHODS]
 
 
 Rule = Callable[[str], Tensors]
@@ -332,23 +323,6 @@ def test_a_round_is_what_plain_pytorch_computes(name: str, method: str) -> None:
         kept = federation.client_model(client).state_dict()
         assert apart(kept, of_each_client(name)[client], moved) < EXACT
         assert not apart(kept, of_each_client(name)[1 - client], moved) < EXACT * 1e3
-
-
-@pytest.mark.parametrize("method", ["fedavg", "fedbn", "gn"])
-def test_frozen_layers_of_torchvision_are_constants(method: str) -> None:
-    """As around pre-trained weights: weight, bias and statistics of FrozenBatchNorm2d are buffers."""
-    before, layers = built("frozen").state_dict(), {n for n, m in built("frozen").named_modules() if isinstance(m, FrozenBatchNorm2d)}
-    after = federated("frozen", METHODS[method]).server.shared.tensors()
-    constants = [f"{name}.{key}" for name in layers for key in ("weight", "bias", "running_mean", "running_var")]
-    assert len(constants) > 100
-    assert all(torch.equal(after.get(key, before[key]), before[key]) for key in constants)
-    assert not torch.equal(after["rpn.head.cls_logits.weight"], before["rpn.head.cls_logits.weight"])  # control: what learns
-
-
-@pytest.mark.parametrize("method", ["hbn", "fbn", "fedtan", "static-bn"])
-def test_methods_about_statistics_refuse_a_network_of_frozen_layers(method: str) -> None:
-    with naming("BatchNorm"):
-        federated("frozen", METHODS[method])
 
 
 def test_groups_that_do_not_divide_are_refused_by_layer() -> None:

@@ -27,7 +27,6 @@ from tests.loops.loops import Step, clients, net, opened, plain, step, trained
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),  # of torch's BatchNorm, too
-    pytest.mark.filterwarnings("ignore:Sparse CS:UserWarning"),
 ]
 FEDAVG, FBN, HBN, FROZEN = methods.fedavg(), methods.fbn(), methods.hbn(lam=0.1), methods.fixbn(freeze_after=0)
 FEDTAN, STILL = methods.fedtan(), [methods.fixbn(freeze_after=0, freeze_what=what) for what in ("affine", "both")]
@@ -401,32 +400,3 @@ def test_the_network_of_a_round_cannot_be_set_or_scripted() -> None:
             torch.jit.script(round.model)
         torch.jit.script(copy.deepcopy(round.model))  # control: after the round
 
-
-# Inputs that torch cannot compare
-
-
-class AnyLayout(nn.Module):
-    """Take inputs of any layout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.is_nested:
-            x = torch.stack([part.mean(0) for part in x.unbind()])
-        return self.net(x.to_dense() if x.layout is not torch.strided else x.double())  # type: ignore[no-any-return]
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "COO": Tensor.to_sparse,
-    "CSR": Tensor.to_sparse_csr,
-    "CSC": Tensor.to_sparse_csc,
-    "float8": lambda x: x.to(torch.float8_e4m3fn),
-    "jagged": lambda x: torch.nested.nested_tensor([part.expand(3, 4) for part in x], layout=torch.jagged),
-}
-
-
-@listed("layout", LAYOUTS)
-def test_control_inputs_of_any_layout_are_trained_on(layout: str) -> None:
-    assert trained(FEDAVG, lambda round, x, y: plain(round, LAYOUTS[layout](x), y), AnyLayout).steps == 1

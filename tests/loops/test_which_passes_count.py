@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import update_bn
-from torch.utils.checkpoint import checkpoint
 
 from fl_bn import convert, methods, unrecorded
 from fl_bn.bn.moments import Moments
@@ -255,36 +254,6 @@ def test_the_report_has_the_batches_of_the_step(loop: Any, first: str, report: s
         assert int(sent[f"{name}.count"]) == count
         assert torch.allclose(sent[f"{name}.mean"], mean, rtol=0, atol=1e-12)
         assert torch.allclose(sent[f"{name}.var"], var, rtol=0, atol=1e-12)
-
-
-class Half(nn.Module):
-    """Two blocks with BatchNorm, of which the first, the second or both are checkpointed."""
-
-    def __init__(self, which: str) -> None:
-        super().__init__()
-        self.which, self.a, self.b = which, *(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU()) for _ in range(2))
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.requires_grad_(True)  # a reentrant checkpoint whose input needs no gradient computes none
-        for name in "ab":
-            block = getattr(self, name)
-            x = checkpoint(block, x, use_reentrant=True) if name in self.which else block(x)
-        return self.head(x)
-
-
-@pytest.mark.parametrize("report", METHODS)
-@pytest.mark.parametrize("which", ["", "a", "b", "ab"])
-def test_layers_inside_and_outside_a_reentrant_checkpoint_report(which: str, report: str) -> None:
-    torch.manual_seed(0)
-    model, method = Half(which).double(), METHODS[report]
-    with opened(method, network=lambda: model) as round:
-        optimizer = sgd(round.model)
-        for x, y in batches():
-            optimizer.zero_grad()
-            loss_of(round.model, x.clone(), y).backward()
-            optimizer.step()
-    assert [int(reported(round)[f"{block}.1.count"]) for block in "ab"] == [16 if report == "first" else 48] * 2
 
 
 @pytest.mark.parametrize("loop", [of_the_head_alone_without_a_word, attacked_without_a_word], ids=lambda loop: loop.__name__)

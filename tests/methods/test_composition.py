@@ -2,119 +2,129 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
+from torch.optim import SGD
 
-from fl_bn.federation.optimizers import SERVER_OPTIMIZERS
+from fl_bn import Federation
+from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, server_optimizer
 from fl_bn.methods import METHODS
-from fl_bn.run.config import ConfigError, RunConfig
-from tests.in_process import identical
+from fl_bn.objectives import OBJECTIVES
+from tests.doors.doors import Rounds, Tensors
+from tests.federation import random_samples
 from tests.listed import COMMON, common_first, listed, slow
-from tests.methods.composition import NETWORKS, REFUSED, Cell, Made, keys, made, pairwise
+from tests.networks import NETWORKS, seeded_network
+from tests.refusals import naming
 
-STATISTICS = ("running_mean", "running_var")
-OFF = [
-    ("fedavg", "resnet"),
-    *((name, NETWORKS[i % 2]) for i, name in enumerate(["fedavg", "fedbn", "hbn", "fbn", "fixbn", "gn", "fedtan", "single"])),
+SAMPLES = [random_samples(12, brightness=i / 2, seed=i) for i in range(3)]
+CLIENTS = [[(own.x[i::2] / 127.5 - 1, own.y[i::2]) for i in range(2)] for own in SAMPLES]
+ON: dict[str, dict[str, Any]] = {"moon": {"mu": 2.0}, "fedprox": {"mu": 0.5}}
+OFF = {"fedprox": {"mu": 0.0}, "moon": {"mu": 0.0}, "fedsam": {"rho": 0.0}, "scaffold": {"strength": 0.0}}
+FEDTAN = ("fedtan", "fedtan2", "fedavg-alg2")
+REFUSED = [
+    *((method, objective) for method in FEDTAN for objective in ("scaffold", "fedsam")),
+    *(("single", objective) for objective in ("fedprox", "scaffold", "moon")),
 ]
-SWITCHED_OFF = {"fedprox": "fedprox_mu", "moon": "moon_mu", "fedsam": "fedsam_rho", "scaffold": "scaffold_strength"}
+"""Methods that compute an exact step of the union, or share no weights, with objectives that need the contrary."""
+Cell = tuple[str, str, str, str]
 
 
-def split(arrays: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Statistics, and all else."""
-    statistics = {name: a for name, a in arrays.items() if name.rpartition(".")[2] in STATISTICS}
-    return statistics, {name: a for name, a in arrays.items() if name not in statistics}
+def federation(method: str, objective: str = "none", server: str = "fedavg", network: str = "resnet", **strength: float) -> Federation:
+    of_server = {"learning_rate": 0.02} if server in ("fedadagrad", "fedadam", "fedyogi") else {}
+    momentum = {"momentum": 0.0} if strength and objective == "none" else {}
+    return Federation(
+        seeded_network(network),
+        METHODS[method](),
+        CLIENTS,
+        objective=OBJECTIVES[objective](**(ON.get(objective, {}) | (strength if objective != "none" else {}))),
+        server_optimizer=server_optimizer(server, **of_server, **momentum),
+        optimizer=partial(SGD, lr=0.05),
+        fraction=0.67,
+        evaluate_every=10,
+        workers=1,
+    )
 
 
-def check(cell: Cell, **overrides: Any) -> None:
-    """Three rounds: all of them aggregated, everything finite, every variance above 0, and training goes on to the last."""
-    run = made(*cell, **overrides)
-    assert [record.aggregated for record in run.records] == [True] * 3
-    for record in run.records:
-        assert len(record.accepted) == len(record.clients) == 2
-        assert all(np.isfinite(client.loss) for client in record.clients)
-        assert record.drift is None or record.drift.min_var > 0
-    for arrays in run.rounds:
-        assert all(np.isfinite(a).all() for a in arrays.values())
-        assert all((a > 0).all() for name, a in arrays.items() if name.endswith("running_var"))
-    for before, after in zip(run.rounds[:-1], run.rounds[1:], strict=True):
-        assert not before or not identical(split(before)[1], split(after)[1])
-    assert ("fl-bn/control" in run.sections) == (cell[1] == "scaffold")
+def made(*cell: str, rounds: int = 3, **strength: float) -> tuple[Rounds, list[Any]]:
+    """Return the shared tensors after each round, and the rounds' records."""
+    fed, found = federation(*cell, **strength), Rounds()
+    records = []
+    for record in fed.run(rounds):
+        records.append(record)
+        found.append(copy.deepcopy({**fed.server.shared.tensors()}))
+    return found, records
+
+
+def pairwise() -> Iterator[Cell]:
+    """Yield combinations in which any two choices occur together that are allowed together."""
+    for i, method in enumerate(METHODS):
+        allowed = [objective for objective in OBJECTIVES if (method, objective) not in REFUSED]
+        for j, server in enumerate(SERVER_OPTIMIZERS):
+            if method != "single" or server == "fedavg":  # whose clients share nothing on which a server could step
+                yield method, allowed[(i + j) % len(allowed)], server, [*NETWORKS][(i // 2 + j + j // len(allowed)) % 2]
+
+
+def of_statistics(tensors: Tensors, statistics: bool = True) -> Tensors:
+    return {name: t for name, t in tensors.items() if name.endswith(("running_mean", "running_var")) == statistics}
+
+
+def identical(a: Tensors, b: Tensors) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(t, b[name]) for name, t in a.items())
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("cell", [cell if cell[0] in COMMON else slow(cell) for cell in pairwise()], ids=" ".join)
 def test_any_two_go_together(cell: Cell) -> None:
-    check(cell)
+    """Three rounds are aggregated, everything is finite, every variance above 0, and training goes on to the last."""
+    rounds, records = made(*cell)
+    for record in records:
+        assert record.aggregated
+        assert len(record.accepted) == len(record.clients) == 2
+        assert all(torch.tensor(client.loss).isfinite() for client in record.clients)
+        assert ("control" in record.bytes_up) == (cell[1] == "scaffold")
+    for tensors in rounds:
+        assert all(t.isfinite().all() for t in tensors.values())
+        assert all((t > 0).all() for name, t in tensors.items() if name.endswith("running_var"))
+    for before, after in zip(rounds[:-1], rounds[1:], strict=True):
+        assert not before or not identical(of_statistics(before, False), of_statistics(after, False))
 
 
 @listed(("method", "objective"), REFUSED)
 def test_what_makes_no_sense_together_is_refused(method: str, objective: str) -> None:
-    with pytest.raises(ConfigError, match=REFUSED[method, objective]):
-        RunConfig.from_mapping(keys(method, objective))
-    RunConfig.from_mapping(keys("fedavg", objective))
-    RunConfig.from_mapping(keys(method))
-
-
-def first_round(method: str, server: str, network: str) -> dict[str, np.ndarray]:
-    return made(method, "none", server, network, rounds=1).rounds[0]
+    with naming(objective):
+        federation(method, objective)
+    federation("fedavg", objective)
+    federation(method)
 
 
 @pytest.mark.sample("[fixbn", "[hbn", "[fbn")
 @pytest.mark.parametrize("method", common_first(name for name in METHODS if name != "single"))
 def test_statistics_do_not_pass_a_server_optimizer(method: str) -> None:
     """In round 1 every server gets the same replies: it makes other weights of them, and the same statistics bit for bit."""
-    network = NETWORKS[list(METHODS).index(method) % 2]
-    statistics, weights = split(first_round(method, "fedavg", network))
+    network = [*NETWORKS][[*METHODS].index(method) % 2]
+    want, others = made(method, "none", "fedavg", network, rounds=2)[0][0], dict[str, Tensors]()
     for server in SERVER_OPTIMIZERS:
-        others, moved = split(first_round(method, server, network))
-        assert identical(others, statistics), server
-        assert identical(moved, weights) == (server in ("fedavg", "fedavgm", "fedacg")), server  # the latter two have no momentum yet
+        others[server] = made(method, "none", server, network, rounds=2)[0][0]
+        assert identical(of_statistics(others[server]), of_statistics(want)), server
+    moved = {server for server, found in others.items() if not identical(of_statistics(found, False), of_statistics(want, False))}
+    assert moved == {"fedadagrad", "fedadam", "fedyogi"}  # the others have no momentum yet
 
 
-@pytest.mark.sample("[fbn-", "[fedtan-")
-@pytest.mark.parametrize(("method", "network"), OFF)
+@pytest.mark.sample("[fbn-", "[fedtan-", "[fedavg-")
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("method", ["fedavg", "fedbn", "hbn", "fbn", "fixbn", "gn", "fedtan", "single"])
 def test_an_objective_of_strength_0_is_none_bit_for_bit(method: str, network: str) -> None:
-    def same(a: Made, b: Made) -> bool:
-        return all(identical(x, y) for x, y in zip(a.rounds, b.rounds, strict=True)) and a.sections == b.sections
-
-    plain = made(method, network=network, rounds=2)
-    for objective, strength in SWITCHED_OFF.items():  # also what is refused where it is on
-        assert same(made(method, objective, network=network, rounds=2, **{strength: 0.0}), plain), objective
-        assert method != "fedavg" or not same(made(method, objective, network=network, rounds=2), plain), objective
-    for server in ("fedavgm", "fedacg") if method != "single" else ():  # whose clients share nothing to step on
-        assert same(made(method, "none", server, network, rounds=2, server_momentum=0.0), plain), server
-        assert method != "fedavg" or not same(made(method, "none", server, network, rounds=2), plain), server
-
-
-ALONG: list[tuple[Cell, dict[str, Any]]] = [
-    (("fixbn", "fedprox", "fedyogi", "simple"), {"maintain_momentum": "local", "momentum": 0.9, "freeze_what": "both"}),
-    (("fixbn", "scaffold", "fedavg", "resnet"), {"freeze_what": "both"}),
-    (("fedbn", "moon", "fedacg", "resnet"), {"maintain_momentum": "global", "momentum": 0.9}),
-    (("fedtan", "moon", "fedadam", "simple"), {"maintain_momentum": "global", "momentum": 0.9}),
-    (("hbn", "fedsam", "fedavgm", "resnet"), {"maintain_momentum": "global", "optimizer": "adam", "learning_rate": 0.001}),
-    (("fbn", "fedsam", "fedadagrad", "simple"), {"clip": "norm", "clip_limit": 0.1}),
-    (("silobn", "fedprox", "fedacg", "resnet"), {"clip": "adaptive", "clip_limit": 0.1}),
-    (("fbn", "none", "fedadam", "resnet"), {"update": "gradients", "local_steps": 1}),
-    (("gn", "moon", "fedavg", "simple"), {"moon_projection": 5}),
-    (("hbn", "moon", "fedavg", "resnet"), {"precision": "mixed"}),
-]
-
-
-@pytest.mark.sample("[fixbn", "[fedtan", "[fbn", "[silobn")
-@pytest.mark.parametrize(("cell", "along"), ALONG, ids=lambda value: " ".join(value))
-def test_momentum_clipping_and_precision_go_along(cell: Cell, along: dict[str, Any]) -> None:
-    check(cell, **along)
-    plain = made(*cell).rounds[-1]
-    assert not identical(made(*cell, **along).rounds[-1], plain)  # control: it does something
-
-
-@pytest.mark.parametrize("objective", ["none", "fedprox", "moon"])
-def test_a_replayed_exchange_trains_as_one_that_waits(objective: str) -> None:
-    """Each replay of FedTAN's first step begins the round anew: what an objective keeps must not notice."""
-    waits = made("fedtan", objective, "fedacg", rounds=3, exchange="local")
-    replays = made("fedtan", objective, "fedacg", rounds=3, exchange="replay")
-    assert all(identical(a, b) for a, b in zip(waits.rounds, replays.rounds, strict=True))
-    assert not identical(waits.rounds[-1], made("fedtan", "fedprox", "fedavg", rounds=3).rounds[-1])
+    plain, records = made(method, "none", "fedavg", network, rounds=2)
+    variants = [((objective, "fedavg"), off) for objective, off in OFF.items()]  # also what is refused where it is on
+    variants += [(("none", server), {"momentum": 0.0}) for server in ("fedavgm", "fedacg") if method != "single"]
+    for chosen, off in variants:
+        found, others = made(method, *chosen, network, rounds=2, **off)
+        assert all(identical(a, b) for a, b in zip(found, plain, strict=True)), chosen
+        assert [record.bytes_up for record in others] == [record.bytes_up for record in records]
+        if method == "fedavg":  # control
+            assert not all(identical(a, b) for a, b in zip(made(method, *chosen, network, rounds=2)[0], plain, strict=True)), chosen

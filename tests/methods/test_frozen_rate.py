@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from fl_bn import Federation
 from fl_bn.federation.settings import Schedule
 from fl_bn.methods import METHODS, Method, Phase, freeze
 from fl_bn.run.config import RunConfig
@@ -86,34 +82,3 @@ def test_the_run_config_s_key() -> None:
     for method in ({"method": "fixbn"}, {"method": "fedtan2"}, {"method": "silobn", "freeze_after": 3}):
         assert share(frozen_rate=0.5, **method) == 0.5
     assert share(method="fedavg") == 1.0
-
-
-def network() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-
-
-DATA = [(torch.randn(16, 6), torch.arange(16) % 3)]
-
-
-class Recording(torch.optim.SGD):
-    """Notes the rate of every step."""
-
-    seen: list[float] = []  # noqa: RUF012 - of the class, since each round makes an optimiser of its own
-
-    def step(self, closure: Any = None) -> Any:
-        self.seen.append(self.param_groups[0]["lr"])
-        return super().step(closure)
-
-
-@pytest.mark.parametrize(("share", "options", "steps"), [
-    (None, {"clip": "none"}, [0.2, 0.2, 0.02, 0.02]),
-    (0.1, {}, [0.2, 0.2, 0.02, 0.02]),
-    (None, {}, [0.2, 0.2, 0.03, 0.03]),
-    (1.0, {"clip": "none"}, [0.2] * 4),
-    (None, {"clip": "none", "schedule": Schedule(1.0, "step", 0.1)}, [0.2, 0.2, 0.02, 0.002]),  # capped, not multiplied
-])  # fmt: skip
-def test_the_library_s_federation(share: float | None, options: dict[str, Any], steps: list[float]) -> None:
-    Recording.seen.clear()
-    federation = Federation(network(), fixbn(frozen_rate=share), [DATA], optimizer=partial(Recording, lr=0.2), **options)
-    assert [record.learning_rate for record in federation.run(4)] == pytest.approx(steps)
-    assert pytest.approx(steps) == Recording.seen

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from fl_bn import convert, local_round, server_state
-from fl_bn.federation.local import Samples, statistics_pass
+from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.methods import METHODS, NORMALISERS, StatisticsPass
+from fl_bn.methods import METHODS
 from fl_bn.secure.settings import SecureAggregation
 from tests.in_process import WatchedGrid, client_app, run
 
@@ -64,17 +63,6 @@ def test_batches_of_one_s_own_are_all_measured() -> None:
     with local_round(convert(network(), hbn()), hbn(), server_state(network(), hbn(), rounds=2).instruction()) as round:
         round.measure(own)
         assert round.statistics_pass.samples == 100
-
-
-def test_a_pass_changes_nothing_and_needs_two_samples() -> None:
-    model, how = convert(network(), hbn()), StatisticsPass.for_exchange(NORMALISERS)
-    before, state = {k: t.clone() for k, t in model.state_dict().items()}, torch.get_rng_state()
-    statistics_pass(model, samples(9), how, np.random.default_rng(0), batch_size=3)
-    assert all(torch.equal(before[k], t) for k, t in model.state_dict().items())
-    assert torch.equal(state, torch.get_rng_state())
-    assert all(p.grad is None for p in model.parameters())
-    assert all(module.training for module in model.modules())
-    assert statistics_pass(model, samples(1), how, np.random.default_rng(0)) == {}
 
 
 def test_by_default_all_clients_are_asked(tiny_clients: Callable[..., list[Samples]]) -> None:

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import Context, Message
-from flwr.clientapp import ClientApp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torchvision import models
 
 from fl_bn import Federation, convert, methods
-from fl_bn.bn.derived import load_tensors
-from fl_bn.federation.shared_model import SharedModel
-from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, training
+from fl_bn.flower import InProcessGrid, OwnAppStrategy
 from fl_bn.methods import METHODS
 from tests.conformance.cases import every_method
+from tests.doors.doors import own_app
 from tests.doors.inner import load_weights
 from tests.listed import listed
 from tests.refusals import naming
 
 X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 2
 CLIENTS = [[(X[i::3], Y[i::3])] * 5 for i in range(3)]
-"""Methods whose file loads into the unconverted network: docs/how-to/export.md has the same list."""
 
 
 class WithIds(nn.Module):
@@ -76,21 +71,8 @@ def test_what_is_saved_loads_into_the_network_as_its_owner_wrote_it(method_name:
 
 
 def test_a_flower_app_of_one_s_own_saves_the_same_file(tmp_path: Path) -> None:
-    app, method = ClientApp(), methods.fbn()
-    answer(app, net, method, lambda context: CLIENTS[int(context.node_config["partition-id"])])
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        with training(message, context, net(), method) as round:
-            optimizer = torch.optim.SGD(round.model.parameters(), 0.05)
-            for x, y in CLIENTS[int(context.node_config["partition-id"])]:
-                optimizer.zero_grad()
-                F.cross_entropy(round.model(x), y).backward()
-                optimizer.step()
-        return round.message(20)
-
-    strategy = OwnAppStrategy(net(), method, fraction_evaluate=0)
-    result = strategy.start(InProcessGrid(app, 3, {}), num_rounds=2)
+    strategy = OwnAppStrategy(net(), methods.fbn(), fraction_evaluate=0)
+    result = strategy.start(InProcessGrid(own_app(net(), methods.fbn(), CLIENTS, fresh=net), 3, {}), num_rounds=2)
     strategy.save(tmp_path / "model.safetensors")
     plain = net()
     plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
@@ -133,60 +115,15 @@ def test_prefixes_of_wrappers_are_not_in_the_file(kind: str, tmp_path: Path) -> 
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), fed.model.parameters(), strict=True))
 
 
-@listed("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
-def test_checkpoints_with_prefixes_are_weights_to_start_from(prefix: str, tmp_path: Path) -> None:
-    path = tmp_path / "weights.safetensors"
-    source = net()
+@listed("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "other."])
+def test_checkpoints_with_prefixes_of_wrappers_are_weights_to_start_from(prefix: str, tmp_path: Path) -> None:
+    path, source, model = tmp_path / "weights.safetensors", net(), net()
     with torch.no_grad():
         source.layers[0].weight.add_(1)
     save_file({prefix + name: tensor.clone() for name, tensor in source.state_dict().items()}, path)
-    model = net()
-    load_weights(model, str(path))
-    assert torch.equal(model.layers[0].weight, source.layers[0].weight)
-    save_file({f"other.{name}": tensor.clone() for name, tensor in source.state_dict().items()}, path)
-    with naming("another network"):  # control: any other prefix
-        load_weights(net(), str(path))
-
-
-QUICK = {"resnet18", "swin_t"}
-LARGE = {"googlenet": {"aux_logits": False, "init_weights": False}, "inception_v3": {"aux_logits": False, "init_weights": False}}
-
-
-def classifier(name: str) -> nn.Module:
-    with torch.device("meta"):  # names, shapes and types: no memory
-        return models.get_model(name, weights=None, **LARGE.get(name, {}))
-
-
-@pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in models.list_models(module=models)]
-)
-def test_every_classifier_of_torchvision(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nn.Module, "cpu", lambda model: model)
-    blocks = models.regnet.BlockParams
-    computed = blocks.from_init_params.__func__  # needs numbers, which a meta tensor has not
-
-    def on_cpu(cls: Any, *args: Any, **named: Any) -> Any:
-        with torch.device("cpu"):
-            return computed(cls, *args, **named)
-
-    monkeypatch.setattr(blocks, "from_init_params", classmethod(on_cpu))
-    plain = classifier(name)
-    shapes = {key: (tensor.shape, tensor.dtype) for key, tensor in plain.state_dict().items()}
-    for method in (methods.fedavg(), methods.fbn(), methods.hbn()):
-        shared = SharedModel(plain, method)
-        file = shared.whole(shared.tensors(), batches=7)
-        if name.startswith("mnasnet"):  # looks at the version of a state_dict, which no safetensors file has
-            with naming("version should be set"):
-                plain.load_state_dict(dict(plain.state_dict()))
-            load_tensors(plain, file, strict=True)
-        else:
-            plain.load_state_dict(file)
-        assert {key: (tensor.shape, tensor.dtype) for key, tensor in file.items()} == shapes
-    if name in ("maxvit_t", "swin_t"):  # control: what travels lacks their integers
-        with naming("relative_position_index", RuntimeError):
-            plain.load_state_dict(shared.tensors())
+    with naming("another network") if prefix == "other." else nullcontext():
+        load_weights(model, str(path))
+    assert torch.equal(model.layers[0].weight, source.layers[0].weight) == (prefix != "other.")
 
 
 class Versioned(nn.Linear):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from fl_bn import client_model, convert, local_round, methods, server_round, server_state
-from fl_bn.methods import METHODS, attacked
-from fl_bn.objectives import PLAIN, FedProx, Objective, Scaffold
-from fl_bn.robust.attacks import ATTACKS
-from tests.conformance.cases import every_method
+from fl_bn import client_model, convert, local_round, methods, server_state
+from fl_bn.objectives import FedProx, Objective, Scaffold
 from tests.doors.doors import apart, own_loop
 from tests.doors.inner import SERVER_OPTIMIZERS
 from tests.listed import listed
@@ -73,47 +68,6 @@ def test_a_rate_of_a_module_and_an_objective_are_pickled_with_the_state(objectiv
     )
     with pytest.raises((pickle.PicklingError, AttributeError)):
         pickled(server_state(net(), methods.fbn(), rounds=3, rate=lambda round, rounds: 0.1))
-
-
-def test_a_method_under_attack_can_be_pickled() -> None:
-    for attack in ATTACKS:
-        assert pickled(attacked(FEDAVG, attack, 1)).adversary.f == 1
-
-
-def trained(round: Any, client: int) -> None:
-    x, y = data(client)
-    optimizer = torch.optim.SGD(round.model.parameters(), lr=0.1)
-    round.backward(lambda: F.cross_entropy(round.model(x), y), x)
-    optimizer.step()
-
-
-@pytest.mark.parametrize("objective", [PLAIN, Scaffold()], ids=["plain", "scaffold"])
-@every_method
-def test_a_client_s_network_is_that_with_which_it_would_begin_its_next_round(method_name: str, objective: Objective) -> None:
-    made = METHODS[method_name]()
-    if made.exchanges or made.measures_first or method_name in ("single", "fedwon"):  # whose rounds take more, or less, than a loop
-        return
-    state, kept = server_state(net(), made, rounds=3, clients=2, objective=objective), dict[int, Any]()
-    for _ in range(2):
-        instruction, replies = state.instruction(), []
-        for client in range(2):
-            before = [kept[client]] if client in kept else []
-            with local_round(convert(net(), made), made, instruction, *before, objective=objective) as round:
-                trained(round, client)
-            reply, kept[client] = round.reply(samples=12, client=client)
-            replies.append(reply)
-        state, _ = server_round(state, replies)
-    instruction, given = state.instruction(), net()
-    before = copy.deepcopy(given.state_dict())
-    models = [client_model(given, made, instruction, kept[client]) for client in range(2)]
-    with local_round(convert(net(), made), made, instruction, kept[1], objective=objective) as round:
-        expected = copy.deepcopy(round.model.state_dict())
-        trained(round, 1)
-    assert not models[1].training
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in models[1].state_dict().items())
-    differ = any(not torch.equal(tensor, expected[name]) for name, tensor in models[0].state_dict().items())
-    assert differ == made.personal  # control: where clients keep nothing, all have one network
-    assert all(torch.equal(tensor, before[name]) for name, tensor in given.state_dict().items())
 
 
 def test_a_client_before_its_first_round_has_the_server_s_start() -> None:
