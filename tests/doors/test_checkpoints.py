@@ -22,10 +22,10 @@ from tests.listed import listed
 from tests.refusals import naming
 
 
-def net(width: int = 8) -> nn.Sequential:
+def net(width: int = 8, momentum: float | None = 0.1) -> nn.Sequential:
     torch.manual_seed(0)
     first = nn.Conv2d(1, width, 2)
-    return nn.Sequential(first, nn.BatchNorm2d(width), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(2 * width, 3))
+    return nn.Sequential(first, nn.BatchNorm2d(width, momentum=momentum), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(2 * width, 3))
 
 
 def made(client: int, n: int = 24) -> tuple[Tensor, Tensor]:
@@ -60,11 +60,12 @@ def shown(records: list[Any]) -> list[str]:
     return [repr(replace(one, seconds=0.0, clients=[replace(client, waited=0.0) for client in one.clients])) for one in records]
 
 
-@pytest.mark.sample("[at home", "[moon", "[fedadam", "[one p")
+@pytest.mark.sample("[a", "[moon", "[fedadam", "[one p")
 @pytest.mark.parametrize(
     ("method", "options"),
     [
         ("fedbn", {}),
+        ("fedavg", {"model": net(momentum=None)}),
         ("fedtan2", {}),
         ("silobn", {"workers": 2}),
         ("silobn", {"objective": Scaffold(), "optimizer": lambda parameters: SGD(parameters, lr=0.05)}),
@@ -72,7 +73,7 @@ def shown(records: list[Any]) -> list[str]:
         ("silobn", {"server_optimizer": "fedadam"}),
         ("hbn", {"engine": "vectorised", "model": nn.Sequential(*(layer for layer in net() if not isinstance(layer, nn.Dropout)))}),
     ],
-    ids=["at home", "layer by layer", "workers", "scaffold", "moon", "fedadam", "one program"],
+    ids=["at home", "averages of all batches", "layer by layer", "workers", "scaffold", "moon", "fedadam", "one program"],
 )
 def test_a_federation_goes_on_with_the_bits_of_one_never_interrupted(method: str, options: dict[str, Any], tmp_path: Path) -> None:
     """With dropout and cohorts; tests/conformance does so for every method."""

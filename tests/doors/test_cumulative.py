@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,17 +60,6 @@ def test_the_average_goes_on_as_in_plain_pytorch(door: str) -> None:
     floats = [{name: t for name, t in one.items() if t.is_floating_point()} for one in found]
     forgotten = [{name: one[name] for name in floats[0]} for one in plainly(forgets=True)]
     assert not apart(floats, forgotten) < 1e-3  # control
-
-
-def test_a_checkpoint_has_the_count(tmp_path: Path) -> None:
-    whole, first, second = (Federation(net(), FEDAVG, LOADERS) for _ in range(3))
-    list(whole.run(ROUNDS))
-    next(first.run(ROUNDS))
-    first.checkpoint(tmp_path / "state")
-    second.resume(tmp_path / "state")
-    list(second.run(ROUNDS))
-    assert apart([second.model.state_dict()], [whole.model.state_dict()]) == 0
-    assert int(second.model.state_dict()["1.num_batches_tracked"]) == 6
 
 
 @listed("name", [name for name, make in METHODS.items() if make().personal])

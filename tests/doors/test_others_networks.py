@@ -18,7 +18,7 @@ from torch.optim import SGD
 
 from fl_bn import Classification, Federation, convert, methods, set_buffer_roles
 from fl_bn.methods import METHODS, Method
-from fl_bn.objectives import Moon, Objective, Round, Start, Step
+from fl_bn.objectives import Moon
 from fl_bn.task import batch_size
 from tests.conformance.cases import every_method
 from tests.doors.doors import apart
@@ -115,16 +115,6 @@ class Listed(nn.Module):
         for step in self.steps:
             x = step(x)
         return x
-
-
-def test_fedtan_in_a_network_that_calls_a_list_is_the_union_s_step() -> None:
-    union = tuple(torch.cat(parts) for parts in zip(batch(4), batch(12, 1), strict=True))
-    options = {"unit_scale": False, "clip": "none"}
-    found = federation(Listed(), methods.fedtan(), [[batch(4)], [batch(12, 1)]], **options)
-    central = federation(Listed(), methods.fedavg(), [[union]], **options)
-    list(found.run(1)), list(central.run(1))
-    ours, want = (dict(fed.model.named_parameters()) for fed in (found, central))
-    assert apart([ours], [want]) < 1e-6
 
 
 def patched(model: Any) -> None:
@@ -314,25 +304,3 @@ def test_moon_calls_networks_of_several_inputs_as_the_task_does() -> None:
     found = [losses(federation(TwoInputs(), clients=[[form] * 2, [form]], objective=Moon(), **task), 3) for form, task in forms]
     plain = federation(TwoInputs(), clients=[[forms[0][0]] * 2, [forms[0][0]]])
     assert found[0] == found[1] == found[2] != losses(plain, 3)
-
-
-class Noisy(Objective):
-    """Compute the loss on noisy inputs, as consistency objectives do."""
-
-    def begin(self, start: Start) -> Round:
-        return NoisyRound(start)
-
-
-class NoisyRound(Round):
-    def __init__(self, start: Start) -> None:
-        self.model = start.model
-
-    def gradient(self, step: Step) -> Tensor:
-        with torch.no_grad():
-            assert torch.equal(step.output(self.model), self.model(step.x))
-            self.model(step.x + torch.zeros_like(step.x))
-        return super().gradient(step)
-
-
-def test_an_objective_of_ones_own_gets_the_inputs_themselves() -> None:
-    assert next(federation(objective=Noisy()).run(1)).aggregated

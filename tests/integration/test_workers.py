@@ -12,9 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from typer.testing import CliRunner
 
-from fl_bn.cli.main import app
 from fl_bn.federation.engines.workers import WorkerDied, Workers
 from fl_bn.flower import run_in_process
 from fl_bn.support.wire import WireError
@@ -110,21 +108,6 @@ def test_a_module_that_cannot_be_loaded_stops_no_task() -> None:
     workers.load("no_such_module")
     assert [d.value for d in workers.run(tasks.double, [(1,), (2,)])] == [2, 4]
     workers.close()
-
-
-KEYS = "rounds=1 clients=2 local-steps=1 model='mlp' output='' workers="
-
-
-@pytest.mark.parametrize(("count", "status"), [("1", 0), ("5000", 2), ("'two'", 2)])
-def test_the_command_starts_no_workers_where_it_has_one_or_a_wrong_number(
-    count: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The control is the test above."""
-    started: list[int] = []
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Workers, "load", lambda self, module: started.append(self.count))
-    assert CliRunner().invoke(app, ["run", "--run-config", KEYS + count]).exit_code == status
-    assert started == []
 
 
 def test_a_negative_number_is_refused() -> None:
