@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
-from fl_bn.federation.local import Samples, evaluate
 from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.methods import METHODS
-from fl_bn.run.assembly import dataset, source_model
+from fl_bn.run.assembly import source_model
 from fl_bn.run.config import RunConfig
 from tests.integration.runs import TINY, table, tiny
 
@@ -53,24 +50,6 @@ def test_a_run_leaves_all_its_files(method: str, tmp_path: Path) -> None:
     assert any((path / "tensorboard").iterdir())
     if personal:
         assert sorted(file.name for file in (path / "clients").iterdir()) == [f"client-{i}.safetensors" for i in range(3)]
-
-
-@pytest.mark.parametrize("method", ["fedavg", "hbn", "fbn", "fixbn"])
-def test_the_saved_model_loads_into_the_plain_network_and_has_the_accuracy_of_the_table(method: str, tmp_path: Path) -> None:
-    path = tiny(tmp_path, method)
-    config = RunConfig.from_mapping({**TINY, "method": method})
-    data, model = dataset(config), copy.deepcopy(source_model(config))
-    tensors = load_file(path / "model.safetensors")
-    counters = {k: t for k, t in model.state_dict().items() if k.endswith("num_batches_tracked")}
-    model.load_state_dict(tensors | counters, strict=True)
-    found = evaluate(model, Samples(data.x_test, data.y_test))
-    last = table(path / "rounds.csv")[-1]
-    assert found["accuracy"] == float(last["accuracy"])
-    assert found.loss == pytest.approx(float(last["test-loss"]), rel=1e-6)
-    stale = evaluate(source_model(config), Samples(data.x_test, data.y_test))
-    assert stale.loss != found.loss  # control
-    with safe_open(path / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"method": method, "model": "mlp", "rounds": "3"}
 
 
 def test_a_failing_run_raises_and_leaves_what_it_had(tmp_path: Path) -> None:

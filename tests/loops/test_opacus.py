@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fl_bn import convert, local_round, methods, server_state
 from fl_bn.methods import Method, Phase
-from fl_bn.objectives import PLAIN, FedProx, Objective
 from tests.doors.doors import Tensors
 from tests.doors.inner import ContractBroken, batch_norms
 from tests.loops.loops import opened, step
@@ -57,14 +56,14 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 3, 8, 8, generator=rng, dtype=torch.float64) * 3 + 1, torch.randint(0, 3, (8,), generator=rng)
 
 
-def trained(method: Method, model: nn.Module, objective: Objective = PLAIN, mode: str = "hooks") -> tuple[Tensors, Any]:
+def trained(method: Method, model: nn.Module, mode: str = "hooks") -> tuple[Tensors, Any]:
     """The weights after a step that opacus clips to norm ``CLIP`` and adds no noise to, and the client's reply."""
     from opacus import PrivacyEngine
 
     x, y = batch()
-    asked = server_state(model, method, rounds=2, objective=objective).instruction()
+    asked = server_state(model, method, rounds=2).instruction()
     connect = nobody if asked.phase is Phase.EXCHANGE else None
-    with local_round(convert(model, method), method, asked, objective=objective, connect=connect) as round:
+    with local_round(convert(model, method), method, asked, connect=connect) as round:
         engine, loader = PrivacyEngine(accountant="rdp"), DataLoader(TensorDataset(x, y), batch_size=8)
         private, optimizer, loader = engine.make_private(
             module=round.model,
@@ -78,10 +77,7 @@ def trained(method: Method, model: nn.Module, objective: Objective = PLAIN, mode
         for inputs, targets in loader:
             optimizer.zero_grad()
             loss = F.cross_entropy(private(inputs), targets)
-            if objective is PLAIN:
-                loss.backward()
-            else:
-                round.backward(lambda inputs=inputs, targets=targets: F.cross_entropy(private(inputs), targets), inputs)
+            loss.backward()
             optimizer.step()
         private.cleanup()
     assert round.steps == 1
@@ -154,10 +150,10 @@ def test_opacus_refuses_constants_whose_affine_learns(name: str) -> None:
         trained(CONSTANT[name], net())
 
 
-def refused(method: Method, model: nn.Module, **options: Any) -> str:
+def refused(method: Method, model: nn.Module) -> str:
     """Return the rule of the contract by which a round with opacus is refused."""
     with pytest.raises(ContractBroken) as caught:
-        trained(method, model, **options)
+        trained(method, model)
     return caught.value.rule
 
 
@@ -193,12 +189,6 @@ def test_parts_that_are_called_one_by_one_are_refused_too() -> None:
     with pytest.raises(ContractBroken) as caught, opened(methods.fedavg(), network=lambda: net(affine=False)) as round:
         train(round)
     assert (caught.value.rule, caught.value.name) == ("opacus", "1")
-
-
-def test_an_objective_is_refused() -> None:
-    """opacus would step along its own gradients, without FedProx's part: it refuses the step itself."""
-    with pytest.raises(ValueError, match="(?i)per sample gradient"):
-        trained(methods.gn(), net(), FedProx(0.1))
 
 
 def test_what_the_noise_does_not_protect_is_said(log: pytest.LogCaptureFixture) -> None:
