@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.experiment.terminal import COMMAND, ENVIRONMENT, ROOT
+from tests.experiment.inside import ENVIRONMENT, ROOT, in_a_pipe, override
 from tests.integration.runs import TINY, table
 
 pytestmark = pytest.mark.slow
@@ -23,15 +23,11 @@ needs = {
 
 
 def tracked(folder: Path, callback: str, **environment: str) -> list[dict[str, str]]:
-    """The lines of rounds.csv of a run with that callback, in a process of its own."""
+    """Return the lines of rounds.csv of a run with that callback, in a process of its own."""
     values = {**TINY, "method": "hbn", "output": str(folder), "name": "run", "callbacks": callback, "pictures": True}
-    config = " ".join(f"{key}={str(value).lower() if isinstance(value, bool) else repr(value)}" for key, value in values.items())
     paths = os.pathsep.join([str(ROOT), str(TRACKERS)])
-    done = subprocess.run(
-        [*COMMAND, "run", "--run-config", config], cwd=folder, env={**ENVIRONMENT, "PYTHONPATH": paths, **environment},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    status, said = in_a_pipe("run", "--run-config", override(values), folder=folder, PYTHONPATH=paths, **environment)
+    assert status == 0, said
     return table(folder / "run" / "rounds.csv")
 
 

@@ -1,8 +1,14 @@
 """Ask the application: through its command line and its run config. Parts without a public name are imported here, in one place."""
 
+# ruff: noqa: F401
+
 from __future__ import annotations
 
 import csv
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,11 +31,6 @@ from fl_bn.run.overrides import parse_overrides
 from fl_bn.run.run_directory import RunDirectory, to_toml
 from fl_bn.support import durable
 
-__all__ = [
-    "ClientRecord", "ConfigError", "Disclosure", "Drift", "OwnData", "RoundRecord", "RunConfig", "RunDirectory", "Samples",
-    "client_samples", "command", "config", "convert", "dataset", "durable", "ends_well", "ends_with_a_sentence", "evaluate", "kebab",
-    "override", "parse_overrides", "partitions", "refusing", "rows", "run_centralised", "said", "seeded", "source_model", "to_toml",
-]  # fmt: skip
 Keys = Mapping[str, Any]
 
 
@@ -85,3 +86,27 @@ def refusing(*about: str, by: type[Exception] = ConfigError) -> Iterator[pytest.
 def rows(file: Path) -> list[dict[str, str]]:
     with file.open(newline="") as source:
         return list(csv.DictReader(source))
+
+
+# In a process of its own
+
+
+ROOT = Path(__file__).parents[2]
+COMMAND = (sys.executable, "-c", "from fl_bn.cli.main import app; app()")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm-256color", "COLUMNS": "110"}
+
+
+def in_a_pipe(*args: str, interrupt_at: str = "", folder: Path = ROOT, **environment: str) -> tuple[int, str]:
+    """Run fl-bn with its output in a pipe, and send SIGINT after a line with ``interrupt_at``; return exit status and output."""
+    process = subprocess.Popen(
+        [*COMMAND, *args], cwd=folder, env={**ENVIRONMENT, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    came = ""
+    with process:
+        for line in process.stdout or ():
+            came += line
+            if interrupt_at and interrupt_at in line:
+                process.send_signal(signal.SIGINT)
+                interrupt_at = ""
+    return process.returncode, came

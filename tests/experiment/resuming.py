@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import traceback
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,17 +29,9 @@ class Stopped(BaseException):
 
 def network(classes: int, channels: int, image_size: int) -> nn.Module:
     """Build two convolutions with BatchNorm and, between them, dropout, which uses the random generator."""
-    layers = {
-        "first": nn.Conv2d(channels, 4, 3, padding=1, bias=False),
-        "norm": nn.BatchNorm2d(4),
-        "relu": nn.ReLU(),
-        "drop": nn.Dropout(0.2),
-        "second": nn.Conv2d(4, 4, 3, padding=1, bias=False),
-        "last-norm": nn.BatchNorm2d(4),
-        "flatten": nn.Flatten(),
-        "head": nn.Linear(4 * image_size**2, classes),
-    }
-    return nn.Sequential(OrderedDict(layers))
+    first = nn.Sequential(nn.Conv2d(channels, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.2))
+    second = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.Flatten())
+    return nn.Sequential(first, second, nn.Linear(4 * image_size**2, classes))
 
 
 def small_run(folder: Path, **overrides: str | int | float | bool) -> Values:
@@ -63,39 +55,24 @@ def small_run(folder: Path, **overrides: str | int | float | bool) -> Values:
     return renewed(values | {name.replace("_", "-"): value for name, value in overrides.items()})
 
 
-@contextmanager
-def stopping_at(round: int, dies: bool = False) -> Iterator[None]:
-    """Stop the run inside the block after round ``round``, before this round's checkpoint.
-
-    If ``dies`` is True, the run directory is not closed and its lock is only released, as if the process were killed.
-    """
-    on_round, on_end = RunDirectory.on_round, RunDirectory.on_end
+def stopped(values: Values, at: int, dies: bool = False) -> Path:
+    """Run until round ``at``, before its checkpoint, and stop by an error, or by SIGKILL; return the run directory."""
+    on_round = RunDirectory.on_round
 
     def stop(self: RunDirectory, entry: RoundRecord, rounds: int) -> None:
         on_round(self, entry, rounds)
-        if entry.round == round:
+        if entry.round == at:
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
             raise Stopped
-
-    def leave_all(self: RunDirectory, error: BaseException | None) -> None:
-        if not isinstance(error, Stopped):
-            on_end(self, error)
-
-    def unlock(self: RunDirectory, path: Path) -> None:
-        assert self._lock is not None  # the kernel gives a dead process's lock back
-        self._lock.close()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunDirectory, "on_round", stop)
         if dies:
-            patch.setattr(RunDirectory, "on_end", leave_all)
-            patch.setattr(RunDirectory, "_unlock", unlock)
-        yield
-
-
-def stopped(values: Values, at: int, dies: bool = False) -> Path:
-    """Run until round ``at``, and stop; return the run directory."""
-    with stopping_at(at, dies), pytest.raises(Stopped):
-        run(values)
+            ends_with(signal.SIGKILL, partial(run, values))
+        else:
+            with pytest.raises(Stopped):
+                run(values)
     return Path(str(values["output"])) / str(values["name"])
 
 
@@ -128,7 +105,7 @@ def in_pieces(values: Values, stops: Sequence[int]) -> Path:
     The stops are alternately those of a killed process and of an orderly end.
     """
     for number, at in enumerate(stops):
-        stopped(values if number == 0 else values | {"resume": "run"}, at, dies=number % 2 == 0)
+        stopped(values if number == 0 else values | {"resume": values["name"]}, at, dies=number % 2 == 0)
     return run(values, resume="latest")
 
 

@@ -9,17 +9,20 @@ import numpy as np
 CLASSES = 4
 
 
-def small_npz(folder: Path, name: str = "small", light: float = 1.0) -> Path:
-    """Write 48 training and 24 test images, grey, 4 by 4 pixels; each class is brighter than the class before. Return the file.
+def small_npz(
+    folder: Path, name: str = "small", light: float = 1.0, classes: int = CLASSES, side: int = 4, colours: int = 0,
+    samples: tuple[int, int] = (48, 24),
+) -> Path:  # fmt: skip
+    """Write training and test images, 4 by 4 pixels; each class is brighter than the class before. Return the file.
 
-    ``light`` is the brightness of the camera.
+    ``light`` is the brightness of the camera; without ``colours``, images are grey.
     """
-    rng = np.random.default_rng(0)
-    labels = {"train": np.arange(48) % CLASSES, "test": np.arange(24) % CLASSES}
+    rng, shape = np.random.default_rng(0), (side, side, colours) if colours else (side, side)
     arrays: dict[str, np.ndarray] = {}
-    for split, y in labels.items():
-        arrays[f"x_{split}"] = (light * (50 * y[:, None, None] + rng.integers(0, 60, (len(y), 4, 4)))).astype(np.uint8)
-        arrays[f"y_{split}"] = y.astype(np.int64)
+    for split, number in zip(("train", "test"), samples, strict=True):
+        y = np.arange(number) % classes
+        x = 50 * y.reshape(-1, *[1] * len(shape)) + rng.integers(0, 60, (number, *shape))
+        arrays[f"x_{split}"], arrays[f"y_{split}"] = (light * x).astype(np.uint8), y.astype(np.int64)
     file = folder / f"{name}.npz"
     np.savez(file, **arrays)  # type: ignore[arg-type]
     return file

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -80,16 +79,6 @@ class Scripted(Callback):
             record.evaluation["accuracy"] = value
 
 
-class Models(Callback):
-    """Keeps a copy of the model after every round."""
-
-    def on_start(self, running: Running) -> None:
-        self.running, self.models = running, dict[int, Tensors]()
-
-    def on_round(self, record: RoundRecord, rounds: int) -> None:
-        self.models[record.round] = dict(self.running.arrays())
-
-
 def same(one: Tensors, other: Tensors) -> bool:
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
@@ -106,12 +95,6 @@ def federation(callbacks: list[Callback], method: str = "fedavg", **options: Any
     return Federation(net(), METHODS[method](), clients, callbacks=callbacks, **options)
 
 
-@pytest.fixture(autouse=True)
-def heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
-    caplog.set_level(logging.INFO, logger="flwr")
-
-
 # When they are called
 
 
@@ -124,16 +107,11 @@ def test_of_a_federation_that_ends_and_of_one_that_is_left_early() -> None:
     assert kept.ends == left.ends == [None]
 
 
-def test_of_a_strategy_and_of_a_run_that_fails(tiny_clients: Callable[..., list[Samples]]) -> None:
+def test_of_a_strategy_whose_run_fails(tiny_clients: Callable[..., list[Samples]]) -> None:
     def break_down(client: int, what: str) -> None:
         raise RuntimeError("no")
 
-    kept, failed, clients = Kept(), Kept(), tiny_clients((3, 7, 5))
-    ran = run(methods.fedavg(), clients, 2, policy={"evaluate_every": 2})
-    ran.strategy.transport.callbacks = Callbacks([kept])
-    ran.strategy.transport.evaluations.at_server = lambda model: {"accuracy": 0.5}
-    ran.strategy.start(ran.grid, num_rounds=2)
-    assert kept.calls == ["round 1/2", "evaluation 2/2", "round 2/2", "end"]
+    failed, clients = Kept(), tiny_clients((3, 7, 5))
     ran = run(methods.fedavg(), clients, 1)
     ran.strategy.transport.callbacks = Callbacks([failed])
     with pytest.raises(RunFailed):
@@ -149,9 +127,7 @@ def test_of_a_run_config_with_tensorboard_written_every_round(tmp_path: Path) ->
     (told,) = MADE
     assert path == told.folder == tmp_path / "run"
     assert told.config.callbacks == values["callbacks"]
-    assert told.calls == [
-        "round 1/5", "evaluation 2/5", "round 2/5", "round 3/5", "evaluation 4/5", "round 4/5", "evaluation 5/5", "round 5/5", "end"
-    ]  # fmt: skip
+    assert [call for call in told.calls if "round" not in call] == ["evaluation 2/5", "evaluation 4/5", "evaluation 5/5", "end"]
     assert told.files == [set(range(1, n + 1)) for n in range(1, 6)]  # each round was on the disk when it was over
     found = scalars(path / "tensorboard")
     assert set(found["accuracy"]) == {2, 4, 5}
@@ -165,86 +141,72 @@ def test_of_a_run_config_with_tensorboard_written_every_round(tmp_path: Path) ->
         (f"{__name__}:nobody", "'nobody'"),
         ("no_such_module:Tracker", "'no_such_module'"),
         (f"{__name__}:Told,os:system", "os"),  # the first is not made either
+        (f"{__name__}:none", "str"),  # a function is called with the run's folder, so this is there
     ],
 )
 def test_a_name_that_is_no_callback_is_refused_before_there_is_a_folder(name: str, about: str, tmp_path: Path) -> None:
     MADE.clear()
     with refusing(about):
         run_in_process(small_run(tmp_path, callbacks=name))
-    assert not (tmp_path / "run").exists()
+    assert (tmp_path / "run").exists() == name.endswith(":none")
     assert not MADE
-
-
-def test_a_function_that_makes_no_callback_is_refused_before_a_round(tmp_path: Path) -> None:
-    """A function is called with the run's folder, so the folder is there: the control of the test above."""
-    with refusing("fl_bn.Callback", "str"):
-        run_in_process(small_run(tmp_path, callbacks=f"{__name__}:none"))
-    assert [file.name for file in tmp_path.glob("run/model.safetensors")] == []
-    assert (tmp_path / "run").is_dir()
 
 
 # The best model, and the early end
 
 
-def test_the_best_model_is_kept_and_loads_into_your_network(tmp_path: Path) -> None:
-    models, path = Models(), tmp_path / "best.safetensors"
-    list(federation([Scripted(0.5, 0.9, 0.7, math.nan, 0.9), models, KeepBest(path)]).run(5))
-    kept = load_file(path)
-    assert same(kept, models.models[2])
-    assert not same(kept, models.models[5])  # control: the last
-    net().load_state_dict(kept)
+@pytest.mark.parametrize("method", ["fedavg", "fedbn"])
+def test_the_best_model_is_kept_and_where_clients_keep_tensors_their_networks_beside_it(method: str, tmp_path: Path) -> None:
+    path, states = tmp_path / "best.safetensors", dict[int, list[Tensors]]()
+    fed = federation([Scripted(0.5, 0.9, 0.7, math.nan, 0.9), KeepBest(path)], method)
+    for record in fed.run(5):
+        states[record.round] = [{name: tensor.clone() for name, tensor in fed.client_model(i).state_dict().items()} for i in range(3)]
+    kept, personal = load_file(path), METHODS[method]().keeps(Role.STATISTIC)
+    for client in range(3):
+        whole = load_file(tmp_path / f"best-client-{client}.safetensors") if personal else kept
+        assert same(whole, states[2][client])
+        assert not same(whole, states[5][client])  # control: the last
+    assert ("1.running_mean" in kept) != personal
+    net().load_state_dict(kept, strict=not personal)
     with safe_open(path, "pt") as file:
         assert file.metadata()["round"] == "2"
 
 
-def test_where_clients_keep_tensors_their_networks_are_kept_beside_it(tmp_path: Path) -> None:
-    path, own = tmp_path / "best.safetensors", dict[int, Tensors]()
-    fed = federation([Scripted(0.5, 0.9, 0.7), KeepBest(path)], "fedbn")
-    for record in fed.run(3):
-        if record.round == 2:
-            own = {i: fed.client_model(i).state_dict() for i in range(3)}
-    for client, expected in own.items():
-        kept = load_file(tmp_path / f"best-client-{client}.safetensors")
-        assert same(kept, expected)
-        assert not same(kept, fed.client_model(client).state_dict())  # control: those of the last round
-    assert "1.running_mean" not in load_file(path)
+class Low(Task):
+    name, metric, higher_is_better = "low", "error", False
 
 
-@listed(
-    ("values", "patience", "rounds"),
-    [
-        ((0.1, 0.2, 0.3, 0.4, 0.5), 1, 5),
-        ((0.1, 0.5, 0.4, 0.5, 0.9), 2, 4),  # as good is not better
-        ((0.1, 0.5, 0.4, 0.6, 0.5), 2, 5),
-        ((math.nan, math.nan, 0.9), 2, 2),  # no number is no best
-        ((0.5, 0.6, None, 0.6, 0.6), 2, 5),  # an evaluation that lacks the metric is left out
-        ((0.5, 0.4), 1, 2),
-    ],
-)
-def test_a_run_ends_where_evaluations_do_not_improve(values: tuple[float | None, ...], patience: int, rounds: int) -> None:
-    assert len([*federation([Scripted(*values), EarlyStop(patience)]).run(5)]) == rounds
-
-
-def told(callback: EarlyStop, metric: str, *values: float, task: Any = CLASSIFICATION) -> str:
-    """Return the reason to end, after evaluations with these values."""
+def told(callback: EarlyStop, metric: str, *values: float | None, task: Any = CLASSIFICATION) -> int:
+    """Return after how many evaluations with these values the callback ends the run; one more than there are: it does not."""
     running = Running(task, dict)
     callback.on_start(running)
     for round, value in enumerate(values, 1):
-        callback.on_evaluation(RoundRecord(round, "train", 0.1, evaluation={metric: value}), 9)
-    return running.reason
+        callback.on_evaluation(RoundRecord(round, "train", 0.1, evaluation={} if value is None else {metric: value}), 9)
+        if running.reason:
+            assert metric in running.reason
+            return round
+    return len(values) + 1
 
 
-def test_by_another_metric_and_where_less_is_better() -> None:
-    class Low(Task):
-        name, metric, higher_is_better = "low", "error", False
-
-    assert "loss" in told(EarlyStop(1, "loss"), "loss", 0.5, 0.6)
-    assert not told(EarlyStop(1, "loss"), "loss", 0.5, 0.4)
-    assert told(EarlyStop(1), "error", 0.5, 0.6, task=Low)
-    assert not told(EarlyStop(1), "error", 0.5, 0.4, task=Low)
-    assert told(EarlyStop(1, "mae", higher_is_better=False), "mae", 0.5, 0.6, task=Regression())
-    assert told(EarlyStop(1, least=0.1), "accuracy", 0.5, 0.55)
-    assert not told(EarlyStop(1, least=0.01), "accuracy", 0.5, 0.55)
+@listed(
+    ("callback", "metric", "values", "rounds", "task"),
+    [
+        (EarlyStop(1), "accuracy", (0.1, 0.2, 0.3), 4, CLASSIFICATION),
+        (EarlyStop(2), "accuracy", (0.1, 0.5, 0.4, 0.5, 0.9), 4, CLASSIFICATION),  # as good is not better
+        (EarlyStop(2), "accuracy", (0.1, 0.5, 0.4, 0.6, 0.5), 6, CLASSIFICATION),
+        (EarlyStop(2), "accuracy", (math.nan, math.nan, 0.9), 2, CLASSIFICATION),  # no number is no best
+        (EarlyStop(2), "accuracy", (0.5, 0.6, None, 0.6, 0.6), 5, CLASSIFICATION),  # an evaluation that lacks the metric is left out
+        (EarlyStop(1, least=0.1), "accuracy", (0.5, 0.55), 2, CLASSIFICATION),
+        (EarlyStop(1, least=0.01), "accuracy", (0.5, 0.55), 3, CLASSIFICATION),
+        (EarlyStop(1, "loss"), "loss", (0.5, 0.4, 0.6), 3, CLASSIFICATION),  # less is better
+        (EarlyStop(1), "error", (0.5, 0.4, 0.6), 3, Low),
+        (EarlyStop(1, "mae", higher_is_better=False), "mae", (0.5, 0.4, 0.6), 3, Regression()),
+    ],
+)
+def test_a_run_ends_where_evaluations_do_not_improve(
+    callback: EarlyStop, metric: str, values: tuple[float | None, ...], rounds: int, task: Any
+) -> None:
+    assert told(callback, metric, *values, task=task) == rounds
 
 
 def test_what_early_stop_cannot_watch_is_refused() -> None:
@@ -257,23 +219,17 @@ def test_what_early_stop_cannot_watch_is_refused() -> None:
             EarlyStop(**wrong)
 
 
-def test_where_nothing_is_evaluated_they_say_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    list(federation([EarlyStop(1), KeepBest(tmp_path / "best.safetensors")], test=None).run(2))
-    assert "EarlyStop had no effect" in caplog.text
-    assert "KeepBest had no effect" in caplog.text
-    assert not (tmp_path / "best.safetensors").exists()
-
-
 ENDING = {"rounds": 30, "evaluate_every": 1, "keep_best": True, "learning_rate": 0.0001}
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedbn"])
-def test_of_the_application_by_two_keys(method: str, tmp_path: Path) -> None:
-    values = small_run(tmp_path, method=method, early_stop=2, checkpoint_every=0, **ENDING)
+def test_of_the_application_by_two_keys_also_when_it_is_resumed(method: str, tmp_path: Path) -> None:
+    """The rounds before the stop count."""
+    values = small_run(tmp_path, method=method, early_stop=4, **ENDING)
     path = run_of_keys(values)
     accuracies = [float(row["accuracy"]) for row in rows(path / "rounds.csv")]
     best = accuracies.index(max(accuracies)) + 1
-    assert len(accuracies) == best + 2 < 30
+    assert len(accuracies) == best + 4 < 30
     summary = (path / "summary.md").read_text()
     assert f"**The run ended early** after {len(accuracies)} of 30 rounds" in summary
     assert "chosen on the test data, so its number is optimistic" in summary
@@ -282,20 +238,14 @@ def test_of_the_application_by_two_keys(method: str, tmp_path: Path) -> None:
         assert set(file.keys()) == set(load_file(path / "model.safetensors"))
     personal = METHODS[method]().keeps(Role.STATISTIC)
     assert len([*path.glob("clients/client-*.safetensors")]) == (values["clients"] if personal else 0)
-
-
-def test_a_run_of_the_application_that_was_resumed_counts_the_rounds_before(tmp_path: Path) -> None:
-    whole = run_of_keys(small_run(tmp_path / "whole", early_stop=4, **ENDING))
-    values = small_run(tmp_path / "pieces", early_stop=4, **ENDING)
-    stopped(values, at=3)
-    path = run_of_keys({**values, "resume": "run", "name": ""})
-    assert len(rows(path / "rounds.csv")) == len(rows(whole / "rounds.csv")) < 30
+    stopped(values | {"name": "pieces"}, at=3)
+    again = run_of_keys({**values, "resume": "pieces", "name": ""})
+    assert len(rows(again / "rounds.csv")) == len(accuracies)
     for file in ("best.safetensors", "model.safetensors"):
-        assert same(load_file(path / file), load_file(whole / file))
+        assert same(load_file(again / file), load_file(path / file))
 
 
 def test_of_centralised_training(tmp_path: Path) -> None:
     directory = run_centralised(config(small_run(tmp_path, early_stop=1, checkpoint_every=0, method="fedavg", **ENDING)))
     assert len(directory.records) < 30
-    assert directory.path is not None
-    assert (directory.path / "best.safetensors").exists()
+    assert (tmp_path / "run" / "best.safetensors").exists()

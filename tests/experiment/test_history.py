@@ -1,10 +1,12 @@
-"""The run's folder: rows of the right numbers, files that grow by whole lines whatever the disk does, names that never collide, summary."""
+"""The run's folder: rows of the right numbers, files that grow by whole lines, names that never collide, summary, disclosures, pictures."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,19 +14,17 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from fl_bn.federation.gradients import PATH, STEP
 from fl_bn.federation.record import named_series, series
-from fl_bn.run.disclosure_report import COLUMNS, DisclosureTotals, Kind, disclosure_csv, disclosure_table
+from fl_bn.run.disclosure_report import COLUMNS, DisclosureTotals, disclosure_csv, disclosure_table
 from fl_bn.run.history import SECTIONS, History, client_rows, record_of, round_columns, round_line, round_row
+from fl_bn.run.pictures import draw_labels, draw_run
 from fl_bn.run.summary import summary
 from fl_bn.task import CLASS, CLASSIFICATION
-from tests.experiment.inside import ClientRecord, Disclosure, Drift, RoundRecord, RunDirectory, config, refusing
-from tests.experiment.resuming import run, small_run
-from tests.integration.runs import table
+from tests.experiment.inside import ClientRecord, Disclosure, Drift, RoundRecord, RunConfig, RunDirectory, config, refusing
 from tests.listed import listed
-
-LINES = "rounds.jsonl"
 
 
 def records() -> list[RoundRecord]:
@@ -38,24 +38,6 @@ def records() -> list[RoundRecord]:
     together = {"accuracy": 0.5, "accuracy-std": 0.1, "accuracy-min": 0.4, "loss": 1.5}
     own = {0: {"accuracy": 0.4, "loss": 1.0}, 1: {"accuracy": 0.6, "loss": math.inf}}
     return [first, failed, replace(last, evaluation=together, client_evaluation=own)]
-
-
-def rich() -> list[RoundRecord]:
-    """Every kind of round: those of ``records``, one of an exchange, one that diverged, and one without any client."""
-    clients = [ClientRecord(n, 5, 2, 0.3, 100, 60, 4, 0.25, 1.5) for n in range(2)]
-    exchange = replace(
-        RoundRecord(4, "exchange", 0.02, clients, Drift(0.25, "norm", 0.5, 1.0)),
-        **{"carrier": "grpc", "exchanges": 4, "aggregated": True, "seconds": 1.25, "bytes_up": {"weights": 10, "exchange": 20}},
-        evaluation={"accuracy": 0.75, "loss": 0.5},
-    )
-    diverged = RoundRecord(5, "train", 0.02, [ClientRecord(0, 5, 2, math.inf)], Drift(math.inf, "norm", math.nan, math.inf))
-    diverged = replace(diverged, aggregated=True, evaluation={"accuracy": 0.1, "loss": math.nan})
-    return [*records(), exchange, diverged, RoundRecord(6, "train", 0.001)]
-
-
-@pytest.fixture(autouse=True)
-def heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fl_bn.flower.compat.LOGGER.propagate", True)
 
 
 # Rows by hand, and lines that are read back
@@ -86,6 +68,7 @@ def line_of(record: RoundRecord) -> dict[str, object]:
 
 
 NUMBERS = st.one_of(st.floats(0, 1e6), st.floats(allow_nan=True, allow_infinity=True))
+BESIDE = dict.fromkeys(["accuracy-std", "loss", "mean-iou", *named_series(CLASS, [0.0] * 3)], NUMBERS)
 CLIENTS = st.builds(
     ClientRecord,
     client=st.integers(0, 5),
@@ -109,7 +92,7 @@ RECORDS = st.builds(
     carrier=st.sampled_from(["", "grpc", "local"]),
     aggregated=st.booleans(),
     seconds=st.floats(0, 1e5),
-    evaluation=st.just({}) | st.fixed_dictionaries({"accuracy": st.floats(0, 1)}, optional={"accuracy-std": NUMBERS, "loss": NUMBERS}),
+    evaluation=st.just({}) | st.fixed_dictionaries({"accuracy": st.floats(0, 1)}, optional=BESIDE),
     client_evaluation=st.dictionaries(st.integers(0, 5), st.fixed_dictionaries({"accuracy": st.floats(0, 1), "loss": NUMBERS}), max_size=4),
 )
 
@@ -120,28 +103,20 @@ RECORDS = st.builds(
 def test_a_line_read_back_says_the_same_line_again(record: RoundRecord) -> None:
     line = line_of(record)
     assert line_of(record_of(line)) == line
-
-
-def test_mean_iou_and_accuracies_per_class_are_in_the_lines_and_read_back() -> None:
-    evaluation = {"accuracy": 0.75, "loss": 1.0, "mean-iou": 0.5, **named_series(CLASS, [1.0, math.nan, 0.25])}
-    segmented = RoundRecord(1, "train", 0.1, aggregated=True, evaluation=evaluation)
-    line = line_of(segmented)
-    assert (line["mean-iou"], line["per-class"], round_row(segmented)["mean-iou"]) == (0.5, [1.0, None, 0.25], 0.5)
-    back = record_of(line).evaluation
-    assert (back["mean-iou"], series(back, CLASS)[::2]) == (0.5, [1.0, 0.25])
-    assert math.isnan(series(back, CLASS)[1])
-    assert (line_of(records()[2])["mean-iou"], line_of(records()[2])["per-class"]) == (None, None)
+    assert (line["per-class"] is None) == (not series(record.evaluation, CLASS))
 
 
 # Growing, and cutting
 
 
-def history(folder: Path, entries: list[RoundRecord]) -> History:
+def written(folder: Path, records: Sequence[RoundRecord], history: History | None = None) -> History:
     folder.mkdir(exist_ok=True)
-    made = History(folder)
-    made.begin()
-    for entry in entries:
-        made.add(entry)
+    made = history or History(folder)
+    if history is None:
+        made.begin()
+    for record in records:
+        made.add(record)
+        assert all((folder / file).read_bytes().endswith(b"\n") for file in History.FILES if (folder / file).stat().st_size)
     return made
 
 
@@ -149,85 +124,44 @@ def contents(folder: Path) -> dict[str, str]:
     return {file: (folder / file).read_text() for file in History.FILES}
 
 
-@pytest.mark.parametrize("back_to", [0, 3])
-@pytest.mark.parametrize("torn", [False, True])
-def test_a_cut_forgets_the_rounds_since_and_the_next_are_written_in_their_place(back_to: int, torn: bool, tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    history(whole, rich())
-    made = history(parts, rich()[:back_to])
-    lengths = made.lengths()
-    assert not back_to or lengths == {file: (parts / file).stat().st_size for file in History.FILES}
-    for record in rich()[back_to : back_to + 2]:
-        made.add(record)
-    if torn:
-        for file in History.FILES:
-            with (parts / file).open("a") as tail:
-                tail.write('99,"half a li')
-    again = History(parts)
-    before = again.cut(lengths)
-    assert [line_of(record) for record in before] == [line_of(record) for record in rich()[:back_to]]
-    for record in rich()[back_to:]:
-        again.add(record)
-    assert contents(parts) == contents(whole)
-
-
-# A full disk
-
-
-def whole_lines(folder: Path) -> int:
-    """How many rounds there are; every line of every file is whole."""
-    assert all((folder / file).read_bytes().endswith(b"\n") for file in History.FILES if (folder / file).stat().st_size)
-    assert all(None not in row.values() and None not in row for file in ("rounds.csv", "clients.csv") for row in table(folder / file))
-    return len([json.loads(line) for line in (folder / LINES).read_text().splitlines()])
-
-
-def test_a_disk_that_fails_to_sync_writes_no_line_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    history(whole, rich())
-    made = history(parts, rich()[:2])
-    made.lengths()
-    made.add(rich()[2])
-
-    def fail(descriptor: int) -> None:
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("fl_bn.run.history.os.fsync", fail)
-        with refusing("Input/output error", by=OSError):
+@settings(max_examples=25)
+@given(records=st.lists(RECORDS, min_size=1, max_size=5), back_to=st.integers(0, 4), torn=st.booleans())
+def test_a_cut_forgets_the_rounds_since_and_the_next_are_written_in_their_place(
+    records: list[RoundRecord], back_to: int, torn: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    records = [replace(record, round=number) for number, record in enumerate(records, 1)]
+    whole, parts = (tmp_path_factory.mktemp(name) for name in ("whole", "parts"))
+    written(whole, records)
+    made = written(parts, records[:back_to])
+    with pytest.MonkeyPatch.context() as patch:  # a disk that fails to sync: no line is written twice
+        patch.setattr("fl_bn.run.history.os.fsync", lambda descriptor: os.close(-1) if torn else None)
+        with suppress(OSError):
             made.lengths()
-    for record in rich()[3:]:
-        made.add(record)
-    made.lengths()
+    lengths = made.lengths()
+    written(parts, records[back_to : back_to + 2], made)
+    for file in History.FILES if torn else ():
+        with (parts / file).open("a") as tail:
+            tail.write('99,"half a li')
+    again = History(parts)
+    assert [line_of(record) for record in again.cut(lengths)] == [line_of(record) for record in records[:back_to]]
+    written(parts, records[back_to:], again)
     assert contents(parts) == contents(whole)
 
 
 # The folder
 
 
-def written(folder: Path, **values: Any) -> RunDirectory:
-    with RunDirectory.create(config({"output": str(folder), "pictures": False, "rounds": 3, "method": "hbn"}, **values)) as directory:
-        for number, record in enumerate(records(), 1):
-            directory.on_round(record, 3)
-            assert directory.path is not None
-            assert whole_lines(directory.path) == number  # lines are there as soon as they are known
-    return directory
-
-
 def test_folders_without_a_name_never_collide(tmp_path: Path) -> None:
-    names = [written(tmp_path).name for _ in range(3)]
-    assert len(set(names)) == 3
-    assert all("hbn-digits-seed0" in name for name in names)
-    path = written(tmp_path, name="mine").path
-    assert path == (tmp_path / "mine").resolve()
-    assert json.loads((path / "environment.json").read_text())["packages"]["torch"][0].isdigit()
+    def made(name: str = "") -> Path | None:
+        with RunDirectory.create(config(output=str(tmp_path), pictures=False, method="hbn", name=name)) as directory:
+            return directory.path
+
+    paths = {made() for _ in range(3)}
+    assert len(paths) == 3
+    assert all("hbn-digits-seed0" in str(path) for path in paths)
+    assert made("mine") == (tmp_path / "mine").resolve()
     with refusing("mine", by=FileExistsError):
-        written(tmp_path, name="mine")
-
-
-def test_the_error_that_ended_a_run_is_in_its_summary(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), RunDirectory.create(config(output=str(tmp_path), name="x", rounds=60)):
-        raise KeyboardInterrupt
-    assert "**The run was interrupted** after 0 of 60 rounds." in (tmp_path / "x" / "summary.md").read_text()
+        made("mine")
 
 
 @listed(
@@ -251,26 +185,11 @@ def test_the_summary_counts_by_hand_and_says_how_the_run_was_made(values: dict[s
 # disclosure.csv, and its table in the summary
 
 
-def recorded(round: int, *disclosures: Disclosure) -> RoundRecord:
-    return RoundRecord(round, "train", 0.1, disclosures=list(disclosures))
-
-
-def kinds(records: Sequence[RoundRecord], label_counts: Mapping[int, Sequence[int]]) -> dict[tuple[int, str, str], Kind]:
-    left = DisclosureTotals()
-    for one in records:
-        left.add(one)
-    return left.kinds(label_counts)
-
-
 def test_kinds_add_up_and_keep_the_smallest() -> None:
-    found = kinds(
-        [
-            recorded(1, Disclosure(0, "moments", "m", 3, 10, 9, 90), Disclosure(0, "moments", "m", 3, 10, 9, 90)),
-            recorded(2, Disclosure(0, "moments", "m", 3, 10, 5, 50), Disclosure(1, "weights", "w", 2, 7)),
-            recorded(3, Disclosure(0, "moments", "m", 3, 10, 5, 50)),
-        ],
-        {0: (1, 2), 1: ()},
-    )
+    left, moments = DisclosureTotals(), Disclosure(0, "moments", "m", 3, 10, 5, 50)
+    for round, disclosures in enumerate(([replace(moments, samples=9)] * 2, [moments, Disclosure(1, "weights", "w", 2, 7)], [moments]), 1):
+        left.add(RoundRecord(round, "train", 0.1, disclosures=disclosures))
+    found = left.kinds({0: (1, 2), 1: ()})
     assert disclosure_csv(found).splitlines() == [
         ",".join(COLUMNS),
         "0,introduction,samples per class,1,1,1,6,,,,",
@@ -283,16 +202,38 @@ def test_kinds_add_up_and_keep_the_smallest() -> None:
     assert "client 0 revealed statistics of 5 samples in round 2" in text
 
 
-def test_a_run_writes_them(tmp_path: Path) -> None:
-    path = run(small_run(tmp_path, method="fedavg", batch_size=4, local_steps=1, checkpoint_every=0))
-    rows = table(path / "disclosure.csv")
-    sent = {row["section"]: row for row in rows if row["client"] == "2"}
-    assert sent.keys() == {"weights", "statistics", "metrics", "introduction"}
-    assert (sent["statistics"]["smallest-samples"], sent["statistics"]["warning"]) == ("4", "fewer than 8 samples")
-    up = sum(int(row["bytes-up"]) for row in table(path / "clients.csv") if row["client"] == "2")
-    assert int(sent["weights"]["bytes"]) + int(sent["statistics"]["bytes"]) == up
-    text = (path / "summary.md").read_text()
-    assert "## What left each client" in text
-    assert "client 2 revealed statistics of 4 samples in round 1" in text
-    quiet = run(small_run(tmp_path / "more", method="gn", batch_size=8, local_steps=2))
-    assert "**warning**" not in (quiet / "summary.md").read_text()
+# Pictures
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that would be saved."""
+    figures = list[Figure]()
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
+    return figures
+
+
+def record(round: int, rate: float, phase: str = "train") -> RoundRecord:
+    made = RoundRecord(round, phase, rate, [ClientRecord(0, 10, 2, 1.0 / round)], Drift(0.5 / round, "norm", 0.1, 1.0), aggregated=True)
+    return replace(made, evaluation={"accuracy": 0.1 * round})
+
+
+def test_every_line_and_area_of_a_run_says_what_it_is(drawn: list[Figure], tmp_path: Path) -> None:
+    records = [*(record(n, 0.1) for n in (1, 2, 3)), *(record(n, 0.01, "frozen") for n in (4, 5, 6))]
+    draw_run(RunConfig(), records, tmp_path / "accuracy.png")
+    draw_run(RunConfig(), records[:3], tmp_path / "plain.png")  # control
+    top = [figure.axes[0] for figure in drawn]
+    assert [axes.get_ylabel().replace("\n", " ") for axes in drawn[0].axes] == [
+        "test accuracy (%)", "training loss (clients)", "largest drift of a mean (sd)", "smallest variance"
+    ]  # fmt: skip
+    assert [axes.get_title(loc="right") for axes in top] == ["grey: statistics frozen", ""]
+    assert [[text.get_text() for text in axes.texts] for axes in top] == [["60.0"], ["30.0"]]
+    places = [axes.get_position().bounds[:2] for axes in drawn[0].axes]
+    assert len({round(y, 3) for _, y in places}) == 4  # no axes upon others
+
+
+def test_labels_are_bars_one_upon_the_other(drawn: list[Figure], tmp_path: Path) -> None:
+    draw_labels({0: (3, 0, 5), 1: (0, 0, 2)}, RunConfig(), tmp_path / "labels.png")
+    (axes,) = drawn[0].axes
+    bars = [(bar.get_y(), bar.get_height()) for container in axes.containers for bar in container]  # type: ignore[attr-defined]
+    assert bars == [(0, 3), (0, 0), (3, 0), (0, 0), (3, 5), (0, 2)]  # class by class, client by client

@@ -14,8 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_bn.methods import METHODS, Refresh, StatisticsReport, freeze
-from tests.experiment.inside import ConfigError, RunConfig, command, config, parse_overrides, refusing, to_toml
+from fl_bn.methods import METHODS, Refresh, StatisticsReport
+from fl_bn.options import options_by_key
+from fl_bn.run.config import REGISTRIES
+from fl_bn.run.former import IN_PAPERS
+from fl_bn.run.run_keys import general_options
+from fl_bn.run.used import HasNoEffect, conditions
+from tests.experiment.inside import ConfigError, RunConfig, command, config, ends_with_a_sentence, parse_overrides, refusing, to_toml
 from tests.listed import listed
 
 ROOT = Path(__file__).parents[2]
@@ -82,11 +87,6 @@ def test_every_key_takes_its_default_and_refuses_what_its_declaration_excludes(k
         assert key == "name" or str(told.value).isprintable()
 
 
-def test_the_syntax_of_texts_is_that_of_keys() -> None:
-    assert SYNTAX.keys() <= DEFAULTS.keys()
-    assert config(name="\u20ac" * 85).name, "as long as a file's name may be, and of any language"
-
-
 def test_pyproject_and_the_page_are_generated_and_name_the_same_keys() -> None:
     stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]
     assert [(key, type(value), value) for key, value in stated["app"]["config"].items()] == [
@@ -101,9 +101,7 @@ def test_pyproject_and_the_page_are_generated_and_name_the_same_keys() -> None:
 
 
 def test_an_integer_is_a_float_too_and_a_config_is_a_value() -> None:
-    made = config(learning_rate=1)
-    assert type(made.learning_rate) is float
-    assert made == config(learning_rate=1.0)
+    assert type(config(learning_rate=1).learning_rate) is float
     assert hash(RunConfig()) == hash(config())
     with refusing("rounds"):
         replace(RunConfig(), rounds=0)
@@ -112,6 +110,12 @@ def test_an_integer_is_a_float_too_and_a_config_is_a_value() -> None:
 # Keys that do not go together: an error that names one of them. Without one of them the run is fine.
 SHAPE = {"classes": 2, "channels": 1, "image_size": 4}
 SECURE = {"secure_aggregation": True}
+NOT_SECURE = {
+    "clients": 2, "method": "fedtan", "statistics_rule": "median", "maintain_momentum": "global", "dp_noise": 1.0, "secagg_shares": 4,
+}  # fmt: skip
+MIMIC = {"byzantine": 3, "attack": "mimic"}
+GRADIENTS = {"update": "gradients", "local_steps": 1}
+TOO_MANY = {"min_cohort": 4, "min_sites": 4, "byzantine": 3}
 TOGETHER: list[dict[str, Any]] = [
     {"local_epochs": 2, "local_steps": 9},
     {"local_steps": 0},
@@ -121,21 +125,15 @@ TOGETHER: list[dict[str, Any]] = [
     {"objective": "fedsam", "method": "fedtan2"},
     {"clip": "norm", "method": "fedtan"},
     {"objective": "fedprox", "method": "single"},
-    {"objective": "fedprox", "update": "gradients", "local_steps": 1},
+    {"objective": "fedprox", **GRADIENTS},
     {"objective": "scaffold", "momentum": 0.0, "byzantine": 1, "clients": 5},
     {"maintain_momentum": "global", "statistics_rule": "median", "clients": 5},
     {"maintain_momentum": "local", "momentum": 0.0},
-    {"maintain_momentum": "local", "update": "gradients", "local_steps": 1},
-    {"server_optimizer": "fedacg", "update": "gradients", "local_steps": 1},
+    *({**GRADIENTS, key: value} for key, value in {"maintain_momentum": "local", "server_optimizer": "fedacg"}.items()),
     {"server_optimizer": "fedacg", "server_learning_rate": 0.5},
     {"server_momentum": 0.5},
     {**SECURE, "unseen_client": True, "method": "fedbn"},
-    {**SECURE, "clients": 2},
-    {**SECURE, "method": "fedtan"},
-    {**SECURE, "statistics_rule": "median"},
-    {**SECURE, "maintain_momentum": "global"},
-    {**SECURE, "dp_noise": 1.0},
-    {**SECURE, "secagg_shares": 4},
+    *({**SECURE, key: value} for key, value in NOT_SECURE.items()),
     {"learning_rate_schedule": "milestones"},
     {"optimizer": "adam", "momentum": 0.5},
     {"update": "gradients", "local_steps": 9},
@@ -146,29 +144,25 @@ TOGETHER: list[dict[str, Any]] = [
     {"resume": "latest"},
     {"resume": "latest", "checkpoint_every": 1, "output": ""},
     {"checkpoint_every": 1, "output": ""},
-    {"clients": 3, "min_cohort": 4},
     {"clients": 10, "fraction": 0.5, "min_cohort": 6},
-    {"clients": 3, "min_sites": 4},
-    {"clients": 3, "client_nodes": "7,8"},
-    {"clients": 3, "client_names": "east,west"},
+    *({"clients": 3, key: value} for key, value in {**TOO_MANY, "client_nodes": "7,8", "client_names": "east,west"}.items()),
     {"clients": 5, "clients_at_start": 6},
     {"clients": 5, "clients_at_start": 2, "min_cohort": 3},
     {"clients": 7, "clients_at_start": 4, "byzantine": 2, "statistics_rule": "median"},
     {"dataset": "sites"},
     {"dataset": "sites", **SHAPE, "byzantine": 1},
     {"dataset": "sites", **SHAPE, "hold_out": "A"},
-    {"clients": 3, "byzantine": 3},
     {"byzantine": 5, "statistics_rule": "median"},
     {"byzantine": 4, "update_rule": "krum"},
     {"declared_byzantine": 5, "update_rule": "nnm+median"},
     {"byzantine": 3, "update_rule": "median", "fraction": 0.6},
     {"clients": 2, "declared_byzantine": 1, "update_rule": "median"},
-    {"byzantine": 3, "attack": "mimic", "attack_strength": 7.0},
-    {"byzantine": 3, "attack": "mimic", "attack_strength": 1.5},
-    {"byzantine": 3, "attack": "mimic", "attack_strength": -1.0},
+    *({**MIMIC, "attack_strength": strength} for strength in (7.0, 1.5, -1.0)),
     {"byzantine": 3, "attack": "gaussian", "attack_strength": -1.0},
 ]
 JUST_ENOUGH: list[dict[str, Any]] = [
+    {"name": "\u20ac" * 85},  # as long as a file's name may be, and of any language
+    {"learning_rate_schedule": "milestones", "learning_rate_milestones": "0.6:0.1,0.8:0.1"},
     {"byzantine": 4, "statistics_rule": "median", "update_rule": "nnm+trimmed-mean"},
     {"byzantine": 3, "update_rule": "krum"},
     {"byzantine": 9},
@@ -204,46 +198,13 @@ def test_control_just_enough_is_enough(keys: dict[str, Any]) -> None:
     assert fits(keys)
 
 
-@listed(
-    ("keys", "near"),
-    [
-        ({"method": "fedbm"}, "fedbn"),
-        ({"objective": "scafold"}, "scaffold"),
-        ({"update-rule": "nnm+medain"}, "nnm+median"),
-        ({"freeze-afer": 3}, "freeze-after"),
-        ({"learning_rate ": 0.1}, "learning-rate"),
-    ],
-)
-def test_a_misspelt_name_is_answered_with_the_nearest(keys: dict[str, Any], near: str) -> None:
-    with refusing(*keys.values() if isinstance(next(iter(keys.values())), str) else [], f"'{near}'"):
-        config(keys)
+@listed("wrong", ["0.6", "0.8:0.1,0.6:0.1"])
+def test_milestones_are_rising_shares_with_a_factor_each(wrong: str) -> None:
+    with refusing("milestones"):
+        config(learning_rate_schedule="milestones", learning_rate_milestones=wrong)
 
 
 # What the keys make
-
-
-@listed("name", METHODS)
-def test_every_method_can_be_configured_and_frozen(name: str) -> None:
-    method = METHODS[name]()
-    made = config(method=name).build_method()
-    assert (made.name, made.phase(1, 9)) == (name, method.phase(1, 9))
-    try:
-        frozen = freeze(method, 2)
-    except ValueError:  # it has no statistics in training
-        with refusing("freeze-after"):
-            config(method=name, freeze_after=2)
-    else:
-        found = config(method=name, freeze_after=2).build_method()
-        assert [found.phase(round, 9) for round in (2, 3)] == [frozen.phase(round, 9) for round in (2, 3)]
-        assert found.phase(3, 9).value == "frozen"
-
-
-def test_milestones_are_rising_shares_with_a_factor_each() -> None:
-    step = {"learning_rate_schedule": "milestones"}
-    assert fits({**step, "learning_rate_milestones": "0.6:0.1,0.8:0.1"})
-    for wrong in ("0.6", "0.8:0.1,0.6:0.1"):
-        with refusing("milestones"):
-            config(**step, learning_rate_milestones=wrong)
 
 
 def test_options_reach_the_method_and_the_rounds() -> None:
@@ -269,28 +230,126 @@ def test_options_reach_the_method_and_the_rounds() -> None:
 # Texts and files
 
 
-def test_round_trip_through_the_mapping_and_through_toml() -> None:
-    made = config(method="fbn", fraction=0.3, name='a "quoted" näme', pictures=False, weight_decay=1e-7, data_path="C:\\data")
-    assert config(made.to_mapping()) == config(tomllib.loads(to_toml(made.to_mapping()))) == made != RunConfig()
-
-
 @given(text=st.text(st.characters(codec="utf-8")))
 def test_every_text_survives_its_file(text: str) -> None:
     """What cannot be read again cannot be resumed."""
-    made = {"data-path": text, "rounds": 3}
+    made = {**RunConfig().to_mapping(), "data-path": text, "weight-decay": 1e-7, "pictures": False}
     assert tomllib.loads(to_toml(made)) == made
-
-
-def test_overrides_are_read_as_by_flwr_run_but_nothing_is_passed_over(tmp_path: Path) -> None:
-    assert parse_overrides("rounds=10 method='hbn' learning-rate=0.5 pictures=false data-path=\"a b\"") == {
-        "rounds": 10, "method": "hbn", "learning-rate": 0.5, "pictures": False, "data-path": "a b",
-    }  # fmt: skip
-    assert parse_overrides("") == {}
-    (tmp_path / "mine.toml").write_text("rounds = 3\n")
-    assert parse_overrides(str(tmp_path / "mine.toml")) == {"rounds": 3}
 
 
 @listed("text", ["rounds 10", "method=hbn", "no.toml", "rounds=1 rounds=2", "rounds=[" + "[" * 5000, "rounds=0x", "rounds={a=1"])
 def test_no_text_is_read_with_a_traceback(text: str) -> None:
     with refusing(text[:6]):
         parse_overrides(text)
+
+
+# A key that the run ignores is refused
+
+
+KEYS = RunConfig.keys()
+GENERAL = general_options()
+SITES = {"dataset": "sites", "classes": 2, "channels": 1, "image-size": 4}
+SUMMED = {"secure-aggregation": True}
+NOISY = {**SUMMED, "client-weights": "uniform", "dp-noise": 1.0}
+UNDER_ATTACK = {"byzantine": 2, "attack": "foe"}
+
+CONDITIONS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ({"freeze-after": 100}, {"method": "fedavg"}, {"method": "fixbn"}),
+    ({"freeze-after": 9}, {"method": "fedavg", "rounds": 9}, {"method": "fedavg", "rounds": 10}),
+    ({"frozen-rate": 0.5}, {"method": "fedavg"}, {"method": "fedavg", "freeze-after": 5}),
+    ({"frozen-rate": 0.5}, {"method": "fedavg", "freeze-after": 0}, {"method": "fedtan2"}),
+    ({"classes": 2}, {}, SITES),
+    ({"data-path": "x"}, SITES, {"dataset": "npz"}),
+    ({"partition": "iid", "sizes": "equal"}, SITES, {}),
+    ({"test-on": "all"}, {"partition": "iid"}, {"partition": "natural"}),
+    ({"partition-parameter": 2.0}, {"partition": "iid"}, {"partition": "classes"}),
+    ({"partition-parameter": 0.1}, {"partition": "natural"}, {"partition": "similarity"}),
+    ({"unseen-client": True}, {"method": "fbn"}, {"method": "fedbn"}),
+    ({"recalibration": "passes"}, {"method": "fedavg"}, {"method": "fbn"}),
+    ({"recalibration": "passes"}, {"method": "hbn", **SUMMED}, {"method": "fedavg", "calibrate": -1}),
+    ({"unit-scale": False}, {"method": "fedavg"}, {"method": "fedavg", "freeze-after": 0}),
+    ({"unit-scale": False}, {"method": "hbn", "calibrate": 0}, {"method": "hbn"}),
+    ({"exchange": "replay"}, {"method": "gn"}, {"method": "fedavg", "calibrate": -1}),
+    ({"exchange": "local"}, {"method": "fbn", **UNDER_ATTACK}, {"method": "fbn"}),
+    ({"exchange": "local"}, {"method": "fedavg"}, {"method": "fedtan"}),
+    ({"attack": "foe"}, {}, {"byzantine": 1}),
+    ({"client-weights": "data"}, {"byzantine": 1}, {}),
+    ({"client-weights": "data"}, {"update-rule": "median"}, {"update-rule": "mean"}),
+    ({"attack-on": "updates"}, {"byzantine": 1, "attack": "label-flip"}, {"byzantine": 1, "attack": "nan"}),
+    ({"attack-on": "statistics"}, {**UNDER_ATTACK, "method": "gn"}, {**UNDER_ATTACK, "method": "static-bn"}),
+    ({"attack-on": "statistics"}, {**UNDER_ATTACK, "method": "fedbn"}, {**UNDER_ATTACK, "method": "fedavg"}),
+    ({"statistics-rule": "median"}, {"method": "gn"}, {"method": "static-bn"}),
+    ({"statistics-rule": "median"}, {"method": "silobn"}, {"method": "fbn"}),
+    ({"update-rule": "median", "server-optimizer": "fedadam"}, {"method": "single"}, {"method": "fedbn"}),
+    ({"keep-best": True}, {"method": "single"}, {"method": "fedbn"}),
+    ({"attack-strength": 2.0}, {"byzantine": 1}, UNDER_ATTACK),
+    ({"attack-strength": 2.0}, {"byzantine": 1, "attack": "foe-optimised"}, {"byzantine": 1, "attack": "alie"}),
+    ({"secagg-shares": 5}, {}, SUMMED),
+    ({"dp-noise": 1.0}, {"client-weights": "uniform"}, {"client-weights": "uniform", **SUMMED}),
+    ({"dp-clip": 2.0, "dp-statistics-clip": 2.0, "dp-delta": 1e-6}, SUMMED, NOISY),
+    ({"learning-rate-decay": 0.1}, {}, {"learning-rate-schedule": "step"}),
+    ({"learning-rate-milestones": "0.5:0.1"}, {}, {"learning-rate-schedule": "milestones"}),
+    ({"clip-limit": 2.0}, {}, {"clip": "norm"}),
+    ({"clip-limit": 2.0}, {"clip": "none"}, {"clip": "adaptive"}),
+    ({"name": "mine", "keep-best": True}, {"output": ""}, {}),
+]
+"""Keys with values, keys with which the run ignores them, and keys with which it does not."""
+CASES = [(key, value, ignored, used) for keys, ignored, used in CONDITIONS for key, value in keys.items()]
+WITH_ANOTHER = {"channels", "columns-digest", "evaluate-clients"}  # under the condition of ``classes``; asked by tests of the server
+OWNERS = {
+    key: (registry, [name for name, make in entries.items() if key in options_by_key(make)])
+    for registry, entries in REGISTRIES.items()
+    for make in entries.values()
+    for key in options_by_key(make)
+    if key not in GENERAL
+}
+"""Option of methods, objectives or server optimisers -> the key that chooses one, and the names of those that have the option."""
+FITTING: dict[str, dict[str, Any]] = {
+    "scaffold": {"momentum": 0.0, "clip": "none", "method": "fedavg"},
+}
+"""What an owner or an option needs beside it."""
+
+
+@listed(("key", "value", "ignored", "used"), CASES, ids=lambda value: str(value) if not isinstance(value, dict) else [*value.values()])
+def test_a_key_is_refused_where_the_run_ignores_it_and_only_there(
+    key: str, value: Any, ignored: dict[str, Any], used: dict[str, Any]
+) -> None:
+    with refusing(f"{key}=", by=HasNoEffect) as told:
+        config({**ignored, key: value})
+    assert list(told.value.by_key) == [key]  # type: ignore[attr-defined]
+    by_value = key in ("freeze-after", "attack-on")  # the value decides whether they count
+    assert by_value or key in IN_PAPERS or key in config(ignored).without_effect
+    assert key not in config({key: value, **used}).without_effect
+
+
+@listed("key", [key for key, (chosen_by, owners) in OWNERS.items() if len(owners) < len(REGISTRIES[chosen_by])])
+def test_an_option_counts_with_its_owners_alone(key: str) -> None:
+    """Of every method, objective and server optimiser; one beside its owners is asked."""
+    (chosen_by, owners), default = OWNERS[key], KEYS[key].default
+    numbers = [not default] if isinstance(default, bool) else [] if isinstance(default, str) else [default + 3, default - 1, 0.25]
+    near = numbers or [*KEYS[key].values]
+    value = next(value for value in near if value != default and KEYS[key].allows(value) and type(value) is type(default))
+    if stranger := next((name for name in REGISTRIES[chosen_by] if name not in (*owners, *FITTING, "fedavg", "none")), ""):
+        with refusing(f"{key}=", chosen_by, by=HasNoEffect):
+            config({key: value, chosen_by: stranger})
+    for owner in owners:
+        assert config({key: value, chosen_by: owner, **FITTING.get(owner, {}), **FITTING.get(key, {})})[key] == value
+
+
+def test_every_key_with_a_condition_has_a_case() -> None:
+    tried = {key for key, *_ in CASES} | OWNERS.keys()
+    assert {*OWNERS, *conditions(RunConfig(), REGISTRIES, GENERAL)} == (tried - IN_PAPERS.keys()) | WITH_ANOTHER
+
+
+def test_all_that_a_key_belongs_to_is_named(tmp_path: Path) -> None:
+    for keys, owner in (({**SUMMED, "dp-clip": 2.0}, "dp-noise"), ({"dp-clip": 2.0}, "secure-aggregation=true")):
+        with refusing("dp-clip=2", owner, by=HasNoEffect):
+            config(keys)
+    ends_with_a_sentence("run", "--run-config", f"output='{tmp_path}' method='fbn' groups=4", about="groups=4")
+
+
+@listed("method", METHODS)
+def test_a_default_is_never_refused(method: str) -> None:
+    """Flower passes every key of pyproject.toml to a run."""
+    everything = {key: spec.default for key, spec in KEYS.items()}
+    assert config({**everything, "method": method}) == config(method=method)

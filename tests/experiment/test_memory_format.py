@@ -1,4 +1,4 @@
-"""Runs whose clients' networks lie in channels last: the same up to the order of sums, in every engine, and with what clients keep."""
+"""Where clients' networks lie in channels last: where it is faster and works, or as a run asks for it."""
 
 from __future__ import annotations
 
@@ -9,32 +9,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fl_bn.flower import run_in_process
 from fl_bn.run.memory_layout import memory_format, overrun
 from tests.experiment.inside import refusing
+from tests.integration.runs import tiny
 from tests.listed import listed
-
-TINY = {
-    "model": "digits-cnn-small", "clients": 3, "rounds": 2, "local-steps": 2, "batch-size": 8, "evaluate-every": 2, "pictures": False,
-    "learning-rate": 0.01,
-}  # fmt: skip
-
-
-def run(folder: Path, name: str, **keys: object) -> dict[str, Tensor]:
-    path = run_in_process({**TINY, "output": str(folder), "name": name, **keys})
-    assert path is not None
-    return load_file(path / "model.safetensors")
 
 
 def strided(channels: int, kernel: int = 1, stride: int = 2) -> nn.Module:
     return nn.Sequential(nn.Conv2d(channels, 8, kernel, stride=stride), nn.Flatten())
-
-
-def test_channels_last_is_refused_where_torch_would_write_past_its_memory() -> None:
-    with refusing("memory-format='channels-last'", "'0'", by=ValueError):
-        memory_format("channels-last", strided(15), (15, 8), torch.device("cpu"))
-    assert memory_format("channels-last", strided(16), (16, 8), torch.device("cpu")) is torch.channels_last
-    assert memory_format("channels-last", strided(15), (15, 8), torch.device("cuda")) is torch.channels_last
 
 
 class Flattened(nn.Module):
@@ -65,7 +47,6 @@ class Flattened(nn.Module):
 def test_auto_takes_channels_last_where_it_is_faster_and_works(
     network: nn.Module, image: tuple[int, int], device: str, wanted: torch.memory_format, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "flwr")
     before = {name: (tensor.clone(), tensor.stride()) for name, tensor in network.state_dict().items()}
     draws = torch.get_rng_state()
     assert memory_format("auto", network, image, torch.device(device)) is wanted
@@ -73,13 +54,18 @@ def test_auto_takes_channels_last_where_it_is_faster_and_works(
     assert torch.equal(torch.get_rng_state(), draws)
     assert all(torch.equal(t, before[name][0]) and t.stride() == before[name][1] for name, t in network.state_dict().items())
     assert ("stays contiguous, because it fails in channels-last: view size" in caplog.text) == isinstance(network, Flattened)
-    if not overrun(network):
-        assert memory_format("channels-last", network, image, torch.device(device)) is torch.channels_last  # control: as it was asked for
+    if overrun(network):  # torch would write past its memory
+        with refusing("memory-format='channels-last'", "'0'", by=ValueError):
+            memory_format("channels-last", network, image, torch.device(device))
+        assert memory_format("channels-last", network, image, torch.device("cuda")) is torch.channels_last
+    else:
+        assert memory_format("channels-last", network, image, torch.device(device)) is torch.channels_last  # as it was asked for
 
 
 def test_auto_is_the_default_and_has_the_bits_of_what_it_chooses(tmp_path: Path) -> None:
-    unsaid, last, usual = (run(tmp_path, name, **keys) for name, keys in (
-        ("unsaid", {}), ("last", {"memory-format": "channels-last"}), ("usual", {"memory-format": "contiguous"}),
-    ))  # fmt: skip
+    unsaid, last, usual = (
+        load_file(tiny(tmp_path / str(n), "fbn", model="digits-cnn-small", rounds=1, **keys) / "model.safetensors")
+        for n, keys in enumerate(({}, {"memory-format": "channels-last"}, {"memory-format": "contiguous"}))
+    )
     assert all(torch.equal(unsaid[name], tensor) for name, tensor in last.items())
     assert any(not torch.equal(unsaid[name], tensor) for name, tensor in usual.items())  # control

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import doctest
 import inspect
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import partial
@@ -18,19 +15,18 @@ import torch
 from safetensors.torch import load_file
 
 from fl_bn import options
-from fl_bn.flower import FBN, HBN, FedTAN2, Rounds, run_in_process
+from fl_bn.flower import FBN, HBN, FedTAN2, Rounds
 from fl_bn.methods import METHODS, Method, Refresh
-from fl_bn.objectives import OBJECTIVES
 from fl_bn.options import Options, keys_of, option, options_by_key, range_of, takes
 from fl_bn.run.config import REGISTRIES
-from tests.experiment.inside import RunConfig, command, config, ends_with_a_sentence, kebab, refusing
+from tests.experiment.inside import RunConfig, config, ends_with_a_sentence, kebab, refusing
 from tests.extension.package import installed
-from tests.integration.runs import TINY
+from tests.integration.runs import tiny
 from tests.listed import listed
 
 ROOT = Path(__file__).parents[2]
 EVERYONE = [(key, name) for key, registry in REGISTRIES.items() for name in registry]
-OWN = {"halves": METHODS, "pull": OBJECTIVES, "halfway": REGISTRIES["server-optimizer"]}
+OWN = ("halves", "pull", "halfway")
 
 
 # One declaration
@@ -49,10 +45,6 @@ def comparable(value: Any) -> Any:
         weights = value.step(weights, {"w": weights["w"] ** 2})
         steps.append(weights["w"].tolist() + value.lookahead(weights).get("w", torch.zeros(0)).tolist())
     return steps
-
-
-def made(config: RunConfig) -> dict[str, Any]:
-    return {"method": config.build_method(), "objective": config.build_objective(), "server-optimizer": config.build_server_optimizer()}
 
 
 @listed(("key", "name"), EVERYONE)
@@ -131,16 +123,13 @@ def test_strategies_take_the_options_of_their_methods() -> None:
     model, rounds = torch.nn.BatchNorm1d(2), Rounds(4, fraction=0.5)
     made = HBN(model, rounds, lam=0.5, lower_layers="shared", evaluate="exact", save_clients="x").transport
     assert (made.method.refresh, made.method.statistics_pass.lower_layers, made.save_clients) == (Refresh.EXACT, "shared", "x")
-    assert comparable(HBN(model, rounds).transport.method) == comparable(METHODS["hbn"](fraction=0.5))
-    assert comparable(HBN(model, rounds).transport.method) != comparable(METHODS["hbn"]())  # control
+    assert comparable(HBN(model, rounds).transport.method) == comparable(METHODS["hbn"](fraction=0.5)) != comparable(METHODS["hbn"]())
     assert comparable(FedTAN2(model, rounds, freeze_after=2).transport.method) == comparable(METHODS["fedtan2"](2, "merged"))
     for own in (rounds, None):
         with refusing("lamb", by=TypeError):
             HBN(model, own, lamb=0.5)
         with refusing("fbn", "momentum", by=ValueError):
             FBN(model, own, momentum=2)
-    with refusing("fraction_train", by=TypeError):
-        FBN(model, rounds, fraction_train=0.5)
 
 
 # A package of one's own
@@ -156,69 +145,27 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def weights(tmp_path: Path, name: str, **keys: Any) -> dict[str, torch.Tensor]:
     """The network after a short run."""
-    folder = run_in_process(config({**TINY, "rounds": 2, "output": str(tmp_path), "name": name, **keys}).to_mapping())
-    assert folder is not None
-    assert all(f"{key} = " in (folder / "config.toml").read_text() for key in kebab(keys))
-    return load_file(folder / "model.safetensors")
+    return load_file(tiny(tmp_path / name, "fedavg", rounds=2, **kebab(keys)) / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("own", "same", "exact"),
+@listed(
+    ("own", "same", "tolerance"),
     [
-        (
-            {"method": "halves", "halves_weight": 0.3, "halves_report": "pass"},
-            {"method": "fbn", "fbn_momentum": 0.3, "fbn_report": "pass"},
-            True,
-        ),
-        ({"objective": "pull", "pull_strength": 5.0}, {"objective": "fedprox", "fedprox_mu": 5.0}, False),
+        ({"objective": "pull", "pull_strength": 5.0}, {"objective": "fedprox", "fedprox_mu": 5.0}, {"rtol": 1e-4, "atol": 1e-6}),
         (
             {"server_optimizer": "halfway", "halfway_share": 0.25, "halfway_momentum": 0.5},
             {"server_optimizer": "fedavgm", "server_learning_rate": 0.25, "server_momentum": 0.5},
-            True,
+            {"rtol": 0, "atol": 0},
         ),
     ],
 )
 def test_one_of_ones_own_does_what_the_same_of_fl_bn_does(
-    own: dict[str, Any], same: dict[str, Any], exact: bool, package: Path, tmp_path: Path
+    own: dict[str, Any], same: dict[str, Any], tolerance: dict[str, float], package: Path, tmp_path: Path
 ) -> None:
-    """Control: its own defaults are another run."""
-
-    def alike(found: dict[str, torch.Tensor]) -> bool:
-        tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-6}
-        return all(torch.allclose(found[name], tensor, **tolerance) for name, tensor in theirs.items())
-
-    theirs = weights(tmp_path, "b", **{"method": "fedavg", **same})
-    chosen = next(iter(own.items()))
-    assert alike(weights(tmp_path, "a", **{"method": "fedavg", **own}))
-    assert not alike(weights(tmp_path, "c", **{"method": "fedavg", **dict([chosen])}))
-
-
-def test_its_keys_are_everywhere(package: Path) -> None:
-    keys = RunConfig.keys()
-    assert [name for name in keys if name.split("-")[0] in OWN] == [
-        *("halves-weight", "halves-report", "pull-strength", "pull-kind", "halfway-share", "halfway-momentum")
-    ]
-    assert "- `halves-weight=0.5` ((0, 1]): halves: weight of a round's pooled moments (h in the paper)" in command("config").output
-    assert 'pull-kind = "linear"\n' in command("config", "--toml").output
-    assert RunConfig()["halfway-share"] == 0.5
-    for values, about in (
-        ({"halves-weigth": 1.0}, "'halves-weight'"),
-        ({"method": "halvs"}, "'halves'"),
-        ({"halves-weight": 0.0}, "halves-weight"),
-        ({"pull-kind": "lineer"}, "'linear'"),
-    ):
-        with refusing(about):
-            config(values)
-    assert "halves" in command("layers", "resnet20", "--method", "halves").output
-
-
-@pytest.mark.slow
-def test_a_new_process_knows_it(package: Path) -> None:
-    path = os.pathsep.join([str(package), str(ROOT)])
-    asked = [sys.executable, "-m", "fl_bn.cli.main", "config", "--toml"]
-    said = subprocess.run(asked, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    assert "halves-weight = 0.5\n" in said
-    assert "halfway-momentum = 0.0\n" in said
+    """Control: its own defaults are another run. tests/extension has a method and an option of local training."""
+    theirs, ours, default = (weights(tmp_path, name, **keys) for name, keys in (("a", same), ("b", own), ("c", dict([*own.items()][:1]))))
+    assert all(torch.allclose(ours[name], tensor, **tolerance) for name, tensor in theirs.items())
+    assert not all(torch.allclose(default[name], tensor, **tolerance) for name, tensor in theirs.items())
 
 
 def test_one_that_cannot_be_imported_is_named(package: Path) -> None:
@@ -226,8 +173,3 @@ def test_one_that_cannot_be_imported_is_named(package: Path) -> None:
     with refusing("own-package", "own_package.pull", "no_such_module"):
         RunConfig()
     ends_with_a_sentence("config", about="own_package.pull")
-
-
-def test_without_it_there_are_none_of_its_keys() -> None:
-    """Control, and that the package above has left nothing behind."""
-    assert [name for name in RunConfig.keys() if name.split("-")[0] in OWN] == []  # noqa: SIM118

@@ -13,7 +13,7 @@ import pytest
 
 from fl_bn.flower.secagg.workflow import SecureSum
 from fl_bn.secure.privacy import Journal, epsilon
-from tests.experiment.resuming import ROUNDS, Values, ends_with, run, small_run, stopped
+from tests.experiment.resuming import ROUNDS, Values, ends_with, run, small_run
 
 NOISE, DELTA = 4.0, 1e-5
 EACH = 2  # releases of a round of fbn: updates and statistics
@@ -34,14 +34,6 @@ def said(path: Path) -> tuple[int, float]:
 def right(path: Path, releases: int) -> None:
     assert said(path) == (releases, float(f"{epsilon(releases, NOISE, DELTA):.3g}"))
     assert Journal(path / "privacy.jsonl").total() == releases
-
-
-def test_rounds_that_a_resumed_run_repeats_count_again(tmp_path: Path) -> None:
-    """A checkpoint every other round: stopped after round 3, the run goes back to round 2; stopped again, it does so again."""
-    values = private(tmp_path / "runs", checkpoint_every=2)
-    stopped(values, 3)
-    stopped(values | {"resume": "run"}, 3, dies=True)
-    right(run(values, resume="latest"), EACH * (ROUNDS + 2))
 
 
 def test_a_disk_that_keeps_no_spend_releases_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from server_app.app import app as server_app
 from tests.conformance.cases import every_method
 from tests.experiment.inside import OwnData, client_samples, config, convert, evaluate, refusing
 from tests.experiment.resuming import network, small_run
+from tests.experiment.small_data import small_npz
 from tests.integration.runs import table
 from tests.listed import listed
 
@@ -35,32 +36,18 @@ SITES = {
 }  # fmt: skip
 
 
-def site_npz(folder: Path, number: int, *, classes: int = CLASSES, side: int = SIDE, colours: int = 0, samples: int = 20) -> Path:
-    """A site's own file; every site's images are brighter than the last one's."""
-    rng = np.random.default_rng(number)
-    shape, arrays = (side, side, colours) if colours else (side, side), {}
-    for split, n in (("train", samples), ("test", 10 + number)):
-        y = np.arange(n) % classes
-        noise = rng.integers(0, 40, (n, *shape))
-        arrays[f"x_{split}"] = (40 * y.reshape(-1, *[1] * len(shape)) + 20 * number + noise).astype(np.uint8)
-        arrays[f"y_{split}"] = y
-    file = folder / f"site-{number}-{classes}-{side}-{colours}.npz"
-    np.savez(file, **arrays)
-    return file
-
-
-class SitesGrid(InProcessGrid):
-    """Every node has a node config of its own."""
-
-    def __init__(self, config: Mapping[str, Any], sites: Sequence[Mapping[str, str]]) -> None:
-        super().__init__(client_app, len(sites), config)
-        for context, own in zip(self._contexts.values(), sites, strict=True):
-            context.node_config.update(own)
+def site_npz(folder: Path, number: int, classes: int = CLASSES, samples: int = 20, **form: int) -> Path:
+    """Write a site's own file; every site's images are darker than the last one's."""
+    name = f"site-{number}-{classes}-{'-'.join(map(str, form.values()))}"
+    return small_npz(folder, name, 1 - number / 5, classes, samples=(samples, 10 + number), **form)
 
 
 def play(config: Mapping[str, Any], sites: Sequence[Mapping[str, str]]) -> Path:
-    """The run directory."""
-    server_app(SitesGrid(config, sites), Context(1, 0, {}, RecordDict(), dict(config)))
+    """Run with a node config for each site; return the run directory."""
+    grid = InProcessGrid(client_app, len(sites), config)
+    for context, own in zip(grid._contexts.values(), sites, strict=True):
+        context.node_config.update(own)
+    server_app(grid, Context(1, 0, {}, RecordDict(), dict(config)))
     return Path(str(config["output"])) / "run"
 
 
@@ -84,13 +71,10 @@ def test_sites_train_and_evaluate_on_their_own_data_which_the_server_never_sees(
     values = small_run(tmp_path / "runs", method=method_name, **SITES)
     monkeypatch.setattr("fl_bn.run.testing.dataset", never)
     path = play(values, sites)
-    rounds, clients = table(path / "rounds.csv"), table(path / "clients.csv")
-    assert [row["aggregated"] for row in rounds] == ["True", "True"]
-    last = [row for row in clients if row["round"] == "2"]
+    rounds, last = table(path / "rounds.csv"), [row for row in table(path / "clients.csv") if row["round"] == "2"]
     accuracies = np.array([float(row["accuracy"]) for row in last])
-    assert float(rounds[-1]["accuracy"]) == pytest.approx(accuracies.mean())
-    assert float(rounds[-1]["accuracy-std"]) == pytest.approx(accuracies.std())
-    assert float(rounds[-1]["accuracy-min"]) == accuracies.min()
+    found = [float(rounds[-1][f"accuracy{of}"]) for of in ("", "-std", "-min")]
+    assert found == pytest.approx([accuracies.mean(), accuracies.std(), accuracies.min()])
     for number, row in enumerate(last):  # by hand: the model that is saved, on the site's own test images
         trained = convert(network(CLASSES, 1, SIDE), method)
         saved = path / "clients" / f"client-{number}.safetensors" if method.personal else path / "model.safetensors"
@@ -143,22 +127,18 @@ def test_what_a_site_may_have_otherwise(tmp_path: Path, sites: list[dict[str, st
 
 
 def test_a_site_keeps_its_own_in_its_own_folder(sites: list[dict[str, str]], tmp_path: Path) -> None:
-    folders = [tmp_path / f"state-{number}" for number in range(3)]
-    nodes = [{**site, "state-dir": str(folder)} for site, folder in zip(sites, folders, strict=True)]
+    nodes = [{**site, "state-dir": str(tmp_path / f"state-{number}")} for number, site in enumerate(sites)]
     path = play(small_run(tmp_path / "runs", method="fedbn", **SITES, checkpoint_every=0), nodes)
-    assert not (path / "clients").exists()
-    assert not list(path.glob("state-*"))
-    for number, folder in enumerate(folders):
-        assert [file.name for file in folder.rglob("*.safetensors") if file.name.startswith("client-")] == [f"client-{number}.safetensors"]
-        assert {file.parent.name for file in folder.rglob("round-*")} == {f"client-{number}"}
+    assert [*path.glob("clients"), *path.glob("state-*")] == []
+    for number in range(3):
+        files = list((tmp_path / f"state-{number}").rglob("*.safetensors"))
+        assert [file.name for file in files if file.name.startswith("client-")] == [f"client-{number}.safetensors"]
+        assert {file.parent.name for file in files if file.name.startswith("round-")} == {f"client-{number}"}
 
 
-def test_a_client_computes_where_its_node_config_says(tmp_path: Path) -> None:
+def test_a_client_computes_where_its_node_config_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client = build_client(context(small_run(tmp_path / "runs", device="cuda:3"), {"device": "cpu"}))
     assert {client.site.device, *(p.device for p in client.model.parameters())} == {torch.device("cpu")}
-
-
-def test_auto_is_a_gpu_where_torch_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for seen, chosen in ((True, "cuda"), (False, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda seen=seen: seen)
         assert device(config(device="cpu"), {"device": "auto"}) == torch.device(chosen)
@@ -177,17 +157,17 @@ def test_on_a_gpu_kernels_have_one_order_of_sums_unless_the_run_says_otherwise(w
     assert (asked, os.environ["CUBLAS_WORKSPACE_CONFIG"]) == ([(wanted, True)], ":4096:8")
 
 
-def test_a_device_that_is_none_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+@listed("name", ["tpu", "cuda:x", "gpu", "cuda:2"])
+def test_a_device_that_is_not_there_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert device(config(device="cpu"), {"device": "cuda:1"}) == torch.device("cuda:1")
-    for name in ("tpu", "cuda:x", "gpu", "cuda:2"):
-        with refusing("device", name):
-            device(config(device="cpu"), {"device": name})
+    with refusing("device", name):
+        device(config(device="cpu"), {"device": name})
 
 
 def test_a_share_of_a_gpu_is_advised_where_ray_hides_the_gpus_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    for simulation, node, advice in ((False, None, "auto"), (False, {}, "auto"), (True, None, "auto"), (True, {}, "num-supernodes=7")):
+    for simulation, node, advice in ((False, {}, "auto"), (True, None, "auto"), (True, {}, "num-supernodes=7")):
         monkeypatch.setattr("fl_bn.run.device.simulated", lambda simulation=simulation: simulation)
         with refusing("device=cuda", advice) as refused:
             device(config(device="cuda", clients=7), node)
