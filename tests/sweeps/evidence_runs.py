@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from experiments.catalogue import Experiment
 from experiments.claims import FILE, VARIANT, Comparison, Side
 from experiments.evidence import compact
+from tests.sweeps.finished_cells import finish
 from tests.sweeps.inner import read
 
 DEFINITION = """
@@ -61,17 +61,10 @@ def register(experiment: Experiment, text: str = CLAIMS) -> Path:
 def runs(experiment: Experiment, folder: Path, data: str, accuracy: dict[str, float], variant: str = VARIANT) -> None:
     """Write the files of finished runs into ``folder``. ``accuracy`` has the accuracy (0..1) of each cell that is finished, by name."""
     for cell in read(experiment.file, variant, data).cells(folder):
-        if cell.config.name not in accuracy:
-            continue
-        cell.path.mkdir(parents=True)
-        values = {key: value for key, value in cell.config.to_mapping().items() if key != "name"}
-        (cell.path / "config.toml").write_text("\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items()))
-        reached, last = accuracy[cell.config.name], cell.config.rounds
-        rows = [{"round": n, "loss": 1.0 / n, "accuracy": reached if n == last else None, "seconds": 10.0} for n in range(1, last + 1)]
-        (cell.path / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (cell.path / "summary.md").write_text("done")
-        (cell.path / "environment.json").write_text('{"commit": "abc1234"}')
-        cell.write_outcome("finished", 33.0)
+        if cell.config.name in accuracy:
+            finish(cell, [*[None] * (cell.config.rounds - 1), accuracy[cell.config.name]])
+            (cell.path / "summary.md").write_text("done")
+            (cell.path / "environment.json").write_text('{"commit": "abc1234"}')
 
 
 def kept(experiment: Experiment, tmp_path: Path, accuracy: dict[str, float], out: str = "out", variant: str = VARIANT) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import product
 
-from tests.sweeps.paper_setting import At, Keys, Setting
+from tests.sweeps.paper_setting import At, Keys, Setting, parameter
 
 FBN_SETTING: Keys = {
     "model": "fbn-cnn",  # l. 286-299, Table 1: ReLU before BatchNorm, dropout, LogSoftmax
@@ -47,10 +47,6 @@ ATTACKS: dict[str, Keys] = {  # three of ten clients (l. 163) lie about statisti
     for label, name in (("sign flip", "sign-flip"), ("FOE", "foe"), ("ALIE", "alie"))
 }
 MEDIAN, TRIMMED = ("NNM + median", "nnm+median"), ("NNM + trimmed mean", "nnm+trimmed-mean")
-
-
-def parameter(*numbers: float) -> dict[str, Keys]:
-    return {f"{number}": {"partition-parameter": number} for number in numbers}
 
 
 def undefended(at: At) -> bool:

@@ -43,6 +43,14 @@ BRAINS = {  # 5.2, D.4
     "clients": 4, "rounds": 50, "batch-size": 100,
 }  # fmt: skip
 UNEQUAL = {"samples-per-domain": 0, "local-epochs": 0}  # E.6: clients with fewer samples repeat them
+OFFICE_DATA = {
+    "dataset": "office-caltech10", "data-path": "data/office-caltech10", "clients": 4, "samples-per-domain": 62,
+}  # fmt: skip
+DOMAINNET = {"dataset": "domainnet", "data-path": "data/domainnet", "clients": 6, "samples-per-domain": 105}
+BATCHES = {
+    f"B={name}, E={e}": {"batch-size": size, **EPOCHS[e]} for name, size in (("10", 10), ("50", 50), ("inf", 743)) for e in ("1", "4", "16")
+}
+THREE = {name: FOUR[name] for name in ("FedAvg", "FedProx", "FedBN")}
 FEDBN_PAPER = {
     "001-F3": TABLE("5.1, Table 4", {**DIGITS, "evaluate-on": "training"}, {"method": TWO}),
     "001-F4a": TABLE("5.1, Table 5", DIGITS, {"method": TWO, "local-epochs": EPOCHS}),
@@ -52,54 +60,21 @@ FEDBN_PAPER = {
         {"method": TWO, "clients": {str(5 * n): {"clients": 5 * n, "samples-per-domain": 743 * n} for n in range(1, 11)}},
     ),
     "001-F7": TABLE("E.1", {**DIGITS, "evaluate-every": 1, "evaluate-on": "training"}, {"method": TWO, "local-epochs": EPOCHS}),
-    "001-T1": TABLE(
-        "5.2, D.3",
-        {**DIGITS, **OFFICE},
-        {
-            "method": FOUR,
-            "data": {
-                "Office-Caltech10": {
-                    "dataset": "office-caltech10",
-                    "data-path": "data/office-caltech10",
-                    "clients": 4,
-                    "samples-per-domain": 62,
-                },
-                "DomainNet": {"dataset": "domainnet", "data-path": "data/domainnet", "clients": 6, "samples-per-domain": 105},
-            },
-        },
-    ),
+    "001-T1": TABLE("5.2, D.3", {**DIGITS, **OFFICE}, {"method": FOUR, "data": {"Office-Caltech10": OFFICE_DATA, "DomainNet": DOMAINNET}}),
     "001-T1-ABIDE": TABLE("5.2, D.4", {**DIGITS, **BRAINS}, {"method": {**FOUR, "FedProx": {**PROX, "fedprox-mu": 0.2}}}),
     "001-T11": TABLE("5.1, Table 8", DIGITS, {"method": FOUR}),
     "001-T12": TABLE("E.3", DIGITS, {"method": {"Centralised": {**AVG, "clients": 1, "partition": "iid"}, "FedBN": FEDBN}}),
-    "001-T13": TABLE(
-        "E.4",
-        DIGITS,
-        {
-            "method": TWO,
-            "batch": {
-                f"B={name}, E={e}": {"batch-size": size, **EPOCHS[e]}
-                for name, size in (("10", 10), ("50", 50), ("inf", 743))
-                for e in ("1", "4", "16")
-            },
-        },
-    ),
+    "001-T13": TABLE("E.4", DIGITS, {"method": TWO, "batch": BATCHES}),
     "001-T14": TABLE(
         "Table 6, E.5",
         DIGITS,
         {
-            "method": {name: FOUR[name] for name in ("SingleSet", "FedAvg", "FedBN")},
+            "method": {"SingleSet": SINGLE, **TWO},
             "samples": {str(n): {"samples-per-domain": n} for n in (74, 371, 743, 1487, 2975, 4462, 7438)},
         },
     ),
-    "001-T15": TABLE(
-        "E.6, Table 15",
-        {**DIGITS, **UNEQUAL, "samples-share": 0.1, "local-steps": 1223},  # 39,116 samples in batches of 32
-        {"method": {name: FOUR[name] for name in ("FedAvg", "FedProx", "FedBN")}},
-    ),
-    "001-T16": TABLE(
-        "E.6, Table 16",
-        {**DIGITS, **UNEQUAL, "local-steps": 12224},  # 391,160 samples
-        {"method": {name: FOUR[name] for name in ("FedAvg", "FedProx", "FedBN")}},
-    ),
-    "001-T17": TABLE("appendix G", DIGITS, {"method": {name: FOUR[name] for name in ("FedAvg", "FedProx", "FedBN")}}),
+    # 39,116 samples in batches of 32, and 391,160
+    "001-T15": TABLE("E.6, Table 15", {**DIGITS, **UNEQUAL, "samples-share": 0.1, "local-steps": 1223}, {"method": THREE}),
+    "001-T16": TABLE("E.6, Table 16", {**DIGITS, **UNEQUAL, "local-steps": 12224}, {"method": THREE}),
+    "001-T17": TABLE("appendix G", DIGITS, {"method": THREE}),
 }

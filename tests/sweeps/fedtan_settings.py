@@ -105,24 +105,19 @@ def restarted(axis: dict[str, Keys]) -> dict[str, Keys]:
 
 
 TAN = SCHEMES["FedTAN"]
+AFTER, LATER = {1000: "0.1:0.02", 2000: "0.2:0.02", 4000: "0.4:0.02"}, "0.6:0.002, 0.8:0.0002"
 SECOND = {  # l. 553: .01 after M, .001 after 6,000, with momentum .0001 after 8,000
-    "M = 1,000": frozen(1000, "0.1:0.02, 0.6:0.002"),
-    "M = 2,000": frozen(2000, "0.2:0.02, 0.6:0.002"),
-    "M = 4,000": frozen(4000, "0.4:0.02, 0.6:0.002"),
     "FedTAN": TAN,
+    **{f"M = {m:,}": frozen(m, f"{after}, 0.6:0.002") for m, after in AFTER.items()},
 }
 SECOND_MOMENTUM = {
-    "M = 1,000, momentum": WITH | frozen(1000, "0.1:0.02, 0.6:0.002, 0.8:0.0002"),
-    "M = 2,000, momentum": WITH | frozen(2000, "0.2:0.02, 0.6:0.002, 0.8:0.0002"),
-    "M = 4,000, momentum": WITH | frozen(4000, "0.4:0.02, 0.6:0.002, 0.8:0.0002"),
     "FedTAN, momentum": WITH | TAN,
+    **{f"M = {m:,}, momentum": WITH | frozen(m, f"{after}, {LATER}") for m, after in AFTER.items()},
 }
 CONSTANT, STEPS = {"learning-rate-schedule": "constant"}, {"learning-rate-schedule": "milestones"}
 SECOND_MNIST = {  # l. 902: .05 after M; Table 5
-    "M = 10": frozen(10, "0.02:0.1") | STEPS,
-    "M = 50": frozen(50, "0.1:0.1") | STEPS,
-    "M = 100": frozen(100, "0.2:0.1") | STEPS,
     "FedTAN": TAN | CONSTANT,
+    **{f"M = {m}": frozen(m, f"{after}:0.1") | STEPS for m, after in ((10, 0.02), (50, 0.1), (100, 0.2))},
 }
 PLAIN = FEDTAN_SETTING | CIFAR | WITHOUT | TWO_CLASSES
 

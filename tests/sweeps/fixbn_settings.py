@@ -76,136 +76,77 @@ def _federations() -> dict[str, Keys]:
     return made
 
 
+TWO = {"BN": BN, "GN": GN}
+MOMENTUM = {how: {"maintain-momentum": how} for how in ("reset", "local", "global")}
+BATCHES = {str(b): {"batch-size": b, "rounds": rounds} for b, rounds in ((20, 64000), (50, 25600), (100, 12800), (200, 6400))}
+LARGE = {"clients": 1, "batch-size": 640}
+SCHEMES = {  # l. 239-242
+    "FedTAN": {"method": "fedtan"},
+    "FedAvg + BN": BN,
+    "FedAvg + GN": GN,
+    "HeteroFL": {"method": "static-bn"},
+    "FedDNA": {"method": "fedavg-alg2"},
+    "FixBN": FIXBN,
+    "centralised + BN": {**BN, **LARGE},
+    "centralised + FixBN": {**FIXBN, **LARGE},
+}
+NORMALISERS = {"GN + WN": {"method": "gn-ws", "groups": 2}, "LN": {"method": "ln"}, "IN": {"method": "in"}, "FixUp": {"method": "fixup"}}
+FROZEN = {
+    "statistics": {**FIXBN, "freeze-what": "statistics"},
+    "statistics and affine": {**FIXBN, "freeze-what": "both"},
+    "affine": {"method": "fixbn", "freeze-what": "affine"},
+    "nothing (BN)": BN,
+}
+FREEZE = {
+    "never (BN)": BN,
+    **{
+        name: {**FIXBN, "freeze-after": after}
+        for name, after in (("0.1 of the rounds", 64), ("0.25", 160), ("0.5", 320), ("0.75", 480), ("0.9", 576))
+    },
+}
+KEPT = {  # caption of Figure 1, l. 501-536
+    "centralised BN": {**BN, **CENTRALISED, "maintain-momentum": "local"},
+    "BN": BN,
+    "FixBN": FIXBN,
+    "FixBN*": {**FIXBN, "maintain-momentum": "local"},
+}
+DECOUPLED = {"method": "fixbn", "freeze-after": 0, "calibrate": 0, "centre-gradients": "never"}
+BACKBONES = {"MobileNet-v2": {"model": "deeplabv3plus-mobilenetv2"}, "ResNet18": {"model": "deeplabv3plus-resnet18"}}
+FORTY = {"Shards": {"partition": "classes", "partition-parameter": 40.0}}
+TABLE_SPLIT = {"IID": SPLITS["IID"], "non-IID": {"partition": "table", "partition-parameter": 2.0}}
 FIXBN_PAPER = {
     "000-T1": Setting(
-        "l. 110-121",
-        {**CIFAR, **NO_MOMENTUM},
-        {"method": {"BN": BN, "GN": GN}, "training": {"centralised": CENTRALISED, "FL": {}}},
-        seeds=5,
+        "l. 110-121", {**CIFAR, **NO_MOMENTUM}, {"method": TWO, "training": {"centralised": CENTRALISED, "FL": {}}}, seeds=5
     ),
     "000-T2": Setting("l. 223-230", {**CIFAR, **IMAGENET}, {"method": THREE}),
-    "000-T3": Setting(
-        "l. 231-238",
-        {**CIFAR, **CITYSCAPES},
-        {
-            "method": {**THREE, "FixBN": {**FIXBN, "freeze-after": 90}},  # Table G
-            "backbone": {"MobileNet-v2": {"model": "deeplabv3plus-mobilenetv2"}, "ResNet18": {"model": "deeplabv3plus-resnet18"}},
-        },
+    "000-T3": Setting(  # Table G
+        "l. 231-238", {**CIFAR, **CITYSCAPES}, {"method": {**THREE, "FixBN": {**FIXBN, "freeze-after": 90}}, "backbone": BACKBONES}
     ),
     "000-T4": Setting(
         "l. 239-242",
         {**CIFAR, **FEDTAN},
-        {
-            "split": {"IID": SPLITS["IID"], "non-IID": {"partition": "table", "partition-parameter": 2.0}},
-            "method": {
-                "FedTAN": {"method": "fedtan"},
-                "FedAvg + BN": BN,
-                "FedAvg + GN": GN,
-                "HeteroFL": {"method": "static-bn"},
-                "FedDNA": {"method": "fedavg-alg2"},
-                "FixBN": FIXBN,
-                "centralised + BN": {**BN, "clients": 1, "batch-size": 640},
-                "centralised + FixBN": {**FIXBN, "clients": 1, "batch-size": 640},
-            },
-        },
+        {"split": TABLE_SPLIT, "method": SCHEMES},
         without=lambda at: str(at["method"]).startswith("centralised") and at["split"] == "non-IID",
         seeds=5,
     ),
-    "000-T5": Setting(
-        "l. 243-246",
-        CIFAR,
-        {
-            "method": {
-                **THREE,
-                "GN + WN": {"method": "gn-ws", "groups": 2},
-                "LN": {"method": "ln"},
-                "IN": {"method": "in"},
-                "FixUp": {"method": "fixup"},
-            },
-            "split": SHARDS,
-        },
-    ),
-    "000-TH": Setting(
-        "l. 480-493",
-        CIFAR,
-        {
-            "method": {
-                "statistics": {**FIXBN, "freeze-what": "statistics"},
-                "statistics and affine": {**FIXBN, "freeze-what": "both"},
-                "affine": {"method": "fixbn", "freeze-what": "affine"},
-                "nothing (BN)": BN,
-            },
-            "split": SHARDS,
-        },
-    ),
+    "000-T5": Setting("l. 243-246", CIFAR, {"method": {**THREE, **NORMALISERS}, "split": SHARDS}),
+    "000-TH": Setting("l. 480-493", CIFAR, {"method": FROZEN, "split": SHARDS}),
     "000-TI": Setting("l. 494-496", {**CIFAR, **GN}, {"groups": {n: {"groups": int(n)} for n in "248"}, "split": SHARDS}, seeds=5),
-    "000-F1": Setting(
-        "caption, l. 501-536",
-        {**CIFAR, **ONE_STEP},
-        {
-            "method": {
-                "centralised BN": {**BN, **CENTRALISED, "maintain-momentum": "local"},
-                "BN": BN,
-                "FixBN": FIXBN,
-                "FixBN*": {**FIXBN, "maintain-momentum": "local"},
-            }
-        },
-    ),
+    "000-F1": Setting("l. 501-536", {**CIFAR, **ONE_STEP}, {"method": KEPT}),
     "000-F2": Setting(
         "l. 172-180", {**CIFAR, **NO_MOMENTUM, "diagnostics": "drift", "evaluate-every": 200}, {"method": {"BN": BN}, "split": SHARDS}
     ),
-    "000-F2c": Setting(
-        "l. 185-187",
-        {**CIFAR, "diagnostics": "training-loss"},
-        {
-            "freeze": {
-                **{
-                    name: {**FIXBN, "freeze-after": after}
-                    for name, after in (("0.1 of the rounds", 64), ("0.25", 160), ("0.5", 320), ("0.75", 480), ("0.9", 576))
-                },
-                "never (BN)": BN,
-            },
-            "split": SHARDS,
-        },
-    ),
+    "000-F2c": Setting("l. 185-187", {**CIFAR, "diagnostics": "training-loss"}, {"freeze": FREEZE, "split": SHARDS}),
     "000-F3": Setting("l. 214-222", CIFAR, {"method": THREE, "split": SPLITS}),
-    "000-F3-TinyImageNet": Setting(
-        "l. 214-222",
-        {**CIFAR, **TINY},
-        {"method": THREE, "split": {**SPLITS, "Shards": {"partition": "classes", "partition-parameter": 40.0}}},
-    ),
+    "000-F3-TinyImageNet": Setting("l. 214-222", {**CIFAR, **TINY}, {"method": THREE, "split": {**SPLITS, **FORTY}}),
     "000-FD": Setting("l. 420-426", CIFAR, {"method": THREE, "split": SPLITS, "local-steps": STEPS}),
-    "000-FE": Setting("l. 466-478", CIFAR, {"method": {"BN": BN, "GN": GN}, "local-steps": STEPS, "split": SHARDS}, seeds=5),
-    "000-FG": Setting("l. 462-465", CIFAR, {"method": {"BN": BN, "GN": GN}, "federation": _federations(), "split": SHARDS}),
-    "000-FH": Setting(
-        "l. 497-499",
-        {**CIFAR, "local-steps": 1},
-        {
-            "method": {"BN": BN, "FixBN": FIXBN},
-            "batch": {str(b): {"batch-size": b, "rounds": rounds} for b, rounds in ((20, 64000), (50, 25600), (100, 12800), (200, 6400))},
-            "split": SHARDS,
-        },
-    ),
-    "000-FI": Setting(
-        "l. 501-527",
-        CIFAR,
-        {
-            "method": THREE,
-            "momentum": {how: {"maintain-momentum": how} for how in ("reset", "local", "global")},
-            "local-steps": STEPS,
-            "split": SHARDS,
-        },
-    ),
-    "000-FJ": Setting(
-        "l. 537-557", CIFAR, {"method": THREE, "local-steps": {e: STEPS[e] for e in ("1", "20", "100", "500")}, "split": SHARDS}
-    ),
-    **{
-        name: Setting("l. 537-557", CIFAR, {"method": THREE, "local-steps": {e: STEPS[e]}, "split": SPLITS})
-        for name, e in (("000-FK", "1"), ("000-FL", "20"), ("000-FM", "100"))
-    },
-    "000-S33": Setting(
-        "l. 125-132",
-        {**CIFAR, **NO_MOMENTUM},
-        {"method": {"BN": BN, "decoupled": {"method": "fixbn", "freeze-after": 0, "calibrate": 0, "centre-gradients": "never"}}},
-    ),
+    "000-FE": Setting("l. 466-478", CIFAR, {"method": TWO, "local-steps": STEPS, "split": SHARDS}, seeds=5),
+    "000-FG": Setting("l. 462-465", CIFAR, {"method": TWO, "federation": _federations(), "split": SHARDS}),
+    "000-FH": Setting("l. 497-499", {**CIFAR, "local-steps": 1}, {"method": {"BN": BN, "FixBN": FIXBN}, "batch": BATCHES, "split": SHARDS}),
+    "000-FI": Setting("l. 501-527", CIFAR, {"method": THREE, "momentum": MOMENTUM, "local-steps": STEPS, "split": SHARDS}),
+    "000-FJ": Setting("l. 537-557", CIFAR, {"method": THREE, "local-steps": {e: STEPS[e] for e in list(STEPS)[:4]}, "split": SHARDS}),
+    "000-FK": Setting("l. 537-557", CIFAR, {"method": THREE, "local-steps": {"1": STEPS["1"]}, "split": SPLITS}),
+    "000-FL": Setting("l. 537-557", CIFAR, {"method": THREE, "local-steps": {"20": STEPS["20"]}, "split": SPLITS}),
+    "000-FM": Setting("l. 537-557", CIFAR, {"method": THREE, "local-steps": {"100": STEPS["100"]}, "split": SPLITS}),
+    "000-S33": Setting("l. 125-132", {**CIFAR, **NO_MOMENTUM}, {"method": {"BN": BN, "decoupled": DECOUPLED}}),
 }

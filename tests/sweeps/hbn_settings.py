@@ -6,7 +6,7 @@ neither says.
 
 from __future__ import annotations
 
-from tests.sweeps.paper_setting import At, Keys, Setting
+from tests.sweeps.paper_setting import At, Keys, Setting, parameter
 
 SETTING: Keys = {
     "model": "simple-cnn",  # l. 84
@@ -91,10 +91,6 @@ def of_method(row: str, data: str = "cifar10", batch: int = 4) -> Keys:
 
 def methods(*rows: str, data: str = "cifar10", batch: int = 4) -> dict[str, Keys]:
     return {row: of_method(row, data, batch) for row in rows or METHODS}
-
-
-def parameter(*numbers: float) -> dict[str, Keys]:
-    return {f"{number}": {"partition-parameter": number} for number in numbers}
 
 
 def rate_of_data(at: At) -> Keys:

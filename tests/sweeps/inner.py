@@ -8,10 +8,7 @@ from fl_bn.cli.main import app
 from fl_bn.cli.sweep import carry_out
 from fl_bn.data.dataset import DataNotFound
 from fl_bn.flower.compat import LOGGER
-from fl_bn.flower.population import round_half_up
 from fl_bn.report.cells import Cell as ReportedCell
-from fl_bn.report.settings import SEED
-from fl_bn.run.assembly import client_samples, partitions, source_model
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.sweep import cells, run
 from fl_bn.sweep.cells import Cell, run_cell

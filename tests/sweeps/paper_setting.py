@@ -14,6 +14,11 @@ At = Mapping[str, Any]
 Keys = dict[str, Any]
 
 
+def parameter(*numbers: float) -> dict[str, Keys]:
+    """Return an axis of the partition's parameter."""
+    return {f"{number}": {"partition-parameter": number} for number in numbers}
+
+
 @dataclass(frozen=True)
 class Setting:
     """Hold the paper's settings of one table or figure.

@@ -60,6 +60,8 @@ def test_a_cell_that_ran_on_another_device_and_engine_is_finished_and_kept_as_it
     there = a_cell(tmp_path, engine="vectorised", **{"memory-format": "channels-last", "data-path": "here", "setup": setup})
     finish(there, [0.5, 0.6])
     (tmp_path / "a" / "environment.json").write_text('{"commit": "abc"}')
+    made = tmp_path / "a" / "config.toml"
+    made.write_text(made.read_text().replace("learning-rate-decay = ", "learning-rate-decay = 0.1  # it had no effect, was "))
     here = a_cell(tmp_path, device="cpu", **{"data-path": "here", "setup": setup})
     assert here.finished()
     (kept,) = finished([here], [a_cell(tmp_path, device="cpu", **{"data-path": "{data}", "setup": setup})])

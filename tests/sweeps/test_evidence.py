@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,16 +10,29 @@ import torch
 from torch import nn
 
 from experiments.catalogue import Experiment, find, study
+from experiments.claims import FILE as CLAIMS_FILE
 from experiments.claims import VARIANT
 from experiments.definitions.programs.own_statistics import measure
 from experiments.evidence import RESULTS, compact, definition, gather, known_cells, results_of
-from experiments.evidence_page import markdown
+from experiments.evidence import Tested as OneClaim  # pytest would take a name in Test... for tests
+from experiments.evidence_page import PAGE, markdown, readme, write_evidence
 from experiments.kept import ANY_DATA, cells_of, keep, load, measured, own_config
+from tests.listed import listed
 from tests.refusals import naming
-from tests.sweeps.evidence_runs import ALL, CLAIMS, DEFINITION, kept, register
+from tests.sweeps.evidence_runs import ALL, CLAIMS, DEFINITION, OWN, kept, register
 from tests.sweeps.inner import ConfigError, carry_out, read, run
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Experiment:
+    file = tmp_path / "defined" / "X-1.toml"
+    file.parent.mkdir()
+    file.write_text(DEFINITION)
+    made = Experiment("X-1", file, "Nobody's", "Two methods", (VARIANT, "cause"))
+    register(made)
+    return made
 
 
 def test_finished_cells_are_kept_without_the_machine_s_paths(experiment: Experiment, tmp_path: Path) -> None:
@@ -65,30 +79,30 @@ def test_cells_with_a_result_are_not_run_again(
     assert "6 runs, 0 of them finished before, 6 to do" in perform(None)
 
 
-def test_results_of_another_definition_are_refused(experiment: Experiment, tmp_path: Path) -> None:
-    folder = kept(experiment, tmp_path, ALL)
-    gather(folder, experiment.file.parent)
-    experiment.file.write_text(DEFINITION.replace("rounds = 4", "rounds = 4\nlearning-rate = 0.2", 1))
-    with naming("learning-rate", ConfigError):
-        gather(folder, experiment.file.parent)
-    experiment.file.write_text(DEFINITION.replace("FedBN = {", "Local = {"))
-    with naming("FedBN-seed0", ConfigError):
-        gather(folder, experiment.file.parent)
+FEDBN = '["FedBN", "accuracy"]'
 
 
-def test_a_key_that_a_run_ignored_is_no_other_setting(experiment: Experiment, tmp_path: Path) -> None:
-    """Lines of runs under a cosine have a decay. Control: where the schedule reads it, it decides."""
-    folder, experiments = kept(experiment, tmp_path, ALL), experiment.file.parent
-    file = results_of(experiment, VARIANT, folder)
-    plain = file.read_text()
-    file.write_text(plain.replace('"config": {', '"config": {"learning-rate-decay": 0.1, "groups": 4, '))
-    assert "learning-rate-decay" in file.read_text()
-    gather(folder, experiments)
-    step = 'rounds = 4\nlearning-rate-schedule = "step"\nlearning-rate-decay = 0.1'
-    experiment.file.write_text(DEFINITION.replace("rounds = 4", step, 1))
-    file.write_text(plain.replace('"config": {', '"config": {"learning-rate-schedule": "step", "learning-rate-decay": 0.5, '))
-    with naming("learning-rate-decay", ConfigError):
-        gather(folder, experiments)
+@listed(
+    ("file", "old", "new", "about"),
+    [
+        ("X-1.toml", "rounds = 4", "rounds = 4\nlearning-rate = 0.2", "learning-rate"),
+        ("X-1.toml", "FedBN = {", "Local = {", "FedBN-seed0"),
+        (CLAIMS_FILE, FEDBN, '["FedBN", "nowhere"]', "X-1"),
+        (CLAIMS_FILE, FEDBN, '["HBN", "accuracy"]', "X-1"),
+        (CLAIMS_FILE, "place =", 'variant = "nothing"\nplace =', "'nothing'"),
+        (CLAIMS_FILE, "place =", 'experiment = "X-2"\nplace =', "'X-2'"),
+    ],
+)
+def test_results_and_claims_of_another_definition_are_refused(
+    file: str, old: str, new: str, about: str, experiment: Experiment, tmp_path: Path
+) -> None:
+    folder, changed = kept(experiment, tmp_path, ALL), experiment.file.parent / file
+    text = changed.read_text()
+    gather(folder, changed.parent)  # control
+    changed.write_text(text.replace(old, new, 1))
+    with naming(about, ConfigError):
+        gather(folder, changed.parent)
+    changed.write_text(text)
 
 
 def test_a_program_s_runs_are_kept_in_every_way_of_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,23 +123,6 @@ def test_a_program_s_runs_are_kept_in_every_way_of_measuring(tmp_path: Path, mon
     assert [one.axes for one in there] == [one.axes for one in found]
 
 
-def test_a_place_that_the_table_does_not_have_is_refused(experiment: Experiment, tmp_path: Path) -> None:
-    """Whether there are runs or not. Controls: the places that it has; another round of one of them."""
-    folder = register(experiment, CLAIMS)
-    gather(tmp_path, folder)
-    gather(tmp_path, register(experiment, CLAIMS.replace('["FedBN", "accuracy"]', '["FedBN", "accuracy", 4]')))
-    for wrong in ('["FedBN", "nowhere"]', '["HBN", "accuracy"]'):
-        register(experiment, CLAIMS.replace('["FedBN", "accuracy"]', wrong))
-        with naming("X-1", ConfigError):
-            gather(tmp_path, folder)
-    register(experiment, CLAIMS.replace("place =", 'variant = "nothing"\nplace ='))
-    with naming("'nothing'", ConfigError):
-        gather(tmp_path, folder)
-    register(experiment, CLAIMS.replace("place =", 'experiment = "X-2"\nplace ='))
-    with naming("'X-2'", ConfigError):
-        gather(tmp_path, folder)
-
-
 def test_exact_statistics_are_those_of_all_samples_in_every_layer() -> None:
     """Beside float64 by hand. Control: those of the first layer alone do not fit the second."""
     torch.manual_seed(0)
@@ -133,12 +130,9 @@ def test_exact_statistics_are_those_of_all_samples_in_every_layer() -> None:
     x = torch.randn(50, 3, dtype=torch.float64)
     measure(net, x)
     first, second = net[1], net[4]
-    assert isinstance(first, nn.BatchNorm1d)
-    assert isinstance(second, nn.BatchNorm1d)
     hidden = net[0](x)
     normal = (hidden - hidden.mean(0)) / (hidden.var(0, unbiased=False) + first.eps).sqrt()
     inputs = net[3](normal.relu())
-    assert second.running_mean is not None
     assert torch.allclose(second.running_mean, inputs.mean(0))
     assert not torch.allclose(second.running_mean, net[3](hidden.relu()).mean(0))
     assert (first.momentum, second.momentum) == (0.1, 0.1)
@@ -158,3 +152,65 @@ def test_every_committed_result_is_found_though_its_run_ignored_keys() -> None:
         configs = {cell.config.name: cell.config for cell in defined}
         ignoring += sum(not configs[kept.name].without_effect.isdisjoint(kept.config) for kept in results)
     assert ignoring > 100  # control: decays under cosine, and others
+
+
+# The page of evidence, README's table and the pages of claims say what the files say
+
+
+
+
+@pytest.fixture(scope="module")
+def ours() -> list[OneClaim]:
+    """What the repository has."""
+    return gather(ROOT / "experiments")
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_the_page_says_what_the_results_say(ours: list[OneClaim]) -> None:
+    """Of the repository itself. The negative control changes one number of a copy."""
+    folder, text = ROOT / "experiments", (ROOT / "README.md").read_text()
+    page = markdown(ours)
+    assert (folder / PAGE).read_text() == page, "python -m experiments evidence"
+    assert text == readme(text, ours, "experiments"), "python -m experiments evidence --readme README.md"
+
+
+@pytest.mark.slow
+def test_every_claim_whose_seeds_divide_the_data_says_so(ours: list[OneClaim]) -> None:
+    """Of the repository: where every seed has data of its own, ``held_out`` divides them 4 : 1. It is so of one claim alone."""
+    divided = []
+    for one in ours:
+        cells = one.runs.defined if one.runs else ()
+        at = [tuple(value for axis, value in cell.axes.items() if axis != "seed") for cell in cells]
+        own = len({(here, cell.config.data_path) for here, cell in zip(at, cells, strict=True)}) > len({*at})
+        assert one.claim.resampled == (0.25 if own else 0.0), one.experiment.name
+        divided += [one.experiment.name] if own else []
+    assert divided == ["001-T1-ABIDE"]
+
+
+def test_pages_and_the_picture(experiment: Experiment, tmp_path: Path) -> None:
+    folder, experiments = kept(experiment, tmp_path, ALL), experiment.file.parent
+    made = write_evidence(folder, tmp_path / "pages", experiments)
+    assert [path.name for path in made] == [PAGE, "evidence.png", "X-1.html"]
+    assert all(path.stat().st_size > 1000 for path in made)
+    file, page = folder / RESULTS / "X-1.jsonl", (folder / PAGE).read_text()
+    assert page == markdown(gather(folder, experiments))
+    file.write_text(file.read_text().replace("0.63", "0.62"))
+    assert page != markdown(gather(folder, experiments))  # another number makes another page
+    shutil.rmtree(folder / RESULTS)
+    assert [path.name for path in write_evidence(folder, tmp_path / "none", experiments)] == [PAGE]
+    assert "not run yet" in (folder / PAGE).read_text()
+
+
+def test_a_question_is_answered_by_its_runs(experiment: Experiment, tmp_path: Path) -> None:
+    experiments = register(experiment, CLAIMS + OWN)
+    folder = kept(experiment, tmp_path, ALL)
+    assert "**Is it the rate?** Not run yet." in markdown(gather(folder, experiments))
+    kept(experiment, tmp_path, ALL, variant="cause")
+    assert results_of(experiment, "cause", folder).name == "X-1.cause.jsonl"
+    page = markdown(gather(folder, experiments))
+    assert "#### own-rate\n\n**Is it the rate?** It is. (6 of 6 cells)" in page
+    swapped = {name.replace("FedBN", "?").replace("FedAvg", "FedBN").replace("?", "FedAvg"): value for name, value in ALL.items()}
+    shutil.rmtree(tmp_path / "runs-out-cause")
+    kept(experiment, tmp_path, swapped, variant="cause")
+    assert "**Is it the rate?** It is not." in markdown(gather(folder, experiments))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fl_bn.sweep.compare import check_metric, comparison
+from tests.experiment.inside import kebab, parse_overrides, refusing
 from tests.listed import listed
 from tests.refusals import naming
 from tests.sweeps.inner import ConfigError, Sweep, parse, read
@@ -50,25 +54,16 @@ def sweep(text: str = TEXT, variant: str = "", **overrides: Any) -> Sweep:
     return parse(tomllib.loads(text), "file", variant, "there", {name.replace("_", "-"): value for name, value in overrides.items()})
 
 
-def at(made: Sweep, folder: Path) -> list[tuple[Any, ...]]:
-    return [tuple(cell.axes[name] for name in ("seed", "method", "split")) for cell in made.cells(folder)]
-
-
 def test_every_combination_is_a_run_and_the_first_seed_comes_first(tmp_path: Path) -> None:
     cells = sweep().cells(tmp_path)
-    assert at(sweep(), tmp_path) == [
-        (seed, method, split)
-        for seed in (0, 1)
-        for method in ("BN", "Fix", "all")
-        for split in ("IID", "skewed")
-        if (method, split) != ("BN", "IID")
-    ]
+    pairs = [("BN", "skewed"), *product(("Fix", "all"), ("IID", "skewed"))]
+    assert [(cell.axes["method"], cell.axes["split"]) for cell in cells] == pairs * 2
+    assert [cell.axes["seed"] for cell in cells] == [0] * 5 + [1] * 5
     fix = next(cell for cell in cells if cell.axes["method"] == "Fix" and cell.axes["split"] == "skewed")
     assert (fix.config.method, fix.config.freeze_after, fix.config.rounds, fix.config.partition) == ("fixbn", 2, 3, "dirichlet")
     assert (fix.config.data_path, fix.centralised) == ("there/x.npz", False)
     assert {cell.centralised for cell in cells if cell.axes["method"] == "all"} == {True}
-    assert len({cell.path for cell in cells}) == len(cells)
-    assert all(cell.path.parent == tmp_path / "runs" for cell in cells)
+    assert len({cell.path for cell in cells if cell.path.parent == tmp_path / "runs"}) == len(cells)
 
 
 def test_a_variant_changes_keys_keeps_values_and_replaces_axes(tmp_path: Path) -> None:
@@ -77,6 +72,16 @@ def test_a_variant_changes_keys_keeps_values_and_replaces_axes(tmp_path: Path) -
     assert set(small.axes["split"]) == {"skewed"}
     assert small.tables["report"] == {"rows": "method", "columns": ["split"], "at": "best"}
     assert set(sweep(variant="other").axes["method"]) == {"HBN"}
+
+
+def test_a_key_that_some_runs_use_is_left_out_of_the_others(tmp_path: Path) -> None:
+    """A variant must use its own keys."""
+    text = TEXT.replace('"all" = { method = "centralised" }', '"GN" = { method = "gn" }')
+    cells = sweep(text, groups=4).cells(tmp_path)
+    assert {(cell.config.method, cell.config["groups"]) for cell in cells} == {("fedavg", 2), ("fixbn", 2), ("gn", 4)}
+    sweep(clip_limit=2.0, clip="norm").cells(tmp_path)
+    with naming("fbn-momentum=0.5", ConfigError):
+        sweep(TEXT.replace("seed = 5", "seed = 5, fbn-momentum = 0.5"), "small").cells(tmp_path)
 
 
 def test_the_sweep_as_run_is_a_sweep_file_that_does_the_same(tmp_path: Path) -> None:
@@ -101,9 +106,6 @@ def test_any_text_survives_being_written(axis: dict[str, dict[str, str]], title:
     ("change", "message"),
     [
         ({"rounds = 3": "round = 3"}, "'round'"),
-        ({"rounds = 3": "rounds = 0"}, "rounds"),
-        ({"rounds = 3": 'rounds = "3"'}, "'3'"),
-        ({'"fedavg"': '"fedavgg"'}, "'fedavgg'"),
         ({"[report]": "[reports]"}, "'reports'"),
         ({'{ partition = "iid" }': '"iid"'}, "split"),
         ({'partition = "iid"': 'partition = ["iid", "classes"]'}, "IID"),
@@ -114,6 +116,7 @@ def test_any_text_survives_being_written(axis: dict[str, dict[str, str]], title:
         ({'title = "two methods"': 'title = "two methods"\nnotes = "a"'}, "'a'"),
         ({'rows = "method"': 'row = "method"'}, "'row'"),
         ({'rows = "method"': 'rows = "methods"'}, "'methods'"),
+        ({'rows = "method"': 'metric = "acuracy"'}, "'acuracy'"),  # unless a task of one's own has it
         ({'columns = ["split"]': 'columns = ["seed"]'}, "'seed'"),
         ({'columns = ["split"]': 'against = "steps"'}, "'steps'"),
         ({'"Fix" =': '"B;N" = { method = "gn" }\n"B,N" =', "skip =": "# skip ="}, "punctuation"),
@@ -124,6 +127,8 @@ def test_any_text_survives_being_written(axis: dict[str, dict[str, str]], title:
         ({"keys = { batch-size = 8 }": "key = { batch-size = 8 }"}, "where"),
         ({"batch-size = 8": 'name = "x"'}, "name"),
         ({"batch-size = 8": "batch-sizes = 8"}, "'batch-sizes'"),
+        ({"rounds = 3": "rounds = 3\ngroups = 4"}, "groups=4"),  # none of the runs uses it
+        ({"rounds = 3": "rounds = 3\nclip-limit = 2.0"}, "clip-limit=2"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_before_anything_runs(change: dict[str, str], message: str, tmp_path: Path) -> None:
@@ -153,6 +158,7 @@ def test_a_variant_and_an_override_must_fit_the_file(text: str, variant: str, ov
 
 def test_control_an_override_that_leaves_axes_apart_and_an_empty_list_that_drops_one() -> None:
     assert sweep(freeze_after=1).axes["method"]["Fix"] == {"method": "fixbn"}  # they still differ
+    assert sweep(TEXT.replace('rows = "method"', 'metric = "own"'), task="package.module:function").tables["report"]["metric"] == "own"
     assert "seed" not in sweep(seed=3).axes  # nor is a list of [run], whose values are their labels
     one = '[variants.one]\naxes.split = []\nrun = { partition = "iid" }\nskip = []\nreport = { columns = [] }\n'
     made = sweep(TEXT + one, "one")
@@ -182,3 +188,54 @@ def test_keys_of_some_combinations_count_more_than_those_of_the_axes(tmp_path: P
     assert {config.data_path for config in changed.values()} == {"there/y.npz"}
     assert {name for name, config in made.items() if config.batch_size == 8} == {name for name in made if name.endswith("seed1")}
     assert all(config.learning_rate == plain[name].learning_rate for name, config in made.items() if name not in changed)
+
+
+# Comparisons: variants from text, the cells that they make, and what cannot be compared
+
+
+DECIDED = ("output='x'", "name='mine'", "resume='latest'", "pictures=true", "method='gn'", "early-stop=2")
+"""Keys that the comparison sets itself."""
+
+
+def compared(*variants: str, seeds: Sequence[int] = (0,), **base: Any) -> Sweep:
+    return comparison(variants, seeds, kebab(base), "a comparison")
+
+
+def test_a_variants_config_is_the_base_with_its_own_keys(tmp_path: Path) -> None:
+    (cell,) = compared(" fbn:rounds=7;model='resnet18';deterministic=false", seeds=[4], rounds=3, clients=2).cells(tmp_path)
+    config = cell.config
+    assert (config.method, config.rounds, config.clients, config.seed) == ("fbn", 7, 2, 4)
+    assert (config.model, config.deterministic) == ("resnet18", False)
+    assert (config.output, config.pictures) == (str(tmp_path / "runs"), False)
+    assert "/" not in config.name
+    (cell,) = compared("centralised").cells(tmp_path)
+    assert (cell.config.method, cell.centralised) == ("fedavg", True)
+    cells = compared("fbn", "gn", seeds=[3, 4], rounds=2).cells(tmp_path)
+    assert [(cell.config.method, cell.config.seed) for cell in cells] == [("fbn", 3), ("gn", 3), ("fbn", 4), ("gn", 4)]
+    assert len({cell.path for cell in cells}) == 4
+
+
+@listed(
+    ("variants", "base", "about"),
+    [
+        (["fbn:round=7"], {}, "'round'"),
+        (["fbn", "fbn"], {}, "fbn"),
+        (["fbn:rounds=1;clients=2", "fbn:rounds=1 clients=2"], {}, "folder"),  # they differ in punctuation alone
+        (["fbn:seed=3"], {}, "seed"),
+        (["fbn:groups=8", "gn"], {}, "groups=8"),
+        (["fbn", "fedavg"], {"groups": 4}, "groups=4"),
+        (["fedavg", "gn:validation-share=0.3"], {"clients": 2}, "validation"),  # they would be tested on other samples
+        (["fedavg", "gn:evaluate-on='training'"], {"clients": 2}, "training"),
+        *((["fbn"], parse_overrides(key), key.partition("=")[0]) for key in DECIDED),
+        *(([f"fbn:{key}"], {}, key.partition("=")[0]) for key in DECIDED),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_by_name(variants: list[str], base: dict[str, Any], about: str, tmp_path: Path) -> None:
+    with refusing(about):
+        check_metric(compared(*variants, **base).cells(tmp_path))
+
+
+def test_control_other_keys_are_taken(tmp_path: Path) -> None:
+    assert compared("fbn", rounds=3).keys == {"rounds": 3}
+    check_metric(compared("fedavg", "gn", clients=2, validation_share=0.3).cells(tmp_path))
+    assert [cell.centralised for cell in compared("fedavg", "centralised", client_weights="uniform").cells(tmp_path)] == [False, True]

@@ -11,22 +11,9 @@ import pytest
 from scipy.stats import t as student  # type: ignore[import-untyped]
 from scipy.stats import ttest_1samp, ttest_rel
 
+from experiments import judging
 from experiments.claims import Claim, Rules
-from experiments.judging import (
-    AGAINST,
-    HELD,
-    LESS,
-    MISSING,
-    NOT_AT_SCALE,
-    NOT_RUN,
-    OPEN,
-    REPRODUCED,
-    SMALL,
-    UNDECIDED,
-    UNTESTABLE,
-    Outcome,
-    verdict,
-)
+from experiments.judging import AGAINST, HELD, LESS, MISSING, OPEN, UNDECIDED, Outcome, verdict
 from experiments.scale import phases, too_short
 from tests.listed import listed
 from tests.sweeps.evidence_runs import ABOVE
@@ -88,22 +75,23 @@ def test_verdicts() -> None:
     """Contradictions first; mostly reproduced needs more than half; one that held among many is not enough."""
     claim = Claim("000-T1", "Table 1", "A is ahead", compare=(ABOVE,))
     cases: list[tuple[tuple[Outcome, ...], str]] = [
-        ((HELD_ONE, HELD_ONE), REPRODUCED),
+        ((HELD_ONE, HELD_ONE), judging.REPRODUCED),
         ((HELD_ONE, HELD_ONE, OPEN_ONE), "mostly reproduced (2 of 3)"),
         ((LESS_ONE, LESS_ONE, HELD_ONE), "smaller than the paper's (2 of 3)"),
         ((LESS_ONE, OPEN_ONE), UNDECIDED),
         ((HELD_ONE, OPEN_ONE), UNDECIDED),
         ((HELD_ONE, HELD_ONE, AGAINST_ONE), "contradicted (1 of 3)"),
         ((HELD_ONE, *(AGAINST_ONE,) * 15), "contradicted (15 of 16)"),
-        ((SMALL_ONE, SMALL_ONE), NOT_AT_SCALE),
+        ((SMALL_ONE, SMALL_ONE), judging.NOT_AT_SCALE),
         ((HELD_ONE, HELD_ONE, SMALL_ONE), "mostly reproduced (2 of 3)"),
         ((HELD_ONE, NONE), UNDECIDED),
-        ((NONE, NONE), NOT_RUN),
+        ((NONE, NONE), judging.NOT_RUN),
     ]
     for outcomes, expected in cases:
         assert verdict(claim, outcomes) == expected
-    assert (SMALL_ONE.state, SMALL_ONE.tested, replace(NONE, small="short").state) == (SMALL, HELD, MISSING)  # too short decides nothing
-    assert verdict(replace(claim, untestable="no data"), []) == UNTESTABLE
+    states = SMALL_ONE.state, SMALL_ONE.tested, replace(NONE, small="short").state
+    assert states == (judging.SMALL, HELD, MISSING)  # too short decides nothing
+    assert verdict(replace(claim, untestable="no data"), []) == judging.UNTESTABLE
     assert verdict(replace(claim, exact="tests/x.py"), []) == "reproduced (exactly)"
 
 
