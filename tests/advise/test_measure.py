@@ -10,14 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from fl_bn.advise.measure import classes_of, distance, label_skew, measure, sample_moments, shuffled_within
+from fl_bn.advise.measure import classes_of, distance, label_skew, measure, sample_moments
+from fl_bn.advise.regimes import dump, load, nearest
 from fl_bn.federation.local import Samples
-from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.config import RunConfig
 from fl_bn.run.former import PAPERS
+from tests.advise.made_up import MAP, clients, regime
 from tests.experiment.small_data import small_config
+from tests.listed import listed
 
 
-@pytest.mark.parametrize(
+@listed(
     ("counts", "skew", "classes"),
     [
         ([[5, 5], [5, 5]], 0.0, 2.0),
@@ -35,28 +38,24 @@ def test_label_counts_by_hand(counts: list[list[int]], skew: float, classes: flo
     assert classes_of(table) == pytest.approx(classes, abs=1e-9)
 
 
-def test_distance_by_hand() -> None:
-    """Two values per sample, one sample per client: the unbiased variance is twice the biased one, 1; the floor is a thousandth of 0.5."""
-    means, variances = torch.tensor([[0.0], [1.0], [3.0]]).double(), torch.full((3, 1), 0.5).double()
-    owners = np.array([0, 1, 2])
-    per_square = 1 / 1.0005
-    assert distance(means, variances, 2, owners) == pytest.approx((1 + 4 + 9) / 3 * per_square, rel=1e-12)
-    assert distance(means[:1], variances[:1], 2, owners[:1]) == 0.0
-    assert distance(means, variances, 2, np.zeros(3)) == 0.0  # one client
+ONE, OTHER = 2.001, 0.001
 
 
-def test_distance_of_tables_whose_columns_are_constant_at_a_client() -> None:
-    """A sample has one value per column; the floor is a thousandth of the mean of the clients' variances, 2 and 0."""
-    means = torch.tensor([[0.0], [2.0], [5.0], [5.0]]).double()
-    found = distance(means, torch.zeros(4, 1).double(), 1, np.array([0, 0, 1, 1]))
-    one, other = 2.001, 0.001
-    assert found == pytest.approx((one / other + other / one) / 2 - 1 + 16 * (1 / one + 1 / other) / 2, rel=1e-12)
-
-
-def test_a_clients_variance_is_within_and_between_its_samples() -> None:
-    """Client 0: values 0, 0, 2, 2 (biased variance 1, unbiased 4/3); client 1: the same, one higher."""
-    means, variances = torch.tensor([[0.0], [2.0], [1.0], [3.0]]).double(), torch.zeros(4, 1).double()
-    assert distance(means, variances, 2, np.array([0, 0, 1, 1])) == pytest.approx(1 / (4 / 3), rel=1e-12)
+@listed(
+    ("means", "variance", "values", "owners", "expected"),
+    [
+        ([0.0, 1.0, 3.0], 0.5, 2, [0, 1, 2], (1 + 4 + 9) / 3 / 1.0005),  # unbiased variance: 1; the floor is a thousandth of 0.5
+        ([0.0], 0.5, 2, [0], 0.0),
+        ([0.0, 1.0, 3.0], 0.5, 2, [0, 0, 0], 0.0),  # one client
+        # a client's variance is within and between its samples: 0, 0, 2, 2 (unbiased 4/3), and the same, one higher
+        ([0.0, 2.0, 1.0, 3.0], 0.0, 2, [0, 0, 1, 1], 3 / 4),
+        # a table's column that is constant at a client: the floor is a thousandth of the mean of the variances, 2 and 0
+        ([0.0, 2.0, 5.0, 5.0], 0.0, 1, [0, 0, 1, 1], (ONE / OTHER + OTHER / ONE) / 2 - 1 + 16 * (1 / ONE + 1 / OTHER) / 2),
+    ],
+)
+def test_distance_by_hand(means: list[float], variance: float, values: int, owners: list[int], expected: float) -> None:
+    mean = torch.tensor(means).double()[:, None]
+    assert distance(mean, torch.full_like(mean, variance), values, np.array(owners)) == pytest.approx(expected, rel=1e-12)
 
 
 def test_moments_of_what_enters_the_first_batch_norm() -> None:
@@ -70,15 +69,6 @@ def test_moments_of_what_enters_the_first_batch_norm() -> None:
     plain = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))  # no BatchNorm: what enters the network
     means, _, values = sample_moments(plain, Samples(x, torch.zeros(5, dtype=torch.int64)))
     assert (tuple(means.shape), values) == ((5, 1), 4)
-
-
-def test_shuffled_clients_keep_their_label_counts() -> None:
-    rng = np.random.default_rng(0)
-    owners, labels = rng.integers(0, 3, 60), rng.integers(0, 4, 60)
-    shuffled = shuffled_within(owners, labels, rng)
-    assert (shuffled != owners).any()
-    for client in range(3):
-        assert np.bincount(labels[owners == client]).tolist() == np.bincount(labels[shuffled == client]).tolist()
 
 
 def test_clients_of_a_run_by_hand(tmp_path: Path) -> None:
@@ -95,6 +85,7 @@ def test_label_skew_is_no_feature_shift_and_the_other_way_round() -> None:
     """Each client's classes look different; shuffled within the classes they look the same, unless the features differ."""
     keys = {"setup": PAPERS, "partition": "domain", "shifts": "none,invert", "clients": 4, "image-size": 8}
     domains = measure(RunConfig.from_mapping(keys))
+    assert domains == measure(RunConfig.from_mapping(keys))
     classes = measure(RunConfig.from_mapping({"partition": "classes", "partition-parameter": 1.0, "image-size": 8}))
     assert domains.shift > 0.3
     assert domains.label_skew < 0.05
@@ -103,12 +94,41 @@ def test_label_skew_is_no_feature_shift_and_the_other_way_round() -> None:
     assert classes.label_skew == 1.0
 
 
-def test_the_measurement_is_the_same_every_time() -> None:
-    config = RunConfig.from_mapping({"partition": "dirichlet", "partition-parameter": 0.3, "image-size": 8})
-    assert measure(config) == measure(config)
+# The map: the nearest regime, and how far each method is above plain BatchNorm there
 
 
-def test_sites_are_not_measured_from_afar() -> None:
-    config = RunConfig.from_mapping({"dataset": "sites", "classes": 4, "channels": 1, "image-size": 4})
-    with pytest.raises(ConfigError, match="the clients' data are at their sites"):
-        measure(config)
+@listed(
+    ("name", "changes"),
+    [
+        ("alike", {"label_skew": 0.1}),
+        ("one class", {"label_skew": 0.9}),
+        ("domains", {"distance": 0.8}),
+        ("domains", {"distance": 0.8, "batch_size": 16}),
+        ("small batches", {"batch_size": 8}),
+        ("few take part", {"participation": 0.02}),
+        ("many steps", {"local_steps": 100}),
+    ],
+)
+def test_the_nearest_regime(name: str, changes: dict[str, float]) -> None:
+    assert nearest(clients(**changes), MAP).name == name
+
+
+def test_a_gain_that_may_be_chance_is_called_so() -> None:
+    one = regime("r", {"fedavg": [80.0, 81.0], "gn": [70.0, 71.0], "fbn": [84.0, 85.0], "hbn": [86.0, 86.0]})
+    assert [one.gain(name) for name in ("fedavg", "gn", "fbn", "hbn")] == ["plain BatchNorm", "-10.0", "+4.0, within chance", "+5.5"]
+
+
+def test_a_run_that_did_not_stay_finite_counts_as_nothing() -> None:
+    one = regime("r", {"fedavg": [90.0, 90.0], "gn": [95.0, math.nan]})
+    assert one.methods == ["fedavg", "gn"]
+    assert one.above("gn") == pytest.approx(-42.5)
+
+
+def test_the_map_survives_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "map.json"
+    file.write_text(dump(MAP))
+    assert load(file) == MAP
+
+
+def test_the_map_that_is_installed_can_be_read() -> None:
+    assert all(len(one.methods) > 1 and "fedavg" in one.methods for one in load())

@@ -9,9 +9,9 @@ from pathlib import Path
 from fl_bn.report import write_report
 from fl_bn.report.cells import Cell, read_cells
 from fl_bn.report.formats import runs_csv, to_markdown
-from fl_bn.report.layout import Layout, Table, lay_out, tabulate
+from fl_bn.report.layout import Table, lay_out, tabulate
 from fl_bn.report.page import Report, report_of
-from fl_bn.report.pictures import Picture, Series, curves, series
+from fl_bn.report.pictures import Picture, curves, series
 from fl_bn.report.settings import read_settings
 from fl_bn.run.config import ConfigError
 

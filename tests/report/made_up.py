@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-UNSET: Any = object()
-
 
 def rounds(accuracy: Sequence[float | None], **others: Sequence[Any]) -> list[dict[str, Any]]:
     """Return one row per round with its accuracy. ``others`` are further columns; ``test_loss`` makes the column test-loss."""

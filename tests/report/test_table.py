@@ -5,17 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.listed import listed
+from tests.refusals import naming
 from tests.report.inner import (
     Cell,
     ConfigError,
-    Layout,
-    Series,
     Table,
     curves,
     lay_out,
@@ -34,23 +33,6 @@ from tests.report.made_up import comparison, rounds, run, sweep
 def table_of(folder: Path) -> Table:
     cells = read_cells(folder)
     return tabulate(lay_out(read_settings(folder), cells), cells)
-
-
-def test_means_and_standard_deviations_by_hand(tmp_path: Path) -> None:
-    table = table_of(comparison(tmp_path))
-    assert (table.layout.row_axis, table.layout.rest) == ("method", ("split",))
-    assert table.layout.rows == ("BN", "GN", "FixBN")  # as in the sweep file, not as in the alphabet
-    assert table.layout.columns == ("IID", "1 class")
-    at = {(row, column): entry for row, of in table.entries.items() for column, entry in of.items()}
-    assert at["BN", "IID"].mean == pytest.approx(55)
-    assert at["BN", "IID"].std == pytest.approx(math.sqrt(50))  # of 50 and 60, divided by n - 1
-    assert at["BN", "IID"].std != pytest.approx(5)  # negative control: divided by n
-    assert at["FixBN", "1 class"].mean == pytest.approx(55)  # of 60 and 50: not with the 90 of the run that goes on
-    assert (at["FixBN", "1 class"].values, at["FixBN", "1 class"].runs) == ((60, 50), 3)
-    assert at["BN", "1 class"].values == (30,)  # not with the 90 of the run that failed
-    assert math.isnan(at["BN", "1 class"].std)
-    assert (at["GN", "1 class"].runs, at["GN", "1 class"].instead) == (0, "not run")
-    assert table.best == {("FixBN", "IID"), ("FixBN", "1 class")}
 
 
 def test_a_row_that_stands_apart_is_best_of_nothing_and_compares_with_nothing(tmp_path: Path) -> None:
@@ -90,17 +72,13 @@ def test_a_task_of_ones_own_is_known_by_its_columns(worst: str, best: str, value
     assert table.caption == "Loss like, best round, chosen by this very number: one seed."
 
 
-@pytest.mark.parametrize(
-    ("keys", "said"), [({}, "Test"), ({"validation-share": 0.2}, "Validation"), ({"evaluate-on": "training"}, "Training")]
-)
+@listed(("keys", "said"), [({}, "Test"), ({"validation-share": 0.2}, "Validation"), ({"evaluate-on": "training"}, "Training")])
 def test_the_caption_says_which_samples_were_evaluated(keys: dict[str, object], said: str, tmp_path: Path) -> None:
-    sweep(tmp_path)
-    run(tmp_path, {"method": "a"}, rounds([0.5], test_loss=[1.5]), **keys)
+    run(sweep(tmp_path), {"method": "a"}, rounds([0.5], test_loss=[1.5]), **keys)
     table = table_of(tmp_path)
-    assert table.caption.startswith(said)
     drawn = curves(table.layout, "round")
     assert drawn is not None
-    assert drawn.caption.startswith(said)
+    assert (table.caption.startswith(said), drawn.caption.startswith(said)) == (True, True)
 
 
 def test_a_loss_that_became_nan_is_not_the_last_finite_one(tmp_path: Path) -> None:
@@ -118,26 +96,18 @@ def test_a_loss_that_became_nan_is_not_the_last_finite_one(tmp_path: Path) -> No
     assert table_of(tmp_path).entries["b"]["test-loss"].instead == "not finite"
 
 
-def test_runs_with_different_settings_are_never_averaged(tmp_path: Path) -> None:
-    """An axis that [report] forgets becomes a column: its values stay apart."""
-    sweep(tmp_path, "[report]\nrows = 'method'\ncolumns = ['split']")
-    for seed in (0, 1):
-        for f, accuracy in ((1, 0.9), (2, 0.1)):
-            run(tmp_path, {"method": "a", "split": "IID", "f": f, "seed": seed}, rounds([accuracy]))
-    table = table_of(tmp_path)
-    assert table.layout.columns == ("IID, 1", "IID, 2")
-    assert [table.entries["a"][column].mean for column in table.layout.columns] == [pytest.approx(90), pytest.approx(10)]
-
-
 def test_rows_and_columns_that_are_asked_for_and_numbers_by_size(tmp_path: Path) -> None:
+    """An axis that [report] forgets becomes a column: runs with different settings are never averaged."""
     sweep(tmp_path, "[report]\nrows = 'split'\ncolumns = ['clients', 'method']")
     for clients in (10, 2):
         for split in ("x", "y"):
             run(tmp_path, {"method": "a", "clients": clients, "split": split, "on": True}, rounds([clients / 100]))
     table = table_of(tmp_path)
     assert (table.layout.rows, table.layout.columns) == (("x", "y"), ("2, a", "10, a"))
+    assert [table.entries["x"][column].mean for column in table.layout.columns] == [pytest.approx(2), pytest.approx(10)]
     assert table.corner == "split \\ clients, method"
     sweep(tmp_path, "[report]\nrows = 'method'")
+    assert table_of(tmp_path).layout.columns == ("2, x, true", "2, y, true", "10, x, true", "10, y, true")
     assert table_of(tmp_path).layout.column_heading("2, x, true") == "clients 2, x, on true"
 
 
@@ -167,6 +137,7 @@ numbers = { FixBN = { "1 class" = "54.2" }, HBN = { IID = "77" } }
 
 
 def test_the_formats_by_hand(tmp_path: Path) -> None:
+    """Rows are as in the sweep file. 7.1 is the deviation of 50 and 60, divided by n - 1; runs that failed or go on do not count."""
     table = table_of(comparison(tmp_path, PAPER))
     markdown = to_markdown(table).splitlines()
     assert markdown[:7] == [
@@ -178,10 +149,8 @@ def test_the_formats_by_hand(tmp_path: Path) -> None:
         "| GN | 71.0 (1.4) | not run |",
         "| FixBN | **85.0** (7.1) | **55.0** (7.1), 2 of 3 \\[54.2\\] |",
     ]
-    assert (
-        "Test accuracy (%), last round: mean (standard deviation) over 2 seeds where nothing else is said; in brackets: Table 3."
-        in markdown
-    )
+    caption = "Test accuracy (%), last round: mean (standard deviation) over 2 seeds where nothing else is said; in brackets: Table 3."
+    assert caption in markdown
     assert "- BN-1\\_class-1: failed: RunFailed: client 3 sent NaN" in markdown
     assert "- FixBN-1\\_class-2: running after 1 of 1 rounds" in markdown
 
@@ -224,7 +193,7 @@ def test_runs_that_are_no_sweep_are_named_by_what_differs(tmp_path: Path) -> Non
     text = files[1].read_text()
     assert "| fbn, learning-rate=0.05 | 50.0 (14.1) |" in text
     assert "| fbn, learning-rate=0.1 | **80.0** n=1 |" in text.replace(", n=1", " n=1")
-    with pytest.raises(ConfigError, match="has no run"):
+    with naming("has no run", ConfigError):
         write_report(tmp_path / "report", runs=[tmp_path / "report"])
 
 
@@ -237,36 +206,17 @@ def test_labels_cannot_break_out_of_markdown(tmp_path: Path) -> None:
     assert row == r"| a\|b &lt;script> \*c\* \`d\` % \\end{table} | failed |"
 
 
-def layout_of(folder: Path) -> Layout:
-    return lay_out(read_settings(folder), read_cells(folder))
-
-
-def only(found: list[Series]) -> Series:
-    (one,) = found
-    return one
-
-
-def test_mean_and_band_by_hand(tmp_path: Path) -> None:
-    sweep(tmp_path)
-    run(tmp_path, {"method": "a", "seed": 0}, rounds([0.1, None, 0.5]))
-    run(tmp_path, {"method": "a", "seed": 1}, rounds([0.3, None, 0.5]))
-    run(tmp_path, {"method": "a", "seed": 2}, rounds([0.9, None, 0.9]), "failed")
-    one = only(series(layout_of(tmp_path), "round"))
-    assert (list(one.x), one.seeds, one.runs) == ([1, 3], 2, 3)
-    assert np.allclose(one.mean, [20, 50])
-    assert np.allclose(one.std, [np.sqrt(200), 0])
-
-
-def test_one_seed_has_no_band_and_rounds_that_a_seed_lacks_are_left_out(tmp_path: Path) -> None:
+def test_mean_and_band_are_those_of_the_rounds_that_every_seed_has(tmp_path: Path) -> None:
     sweep(tmp_path, "[report]\nmetric = 'test-loss'")
     run(tmp_path, {"method": "a", "seed": 0}, rounds([0.5, 0.5, 0.5], test_loss=[3, None, 1]))  # was NaN in round 2
     run(tmp_path, {"method": "a", "seed": 1}, rounds([0.5, 0.5, 0.5], test_loss=[5, 4, 3]))
+    run(tmp_path, {"method": "a", "seed": 2}, rounds([0.5, 0.5, 0.5], test_loss=[9, 9, 9]), "failed")
     run(tmp_path, {"method": "b", "seed": 0}, rounds([0.5], test_loss=[7]))
     run(tmp_path, {"method": "c", "seed": 0}, rounds([0.5], test_loss=[None]))
-    layout = layout_of(tmp_path)
-    a, b = series(layout, "round")
-    assert (list(a.x), list(a.mean)) == ([1, 3], [4, 2])
-    assert (b.seeds, list(b.std)) == (1, [0])
+    a, b = series(lay_out(read_settings(tmp_path), read_cells(tmp_path)), "round")
+    assert (list(a.x), a.seeds, a.runs, list(a.mean)) == ([1, 3], 2, 3, [4, 2])
+    assert np.allclose(a.std, [np.sqrt(2), np.sqrt(2)])
+    assert (b.seeds, list(b.std)) == (1, [0])  # one seed has no band
 
 
 def test_how_far_a_run_has_come() -> None:
@@ -281,48 +231,103 @@ def test_how_far_a_run_has_come() -> None:
     assert epochs.travelled("local-steps") is None  # how many steps an epoch has is not known
 
 
-def by_domain(*accuracies: dict[str, float]) -> list[dict[str, object]]:
-    return [{"round": n + 1, "accuracy": 0.9, "per-domain": found} for n, found in enumerate(accuracies)]
-
-
-def five(folder: Path, report: str) -> Path:
-    sweep(folder, f'[axes.method]\nA = {{ method = "fedavg" }}\nB = {{ method = "fedbn" }}\n[report]\n{report}\n')
-    run(folder, {"method": "A", "seed": 0}, by_domain({"x": 0.1, "y": 0.2}, {"x": 0.5, "y": 0.7}))
-    run(folder, {"method": "A", "seed": 1}, by_domain({"x": 0.1, "y": 0.2}, {"x": 0.7, "y": 0.7}))
-    run(folder, {"method": "B", "seed": 0}, by_domain({"x": 0.3, "y": 0.9}))
-    return folder
-
-
 def test_a_domain_is_a_column_and_the_average_is_over_domains(tmp_path: Path) -> None:
-    report = read(five(tmp_path, 'domains = true\ncolumns = ["domain"]'))
-    means = {row: {column: round(entry.mean, 6) for column, entry in of.items()} for row, of in report.table.entries.items()}
-    assert means == {"A": {"x": 60.0, "y": 70.0, "average": 65.0}, "B": {"x": 30.0, "y": 90.0, "average": 60.0}}
-    assert report.state == "3 runs: 3 finished."
-    plain = read(five(tmp_path / "plain", ""))  # control: without it, the accuracy of the round
-    assert {entry.mean for of in plain.table.entries.values() for entry in of.values()} == {90.0}
+    def means(report: str) -> dict[str, dict[str, float]]:
+        sweep(tmp_path, f'[axes.method]\nA = {{ method = "fedavg" }}\nB = {{ method = "fedbn" }}\n[report]\n{report}\n')
+        table = read(tmp_path).table
+        return {row: {column: round(entry.mean, 6) for column, entry in of.items()} for row, of in table.entries.items()}
+
+    for method, seed, accuracies in (("A", 0, (0.5, 0.7)), ("A", 1, (0.7, 0.7)), ("B", 0, (0.3, 0.9))):
+        rows = [{"round": 1, "accuracy": 0.9, "per-domain": dict(zip("xy", accuracies, strict=True))}]
+        run(tmp_path, {"method": method, "seed": seed}, rows)
+    found = means('domains = true\ncolumns = ["domain"]')
+    assert found == {"A": {"x": 60.0, "y": 70.0, "average": 65.0}, "B": {"x": 30.0, "y": 90.0, "average": 60.0}}
+    assert means("") == {"A": {"accuracy": 90.0}, "B": {"accuracy": 90.0}}  # control: the accuracy of the round
+    assert read(tmp_path).state == "3 runs: 3 finished."
 
 
-def test_what_a_round_moves_is_every_upload_and_one_download(tmp_path: Path) -> None:
-    """FedTAN's Table 3 by its own count: six times 271,098 floats."""
-    folder = sweep(tmp_path, '[report]\nmetric = "megabytes"')
-    bytes_each = {"bytes-up-weights": 4 * 269_722, "bytes-up-statistics": 4 * 1_376, "bytes-down-weights": 4 * 271_098}
-    run(folder, {"method": "BN"}, [{"round": 1, "accuracy": 0.1, "accepted": 5, **bytes_each}])
-    run(folder, {"method": "half"}, [{"round": 1, "accuracy": 0.1, "accepted": 2, **bytes_each}])
-    write_report(folder)
-    said = (folder / "table.md").read_text()
-    assert "6.2049" in said
-    assert f"{3 * 4 * 271_098 / 2**20:.4f}" in said  # control: two uploads are fewer
+FLOATS, STATISTICS = 271_098, 1_376
+"""FedTAN's network, and what its exchange adds in each direction."""
 
 
-def test_what_a_run_moves_is_the_sum_over_its_rounds(tmp_path: Path) -> None:
-    """FedTAN's Table 4 by its own count: 1,000 rounds of FedTAN in 10,000, here 1 in 10. It rounds before it adds: 60.6563."""
-    folder = sweep(tmp_path, '[report]\nmetric = "gigabytes"')
-    plain = {"bytes-up-weights": 4000 * 271_098, "bytes-down-weights": 4000 * 271_098}
-    exchanged = {key: value + 4000 * 2 * 1_376 for key, value in plain.items()}
-    rounds = [{"round": n + 1, "accuracy": 0.1, "accepted": 5, **(exchanged if n == 0 else plain)} for n in range(10)]
-    run(folder, {"method": "M = 1"}, rounds)
-    run(folder, {"method": "never"}, [{**row, **plain} for row in rounds])
-    write_report(folder)
-    said = (folder / "table.md").read_text()
-    assert "60.6566" in said
-    assert "60.5951" in said  # control: without the exchange
+def test_what_a_round_and_a_run_move_is_what_fedtan_counts(tmp_path: Path) -> None:
+    """A round (Table 3): every upload and one download, six times the network. A run (Table 4): an exchange in a tenth of the rounds."""
+    row = {"accuracy": 0.1, "accepted": 5}
+    once = {"bytes-up-weights": 4 * (FLOATS - STATISTICS), "bytes-up-statistics": 4 * STATISTICS, "bytes-down-weights": 4 * FLOATS}
+    run(tmp_path / "round", {"method": "all"}, [{**row, **once, "round": 1}])
+    run(tmp_path / "round", {"method": "two of five"}, [{**row, **once, "round": 1, "accepted": 2}])  # control
+    plain = {**row, "bytes-up-weights": 4000 * FLOATS, "bytes-down-weights": 4000 * FLOATS}
+    exchanged = {key: value + 4000 * 2 * STATISTICS if "bytes" in key else value for key, value in plain.items()}
+    run(tmp_path / "run", {"method": "M = 1"}, [{**(plain if n else exchanged), "round": n + 1} for n in range(10)])
+    run(tmp_path / "run", {"method": "never"}, [{**plain, "round": n + 1} for n in range(10)])  # control
+    for name, metric, said in (
+        ("round", "megabytes", ["6.2049", f"{3 * 4 * FLOATS / 2**20:.4f}"]),
+        ("run", "gigabytes", ["60.6566", "60.5951"]),  # the paper rounds before it adds: 60.6563
+    ):
+        write_report(sweep(tmp_path / name, f'[report]\nmetric = "{metric}"'))
+        assert [number for number in said if number not in (tmp_path / name / "table.md").read_text()] == []
+
+
+# What [report], [paper] and [notes] may say, and what is refused with a reason
+
+
+def test_everything_said(tmp_path: Path) -> None:
+    text = """
+        [run]
+        seed = [0, 1]
+        [axes.method]
+        "+BN" = {}
+        GN = {}
+        [variants.small.axes.method]
+        tiny = {}
+        [report]
+        title = "of the report"
+        rows = "method"
+        columns = ["split", "byzantine"]
+        metric = "test-loss"
+        at = "best"
+        x = ["bytes", "local-steps"]
+        against = "byzantine"
+        domains = true
+        [paper]
+        source = "Table 3"
+        numbers = { "+BN" = { "1 class, 3" = 45, "2" = "4.5" } }
+        [notes]
+        text = "smaller"
+    """
+    found = read_settings(sweep(tmp_path, text))
+    assert (found.title, found.rows, found.columns) == ("of the report", "method", ("split", "byzantine"))
+    assert (found.metric, found.at, found.x, found.against) == ("test-loss", "best", ("bytes", "local-steps"), ("byzantine",))
+    assert found.domains == "each"
+    assert (found.paper.source, found.notes) == ("Table 3", "smaller")
+    assert found.paper.numbers == {"+BN": {"1 class, 3": "45", "2": "4.5"}}
+    assert found.order == {"seed": ["0", "1"], "method": ["+BN", "GN", "tiny"]}
+
+
+@listed(
+    ("text", "message"),
+    [
+        ("[report", "TOML"),
+        ("[report]\nmetrik = 'accuracy'", "'metrik'"),
+        ("[report]\nat = 'first'", "'first'"),
+        ("[report]\nx = ['rounds']", "'round'"),
+        ("[report]\napart = 3", "apart"),
+        ("[report]\nrows = ['method']", "rows"),
+        ("[report]\ndomains = 1.5", "domains"),
+        ("[paper]\nnumbers = { BN = '45' }", "numbers"),
+        ("[paper]\nnumber = {}", "'number'"),
+        ("report = 3", "report"),
+    ],
+)
+def test_what_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    with naming(message, ConfigError) as refused:
+        read_settings(sweep(tmp_path, text))
+    assert "sweep.toml" in str(refused.value)
+
+
+def test_a_sweep_of_an_earlier_version_is_still_reported(tmp_path: Path) -> None:
+    """Its report had further pictures. Control: another key is refused."""
+    text = "[report]\nrows = 'method'\nboxplot = true\nper-class = true\ndrift = true\nheat = { x = 'a', y = 'b' }"
+    assert read_settings(sweep(tmp_path, text)).rows == "method"
+    with naming("'boxplots'", ConfigError):
+        read_settings(sweep(tmp_path, text.replace("boxplot", "boxplots")))
