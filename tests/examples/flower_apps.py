@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import re
 import shutil
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 
 from fl_bn.flower.compat import LOGGER
@@ -30,24 +29,6 @@ NAMES = tuple(METHOD)
 STRATEGY = {"fbn": "FBN", "fixbn": "FixBN", "fedavg": "FedAvgBN"}
 CLIENTS = {"quickstart-pytorch": 3, "advanced-pytorch": 3, "quickstart-monai": 2, "fedbn": 5, "niid_bench": 3}
 STRATEGIES = ("FedAvg", "CustomFedAvg", *STRATEGY.values())  # the names in server_app.py
-EVALUATION = {"quickstart-pytorch": "global_evaluate", "advanced-pytorch": "get_global_evaluate_fn"}
-"""App -> the function that it passes to Flower as ``evaluate_fn``, or (``get_...``) the function that makes it."""
-
-
-class NotingGrid(WatchedGrid):
-    """Record the app's own config of each message when it is sent.
-
-    Flower's strategies put the same record into all messages of a run, and change it between rounds. So it is copied at once.
-    """
-
-    def __init__(self, app: ClientApp, clients: int) -> None:
-        super().__init__(app, clients)
-        self.configs = list[tuple[str, int, dict[str, Any]]]()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        self.configs += [(m.metadata.message_type, m.metadata.dst_node_id, own_config(m)) for m in messages]
-        return super().push_messages(messages)
 
 
 @dataclass
@@ -59,30 +40,12 @@ class Ran:
         grid: The grid, with the messages of the run.
         log: The lines of Flower's log.
         result: What the strategy's ``start`` returned.
-        evaluated: The rounds in which the server called the app's own evaluation.
     """
 
     folder: Path
-    grid: NotingGrid
+    grid: WatchedGrid
     log: list[str] = field(default_factory=list)
     result: Any = None
-    evaluated: list[int] = field(default_factory=list)
-
-    def model(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = torch.load(self.folder / "final_model.pt")
-        return found
-
-    def sent(self, kind: str, client: int = 0) -> list[dict[str, Any]]:
-        """Return the app's own config in each message of type ``kind`` to one client, in the order sent."""
-        return [config for one, node, config in self.grid.configs if one == kind and node == client + 1]
-
-    def states(self) -> list[RecordDict]:
-        return self.grid.states()
-
-
-def own_config(message: Message) -> dict[str, Any]:
-    records = message.content.config_records
-    return dict(records.get("config") or records.get("fitins.config") or {})
 
 
 def settings(folder: Path) -> dict[str, Any]:
@@ -107,20 +70,8 @@ def imported(folder: Path) -> Iterator[tuple[ModuleType, ModuleType]]:
             del sys.modules[name]
 
 
-class Lines(logging.Handler):
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__()
-        self.lines = lines
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-def watch(server: ModuleType, name: str, ran: Ran) -> None:
-    """Replace functions of the server's module, so that ``ran`` gets the result of the strategy and the evaluated rounds.
-
-    The functions are the strategy's ``start`` and the app's own evaluation at the server.
-    """
+def watch(server: ModuleType, ran: Ran) -> None:
+    """Replace the ``start`` of the strategies in the server's module, so that ``ran`` gets its result."""
     for own in STRATEGIES:
         if hasattr(kind := getattr(server, own, None), "start"):
 
@@ -130,18 +81,6 @@ def watch(server: ModuleType, name: str, ran: Ran) -> None:
 
             setattr(server, own, type(own, (kind,), {"start": start}))
 
-    def noted(evaluate: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(server_round: int, *args: Any) -> Any:
-            ran.evaluated.append(server_round)
-            return evaluate(server_round, *args)
-
-        return noting
-
-    if name in EVALUATION:
-        given = getattr(server, EVALUATION[name])
-        makes = EVALUATION[name].startswith("get_")
-        setattr(server, EVALUATION[name], (lambda **options: noted(given(**options))) if makes else noted(given))
-
 
 def run(name: str, app: Path, folder: Path, rounds: int = 2, **config: Any) -> Ran:
     """Run the app in the folder ``app``, with ``config`` as its run config; it writes into ``folder``."""
@@ -149,11 +88,12 @@ def run(name: str, app: Path, folder: Path, rounds: int = 2, **config: Any) -> R
     folder.mkdir(parents=True, exist_ok=True)
     with imported(app) as (server, client), chdir(folder):
         assert isinstance(client.app, ClientApp)
-        ran = Ran(folder, NotingGrid(client.app, CLIENTS[name]))
+        ran = Ran(folder, WatchedGrid(client.app, CLIENTS[name]))
         for context in ran.grid._contexts.values():
             context.run_config = values
-        watch(server, name, ran)
-        handler = Lines(ran.log)
+        watch(server, ran)
+        handler = logging.Handler()
+        handler.emit = lambda record: ran.log.append(record.getMessage())  # type: ignore[method-assign]
         LOGGER.addHandler(handler)
         try:
             with torch.random.fork_rng(devices=[]):
@@ -173,8 +113,3 @@ def with_method(name: str, method: str, folder: Path) -> Path:
         file.write_text(re.sub(rf"\b{STRATEGY[own]}\b", STRATEGY[method], text) if own in STRATEGY else text)
     assert f"{method}()" in "".join(file.read_text() for file in folder.rglob("*.py"))
     return folder
-
-
-def environment() -> dict[str, str]:
-    """Return environment variables for a process in which Weights & Biases only writes to a folder, and sends nothing."""
-    return {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "PYTHONPATH": os.pathsep.join([*sys.path])}

@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 import runpy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from flwr.app import Context, RecordDict
 
 from fl_bn.flower import InProcessGrid, run_in_process
+from tests.listed import listed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -24,10 +23,6 @@ def printed(name: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.strip().splitlines()
 
 
-def numbers(lines: list[str], pattern: str) -> list[float]:
-    return [float(found[1]) for line in lines if (found := re.search(pattern, line))]
-
-
 def test_pure_torch(capsys: pytest.CaptureFixture[str]) -> None:
     """One digit per client: averaged statistics fit nobody, FBN's do."""
     head, fedavg, fbn = printed("pure_torch.py", capsys)
@@ -36,30 +31,19 @@ def test_pure_torch(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(fbn.split()[1]) > 0.5 > 0.3 > float(fedavg.split()[1])
 
 
-def test_own_loop(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed("own_loop.py", capsys)
-    accuracies = numbers(lines, r"accuracy ([\d.]+)")
-    assert len(lines) == len(accuracies) == 10
-    assert accuracies[-1] > 0.5
-    assert "frozen" in lines[-1]
-
-
-def test_regression(capsys: pytest.CaptureFixture[str]) -> None:
-    r2 = numbers(printed("regression.py", capsys), r"R2 (-?[\d.]+)")
-    assert len(r2) == 15
-    assert r2[-1] > 0.3
-
-
-def test_multi_label(capsys: pytest.CaptureFixture[str]) -> None:
-    precisions = numbers(printed("multi_label.py", capsys), r"mean average precision ([\d.]+)")
-    assert len(precisions) == 4
-    assert min(precisions) > 0.6
-
-
-def test_segmentation(capsys: pytest.CaptureFixture[str]) -> None:
-    ious = numbers(printed("segmentation.py", capsys), r"mean IoU ([\d.]+)")
-    assert len(ious) == 12
-    assert ious[-1] > max(0.5, ious[0])
+@listed(
+    ("name", "metric", "lines", "least"),
+    [
+        ("own_loop.py", r"accuracy ([\d.]+)", 10, 0.5),
+        ("regression.py", r"R2 (-?[\d.]+)", 15, 0.3),
+        ("multi_label.py", r"mean average precision ([\d.]+)", 4, 0.6),
+        ("segmentation.py", r"mean IoU ([\d.]+)", 12, 0.5),
+    ],
+)
+def test_an_example_learns(name: str, metric: str, lines: int, least: float, capsys: pytest.CaptureFixture[str]) -> None:
+    found = [float(number) for number in re.findall(metric, "\n".join(printed(name, capsys)))]
+    assert len(found) == lines
+    assert found[-1] > least
 
 
 @pytest.mark.nightly
@@ -79,34 +63,21 @@ def test_the_notebook() -> None:
     assert any("image/png" in output.get("data", {}) for output in outputs)
 
 
-@pytest.fixture
-def numpy_client() -> Iterator[None]:
-    folder = str(EXAMPLES / "numpy_client")
-    sys.path.insert(0, folder)
-    yield
-    sys.path.remove(folder)
+def test_a_legacy_numpy_client_before_and_under_fixbn(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = EXAMPLES / "numpy_client"
+    monkeypatch.syspath_prepend(str(folder))
+    before, after = (runpy.run_path(str(folder / f"{when}.py")) for when in ("before", "after"))
     for name in ("client", "before"):
         sys.modules.pop(name, None)
-
-
-@pytest.mark.usefixtures("numpy_client")
-def test_a_legacy_numpy_client_under_fixbn(caplog: pytest.LogCaptureFixture) -> None:
-    app: dict[str, Any] = runpy.run_path(str(EXAMPLES / "numpy_client" / "after.py"))
+    config = {"num-server-rounds": 1}
+    before["server_app"](InProcessGrid(before["client_app"], 3, config), Context(1, 0, {}, RecordDict(), dict(config)))
+    assert "aggregate_fit: received 3 results and 0 failures" in caplog.text
     config = {"num-server-rounds": 4, "clients": 5}
-    history = run_in_process(config, server_app=app["server_app"], client_app=app["client_app"])
+    history = run_in_process(config, server_app=after["server_app"], client_app=after["client_app"])
     assert "method fixbn: found 1 BatchNorm1d" in caplog.text
     accuracy = dict(history.metrics_distributed["accuracy"])
     assert set(accuracy) == {1, 2, 3, 4}
     assert accuracy[4] > accuracy[1]
-
-
-@pytest.mark.usefixtures("numpy_client")
-def test_the_legacy_app_before_is_flower_s(caplog: pytest.LogCaptureFixture) -> None:
-    app: dict[str, Any] = runpy.run_path(str(EXAMPLES / "numpy_client" / "before.py"))
-    config = {"num-server-rounds": 1}
-    app["server_app"](InProcessGrid(app["client_app"], 3, config), Context(1, 0, {}, RecordDict(), dict(config)))
-    assert "aggregate_fit: received 3 results and 0 failures" in caplog.text
-    assert "'accuracy'" in caplog.text
 
 
 def test_every_example_is_in_the_list() -> None:
