@@ -98,7 +98,9 @@ def test_results_and_claims_of_another_definition_are_refused(
 ) -> None:
     folder, changed = kept(experiment, tmp_path, ALL), experiment.file.parent / file
     text = changed.read_text()
-    gather(folder, changed.parent)  # control
+    gather(folder, changed.parent)  # control: as it is, and with another round of a place
+    gather(folder, register(experiment, CLAIMS.replace(FEDBN, '["FedBN", "accuracy", 4]')))
+    register(experiment)
     changed.write_text(text.replace(old, new, 1))
     with naming(about, ConfigError):
         gather(folder, changed.parent)

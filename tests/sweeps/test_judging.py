@@ -128,19 +128,21 @@ IN_A_PHASE = "of the paper's steps per client in a phase of the schedule"
 
 
 @listed(
-    ("config", "steps", "why"),
+    ("config", "claim", "why"),
     [
-        ({}, (3000.0,), ""),  # 1,000 of 3,000
-        ({}, (3100.0,), "32 % of the paper's steps per client"),
-        ({"fraction": 0.5}, (3000.0,), "17 % of the paper's steps per client"),
-        ({}, (), ""),  # a claim that is not of converged accuracy
-        (MILESTONES, (500.0, 400.0, 1000.0), f"10 % {IN_A_PHASE}"),  # long enough in all, but the last phase is not
-        (MILESTONES, (500.0, 400.0, 100.0), ""),
-        (STEP, (1600.0, 800.0, 800.0), f"31 % {IN_A_PHASE}"),
+        ({}, {"steps": (3000.0,)}, ""),  # 1,000 of 3,000
+        ({}, {"steps": (3100.0,)}, "32 % of the paper's steps per client"),
+        ({"fraction": 0.5}, {"steps": (3000.0,)}, "17 % of the paper's steps per client"),
+        ({"local_steps": 0, "local_epochs": 2}, {"epochs": (1000.0,)}, "20 % of the paper's epochs per client"),
+        ({"batch_size": 10}, {"samples": (100_000.0,)}, "10 % of the paper's samples per client"),
+        ({}, {}, ""),  # a claim that is not of converged accuracy
+        (MILESTONES, {"steps": (500.0, 400.0, 1000.0)}, f"10 % {IN_A_PHASE}"),  # long enough in all, but the last phase is not
+        (MILESTONES, {"steps": (500.0, 400.0, 100.0)}, ""),
+        (STEP, {"steps": (1600.0, 800.0, 800.0)}, f"31 % {IN_A_PHASE}"),
     ],
 )
-def test_a_third_of_the_steps_is_enough_in_every_phase(config: dict[str, Any], steps: tuple[float, ...], why: str) -> None:
-    assert short(cell(RISING, **config), **({"steps": steps} if steps else {})) == why
+def test_a_third_of_the_training_is_enough_in_every_phase(config: dict[str, Any], claim: dict[str, Any], why: str) -> None:
+    assert short(cell(RISING, **config), **claim) == why
     assert phases(RunConfig(**MILESTONES)) == [50, 90, 100]
 
 
