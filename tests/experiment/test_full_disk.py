@@ -128,7 +128,6 @@ def test_results_that_cannot_be_written_can_be_had_later(
         at_round(patch, {ROUNDS: (path / "model.safetensors").mkdir})  # no file can be there
         with refusing("resume='run'", by=RunFailed):
             run(values)
-    assert (path / "summary.md").exists()  # each is written if it can be: hours of training against a line of text
     assert not list(path.glob(".unfinished*"))
     assert len(list((path / "checkpoints").iterdir())) == 2
     (path / "model.safetensors").rmdir()

@@ -62,10 +62,9 @@ def test_the_best_round_instead_of_the_last(tmp_path: Path) -> None:
 def test_a_task_of_ones_own_is_known_by_its_columns(worst: str, best: str, value: int, tmp_path: Path) -> None:
     """Its metric has a spread over clients beside it; where the worst client has the highest value, the lowest is best."""
     sweep(tmp_path, "[report]\nat = 'best'")
-    for method, values in (("a", [3, 2, 5]), ("b", [4, 9, 6])):
-        beside = {"loss-like-std": [0.1] * 3, f"loss-like-{worst}": [7] * 3}
-        columns = {"loss-like": values, **beside}
-        run(tmp_path, {"method": method}, [{"round": n + 1, **{name: of[n] for name, of in columns.items()}} for n in range(3)])
+    for method, values in (("a", [3, 2, None, 5]), ("b", [4, 9, None, 6])):  # not every round is evaluated
+        beside = {"loss-like-std": 0.1, f"loss-like-{worst}": 7}
+        run(tmp_path, {"method": method}, [{"round": n, "loss-like": value, **beside} for n, value in enumerate(values, 1)])
     table = table_of(tmp_path)
     assert table.best == {(best, "loss-like")}
     assert table.entries[best]["loss-like"].values == (value,)  # as it is, not in percent
