@@ -272,8 +272,6 @@ GOOD = {"__metadata__": {CHECKSUM: BLANK}, "a": {"dtype": "F32", "shape": [1], "
 FORGED: dict[str, Any] = {
     "no metadata": {},
     "metadata that are text": {"__metadata__": BLANK},
-    "metadata that are nothing": {"__metadata__": None},
-    "metadata that are a list": {"__metadata__": [CHECKSUM, BLANK]},
     "a header that is a list": [{"__metadata__": {CHECKSUM: BLANK}}],
     "no checksum": {"__metadata__": {"round": "3"}},
     "a checksum that is a number": {"__metadata__": {CHECKSUM: 64}},

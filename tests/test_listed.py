@@ -35,31 +35,23 @@ def test_every_case_is_tried_and_those_that_are_wrong_are_named() -> None:
     assert "[2]" not in said
 
 
-def test_two_lists_try_every_pair() -> None:
-    pairs = []
+def test_two_lists_try_every_pair_each_with_a_generator_and_a_folder_of_its_own(tmp_path: Path, rng: np.random.Generator) -> None:
+    tried, folders = [], set()
 
     @listed("left", "ab")
     @listed("right", [1, 2])
-    def pair(left: str, right: int) -> None:
-        pairs.append((left, right))
+    def pair(left: str, right: int, tmp_path: Path, rng: np.random.Generator) -> None:
+        tried.append((left, right, rng.random()))
+        folders.add(tmp_path)
+        assert tmp_path.is_dir()
         assert (left, right) != ("b", 2)
 
-    assert "[b]" in (said := failure(pair))
+    said = failure(pair, tmp_path=tmp_path, rng=rng)
+    assert "[b]" in said
     assert "[2]" in said
-    assert pairs == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
-
-
-def test_each_case_has_a_generator_and_a_folder_of_its_own(tmp_path: Path, rng: np.random.Generator) -> None:
-    drawn, folders = [], []
-
-    @listed("name", ["a", "b"])
-    def draw(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
-        drawn.append(rng.random())
-        folders.append(tmp_path)
-
-    draw(tmp_path=tmp_path, rng=rng)
-    assert drawn[0] == drawn[1] == rng.random()
-    assert len({folder for folder in folders if folder.is_dir()}) == 2
+    drawn = rng.random()
+    assert tried == [("a", 1, drawn), ("a", 2, drawn), ("b", 1, drawn), ("b", 2, drawn)]
+    assert len(folders) == 4
 
 
 def test_one_case_alone(monkeypatch: pytest.MonkeyPatch) -> None:

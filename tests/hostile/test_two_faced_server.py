@@ -2,7 +2,7 @@
 
 The server is this project's, but for what a liar does otherwise: it compares no instructions, removes each client's private mask by that
 client's own instruction, which it knows, and takes the sum whether or not the masks came off. That masks depend on every field of an
-instruction is tested in ``tests/flower/test_secure_client.py``; here is what follows from it.
+instruction is tested in ``tests/flower/test_secure_aggregation.py``; here is what follows from it.
 """
 
 from __future__ import annotations
