@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_bn.robust import (
-    bucketing,
     centered_clipping,
     geometric_median,
     krum,
@@ -44,17 +43,6 @@ def test_the_order_of_the_rows_is_nothing(name: str, data: st.DataObject) -> Non
     close(got.value, want.value, 1e-6)
     if name != "nnm+geometric-median":  # its weights could be shared out among equal mixes otherwise
         same_report(got.report, want.report, order)
-
-
-@pytest.mark.parametrize("name", SIMPLE)
-@few
-@given(data=st.data())
-def test_buckets_of_one_row_are_the_rows(name: str, data: st.DataObject) -> None:
-    cohort = data.draw(cohorts(name, honest=3))
-    x, rule = cohort.rows(3.0), rule_named(name)
-    got, want = partial(bucketing, then=rule, size=1)(x, cohort.f), rule(x, cohort.f)
-    close(got.value, want.value, 1e-6)
-    same_report(got.report, want.report)
 
 
 @pytest.mark.sample(3)
