@@ -171,8 +171,9 @@ class Lent:
 def objects(model: nn.Module) -> dict[str, object]:
     """Return the model's layers and parameters by a name in words, True for buffers that travel."""
     found: dict[str, object] = {f"layer {name!r}": module for name, module in model.named_modules(remove_duplicate=False)}
-    found |= {f"parameter {name!r}": p for name, p in model.named_parameters(remove_duplicate=False)}
-    return found | {f"buffer {name!r}": True for name in _persistent(model)}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found |= {f"parameter {name!r}": p for name, p in parameters.items()}
+    return found | {f"buffer {name!r}": True for name in model.state_dict() if name not in parameters}
 
 
 def forms(round: LocalRound) -> dict[str, tuple[Any, ...]]:
@@ -194,14 +195,6 @@ def fixed_statistics(model: nn.Module, all: bool = False) -> dict[str, Tensor]:
         if layer.running_mean is not None and (all or (isinstance(layer, OwnBatchNorm) and (layer.frozen or isinstance(layer, CONSTANT))))
         for key in ("running_mean", "running_var")
     }
-
-
-def _persistent(model: nn.Module) -> Iterator[str]:
-    """Yield the names of the state_dict's buffers. The network may make others when needed."""
-    for name, module in model.named_modules():
-        for own, buffer in module._buffers.items():
-            if buffer is not None and own not in module._non_persistent_buffers_set:
-                yield f"{name}.{own}" if name else own
 
 
 def _differs(before: Tensor, now: Tensor) -> bool:

@@ -157,14 +157,10 @@ class Server:
             defence = self.defence.among(len(parts), len(replies.wrong)) if self.defended else None
         except TooFew as error:
             raise TooFew(f"nothing changes, since {error}") from error
-        statistics = self.shared.combined(parts, phase, defence, self.pace())
+        statistics = self.shared.combined(parts, phase, defence, policy.pace(self.record.learning_rate, self.rounds))
         weights = [self._weight(part) for part in parts]
         step = ServerStep(parts, weights, self.optimizer, self.record.learning_rate, defence, replies.sum, phase)
         return self.shared.change(step, statistics)
-
-    def pace(self) -> float:
-        """Return this round's learning rate over that of round 1, see ``ServerPolicy.pace``."""
-        return self.policy.pace(self.record.learning_rate, self.rounds)
 
     def expects(self, round: int, phase: Phase, samples: Mapping[int, int] = MappingProxyType({})) -> Expected:
         """Describe the expected replies to an instruction.

@@ -130,7 +130,7 @@ class SecureRounds:
                 if "cut" in average and (cut := _clients(total, average, key, limit)):
                     line = f"round %s: %d of %d clients had to cut their {key} to the quantiser's range (secagg-clipping-range %g)"
                     log(logging.WARNING, line, record.round, cut, len(parts), limit)
-            before, after = shared.statistics(), self._combined(total, moments, server.pace())
+            before, after = shared.statistics(), self._combined(total, moments, server.policy.pace(record.learning_rate, server.rounds))
             weights = to_tensors(from_records(messages[0].content)[0].get("weights", {}))
             sections = update_of(average, weights) or {"weights": {}}
             if "weights" in sections:  # the noise of differential privacy moves nothing that no client trains
