@@ -16,7 +16,7 @@ from fl_bn.bn.layers import FederatedBatchNorm, HybridBatchNorm
 from fl_bn.bn.roles import UnknownTensor, batch_norms, roles
 from fl_bn.methods import METHODS
 from fl_bn.methods.fedtan import CohortBatchNorm
-from fl_bn.methods.static_bn import StaticBatchNorm
+from fl_bn.methods.normalisers import StaticBatchNorm
 from fl_bn.methods.unnormalised import ScaleShift
 from tests.listed import listed
 from tests.networks import seeded_network

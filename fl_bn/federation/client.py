@@ -226,10 +226,8 @@ class LocalRound:
             if self.steps == 0:
                 self._end_first_batch()
             self.steps += 1
-        if self.observes or self.in_own_loop:
-            self.recorder.next_step()
-            if self.recorder.all_done:
-                self._observing.close()
+        if (self.observes or self.in_own_loop) and self.recorder.next_step():
+            self._observing.close()
 
     def _end_first_batch(self) -> None:
         """Store the number of samples, and end the exchange, after a backward pass around the step."""

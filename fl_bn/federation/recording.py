@@ -79,11 +79,6 @@ class Recorder:
         """Return the samples since the last step: rows of the layer that got fewest."""
         return min(self._rows.values(), default=0)
 
-    @property
-    def all_done(self) -> bool:
-        """Tell whether no layer waits for its first batch. False if all batches count."""
-        return self._once and all(self.observed.values())
-
     def begins(self, optimizer: Optimizer) -> None:
         """Note that a step of ``optimizer`` begins."""
         self._begun[id(optimizer)] = self._ended
@@ -99,13 +94,14 @@ class Recorder:
         self._ended += 1
         return goes_on
 
-    def next_step(self) -> None:
-        """End the present batch."""
+    def next_step(self) -> bool:
+        """End the present batch. Tell whether no layer waits for its first one; False if all batches count."""
         self.batches += bool(self._rows)
         if self._once:
             self._done.update(self._rows)
         self._rows, self._came = {}, False
         self._kept = {name: len(parts) for name, parts in self.observed.items()}
+        return self._once and all(self.observed.values())
 
     def forget(self) -> None:
         """Leave out the passes since the last step."""

@@ -33,8 +33,7 @@ from fl_bn.methods.method import (
     freeze,
     replace_by_pooled,
 )
-from fl_bn.methods.normalisers import gn, gn_ws, instance, ln
-from fl_bn.methods.static_bn import static_bn
+from fl_bn.methods.normalisers import gn, gn_ws, instance, ln, static_bn
 from fl_bn.methods.unnormalised import fedfn, fedwon, fixup
 
 Constructor = Callable[..., Method]

@@ -1,4 +1,4 @@
-"""Define the baselines with group, layer and instance normalisation instead of BatchNorm.
+"""Define the baselines with group, layer and instance normalisation instead of BatchNorm, and with static BatchNorm.
 
 Group Normalization, Wu and He, ECCV 2018; The Non-IID Data Quagmire of Decentralized Machine Learning, Hsieh
 et al., ICML 2020. Everything is averaged as in FedAvg.
@@ -7,6 +7,13 @@ GN with weight standardisation: convolutions normalise their weights, too (Micro
 Batch-Channel Normalization and Weight Standardization, Qiao, Wang, Liu, Shen, Yuille, 2019, equations 2-3).
 ``W^ = (W - mean(W)) / sqrt(var(W) + eps)``, with mean and (biased) variance over the inputs of each output
 channel. W itself is trained, sent and averaged.
+
+Static BN: batch statistics in training, and statistics measured before each evaluation. HeteroFL: Computation
+and Communication Efficient Federated Learning for Heterogeneous Clients, Diao, Ding, Tarokh, ICLR 2021,
+section 3 (sBN). In the paper the clients report these statistics once, and each layer is measured while those
+below it normalise with batch statistics, which is exact in the first layer only. Here the clients make
+passes, each with the pooled statistics of the pass before, until all layers have those of the union of all
+data (``Refresh.EXACT``). Training never uses these statistics.
 """
 
 from __future__ import annotations
@@ -17,11 +24,12 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from fl_bn.bn.kinds import Composed, Unconvertible, composed
-from fl_bn.bn.layers import InstanceNorm, group_norm
-from fl_bn.methods.method import Method
+from fl_bn.bn.layers import InstanceNorm, SharedNorm, group_norm
+from fl_bn.methods.method import Method, Refresh
 from fl_bn.options import Options, option, takes
 
 EPS = 1e-5
@@ -97,3 +105,21 @@ def replace_convolutions(model: nn.Module, way: type[Composed], advice: str) -> 
 def gn_ws(options: GNOptions) -> Method:
     """Make the baseline with group normalisation, ``groups`` per layer, and standardised weights."""
     return replace(gn(options.groups), name="gn-ws", prepare=standardise_convolutions)
+
+
+class StaticBatchNorm(SharedNorm):
+    """Normalise a training batch with the batch's own statistics, and keep no running average of them."""
+
+    def normalised(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` (B, C, *): with its own moments in training, else with running statistics."""
+        self.check_input(x)
+        if self.observation is not None:
+            self.observation(self, x)
+        if not self.training:
+            return self.normalise_shared(x)
+        return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+
+def static_bn() -> Method:
+    """Make the method Static BN: statistics are measured for evaluation only. It has no options."""
+    return Method("static-bn", layer=StaticBatchNorm.from_batch_norm, refresh=Refresh.EXACT)

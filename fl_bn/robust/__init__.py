@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_bn.robust import coordinate
-from fl_bn.robust.gram import Gram, blocks, clip, gram, weiszfeld
+from fl_bn.robust import coordinate, gram
+from fl_bn.robust.gram import Gram
 
 Rows = Sequence[np.ndarray | Tensor] | np.ndarray | Tensor
 
@@ -52,7 +52,7 @@ class Report:
     def distances(self) -> np.ndarray:
         """Return the distances (n,) of all rows from the value, in one more pass; Inf for rejected rows."""
         squares = np.zeros(len(self.rows))
-        for columns, block in blocks(self.rows):
+        for columns, block in gram.blocks(self.rows):
             squares += np.square(block.astype(np.float64) - self.value[columns]).sum(1)
         distances = np.sqrt(squares)
         for row in self.rejected:  # in ascending order
@@ -103,7 +103,7 @@ class View:
     def gram(self) -> Gram:
         """Return the inner products of this view's rows."""
         if self.whole is None or self.mix is None:
-            return gram(self.matrix)
+            return gram.gram(self.matrix)
         return self.whole.gram.mixed(self.mix)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -129,7 +129,7 @@ class View:
     def _outcome(self, combine: Callable[[Any], Any], used: np.ndarray | None = None) -> Outcome:
         value = np.empty(self.matrix.shape[1], self.matrix.dtype)
         with np.errstate(over="ignore"):
-            for columns, block in blocks(self.matrix, used):
+            for columns, block in gram.blocks(self.matrix, used):
                 value[columns] = combine(block)
         given = self.like
         made = torch.from_numpy(value).to(given.device, given.dtype) if isinstance(given, Tensor) else value.astype(given.dtype, copy=False)
@@ -260,7 +260,7 @@ def geometric_median(rows: Rows | View, f: int = 0, *, tolerance: float = 1e-10)
     References:
         Vardi and Zhang, The multivariate L1-median, PNAS 2000.
     """
-    return on_view(rows, f, 2 * f + 1, "geometric median", lambda view: view.linear(weiszfeld(view.gram, tolerance)))
+    return on_view(rows, f, 2 * f + 1, "geometric median", lambda view: view.linear(gram.weiszfeld(view.gram, tolerance)))
 
 
 def centered_clipping(rows: Rows | View, f: int = 0, *, radius: float | None = None, steps: int = 10) -> Outcome:
@@ -272,7 +272,7 @@ def centered_clipping(rows: Rows | View, f: int = 0, *, radius: float | None = N
     References:
         Karimireddy et al., Learning from History for Byzantine Robust Optimization, ICML 2021.
     """
-    return on_view(rows, f, 2 * f + 1, "centered clipping", lambda view: view.linear(clip(view.gram, radius, steps)))
+    return on_view(rows, f, 2 * f + 1, "centered clipping", lambda view: view.linear(gram.clip(view.gram, radius, steps)))
 
 
 def nnm(rows: Rows | View, f: int = 0, *, then: Rule = median) -> Outcome:
