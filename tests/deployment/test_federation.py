@@ -301,6 +301,7 @@ def test_a_join_without_token_is_refused_and_harms_nobody(federation: Federation
 # What dies
 
 
+@pytest.mark.nightly
 def test_a_message_whose_process_is_killed_is_done_again(federation: Federation, tmp_path: Path) -> None:
     """The server is told why, and asks once more, within seconds."""
     case = Case(federation, tmp_path, "killed", 0, random.Random(0))

@@ -49,6 +49,7 @@ class Walk:
         begin = time.monotonic()
         yield
         self.seconds[what] = time.monotonic() - begin
+        print(f"{self.seconds[what]:.1f} s: {what}", flush=True)
 
     def __call__(self, folder: Path) -> None:
         with self.step("create, for three sites"):
@@ -146,6 +147,7 @@ class Walk:
         return "\n".join([*lines, *(f"| {what} | {seconds:.1f} |" for what, seconds in self.seconds.items())])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_day_of_a_consortium(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.integration.runs import bits, differences, tiny
 from tests.integration.test_ray import as_on_ray, run_config
 from tests.newest.conftest import Newest
 from tests.packaging.test_new import accuracies, printed
-from tests.packaging.wheels import SOURCES, copied
+from tests.packaging.wheels import ROOT, copied
 
 pytestmark = [pytest.mark.newest, pytest.mark.timeout(600)]
 APP = ("fl_bn", "fl_bn_site", "server_app", "client_app", "pyproject.toml", "setup.py", "README.md", "LICENSE")
@@ -116,7 +116,7 @@ def test_a_converted_app_runs(name: str, newest: Newest, tmp_path: Path) -> None
 def test_a_deployment_works(name: str, newest: Newest) -> None:
     """The tests of deployments on real processes start the programs of the Python that runs them."""
     words = ("-q", "-n", "0", "-m", "", "-W", "ignore::DeprecationWarning", f"tests/deployment/test_{name}.py")
-    newest.run("python", "-m", "pytest", *words, folder=SOURCES, timeout=7000)
+    newest.run("python", "-m", "pytest", *words, folder=ROOT, timeout=7000)
 
 
 def wait_for(log: Path, text: str, times: int, patience: float = 120) -> None:
