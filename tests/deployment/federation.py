@@ -188,7 +188,7 @@ class Federation:
     def start_all(self, sites: Sequence[str] = ()) -> None:
         """Start the server, wait until it has registered all sites, start ``sites`` (empty: all), and wait until they are connected."""
         self.start("server")
-        wait_until("registration", lambda: self.log("server", "register").count("registered") >= len(self.sites), 300)
+        wait_until("registration", lambda: self.log("server").count("registered") >= len(self.sites), 300)
         self.start_again(*(f"sites/{site}" for site in sites or self.sites))
 
     def start_again(self, *parts: str) -> None:
@@ -221,7 +221,7 @@ class Federation:
             process.kill()
             process.wait()
 
-    def log(self, part: str, program: str = "") -> str:
+    def log(self, part: str) -> str:
         file = self.kit / part / "start.out"
         return file.read_text(errors="replace") if file.exists() else ""
 

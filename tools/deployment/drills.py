@@ -152,7 +152,7 @@ def _episodes(case: Case, drill: str, method: str, reason: str, trouble: Callabl
     def seen() -> int:
         if reason:
             return (folder / "clients.csv").read_text().count(reason)
-        return case.federation.log("server", "serverapp").count("no checkpoint after round")
+        return case.federation.log("server").count("no checkpoint after round")
 
     with running(case, config) as run:
         for _ in range(case.times):
@@ -221,10 +221,10 @@ def clock_skew(case: Case) -> Outcome:
     with running(case, config, until=4) as run:
         outcome = case.outcome("clock skew of five minutes", config, run.moment)
         federation.stop(part)
-        before = federation.log(part, "supernode").count(words)
+        before = federation.log(part).count(words)
         federation.environment[part] = {**usual, **clock}
         federation.start(part)
-        wait_until(f"site {site}: {words}", lambda: federation.log(part, "supernode").count(words) > before, 120)
+        wait_until(f"site {site}: {words}", lambda: federation.log(part).count(words) > before, 120)
         time.sleep(case.rng.uniform(0.0, 10.0))
         federation.stop(part)
         federation.environment[part], before = usual, starts(federation, site)
@@ -250,4 +250,4 @@ IN_ONE_RUN = ("raise", "hang", "site-disk", "server-disk")
 
 def starts(federation: Federation, site: str) -> int:
     """Return how often the site's SuperNode has connected."""
-    return federation.log(f"sites/{site}", "supernode").count("SuperNode ID")
+    return federation.log(f"sites/{site}").count("SuperNode ID")
