@@ -24,8 +24,6 @@ from fl_bn.task import CLASSIFICATION, MetricState, Task, to_device
 
 NO_VARIANCE = "more than 1 value per channel"
 """A part of the messages of torch and of HBN's layer, where a batch gives a layer one value per channel."""
-PARTS = ("sampler", "batch_sampler")
-"""The attributes of a loader or a sampler that may hold a sampler with a generator of its own."""
 Forward = Callable[[nn.Module, Any], Any]
 """``forward(network, inputs)`` runs a network on a batch of inputs. Default: ``network(inputs)``."""
 PASS_BATCH = 256
@@ -183,7 +181,7 @@ def generators(loader: Any) -> list[torch.Generator]:
         seen.add(id(part))
         if isinstance(one := getattr(part, "generator", None), torch.Generator):
             found[id(one)] = one
-        waiting += [getattr(part, name, None) for name in PARTS]
+        waiting += [getattr(part, name, None) for name in ("sampler", "batch_sampler")]  # which may have a generator of their own
     return list(found.values())
 
 
