@@ -159,8 +159,3 @@ def prints(handler: logging.Handler) -> bool:
 LOGGER = logging.getLogger("flwr")
 log = LOGGER.log
 DETAIL = "detail"  # the attribute of a log record that `fl-bn run` prints with --verbose alone; run.log has it always
-
-
-def say_round(line: str) -> None:
-    """Log the line of a round."""
-    log(logging.INFO, "%s", line)

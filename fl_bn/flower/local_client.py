@@ -127,15 +127,12 @@ class BatchNormClient(Participant):
         except ClientTooSmall as reason:
             if joins is not None:
                 joins(0).close()
-            return pack(self._sits_out(instruction.round, reason))
+            log(logging.WARNING, "client %s sits round %s out: %s", self.site.client, instruction.round, reason)
+            return pack(Reply(self.site.client, {}, 0, 0))
         packed = pack(reply)
         if instruction.trains and (sections := self.stores(keeps, kept, instruction.round)):
             store.write(instruction.round, sections)
         return packed
-
-    def _sits_out(self, round: int, reason: Exception) -> Reply:
-        log(logging.WARNING, "client %s sits round %s out: %s", self.site.client, round, reason)
-        return Reply(self.site.client, {}, 0, 0)
 
     def test(self, request: Request) -> dict[str, float]:
         """Return the loss and other metrics on this client's test data, with the tensors that it keeps."""

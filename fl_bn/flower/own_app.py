@@ -75,6 +75,10 @@ class OwnRound:
             ``learning-rate`` of the message's config includes it already. Multiply any other rate by
             it.
         batch: sets the number of samples of the first batch: ``round.batch(32)``.
+        step_done: records that a step was made without a torch optimiser: ``round.step_done()``.
+        backward: computes the gradients of an objective, in place of ``loss.backward()``, and returns the
+            loss alone: ``round.backward(lambda: loss_of(x), x)``. A third argument calls a network on
+            inputs, as ``Task.forward`` does.
         instruction: the server's instruction.
         local: the client's half of the round without Flower.
     """
@@ -82,7 +86,8 @@ class OwnRound:
     def __init__(self, message: Message, request: Request, local: LocalRound, store: StateStore) -> None:
         self._message, self._request, self._store = message, request, store
         self._open, self._kept = True, ClientState()
-        self.local, self.instruction, self.model, self.batch = local, local.instruction, local.model, local.batch
+        self.local, self.instruction, self.model = local, local.instruction, local.model
+        self.batch, self.step_done, self.backward = local.batch, local.step_done, local.backward
         self.number, self.learning_rate = local.instruction.round, local.instruction.learning_rate
         self.rate_share = local.instruction.rate_share
 
@@ -90,20 +95,6 @@ class OwnRound:
     def steps(self) -> int:
         """Return the number of local steps so far."""
         return self.local.steps
-
-    def step_done(self) -> None:
-        """Record that a step was made without a torch optimiser."""
-        self.local.step_done()
-
-    def backward(self, forward: Callable[[], Tensor], x: Any, call: Callable[[nn.Module, Any], Any] | None = None) -> Tensor:
-        """Compute the gradients of an objective, in place of ``loss.backward()``, and return the loss alone.
-
-        Args:
-            forward: computes the loss of the batch.
-            x: the inputs of the batch.
-            call: calls a network on inputs, as ``Task.forward`` does. None: they are its only argument.
-        """
-        return self.local.backward(forward, x, call)
 
     def message(
         self, samples: int, loss: float | None = None, metrics: Mapping[str, float] | MetricRecord = MappingProxyType({})

@@ -21,7 +21,7 @@ from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.record import RoundRecord, batches_trained, in_words, why_failed
 from fl_bn.federation.run import Diverged, run
 from fl_bn.federation.server import Server
-from fl_bn.flower.compat import DETAIL, log, repeat_cancelled, say_round, simulated
+from fl_bn.flower.compat import DETAIL, log, repeat_cancelled, simulated
 from fl_bn.flower.deployment import Progress
 from fl_bn.flower.evaluation import EvaluateFn
 from fl_bn.flower.grid_transport import GridTransport, Pair, RunResult
@@ -277,7 +277,7 @@ class BatchNormStrategy(Strategy):
         def tell() -> RoundRecord:
             """Log the round's result, call the callbacks, and return the record with its disclosures."""
             transport.batches_trained += batches_trained([server.record])
-            say_round(in_words(server.record, rounds, transport.task, transport.policy.called))
+            log(logging.INFO, "%s", in_words(server.record, rounds, transport.task, transport.policy.called))
             complete = transport.disclosures.enter(server.record)
             transport.callbacks.on_round(complete, rounds)
             progress.on_round(complete, rounds)

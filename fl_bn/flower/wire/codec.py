@@ -53,9 +53,9 @@ def their_records(content: RecordDict, kind: type[R]) -> dict[str, R]:
     return {name: record for name, record in records_of(content, kind).items() if not name.startswith(OURS)}
 
 
-def config_of(content: RecordDict) -> dict[str, Any]:
-    """Return the fields of fl-bn's config in a message; empty if there is none."""
-    return dict(our_records(content, ConfigRecord).get("config", ConfigRecord()))
+def config_of(content: RecordDict, name: str = f"{OURS}config") -> dict[str, Any]:
+    """Return the fields of a config record, by default fl-bn's, in a message; empty if there is none."""
+    return dict(records_of(content, ConfigRecord).get(name, ConfigRecord()))
 
 
 def add_to_config(content: RecordDict, values: Mapping[str, Any]) -> None:

@@ -23,13 +23,12 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
 
 from fl_bn.flower.compat import log
 from fl_bn.flower.disclosure import FEW
-from fl_bn.flower.wire.codec import OURS, records_of
+from fl_bn.flower.wire.codec import OURS, config_of, records_of
 from fl_bn.flower.wire.messages import EVALUATION, EXCHANGE, LIMITS, RECORD_KEY_CONFIGS, REQUIRED, SECURE, SUM_OF
 from fl_bn.methods import Phase
 from fl_bn.support.durable import append
@@ -169,7 +168,7 @@ class Gate:
 
 def _hide(error: Exception, message: Message, context: Context) -> None:
     """Raise ``Refused`` without a reason, if secure aggregation must hide that the data are the reason."""
-    masks = _config(message.content, RECORD_KEY_CONFIGS).get("stage") == MASKING
+    masks = config_of(message.content, RECORD_KEY_CONFIGS).get("stage") == MASKING
     if isinstance(error, Refused) or (isinstance(error, WireError) and not masks):
         return  # a WireError depends on the message only, except for one of the vector to mask
     log(logging.ERROR, "this client does not answer, and does not tell the server why: %r", error)
@@ -232,13 +231,9 @@ def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int]
 
 def _exchange(message: Message) -> str:
     """Return the layer-wise exchange that a message starts, in words, if it starts one."""
-    if (carrier := _config(message.content, EXCHANGE.name).get("exchange")) is not None:
+    if (carrier := config_of(message.content, EXCHANGE.name).get("exchange")) is not None:
         return f"a layer-wise exchange ({excerpt(carrier)})"
-    return "a round with a layer-wise exchange" if _config(message.content, f"{OURS}header").get("phase") == Phase.EXCHANGE.value else ""
-
-
-def _config(content: RecordDict, name: str) -> dict[str, Any]:
-    return dict(records_of(content, ConfigRecord).get(name, ConfigRecord()))
+    return "a round with a layer-wise exchange" if config_of(message.content, f"{OURS}header").get("phase") == Phase.EXCHANGE.value else ""
 
 
 def sums_evaluations(message: Message) -> bool:
@@ -264,12 +259,12 @@ def _excess(reply: Message, name: str, kind: Kind, limits: Limits) -> str:
 
 
 def _is_vector(reply: Message) -> bool:
-    return "masked_params" in _config(reply.content, RECORD_KEY_CONFIGS)
+    return "masked_params" in config_of(reply.content, RECORD_KEY_CONFIGS)
 
 
 def _spent(context: Context) -> int:
     if (file := _file(context)) is None:
-        return int(_config(context.state, OURS + SPENT).get("spent", 0))
+        return int(config_of(context.state, OURS + SPENT).get("spent", 0))
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
@@ -282,4 +277,4 @@ def _file(context: Context) -> Path | None:
 
 
 def _failures(context: Context) -> int:
-    return int(_config(context.state, FAILURES).get("failed", 0))
+    return int(config_of(context.state, FAILURES).get("failed", 0))
