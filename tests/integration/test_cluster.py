@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -85,7 +86,11 @@ def test_a_run_over_two_nodes_gives_the_bits_of_one_in_process_also_when_one_is_
         while lines(rounds) < 2 and process.poll() is None and time.monotonic() < end:
             time.sleep(0.1)
         machines.kill_second()
-        code = process.wait(LIMIT)
+        try:
+            code = process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # it says where it hangs: PYTHONFAULTHANDLER
+            code = process.wait()
     text = log.read_text()
     assert code == 0, text
     assert "was lost in round" in text
