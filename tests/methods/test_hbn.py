@@ -68,6 +68,9 @@ def test_batches_of_one_s_own_are_all_measured() -> None:
 def test_by_default_all_clients_are_asked(tiny_clients: Callable[..., list[Samples]]) -> None:
     ran = run(hbn(), tiny_clients((4, 7, 5, 6)), 1, policy={"fraction": 0.5})
     assert sum(m.metadata.message_type == "query.statistics" and m.metadata.group_id == "1" for m in ran.grid.sent) == 4
+    assert hbn().other_fraction(0.5)  # said, unless the option is given or all take part
+    assert not hbn().other_fraction(1.0)
+    assert not hbn(fraction=0.5).other_fraction(0.5)
     assert [hbn(lam=lam).refresh.value for lam in (1.0, 0.99, 0.01)] == ["exact", "hybrid", "hybrid"]
 
 
