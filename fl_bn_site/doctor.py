@@ -10,8 +10,8 @@ from pathlib import Path
 
 from fl_bn.checks import machine
 from fl_bn.checks.run import run, site_experiment
+from fl_bn.support.durable import hold
 from fl_bn.support.finding import Finding, guard, guard_each, reason
-from fl_bn.support.locks import hold
 from fl_bn_site import checks
 from fl_bn_site.commands import node_config, of_1_25
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port, read_folder

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fl_bn.support.locks import hold
+from fl_bn.support.durable import hold
 from fl_bn_site.commands import Command, environment
 
 LOCK = ".running"  # locked in a folder of the kit while its programs run

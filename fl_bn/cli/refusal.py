@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
+from fl_bn.support.durable import Unsupported
 from fl_bn.support.extras import EXTRAS, sentence
-from fl_bn.support.locks import Unsupported
 from fl_bn.support.names import escaped
 
 

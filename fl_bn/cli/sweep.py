@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -29,7 +28,6 @@ DataOption = Annotated[str, typer.Option(help="the folder whose path replaces {d
 RunConfigOption = Annotated[str, typer.Option("--run-config", help="run-config keys of all runs: \"rounds=10 device='cuda'\"")]
 RetryOption = Annotated[bool, typer.Option("--retry", help="run cells again that failed before")]
 OnlyOption = Annotated[str, typer.Option(help="run only the cells whose names match this shell pattern: '*seed0'")]
-NO_CELLS: Mapping[str, str] = MappingProxyType({})
 
 
 def compare(
@@ -121,7 +119,7 @@ def carry_out(
     retry: bool,
     only: str = "",
     *,
-    known: Mapping[str, str] = NO_CELLS,
+    known: Mapping[str, str] | None = None,
     dry_run: bool = False,
     further: Further | None = None,
 ) -> dict[str, str]:
@@ -133,7 +131,7 @@ def carry_out(
         jobs: The number of runs at a time; 0: one per core.
         retry: Run cells again that failed before.
         only: A shell pattern; cells whose names do not match it are left out. Empty: all cells.
-        known: The cells to leave out, since their results are elsewhere: name of the cell -> file of its result.
+        known: The cells to leave out, since their results are elsewhere: name of the cell -> file of its result. None: none.
         dry_run: Check and list the cells, but run nothing.
         further: Makes pictures beyond those of ``write_report``, which says how.
 
@@ -146,7 +144,7 @@ def carry_out(
     from fl_bn.report import write_report
     from fl_bn.sweep import run
 
-    plan = run.plan(chosen, folder, retry=retry, only=only, known=known)
+    plan = run.plan(chosen, folder, retry=retry, only=only, known=known or ())
     run.check(plan.todo)
     done = sum(cell.finished() for cell in plan.cells)
     console.print(f"{chosen.title}: {len(plan.cells)} runs, {done} of them finished before, {len(plan.todo)} to do", highlight=False)

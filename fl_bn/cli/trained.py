@@ -36,7 +36,6 @@ def adapt(
     from fl_bn.run.assembly import limit_threads, task
     from fl_bn.run.device import device
     from fl_bn.run.former import values_of
-    from fl_bn.run.pictures import in_table
     from fl_bn.run.usage import Usage
 
     try:
@@ -56,8 +55,8 @@ def adapt(
     adapting.write(outcomes, client, config, folder)
     shown = Table("how", "before", "after", "", title=f"{config.method}: {client.name}, {len(client.test)} test samples, {of.metric}")
     for outcome in outcomes:
-        before = "unknown" if outcome.before is None else in_table(of, outcome.before[of.metric])
-        shown.add_row(outcome.how, before, in_table(of, outcome.after[of.metric]), outcome.note)
+        before = "unknown" if outcome.before is None else of.format_metric(outcome.before[of.metric])
+        shown.add_row(outcome.how, before, of.format_metric(outcome.after[of.metric]), outcome.note)
     console.print(shown)
     if client.seen:
         console.print(f"beware: the run was trained on {client.name}, so this client is not new to it (hold-out removes a domain)")

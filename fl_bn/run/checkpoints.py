@@ -130,7 +130,7 @@ def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:
     values = values_of(run)
     _check_version(run)
     config = Usage().config({**values, "output": str(run.resolve().parent), "name": "", "resume": run.resolve().name})
-    done = _rounds_done(run)
+    done = rounds_done(run)
     if done >= config.rounds and (run / "summary.md").exists() and not (run / FOLDER).exists():
         raise ConfigError(f"{run} is finished: all of its {config.rounds} rounds are done, and {run / 'summary.md'} has the results")
     if deployed and not list((run / FOLDER).glob(f"round-*{durable.SUFFIX}")):
@@ -151,6 +151,7 @@ def _check_version(run: Path) -> None:
         raise ConfigError(f"{run} was made by fl-bn {was}, and this is {here}: install {was} to resume the run, or start the run anew")
 
 
-def _rounds_done(run: Path) -> int:
+def rounds_done(run: Path) -> int:
+    """Return how many rounds the folder of a run has."""
     file = run / "rounds.jsonl"
     return file.read_bytes().count(b"\n") if file.exists() else 0

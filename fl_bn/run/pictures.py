@@ -65,11 +65,6 @@ def axis_of(task: Task, prefix: str = "") -> str:
     return f"{prefix}{task.metric.replace('-', ' ')}{' (%)' if task.scale() == 100 else ''}"
 
 
-def in_table(task: Task, value: float) -> str:
-    """Format a value of the task's metric for a table: ``51.2`` if it is shown in percent, else ``0.3456``."""
-    return f"{100 * value:.1f}" if task.scale() == 100 else f"{value:.4g}"
-
-
 def _metric(axes: Axes, records: Sequence[RoundRecord], task: Task, split: str) -> None:
     values = {r.round: task.scale() * r.evaluation[task.metric] for r in records if task.metric in r.evaluation}
     own = {r.round: [task.scale() * m[task.metric] for m in r.client_evaluation.values()] for r in records if r.client_evaluation}
@@ -78,7 +73,7 @@ def _metric(axes: Axes, records: Sequence[RoundRecord], task: Task, split: str) 
         axes.fill_between([*own], [*map(min, own.values())], [*map(max, own.values())], alpha=0.2, lw=0, label="clients, worst to best")
         axes.legend(loc="best")
     if values:
-        axes.annotate(in_table(task, [*values.values()][-1] / task.scale()), [*values.items()][-1], weight="bold")
+        axes.annotate(task.format_metric([*values.values()][-1] / task.scale()), [*values.items()][-1], weight="bold")
     axes.set_ylabel(axis_of(task, f"{split} "))
     if task.scale() == 100:
         axes.set_ylim(0, 106)

@@ -40,7 +40,6 @@ from fl_bn.secure.privacy import Journal
 from fl_bn.support import durable, extras
 from fl_bn.support.commit import commit
 from fl_bn.support.flower_config import SERVER
-from fl_bn.support.locks import release, take
 
 LOCK, LOG, RELEASES = ".lock", "run.log", "privacy.jsonl"
 PACKAGES = ("fl-bn", "flwr", "ray", "torch", "torchvision", "numpy", "grpcio", "safetensors", "scikit-learn")
@@ -195,7 +194,7 @@ class RunDirectory(Callback):
 
     def _unlock(self, path: Path) -> None:
         if self._lock is not None:
-            release(self._lock, path / LOCK)
+            durable.release(self._lock, path / LOCK)
             self._lock = None
 
     def _keep(self, record: RoundRecord) -> None:
@@ -289,7 +288,7 @@ def _locked(path: Path) -> IO[str]:
         RunFailed: Another process has locked the folder.
     """
     try:
-        return take(path / LOCK, lambda: LOGGER.warning("%s cannot be locked: make sure that no second process continues the run", path))
+        return durable.take(path / LOCK, lambda: LOGGER.warning("%s cannot be locked: let no second process continue the run", path))
     except BlockingIOError as error:
         raise RunFailed(f"{path} is still being written by another process: end that process first, or wait for its end") from error
 

@@ -9,11 +9,15 @@ override them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
+from fl_bn.bn.roles import BUFFER_ROLES, parse_buffer_roles
+from fl_bn.data.dataset import DATASETS
+from fl_bn.data.partition import KINDS
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.aggregation import SHARES_WEIGHTS, Defence
 from fl_bn.federation.arguments import FederationSpec
@@ -22,14 +26,17 @@ from fl_bn.federation.network import AUTO, MEMORY_FORMATS
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS
 from fl_bn.federation.policy import ServerPolicy
 from fl_bn.federation.settings import LocalTraining, Schedule
+from fl_bn.methods import METHODS
+from fl_bn.models import MODELS
 from fl_bn.objectives import OBJECTIVES
 from fl_bn.options import Option, declared, option, options_by_key, own_options, same_key
 from fl_bn.run import keys
 from fl_bn.run import used as when
-from fl_bn.run.data_keys import DataKeys
 from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support.names import names_of
+from fl_bn.task import AUTO as AUTO_TASK
+from fl_bn.task import TASKS
 
 _MADE = (LocalTraining, Schedule, ServerPolicy, ExchangeSettings, Defence, SecureAggregation, Privacy)
 VALUES: dict[type[Any], type[Any]] = {kind: kind for kind in _MADE}
@@ -39,13 +46,52 @@ To add options to local training, derive a class ``Mine`` from the present entry
 """
 
 
+DIGEST = re.compile("([0-9a-f]{16})?")
+
+own_data = partial(option, used=when.OWN_DATA)
+of_sites = partial(option, used=when.SITES_DATA)
+
+
 @dataclass(frozen=True)
-class RunKeys(DataKeys):
-    """Declare the keys as fields, after those of ``DataKeys``, in the order of docs/config.md.
+class RunKeys:
+    """Declare the keys as fields, in the order of docs/config.md.
 
     ``RunConfig`` checks the values of the keys, adds the other options, and makes the objects that the keys describe.
     """
 
+    method: str = option("fbn", "how normalisation is federated", METHODS)
+    freeze_after: int = option(
+        -1, "last round before the statistics freeze; -1: as the method says", "-1 or >= 0", used=when.FREEZES_EARLY_ENOUGH
+    )
+    # model and data
+    model: str = option("digits-cnn-small", f"{', '.join(MODELS)}, torchvision's, or package.module:function", "see fl_bn.models")
+    model_weights: str = option("", "file of weights (.pt, .pth, .safetensors); a head of another size stays new", "path")
+    buffers: str = option("", f"roles ({', '.join(BUFFER_ROLES)}) of the network's own buffers", "NAME=ROLE,...", parse_buffer_roles)
+    task: str = option(
+        AUTO_TASK,
+        "what the network learns, which decides loss and metrics; auto: classification, or segmentation where the labels are masks",
+        f"{', '.join((AUTO_TASK, *TASKS))}, package.module:function",
+        lambda name: name in (AUTO_TASK, *TASKS) or ":" in name,
+    )
+    dataset: str = option("digits", f"{', '.join(DATASETS)}; package.module:function; sites: each client's own", "see fl_bn.data")
+    classes: int = of_sites(0, "dataset=sites: number of classes (of other tasks: values, or labels)", ">= 0")
+    channels: int = of_sites(0, "dataset=sites: channels of the images", ">= 0")
+    columns_digest: str = of_sites(
+        "", "digest of the sites' columns.toml", "16 hexadecimal digits", lambda text: bool(DIGEST.fullmatch(text))
+    )
+    data_path: str = own_data("", "folder or files of the data, separated by commas (each is a client: see partition)", "path")
+    image_size: int = option(0, "side in pixels to which images are resized; 0: the data set's own size", "0..4096")
+    hold_out: str = option("", "a domain that the run is trained and tested without, for fl-bn adapt", "a domain's name")
+    augment: str = declared(LocalTraining, "augment")
+    partition: str = own_data(
+        AUTO_TASK, "how data are split; auto: natural for several files or folders, else classes", (AUTO_TASK, *KINDS)
+    )
+    partition_parameter: float = option(1.0, "classes per client, concentration, or share drawn at random", ">= 0", used=when.PARAMETER)
+    test_on: str = option("own", "test clients of domains on their own, or on all test data", ("own", "all"), used=when.OWN_DOMAINS)
+    sizes: str = own_data("natural", "equal: every client keeps only as many samples as the smallest client has", ("natural", "equal"))
+    validation_share: float = option(0.0, "share of the training samples to test on in place of the test data; 0: none", "0..0.9")
+    unseen_client: bool = declared(ServerPolicy, "unseen")
+    calibrate: int = declared(ServerPolicy, "calibrate")
     # federation
     clients: int = declared(ServerPolicy, "clients")
     clients_at_start: int = declared(ServerPolicy, "at_start")

@@ -27,11 +27,11 @@ from fl_bn.federation.engines.workers import cores
 from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.flower.compat import LOGGER
 from fl_bn.options import Value
-from fl_bn.run.checkpoints import FOLDER
+from fl_bn.run.checkpoints import FOLDER, rounds_done
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.former import read_config, renewed
 from fl_bn.run.history import read_rows
-from fl_bn.support import durable, locks
+from fl_bn.support import durable
 
 CENTRALISED = "centralised"  # in a sweep, the name of training on all clients' data; also as centralised-METHOD
 OUTCOME = "cell.json"
@@ -67,11 +67,6 @@ class Cell:
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of ``rounds.jsonl``, one per round; an incomplete last line is left out."""
         return read_rows(self.path / "rounds.jsonl")[0]
-
-    def rounds_done(self) -> int:
-        """Return how many rounds ``rounds.jsonl`` has."""
-        file = self.path / "rounds.jsonl"
-        return file.read_bytes().count(b"\n") if file.exists() else 0
 
     def ran(self) -> dict[str, Any]:
         """Return the run config with which the run in the folder was begun, with all keys; empty: no run was begun."""
@@ -128,13 +123,13 @@ class Cell:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.parent / f".{self.path.name}.lock"
         try:
-            lock = locks.take(file)  # returns without a lock on a disk that has none; the run warns of that
+            lock = durable.take(file)  # returns without a lock on a disk that has none; the run warns of that
         except BlockingIOError as error:
             raise Elsewhere(f"another process runs {self.path}: wait for its end, and give the same command again") from error
         try:
             yield
         finally:
-            locks.release(lock, file)
+            durable.release(lock, file)
 
 
 def trained_as(method: str) -> tuple[str, bool]:
@@ -201,7 +196,7 @@ def run_cells(cells: Sequence[Cell], jobs: int, progress: Callable[[int, int], N
     total = sum(cell.config.rounds for cell in cells)
     errors: dict[str, str] = {}
     while waiting:
-        lost = _run_batch(waiting, jobs, errors, lambda: progress(sum(cell.rounds_done() for cell in cells), total))
+        lost = _run_batch(waiting, jobs, errors, lambda: progress(sum(rounds_done(cell.path) for cell in cells), total))
         if lost and jobs == 1:
             errors[lost[0].config.name] = "its process died (killed, or out of memory)"
             lost[0].write_outcome("failed", 0.0, errors[lost[0].config.name])

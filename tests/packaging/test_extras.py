@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from fl_bn.cli.main import app
 from fl_bn.models import build
-from fl_bn.support import extras, locks
+from fl_bn.support import durable, extras
 from fl_bn.support.extras import NotInstalled, lacking, need
 from tests.test_architecture import at_the_top
 
@@ -88,17 +88,17 @@ def test_a_run_ends_without_pictures_and_says_so(tmp_path: Path, monkeypatch: py
 
 def test_a_system_without_file_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(locks, "fcntl", None)
+    monkeypatch.setattr(durable, "fcntl", None)
     code, text = said("run", "--run-config", RUN)
     assert (code, "this command needs the file locks of Linux or macOS" in text, "Traceback" in text) == (2, True, False), text
 
 
 def test_a_lock_keeps_a_second_process_out(tmp_path: Path) -> None:
     with (tmp_path / "x").open("w") as first, (tmp_path / "x").open("w") as second:
-        locks.hold(first, shared=True)
-        locks.hold(second, shared=True)
+        durable.hold(first, shared=True)
+        durable.hold(second, shared=True)
         with pytest.raises(BlockingIOError):
-            locks.hold(second)
+            durable.hold(second)
 
 
 def test_the_default_tests_need_no_package_of_the_slow_ones() -> None:
