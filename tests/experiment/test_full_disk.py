@@ -12,7 +12,6 @@ import pytest
 
 from fl_bn.flower import RunFailed
 from fl_bn.run import run_directory
-from fl_bn.support import locks
 from tests.experiment.inside import RoundRecord, RunDirectory, durable, refusing
 from tests.experiment.resuming import ROUNDS, Values, results, run, small_run, stopped
 from tests.integration.runs import differences, table
@@ -56,7 +55,7 @@ def test_of_those_that_go_on_with_one_run_at_once_one_does(plain: dict[str, byte
 
 def test_a_lock_that_its_holder_removed_holds_nobody_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Opened before the holder's end and locked after it, the file is gone from the folder: another could lock a new one beside it."""
-    flock, tries = locks.fcntl.flock, 0
+    flock, tries = durable.fcntl.flock, 0
 
     def slow(lock: object, how: int) -> None:
         nonlocal tries
@@ -65,7 +64,7 @@ def test_a_lock_that_its_holder_removed_holds_nobody_back(tmp_path: Path, monkey
             (tmp_path / run_directory.LOCK).unlink()  # by the holder, who then lets go of it
         flock(lock, how)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(locks.fcntl, "flock", slow)
+    monkeypatch.setattr(durable.fcntl, "flock", slow)
     held = run_directory._locked(tmp_path)
     assert tries == 2
     with pytest.raises(RunFailed):

@@ -227,7 +227,7 @@ def test_every_line_and_area_of_a_run_says_what_it_is(drawn: list[Figure], tmp_p
         "test accuracy (%)", "training loss (clients)", "largest drift of a mean (sd)", "smallest variance"
     ]  # fmt: skip
     assert [axes.get_title(loc="right") for axes in top] == ["grey: statistics frozen", ""]
-    assert [[text.get_text() for text in axes.texts] for axes in top] == [["60.0"], ["30.0"]]
+    assert [[text.get_text() for text in axes.texts] for axes in top] == [["60.0%"], ["30.0%"]]
     places = [axes.get_position().bounds[:2] for axes in drawn[0].axes]
     assert len({round(y, 3) for _, y in places}) == 4  # no axes upon others
 
