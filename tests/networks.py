@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,19 @@ class SmallResNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.head(self.drop(self.body(self.stem(x)).mean((2, 3))))
         return y
+
+
+class Wired(nn.Module):
+    """Call named parts as a function ``forward(parts, *inputs)`` says."""
+
+    def __init__(self, forward: Callable[..., Any], **parts: nn.Module) -> None:
+        super().__init__()
+        self.wiring = forward
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.wiring(self, *inputs, **named)
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {"cnn": SmallCNN, "resnet": SmallResNet}

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as reference
 
-from tests.data.inner import AUGMENTATIONS, augmenter
+from fl_bn.data.augment import AUGMENTATIONS, augmenter
 from tests.refusals import naming
 
 IMAGES = [name for name in AUGMENTATIONS if name not in ("none", "segmentation")]
@@ -23,10 +23,8 @@ def images(n: int = 6, height: int = 8, width: int = 8, seed: int = 0) -> Tensor
 
 
 def augmented(name: str, x: Tensor, seed: int = 0) -> Tensor:
-    change = augmenter(name, np.random.default_rng(seed))
-    assert change is not None
     y = torch.arange(len(x))
-    found, labels = change(x, y)
+    found, labels = augmenter(name, np.random.default_rng(seed))(x, y)
     assert labels is y
     return found
 
@@ -46,9 +44,7 @@ def test_form_and_randomness(name: str, n: int, height: int, width: int, seed: i
 
 def test_half_of_the_images_are_mirrored_with_their_masks() -> None:
     x = images(2000, 4, 6)
-    change = augmenter("segmentation", np.random.default_rng(0))
-    assert change is not None
-    found, masks = change(x, x[:, 0].long())
+    found, masks = augmenter("segmentation", np.random.default_rng(0))(x, x[:, 0].long())
     assert torch.equal(found[:, 0].long(), masks)
     for result in (found, augmented("flip", x)):
         kept, mirrored, upside_down = ((result == candidate).flatten(1).all(1) for candidate in (x, x.flip(-1), x.flip(-2)))
@@ -103,7 +99,5 @@ def test_none_is_nothing_and_wrong_uses_are_refused() -> None:
         ("flip", images(2), torch.zeros(2, 8, 8), "one label"),
         ("segmentation", images(2), torch.zeros(2), "(2, 8, 8)"),
     ):
-        change = augmenter(name, rng)
-        assert change is not None
         with naming(word):
-            change(x, y)
+            augmenter(name, rng)(x, y)

@@ -15,18 +15,10 @@ import torch
 from typer.testing import CliRunner
 
 from fl_bn.cli.main import app
-from tests.data.inner import (
-    DataError,
-    DataNotFound,
-    TableData,
-    columns_of,
-    draft,
-    load_csv,
-    place,
-    read_columns,
-    read_rows,
-    split_rows,
-)
+from fl_bn.data.columns import columns_of, read_columns
+from fl_bn.data.csv_files import TableData, load_csv, place, read_rows, split
+from fl_bn.data.draft_columns import draft
+from fl_bn.data.record import DataError, DataNotFound
 from tests.listed import listed
 from tests.refusals import wrong_data
 
@@ -87,7 +79,6 @@ def test_several_files_are_domains_and_a_site_has_the_same_split_alone(tmp_path:
     site(tmp_path, "north", rows), site(tmp_path, "south", rows[:31])
     data = load_csv(str(tmp_path), 0)
     assert data.domains == ("north", "south")
-    assert data.domain_train is not None
     alone = load_csv(str(tmp_path / "south.csv"), 1)
     assert torch.equal(data.x_train[data.domain_train == 1], alone.x_train)
     assert len(alone.x_test) == round(0.2 * 7) + round(0.2 * 24)  # of each class a fifth
@@ -100,7 +91,7 @@ def test_several_files_are_domains_and_a_site_has_the_same_split_alone(tmp_path:
 def test_a_person_s_rows_stay_on_one_side(changes: dict[str, Any], tmp_path: Path) -> None:
     rows = [f"{i // 4},{40 + i},0,no,a,{('well', 'ill')[i % 2]}" for i in range(40)]
     file, columns = site(tmp_path, rows=rows, **changes), read_columns(tmp_path)
-    test = split_rows(read_rows(file, columns), columns)
+    test = split(read_rows(file, columns), columns)
     assert test.sum() == 8
     assert all(len(set(test[4 * i : 4 * i + 4])) == 1 for i in range(10)) is bool(changes)
 
@@ -176,8 +167,6 @@ def test_a_wrong_file_is_refused_by_line_and_column(text: str, line: int, column
 def test_one_row_and_a_missing_class_at_one_of_several_sites(tmp_path: Path) -> None:
     site(tmp_path, "north"), site(tmp_path, "one", ROWS[:1]), site(tmp_path, "well", [ROWS[0], ROWS[2], ROWS[4]])
     data = load_csv(str(tmp_path), 0)
-    assert data.domain_train is not None
-    assert data.domain_test is not None
     assert (data.domain_train.bincount().tolist(), data.domain_test.bincount(minlength=3).tolist()) == ([3, 1, 2], [2, 0, 1])
     two = load_csv(str(site(tmp_path / "two", rows=ROWS[:2])), 0)  # each class has one row
     assert (len(two.y_train), len(two.y_test)) == (1, 1)
@@ -249,7 +238,7 @@ def test_a_draft_describes_the_files_and_looks_at_no_test_row(tmp_path: Path) ->
     data = load_csv(str(file), 0)
     assert abs(float(data.x_train[:, 0].mean())) < 0.05
     assert float(data.x_train[:, 0].std()) == pytest.approx(1, abs=0.05)
-    chosen = split_rows(read_rows(file, columns), columns)
+    chosen = split(read_rows(file, columns), columns)
     kept = [row for i, row in enumerate(rows) if i != 3]
     for spoilt, same in (("test", True), ("training", False)):  # control: training rows do count
         aged = [re.sub(r",\d+", ",900", row, count=1) if test is same else row for row, test in zip(kept, chosen.tolist(), strict=True)]

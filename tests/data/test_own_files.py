@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.data.inner import DataNotFound, load, to_input
+from fl_bn.data.dataset import DataNotFound, load, to_input
 from tests.listed import listed
 from tests.refusals import naming, wrong_data
 
@@ -98,8 +98,6 @@ def test_several_are_domains_of_one_form(kind: str, write: Any, tmp_path: Path) 
     grey, colour = write(tmp_path / "grey", made(1)), write(tmp_path / "colour", made(3))
     data = load(kind, f"{grey}, {colour}")
     assert data.domains == ("grey", "colour")
-    assert data.domain_train is not None
-    assert data.domain_test is not None
     assert (data.domain_train.tolist(), data.domain_test.tolist()) == ([0] * 4 + [1] * 4, [0, 0, 1, 1])
     assert torch.equal(data.x_train[4:], torch.from_numpy(made(3)["x_train"]).permute(0, 3, 1, 2))
     assert torch.equal(data.x_test[:2], torch.from_numpy(made(1)["x_test"])[:, None].expand(-1, 3, -1, -1))
@@ -142,23 +140,20 @@ def test_files_that_are_no_archives_are_named(tmp_path: Path) -> None:
             load("npz", str(tmp_path / name))
 
 
-class Touches:
-    """A pickle that makes a file when it is read."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
+class Harmful:
+    """Prints when a pickle of it is read."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.file,)
+        return print, ("this must not run",)
 
 
-def test_no_code_is_run_from_an_archive(tmp_path: Path) -> None:
-    path = npz(tmp_path / "bad", made() | {"y_train": np.array([Touches(tmp_path / "ran")] * 4, dtype=object)})
+def test_no_code_is_run_from_an_archive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = npz(tmp_path / "bad", made() | {"y_train": np.array([Harmful()] * 4, dtype=object)})
     with wrong_data(path, "y_train"):
         load("npz", path)
-    assert not (tmp_path / "ran").exists()
+    assert capsys.readouterr().out == ""
     np.load(path, allow_pickle=True)["y_train"]
-    assert (tmp_path / "ran").exists()  # control
+    assert "this must not run" in capsys.readouterr().out  # control
 
 
 # A function
@@ -193,13 +188,11 @@ def test_image_size_is_given_to_a_function_that_takes_it(own: Any) -> None:
         ("def f(): ...", ""),
         ("def f(path): raise KeyError('hospital')", ""),
         ("def f(path): return table()[:3]", ""),
-        (changed("x = x.tolist()"), "x_train"),
         (changed("x = x.astype(int)"), "x_train"),
         (changed("y = y[:5]"), "y_train"),
         (changed("x[4, 2] = np.nan"), "x_train"),
         (changed("a, b = a[:0], b[:0]"), "x_test"),
         (changed("a, b = images((4, 8, 8, 3))[2:]"), "x_train and x_test"),
-        ("def f(path): return images((4, 8, 6, 3))", "x_train"),
         ("import no_such_package_at_all", ""),
     ],
 )

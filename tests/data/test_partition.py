@@ -14,18 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.data.inner import (
-    ClientTooSmall,
-    classes_per_client,
-    dirichlet,
-    distinct,
-    draw_batches,
-    epoch_batches,
-    iid,
-    label_counts,
-    partition,
-    similarity,
-)
+from fl_bn.data.batches import ClientTooSmall, distinct, draw_batches, epoch_batches
+from fl_bn.data.partition import classes_per_client, dirichlet, iid, label_counts, partition, similarity
 from tests.listed import listed
 from tests.refusals import naming
 

@@ -14,24 +14,15 @@ from sklearn.datasets import load_digits, load_sample_images
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 
-from tests.data.inner import (
-    IGNORE,
-    SPLIT,
-    Dataset,
-    OwnData,
-    RunConfig,
-    Segmentation,
-    client_samples,
-    dataset,
-    hold_out,
-    images_to_tensor,
-    load,
-    only_domain,
-    partitions,
-    resize,
-    to_input,
-    without_domain,
-)
+from experiments.data.cityscapes import Segmentation
+from fl_bn.data.dataset import load, to_input
+from fl_bn.data.digits import SPLIT
+from fl_bn.data.images import resize
+from fl_bn.data.record import Dataset
+from fl_bn.data.subsets import hold_out, only_domain, without_domain
+from fl_bn.run.assembly import OwnData, client_samples, dataset, partitions
+from fl_bn.run.config import RunConfig
+from fl_bn.task import IGNORE
 from tests.experiment.small_data import small_config, small_npz
 from tests.listed import listed
 from tests.refusals import wrong_data
@@ -50,18 +41,10 @@ def masks(**changes: Any) -> Segmentation:
     return Segmentation(**({"name": "made-up", "x_train": x, "y_train": y, "x_test": x[:2], "y_test": y[:2], "classes": 5} | changes))
 
 
-def test_a_good_record_knows_its_shape() -> None:
-    data = small(domain_train=torch.tensor([0, 0, 1, 1]), domain_test=torch.tensor([1, 0]), domains=("a", "b"))
-    assert (data.channels, data.image_size) == (3, 8)
-    wide = masks()
-    assert (wide.channels, wide.image_size) == (3, 4)
-
-
 @listed(
     ("make", "changes", "part"),
     [
         (small, {"x_train": torch.zeros(4, 3, 8, 8).double()}, "x_train"),
-        (small, {"x_test": torch.zeros(2, 8, 8, dtype=torch.uint8)}, "x_test"),
         (small, {"x_test": torch.zeros(0, 3, 8, 8, dtype=torch.uint8), "y_test": torch.zeros(0).long()}, "x_test"),
         (small, {"x_train": torch.zeros(4, 3, 8, 6, dtype=torch.uint8)}, "x_train"),
         (small, {"x_test": torch.zeros(2, 1, 8, 8, dtype=torch.uint8)}, "x_train and x_test"),
@@ -77,7 +60,6 @@ def test_a_good_record_knows_its_shape() -> None:
         (small, {"domain_train": torch.zeros(4).long()}, "domain_train"),
         (small, {"domain_train": torch.full((4,), 1), "domain_test": torch.zeros(2).long(), "domains": ("a",)}, "domain_train"),
         (masks, {"x_train": torch.zeros(3, 3, 4, 6)}, "x_train"),
-        (masks, {"y_train": torch.zeros(3, dtype=torch.int64)}, "y_train"),
         (masks, {"y_train": torch.zeros(3, 4, 6)}, "y_train"),
         (masks, {"y_test": torch.full((2, 4, 6), 5)}, "y_test"),
         (masks, {"y_test": torch.full((2, 4, 6), -1)}, "y_test"),
@@ -106,12 +88,6 @@ def test_resize_averages_what_it_drops_and_keeps_flat_images() -> None:
     flat = torch.full((3, 1, 7, 7), 200, dtype=torch.uint8)
     assert torch.equal(resize(flat, 20), torch.full((3, 1, 20, 20), 200, dtype=torch.uint8))
     assert resize(flat, 0) is resize(flat, 7) is flat
-
-
-def test_images_to_tensor_moves_channels_first() -> None:
-    colour = torch.arange(2 * 4 * 4 * 3, dtype=torch.uint8).reshape(2, 4, 4, 3)
-    assert torch.equal(images_to_tensor(colour.numpy()), colour.permute(0, 3, 1, 2))
-    assert images_to_tensor(colour.numpy()).is_contiguous()
 
 
 # Parts of a set
@@ -162,7 +138,6 @@ def test_every_client_gives_a_share_and_trains_on_the_rest() -> None:
     assert [len(part) for part in kept] == [8, 16, 10]
     assert sorted([*held, *sum(kept, [])]) == list(range(42))  # none twice, none lost, and none of the test split
     assert [len({*held} & {*part.tolist()}) for part in parts] == [2, 4, 2]
-    assert found.data.domain_test is not None
     assert found.data.domain_test.tolist() == [n % 3 for n in held]
     least = hold_out(data, [np.arange(2), np.arange(2, 5), np.arange(5, 42)], 0.95, 0)
     assert [len(part) for part in least.parts] == [2, 2, 2]  # a client keeps two samples
@@ -208,8 +183,6 @@ def test_the_split_is_scikit_learns_and_half_of_it_lies_in_each_photograph() -> 
     assert tomllib.loads(SPLIT.read_text()) == {"train": train.tolist(), "test": test.tolist()}
     data = load("digits")
     assert data.domains == ("china", "flower")
-    assert data.domain_train is not None
-    assert data.domain_test is not None
     assert (data.domain_train.bincount().tolist(), data.domain_test.bincount().tolist()) == ([719, 718], [180, 180])
     for name in ("digits", "digits-plain"):
         with wrong_data(name, "data-path"):
@@ -218,7 +191,6 @@ def test_the_split_is_scikit_learns_and_half_of_it_lies_in_each_photograph() -> 
 
 def test_blend_is_the_difference_to_a_patch_of_the_samples_own_photograph() -> None:
     blended, plain = load("digits"), load("digits-plain")
-    assert blended.domain_train is not None
     assert torch.equal(blended.y_train, plain.y_train)  # one split, so samples correspond
     photographs = [
         torch.from_numpy(image.copy()).permute(2, 0, 1).int().unfold(1, 20, 1).unfold(2, 20, 1)  # every patch there is

@@ -8,7 +8,6 @@ import shlex
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 
 import click
 import typer
@@ -20,10 +19,13 @@ from tests.documentation.pages import ROOT
 
 SYSTEM = {
     *("apt-get", "cd", "chown", "cp", "docker", "docker-compose", "git", "journalctl", "mypy", "ray", "ruff", "systemctl", "tensorboard"),
-    *("flower-simulation", "flower-superlink", "flower-supernode", "mlflow", "openssl", "sh", "useradd", "wandb"),
+    *("flower-simulation", "flower-superlink", "flower-supernode", "mkdocs", "mlflow", "openssl", "pytest", "sh", "useradd", "wandb"),
+    *(".", "start.sh", "run.sh", "run"),
 }
 """Programs that are not part of fl-bn. Their options are not checked."""
 OPERATORS = {"&&", "||", "|", ";", "&"}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+KEYS_OF_NEW = tomllib.loads((ROOT / "fl_bn/templates/app/pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"].keys()
 
 
 class Incomplete(AssertionError):
@@ -49,8 +51,7 @@ def commands(text: str) -> Iterator[list[str]]:
             elif command:
                 yield _bare(command)
                 command = []
-    if pending:
-        raise AssertionError(f"a quotation does not end: {pending}")
+    assert not pending, f"a quotation does not end: {pending}"
 
 
 def _bare(words: list[str]) -> list[str]:
@@ -70,37 +71,35 @@ def check(words: list[str]) -> None:
     """
     program, *arguments = words
     program = program.rsplit("/", 1)[-1]
-    if program in CHECKS:
-        CHECKS[program](arguments)
-    elif program not in SYSTEM and program not in (".", "start.sh", "run.sh", "run"):
-        raise AssertionError(f"{program!r} is no program that the pages may use: {shlex.join(words)}")
+    assert program in CHECKS or program in SYSTEM, f"{program!r} is no program that the pages may use: {shlex.join(words)}"
+    CHECKS.get(program, lambda arguments: None)(arguments)
 
 
 def _fl_bn(arguments: list[str]) -> None:
     command: click.Command = _program()
     context = click.Context(command, info_name="fl-bn")
+    said = f"fl-bn {shlex.join(arguments)}"
     while isinstance(command, click.Group):
         if not arguments:
-            raise Incomplete(f"Missing command of fl-bn {command.name}")
+            raise Incomplete(f"Missing command of {said}")
         if arguments == ["--help"]:
             return
         found = command.get_command(context, arguments[0])
-        assert found is not None, f"there is no command fl-bn {' '.join(arguments)}"
+        assert found is not None, f"there is no command {said}"
         command, arguments = found, arguments[1:]
     try:
-        parsed = command.make_context(command.name, list(arguments))
+        parsed = command.make_context(command.name, list(arguments)).params
     except click.exceptions.MissingParameter as error:
-        raise Incomplete(f"fl-bn {command.name} {shlex.join(arguments)}: {error.format_message()}") from error
+        raise Incomplete(f"{said}: {error.format_message()}") from error
     except click.exceptions.ClickException as error:
-        raise AssertionError(f"fl-bn {command.name} {shlex.join(arguments)}: {error.format_message()}") from error
+        raise AssertionError(f"{said}: {error.format_message()}") from error
     except click.exceptions.Exit:
         return
-    text = str(parsed.params.get("run_config") or "")
-    if str(parsed.params.get("own")) == "myapp":  # in the pages: what `fl-bn new myapp` has written
-        keys = tomllib.loads((ROOT / "fl_bn/templates/app/pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-        assert parse_overrides(text).keys() <= keys.keys(), f"fl-bn {command.name}: an app of fl-bn new has the keys {', '.join(keys)}"
-        return
-    _run_config(text)
+    text = str(parsed.get("run_config") or "")
+    if str(parsed.get("own")) == "myapp":  # in the pages: what `fl-bn new myapp` has written
+        assert parse_overrides(text).keys() <= KEYS_OF_NEW, f"{said}: an app of fl-bn new has the keys {', '.join(KEYS_OF_NEW)}"
+    else:
+        _run_config(text)
 
 
 @cache
@@ -113,31 +112,24 @@ def _run_config(text: str) -> None:
         RunConfig.from_mapping(parse_overrides(text))
 
 
+def _after(option: str, arguments: list[str]) -> str:
+    """Return the word after ``option``; empty: there is none."""
+    return arguments[arguments.index(option) + 1] if option in arguments else ""
+
+
 def _flwr(arguments: list[str]) -> None:
     assert arguments[0] in ("run", "ls", "stop", "log", "config"), f"flwr {arguments[0]}"
-    if "--run-config" in arguments:
-        _run_config(arguments[arguments.index("--run-config") + 1])
-    federations = {"deployment", *_project()["tool"]["flwr"]["federations"]}
-    words = () if arguments[0] == "config" else arguments[1:3]
-    named = [word for word in words if re.fullmatch(r"[a-z-]+", word) and not word.startswith("-")]
-    assert set(named) <= federations, f"pyproject.toml has no federation {named}"
+    _run_config(_after("--run-config", arguments))
 
 
 def _python(arguments: list[str]) -> None:
-    if arguments[:1] == ["-m"]:
-        module = arguments[1]
-        if module == "venv":
-            return
-        spec = importlib.util.find_spec(module)
-        assert spec is not None, f"there is no module {module}"
-        assert spec.origin is not None
-        source = spec.origin
-    elif arguments[:1] == ["-c"]:
+    if arguments[0] == "-c" or arguments[:2] == ["-m", "venv"]:
         return
-    else:
-        source = str(ROOT / arguments[0])
-    if source.startswith(str(ROOT)) and "site-packages" not in source:  # an environment may lie in the checkout
-        text = Path(source).read_text()
+    spec = importlib.util.find_spec(arguments[1]) if arguments[0] == "-m" else None
+    assert spec is not None or arguments[0] != "-m", f"there is no module {arguments[1]}"
+    source = ROOT / (arguments[0] if spec is None else str(spec.origin))
+    if source.is_relative_to(ROOT) and "site-packages" not in source.parts:  # an environment may lie in the checkout
+        text = source.read_text()
         for option in (word.split("=")[0] for word in arguments if word.startswith("--")):  # argparse's, or a parameter of typer's
             there = f'"{option}"' in text or re.search(rf"\b{option[2:].replace('-', '_')}: ", text)
             assert there, f"{source} has no option {option}"
@@ -145,23 +137,9 @@ def _python(arguments: list[str]) -> None:
 
 def _pip(arguments: list[str]) -> None:
     assert arguments[0] in ("install", "wheel"), arguments
-    extras = set(_project()["project"]["optional-dependencies"])
-    for word in arguments:
-        if found := re.search(r"\[(.*?)\]", word):
-            assert set(found[1].split(",")) <= extras, f"pyproject.toml has no extra {found[1]}"
-    if "-c" in arguments:
-        assert (ROOT / arguments[arguments.index("-c") + 1]).is_file()
-
-
-def _pytest(arguments: list[str]) -> None:
-    if "-m" in arguments:
-        markers = {line.split(":")[0].split("(")[0] for line in _project()["tool"]["pytest"]["ini_options"]["markers"]}
-        used = set(re.findall(r"[a-z]+", arguments[arguments.index("-m") + 1])) - {"and", "or", "not"}
-        assert used <= markers, used - markers
-
-
-def _mkdocs(arguments: list[str]) -> None:
-    assert arguments[0] in ("build", "serve"), arguments
+    extras = {extra for word in arguments for found in re.findall(r"\[(.*?)\]", word) for extra in found.split(",")}
+    assert extras <= set(PROJECT["project"]["optional-dependencies"]), f"pyproject.toml has no extra {extras}"
+    assert (ROOT / _after("-c", arguments)).exists()
 
 
 CHECKS: dict[str, Callable[[list[str]], None]] = {
@@ -170,11 +148,4 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "python": _python,
     "python3": _python,
     "pip": _pip,
-    "pytest": _pytest,
-    "mkdocs": _mkdocs,
 }
-
-
-@cache
-def _project() -> dict[str, dict]:  # type: ignore[type-arg]
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -6,11 +6,9 @@ here returns the names that the code can use, and a function to call after the c
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from flwr.app import Context, Message, MetricRecord, RecordDict
@@ -22,23 +20,15 @@ from torch import nn
 from fl_bn.flower import InProcessGrid
 from fl_bn.models import build
 from tests.documentation.pages import ROOT
+from tests.scripts import script
 
 Names = dict[str, Any]
 After = Callable[[Names], None]
 
 
-def module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
 def flower_quickstart() -> tuple[Names, After]:
     """Prepare Flower's PyTorch quickstart: both apps, the network, the data and the training loop. Afterwards run the apps."""
-    task = module(ROOT / "examples" / "quickstart_flower" / "after" / "quickstart" / "task.py")
+    task = script("examples/quickstart_flower/after/quickstart/task.py")
 
     def data(context: Context) -> Any:
         return task.load_data(context.node_config["partition-id"], context.node_config["num-partitions"])
@@ -85,7 +75,7 @@ def numpy_client() -> tuple[Names, After]:
     folder = str(ROOT / "examples" / "numpy_client")
     sys.path.insert(0, folder)
     try:
-        before, client = module(ROOT / "examples" / "numpy_client" / "before.py"), module(ROOT / "examples" / "numpy_client" / "client.py")
+        before, client = script("examples/numpy_client/before.py"), script("examples/numpy_client/client.py")
     finally:
         sys.path.remove(folder)
         sys.modules.pop("client", None)

@@ -1,4 +1,4 @@
-"""Read the Markdown pages of README and documentation site: code blocks, commands, links, sentences."""
+"""Read the Markdown pages of README and documentation site: code blocks, commands, links."""
 
 from __future__ import annotations
 
@@ -57,24 +57,6 @@ def blocks(page: Path) -> Iterator[Block]:
             assert token.map is not None
             yield Block(token.content, token.info.strip(), token.map[0] + 1, token.type == "fence", given)
             given = ""
-
-
-def prose(page: Path) -> Iterator[str]:
-    """Yield paragraphs and list items as plain text, without code, links' targets, headings, tables and pictures."""
-    skipped = 0
-    for token in tokens(page):
-        if token.type in ("heading_open", "table_open"):
-            skipped += 1
-        elif token.type in ("heading_close", "table_close"):
-            skipped -= 1
-        elif token.type == "inline" and not skipped:
-            yield re.sub(r"\s+", " ", "".join(_plain(child) for child in token.children or [])).strip()
-
-
-def _plain(token: Token) -> str:
-    if token.type in ("softbreak", "hardbreak"):
-        return " "
-    return "" if token.type == "image" else token.content
 
 
 def inline_code(page: Path) -> Iterator[str]:

@@ -11,9 +11,9 @@ from scipy.stats import t
 
 from experiments.marks import replaced
 from fl_bn.advise import regimes
-from fl_bn.advise.measure import measure
-from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.config import ConfigError
 from tests.documentation.pages import ROOT
+from tests.refusals import naming
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import own_map
@@ -27,12 +27,9 @@ def made(lines: own_map.Accuracies) -> list[regimes.Regime]:
     return pages.regimes_of(lines, {name: MEASURED.get(name, unknown) for name in own_map.REGIMES})
 
 
-def test_the_map_is_that_of_the_cells() -> None:
-    assert regimes.FILE.read_text() == regimes.dump(made(own_map.read(pages.CELLS)))
-
-
-def test_the_page_of_all_numbers_is_that_of_the_cells() -> None:
+def test_the_map_and_its_page_are_those_of_the_cells() -> None:
     lines = own_map.read(pages.CELLS)
+    assert regimes.FILE.read_text() == regimes.dump(made(lines))
     assert pages.TABLE.read_text() == pages.table(made(lines), lines)
 
 
@@ -45,53 +42,8 @@ def test_the_recommendation_is_that_of_the_cells(page: Path) -> None:
     assert replaced(text, pages.MARK, pages.recommendation(made(lines), pages.WHERE[page])) != text
 
 
-@pytest.mark.slow
-def test_the_regimes_are_measured_as_the_map_says() -> None:
-    for name, said in MEASURED.items():
-        config = own_map.keys(own_map.Place(own_map.TEST, name, "fedavg", 0, 0.1))
-        found = measure(RunConfig.from_mapping(config))
-        assert (found.classes, found.label_skew) == pytest.approx((said.classes, said.label_skew))
-        assert (found.distance, found.by_labels) == pytest.approx((said.distance, said.by_labels), rel=0.05, abs=1e-3)
-
-
-def test_every_regime_has_its_problem_in_words_and_every_method_its_page() -> None:
-    assert list(pages.PROBLEMS) == list(own_map.REGIMES)
-    assert sorted(name for words in pages.ROWS.values() for name in words) == sorted(own_map.REGIMES)
-    for method in own_map.METHODS:
-        file, _, anchor = pages.PAGES[method].partition("#")
-        text = (ROOT / "docs" / "methods" / file).read_text().lower().replace(",", "")
-        assert anchor.replace("-", " ") in text
-
-
-def test_where_nothing_separates_the_table_says_so() -> None:
-    lines = own_map.read(pages.CELLS)
-    even = {
-        place: 80.0 + place.seed
-        for method in own_map.METHODS
-        for place in [own_map.Place(own_map.RATE, "IID", method, own_map.RATE_SEED, rate) for rate in own_map.RATES]
-        + [own_map.Place(own_map.TEST, "IID", method, seed, own_map.RATES[0]) for seed in own_map.SEEDS]
-    }
-    assert lines
-    (line,) = [line for line in pages.recommendation(made(even), "").splitlines() if line.startswith("| Otherwise")]
-    assert line == "| Otherwise | clients alike: [`fedavg`](others.md#fedavg-with-batchnorm), gains are within chance |"
-
-
-def test_cells_come_in_order_and_tests_wait_for_their_rates() -> None:
-    every = list(own_map.cells({}))
-    assert len(set(every)) == len(every) == len(own_map.REGIMES) * len(own_map.METHODS) * (len(own_map.RATES) + len(own_map.SEEDS))
-    assert all(place.rate == 0 for place in every if place.phase == own_map.TEST)
-    tried = {
-        own_map.Place(own_map.RATE, "IID", "gn", own_map.RATE_SEED, rate): value
-        for rate, value in zip(own_map.RATES, (50.0, float("nan"), 60.0), strict=True)
-    }
-    assert own_map.best_rate(tried, "IID", "gn") == own_map.RATES[2]
-    assert own_map.best_rate({}, "IID", "gn") == 0.0
-    assert {own_map.keys(place)["validation-share"] > 0 for place in tried} == {True}
-    assert own_map.keys(own_map.Place(own_map.TEST, "IID", "gn", 0, 0.1))["validation-share"] == 0
-
-
 def test_a_page_without_marks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the page needs the lines <!-- map --> and <!-- end -->"):
+    with naming("<!-- map -->", ConfigError):
         replaced("# Page\n", "map", "table\n")
 
 

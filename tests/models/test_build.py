@@ -1,17 +1,22 @@
-"""Networks by name: shapes, seeds, and names that lead nowhere."""
+"""Networks by name: shapes, seeds, initial weights from a file, and names and files that lead nowhere."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from experiments.networks import without_dropout
+from fl_bn.bn.conversion import convert
+from fl_bn.methods import METHODS
 from fl_bn.models import MODELS, build
+from tests.listed import listed
 from tests.networks import seeded_network
 from tests.refusals import naming
 
@@ -31,16 +36,6 @@ def test_ours_fit_the_images_and_learn(name: str, channels: int, image_size: int
     assert all(getattr(before, "bias", None) is None for before, _ in norms), "the BatchNorm's shift would make it redundant"
 
 
-def test_sizes() -> None:
-    def parameters(name: str, image_size: int) -> int:
-        return sum(p.numel() for p in build(name, classes=10, image_size=image_size).parameters())
-
-    # convolutions 9*(3*16 + 16*32 + 32*64), BN 2*(16 + 32 + 64), linear layers with bias
-    assert parameters("simple-cnn", 32) == 23_472 + 224 + (1024 * 128 + 128) + (128 * 10 + 10)
-    assert parameters("resnet20", 32) == parameters("resnet20", 8) == 269_722  # of the paper; 19 layers of BatchNorm add 1,376 statistics
-    assert parameters("digits-cnn-small", 20) == 23_472 + 224 + (256 * 64 + 128) + (64 * 10 + 10) == 40_858
-
-
 def test_a_table_s_network_brings_its_columns_to_one_scale() -> None:
     model = build("table-mlp", classes=10, channels=10, image_size=1, seed=0)
     assert sum(p.numel() for p in model.parameters()) == 20 + 640 + 128 + 4096 + 128 + 650 == 5_662
@@ -52,48 +47,19 @@ def test_a_table_s_network_brings_its_columns_to_one_scale() -> None:
     torch.testing.assert_close(model(x * torch.arange(1, 11)), scores, rtol=1e-2, atol=1e-2)
 
 
-def test_seed_fixes_the_weights_and_spares_the_global_generator() -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    first, again, other = (build("digits-cnn-small", classes=10, image_size=20, seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(torch.rand(3), expected)
-    name = "block1.conv.weight"
-    assert torch.equal(first.get_parameter(name), again.get_parameter(name))
-    assert not torch.equal(first.get_parameter(name), other.get_parameter(name))
+def test_a_seed_fixes_the_weights_and_without_one_the_global_generator_decides() -> None:
+    def weights(seed: int | None) -> Tensor:
+        return build("mlp", classes=10, seed=seed).get_parameter("head.weight")
 
-
-def test_without_a_seed_the_global_generator_decides() -> None:
     torch.manual_seed(5)
-    first = build("mlp", classes=10).get_parameter("head.weight")
-    second = build("mlp", classes=10).get_parameter("head.weight")
+    state = torch.get_rng_state()
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+    assert torch.equal(torch.get_rng_state(), state)  # the global generator is spared
+    first, second = weights(None), weights(None)
     torch.manual_seed(5)
-    assert torch.equal(build("mlp", classes=10).get_parameter("head.weight"), first)
+    assert torch.equal(weights(None), first)
     assert not torch.equal(first, second)
-
-
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "googlenet"])
-def test_torchvisions_by_name(name: str) -> None:
-    model = build(name, classes=4, seed=0).train()
-    assert model(torch.rand(2, 3, 64, 64)).shape == (2, 4)
-
-
-def test_torchvisions_take_colour_only() -> None:
-    with pytest.raises(ValueError, match=r"resnet18 takes 3 channels, but these data have 1"):
-        build("resnet18", classes=10, channels=1)
-
-
-@pytest.mark.parametrize("name", ["resnet21", "fasterrcnn_resnet50_fpn", ""])
-def test_unknown_names_list_the_known_ones(name: str) -> None:
-    message = rf"one of simple-cnn, digits-cnn-small, mlp, .*resnet18.*package\.module:function, but got '{name}'"
-    with pytest.raises(ValueError, match=message):
-        build(name, classes=10)
-
-
-@pytest.mark.parametrize(("name", "image_size"), [("simple-cnn", 7), ("digits-cnn-small", 7), ("mlp", 0), ("resnet20", 3)])
-def test_images_too_small(name: str, image_size: int) -> None:
-    with pytest.raises(ValueError, match=f"image_size={image_size}"):
-        build(name, classes=10, image_size=image_size)
 
 
 def test_dropout_layers_can_be_switched_off() -> None:
@@ -102,14 +68,8 @@ def test_dropout_layers_can_be_switched_off() -> None:
     assert torch.equal(without_dropout(cut)(x), seeded_network("plain").train()(x))
     assert not torch.equal(plain(x), seeded_network("plain").train()(x))  # control: with dropout
     assert cut.state_dict().keys() == plain.state_dict().keys()
-    with pytest.raises(ValueError, match="Sequential has none"):
+    with naming("Sequential has none"):
         without_dropout(nn.Sequential(nn.Linear(2, 2)))
-
-
-def test_a_network_without_an_output_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1 class"):
-        build("mlp", classes=0)
-    assert build("mlp", classes=1)(torch.zeros(2, 3, 32, 32)).shape == (2, 1)  # of a regression
 
 
 OWN = """
@@ -118,14 +78,11 @@ from torch import nn
 def network(classes, channels, image_size):
     return nn.Sequential(nn.Flatten(), nn.Linear(channels * image_size**2, classes))
 
-def wrong_signature(width): ...
-
-def wrong_result(classes, channels, image_size):
-    return "a network"
-
 def broken(classes, channels, image_size):
     raise TypeError("from inside")
 
+wrong_signature = lambda width: ...
+wrong_result = lambda classes, channels, image_size: "a network"
 number = 3
 """
 
@@ -133,38 +90,135 @@ number = 3
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Name of an importable module with functions that build networks."""
-    (tmp_path / "own_networks.py").write_text(OWN)
-    (tmp_path / "own_needy.py").write_text("import a_package_nobody_has")
-    monkeypatch.syspath_prepend(tmp_path)
-    for module in ("own_networks", "own_needy"):
+    for module, text in (("own_networks", OWN), ("own_needy", "import a_package_nobody_has")):
+        (tmp_path / f"{module}.py").write_text(text)
         monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
     return "own_networks"
 
 
-def test_ones_own_function(own: str) -> None:
-    model = build(f"{own}:network", classes=4, channels=1, image_size=6, seed=1)
-    assert model(torch.rand(2, 1, 6, 6)).shape == (2, 4)
-    again = build(f"{own}:network", classes=4, channels=1, image_size=6, seed=1)
-    assert torch.equal(model.get_parameter("1.weight"), again.get_parameter("1.weight"))
+@pytest.mark.parametrize("name", ["own_networks:network", "resnet18", "mobilenet_v2", "googlenet"])
+def test_ones_own_function_and_torchvisions_by_name(name: str, own: str) -> None:
+    model, again = (build(name, classes=4, image_size=64, seed=1) for _ in range(2))
+    assert model.train()(torch.rand(2, 3, 64, 64)).shape == (2, 4)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "error", "word"),
+@listed(
+    ("name", "options", "error", "word"),
     [
-        ("own_networks:absent", ValueError, "'absent'"),
-        ("own_networks:number", ValueError, "'number'"),
-        ("own_networks:wrong_signature", ValueError, "own_networks:wrong_signature"),
-        ("own_networks:wrong_result", TypeError, "str"),
-        ("own_networks:broken", TypeError, "from inside"),
-        ("no_such_module:network", ValueError, "'no_such_module'"),
-        ("own_networks.deeper:network", ValueError, "'own_networks.deeper'"),
-        ("own_needy:network", ModuleNotFoundError, "a_package_nobody_has"),
-        ("own_networks:", ValueError, "'own_networks:'"),
-        (":network", ValueError, "':network'"),
-        ("own_networks:network:again", ValueError, "own_networks:network:again"),
+        ("own_networks:absent", {}, ValueError, "'absent'"),
+        ("own_networks:number", {}, ValueError, "'number'"),
+        ("own_networks:wrong_signature", {}, ValueError, "own_networks:wrong_signature"),
+        ("own_networks:wrong_result", {}, TypeError, "str"),
+        ("own_networks:broken", {}, TypeError, "from inside"),
+        ("no_such_module:network", {}, ValueError, "'no_such_module'"),
+        ("own_networks.deeper:network", {}, ValueError, "'own_networks.deeper'"),
+        ("own_needy:network", {}, ModuleNotFoundError, "a_package_nobody_has"),
+        ("own_networks:", {}, ValueError, "'own_networks:'"),
+        (":network", {}, ValueError, "':network'"),
+        ("own_networks:network:again", {}, ValueError, "own_networks:network:again"),
+        ("resnet21", {}, ValueError, "'resnet21'"),
+        ("fasterrcnn_resnet50_fpn", {}, ValueError, "one of simple-cnn, digits-cnn-small, mlp, "),
+        ("resnet18", {"channels": 1}, ValueError, "3 channels"),
+        ("simple-cnn", {"image_size": 7}, ValueError, "image_size=7"),
+        ("digits-cnn-small", {"image_size": 7}, ValueError, "image_size=7"),
+        ("mlp", {"image_size": 0}, ValueError, "image_size=0"),
+        ("resnet20", {"image_size": 3}, ValueError, "image_size=3"),
+        ("mlp", {"classes": 0}, ValueError, "at least 1 class"),
     ],
 )
-@pytest.mark.usefixtures("own")
-def test_what_can_be_wrong_with_ones_own(name: str, error: type[Exception], word: str) -> None:
+def test_what_can_be_wrong_with_a_network(name: str, options: dict[str, int], error: type[Exception], word: str, own: str) -> None:
     with naming(word, error):
-        build(name, classes=4)
+        build(name, **{"classes": 4, **options})
+    assert build("mlp", classes=1)(torch.zeros(2, 3, 32, 32)).shape == (2, 1)  # of a regression
+
+
+State = dict[str, Tensor]
+
+
+def digits(classes: int = 10, seed: int = 0, weights: str = "") -> nn.Module:
+    return build("digits-cnn-small", classes=classes, image_size=16, seed=seed, weights=weights)
+
+
+def write(folder: Path, state: object, suffix: str = ".pt") -> str:
+    path = folder / f"weights{suffix}"
+    if suffix == ".safetensors":
+        assert isinstance(state, dict)
+        save_file({k: t.contiguous() for k, t in state.items()}, path)
+    else:
+        torch.save(state, path)
+    return str(path)
+
+
+def same(model: nn.Module, state: State, start: str = "") -> bool:
+    return all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items() if name.startswith(start))
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".safetensors"])
+def test_every_tensor_is_taken_over(suffix: str, tmp_path: Path) -> None:
+    source = digits(seed=5)
+    source(torch.rand(4, 3, 16, 16))  # statistics and counters other than at the start
+    state = source.state_dict()
+    assert same(digits(weights=write(tmp_path, state, suffix)), state)
+    assert not same(digits(), state, "block1.conv")  # control
+    without_counters = {k: t for k, t in state.items() if not k.endswith("num_batches_tracked")}  # as in the model of a run
+    assert same(digits(weights=write(tmp_path, without_counters, suffix)), state, "head")
+
+
+def test_a_head_for_other_classes_stays_fresh_and_the_rest_is_taken_over(tmp_path: Path) -> None:
+    source = digits(classes=7, seed=5).state_dict()
+    model = digits(weights=write(tmp_path, source))
+    assert same(model, digits().state_dict(), "head")
+    assert same(model, source, "block")
+
+
+@listed(
+    ("change", "word"),
+    [
+        (lambda state: {k: t for k, t in state.items() if not k.startswith("block1")}, "missing: block1."),
+        (lambda state: {f"net.{k}": t for k, t in state.items()}, "without a place: net.block1.conv.weight, "),
+        (lambda state: state | {"block1.conv.weight": torch.zeros(16, 1, 3, 3)}, "block1.conv.weight (16, 1, 3, 3)"),
+        (lambda state: {"model": state, "epoch": 3}, "model, epoch"),
+        (lambda state: [1, 2], "list"),
+    ],
+)
+def test_files_of_other_networks(change: Callable[[State], object], word: str, tmp_path: Path) -> None:
+    path = write(tmp_path, change(digits().state_dict()))
+    with naming(word):
+        digits(weights=path)
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, ...]]:
+        return print, ("this must not run",)
+
+
+def test_no_code_is_run_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, {"head.weight": Harmful()})
+    with naming("weights.pt"):
+        digits(weights=path)
+    assert capsys.readouterr().out == ""
+    torch.load(path, weights_only=False)
+    assert "this must not run" in capsys.readouterr().out  # control
+
+
+def test_files_that_are_cut_short_absent_or_of_another_kind(tmp_path: Path) -> None:
+    for suffix in (".pt", ".safetensors"):
+        path = Path(write(tmp_path, digits().state_dict(), suffix))
+        path.write_bytes(path.read_bytes()[:1000])
+    (tmp_path / "weights.h5").write_bytes(b"")
+    for name in ("weights.pt", "weights.safetensors", "absent.pt", "weights.h5"):
+        with naming(name):
+            digits(weights=str(tmp_path / name))
+
+
+def test_weights_of_a_converted_network_fit_that_one_alone(tmp_path: Path) -> None:
+    """Of a run of gn: the same names, without running statistics; loaded loosely it would normalise with 0 and 1."""
+    converted = convert(digits(seed=5), METHODS["gn"]())
+    path = write(tmp_path, converted.state_dict(), ".safetensors")
+    with naming("missing: block1.norm.running_mean"):
+        digits(weights=path)
+    again = convert(digits(), METHODS["gn"]())
+    again.load_state_dict(load_file(path))  # as README says, strictly
+    assert torch.equal(again.get_parameter("head.weight"), converted.get_parameter("head.weight"))

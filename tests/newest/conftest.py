@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 from fl_bn.flower.compat import LIBRARY
-from tests.packaging.wheels import PIP, SOURCES, built, copied
+from tests.packaging.conftest import PIP, SOURCES, built, copied
 
 BUSY = "Failed to start local SuperLink"  # Flower gives it 15 s
 
@@ -79,18 +79,16 @@ class Newest:
     def start_local(self, folder: Path) -> None:
         """Start the local SuperLink as ``flwr run`` does, but wait up to 120 seconds for it."""
         here = ("--insecure", "--simulation", "--isolation", "subprocess", "--host", "127.0.0.1", "--port", str(self.port))
-        self.start("flower-superlink", *here, folder=folder, log=self.folder / "superlink.log")
+        log = self.folder / "superlink.log"
+        with log.open("wb") as output:
+            command = ("flower-superlink", *here)
+            self.started.append(subprocess.Popen(command, cwd=folder, env=self.variables, stdout=output, stderr=subprocess.STDOUT))
         end = time.monotonic() + 120
         while True:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
                 return
-            assert time.monotonic() < end, (self.folder / "superlink.log").read_text()
+            assert time.monotonic() < end, log.read_text()
             time.sleep(0.5)
-
-    def start(self, *command: str, folder: Path, log: Path) -> subprocess.Popen[bytes]:
-        with log.open("wb") as output:
-            self.started.append(subprocess.Popen(command, cwd=folder, env=self.variables, stdout=output, stderr=subprocess.STDOUT))
-        return self.started[-1]
 
     def processes(self) -> list[int]:
         """Return the ids of all processes that were started in this environment, also the local SuperLink, which goes on after a run."""

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import time
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,16 +15,11 @@ from tests.examples.test_flower_apps import SHOWN
 from tests.integration.runs import bits, differences, tiny
 from tests.integration.test_ray import as_on_ray, run_config
 from tests.newest.conftest import Newest
+from tests.packaging.conftest import ROOT, copied
 from tests.packaging.test_new import accuracies, printed
-from tests.packaging.wheels import ROOT, copied
 
 pytestmark = [pytest.mark.newest, pytest.mark.timeout(600)]
 APP = ("fl_bn", "fl_bn_site", "server_app", "client_app", "pyproject.toml", "setup.py", "README.md", "LICENSE")
-
-
-def connections(newest: Newest) -> dict[str, dict[str, object]]:
-    found: dict[str, dict[str, object]] = tomllib.loads((newest.folder / newest.home / "config.toml").read_text())["superlink"]
-    return found
 
 
 def test_it_is_the_newest_and_the_page_knows_it(newest: Newest) -> None:
@@ -49,58 +41,17 @@ def test_the_project_gives_the_bits_of_a_run_in_process(newest: Newest, tmp_path
     assert differences(bits(tiny(tmp_path / "other", "fbn", seed=1, **as_on_ray("fbn"))), bits(tmp_path / "user")) != []  # control
 
 
-def test_the_federations_of_the_project_are_its_connections(newest: Newest, tmp_path: Path) -> None:
-    """Flower moves them to its own config, and comments them out: this is a copy. It drops what it does not know, without a word."""
-    project = copied(APP, tmp_path / "project")
-    federations = tomllib.loads((project / "pyproject.toml").read_text())["tool"]["flwr"]["federations"]
-    subprocess.run(("flwr", "ls", "."), cwd=project, env=newest.variables, capture_output=True, timeout=120)  # moves, and says how to go on
-    assert "federations" not in tomllib.loads((project / "pyproject.toml").read_text())["tool"]["flwr"]
-    moved = connections(newest)
-    assert set(federations) - {"default"} <= set(moved)
-    assert moved["default"] == federations["default"] == "local-simulation"
-    here: Any = moved["local-simulation-gpu"]["options"]
-    assert here["backend"].pop("name") == "ray"  # Flower's default
-    assert here == federations["local-simulation-gpu"]["options"]
-    assert moved["deployment"]["root-certificates"] == str(project / "kit/server/ca.crt")
-    assert federations["cluster"]["options"]["backend"]["init-args"] == {"address": "auto"}
-    assert "auto" not in str(moved["cluster"]), "clusters need the pinned version: docs/how-to/flower-versions.md"
-
-
 def test_the_command_that_a_new_app_prints_runs_as_it_is(installed: Newest, tmp_path: Path) -> None:
     command = printed(installed.run("fl-bn", "new", "my-app", folder=tmp_path))
     said = installed.run("bash", "-c", command, folder=tmp_path)
     assert "(5 simulated SuperNodes)" in said
     assert "App dependencies installed successfully via uv sync" in said, "as users have it: without the variable that switches this off"
     assert len(accuracies(re.sub(r"\x1b\[\d+m", "", said))) == 10, said
-    assert connections(installed)["default"] == "my-app-simulation"
+    moved = tomllib.loads((installed.folder / installed.home / "config.toml").read_text())["superlink"]
+    assert moved["default"] == "my-app-simulation"
     app = tmp_path / "my-app"
     assert "federations" not in tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]
     assert len(accuracies(installed.run("python", "run.py", folder=app))) == 10
-
-
-@pytest.mark.nightly
-def test_a_new_app_runs_with_a_superlink_and_two_supernodes(without_index: Newest, tmp_path: Path) -> None:
-    newest, app = without_index, tmp_path / "my-app"
-    newest.run("fl-bn", "new", app.name, folder=tmp_path)
-    address, ports = f"127.0.0.1:{newest.port + 2}", (newest.port + 3, newest.port + 4)
-    newest.run("flwr", "config", "list", folder=app)  # makes config.toml
-    config = newest.folder / newest.home / "config.toml"
-    config.write_text(f'{config.read_text()}\n[superlink.two-sites]\naddress = "{address}"\ninsecure = true\n')
-    here = ("--insecure", "--host", "127.0.0.1", "--port")
-    started = [newest.start("flower-superlink", *here, str(newest.port + 2), folder=tmp_path, log=tmp_path / "superlink.log")]
-    for site, port in enumerate(ports):
-        node = ("--superlink", address, "--node-config", f"partition-id={site} num-partitions=2")
-        started += [newest.start("flower-supernode", *here, str(port), *node, folder=tmp_path, log=tmp_path / f"supernode-{site}.log")]
-    try:
-        wait_for(tmp_path / "superlink.log", "Activated node", 2)
-        run = ("flwr", "run", ".", "two-sites", "--stream", "--run-config", "num-server-rounds=1")  # a process for every message
-        said = newest.run(*run, folder=app, timeout=540)
-    finally:
-        for process in started:
-            process.terminate()
-            process.wait(30)
-    logs = "\n".join(file.read_text() for file in tmp_path.glob("*.log"))
-    assert len(accuracies(re.sub(r"\x1b\[\d+m", "", said))) == 1, said + logs
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * (name == "niid_bench")) for name in SHOWN])
@@ -117,11 +68,3 @@ def test_a_deployment_works(name: str, newest: Newest) -> None:
     """The tests of deployments on real processes start the programs of the Python that runs them."""
     words = ("-q", "-n", "0", "-m", "", "-W", "ignore::DeprecationWarning", f"tests/deployment/test_{name}.py")
     newest.run("python", "-m", "pytest", *words, folder=ROOT, timeout=7000)
-
-
-def wait_for(log: Path, text: str, times: int, patience: float = 120) -> None:
-    """Wait until ``log`` has ``text`` so many times."""
-    end = time.monotonic() + patience
-    while log.read_text().count(text) < times:
-        assert time.monotonic() < end, log.read_text()
-        time.sleep(0.5)

@@ -1,7 +1,8 @@
 """What public reports, other people's apps and attacks broke: one case each, with the right value from plain PyTorch or float64.
 
-The letters are those of the cases. Every test failed before its case was mended (ed712ff). Of the others, G is in ``packaging/test_new.py``
-and ``newest``, R in ``loops/test_frozen.py``; F, Q, S and T are pages (statistics, contract, fine-tune, byzantine).
+The letters are those of the cases. Every test failed before its case was mended (ed712ff). Of the others, A is in
+``doors/test_loaders.py``, E in ``doors/test_one_sample.py``, G in ``packaging/test_new.py`` and ``newest``, M in ``test_durable.py``,
+R in ``loops/test_frozen.py``; F, Q, S and T are pages (statistics, contract, fine-tune, byzantine).
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import resource
 import tomllib
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,13 +20,11 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from flwr.app import Context, Message, MetricRecord
+from flwr.app import Context, Message
 from flwr.client import NumPyClient
-from flwr.common import parameters_to_ndarrays
 from flwr.server import ServerAppComponents, ServerConfig
 from flwr.server.strategy import FedAvg
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
 
 from fl_bn import Federation, methods, per_client
@@ -35,10 +33,10 @@ from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.federation.aggregation import Defence
 from fl_bn.flower import FBN, FedBN, InProcessGrid, RunFailed, legacy_client_app, legacy_server_app, run_in_process
 from fl_bn.run.config import ConfigError, RunConfig
-from fl_bn.task import Classification
 from tests.flower.own_apps import CLIENTS, SAMPLES, client_of, data, own_app
 from tests.flower.own_apps import net as own_net
 from tests.listed import listed
+from tests.networks import Wired
 
 Batch = tuple[Tensor, Tensor]
 
@@ -65,24 +63,6 @@ def losses(network: nn.Module, method: Any, data: Sequence[Any], rounds: int = 3
 # Networks and data
 
 
-@pytest.mark.slow  # with the extra loops, which no newcomer has
-@pytest.mark.parametrize("method", ["fbn", "hbn", "fedtan"])
-def test_a_what_monai_s_loader_yields_trains_as_plain_tensors_do(method: str) -> None:
-    data = pytest.importorskip("monai.data")
-    DataLoader, MetaTensor = data.DataLoader, data.MetaTensor
-
-    def trained(kind: Callable[[Tensor], Tensor]) -> list[float]:
-        torch.manual_seed(0)
-        body = [nn.Conv3d(1, 8, 3), nn.BatchNorm3d(8), nn.ReLU(), nn.Conv3d(8, 8, 3), nn.BatchNorm3d(8)]
-        volumes = torch.randn(3, 8, 1, 6, 6, 6)
-        data = [DataLoader([{"image": kind(x), "label": i % 2} for i, x in enumerate(own)], batch_size=4) for own in volumes]
-        task = Classification(target_key="label", input_keys=("image",))
-        given = {"task": task, "metrics": {"auc": torchmetrics.AUROC("multiclass", num_classes=2)}, "test": data[0]}
-        return losses(nn.Sequential(*body, nn.Flatten(), nn.Linear(64, 2)), methods.METHODS[method](), data, 2, **given)
-
-    assert trained(MetaTensor) == trained(torch.clone)
-
-
 def test_b_sync_batch_norm_trains_like_the_layer_that_it_replaced() -> None:
     data, plain = clients(300), net(300)
     synced = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
@@ -107,47 +87,15 @@ def test_c_a_metric_that_torchmetrics_calls_undefined_is_missing(action: Any) ->
     assert math.isnan(record.client_evaluation[0]["auc"])
 
 
-class Recurrent(nn.Module):
-    """Calls its BatchNorm layer once per step of the sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.head = nn.BatchNorm1d(2), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.stack([self.norm(step) for step in x.unbind(1)]).mean(0))
-
-
 def test_d_clients_that_differ_in_an_exchange_are_named_with_the_layer_of_each() -> None:
+    """The BatchNorm layer is called once per step of the sequence."""
     data = [[(torch.randn(8, length, 2), torch.arange(8) % 2)] for length in (3, 5)]
+    recurrent = Wired(
+        lambda net, x: net.head(torch.stack([net.norm(step) for step in x.unbind(1)]).mean(0)), norm=nn.BatchNorm1d(2), head=nn.Linear(2, 2)
+    )
     for order in (data, data[::-1]):
         with pytest.raises(ExchangeFailed, match=r"client 0.* norm .*client 1.* norm .*same layers in the same order"):
-            list(Federation(Recurrent(), methods.fedtan(), order).run(1))
-
-
-def test_e_a_client_without_a_batch_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    five = DataLoader(TensorDataset(torch.randn(5, 3), torch.arange(5) % 2), batch_size=8, drop_last=True)
-    losses(net(), methods.fbn(), [five, *clients()], 1)
-    (said,) = [record.getMessage() for record in caplog.records if "gave no batch" in record.getMessage()]
-    assert "client 0" in said
-    assert "drop_last" in said
-
-
-class Ghost(nn.Sequential):
-    """Ghost batch normalisation, in chunks of 8 samples."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self:
-            x = torch.cat([layer(chunk) for chunk in x.split(8)])
-        return x
-
-
-def test_e_a_chunk_of_one_sample_is_named_with_its_client() -> None:
-    nine = [(torch.randn(9, 3), torch.arange(9) % 2)]
-    with pytest.raises(ValueError, match="more than 1 value per channel") as told:
-        losses(Ghost(*net()), methods.hbn(), [*clients(number=1), nine], 1)
-    assert told.value.__notes__ == ["at client 1, in round 1"]
-    assert "drop_last" not in str(told.value)
+            list(Federation(recurrent, methods.fedtan(), order).run(1))
 
 
 # Machines
@@ -168,21 +116,6 @@ def test_h_a_simulation_that_has_ended_ends_the_run(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(f"fl_bn.flower.{module}.InProcessGrid", type(None))
     with pytest.raises(RunFailed, match="num-gpus"):
         FBN(own_net()).start(InMemoryGrid(own_app("fbn"), CLIENTS, {}), num_rounds=1, timeout=1)
-
-
-def test_m_a_model_that_a_full_disk_cannot_hold_leaves_the_former_one(tmp_path: Path) -> None:
-    fed, path = Federation(net(), methods.fbn(), clients()), tmp_path / "new" / "model.safetensors"
-    list(fed.run(1))
-    fed.save(path)
-    before, (_, hard) = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
-        with pytest.raises(OSError, match="model.safetensors"):
-            fed.save(path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    assert path.read_bytes() == before
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 # What clients say, and what is printed
@@ -223,28 +156,17 @@ class Older(NumPyClient):
 
 
 def test_i_an_app_of_the_older_api_gets_its_number_and_gives_its_results() -> None:
-    def client_fn(cid: str) -> Any:
-        return Older(cid).to_client()
-
     def server_fn(context: Context) -> ServerAppComponents:
-        told = lambda metrics: {"clients": sorted(one["client"] for _, one in metrics)}  # noqa: E731
+        def told(metrics: Any) -> Any:
+            return {"clients": sorted(one["client"] for _, one in metrics)}
+
         strategy = FedAvg(fraction_evaluate=0.0, fit_metrics_aggregation_fn=told)
         return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=2))
 
     server = legacy_server_app(server_fn, own_net, methods.fedavg())
-    history = run_in_process({"clients": CLIENTS}, server_app=server, client_app=legacy_client_app(client_fn, methods.fedavg()))
+    client = legacy_client_app(lambda cid: Older(cid).to_client(), methods.fedavg())
+    history = run_in_process({"clients": CLIENTS}, server_app=server, client_app=client)
     assert pickle.loads(pickle.dumps(history)).metrics_distributed_fit["clients"] == [(1, [0, 1, 2]), (2, [0, 1, 2])]
-    right = own_net()
-    for _ in range(2):  # FedAvg of equal clients in plain PyTorch
-        states = []
-        for cid in range(CLIENTS):
-            client = Older(str(cid))
-            client.net.load_state_dict(right.state_dict())
-            client.fit(None, None)
-            states.append(client.net.state_dict())
-        right.load_state_dict({name: sum(state[name] for state in states) / CLIENTS for name in states[0]})
-    for (name, tensor), array in zip(right.state_dict().items(), parameters_to_ndarrays(history.parameters), strict=True):
-        assert name.endswith("num_batches_tracked") or np.allclose(tensor, array, rtol=1e-5, atol=1e-6)
 
 
 @listed("lies", [(1e300,), (-1e300,), (1.7e308, 1.7e308)])
@@ -259,19 +181,6 @@ def test_l_the_far_client_is_named_and_a_defence_shows_the_median(
     assert f"client 0 says a loss of {lies[0]:.4g}" in caplog.text
     if defence is not None and len(lies) == 1:
         assert record.loss == pytest.approx(0.7)
-
-
-def test_p_one_name_for_one_number_and_flower_s_summary_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    app = own_app("fbn", evaluated=lambda loss, client: {"loss": loss, "num-examples": 8})
-    result = run(app, FBN, rounds=1, evaluate_fn=lambda number, arrays: MetricRecord({"central": float(number)}))
-    told = [record.getMessage().strip() for record in caplog.records]
-    (line,) = [line for line in told if line.startswith("[round 1/1]")]
-    assert f" loss {result.records[0].loss:.4f} " in line
-    assert f" test-loss {result.evaluate_metrics_clientapp[1]['loss']:.4g} " in line
-    assert line.count(" loss ") == 1
-    end = [line.strip() for line in str(result).splitlines()]
-    assert told[-len(end) :] == end
-    assert "'central': '1.0000e+00'" in " ".join(end)
 
 
 INVISIBLE = [*"\u200b\u202e\u2066\u3164\u034f\ufe0f\u2800\u00ad\uffa0", "\U000e0100"]

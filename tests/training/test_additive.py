@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -20,6 +22,7 @@ from fl_bn.secure.additive import (
     running_within,
     within,
 )
+from tests.refusals import naming
 from tests.training.core import Moments, Running, plain_average, pool
 
 number, positive = st.floats(-20, 20), st.floats(1e-3, 50)
@@ -57,13 +60,11 @@ def test_the_average_of_deviations_is_the_pooled_moments(moments: list[Moments],
 def test_forgetting_the_spread_of_the_means_is_something_else() -> None:
     """Negative control: the same comparison tells the tempting wrong rule, and weights left out, from the pooled moments."""
     moments, reference = [Moments(10, tensor(0.0), tensor(1.0)), Moments(30, tensor(4.0), tensor(2.0))], Running(tensor(1.0), tensor(2.0))
-    both = [deviations(m, reference) for m in moments]
-    first, second = ((10 * both[0][i] + 30 * both[1][i]) / 40 for i in (0, 1))
-    found, _ = from_deviations(40, first, second, reference)
+    found, _ = from_deviations(40, *averaged(moments, reference), reference)
     assert torch.allclose(found.var, pool(moments).var)
     assert not torch.allclose(found.var, plain_average(moments).var)
-    unweighted, _ = from_deviations(40, (both[0][0] + both[1][0]) / 2, (both[0][1] + both[1][1]) / 2, reference)
-    assert not torch.allclose(unweighted.mean, pool(moments).mean)
+    alike = [replace(part, count=20) for part in moments]
+    assert not torch.allclose(from_deviations(40, *averaged(alike, reference), reference)[0].mean, pool(moments).mean)
 
 
 @given(moments=parts(), seed=st.integers(0, 1000))
@@ -107,44 +108,34 @@ def test_running_statistics_go_there_and_back() -> None:
     assert cut == 2  # a channel counts once
 
 
-def test_the_worst_error_is_the_bound_and_no_variance_is_cut_further_than_it_must() -> None:
-    reference, first, error = Running(tensor(0.0), tensor(1.0)), tensor(6.0), 1e-3
-    exact, worst = (from_deviations(1, first + e, tensor(40.0) - 8 * e, reference)[0].var for e in (0, error))
-    assert float(exact - worst) == pytest.approx(float(moments_error(first, reference, error, 8.0)[1]))
-    for mean in (0.0, 3.0):
-        assert float(within(*deviations(Moments(5, tensor(mean), tensor(1e6)), reference), 8.0)[1]) == pytest.approx(8.0)
+PLAIN, LIMIT = Running(tensor(0.0), tensor(1.0)), 8.0
+
+
+def test_the_worst_error_is_the_bound() -> None:
+    first, error = tensor(6.0), 1e-3
+    exact, worst = (from_deviations(1, first + e, tensor(40.0) - 8 * e, PLAIN)[0].var for e in (0, error))
+    assert float(exact - worst) == pytest.approx(float(moments_error(first, PLAIN, error, LIMIT)[1]))
     for weights in ([], [0, 0]):
-        with pytest.raises(ValueError, match="positive weights"):
-            average_error(8.0, 22, weights)
+        with naming("positive weights"):
+            average_error(LIMIT, 22, weights)
 
 
-def test_a_reference_far_above_the_variance_loses_it() -> None:
-    near, far = Running(tensor(0.0), tensor(1e-3)), Running(tensor(0.0), tensor(1.0))
-    moments = Moments(9, tensor(0.0), tensor(1e-3))
-    assert lost(moments, tensor(0.0), near, 1e-5, 8.0) == 0
-    assert lost(moments, tensor(0.0), far, 1e-5, 8.0) == 1
+def test_no_variance_is_cut_further_than_it_must_nor_below_zero() -> None:
+    for mean in (0.0, 3.0):
+        assert float(within(*deviations(Moments(5, tensor(mean), tensor(1e6)), PLAIN), LIMIT)[1]) == pytest.approx(LIMIT)
+    first, second = deviations(Moments(5, tensor(20.0), tensor(4.0)), PLAIN)
+    kept, halved, cut = within(first, second, LIMIT)
+    assert cut == 1
+    assert float(from_deviations(5, kept, LIMIT * halved, PLAIN)[0].var) == pytest.approx(1.0, abs=3.1)
+    _, negative = from_deviations(5, first.clamp(-8, 8), second.clamp(-8, 8), PLAIN)
+    assert negative == 1  # control: cut each by itself, mean 20 and variance 4 become a variance below 0
 
 
-def test_a_negative_variance_is_set_to_zero_and_counted() -> None:
-    reference = Running(tensor(0.0, 0.0), tensor(1.0, 1.0))
-    found, negative = from_deviations(5, tensor(0.5, 0.5), tensor(-0.9, 0.0), reference)
-    assert negative == 1
-    assert float(found.var[0]) == 0
-    assert float(found.var[1]) > 0
-
-
-def test_a_layer_that_did_not_run_adds_nothing() -> None:
+def test_what_is_lost_is_counted_and_a_layer_that_did_not_run_adds_nothing() -> None:
+    near, moments = Running(tensor(0.0), tensor(1e-3)), Moments(9, tensor(0.0), tensor(1e-3))
+    assert lost(moments, tensor(0.0), near, 1e-5, LIMIT) == 0
+    assert lost(moments, tensor(0.0), PLAIN, 1e-5, LIMIT) == 1  # a reference far above the variance loses it
+    found, negative = from_deviations(5, tensor(0.5, 0.5), tensor(-0.9, 0.0), Running(tensor(0.0, 0.0), tensor(1.0, 1.0)))
+    assert (negative, float(found.var[0]), float(found.var[1]) > 0) == (1, 0, True)  # a negative variance is set to 0
     first, second = deviations(Moments(0, tensor(0.0), tensor(0.0)), Running(tensor(5.0), tensor(2.0)))
     assert float(first) == float(second) == 0
-
-
-def test_cutting_both_numbers_apart_would_leave_no_variance() -> None:
-    """Negative control: cut each by itself, mean 20 and variance 4 become a variance below 0."""
-    reference = Running(tensor(0.0), tensor(1.0))
-    moments = Moments(5, tensor(20.0), tensor(4.0))
-    first, second = deviations(moments, reference)
-    _, negative = from_deviations(5, first.clamp(-8, 8), second.clamp(-8, 8), reference)
-    assert negative == 1
-    kept, halved, cut = within(first, second, 8.0)
-    assert cut == 1
-    assert float(from_deviations(5, kept, 8 * halved, reference)[0].var) == pytest.approx(1.0, abs=3.1)

@@ -1,4 +1,7 @@
-"""The defence: what it believes, what it makes of statistics and updates, and what it refuses."""
+"""The defence: how many replies it needs, what it makes of statistics and updates, and whose claims it believes.
+
+The rules are compared with their papers in tests/robust, attacked rounds are in tests/flower/test_byzantine_rounds.py.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fl_bn.methods import LayerReports
 from fl_bn.robust import RULES, Outcome, median, rule_named
 from tests.listed import listed
-from tests.training.core import NO_DEFENCE, Defence, Moments, Running, TooFew, combine, weighted_mean
+from tests.training.core import NO_DEFENCE, Defence, Moments, TooFew, weighted_mean
 
 NAMES = (*RULES, "nnm+median", "nnm+trimmed-mean", "nnm+krum", "bucketing+median")
 
@@ -26,7 +28,11 @@ def moments(count: int, value: float = 0.0) -> Moments:
     return Moments(count, torch.full((2,), value, dtype=torch.float64), torch.ones(2, dtype=torch.float64))
 
 
-# How many replies
+def enough(defence: Defence, replies: int) -> bool:
+    try:
+        return defence.among(replies, 0) is not None
+    except TooFew:
+        return False
 
 
 def test_refused_clients_lower_f_only_where_the_rest_is_too_few_for_it() -> None:
@@ -36,19 +42,8 @@ def test_refused_clients_lower_f_only_where_the_rest_is_too_few_for_it() -> None
     assert [defence.among(n, 5).f for n in (9, 4, 3)] == [3, 0, 0]
     assert defence.among(9, 0) == defence
     for n, refused in ((4, 2), (2, 5), (5, 0)):
-        with pytest.raises(TooFew, match="krum"):
+        with pytest.raises(TooFew):
             defence.among(n, refused)
-    assert defence.f == 3
-
-
-@pytest.mark.parametrize("rule", ["nnm+median", "median", "trimmed-mean", "geometric-median"])
-def test_an_honest_client_that_diverged_opens_no_door_for_a_byzantine_one(rule: str) -> None:
-    """f = 1, one honest row of NaN that is refused, one Byzantine of 1e6. Control: with an f lowered to 0, NNM follows the liar."""
-    rows = [{"w": torch.tensor([value], dtype=torch.float64)} for value in (0.98, 1.0, 1.0, 1.02, 1e6)]
-    value, _ = Defence(1, rule, rule).among(len(rows), 1).update(rows, None)
-    assert 0.9 < value["w"].item() < 1.1
-    if rule == "nnm+median":
-        assert Defence(0, rule, rule).update(rows, None)[0]["w"].item() > 1e5
 
 
 def test_without_a_word_there_is_no_defence() -> None:
@@ -61,51 +56,23 @@ def test_without_a_word_there_is_no_defence() -> None:
     assert Defence(1).average(values, counts).item() == 2.0  # an active one weighs all alike
 
 
-# What is believed
-
-
-def test_in_a_combination_claims_weigh_nothing() -> None:
-    shared = {"a": Running(torch.zeros(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64))}
-    layers = {"a": nn.BatchNorm1d(2)}
-    seen: list[LayerReports] = []
-
-    def rule(reports: LayerReports) -> Running:
-        seen.append(reports)
-        return Running(reports.average(torch.stack([p.mean for p in reports.parts]), torch.ones(len(reports.parts))), reports.shared.var)
-
-    honest = [{"a": moments(8, v)} for v in (0.0, 1.0, 2.0, 3.0, 9.0)]
-    claims = [*honest[:4], {"a": moments(10**9, 9.0)}]
-    for defence in (Defence(1), Defence(1, "median")):
-        plain = combine(rule, shared, honest, [4] * 5, layers, defence)
-        claimed = combine(rule, shared, claims, [4] * 4 + [10**9], layers, defence)
-        assert torch.equal(plain["a"].mean, claimed["a"].mean)
-        assert (seen[-1].steps, {part.count for part in seen[-1].parts}) == (4.0, {8})
-    combine(rule, shared, claims, [4] * 4 + [10**9], layers)
-    assert seen[-1].steps > 10**8  # control: without a defence they are believed
-    assert seen[-1].average is weighted_mean
-
-
 # Statistics
 
 
-@pytest.mark.parametrize("rule", NAMES)
-def test_the_average_of_statistics_is_the_rules(rule: str, rng: np.random.Generator) -> None:
-    values = torch.from_numpy(rng.normal(size=(9, 4)))
-    counts = torch.from_numpy(rng.uniform(1, 100, 9))
-    got = Defence(2, rule).average(values, counts)
-    assert got.dtype is torch.float64
-    np.testing.assert_allclose(got, rule_named(rule)(values.numpy(), 2).value, rtol=1e-12)
-
-
 @listed("rule", NAMES)
-@listed("f", [0, 1, 3])
-@listed("rows", [1, 2, 3, 4, 5, 6])
-def test_a_layer_that_few_clients_ran_is_combined_all_the_same(rule: str, f: int, rows: int, rng: np.random.Generator) -> None:
-    values = torch.from_numpy(rng.normal(size=(rows, 4)))
-    got = Defence(f, rule).average(values, torch.ones(rows))
-    assert got.shape == (4,)
+@listed("f", [0, 1, 2, 3])
+@listed("rows", [1, 2, 3, 4, 5, 6, 9])
+def test_the_average_of_statistics_is_the_rules_however_few_clients_ran_the_layer(
+    rule: str, f: int, rows: int, rng: np.random.Generator
+) -> None:
+    values, counts = torch.from_numpy(rng.normal(size=(rows, 4))), torch.from_numpy(rng.uniform(1, 100, rows))
+    defence = Defence(f, rule)
+    got = defence.average(values, counts)
+    assert got.dtype is torch.float64
     assert (got >= values.min(0).values - 1e-12).all()
     assert (got <= values.max(0).values + 1e-12).all()
+    if defence.active and enough(defence, rows):
+        np.testing.assert_allclose(got, rule_named(rule)(values.numpy(), f).value, rtol=1e-12)
 
 
 # Updates
@@ -132,34 +99,22 @@ def test_updates_are_one_vector_of_differences_in_float64(rule: str, with_origin
     assert all(torch.equal(part[name], old[name]) for part, old in zip(parts, before, strict=True) for name in part)
 
 
-def test_layers_are_not_taken_one_by_one() -> None:
-    """Krum of whole updates takes both tensors of one client; layer by layer it would take two clients'."""
-    far = [(0.0, 9.0), (0.1, 3.0), (5.0, 0.0), (0.2, 2.9), (9.0, 0.1)]
-    parts = [{"a": torch.full((1,), a), "b": torch.full((1,), b)} for a, b in far]
-    got, _ = Defence(1, updates="krum").update(parts, None)
-    assert (round(got["a"].item(), 3), round(got["b"].item(), 3)) in far
-
-
 def latest(rows: Any, f: int = 0) -> Outcome:
     """A rule of one's own: the last row."""
     return rule_named("mean")(rows[-1:])
 
 
 def test_a_rule_may_be_given_as_it_is(rng: np.random.Generator) -> None:
-    parts, values = random_parts(rng, 5), torch.from_numpy(rng.normal(size=(5, 4)))
-    as_named, as_object = Defence(1, "median", "median"), Defence(1, median, median)
+    parts, values, ones = random_parts(rng, 5), torch.from_numpy(rng.normal(size=(5, 4))), torch.ones(5)
+    as_named, as_object, own = Defence(1, "median", "median"), Defence(1, median, median), Defence(1, latest, latest)
     assert torch.equal(as_object.update(parts, None)[0]["a"], as_named.update(parts, None)[0]["a"])
-    assert torch.equal(as_object.average(values, torch.ones(5)), as_named.average(values, torch.ones(5)))
-    with pytest.raises(TooFew):
-        as_object.among(2, 0)
-    own = Defence(1, latest, latest)
-    own.among(1, 0)
-    assert own.active
+    assert torch.equal(as_object.average(values, ones), as_named.average(values, ones))
+    assert (enough(as_object, 2), enough(own, 1)) == (False, True)
     assert torch.equal(own.update(parts, None)[0]["a"].float(), parts[4]["a"])
-    assert torch.equal(own.average(values, torch.ones(5)), values[4])
+    assert torch.equal(own.average(values, ones), values[4])
 
 
-# What is refused
+# How many replies
 
 
 @listed(
@@ -167,13 +122,11 @@ def test_a_rule_may_be_given_as_it_is(rng: np.random.Generator) -> None:
     [
         (7, {"f": 3, "statistics": "median"}),
         (5, {"f": 2, "updates": "trimmed-mean"}),
-        (3, {"f": 1, "updates": "geometric-median"}),
         (9, {"f": 3, "updates": "krum"}),
         (5, {"f": 1, "statistics": "multi-krum"}),
         (7, {"f": 3, "statistics": "nnm+median"}),
         (9, {"f": 2, "updates": "bucketing+median"}),
         (9, {"f": 1, "updates": "bucketing+nnm+krum"}),  # of clients, not of the buckets that the last rule sees
-        (7, {"f": 2, "statistics": "median", "updates": "krum"}),
         (7, {"f": 2, "statistics": "krum", "updates": "median"}),
         (1, {"f": 5, "statistics": "mean"}),
     ],
@@ -181,11 +134,10 @@ def test_a_rule_may_be_given_as_it_is(rng: np.random.Generator) -> None:
 def test_too_few_replies_are_refused_with_the_smallest_number(least: int, defence: dict[str, Any]) -> None:
     for n in (least, least + 1, least + 8):
         Defence(**defence).among(n, 0)
-    for n in range(1, least):
-        with pytest.raises(TooFew, match=rf"{least}, but got n={n}" if n == least - 1 else f"n={n}"):
+    for n in range(least):
+        with pytest.raises(TooFew) as refused:
             Defence(**defence).among(n, 0)
-    with pytest.raises(TooFew):
-        Defence(**defence).among(0, 0)
+    assert least == 1 or f"{least}, but got n={least - 1}" in str(refused.value)
 
 
 def test_claims_become_the_medians_and_a_count_of_0_stays_0() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from fl_bn import Classification, Federation, SeededBatches, methods
 from fl_bn.task import MetricState, extended
 from tests.listed import listed
 from tests.refusals import naming
-from tests.training.core import evaluate
 
 torchmetrics = pytest.importorskip("torchmetrics.classification")
 
@@ -49,15 +47,6 @@ def test_they_see_all_samples_and_domains_are_weighted_by_theirs() -> None:
         assert union[name] != pytest.approx(np.mean(own), rel=1e-3)  # control
 
 
-class Top(Classification):
-    """As a run config names it: task='mytasks:Top'."""
-
-    name = "top"
-
-    def objects(self) -> Mapping[str, Any]:
-        return {"auc": torchmetrics.MulticlassAUROC(3)}
-
-
 def test_a_federation_takes_them_for_all_and_for_each_client() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
@@ -78,7 +67,6 @@ def test_a_federation_takes_them_for_all_and_for_each_client() -> None:
         expected = torchmetrics.MulticlassAUROC(3)(own.client_model(0)(x), y)
     assert record.evaluation["auc"] == record.client_evaluation[0]["auc"] == pytest.approx(float(expected), rel=1e-6)
     assert "auc" not in record.client_evaluation[1]
-    assert evaluate(fed.model, test, task=Top())["auc"] == pytest.approx(records[-1].evaluation["auc"])
 
 
 class Own:

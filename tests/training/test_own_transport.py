@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from fl_bn import Federation, SeededBatches, methods
 from fl_bn.federation.run import run
 from tests.extension import threads_transport
 from tests.federation import random_samples
-from tests.training.core import LocalTraining, Samples, Server, ServerPolicy
+from tests.training.core import LocalTraining, Server, ServerPolicy
 
-ROUNDS, SEED = 3, 0
+CLIENTS = [random_samples(n) for n in (12, 16, 20)]
 
 
 def net() -> nn.Module:
@@ -22,31 +23,17 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10))
 
 
-def clients() -> list[Samples]:
-    return [random_samples(n) for n in (12, 16, 20)]
-
-
-def test_it_is_short() -> None:
-    assert len(Path(threads_transport.__file__).read_text().splitlines()) < 60
-
-
 @pytest.mark.parametrize("name", ["fedavg", "fedbn", "fbn", "silobn", "fixbn"])
 def test_threads_give_the_numbers_of_a_federation(name: str) -> None:
     """Both draw the same batches; the optimiser is the same, unclipped."""
+    assert len(Path(threads_transport.__file__).read_text().splitlines()) < 60
     method = getattr(methods, name)()
     settings = LocalTraining(batch_size=8, epochs=1, momentum=0.0, clip="none")
     server = Server(net(), method, ServerPolicy(clients=3, rate=lambda round, rounds: 0.1))
-    threads = threads_transport.Threads(server, net(), clients(), settings)
-    records = [one.record for one in run(server, threads, ROUNDS)]
-
-    def sgd(parameters: object) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
-
-    batches = [SeededBatches(one.x, one.y, 8) for one in clients()]
-    known = Federation(net(), method, batches, optimizer=sgd, clip="none", seed=SEED)
-    expected = list(known.run(ROUNDS))
-    assert [r.aggregated for r in records] == [True] * ROUNDS
-    assert [r.loss for r in records] == pytest.approx([r.loss for r in expected], rel=1e-6)
-    for name, tensor in known.server.shared.tensors().items():
-        assert torch.allclose(server.shared.tensors()[name], tensor, atol=1e-6), name
-    assert len({round(r.loss, 6) for r in records}) == ROUNDS  # control: it does train
+    records = [one.record for one in run(server, threads_transport.Threads(server, net(), CLIENTS, settings), 3)]
+    batches = [SeededBatches(one.x, one.y, 8) for one in CLIENTS]
+    known = Federation(net(), method, batches, optimizer=partial(torch.optim.SGD, lr=0.1), clip="none")
+    assert [(r.aggregated, r.loss) for r in records] == [(True, pytest.approx(r.loss, rel=1e-6)) for r in known.run(3)]
+    for key, tensor in known.server.shared.tensors().items():
+        assert torch.allclose(server.shared.tensors()[key], tensor, atol=1e-6), key
+    assert len({round(r.loss, 6) for r in records}) == 3  # control: it does train

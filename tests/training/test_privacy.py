@@ -14,28 +14,20 @@ from hypothesis import strategies as st
 
 from fl_bn.secure.privacy import Accountant, Journal, Privacy, clipped, epsilon, noisy, norm, rho
 from tests.listed import listed
-
-VECTOR = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([[4.0]])}
-
-
-def test_a_clip_is_of_all_tensors_together() -> None:
-    assert norm(VECTOR) == 5
-    shorter = clipped(VECTOR, 1.0)
-    assert norm(shorter) == pytest.approx(1.0)
-    assert shorter["a"][0] == pytest.approx(0.6)
-    assert all(torch.equal(clipped(VECTOR, 5.0)[k], VECTOR[k].double()) for k in VECTOR)
-    each = {k: clipped({k: t}, 1.0)[k] for k, t in VECTOR.items()}
-    assert norm(each) > 1  # control: tensor by tensor it would not hold
+from tests.refusals import naming
 
 
-@given(values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20), clip=st.floats(1e-3, 1e3))
-def test_a_clip_holds_and_keeps_the_direction(values: list[float], clip: float) -> None:
-    vector = {"x": torch.tensor(values, dtype=torch.float64)}
-    short = clipped(vector, clip)
-    assert norm(short) <= clip * (1 + 1e-12)
-    length = norm(vector)
-    if length > clip:
-        assert torch.allclose(short["x"] / clip, vector["x"] / length, atol=1e-9)
+@given(values=st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=20), clip=st.floats(1e-3, 1e3))
+def test_a_clip_is_of_all_tensors_together_and_keeps_the_direction(values: list[float], clip: float) -> None:
+    whole = torch.tensor(values, dtype=torch.float64)
+    vector = {"first": whole[:1], "rest": whole[1:, None]}
+    length, short = float(whole.norm()), torch.cat([tensor.flatten() for tensor in clipped(vector, clip).values()])
+    assert norm(vector) == pytest.approx(length)
+    if length <= clip:
+        assert torch.equal(short, whole)
+    else:
+        assert torch.allclose(short / clip, whole / length, atol=1e-9)
+        assert float(short.norm()) <= clip * (1 + 1e-12)
 
 
 def test_the_sum_has_the_noise_promised_and_more_with_more_clients() -> None:
@@ -52,8 +44,7 @@ def test_the_sum_has_the_noise_promised_and_more_with_more_clients() -> None:
 
 def test_epsilon_by_hand() -> None:
     assert rho(1, 1.0) == 0.5
-    assert epsilon(1, 1.0, 1e-5) == pytest.approx(0.5 + 2 * math.sqrt(0.5 * math.log(1e5)))  # 5.2985
-    assert epsilon(1, 1.0, 1e-5) == pytest.approx(5.2985, abs=1e-4)
+    assert epsilon(1, 1.0, 1e-5) == pytest.approx(0.5 + 2 * math.sqrt(0.5 * math.log(1e5))) == pytest.approx(5.2985, abs=1e-4)
     assert epsilon(200, 10.0, 1e-5) == pytest.approx(epsilon(2, 1.0, 1e-5))  # rho is additive, and quadratic in 1 / noise
 
 
@@ -63,7 +54,7 @@ def exact_delta(releases: int, noise: float, eps: float) -> float:
     return phi(mu / 2 - eps / mu) - math.exp(eps) * phi(-mu / 2 - eps / mu)
 
 
-@pytest.mark.parametrize(("releases", "noise"), [(1, 1.0), (2, 1.0), (200, 10.0), (40, 5.0), (600, 20.0)])
+@listed(("releases", "noise"), [(1, 1.0), (2, 1.0), (200, 10.0), (40, 5.0), (600, 20.0)])
 def test_epsilon_is_an_upper_bound_and_not_by_much(releases: int, noise: float) -> None:
     eps = epsilon(releases, noise, 1e-5)
     assert exact_delta(releases, noise, eps) <= 1e-5
@@ -76,7 +67,7 @@ def accountant_of(path: Path) -> Accountant:
     return accountant
 
 
-def test_what_was_spent_outlives_the_process(tmp_path: Path) -> None:
+def test_what_was_spent_outlives_the_process_and_is_said(tmp_path: Path) -> None:
     first = accountant_of(tmp_path / "run/privacy.jsonl")
     for releases in (1, 0, 2, 2):
         first.spend(releases)
@@ -86,9 +77,10 @@ def test_what_was_spent_outlives_the_process(tmp_path: Path) -> None:
     assert again.releases == 5
     again.at_least(9)  # the journal was lost: what the checkpoint knows is entered
     assert accountant_of(tmp_path / "run/privacy.jsonl").releases == again.releases == 9
+    assert f"epsilon {epsilon(9, 4.0, 1e-5):.3g} at delta 1e-05 per client after 9 releases" in again.statement()
 
 
-@pytest.mark.parametrize("torn", [b'{"rele', b"{", b"[]", b'{"releases": -7}', b'{"releases": "1"}', b"\xff", b'{"releases": true}'])
+@listed("torn", [b'{"rele', b"{", b"[]", b'{"releases": -7}', b'{"releases": "1"}', b"\xff", b'{"releases": true}'])
 def test_a_line_that_a_crash_cut_short_counts_the_most(torn: bytes, tmp_path: Path) -> None:
     accountant_of(tmp_path / "file").spend(1)
     with (tmp_path / "file").open("ab") as file:
@@ -108,27 +100,20 @@ def test_nothing_is_spent_that_cannot_be_kept(tmp_path: Path) -> None:
 
 
 def test_real_noise_is_never_the_same_and_a_test_s_is() -> None:
-    def draw(seed: int | None) -> torch.Tensor:
+    zeros, generators = {"x": torch.zeros(3)}, (None, None, np.random.default_rng(3), np.random.default_rng(3))
+    drawn = []
+    for generator in generators:
         torch.manual_seed(0)
         np.random.seed(0)  # noqa: NPY002
-        return noisy(VECTOR, 1.0, 1.0, 1, None if seed is None else np.random.default_rng(seed))["a"]
-
-    assert not torch.equal(draw(None), draw(None))
-    assert torch.equal(draw(3), draw(3))  # control
+        drawn.append(noisy(zeros, 1.0, 1.0, 1, generator)["x"])
+    assert not torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn[2], drawn[3])  # control
 
 
 @listed("field", ["clip", "statistics_clip", "noise", "delta"])
-def test_what_promises_nothing_is_refused(field: str) -> None:
+@listed("value", [0.0, -1.0, math.inf])
+def test_what_promises_nothing_is_refused(field: str, value: float) -> None:
     good = {"clip": 1.0, "statistics_clip": 1.0, "noise": 1.0, "delta": 1e-5}
     Privacy(**good)
-    for value in (0.0, -1.0, 1.0 if field == "delta" else math.inf):
-        with pytest.raises(ValueError, match=field):
-            Privacy(**{**good, field: value})
-
-
-def test_the_accountant_says_what_it_has_spent() -> None:
-    accountant = Accountant(Privacy(clip=1.0, statistics_clip=2.0, noise=4.0))
-    for _ in range(10):
-        accountant.spend(2)
-    assert "after 20 releases" in accountant.statement()
-    assert f"epsilon {epsilon(20, 4.0, 1e-5):.3g} at delta 1e-05" in accountant.statement()
+    with naming(field):
+        Privacy(**{**good, field: value})

@@ -1,23 +1,27 @@
-"""Re-calibration in plain torch: all layers exact after L passes, layers 1..p after pass p and no more, however deep the network is."""
+"""Re-calibration in plain torch: layers 1..p are exact after pass p, all after L; and one client's walk, layer by layer."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torchvision.models.resnet import Bottleneck, ResNet
 
 from fl_bn import convert
+from fl_bn.exchange.call import Answer, ExchangeFailed, Key, Quantity
+from fl_bn.federation.client_pass import in_order, layer_by_layer
 from fl_bn.methods import METHODS, Role
 from tests.federation import random_samples, union
 from tests.listed import listed
-from tests.networks import seeded_network
+from tests.networks import Wired, seeded_network
 from tests.refusals import naming
-from tests.training.core import Running, Samples, batch_norms, recalibrate, running_statistics, to_input, why_not
+from tests.training.core import Moments, Running, Samples, batch_norms, recalibrate, running_statistics, to_input, why_not
 
 Clients = Callable[..., list[Samples]]
 EXACT = 1e-11  # relative to a layer's scale, in float64
@@ -114,58 +118,27 @@ def test_pass_p_makes_layers_1_to_p_exact_and_no_further(passes: int, clients: l
         assert moved[one.number - 1] > 0.0
 
 
-class Backwards(nn.Module):
-    """A chain that registers its layers from the last to the first, the worst order for passes that go by it."""
+def backwards() -> nn.Module:
+    """Register a chain's layers from the last to the first, the worst order for passes that go by it."""
+    parts = {f"layer{number}": layer for number, layer in reversed(list(enumerate(chain())))}
 
-    def __init__(self) -> None:
-        super().__init__()
-        for number, layer in reversed(list(enumerate(chain()))):
-            self.add_module(str(number), layer)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number in range(len(self._modules)):
-            x = getattr(self, str(number))(x)
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        for name in reversed(parts):
+            x = net.get_submodule(name)(x)
         return x
+
+    return Wired(forward, **parts).double()
 
 
 def test_a_network_that_registers_its_layers_in_another_order_takes_more_passes(clients: list[Samples]) -> None:
-    model = Backwards().double()
+    model = backwards()
     true = reference(model, union(clients))
     made = recalibrate(model, clients)
     assert LAYERS["chain"] < len(made) <= 2 * LAYERS["chain"]
     assert max(off(running_statistics(model), true).values()) < EXACT
-    fewer = Backwards().double()
+    fewer = backwards()
     recalibrate(fewer, clients, LAYERS["chain"])
     assert max(off(running_statistics(fewer), true).values()) > 1e-4  # control: as many as in order are not enough
-
-
-class ThinResNet50(ResNet):
-    """All 53 BatchNorm layers of a ResNet-50, with a sixteenth of its channels, and for images of 16 by 16 pixels."""
-
-    def __init__(self) -> None:
-        super().__init__(Bottleneck, [3, 4, 6, 3])
-        self.maxpool, self.fc = nn.Identity(), nn.Linear(512 * Bottleneck.expansion // 16, 10)
-
-    def _make_layer(self, block: Any, planes: int, *blocks: Any, **options: Any) -> nn.Sequential:
-        return super()._make_layer(block, planes // 16, *blocks, **options)
-
-
-@pytest.mark.slow
-def test_the_errors_of_a_deep_network_do_not_multiply() -> None:
-    """A fresh network: where each pass changes all layers, float32 overflows on the way."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model: nn.Module = ThinResNet50()
-    every = copy.deepcopy(model)
-    clients = [random_samples(8, size=16, seed=seed) for seed in range(2)]
-    assert len(recalibrate(model, clients)) == len(batch_norms(model)) == 53
-    true = reference(model.double(), union(clients))
-    assert max(off(running_statistics(model), true).values()) < 1e-2  # float32
-    largest = 0.0
-    for _ in range(10):  # control
-        recalibrate(every, clients, 1)
-        largest = max(largest, *(float(one.mean.abs().nan_to_num(torch.inf).max()) for one in running_statistics(every).values()))
-    assert largest > 1e18
 
 
 NOBODY = [Samples(torch.empty(0, 3, 8, 8), torch.empty(0, dtype=torch.int64))]
@@ -206,3 +179,82 @@ def test_what_is_exact_already_is_left_after_one_pass(dtype: torch.dtype, client
     after = running_statistics(model)
     assert all(torch.equal(before[k].mean, after[k].mean) and torch.equal(before[k].var, after[k].var) for k in before)
     assert len(recalibrate(model, clients[:-1])) > 1  # control: other data
+
+
+MEMORY = 2**20
+
+
+class Alone:
+    """An exchange of one client, which gets what it sent, its variances unbiased. ``failing``: the exchange that is given up."""
+
+    def __init__(self, failing: int = -1) -> None:
+        self.batch, self.seconds, self.failing = 1, 0.0, failing
+        self.asked: list[tuple[Key, Tensor, int]] = []
+        self.closed: list[str] = []
+
+    def __call__(self, key: Key, local: Tensor, count: int) -> Answer:
+        if len(self.asked) == self.failing:
+            raise ExchangeFailed("a client died")
+        self.asked.append((key, local, count))
+        mean, var = local.chunk(2)
+        return Answer(torch.cat([mean, var * (count / (count - 1))]), count, 1)
+
+    def close(self, error: str = "") -> None:
+        self.closed.append(error)
+
+
+def batches(sizes: tuple[int, ...] = (4, 3, 5)) -> Callable[[], Iterator[Tensor]]:
+    rng = np.random.default_rng(5)
+    held = [torch.from_numpy(rng.normal(i, 1 + i, (n, 3, 8, 8))) for i, n in enumerate(sizes)]
+    return lambda: iter(held)
+
+
+def walk(model: nn.Module, inputs: Callable[[], Any], exchange: Alone | None = None) -> dict[str, Moments]:
+    problem, drawn = in_order(model, batch_norms(model), inputs, call, MEMORY)
+    assert problem == ""
+    return layer_by_layer(model, batch_norms(model), drawn, exchange or Alone(), call)
+
+
+def call(model: nn.Module, x: Any) -> Any:
+    return model(x)
+
+
+def test_the_limit_of_memory_counts_the_activations_of_all_batches_which_are_computed_once() -> None:
+    """Per sample three times the largest input of a layer, and the input of the network: 4 * 3 * 64 float64."""
+    held, seen = 12 * 4 * 3 * 64 * 8, []
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3)).double()
+    for memory, problem in ((held, ""), (held - 1, "GiB")):
+        found, _ = in_order(model, batch_norms(model), batches(), call, memory)
+        assert problem in found
+        assert bool(found) is bool(problem)
+    for layer in batch_norms(model).values():
+        layer.register_forward_pre_hook(lambda layer, args: seen.append(len(args[0])))
+    exchange = Alone()
+    walk(model, batches(), exchange)
+    assert sum(seen) == 3 * (12 + 2)  # all batches, and two samples of the look
+    assert [key for key, _, _ in exchange.asked] == [Key(name, Quantity.STATISTICS) for name in "024"]
+
+
+@pytest.mark.parametrize("failing", [-1, 0, 2])
+def test_nothing_of_the_model_changes_and_no_thread_is_left(failing: int) -> None:
+    model = network("chain").train()
+    before, threads, exchange = running_statistics(model), set(threading.enumerate()), Alone(failing)
+    with nullcontext() if failing < 0 else pytest.raises(ExchangeFailed):
+        walk(model, batches(), exchange)
+    assert exchange.closed == ["" if failing < 0 else "ExchangeFailed('a client died')"]
+    after = running_statistics(model)
+    assert all(torch.equal(before[k].mean, after[k].mean) and torch.equal(before[k].var, after[k].var) for k in before)
+    assert all(module.training for module in model.modules())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not set(threading.enumerate()) - threads
+
+
+def test_a_network_without_an_order_of_layers_gives_the_exchange_up_or_says_why() -> None:
+    exchange, norms = Alone(), {"left": nn.BatchNorm2d(3), "right": nn.BatchNorm2d(3)}
+    with pytest.raises(ExchangeFailed):  # batches of four samples take another way than all others
+        walk(Wired(lambda net, x: net.left(x) if len(x) == 4 else net.right(x), **norms).double(), batches(), exchange)
+    assert "no fixed order" in exchange.closed[0]
+    x, norm = torch.rand(4, 3, 8, 8), nn.BatchNorm2d(3)
+    for model, inputs in ((nn.Sequential(norm, nn.ReLU(), norm), lambda: [x]), (nn.ReLU(), lambda: [x]), (norm, list)):
+        assert in_order(model, batch_norms(model), inputs, call, MEMORY)[0]
+    assert in_order(norm, batch_norms(norm), lambda: [x], call, MEMORY)[0] == ""  # control

@@ -40,6 +40,7 @@ from fl_bn.task import (
 )
 from fl_bn.task.classification import log_odds
 from tests.listed import listed
+from tests.networks import Wired
 from tests.refusals import naming
 from tests.training.core import Samples, evaluate, named_series, over_clients, series
 
@@ -294,6 +295,46 @@ def test_the_loss_is_bit_for_bit_that_of_torch(labels: list[int]) -> None:
     assert torch.equal(*(torch.autograd.grad(loss, scores)[0] for loss in (ours, theirs)))
 
 
+def plain_dice(output: Tensor, targets: Tensor, first: int = 1) -> float:
+    """One image, one class, one pixel after the other."""
+    losses = []
+    for scores, mask in zip(output, targets, strict=True):
+        probability = scores.softmax(0).flatten(1)
+        of_classes = []
+        for label in range(first, len(scores)):
+            hit = size = 0.0
+            for p, y in zip(probability[label].tolist(), mask.flatten().tolist(), strict=True):
+                if y != 255:
+                    hit, size = hit + p * (y == label), size + p + (y == label)
+            of_classes.append(1 - (2 * hit + 1e-5) / (size + 1e-5))
+        losses.append(sum(of_classes) / len(of_classes))
+    return sum(losses) / len(losses)
+
+
+@listed("ignored", [False, True])
+@listed("volumes", [False, True])
+def test_the_dice_loss_is_that_of_a_plain_implementation(volumes: bool, ignored: bool, rng: np.random.Generator) -> None:
+    output, y = batch(Dice(), rng, 4)
+    if volumes:  # two images are one volume
+        output, y = output.unflatten(0, (2, 2)).movedim(1, 2), y.unflatten(0, (2, 2))
+    y = y if ignored else y.masked_fill(y == 255, 0)
+    assert float(Dice().loss(output, y)) == pytest.approx(plain_dice(output, y), rel=1e-9)
+    assert float(Dice(background=True).loss(output, y)) == pytest.approx(plain_dice(output, y, first=0), rel=1e-9)
+    assert float(Dice().loss(output, y)) != pytest.approx(plain_dice(output, y, first=0), rel=1e-3)  # control: with the background
+    together = plain_dice(output.transpose(0, 1).flatten(1)[None].unsqueeze(-1), y.flatten()[None, :, None])
+    assert float(Dice().loss(output, y)) != pytest.approx(together, rel=1e-6)  # control: over the batch, which does not add up
+    both = Dice(cross_entropy=0.5).loss(output, y)
+    pixels = torch.stack([F.cross_entropy(a[None], b[None], ignore_index=255) for a, b in zip(output, y, strict=True)])
+    assert float(both) == pytest.approx(plain_dice(output, y) + 0.5 * float(pixels.mean()), rel=1e-9)
+
+
+def test_what_is_nowhere_does_no_harm_and_perfect_is_perfect() -> None:
+    y = torch.tensor([[[0, 1], [1, 255]]])  # class 2 is nowhere
+    right = 40.0 * F.one_hot(torch.tensor([[[0, 1], [1, 0]]]), 3).permute(0, 3, 1, 2).float()
+    assert float(Dice().loss(right, y)) == pytest.approx(0, abs=1e-4)
+    assert state_of(Dice(), (right, y))["dice"] == 1
+
+
 # Batches and networks
 
 
@@ -320,47 +361,34 @@ def test_batches_of_any_loader_are_read(rng: np.random.Generator) -> None:
     assert evaluate(model, both, task=wrong)["loss"] != pytest.approx(want["loss"], rel=1e-3)  # control: other labels
 
 
-class Several(nn.Module):
-    """Two inputs; answers with a tuple or a dict."""
-
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        self.net, self.form = network(4), form
-
-    def forward(self, image: Tensor, shift: Tensor) -> Any:
-        out, aux = self.net(image + shift), image.sum()
-        return {"tuple": (out, aux), "dict": {"aux": aux, "logits": out}, "named": {"aux": aux, "mine": out}}[self.form]
+def test_a_network_may_take_several_inputs(rng: np.random.Generator) -> None:
+    x, y, model = torch.from_numpy(rng.normal(size=(9, 3))).float(), torch.from_numpy(rng.integers(0, 4, 9)), network(4)
+    several = Wired(lambda parts, image, shift: parts.net(image + shift), net=model)
+    want, ones = evaluate(model, Samples(x + 1, y)).result(), torch.ones_like(x)
+    for one in ({"image": x, "shift": ones, "label": y}, ((x, ones), y), ([x, ones], y)):
+        assert evaluate(several, [one]).result() == pytest.approx(want, rel=1e-6)
 
 
-@listed(("form", "key"), [("tuple", None), ("dict", None), ("named", "mine"), ("tuple", 0)])
-def test_networks_with_several_inputs_that_answer_in_tuples_or_dicts(form: str, key: str | int | None, rng: np.random.Generator) -> None:
-    x, y = torch.from_numpy(rng.normal(size=(9, 3))).float(), torch.from_numpy(rng.integers(0, 4, 9))
-    task, model, ones = Classification(output_key=key), Several(form), torch.ones_like(x)
-    want = evaluate(model.net, Samples(x + 1, y)).result()
-    for inputs in ({"image": x, "shift": ones}, (x, ones), [x, ones]):
-        raw = task.forward(model.eval(), inputs)
-        assert state_of(task, (task.output(raw), y)).result() == pytest.approx(want, rel=1e-6)
-    assert evaluate(model, [{"image": x, "shift": ones, "label": y}], task=task).result() == pytest.approx(want, rel=1e-6)
+OUT = torch.ones(2)
 
 
-def test_an_output_with_attributes_answers_by_name() -> None:
-    """A tensor is the prediction, as in torchvision's networks in evaluation mode."""
-    task = Classification(output_key="logits")
-    assert task.output(SimpleNamespace(logits=3)) == 3
-    assert task.output(namedtuple("Both", ("logits", "aux"))(4, 5)) == 4
-    assert torch.equal(task.output(torch.ones(2)), torch.ones(2))
-    assert CLASSIFICATION.output({"mine": 2}) == 2
-
-
-class Images(nn.Module):
-    """Takes a list of images as one argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, images: list[Tensor]) -> Tensor:
-        return self.layer(torch.stack(images))
+@listed(
+    ("key", "raw"),
+    [
+        (None, OUT),
+        (None, (OUT, 0)),
+        (0, (OUT, 1)),
+        (None, {"aux": 0, "logits": OUT}),
+        (None, {"mine": OUT}),
+        ("mine", {"aux": 0, "mine": OUT}),
+        ("logits", SimpleNamespace(logits=OUT)),
+        ("logits", namedtuple("Both", ("aux", "logits"))(0, OUT)),
+        ("logits", OUT),  # a tensor is the prediction, as in torchvision's networks in evaluation mode
+    ],
+    ids=str,
+)
+def test_the_prediction_in_a_network_s_output(key: str | int | None, raw: Any) -> None:
+    assert Classification(output_key=key).output(raw) is OUT
 
 
 class Lists(Classification):
@@ -375,11 +403,12 @@ MONAI = {"image": torch.ones(4, 3), "label": torch.arange(4) % 2, "image_meta_di
 
 def test_a_network_that_takes_other_arguments_is_told_what_it_got_and_what_to_do() -> None:
     linear, with_keys = nn.Sequential(nn.Linear(3, 2)), Classification(input_keys=("image",))
-    for model, odd in ((Images(), LISTED), (linear, MONAI)):
+    of_lists = Wired(lambda net, images: net.layer(torch.stack(images)), layer=nn.Linear(4, 3))
+    for model, odd in ((of_lists, LISTED), (linear, MONAI)):
         with pytest.raises(TypeError) as caught:
             evaluate(model, [odd], task=CLASSIFICATION)
         assert "read(batch)" in caught.value.__notes__[0]
-    assert evaluate(Images(), [LISTED], task=Lists()).count == 5
+    assert evaluate(of_lists, [LISTED], task=Lists()).count == 5
     assert evaluate(linear, [MONAI], task=with_keys).result() == evaluate(linear, [(MONAI["image"], MONAI["label"])]).result()
 
 

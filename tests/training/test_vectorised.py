@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -20,92 +20,63 @@ from fl_bn import Federation, SeededBatches
 from fl_bn.federation.engines import vectorised
 from fl_bn.methods import Method, fbn, fedavg, fedbn, fedtan, fixbn, hbn, static_bn
 from fl_bn.objectives import FedProx, FedSAM, Moon, Scaffold
-from tests.conformance.doors import Asked, application
-from tests.listed import listed
-from tests.networks import Block, SmallCNN
+from tests.networks import SmallCNN, SmallResNet, Wired
+from tests.refusals import naming
 
-EQUAL, SINGLE, DIFFERENT = 1e-10, 5e-6, 1e-6
+EQUAL, DIFFERENT = 1e-10, 1e-6
 UNEQUAL = (12, 9, 14)  # in batches of 6: 6 6, 6 3, 6 6 2
 
 
-class ResNet(nn.Module):
-    """Two residual blocks without dropout; images (B, 3, 8, 8)."""
+class Blocks(SmallResNet):
+    """Two residual blocks, without dropout, which one program cannot draw for all clients."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU())
-        self.body = nn.Sequential(Block(4, 6), Block(6, 8))
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(self.stem(x)).mean((2, 3)))
-
-
-def resnet() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return ResNet().double()
-
-
-class Tied(nn.Module):
-    """Two linear layers, and two BatchNorm layers, with one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(192, 192), nn.Linear(192, 192), nn.Linear(192, 4)
-        self.norm, self.other = nn.BatchNorm1d(192), nn.BatchNorm1d(192)
-        self.second.weight, self.other.weight = self.first.weight, self.norm.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.other(self.second(torch.relu(self.norm(self.first(x.flatten(1)))))))
+        self.drop = nn.Identity()
 
 
 def tied() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Tied().double()
-
-
-def flat() -> nn.Sequential:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)).double()
+    """Two linear layers, and two BatchNorm layers, with one weight."""
+    norms = {"norm": nn.BatchNorm1d(192), "other": nn.BatchNorm1d(192)}
+    linear = {"first": nn.Linear(192, 192), "second": nn.Linear(192, 192), "head": nn.Linear(192, 4)}
+    net = Wired(lambda net, x: net.head(net.other(net.second(torch.relu(net.norm(net.first(x.flatten(1))))))), **linear, **norms)
+    net.second.weight, net.other.weight = net.first.weight, net.norm.weight
+    return net
 
 
 def named_twice() -> nn.Module:
-    model = tied()
-    model.again = model.norm
-    return model
+    net = tied()
+    net.again = net.norm
+    return net
 
 
-class Asks(nn.Sequential):
-    """Its forward depends on a value."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (2.0 if x.mean() > 0 else 1.0)
+def asks() -> nn.Module:
+    """A network whose output depends on a value."""
+    return Wired(lambda net, x: net.linear(x.flatten(1)) * (2.0 if x.mean() > 0 else 1.0), linear=nn.Linear(192, 4))
 
 
-class Drops(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Sequential(nn.Flatten(), nn.Linear(192, 4))
+def drops() -> nn.Module:
+    return Wired(lambda net, x: F.dropout(net.linear(x.flatten(1)), 0.5, net.training), linear=nn.Linear(192, 4))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.layer(x), 0.5, self.training)
+
+def flat(norm: type[nn.Module] = nn.BatchNorm1d) -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 8), norm(8), nn.ReLU(), nn.Linear(8, 4))
 
 
 def through_federation(
-    method: Method, engine: str, sizes: Sequence[int] = UNEQUAL, network: Callable[[], nn.Module] = resnet, **options: Any
+    method: Method, engine: str, sizes: Sequence[int] = UNEQUAL, network: Callable[[], nn.Module] = Blocks, **options: Any
 ) -> list[float]:
     """Every number of the model, the clients' own tensors, and the losses after two rounds."""
-    pairs = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net, pairs = network().double(), []
     for client, n in enumerate(sizes):
         draw = torch.Generator().manual_seed(client)
         x = torch.randn(n, 3, 8, 8, generator=draw, dtype=torch.float64)
         pairs.append((x + client / 10, torch.randint(0, 4, (n,), generator=draw)))
     clients = [SeededBatches(x, y, 6) for x, y in pairs]
     settings = {"local_epochs": 2, "test": [pairs[0]], "device": "cpu", **options}
-    federation = Federation(network(), method, clients, engine=engine, **settings)
+    federation = Federation(net, method, clients, engine=engine, **settings)
     records = list(federation.run(2))
     losses = [loss for record in records for loss in (record.loss, record.evaluation["loss"], float(record.aggregated))]
     models = [federation.client_model(client).state_dict() for client in range(len(sizes))]
@@ -135,6 +106,10 @@ OPTIONS: dict[str, tuple[Method, dict[str, Any]]] = {
     "schedule": (hbn(), {"schedule": lambda round, rounds: 1 / round}),
     "fraction": (hbn(), {"fraction": 0.67}),
     "fedprox": (hbn(), {"objective": FedProx(mu=0.5)}),
+    "clipped by norm": (fedavg(), {"clip": "norm", "clip_limit": 0.1}),
+    "clipped in a round": (fedavg(), {"clip": "round", "clip_limit": 0.1}),
+    "clipped by value": (fedavg(), {"clip": "value", "clip_limit": 0.01}),
+    "clipped adaptively": (fedavg(), {"clip": "adaptive", "clip_limit": 0.01}),
     "tied weights": (fedavg(), {"network": tied, "optimizer": partial(SGD, lr=0.001)}),
     "tied weights at home": (fedbn(), {"network": tied, "optimizer": partial(SGD, lr=0.001)}),
     "hbn's pass, as in evaluation": (hbn(lower_layers="shared", stat_samples=5), {}),
@@ -161,41 +136,15 @@ def test_options_of_a_federation(case: str, caplog: pytest.LogCaptureFixture) ->
     assert "one by one" not in caplog.text
 
 
-@pytest.mark.slow
-@listed(
-    ("method", "keys"),
-    [
-        ("fedavg", {"optimizer": "adam", "momentum": 0.0, "learning-rate": 0.001}),
-        ("fedavg", {"clip": "norm", "clip-limit": 0.1}),
-        ("fedavg", {"clip": "round", "clip-limit": 0.1}),
-        ("fedavg", {"clip": "value", "clip-limit": 0.01}),
-        ("fedavg", {"clip": "adaptive", "clip-limit": 0.01}),
-        ("fedavg", {"augment": "crop-flip"}),
-    ],
-    ids=str,
-)
-def test_keys_of_a_run(method: str, keys: dict[str, Any]) -> None:
-    """The control is a run of another seed."""
-
-    def run(engine: str, seed: int = 0) -> dict[str, Tensor]:
-        asked = Asked(method, passes=True, seeded=True, dtype=torch.float32)
-        found = application(asked, engine=engine, seed=seed, **keys)
-        return {f"{client}/{name}": tensor for client, own in enumerate(found.clients) for name, tensor in own.items()}
-
-    one, other, together = run("sequential"), run("sequential", 1), run("vectorised")
-    assert max(float((one[name] - together[name]).abs().max()) for name in one) < SINGLE
-    assert max(float((one[name] - other[name]).abs().max()) for name in one) > SINGLE
-
-
 FALLS_BACK: dict[str, tuple[Method, dict[str, Any], str]] = {
     "fedtan": (fedtan(), {}, "within a local step"),
     "an optimizer of whole tensors": (fedavg(), {"optimizer": partial(torch.optim.Adafactor, lr=0.01)}, "Adafactor"),
     "fedsam": (fedavg(), {"objective": FedSAM(), "optimizer": partial(SGD, lr=0.05)}, "fedsam"),
     "moon": (fedavg(), {"objective": Moon()}, "moon"),
     "scaffold": (fedavg(), {"objective": Scaffold(), "optimizer": partial(SGD, lr=0.05)}, "scaffold"),
-    "dropout": (fedavg(), {"network": lambda: SmallCNN(dropout=0.5).double()}, "dropout"),
-    "functional dropout": (fedavg(), {"network": lambda: Drops().double()}, "random"),
-    "control flow": (fedavg(), {"network": lambda: Asks(nn.Flatten(), nn.Linear(192, 4)).double()}, "batch this network"),
+    "dropout": (fedavg(), {"network": SmallCNN}, "dropout"),
+    "functional dropout": (fedavg(), {"network": drops}, "random"),
+    "control flow": (fedavg(), {"network": asks}, "batch this network"),
     "one sample": (fedavg(), {"sizes": (12, 1, 12)}, "2 samples"),
     "a layer under two names": (fbn(), {"network": named_twice}, "two names"),
 }
@@ -228,16 +177,10 @@ class Halved(nn.BatchNorm1d):
         return "halved"
 
 
-def halved() -> nn.Module:
-    model = flat()
-    model[2] = Halved(8).double()
-    return model
-
-
 OF_ONE_S_OWN: dict[str, dict[str, Any]] = {
     "a network": {},
     "a hook": {"network": hooked},
-    "a layer below fl-bn's": {"network": halved},
+    "a layer below fl-bn's": {"network": partial(flat, Halved)},
     "a loss": {"network": flat, "loss": lambda output, y: F.cross_entropy(output, y)},
 }
 
@@ -255,12 +198,8 @@ def test_code_of_a_package_that_is_not_known_runs_one_by_one(case: str, caplog: 
     assert "package tests" in said[0]
 
 
-def test_loaders_of_other_kinds_fall_back(caplog: pytest.LogCaptureFixture) -> None:
-    x, y = torch.randn(12, 3, 8, 8).double(), torch.arange(12) % 4
-    list(Federation(resnet(), fedavg(), [[(x, y)]], engine="vectorised").run(1))
+def test_loaders_of_other_kinds_fall_back_and_an_engine_that_is_none_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    list(Federation(flat(), fedavg(), [[(torch.randn(12, 3, 8, 8), torch.arange(12) % 4)]], engine="vectorised").run(1))
     assert "batches must be SeededBatches" in caplog.text
-
-
-def test_an_engine_that_is_none() -> None:
-    with pytest.raises(ValueError, match="engine"):
+    with naming("engine"):
         through_federation(fedavg(), "vectorized")

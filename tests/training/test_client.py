@@ -1,4 +1,4 @@
-"""The client's half: what frozen rounds leave on, what the client steps itself, the learning rate's calendar, and generators.
+"""The client's half: what frozen rounds leave on, what it steps itself, rates, generators, which samples count, and changes of images.
 
 That gradients with momentum are DSGD, and that clipping is that of its papers, stands in tests/oracles.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +18,13 @@ from torch import nn
 from fl_bn import convert
 from fl_bn.federation.gradients import norm_in_round
 from fl_bn.methods import METHODS, Phase, Role
+from fl_bn.run.config import RunConfig
+from tests.conformance.doors import SIZES, Asked, application
 from tests.listed import listed
 from tests.local import train
 from tests.networks import seeded_network
-from tests.training.core import LocalTraining, Samples, Schedule, milestones_of, roles, seeded, statistics_pass, torch_seed
+from tests.refusals import naming
+from tests.training.core import LocalTraining, Samples, Schedule, build, milestones_of, roles, seeded, statistics_pass, torch_seed
 
 Clients = Callable[..., list[Samples]]
 CPU = torch.device("cpu")
@@ -99,3 +103,46 @@ def test_torch_seed_leaves_the_global_generators_as_they_were(monkeypatch: pytes
         torch.rand(3).reshape(2)
     assert torch.equal(state, torch.get_rng_state())
     assert reseeded == []  # a plain seed touches every accelerator
+
+
+PAPERS = {"setup": "experiments.papers:Papers"}
+ONE_STEP = {"local-steps": 1, "local-epochs": 0}
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_which_samples_a_client_counts_for(engine: str) -> None:
+    """Clients have 5, 9 and 7 samples."""
+
+    def samples(**keys: Any) -> Mapping[int, int]:
+        return application(Asked("fedavg", passes=True, seeded=True, dtype=torch.float32), engine=engine, **keys).samples
+
+    assert samples(**ONE_STEP) == {0: 5, 1: 4, 2: 4}  # a batch of each; five samples are one batch
+    assert samples(**ONE_STEP, **{"client-weights": "data"}) == dict(enumerate(map(sum, SIZES)))
+    assert samples(**{"batch-size": 6}) == {0: 5, 1: 9, 2: 7}
+    assert samples(**PAPERS, **{"batch-size": 6, "drop-last": True}) == {1: 6, 2: 6}  # who has less than a batch sits out
+
+
+def test_training_with_every_image_flipped_is_training_on_flipped_images() -> None:
+    """Oracle: the augmentation reaches the batches, all of them, before they are scaled, and nothing else."""
+    x = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (16, 3, 8, 8), dtype=np.uint8))
+    data, flipped = Samples(x, torch.arange(16) % 4), Samples(x.flip(-1), torch.arange(16) % 4)
+    settings = LocalTraining(batch_size=8, steps=3, momentum=0.9, weight_decay=1e-2)
+
+    def trained(samples: Samples, augment: Any = None) -> nn.Module:
+        model = build("simple-cnn", classes=4, image_size=8, seed=3)
+        train(model, samples, [np.arange(8), np.arange(8, 16), np.arange(8)], settings, 0.1, METHODS["fedavg"](), augment=augment)
+        return model
+
+    found, expected, control = trained(data, lambda x, y: (x.flip(-1), y)), trained(flipped), trained(data)
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(found.parameters(), control.parameters(), strict=True))
+
+
+@listed("what", ["affine", "both"])
+def test_a_frozen_affine_and_gradients_do_not_go_together(what: str) -> None:
+    """The server would step what the clients hold still."""
+    config = {**PAPERS, "method": "fixbn", "local-steps": 1, "freeze-what": what}
+    with naming("update"):
+        RunConfig.from_mapping({**config, "update": "gradients"})
+    RunConfig.from_mapping({**config, "update": "weights"})  # control
+    RunConfig.from_mapping({**config, "update": "gradients", "freeze-what": "statistics"})  # control
